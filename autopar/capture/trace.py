@@ -1,0 +1,102 @@
+"""A `Trace`: the captured model as one joint forward and backward graph in normal form.
+
+Every node carries in ``node.meta``:
+    ``val``     FakeTensor(s) of the result (global shapes),
+    ``phase``   ``"forward"`` or ``"backward"``,
+    ``module``  path of the module that ran it (a backward node has its forward's), ``""`` at the root,
+    ``source``  the user's own source line, or ``""``,
+    ``key``     a stable unique name: module path, op, phase and ordinal among equals.
+
+Placeholders come in the order parameters, buffers, inputs, tangent. The graph's output is one flat tuple: model outputs
+first (in the order of `outputs`), then one gradient per parameter that has one (in the order of `parameters`), then the
+new values of mutated buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A trainable or frozen parameter, or a buffer.
+
+    Attributes:
+        name: its name in the model (the first of several where it is tied).
+        aliases: further names of the same tensor.
+        node: name of its placeholder.
+        shape: shape as the model stores it.
+        view: shape in the graph. Differs from `shape` where one stored dim is seen as several, so that a fused
+            projection can be sharded by heads: stored ``[d, 3 * e]`` seen as ``[d, 3, e]``.
+        gradient: index of its gradient in the graph's output tuple, or None.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    node: str
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    gradient: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor of the batch: its path in (args, kwargs), its placeholder, shape and dtype."""
+
+    path: str
+    node: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor that the model returns: its path in the returned structure, and whether it is the loss."""
+
+    path: str
+    node: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_loss: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The captured model.
+
+    Attributes:
+        graph: the joint graph in normal form.
+        parameters, buffers, inputs, outputs: what goes in and out, in graph order.
+        tangent: name of the loss' tangent placeholder.
+        mutated: buffer name → index in the graph's output tuple of its new value.
+        in_spec: pytree spec of (args, kwargs); out_spec: of the model's return value (leaves that are no tensors are
+            kept in `constants` by flat position).
+        constants: flat output position → the non-tensor leaf there.
+        fingerprint: hash of model structure, shapes and dtypes.
+    """
+
+    graph: fx.Graph
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Parameter, ...]
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    tangent: str
+    mutated: Mapping[str, int]
+    in_spec: Any
+    out_spec: Any
+    constants: Mapping[int, Any]
+    fingerprint: str
+
+    def node(self, name: str) -> fx.Node:
+        """The node of that name."""
+        for node in self.graph.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(name)

@@ -1,0 +1,86 @@
+"""What happened, where, and what to do.
+
+Every error autopar raises on purpose is an `AutoparError`. It names three things: what happened, where (the op, its
+module path and the user's own source line, as far as they are known) and what the user can do about it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A place in the user's model.
+
+    Attributes:
+        op: the operator as torch prints it, for example ``aten.mm.default``.
+        module: the path of the module that ran it, for example ``model.layers.0.mlp.up_proj``.
+        source: the user's own line, ``file.py:12: code``.
+    """
+
+    op: str = ""
+    module: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        parts = [f"op {self.op}" if self.op else "", f"in module {self.module}" if self.module else ""]
+        place = " ".join(part for part in parts if part)
+        return f"{place}\n    at {self.source}" if self.source else place
+
+
+class AutoparError(Exception):
+    """Base of all errors raised on purpose: `what` happened, `where`, and what to do (`remedy`)."""
+
+    def __init__(self, what: str, *, where: Where | str | None = None, remedy: str = "") -> None:
+        self.what, self.where, self.remedy = what, where, remedy
+        lines = [what]
+        if where is not None and str(where):
+            lines.append(f"  where: {where}")
+        if remedy:
+            lines.append(f"  what to do: {remedy}")
+        super().__init__("\n".join(lines))
+
+
+class CaptureError(AutoparError):
+    """The model cannot be captured as one graph."""
+
+
+class LayoutError(AutoparError):
+    """A layout is malformed, or illegal for the tensor it is asked of."""
+
+
+class MeshError(AutoparError):
+    """A mesh is malformed, or does not fit the processes that are there."""
+
+
+class HardwareError(AutoparError):
+    """A hardware profile is missing, malformed, or lacks a figure."""
+
+
+class RuleError(AutoparError):
+    """An op's rule is malformed or contradicts what the op computes."""
+
+
+class ConstraintError(AutoparError):
+    """What the user forces cannot hold."""
+
+
+class InfeasibleError(AutoparError):
+    """No plan fits; the message says what would."""
+
+
+class PlanError(AutoparError):
+    """A plan file is malformed, of another version, or made for another model, mesh or profile."""
+
+
+class EmissionError(AutoparError):
+    """A plan cannot be turned into a program."""
+
+
+class VerificationError(AutoparError):
+    """A distributed program computes something else than the plain model."""
+
+
+class RuntimeStateError(AutoparError):
+    """A distributed module was used in an order that it cannot serve."""

@@ -1,0 +1,172 @@
+"""Layouts: how one tensor lies over the mesh.
+
+A layout has one placement per mesh axis (torch's `Shard(d)`, `Replicate()`, `Partial(op)`). Where several axes split one
+dim, the order in which they do matters: `order` lists all mesh axes from the outermost splitter to the innermost, and is
+kept canonical (mesh order) wherever it makes no difference, so equal layouts compare equal.
+
+Only the innermost splitter of a dim can be gathered without moving other data.
+
+The codec: ``"S(0) R"`` is `Shard(0)` on the first axis, `Replicate()` on the second. Where a dim is split by several axes
+out of mesh order, each of its splitters carries its rank: ``"S(0)#1 S(0)#0"`` splits dim 0 first by the second axis.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.errors import LayoutError
+
+REPLICATE = Replicate()
+PARTIAL = Partial("sum")
+_TOKEN = re.compile(r"^(?:(R)|P(?:\((\w+)\))?|S\((\d+)\)(?:#(\d+))?)$")
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Layout:
+    """One placement per mesh axis and the order of the splitters, outermost first.
+
+    Args:
+        placements: one per mesh axis.
+        order: a permutation of the axes, outermost splitter first; made canonical.
+    """
+
+    placements: tuple[Placement, ...]
+    order: tuple[int, ...]
+    _hash: int = field(compare=False, repr=False)
+
+    def __init__(self, placements: Iterable[Placement], order: Sequence[int] | None = None) -> None:
+        placements = tuple(placements)
+        order = _canonical(placements, order)
+        object.__setattr__(self, "placements", placements)
+        object.__setattr__(self, "order", order)
+        object.__setattr__(self, "_hash", hash((placements, order)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __str__(self) -> str:
+        return " ".join(self._token(axis) for axis in range(len(self.placements)))
+
+    __repr__ = __str__
+
+    def _token(self, axis: int) -> str:
+        placement = self.placements[axis]
+        if isinstance(placement, Shard):
+            splitters = self.splitters(placement.dim)
+            rank = f"#{splitters.index(axis)}" if list(splitters) != sorted(splitters) else ""
+            return f"S({placement.dim}){rank}"
+        if isinstance(placement, Partial):
+            return "P" if placement.reduce_op == "sum" else f"P({placement.reduce_op})"
+        return "R"
+
+    @staticmethod
+    def parse(text: str) -> Layout:
+        """Read the codec's text, the inverse of ``str``."""
+        placements: list[Placement] = []
+        ranks: list[int] = []
+        for token in text.split():
+            match = _TOKEN.match(token)
+            if match is None:
+                raise LayoutError(f"cannot read {token!r} in layout {text!r}", remedy='write one of R, S(0), P, P(max) per mesh axis, as in "S(0) R"')
+            replicate, reduce_op, dim, rank = match.groups()
+            if replicate:
+                placements.append(REPLICATE)
+            elif dim is not None:
+                placements.append(Shard(int(dim)))
+            else:
+                placements.append(Partial(reduce_op or "sum"))
+            ranks.append(int(rank) if rank is not None else -1)
+        order = sorted(range(len(placements)), key=lambda axis: (ranks[axis], axis))
+        return Layout(placements, order)
+
+    @staticmethod
+    def replicated(num_axes: int) -> Layout:
+        return Layout((REPLICATE,) * num_axes)
+
+    @property
+    def is_replicated(self) -> bool:
+        return all(isinstance(p, Replicate) for p in self.placements)
+
+    @property
+    def has_partial(self) -> bool:
+        return any(isinstance(p, Partial) for p in self.placements)
+
+    def splitters(self, dim: int) -> tuple[int, ...]:
+        """The axes that split `dim`, outermost first."""
+        return tuple(axis for axis in self.order if isinstance(p := self.placements[axis], Shard) and p.dim == dim)
+
+    def is_innermost(self, axis: int) -> bool:
+        """Whether `axis` is the innermost splitter of the dim it shards."""
+        placement = self.placements[axis]
+        return isinstance(placement, Shard) and self.splitters(placement.dim)[-1] == axis
+
+    def with_placement(self, axis: int, placement: Placement) -> Layout:
+        """The layout with another placement on one axis; where that is a shard, the axis becomes the innermost splitter."""
+        placements = self.placements[:axis] + (placement,) + self.placements[axis + 1 :]
+        return Layout(placements, tuple(a for a in self.order if a != axis) + (axis,))
+
+    def num_shards(self, dim: int, mesh_shape: Sequence[int]) -> int:
+        """Into how many parts `dim` is split."""
+        return math.prod(n for p, n in zip(self.placements, mesh_shape, strict=True) if isinstance(p, Shard) and p.dim == dim)
+
+    def divides(self, shape: Sequence[int], mesh_shape: Sequence[int]) -> bool:
+        """Whether every dim exists and is split evenly."""
+        for placement in self.placements:
+            if isinstance(placement, Shard) and placement.dim >= len(shape):
+                return False
+        return all(size % self.num_shards(dim, mesh_shape) == 0 for dim, size in enumerate(shape))
+
+
+def _canonical(placements: tuple[Placement, ...], order: Sequence[int] | None) -> tuple[int, ...]:
+    """Mesh order, except that the splitters of one dim keep the order asked for."""
+    natural = tuple(range(len(placements)))
+    if order is None or tuple(order) == natural:
+        return natural
+    if sorted(order) != list(natural):
+        raise LayoutError(f"order {tuple(order)} is no permutation of {len(natural)} axes")
+    by_dim: dict[int, list[int]] = {}
+    for axis in order:
+        placement = placements[axis]
+        if isinstance(placement, Shard):
+            by_dim.setdefault(placement.dim, []).append(axis)
+    result = list(natural)
+    for axes in by_dim.values():
+        for slot, axis in zip(sorted(axes), axes, strict=True):
+            result[slot] = axis
+    return tuple(result)
+
+
+def local_range(size: int, layout: Layout, dim: int, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, int]:
+    """Start and length of the part of a dim of `size` that lies at `coordinate`.
+
+    Uneven sizes follow torch's rule (`torch.chunk`): every part has ``ceil(size / n)`` elements until none is left.
+    """
+    start, length = 0, size
+    for axis in layout.splitters(dim):
+        chunk = -(-length // mesh_shape[axis])
+        begin = min(chunk * coordinate[axis], length)
+        start, length = start + begin, min(chunk, length - begin)
+    return start, length
+
+
+def local_shape(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Shape of the local tensor at `coordinate` (by default at the origin, which has the largest part)."""
+    coordinate = coordinate if coordinate is not None else (0,) * len(mesh_shape)
+    return tuple(local_range(size, layout, dim, mesh_shape, coordinate)[1] for dim, size in enumerate(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One choice for one op: the layouts that its tensor operands must have, and those its results then have."""
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"

@@ -1,0 +1,133 @@
+"""The device mesh as the planner sees it: named axes, no process group.
+
+Terms. A mesh is a row-major grid of devices; an *axis* is one of its directions. Ranks are numbered row-major: the last
+axis is the fastest. The *link* of an axis is the slowest connection that two neighbours on it must cross: ``"intra"``
+within a node, ``"inter"`` between nodes. It follows from the axis' stride and the number of devices in a node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.errors import MeshError
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAxis:
+    """One axis: its name and its number of devices."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Mesh:
+    """Named mesh axes in row-major order.
+
+    Args:
+        axes: ``{"node": 4, "gpu": 8}``, a sequence of `MeshAxis`, or a device count (one axis, ``"gpu"``).
+        devices_per_node: how many consecutive ranks share a node; by default the size of the last axis where there
+            are several axes, else all devices up to 8.
+        links: names the link of an axis where it does not follow from the stride, ``{"gpu": "inter"}``.
+
+    Raises:
+        MeshError: on an empty mesh, a size below 1, a repeated or unknown axis name.
+    """
+
+    axes: tuple[MeshAxis, ...]
+    devices_per_node: int
+    links: tuple[tuple[str, str], ...] = field(default=())
+
+    def __init__(
+        self,
+        axes: Mapping[str, int] | Sequence[MeshAxis] | int,
+        *,
+        devices_per_node: int | None = None,
+        links: Mapping[str, str] | None = None,
+    ) -> None:
+        if isinstance(axes, int):
+            axes = {"gpu": axes}
+        if isinstance(axes, Mapping):
+            axes = tuple(MeshAxis(name, size) for name, size in axes.items())
+        axes = tuple(axes)
+        _check_axes(axes, links or {})
+        if devices_per_node is None:
+            total = math.prod(axis.size for axis in axes)
+            devices_per_node = axes[-1].size if len(axes) > 1 else min(total, 8)
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "devices_per_node", devices_per_node)
+        object.__setattr__(self, "links", tuple(sorted((links or {}).items())))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.shape)
+
+    def stride(self, axis: int) -> int:
+        """Distance in ranks between neighbours on `axis`."""
+        return math.prod(self.shape[axis + 1 :])
+
+    def link(self, axis: int) -> str:
+        """``"intra"`` where the whole axis lies within one node, else ``"inter"`` (or as named by the user)."""
+        named = dict(self.links).get(self.axes[axis].name)
+        if named is not None:
+            return named
+        span = self.stride(axis) * self.axes[axis].size
+        return "intra" if self.devices_per_node % span == 0 else "inter"
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """The rank's position on every axis."""
+        return tuple(rank // self.stride(a) % self.axes[a].size for a in range(len(self.axes)))
+
+    def groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks that communicate along `axis`, one tuple per group, ordered by position on the axis."""
+        stride, size = self.stride(axis), self.axes[axis].size
+        starts = [rank for rank in range(self.num_devices) if self.coordinate(rank)[axis] == 0]
+        return tuple(tuple(start + k * stride for k in range(size)) for start in starts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"axes": {a.name: a.size for a in self.axes}, "devices_per_node": self.devices_per_node, "links": dict(self.links)}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Mesh:
+        return Mesh(data["axes"], devices_per_node=data["devices_per_node"], links=data.get("links"))
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """Read ``"node=4,gpu=8"`` or ``"8"``."""
+        try:
+            if "=" not in text:
+                return Mesh(int(text))
+            pairs = [part.split("=") for part in text.split(",")]
+            if len({name.strip() for name, _ in pairs}) != len(pairs):
+                raise MeshError(f"mesh {text!r} names an axis twice", remedy="give each axis a name of its own")
+            return Mesh({name.strip(): int(size) for name, size in pairs})
+        except ValueError as error:
+            raise MeshError(f"cannot read mesh {text!r}", remedy="write node=4,gpu=8 or a device count") from error
+
+    def __str__(self) -> str:
+        return ",".join(f"{a.name}={a.size}" for a in self.axes)
+
+
+def _check_axes(axes: tuple[MeshAxis, ...], links: Mapping[str, str]) -> None:
+    if not axes:
+        raise MeshError("a mesh needs at least one axis", remedy='for example autopar.Mesh({"node": 4, "gpu": 8})')
+    names = [axis.name for axis in axes]
+    if len(set(names)) != len(names):
+        raise MeshError(f"mesh axis names repeat: {names}", remedy="give each axis a name of its own")
+    for axis in axes:
+        if not isinstance(axis.size, int) or axis.size < 1:
+            raise MeshError(f"mesh axis {axis.name!r} has size {axis.size!r}", remedy="sizes are integers from 1")
+    for name, link in links.items():
+        if name not in names or link not in ("intra", "inter"):
+            raise MeshError(f"link {name!r}: {link!r} is not known", remedy=f'axes are {names}; links are "intra" and "inter"')

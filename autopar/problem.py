@@ -1,0 +1,167 @@
+"""The optimisation problem and its answer: the solver's whole input and output, without fx and without pulp.
+
+Terms. An *op* is a group of graph nodes that share one decision; equal ops of repeated layers form one op with a
+`count`. A *value* is a tensor that crosses between ops. A *variant* is a set of instances of one value that have the
+same readers (the last layer's output is read by others than the first layer's); redistribution is chosen per variant.
+Layouts of a value are numbered; an *arc* leads from one to another by ONE collective.
+
+Phases: forward and backward. Backward readers of a forward value read a version that was *kept*, or one that was
+*recomputed*. A parameter is an op of kind ``parameter``: it produces the parameter (its storage layout) and reads the
+gradient in the same layout. Inputs are ops that produce replicated values; outputs are ops that read.
+
+Times are in seconds, sizes in bytes, both per device and per instance (multiply by `count`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from autopar.collective import Collective
+from autopar.layout import Layout, Strategy
+
+Phase = Literal["forward", "backward"]
+OpKind = Literal["compute", "parameter", "buffer", "input", "output"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arc:
+    """One redistribution step of a value: from layout `src` to layout `dst` (indices into `Value.layouts`)."""
+
+    src: int
+    dst: int
+    collective: Collective
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that crosses between ops.
+
+    Attributes:
+        key: stable name, in the user's words.
+        op: index of the producing op.
+        result: which of the op's results it is.
+        phase: phase of the producing op.
+        layouts: all layouts it may take, as produced, as read, or on the way.
+        bytes: local bytes per layout.
+        arcs: single collectives between layouts.
+        resident: layouts' bytes are counted elsewhere (a parameter rests in its storage layout), so keeping the
+            produced layout until backward is free.
+    """
+
+    key: str
+    op: int
+    result: int
+    phase: Phase
+    layouts: tuple[Layout, ...]
+    bytes: tuple[int, ...]
+    arcs: tuple[Arc, ...]
+    resident: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Operand `operand` of op `op` reads the value."""
+
+    op: int
+    operand: int
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """`count` instances of value `value` that all have the same readers."""
+
+    value: int
+    count: int
+    uses: tuple[Use, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpStrategy:
+    """One strategy of an op, with indices into the layouts of the values it reads and produces.
+
+    Attributes:
+        inputs: layout index per operand (in the layouts of the value that each operand reads).
+        outputs: layout index per result.
+        time_s: compute time of one instance.
+        static_bytes: bytes that rest for the whole step (parameters with their optimizer state).
+        gradient_bytes: bytes of the gradient in its storage layout (parameters only).
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    time_s: float
+    static_bytes: int = 0
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """A decision: `count` equal instances of one cluster of nodes.
+
+    Attributes:
+        key: stable name, in the user's words (module path with ``*`` for repeated indices, and op).
+        operands: value index per operand. All instances read values of the same layouts set; the actual producer per
+            instance is given by the variants.
+        results: value index per result.
+        recomputable: whether backward may run it again.
+        choices: the strategies in the user's words, parallel to `strategies`.
+    """
+
+    key: str
+    kind: OpKind
+    phase: Phase
+    count: int
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    strategies: tuple[OpStrategy, ...]
+    choices: tuple[Strategy, ...]
+    recomputable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Everything the solver sees.
+
+    `budget_bytes` bounds, per device, static bytes plus kept bytes plus `reserve_bytes`, and static plus gradient bytes
+    plus `reserve_bytes`; the reserve stands for the transient peak, which is re-derived on the emitted order.
+    """
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    variants: tuple[Variant, ...]
+    budget_bytes: int
+    reserve_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The solver's answer.
+
+    Attributes:
+        strategies: chosen strategy index per op.
+        recomputed: strategy index with which backward runs an op again, per recomputed op.
+        kept: per variant index, the layout indices in which the value is kept for backward.
+        objective_s: cost of these choices. bound_s: proven lower bound on every choice the problem admits.
+        num_variables, num_constraints: size of the program that was solved.
+        solver: which solver answered.
+        memory_price_s_per_byte: dual of the budget row in the relaxation (0 where memory is ample).
+    """
+
+    strategies: tuple[int, ...]
+    recomputed: Mapping[int, int]
+    kept: Mapping[int, tuple[int, ...]]
+    objective_s: float
+    bound_s: float
+    num_variables: int = 0
+    num_constraints: int = 0
+    solver: str = ""
+    memory_price_s_per_byte: float = 0.0
+    stats: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """Relative distance between incumbent and bound."""
+        return (self.objective_s - self.bound_s) / max(self.objective_s, 1e-30)
