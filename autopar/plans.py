@@ -1,0 +1,271 @@
+"""The plan: everything needed to emit, with its prediction and its proof. Versioned JSON, never pickle.
+
+A plan speaks the user's words. Its entries are keyed by patterns of node keys (``module path / op / phase / ordinal``)
+in which the indices of repeated layers are written ``{0}``, ``{1}`` …; `instances` lists the indices they take. So a plan
+of 80 equal layers is as long as a plan of one. The file is the same, byte for byte, for the same plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from autopar.collective import Collective
+from autopar.errors import PlanError
+from autopar.layout import Layout, Strategy
+from autopar.mesh import Mesh
+
+FORMAT = "autopar-plan"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NodeChoice:
+    """The strategy of one node pattern."""
+
+    node: str
+    strategy: Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerUp:
+    """The best other choice for an entry, all else fixed, and how much longer the step would take."""
+
+    strategy: str
+    delta_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One decision, taken by `len(instances)` equal clusters of nodes.
+
+    Attributes:
+        key: unique name of the decision: module pattern with ``*``, op, phase, ordinal.
+        kind: ``compute``, ``parameter``, ``buffer``, ``input`` or ``output``.
+        instances: the indices that the patterns take, one tuple per instance.
+        nodes: the nodes that share the decision, with their layouts.
+        recompute: the strategies with which backward runs the nodes again, empty where it does not.
+        time_s: compute time of one instance.
+        replicated: whether a tensor op runs replicated for want of a rule (reported with its cost).
+        source: the user's own line.
+    """
+
+    key: str
+    kind: str
+    module: str
+    op: str
+    phase: str
+    instances: tuple[tuple[int, ...], ...]
+    nodes: tuple[NodeChoice, ...]
+    recompute: tuple[NodeChoice, ...]
+    time_s: float
+    runner_up: RunnerUp | None
+    replicated: bool
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A value kept for backward, in which layouts."""
+
+    node: str
+    result: int
+    instances: tuple[tuple[int, ...], ...]
+    layouts: tuple[Layout, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """A collective on the value of node pattern `node` (for `module`), done `count` times a step, `time_s` each."""
+
+    node: str
+    module: str
+    phase: str
+    collective: Collective
+    source: Layout
+    target: Layout
+    count: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a step will take, per device.
+
+    Attributes:
+        memory_bytes: kind (``parameters``, ``gradients``, ``optimizer``, ``buffers``, ``inputs``, ``activations``,
+            ``transient``) → bytes at the peak.
+        peak_bytes: peak of live tensor bytes from the start of forward to the end of backward.
+        timeline: (label, phase, kind ``compute`` or ``communication``, start_s, duration_s), in order, per module.
+    """
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    peak_bytes: int
+    memory_bytes: Mapping[str, int]
+    timeline: tuple[tuple[str, str, str, float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Incumbent, bound, and what the bound covers."""
+
+    objective_s: float
+    bound_s: float
+    gap: float
+    num_variables: int
+    num_constraints: int
+    solver: str
+    memory_price_s_per_gib: float
+    covers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What the plan was made for."""
+
+    model: str
+    model_name: str
+    profile: str
+    profile_hash: str
+    autopar: str
+    torch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer: see the module docstring."""
+
+    mesh: Mesh
+    fingerprint: Fingerprint
+    options: Mapping[str, Any]
+    entries: tuple[Entry, ...]
+    kept: tuple[Kept, ...]
+    communications: tuple[Communication, ...]
+    prediction: Prediction
+    proof: Proof
+
+    def node_choices(self) -> dict[str, Strategy]:
+        """Strategy per node key, all instances expanded."""
+        return dict(_expand(self.entries, "nodes"))
+
+    def recomputed_choices(self) -> dict[str, Strategy]:
+        """Strategy per node key that backward runs again, all instances expanded."""
+        return dict(_expand(self.entries, "recompute"))
+
+    def kept_layouts(self) -> dict[tuple[str, int], tuple[Layout, ...]]:
+        """(node key, result) → layouts kept for backward, all instances expanded."""
+        return {(k.node.format(*i), k.result): k.layouts for k in self.kept for i in k.instances}
+
+    @property
+    def hash(self) -> str:
+        """Hash of the file's text; all ranks must agree on it."""
+        return hashlib.sha256(self.dumps().encode()).hexdigest()[:16]
+
+    def dumps(self) -> str:
+        """The file's text: sorted keys, one fact a line."""
+        return json.dumps({"format": FORMAT, "version": VERSION, **_encode(self)}, indent=1, sort_keys=True) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(self.dumps(), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan.
+
+        Raises:
+            PlanError: where the file is missing, no JSON, no plan, or of another version.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"cannot read plan {str(path)!r}: {error.strerror}", remedy="check the path; Plan.save writes it") from error
+        return Plan.loads(text, str(path))
+
+    @staticmethod
+    def loads(text: str, where: str = "") -> Plan:
+        """Read a plan from text; `where` names it in errors."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"plan is no JSON: {error}", where=where, remedy="save it again with Plan.save") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise PlanError("the file is no autopar plan", where=where, remedy="pass a file written by Plan.save")
+        if data.get("version") != VERSION:
+            raise PlanError(f"plan version {data.get('version')!r}, this autopar reads {VERSION}", where=where, remedy="plan again")
+        try:
+            return _decode_plan(data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"plan is malformed: {type(error).__name__}: {error}", where=where, remedy="plan again") from error
+
+    def with_options(self, **options: Any) -> Plan:
+        """The same plan with some recorded options changed."""
+        return replace(self, options={**self.options, **options})
+
+
+def _expand(entries: tuple[Entry, ...], which: str) -> Iterator[tuple[str, Strategy]]:
+    for entry in entries:
+        for choice in getattr(entry, which):
+            for indices in entry.instances:
+                yield choice.node.format(*indices), choice.strategy
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Layout):
+        return str(value)
+    if isinstance(value, Mesh):
+        return value.to_json()
+    if hasattr(value, "__dataclass_fields__"):
+        return {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): _encode(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encode(v) for v in value]
+    return value
+
+
+def _strategy(data: Mapping[str, Any]) -> Strategy:
+    return Strategy(tuple(map(Layout.parse, data["inputs"])), tuple(map(Layout.parse, data["outputs"])))
+
+
+def _choices(data: list[Mapping[str, Any]]) -> tuple[NodeChoice, ...]:
+    return tuple(NodeChoice(c["node"], _strategy(c["strategy"])) for c in data)
+
+
+def _instances(data: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(i) for i in data)
+
+
+def _entry(data: Mapping[str, Any]) -> Entry:
+    runner_up = RunnerUp(**data["runner_up"]) if data["runner_up"] else None
+    changed = {"instances": _instances(data["instances"]), "nodes": _choices(data["nodes"]), "recompute": _choices(data["recompute"])}
+    return Entry(**{**data, **changed, "runner_up": runner_up})
+
+
+def _communication(data: Mapping[str, Any]) -> Communication:
+    changed = {"collective": Collective(**data["collective"]), "source": Layout.parse(data["source"]), "target": Layout.parse(data["target"])}
+    return Communication(**{**data, **changed})
+
+
+def _decode_plan(data: Mapping[str, Any]) -> Plan:
+    prediction = {**data["prediction"], "timeline": tuple(tuple(row) for row in data["prediction"]["timeline"])}
+    kept = tuple(
+        Kept(**{**k, "instances": _instances(k["instances"]), "layouts": tuple(map(Layout.parse, k["layouts"]))}) for k in data["kept"]
+    )
+    return Plan(
+        mesh=Mesh.from_json(data["mesh"]),
+        fingerprint=Fingerprint(**data["fingerprint"]),
+        options=data["options"],
+        entries=tuple(map(_entry, data["entries"])),
+        kept=kept,
+        communications=tuple(map(_communication, data["communications"])),
+        prediction=Prediction(**prediction),
+        proof=Proof(**{**data["proof"], "covers": tuple(data["proof"]["covers"])}),
+    )
