@@ -3,7 +3,7 @@
 Terms. An *op* is a group of graph nodes that share one decision; equal ops of repeated layers form one op with a
 `count`. A *value* is a tensor that crosses between ops. A *variant* is a set of instances of one value that have the
 same readers (the last layer's output is read by others than the first layer's); redistribution is chosen per variant.
-Layouts of a value are numbered; an *arc* leads from one to another by ONE collective.
+The layouts of a value are the nodes of its layout graph.
 
 Phases: forward and backward. Backward readers of a forward value read a version that was *kept*, or one that was
 *recomputed*. A parameter is an op of kind ``parameter``: it produces the parameter (its storage layout) and reads the
@@ -18,21 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autopar.collective import Collective
-from autopar.layout import Layout, Strategy
+from autopar.layout import Strategy
+from autopar.redistribute import LayoutGraph
 
 Phase = Literal["forward", "backward"]
 OpKind = Literal["compute", "parameter", "buffer", "input", "output"]
-
-
-@dataclass(frozen=True, slots=True)
-class Arc:
-    """One redistribution step of a value: from layout `src` to layout `dst` (indices into `Value.layouts`)."""
-
-    src: int
-    dst: int
-    collective: Collective
-    time_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +34,7 @@ class Value:
         op: index of the producing op.
         result: which of the op's results it is.
         phase: phase of the producing op.
-        layouts: all layouts it may take, as produced, as read, or on the way.
-        bytes: local bytes per layout.
-        arcs: single collectives between layouts.
+        graph: all layouts it may take (as produced, as read, or on the way) and the collectives between them.
         resident: layouts' bytes are counted elsewhere (a parameter rests in its storage layout), so keeping the
             produced layout until backward is free.
     """
@@ -55,9 +43,7 @@ class Value:
     op: int
     result: int
     phase: Phase
-    layouts: tuple[Layout, ...]
-    bytes: tuple[int, ...]
-    arcs: tuple[Arc, ...]
+    graph: LayoutGraph
     resident: bool = False
 
 
@@ -80,18 +66,16 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class OpStrategy:
-    """One strategy of an op, with indices into the layouts of the values it reads and produces.
+    """One strategy of an op and what it costs.
 
     Attributes:
-        inputs: layout index per operand (in the layouts of the value that each operand reads).
-        outputs: layout index per result.
+        layouts: the layouts its operands must have and its results then have.
         time_s: compute time of one instance.
         static_bytes: bytes that rest for the whole step (parameters with their optimizer state).
         gradient_bytes: bytes of the gradient in its storage layout (parameters only).
     """
 
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    layouts: Strategy
     time_s: float
     static_bytes: int = 0
     gradient_bytes: int = 0
@@ -103,21 +87,16 @@ class Op:
 
     Attributes:
         key: stable name, in the user's words (module path with ``*`` for repeated indices, and op).
-        operands: value index per operand. All instances read values of the same layouts set; the actual producer per
-            instance is given by the variants.
-        results: value index per result.
+        results: value index per result. What an operand reads is given by the variants, since instances may differ in it.
         recomputable: whether backward may run it again.
-        choices: the strategies in the user's words, parallel to `strategies`.
     """
 
     key: str
     kind: OpKind
     phase: Phase
     count: int
-    operands: tuple[int, ...]
     results: tuple[int, ...]
     strategies: tuple[OpStrategy, ...]
-    choices: tuple[Strategy, ...]
     recomputable: bool = False
 
 

@@ -1,0 +1,272 @@
+"""From one layout to another: the layout graph of a tensor, and the cheapest chains and trees in it.
+
+Terms. The *layout graph* of a tensor has its layouts as nodes; an *arc* is ONE collective on one mesh axis:
+
+    S(d) → R     all_gather      only of the innermost splitter of d (no other may be gathered without moving other data)
+    P    → R     all_reduce
+    P    → S(d)  reduce_scatter  the axis becomes the innermost splitter of d
+    S(d) → S(e)  all_to_all      only of the innermost splitter of d; the axis becomes the innermost splitter of e
+    R    → S(d)  slice           local; the axis becomes the innermost splitter of d
+
+A *tree* leads from the layouts a tensor is at hand in to all layouts that are wanted, and pays each arc once, however
+many wanted layouts lie behind it: one all-gather feeds q, k and v. Hierarchical all-reduces (reduce-scatter within the
+node, all-reduce across, all-gather back) are paths of this graph and need no rule of their own.
+
+The invariant: a tree is a tuple of `Step`s; the sum of their prices is the price, and each is emitted as one collective.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.collective import Collective
+from autopar.errors import LayoutError
+from autopar.layout import REPLICATE, Layout, local_shape
+
+Price = Callable[[Collective], float]
+_EXACT_TARGETS = 5  # Dreyfus-Wagner is 3^k; above this many wanted layouts the union of shortest paths is taken
+
+
+@dataclass(frozen=True, slots=True)
+class Arc:
+    """One collective from layout `src` to layout `dst` (indices into `LayoutGraph.layouts`), taking `time_s`."""
+
+    src: int
+    dst: int
+    collective: Collective
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutGraph:
+    """Layouts of one tensor and the single collectives between them.
+
+    Attributes:
+        layouts: the nodes. bytes: local bytes in each. arcs: the collectives.
+        index: layout → node.
+    """
+
+    layouts: tuple[Layout, ...]
+    bytes: tuple[int, ...]
+    arcs: tuple[Arc, ...]
+    index: dict[Layout, int] = field(compare=False, repr=False)
+
+    def outgoing(self) -> list[list[Arc]]:
+        """Arcs by their source."""
+        result: list[list[Arc]] = [[] for _ in self.layouts]
+        for arc in self.arcs:
+            result[arc.src].append(arc)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One emitted redistribution step."""
+
+    source: Layout
+    target: Layout
+    collective: Collective
+    time_s: float
+
+
+def local_bytes(shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh_shape: Sequence[int]) -> int:
+    """Bytes of the (largest) local tensor."""
+    return math.prod(local_shape(shape, layout, mesh_shape)) * dtype.itemsize
+
+
+def neighbours(shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh_shape: Sequence[int]) -> list[tuple[Collective, Layout]]:
+    """Every layout that one collective leads to, with even shards only."""
+    name = str(dtype).removeprefix("torch.")
+    size = local_bytes(shape, dtype, layout, mesh_shape)
+    found: list[tuple[Collective, Layout]] = []
+    for axis, placement in enumerate(layout.placements):
+        if mesh_shape[axis] == 1:
+            continue
+        if isinstance(placement, Shard) and not layout.is_innermost(axis):
+            continue
+        for target in _axis_targets(placement, len(shape)):
+            after = layout.with_placement(axis, target)
+            if after.divides(shape, mesh_shape):
+                found.append((_collective(axis, placement, target, name, size), after))
+    return found
+
+
+def _axis_targets(placement: Placement, rank: int) -> Iterable[Placement]:
+    if not isinstance(placement, Replicate):
+        yield REPLICATE
+    for dim in range(rank):
+        if placement != (shard := Shard(dim)):
+            yield shard
+
+
+def _collective(axis: int, before: Placement, after: Placement, dtype: str, size: int) -> Collective:
+    to = after.dim if isinstance(after, Shard) else -1
+    if isinstance(before, Replicate):
+        return Collective("slice", axis, to, -1, "", dtype, size)
+    if isinstance(before, Partial):
+        kind = "all_reduce" if to < 0 else "reduce_scatter"
+        return Collective(kind, axis, to, -1, before.reduce_op, dtype, size)
+    assert isinstance(before, Shard)
+    if to < 0:
+        return Collective("all_gather", axis, before.dim, -1, "", dtype, size)
+    return Collective("all_to_all", axis, before.dim, to, "", dtype, size)
+
+
+def layout_graph(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    mesh_shape: Sequence[int],
+    produced: Iterable[Layout],
+    wanted: Iterable[Layout],
+    price: Price,
+) -> LayoutGraph:
+    """The layout graph between the layouts `produced` and `wanted`.
+
+    Its nodes are these and whatever lies between them: on every axis the placements that occur there, `Replicate()`, and,
+    where partial sums are produced on an axis, shards of the dims that occur on any axis (for hierarchical reductions).
+    """
+    produced, wanted = list(dict.fromkeys(produced)), list(dict.fromkeys(wanted))
+    ends = list(dict.fromkeys([*produced, *wanted]))
+    dims = sorted({p.dim for layout in ends for p in layout.placements if isinstance(p, Shard)})
+    allowed: list[set[Placement]] = []
+    for axis in range(len(mesh_shape)):
+        here = {layout.placements[axis] for layout in ends} | {REPLICATE}
+        if any(isinstance(p, Partial) for p in here):
+            here |= {Shard(dim) for dim in dims}
+        allowed.append(here)
+    index: dict[Layout, int] = {}
+    layouts: list[Layout] = []
+    arcs: list[Arc] = []
+    queue: list[Layout] = []
+    for layout in ends:
+        index[layout] = len(layouts)
+        layouts.append(layout)
+        queue.append(layout)
+    for layout in queue:  # grows while it is walked
+        for collective, after in neighbours(shape, dtype, layout, mesh_shape):
+            if any(p not in ok for p, ok in zip(after.placements, allowed, strict=True)):
+                continue
+            if after not in index:
+                index[after] = len(layouts)
+                layouts.append(after)
+                queue.append(after)
+            arcs.append(Arc(index[layout], index[after], collective, price(collective)))
+    sizes = tuple(local_bytes(shape, dtype, layout, mesh_shape) for layout in layouts)
+    return LayoutGraph(tuple(layouts), sizes, tuple(arcs), index)
+
+
+def cheapest_tree(graph: LayoutGraph, sources: Iterable[int], targets: Iterable[int]) -> tuple[tuple[Arc, ...], float]:
+    """The cheapest set of arcs that makes all `targets` from any of `sources`, and its price.
+
+    Exact by Dreyfus and Wagner (1971), "The Steiner problem in graphs", on directed arcs, for up to five wanted layouts;
+    beyond that the union of cheapest paths.
+
+    Raises:
+        LayoutError: where a wanted layout cannot be reached.
+    """
+    have = sorted(set(sources))
+    want = sorted(set(targets) - set(have))
+    if not want:
+        return (), 0.0
+    if len(want) <= _EXACT_TARGETS:
+        arcs = _steiner(graph, have, want)
+    else:
+        arcs = {arc for target in want for arc in _steiner(graph, have, [target])}
+    ordered = _in_order(have, arcs)
+    return ordered, sum(arc.time_s for arc in ordered)
+
+
+def _steiner(graph: LayoutGraph, have: list[int], want: list[int]) -> set[Arc]:
+    """Dreyfus-Wagner: best[mask][v] is the price of a tree rooted at v that reaches the wanted layouts in mask."""
+    incoming: list[list[Arc]] = [[] for _ in graph.layouts]
+    for arc in graph.arcs:
+        incoming[arc.dst].append(arc)
+    num, full = len(graph.layouts), (1 << len(want)) - 1
+    best = [[math.inf] * num for _ in range(full + 1)]
+    how: list[list[Arc | int | None]] = [[None] * num for _ in range(full + 1)]
+    for mask in range(1, full + 1):
+        row = best[mask]
+        if mask & (mask - 1) == 0:
+            row[want[mask.bit_length() - 1]] = 0.0
+        sub = (mask - 1) & mask
+        while sub > mask - sub:
+            for v in range(num):
+                if (cost := best[sub][v] + best[mask ^ sub][v]) < row[v]:
+                    row[v], how[mask][v] = cost, sub
+            sub = (sub - 1) & mask
+        _relax(row, how[mask], incoming)
+    root = min(have, key=lambda v: (best[full][v], v))
+    if best[full][root] == math.inf:
+        names = ", ".join(str(graph.layouts[t]) for t in want)
+        raise LayoutError(f"no chain of collectives leads from {[str(graph.layouts[s]) for s in have]} to {names}")
+    return _collect(how, full, root)
+
+
+def _relax(row: list[float], how: list[Arc | int | None], incoming: list[list[Arc]]) -> None:
+    """Dijkstra against the arcs, from every node that has a price."""
+    heap = [(cost, v) for v, cost in enumerate(row) if cost < math.inf]
+    heapq.heapify(heap)
+    while heap:
+        cost, v = heapq.heappop(heap)
+        if cost > row[v]:
+            continue
+        for arc in incoming[v]:
+            if (longer := cost + arc.time_s) < row[arc.src]:
+                row[arc.src], how[arc.src] = longer, arc
+                heapq.heappush(heap, (longer, arc.src))
+
+
+def _collect(how: list[list[Arc | int | None]], mask: int, root: int) -> set[Arc]:
+    arcs: set[Arc] = set()
+    stack = [(mask, root)]
+    while stack:
+        mask, v = stack.pop()
+        choice = how[mask][v]
+        if isinstance(choice, Arc):
+            arcs.add(choice)
+            stack.append((mask, choice.dst))
+        elif choice is not None:
+            stack += [(choice, v), (mask ^ choice, v)]
+    return arcs
+
+
+def _in_order(have: list[int], arcs: set[Arc]) -> tuple[Arc, ...]:
+    """The arcs so that each starts where one before it ended; arcs into what is at hand already are left out."""
+    ready, ordered = set(have), list[Arc]()
+    left = sorted(arcs, key=lambda a: (a.src, a.dst))
+    while left:
+        step = next((a for a in left if a.src in ready), None)
+        if step is None:
+            break
+        left.remove(step)
+        if step.dst not in ready:
+            ready.add(step.dst)
+            ordered.append(step)
+    return tuple(ordered)
+
+
+def cheapest_chain(
+    shape: Sequence[int], dtype: torch.dtype, mesh_shape: Sequence[int], source: Layout, target: Layout, price: Price
+) -> tuple[Step, ...]:
+    """The cheapest chain of collectives from `source` to `target`."""
+    graph = layout_graph(shape, dtype, mesh_shape, [source], [target], price)
+    arcs, _ = cheapest_tree(graph, [graph.index[source]], [graph.index[target]])
+    return tuple(Step(graph.layouts[a.src], graph.layouts[a.dst], a.collective, a.time_s) for a in arcs)
+
+
+def all_layouts(shape: Sequence[int], mesh_shape: Sequence[int]) -> tuple[Layout, ...]:
+    """Every layout without partial sums that splits `shape` evenly; axes of size 1 stay replicated."""
+    num_axes = len(mesh_shape)
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+    options = [[REPLICATE, *map(Shard, dims)] if mesh_shape[a] > 1 else [REPLICATE] for a in range(num_axes)]
+    orders = list(itertools.permutations(range(num_axes)))
+    found = (Layout(p, order) for p in itertools.product(*options) for order in orders)
+    return tuple(dict.fromkeys(layout for layout in found if layout.divides(shape, mesh_shape)))
