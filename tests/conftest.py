@@ -1,0 +1,38 @@
+"""What all tests share: one thread, repeatable examples, golden texts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+GOLDEN = Path(__file__).parent / "golden"
+
+# Without a deadline: times on a busy machine say nothing. Derandomised: the same commit passes or fails everywhere.
+settings.register_profile("autopar", deadline=None, derandomize=True, max_examples=50)
+settings.load_profile("autopar")
+# Several ranks share a few cores; also inherited by the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden texts instead of comparing with them")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """``golden("name.txt", text)`` compares `text` with ``tests/golden/name.txt``."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.write_text(text, encoding="utf-8")
+        assert path.is_file(), f"{name} is not there yet: run pytest --update-golden"
+        assert text == path.read_text(encoding="utf-8")
+
+    return compare
