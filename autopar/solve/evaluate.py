@@ -1,0 +1,127 @@
+"""What given choices cost, by arithmetic alone: no solver, exact trees of collectives.
+
+The same function prices the incumbent, runner-ups and hand-made choices, and says which versions of a value forward
+makes, which are kept and which collectives run. Emission follows it step by step, so that what is priced is emitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.layout import Layout
+from autopar.problem import Problem, Use
+from autopar.redistribute import Arc, cheapest_tree
+
+
+@dataclass(frozen=True, slots=True)
+class Redistribution:
+    """The collectives of one variant in one phase: `sources` at hand, `arcs` in order, `wanted` layouts (node indices)."""
+
+    sources: tuple[int, ...]
+    arcs: tuple[Arc, ...]
+    wanted: tuple[int, ...]
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Cost of given choices, per device and step.
+
+    Attributes:
+        compute_s, communication_s: their sum is the objective.
+        kept_bytes, static_bytes, gradient_bytes: what rests between forward and backward, always, and at the end.
+        kept: per variant, the layouts kept (only those that backward reads).
+        forward, backward: per variant, its redistributions.
+    """
+
+    compute_s: float
+    communication_s: float
+    kept_bytes: int
+    static_bytes: int
+    gradient_bytes: int
+    kept: Mapping[int, tuple[int, ...]]
+    forward: Mapping[int, Redistribution]
+    backward: Mapping[int, Redistribution]
+
+    @property
+    def objective_s(self) -> float:
+        return self.compute_s + self.communication_s
+
+
+def demand(problem: Problem, use: Use, chosen: Mapping[int, int] | Sequence[int]) -> Layout:
+    """The layout in which `use` reads, under the chosen strategy of its op."""
+    return problem.ops[use.op].strategies[chosen[use.op]].layouts.inputs[use.operand]
+
+
+def evaluate(
+    problem: Problem,
+    strategies: Sequence[int],
+    recomputed: Mapping[int, int] | None = None,
+    kept: Mapping[int, tuple[int, ...]] | None = None,
+) -> Evaluation:
+    """Price choices.
+
+    Args:
+        strategies: strategy index per op. recomputed: strategy index per op that backward runs again.
+        kept: per variant, the layouts that may be kept; by default every version that forward makes.
+    """
+    recomputed = recomputed or {}
+    compute = sum(op.count * op.strategies[s].time_s for op, s in zip(problem.ops, strategies, strict=True))
+    compute += sum(problem.ops[o].count * problem.ops[o].strategies[s].time_s for o, s in recomputed.items())
+    static = sum(op.count * op.strategies[s].static_bytes for op, s in zip(problem.ops, strategies, strict=True))
+    gradient = sum(op.count * op.strategies[s].gradient_bytes for op, s in zip(problem.ops, strategies, strict=True))
+    forward: dict[int, Redistribution] = {}
+    backward: dict[int, Redistribution] = {}
+    kept_now: dict[int, tuple[int, ...]] = {}
+    kept_bytes = 0
+    for v in range(len(problem.variants)):
+        first, second, keep = _variant(problem, v, strategies, recomputed, kept)
+        forward[v], backward[v], kept_now[v] = first, second, keep
+        variant = problem.variants[v]
+        value = problem.values[variant.value]
+        own = first.sources if value.resident else ()
+        kept_bytes += variant.count * sum(value.graph.bytes[n] for n in keep if n not in own)
+    communication = sum(
+        problem.variants[v].count * r.time_s for phase in (forward, backward) for v, r in phase.items()
+    )
+    return Evaluation(compute, communication, kept_bytes, static, gradient, kept_now, forward, backward)
+
+
+def _variant(
+    problem: Problem,
+    v: int,
+    strategies: Sequence[int],
+    recomputed: Mapping[int, int],
+    kept: Mapping[int, tuple[int, ...]] | None,
+) -> tuple[Redistribution, Redistribution, tuple[int, ...]]:
+    variant = problem.variants[v]
+    value = problem.values[variant.value]
+    graph = value.graph
+    made = graph.index[problem.ops[value.op].strategies[strategies[value.op]].layouts.outputs[value.result]]
+    now = [u for u in variant.uses if problem.ops[u.op].phase == value.phase]
+    later = [u for u in variant.uses if problem.ops[u.op].phase != value.phase]
+    wanted = tuple(sorted({graph.index[demand(problem, u, strategies)] for u in now}))
+    first = _redistribute(graph, (made,), wanted)
+    wanted_later = {graph.index[demand(problem, u, strategies)] for u in later}
+    wanted_later |= {graph.index[demand(problem, u, recomputed)] for u in now if u.op in recomputed}
+    if not wanted_later:
+        return first, Redistribution((), (), (), 0.0), ()
+    versions = {made, *wanted}
+    allowed = versions if kept is None else versions & set(kept.get(v, ()))
+    sources = set(allowed)
+    if value.resident:
+        sources.add(made)
+    if value.op in recomputed:
+        again = problem.ops[value.op].strategies[recomputed[value.op]].layouts.outputs[value.result]
+        sources.add(graph.index[again])
+    second = _redistribute(graph, tuple(sorted(sources)), tuple(sorted(wanted_later)))
+    read = {arc.src for arc in second.arcs} | set(second.wanted)
+    free = sources - allowed
+    keep = tuple(sorted(n for n in allowed if n in read and n not in free))
+    return first, second, keep
+
+
+def _redistribute(graph: object, sources: tuple[int, ...], wanted: tuple[int, ...]) -> Redistribution:
+    arcs, time_s = cheapest_tree(graph, sources, wanted)  # type: ignore[arg-type]
+    return Redistribution(sources, arcs, wanted, time_s)
