@@ -49,10 +49,11 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Operand `operand` of op `op` reads the value."""
+    """Operand `operand` of op `op` reads the value, in `phase` (a parameter op reads its gradient in backward)."""
 
     op: int
     operand: int
+    phase: Phase
 
 
 @dataclass(frozen=True, slots=True)

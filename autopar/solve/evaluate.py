@@ -99,8 +99,8 @@ def _variant(
     value = problem.values[variant.value]
     graph = value.graph
     made = graph.index[problem.ops[value.op].strategies[strategies[value.op]].layouts.outputs[value.result]]
-    now = [u for u in variant.uses if problem.ops[u.op].phase == value.phase]
-    later = [u for u in variant.uses if problem.ops[u.op].phase != value.phase]
+    now = [u for u in variant.uses if u.phase == value.phase]
+    later = [u for u in variant.uses if u.phase != value.phase]
     wanted = tuple(sorted({graph.index[demand(problem, u, strategies)] for u in now}))
     first = _redistribute(graph, (made,), wanted)
     wanted_later = {graph.index[demand(problem, u, strategies)] for u in later}

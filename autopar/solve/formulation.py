@@ -116,15 +116,12 @@ class Formulation:
     def _variant(self, v: int) -> None:
         variant = self.problem.variants[v]
         value = self.problem.values[variant.value]
-        graph, ops = value.graph, self.problem.ops
+        graph = value.graph
         supply = self._supply(v, self.x[value.op])
-        now = [self._demand(u, graph, self.x[u.op]) for u in variant.uses if ops[u.op].phase == value.phase]
-        later = [self._demand(u, graph, self.x[u.op]) for u in variant.uses if ops[u.op].phase != value.phase]
-        later += [
-            self._demand(u, graph, self.again[u.op])
-            for u in variant.uses
-            if ops[u.op].phase == value.phase and u.op in self.again
-        ]
+        now = [self._demand(u, graph, self.x[u.op]) for u in variant.uses if u.phase == value.phase]
+        later = [self._demand(u, graph, self.x[u.op]) for u in variant.uses if u.phase != value.phase]
+        again = [u for u in variant.uses if u.phase == value.phase and u.op in self.again]
+        later += [self._demand(u, graph, self.again[u.op]) for u in again]
         self._flows(graph, variant.count, supply, now)
         if later:
             self._flows(graph, variant.count, self._later_supply(v, supply, now), later)

@@ -1,0 +1,246 @@
+"""Trace, classes, mesh and profile → Problem: every strategy and every collective priced in seconds and bytes.
+
+The map between the problem's ops and the trace stays in `Priced`, so that answers come back as node keys and layouts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autopar.analysis.work import work
+from autopar.capture.trace import Parameter, Trace
+from autopar.collective import Collective, collective_time
+from autopar.cost.compute import compute_time
+from autopar.hardware import HardwareProfile
+from autopar.layout import Layout, Strategy, local_shape
+from autopar.mesh import Mesh
+from autopar.problem import Op, OpKind, OpStrategy, Phase, Problem, Use, Value, Variant
+from autopar.redistribute import LayoutGraph, all_layouts, layout_graph, local_bytes
+from autopar.rules import Call, TensorInfo
+from autopar.strategies import ClusterClass, ClusterStrategy, Ref
+
+# Resting bytes of an optimizer's state, as multiples of the parameter's own bytes (torch.optim keeps it in the parameter's
+# dtype), and how many parameter-sized tensors a step reads and writes.
+OPTIMIZERS: Mapping[str, tuple[int, int]] = {"adamw": (2, 7), "adam": (2, 7), "sgd": (0, 3), "momentum": (1, 5), "none": (0, 0)}
+_DIGITS = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What an op of the problem stands for.
+
+    Attributes:
+        kind: as in `Op.kind`. names: parameter, buffer, input or output names of the instances (not for compute).
+        nodes: placeholder or read node per instance (not for compute). cluster: the class (compute only).
+    """
+
+    kind: OpKind
+    names: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    cluster: ClusterClass | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A problem, and what its ops and variants stand for.
+
+    Attributes:
+        sources: per op. refs: per variant, the tensors (node, result) of its instances.
+    """
+
+    problem: Problem
+    sources: tuple[Source, ...]
+    refs: tuple[tuple[Ref, ...], ...]
+
+
+def price_collectives(mesh: Mesh, profile: HardwareProfile) -> Callable[[Collective], float]:
+    """The price of one collective on this mesh and profile, remembered per collective."""
+    links = [mesh.link(axis) for axis in range(len(mesh.axes))]
+    known: dict[Collective, float] = {}
+
+    def price(collective: Collective) -> float:
+        if collective not in known:
+            axis = collective.axis
+            known[collective] = collective_time(collective, mesh.shape[axis], links[axis], profile)
+        return known[collective]
+
+    return price
+
+
+def local_info(info: TensorInfo, layout: Layout, mesh_shape: Sequence[int]) -> TensorInfo:
+    """What one rank holds of a tensor."""
+    return TensorInfo(local_shape(info.shape, layout, mesh_shape), info.dtype)
+
+
+def call_time(call: Call, strategy: Strategy, mesh_shape: Sequence[int], profile: HardwareProfile) -> float:
+    """Time of one op on its local tensors."""
+    inputs = [local_info(i, layout, mesh_shape) for i, layout in zip(call.inputs, strategy.inputs, strict=True)]
+    outputs = [local_info(o, layout, mesh_shape) for o, layout in zip(call.outputs, strategy.outputs, strict=True)]
+    dtype = max((i.dtype for i in (*inputs, *outputs)), key=lambda d: (d.is_floating_point, d.itemsize), default=torch.float32)
+    return compute_time(work(call.target, call.args, call.kwargs, inputs, outputs), dtype, profile)
+
+
+@dataclass
+class _Builder:
+    trace: Trace
+    mesh: Mesh
+    profile: HardwareProfile
+    optimizer: str
+    ops: list[Op] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+    made: dict[Ref, tuple[int, int]] = field(default_factory=dict)  # tensor → (op, result)
+    readers: dict[Ref, list[Use]] = field(default_factory=dict)
+    infos: dict[Ref, TensorInfo] = field(default_factory=dict)
+
+    def add(self, op: Op, source: Source) -> int:
+        self.ops.append(op)
+        self.sources.append(source)
+        return len(self.ops) - 1
+
+    def read(self, ref: Ref, op: int, operand: int, phase: Phase) -> None:
+        self.readers.setdefault(ref, []).append(Use(op, operand, phase))
+
+    def parameters(self) -> None:
+        """One op per class of equal parameters: the storage layout, in which the gradient arrives as well."""
+        groups: dict[tuple[object, ...], list[Parameter]] = {}
+        for p in self.trace.parameters:
+            groups.setdefault((_DIGITS.sub("*", p.name), p.view, p.dtype, p.requires_grad, p.gradient is None), []).append(p)
+        outputs = _output_nodes(self.trace)
+        for (pattern, *_), members in groups.items():
+            first = members[0]
+            strategies = tuple(self._storage(first, layout) for layout in all_layouts(first.view, self.mesh.shape))
+            op = Op(str(pattern), "parameter", "forward", len(members), (), strategies)
+            index = self.add(op, Source("parameter", tuple(p.name for p in members), tuple(p.node for p in members)))
+            for p in members:
+                self.made[p.node, 0] = (index, 0)
+                self.infos[p.node, 0] = TensorInfo(p.view, p.dtype)
+                if p.gradient is not None:
+                    self.read((outputs[p.gradient].name, 0), index, 0, "backward")
+
+    def _storage(self, p: Parameter, layout: Layout) -> OpStrategy:
+        size = local_bytes(p.view, p.dtype, layout, self.mesh.shape)
+        state, traffic = OPTIMIZERS[self.optimizer] if p.requires_grad else (0, 0)
+        step_s = traffic * size / self.profile.memory_bandwidth_bytes_per_s
+        has_gradient = p.gradient is not None
+        gradient = (layout,) if has_gradient else ()
+        return OpStrategy(Strategy(gradient, (layout,)), step_s, size * (1 + state), size if has_gradient else 0)
+
+    def placeholders(self) -> None:
+        """Buffers and the tangent are replicated; inputs come in any layout (a rank copies only its own part)."""
+        replicated = Layout.replicated(len(self.mesh.axes))
+        for b in self.trace.buffers:
+            size = local_bytes(b.view, b.dtype, replicated, self.mesh.shape)
+            self._placeholder("buffer", b.name, b.node, TensorInfo(b.view, b.dtype), (OpStrategy(Strategy((), (replicated,)), 0.0, size),))
+        for i in self.trace.inputs:
+            strategies = []
+            for layout in all_layouts(i.shape, self.mesh.shape):
+                size = local_bytes(i.shape, i.dtype, layout, self.mesh.shape)
+                strategies.append(OpStrategy(Strategy((), (layout,)), size / self.profile.memory_bandwidth_bytes_per_s, size))
+            self._placeholder("input", i.path, i.node, TensorInfo(i.shape, i.dtype), tuple(strategies))
+        loss = next(o for o in self.trace.outputs if o.is_loss)
+        tangent = (OpStrategy(Strategy((), (replicated,)), 0.0),)
+        self._placeholder("input", "tangent", self.trace.tangent, TensorInfo(loss.shape, loss.dtype), tangent, phase="backward")
+
+    def _placeholder(
+        self, kind: OpKind, name: str, node: str, info: TensorInfo, strategies: tuple[OpStrategy, ...], phase: Phase = "forward"
+    ) -> None:
+        index = self.add(Op(name, kind, phase, 1, (), strategies), Source(kind, (name,), (node,)))
+        self.made[node, 0] = (index, 0)
+        self.infos[node, 0] = info
+
+    def clusters(self, classes: Sequence[ClusterClass]) -> None:
+        for cluster_class in classes:
+            first = cluster_class.first
+            strategies = tuple(self._cluster_strategy(cluster_class, s) for s in cluster_class.strategies)
+            phase: Phase = "forward" if first.phase == "forward" else "backward"
+            op = Op(first.members[0].pattern, "compute", phase, len(cluster_class.instances), (), strategies, phase == "forward")
+            index = self.add(op, Source("compute", cluster=cluster_class))
+            for cluster in cluster_class.instances:
+                calls = {r: info for m in cluster.members for r, info in zip(m.makes, m.call.outputs, strict=True)}
+                for result, ref in enumerate(cluster.results):
+                    self.made[ref] = (index, result)
+                    self.infos[ref] = calls[ref]
+                for operand, ref in enumerate(cluster.operands):
+                    self.read(ref, index, operand, phase)
+
+    def _cluster_strategy(self, cluster_class: ClusterClass, strategy: ClusterStrategy) -> OpStrategy:
+        members = zip(cluster_class.first.members, strategy.members, strict=True)
+        return OpStrategy(strategy.outer, sum(call_time(m.call, s, self.mesh.shape, self.profile) for m, s in members))
+
+    def outputs(self) -> None:
+        """The loss is wanted whole; other outputs in any layout without partial sums; new buffer values replicated."""
+        replicated = Layout.replicated(len(self.mesh.axes))
+        nodes = _output_nodes(self.trace)
+        wanted = [(o.path, nodes[i].name, (replicated,) if o.is_loss else None) for i, o in enumerate(self.trace.outputs)]
+        wanted += [(name, nodes[i].name, (replicated,)) for name, i in self.trace.mutated.items()]
+        for path, node, layouts in wanted:
+            layouts = layouts or all_layouts(self.infos[node, 0].shape, self.mesh.shape)
+            strategies = tuple(OpStrategy(Strategy((layout,), ()), 0.0) for layout in layouts)
+            index = self.add(Op(path, "output", "forward", 1, (), strategies), Source("output", (path,), (node,)))
+            self.read((node, 0), index, 0, "forward")
+
+    def values(self) -> tuple[list[Value], list[Variant], list[tuple[Ref, ...]]]:
+        """Fold tensors into values by what makes them, and into variants by what reads them."""
+        groups: dict[tuple[int, int], dict[tuple[Use, ...], list[Ref]]] = {}
+        for ref, made in self.made.items():
+            uses = tuple(sorted(set(self.readers.get(ref, ())), key=lambda u: (u.op, u.operand)))
+            if uses:
+                groups.setdefault(made, {}).setdefault(uses, []).append(ref)
+        values: list[Value] = []
+        variants: list[Variant] = []
+        refs: list[tuple[Ref, ...]] = []
+        price = price_collectives(self.mesh, self.profile)
+        for (op, result), by_uses in groups.items():
+            graph = self._layout_graph(op, result, next(iter(by_uses.values()))[0], {u for uses in by_uses for u in uses}, price)
+            resident = self.sources[op].kind != "compute"
+            key = f"{self.ops[op].key}#{result}"
+            values.append(Value(key, op, result, self.ops[op].phase, graph, resident))
+            for uses, members in by_uses.items():
+                variants.append(Variant(len(values) - 1, len(members), uses))
+                refs.append(tuple(members))
+        return values, variants, refs
+
+    def _layout_graph(self, op: int, result: int, ref: Ref, uses: set[Use], price: Callable[[Collective], float]) -> LayoutGraph:
+        info = self.infos[ref]
+        produced = [s.layouts.outputs[result] for s in self.ops[op].strategies]
+        ordered = sorted(uses, key=lambda u: (u.op, u.operand))
+        wanted = [s.layouts.inputs[u.operand] for u in ordered for s in self.ops[u.op].strategies]
+        return layout_graph(info.shape, info.dtype, self.mesh.shape, produced, wanted, price)
+
+
+def price(
+    trace: Trace,
+    classes: Sequence[ClusterClass],
+    mesh: Mesh,
+    profile: HardwareProfile,
+    *,
+    budget_bytes: int,
+    optimizer: str = "adamw",
+) -> Priced:
+    """Price everything: see the module docstring."""
+    builder = _Builder(trace, mesh, profile, optimizer)
+    builder.parameters()
+    builder.placeholders()
+    builder.clusters(classes)
+    builder.outputs()
+    values, variants, refs = builder.values()
+    results: dict[int, list[int]] = {}
+    for index, value in enumerate(values):
+        results.setdefault(value.op, []).append(index)
+    ops = tuple(_with_results(op, tuple(results.get(i, ()))) for i, op in enumerate(builder.ops))
+    problem = Problem(ops, tuple(values), tuple(variants), budget_bytes)
+    return Priced(problem, tuple(builder.sources), tuple(refs))
+
+
+def _with_results(op: Op, results: tuple[int, ...]) -> Op:
+    return Op(op.key, op.kind, op.phase, op.count, results, op.strategies, op.recomputable)
+
+
+def _output_nodes(trace: Trace) -> list[fx.Node]:
+    output = next(iter(reversed(trace.graph.nodes)))
+    return list(output.args[0])  # type: ignore[arg-type]
