@@ -1,0 +1,258 @@
+"""The communication steps of emitted graphs, as plain functions that name mesh axes by index.
+
+Executed directly they look up the process groups that `use_groups` has made current; `bind` puts constants in their
+place, so that a bound graph needs no context and `torch.compile` sees only torch operators. No autograd runs through
+them: an emitted backward graph holds its own steps.
+
+Terms. `size` is the number of ranks on the axis, `part` the length of one rank's share. A *fake* group has an empty
+name: its steps allocate what the real ones do and move nothing, so that a run on fake tensors shows the exact memory.
+
+Memory, with `x` the input and `y` the result (both contiguous): besides them live
+    all_gather      dim leading: nothing; else one buffer as large as `y`, while it is copied to `y`
+    reduce_scatter  dim leading: nothing; else one copy of `x`, until the reduction has ended
+    all_to_all      to_dim not leading: one copy of `x` until it is sent; dim not leading: one buffer as large as `y`
+    all_reduce, shard   nothing
+A dim is leading where all dims before it have length 1. `x` that is not contiguous costs one more copy. Along an axis of
+size 1 every step returns `x` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.errors import LayoutError, RuntimeStateError
+from autopar.mesh import Mesh
+
+_functional = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, slots=True)
+class AxisGroup:
+    """This rank's process group along one mesh axis; `name` is torch's group name, empty for a fake group."""
+
+    name: str
+    size: int
+    coordinate: int
+
+
+Groups = tuple[AxisGroup, ...]
+_current: ContextVar[Groups | None] = ContextVar("autopar_groups", default=None)
+
+
+@contextmanager
+def use_groups(groups: Sequence[AxisGroup]) -> Iterator[None]:
+    """Make `groups`, one per mesh axis, those of the steps that run inside (in this thread)."""
+    token = _current.set(tuple(groups))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def fake_groups(mesh: Mesh, coordinate: Sequence[int] | None = None) -> Groups:
+    """Groups without processes, seen from `coordinate` (by default the origin)."""
+    coordinate = coordinate if coordinate is not None else (0,) * len(mesh.shape)
+    return tuple(AxisGroup("", size, index) for size, index in zip(mesh.shape, coordinate, strict=True))
+
+
+def all_gather(x: Tensor, dim: int, axis: int) -> Tensor:
+    """Shard(dim) → Replicate on `axis`, which must be the innermost splitter of `dim`: the parts joined in order."""
+    group = _group(axis)
+    return _all_gather(x, dim, group.size, group.name)
+
+
+def reduce_scatter(x: Tensor, dim: int, reduce_op: str, axis: int) -> Tensor:
+    """Partial(reduce_op) → Shard(dim) on `axis`: this rank's part of the reduced tensor."""
+    group = _group(axis)
+    return _reduce_scatter(x, dim, reduce_op, group.size, group.name)
+
+
+def all_reduce(x: Tensor, reduce_op: str, axis: int) -> Tensor:
+    """Partial(reduce_op) → Replicate on `axis`; a new tensor."""
+    group = _group(axis)
+    return _all_reduce(x, reduce_op, group.size, group.name)
+
+
+def all_to_all(x: Tensor, dim: int, to_dim: int, axis: int) -> Tensor:
+    """Shard(dim) → Shard(to_dim) on `axis`, which must be the innermost splitter of `dim` and becomes that of `to_dim`."""
+    group = _group(axis)
+    return _all_to_all(x, dim, to_dim, group.size, group.name)
+
+
+def shard(x: Tensor, dim: int, axis: int) -> Tensor:
+    """Replicate → Shard(dim) on `axis`: this rank's part, always a contiguous copy.
+
+    A view would be free, but it would hold all of `x` alive: a gradient or a kept value that was sliced would then cost
+    `size` times what the plan says.
+    """
+    group = _group(axis)
+    return _shard(x, dim, group.size, group.coordinate)
+
+
+def local_start(size: int, splitters: tuple[tuple[int, int], ...]) -> int:
+    """The first global index of this rank's part of a dim of `size`, split evenly by (axis, axis size), outermost first."""
+    return start_of(size, splitters, [_group(axis).coordinate for axis, _ in splitters])
+
+
+STEPS: tuple[Callable[..., Tensor], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, shard)
+
+
+def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup]) -> fx.GraphModule:
+    """A copy of the graph module whose steps name process groups and coordinates instead of mesh axes.
+
+    Steps along axes of size 1 vanish and `local_start` becomes a literal. Tensors held by the module are shared.
+    """
+    graph = fx.Graph()
+    result = graph.graph_copy(graph_module.graph, {})
+    graph.output(result)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is local_start:
+            size, splitters = node.args
+            _replace(node, start_of(size, splitters, [groups[axis].coordinate for axis, _ in splitters]))
+        elif node.op == "call_function" and node.target in STEPS:
+            _bind_step(node, groups)
+    return fx.GraphModule(graph_module, graph)
+
+
+def _bind_step(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
+    x, *rest, axis = positional(node)
+    group = groups[axis]
+    if group.size == 1:
+        _replace(node, x)
+    elif node.target is shard:
+        node.target, node.args, node.kwargs = _shard, (x, *rest, group.size, group.coordinate), {}
+    else:
+        node.target, node.args, node.kwargs = _BOUND[node.target], (x, *rest, group.size, group.name), {}
+
+
+_ARGUMENTS = {
+    all_gather: ("x", "dim", "axis"),
+    reduce_scatter: ("x", "dim", "reduce_op", "axis"),
+    all_reduce: ("x", "reduce_op", "axis"),
+    all_to_all: ("x", "dim", "to_dim", "axis"),
+    shard: ("x", "dim", "axis"),
+}
+
+
+def positional(node: fx.Node) -> tuple[Any, ...]:
+    """The step's arguments in order, however the node passes them."""
+    names = _ARGUMENTS[node.target]
+    return (*node.args, *(node.kwargs[name] for name in names[len(node.args) :]))
+
+
+def _replace(node: fx.Node, value: Any) -> None:
+    """Put `value`, a node or a literal, wherever `node` is used, and erase the node."""
+    for user in list(node.users):
+        user.args = fx.node.map_aggregate(user.args, lambda a: value if a is node else a)
+        user.kwargs = fx.node.map_aggregate(user.kwargs, lambda a: value if a is node else a)
+    node.graph.erase_node(node)
+
+
+def _group(axis: int) -> AxisGroup:
+    groups = _current.get()
+    if groups is None:
+        raise RuntimeStateError(
+            "a communication step ran outside any process groups",
+            remedy="run the graph inside use_groups(...), bind it with bind(graph, groups), or use the lockstep interpreter",
+        )
+    return groups[axis]
+
+
+def start_of(size: int, splitters: Sequence[tuple[int, int]], coordinates: Sequence[int]) -> int:
+    start = 0
+    for (_, axis_size), coordinate in zip(splitters, coordinates, strict=True):
+        size = part_of(size, axis_size)
+        start += size * coordinate
+    return start
+
+
+def part_of(length: int, size: int) -> int:
+    if length % size != 0:
+        raise LayoutError(f"a dim of length {length} cannot be split evenly over {size} ranks", remedy="choose another layout or mesh")
+    return length // size
+
+
+# The bound forms: constants in place of the mesh axis. Helpers take temporaries as arguments, so that nothing here holds
+# them longer than the module docstring says.
+
+
+def _all_gather(x: Tensor, dim: int, size: int, name: str) -> Tensor:
+    if size == 1:
+        return x
+    shape = (*x.shape[:dim], x.shape[dim] * size, *x.shape[dim + 1 :])
+    return _gather_leading(x.contiguous(), size, name).movedim(0, dim).reshape(shape)
+
+
+def _reduce_scatter(x: Tensor, dim: int, reduce_op: str, size: int, name: str) -> Tensor:
+    if size == 1:
+        return x
+    return _scatter_leading(_leading_parts(x, dim, size), reduce_op, size, name)
+
+
+def _all_reduce(x: Tensor, reduce_op: str, size: int, name: str) -> Tensor:
+    if size == 1:
+        return x
+    if not name:
+        return x.new_empty(x.shape)
+    return _functional.wait_tensor(_functional.all_reduce(x.contiguous(), reduce_op, name))
+
+
+def _all_to_all(x: Tensor, dim: int, to_dim: int, size: int, name: str) -> Tensor:
+    if size == 1 or dim == to_dim:
+        return x
+    shape = list(x.shape)
+    shape[to_dim] = part_of(shape[to_dim], size)
+    shape[dim] *= size
+    return _exchange_leading(_leading_parts(x, to_dim, size), size, name).movedim(0, dim).reshape(shape)
+
+
+def _shard(x: Tensor, dim: int, size: int, coordinate: int) -> Tensor:
+    if size == 1:
+        return x
+    part = part_of(x.shape[dim], size)
+    return x.narrow(dim, coordinate * part, part).clone(memory_format=torch.contiguous_format)
+
+
+def _leading_parts(x: Tensor, dim: int, size: int) -> Tensor:
+    """[.., d, ..] → [size, .., d / size, ..], contiguous; a view where `dim` is leading and `x` contiguous."""
+    return x.unflatten(dim, (size, part_of(x.shape[dim], size))).movedim(dim, 0).contiguous()
+
+
+def _gather_leading(x: Tensor, size: int, name: str) -> Tensor:
+    """[..] of every rank → [size, ..]."""
+    if not name:
+        return x.new_empty((size, *x.shape))
+    flat = x.view(torch.uint8).view(-1) if x.dtype == torch.bool else x.view(-1)
+    gathered = _functional.wait_tensor(_functional.all_gather_into_tensor(flat, size, name))
+    return gathered.view(x.dtype).view(size, *x.shape)
+
+
+def _scatter_leading(x: Tensor, reduce_op: str, size: int, name: str) -> Tensor:
+    """[size, ..] → the reduced [..] at this rank's index."""
+    if not name:
+        return x.new_empty(x.shape[1:])
+    return _functional.wait_tensor(_functional.reduce_scatter_tensor(x, reduce_op, size, name)).squeeze(0)
+
+
+def _exchange_leading(x: Tensor, size: int, name: str) -> Tensor:
+    """[size, ..]: part i goes to rank i; the result's part i came from rank i."""
+    if not name:
+        return x.new_empty(x.shape)
+    if x.dtype == torch.bool:
+        return _exchange_leading(x.view(torch.uint8), size, name).view(torch.bool)
+    return _functional.wait_tensor(_functional.all_to_all_single(x, [1] * size, [1] * size, name))
+
+
+_BOUND: dict[Any, Callable[..., Tensor]] = {
+    all_gather: _all_gather,
+    reduce_scatter: _reduce_scatter,
+    all_reduce: _all_reduce,
+    all_to_all: _all_to_all,
+}

@@ -1,0 +1,1 @@
+"""Running a program: the module, its parameters, process groups, memory, and the lockstep interpreter."""

@@ -1,0 +1,253 @@
+"""The lockstep interpreter: all ranks of a program in one process, without process groups.
+
+Every node is run once per rank and holds a list of one result per rank; ranks whose operands are the very same tensors
+share the result. Communication steps act on the whole list, group by group. Graphs are functional, so sharing is safe;
+an operator that writes into its operand is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from autopar.collective import Collective, Kind
+from autopar.errors import AutoparError, VerificationError, Where
+from autopar.kernels import collectives as steps
+from autopar.mesh import Mesh
+from autopar.run.program import Program, ProgramTensor
+from autopar.run.splitting import join, reduce, split
+
+Observer = Callable[[str, fx.Node, list[Any]], None]
+Record = tuple[str, str, Collective]
+_KINDS: dict[Any, Kind] = {
+    steps.all_gather: "all_gather",
+    steps.reduce_scatter: "reduce_scatter",
+    steps.all_reduce: "all_reduce",
+    steps.all_to_all: "all_to_all",
+    steps.shard: "slice",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Lockstep:
+    """What a program computed, joined to full tensors.
+
+    Attributes:
+        outputs: by output path. buffers: new values of mutated buffers, by name.
+        gradients: by parameter name, in the stored shape.
+        records: the communication steps that ran, as (phase, node key, Collective).
+    """
+
+    outputs: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    records: tuple[Record, ...]
+
+
+def run_lockstep(
+    program: Program,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor] | Sequence[Tensor],
+    *,
+    tangent: float = 1.0,
+    dtype: torch.dtype | None = None,
+    observe: Observer | None = None,
+    tolerance: float | None = None,
+) -> Lockstep:
+    """Run forward and, where a parameter has a gradient, backward.
+
+    Args:
+        parameters, buffers: full tensors in their stored shapes, by name.
+        inputs: full tensors by path, or in the order of ``program.inputs``.
+        tangent: gradient of the loss.
+        dtype: promotes every floating tensor, and every floating dtype that a node names, to this one.
+        observe: called with (phase, node, results by rank) after each node.
+        tolerance: largest difference between replicas relative to the largest magnitude; by default 1e-11 in
+            double precision, else 1e-5 (1e-2 for 16-bit types).
+
+    Raises:
+        VerificationError: where replicas differ, or a node fails; names the node, its module and source.
+    """
+    by_path = inputs if isinstance(inputs, Mapping) else {t.name: x for t, x in zip(program.inputs, inputs, strict=True)}
+    values = [parameters[t.name] for t in program.parameters] + [buffers[t.name] for t in program.buffers]
+    values += [by_path[t.name] for t in program.inputs]
+    borders = (*program.parameters, *program.buffers, *program.inputs)
+    operands = [split(_promote(x, dtype), t.layout, program.mesh, t.view) for x, t in zip(values, borders, strict=True)]
+    run = _Run(program.mesh, dtype, observe)
+    with torch.no_grad():
+        results = run(program.forward, "forward", operands)
+        mutated = [t for name in program.mutated for t in program.buffers if t.name == name]
+        first, last = len(program.outputs), len(program.outputs) + len(mutated)
+        outputs = _joined(program.forward, results[:first], program.outputs, program.mesh, tolerance)
+        new_buffers = _joined(program.forward, results[first:last], mutated, program.mesh, tolerance, first)
+        trained = [t for t in program.parameters if t.has_gradient]
+        gradients: dict[str, Tensor] = {}
+        if trained:
+            saved = results[len(results) - program.num_saved :]
+            del results, operands
+            saved.append(_tangents(program, tangent, dtype))
+            gradients = _joined(program.backward, run(program.backward, "backward", saved), trained, program.mesh, tolerance)
+    return Lockstep(outputs, gradients, new_buffers, tuple(run.records))
+
+
+def _tangents(program: Program, tangent: float, dtype: torch.dtype | None) -> list[Tensor]:
+    loss = next(t for t in program.outputs if t.is_loss)
+    one = _promote(torch.full(loss.shape, tangent, dtype=loss.dtype), dtype)
+    return [one] * program.mesh.num_devices
+
+
+def _joined(
+    graph_module: fx.GraphModule,
+    results: Sequence[list[Any]],
+    borders: Sequence[ProgramTensor],
+    mesh: Mesh,
+    tolerance: float | None,
+    offset: int = 0,
+) -> dict[str, Tensor]:
+    """The named full tensors; an error names the node that made the result."""
+    output = next(node for node in graph_module.graph.nodes if node.op == "output")
+    joined = {}
+    for index, (border, locals) in enumerate(zip(borders, results, strict=True)):
+        try:
+            joined[border.name] = join(locals, border.layout, mesh, border.shape, _tolerance(locals[0], tolerance))
+        except (AutoparError, RuntimeError) as error:
+            node = output.args[0][index + offset]
+            raise VerificationError(f"{border.name!r} cannot be joined from {node_name(node)}: {error}", where=where(node)) from error
+    return joined
+
+
+def _tolerance(x: Tensor, tolerance: float | None) -> float:
+    if tolerance is not None:
+        return tolerance
+    return {torch.float64: 1e-11, torch.float32: 1e-5}.get(x.dtype, 1e-2)
+
+
+def _promote(value: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is not None and isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value
+
+
+def _promote_dtype(argument: Any, dtype: torch.dtype | None) -> Any:
+    return dtype if dtype is not None and isinstance(argument, torch.dtype) and argument.is_floating_point else argument
+
+
+def node_name(node: fx.Node) -> str:
+    """The node in the user's words where it has a key, else its name in the graph."""
+    return str(node.meta.get("key") or node.name)
+
+
+def where(node: fx.Node) -> Where:
+    """The node's op, module and source line."""
+    return Where(str(node.target), node.meta.get("module", ""), node.meta.get("source", ""))
+
+
+class _Run:
+    """Runs graphs over lists of ranks and records their communication steps."""
+
+    def __init__(self, mesh: Mesh, dtype: torch.dtype | None, observe: Observer | None) -> None:
+        self.mesh, self.dtype, self.observe = mesh, dtype, observe
+        self.ranks = range(mesh.num_devices)
+        self.records: list[Record] = []
+
+    def __call__(self, graph_module: fx.GraphModule, phase: str, operands: Sequence[list[Any]]) -> list[list[Any]]:
+        """The results in the order of the graph's output tuple, each a list by rank."""
+        env: dict[fx.Node, list[Any]] = {}
+        remaining = iter(operands)
+        uses = {node: len(node.users) for node in graph_module.graph.nodes}
+        for node in graph_module.graph.nodes:
+            if node.op == "output":
+                return [env[result] if isinstance(result, fx.Node) else [result for _ in self.ranks] for result in node.args[0]]
+            env[node] = next(remaining) if node.op == "placeholder" else self._run_node(graph_module, phase, node, env)
+            if self.observe is not None:
+                self.observe(phase, node, env[node])
+            for operand in node.all_input_nodes:
+                uses[operand] -= 1
+                if not uses[operand]:
+                    del env[operand]
+        raise VerificationError(f"the {phase} graph has no output")
+
+    def _run_node(self, graph_module: fx.GraphModule, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
+        try:
+            if node.op == "get_attr":
+                constant = _promote(_attribute(graph_module, node), self.dtype)
+                return [constant for _ in self.ranks]
+            if node.target in _KINDS:
+                return self._run_step(phase, node, env)
+            if node.target is steps.local_start:
+                return [self._start(rank, *node.args) for rank in self.ranks]
+            return self._run_op(node, env)
+        except (RuntimeError, ValueError, TypeError, IndexError, AutoparError) as error:
+            raise VerificationError(f"{node_name(node)} fails in the {phase} graph: {error}", where=where(node)) from error
+
+    def _run_op(self, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
+        target: Any = node.target
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            raise VerificationError("an operator of the program writes into its operand")
+        args, kwargs = tree_map(lambda a: _promote_dtype(a, self.dtype), (node.args, dict(node.kwargs)))
+        operands = node.all_input_nodes
+        results: dict[tuple[int, ...], Any] = {}
+        by_rank = []
+        for rank in self.ranks:
+            key = tuple(id(env[operand][rank]) for operand in operands)
+            if key not in results:
+                here = fx.node.map_arg((args, kwargs), partial(_of_rank, env, rank))
+                results[key] = tree_map(lambda x: _promote(x, self.dtype), target(*here[0], **here[1]))
+            by_rank.append(results[key])
+        return by_rank
+
+    def _run_step(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
+        x, *rest, axis = steps.positional(node)
+        kind, locals = _KINDS[node.target], env[x]
+        reduce_op = rest[-1] if kind in ("all_reduce", "reduce_scatter") else ""
+        dim, to_dim = rest[0] if kind != "all_reduce" else -1, rest[1] if kind == "all_to_all" else -1
+        if len({tuple(local.shape) for local in locals}) > 1:
+            raise VerificationError(f"ranks bring different shapes: {[tuple(local.shape) for local in locals]}")
+        num_bytes = locals[0].numel() * locals[0].element_size()
+        dtype = str(locals[0].dtype).removeprefix("torch.")
+        self.records.append((phase, node_name(node), Collective(kind, axis, dim, to_dim, reduce_op, dtype, num_bytes)))
+        result: list[Any] = [None for _ in self.ranks]
+        for group in self.mesh.groups(axis):
+            for rank, part in zip(group, _step(kind, [locals[rank] for rank in group], dim, to_dim, reduce_op), strict=True):
+                result[rank] = part
+        return result
+
+    def _start(self, rank: int, size: int, splitters: tuple[tuple[int, int], ...]) -> int:
+        coordinate = self.mesh.coordinate(rank)
+        return steps.start_of(size, splitters, [coordinate[axis] for axis, _ in splitters])
+
+
+def _step(kind: Kind, parts: list[Tensor], dim: int, to_dim: int, reduce_op: str) -> list[Tensor]:
+    """One communication step within one group."""
+    size = len(parts)
+    if kind == "slice":
+        return [_chunks(part, dim, size)[index] for index, part in enumerate(parts)]
+    if kind == "all_reduce":
+        return [reduce(parts, reduce_op)] * size
+    if kind == "reduce_scatter":
+        return _chunks(reduce(parts, reduce_op), dim, size)
+    whole = torch.cat(parts, dim=dim)
+    return [whole] * size if kind == "all_gather" else _chunks(whole, to_dim, size)
+
+
+def _chunks(x: Tensor, dim: int, size: int) -> list[Tensor]:
+    part = steps.part_of(x.shape[dim], size)
+    return [chunk.contiguous() for chunk in x.split(part, dim)]
+
+
+def _of_rank(env: Mapping[fx.Node, list[Any]], rank: int, node: fx.Node) -> Any:
+    return env[node][rank]
+
+
+def _attribute(graph_module: fx.GraphModule, node: fx.Node) -> Any:
+    value: Any = graph_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return value
