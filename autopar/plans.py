@@ -81,15 +81,21 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """A collective on the value of node pattern `node` (for `module`), done `count` times a step, `time_s` each."""
+    """One collective, done for result `result` of every instance of node pattern `node`.
+
+    Attributes:
+        phase: the phase it runs in. module: module pattern of the node.
+        source, target: layouts before and after. time_s: of one instance.
+    """
 
     node: str
+    result: int
+    instances: tuple[tuple[int, ...], ...]
     module: str
     phase: str
     collective: Collective
     source: Layout
     target: Layout
-    count: int
     time_s: float
 
 
@@ -250,8 +256,8 @@ def _entry(data: Mapping[str, Any]) -> Entry:
 
 
 def _communication(data: Mapping[str, Any]) -> Communication:
-    changed = {"collective": Collective(**data["collective"]), "source": Layout.parse(data["source"]), "target": Layout.parse(data["target"])}
-    return Communication(**{**data, **changed})
+    changed = {"source": Layout.parse(data["source"]), "target": Layout.parse(data["target"])}
+    return Communication(**{**data, **changed, "instances": _instances(data["instances"]), "collective": Collective(**data["collective"])})
 
 
 def _decode_plan(data: Mapping[str, Any]) -> Plan:

@@ -1,0 +1,5 @@
+"""Trace and plan → Program."""
+
+from autopar.emit.build import emit
+
+__all__ = ["emit"]

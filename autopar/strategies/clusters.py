@@ -1,9 +1,7 @@
-"""Rules applied to nodes: the decisions of a trace.
+"""Nodes merged into clusters: the decisions of a trace.
 
 Terms. A *cluster* is a set of nodes that share one decision, with no redistribution inside. A *pattern* is a node key in
-which the indices of repeated layers are written ``{0}``, ``{1}``, …; a cluster *class* is all clusters with the same
-patterns and the same calls, one decision for all of them. Per-axis options of a cluster are the consistent combinations
-of its members' options; strategies are their product over the mesh axes.
+which the indices of repeated layers are written ``{0}``, ``{1}``, ….
 
 When is a node merged into the cluster of a producer? Only where no choice is lost that could pay: on every axis, whatever
 placement the producer can give, the node accepts; and what it makes is no larger than what it reads, so that
@@ -18,12 +16,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import networkx as nx
 from torch import fx
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from autopar.capture.trace import Trace
-from autopar.layout import Layout, Strategy
 from autopar.rules import AxisOption, Call, TensorInfo, axis_options, call_of, operands_of
 
 Ref = tuple[str, int]  # a tensor: node name, result index
@@ -73,16 +69,8 @@ class Cluster:
         names = {m.node: i for i, m in enumerate(self.members)}
         reads = tuple(tuple(local.get(r, (names.get(r[0]), r[1])) for r in m.reads) for m in self.members)
         results = tuple((names[n], i) for n, i in self.results)
-        calls = tuple((m.pattern, m.call.target, repr(m.call.args), repr(m.call.kwargs), m.call.inputs, m.call.outputs) for m in self.members)
+        calls = tuple((m.pattern, m.call.key) for m in self.members)
         return (calls, reads, results, len(self.indices))
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterStrategy:
-    """A strategy of a cluster: its outer layouts, and every member's own."""
-
-    outer: Strategy
-    members: tuple[Strategy, ...]
 
 
 @dataclass
@@ -187,8 +175,6 @@ def _depends(graph: _Graph, name: str, inside: set[str]) -> bool:
 
 def _acyclic(graph: _Graph, content: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """Split every cluster that lies on a cycle of clusters back into its nodes."""
-    import networkx as nx
-
     home = {node: root for root, nodes in content.items() for node in nodes}
     links = nx.DiGraph()
     links.add_nodes_from(content)
@@ -217,116 +203,3 @@ def _cluster(graph: _Graph, names: Iterable[str], outputs: set[Ref]) -> Cluster:
         ref for m in members for ref in m.makes if ref in outputs or any(r not in inside for r in graph.readers.get(ref, []))
     )
     return Cluster(members, tuple(operands), results, graph.phase[names[0]], graph.indices[names[0]])
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterClass:
-    """All clusters that take one decision, and the strategies they choose from."""
-
-    instances: tuple[Cluster, ...]
-    strategies: tuple[ClusterStrategy, ...]
-
-    @property
-    def first(self) -> Cluster:
-        return self.instances[0]
-
-
-def classes_of(trace: Trace, mesh_shape: Sequence[int]) -> tuple[ClusterClass, ...]:
-    """Clusters of the trace, equal ones folded into classes, with their strategies on a mesh of that shape."""
-    clusters = clusters_of(trace)
-    groups: dict[tuple[object, ...], list[Cluster]] = {}
-    for cluster in clusters:
-        groups.setdefault(cluster.signature, []).append(cluster)
-    partial = _partial_operands(clusters, groups)
-    return tuple(
-        ClusterClass(tuple(group), expand(group[0], _joint_options(group[0], partial[signature]), mesh_shape))
-        for signature, group in groups.items()
-    )
-
-
-Assignment = dict[Ref, Placement]
-
-
-def _joint_options(cluster: Cluster, partial: Sequence[set[Placement]]) -> list[Assignment]:
-    """Every consistent choice of one option per member on one axis, as tensor → placement.
-
-    `partial` says, per operand, which partial placements some producer can give: others would never be used.
-    """
-    given = dict(zip(cluster.operands, partial, strict=True))
-    found: list[Assignment] = [{}]
-    for member in cluster.members:
-        options = axis_options(member.call)
-        found = [joined for state in found for option in options if (joined := _join(state, member, option, given)) is not None]
-    unique = {tuple(sorted((r, str(p)) for r, p in state.items())): state for state in found}
-    return list(unique.values())
-
-
-def _join(state: Assignment, member: Member, option: AxisOption, given: Mapping[Ref, set[Placement]]) -> Assignment | None:
-    joined = dict(state)
-    for ref, placement in zip(member.reads, option.inputs, strict=True):
-        if joined.setdefault(ref, placement) != placement:
-            return None
-        if isinstance(placement, Partial) and ref in given and placement not in given[ref]:
-            return None
-    joined.update(zip(member.makes, option.outputs, strict=True))
-    return joined
-
-
-def _partial_operands(
-    clusters: Sequence[Cluster], groups: Mapping[tuple[object, ...], Sequence[Cluster]]
-) -> dict[tuple[object, ...], list[set[Placement]]]:
-    """Per class and operand, the partial placements that a producer of any instance can give on an axis."""
-    signature_of = {id(c): s for s, group in groups.items() for c in group}
-    can: dict[Ref, set[Placement]] = {}
-    result: dict[tuple[object, ...], list[set[Placement]]] = {s: [set() for _ in g[0].operands] for s, g in groups.items()}
-    cache: dict[tuple[object, ...], list[set[Placement]]] = {}
-    for cluster in clusters:
-        signature = signature_of[id(cluster)]
-        operands = [can.get(r, set()) for r in cluster.operands]
-        for total, new in zip(result[signature], operands, strict=True):
-            total |= new
-        key = (signature, *(frozenset(map(str, o)) for o in operands))
-        if key not in cache:
-            options = _joint_options(cluster, operands)
-            cache[key] = [{o[r] for o in options if isinstance(o[r], Partial)} for r in cluster.results]
-        can.update(zip(cluster.results, cache[key], strict=True))
-    return result
-
-
-def expand(cluster: Cluster, options: Sequence[Assignment], mesh_shape: Sequence[int]) -> tuple[ClusterStrategy, ...]:
-    """Strategies over all axes: the product of the options, in every order of the splitters, even splits only."""
-    shapes = _shapes(cluster)
-    replicated = [o for o in options if all(isinstance(p, Replicate) for p in o.values())]
-    per_axis = [options if size > 1 else replicated for size in mesh_shape]
-    found: dict[Strategy, ClusterStrategy] = {}
-    for chosen in itertools.product(*per_axis):
-        for order in _orders(chosen, shapes):
-            layouts = {ref: Layout([option[ref] for option in chosen], order) for ref in shapes}
-            if all(layout.divides(shapes[ref], mesh_shape) for ref, layout in layouts.items()):
-                strategy = _strategy(cluster, layouts)
-                found.setdefault(strategy.outer, strategy)
-    return tuple(found.values())
-
-
-def _shapes(cluster: Cluster) -> dict[Ref, tuple[int, ...]]:
-    shapes: dict[Ref, tuple[int, ...]] = {}
-    for member in cluster.members:
-        shapes.update((r, info.shape) for r, info in zip(member.reads, member.call.inputs, strict=True))
-        shapes.update((r, info.shape) for r, info in zip(member.makes, member.call.outputs, strict=True))
-    return shapes
-
-
-def _orders(chosen: Sequence[Assignment], shapes: Mapping[Ref, tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """All orders of the axes where two of them split one dim of some tensor, else mesh order alone."""
-    natural = tuple(range(len(chosen)))
-    for ref in shapes:
-        dims = [p.dim for option in chosen if isinstance(p := option[ref], Shard)]
-        if len(set(dims)) < len(dims):
-            return list(itertools.permutations(natural))
-    return [natural]
-
-
-def _strategy(cluster: Cluster, layouts: Mapping[Ref, Layout]) -> ClusterStrategy:
-    members = tuple(Strategy(tuple(layouts[r] for r in m.reads), tuple(layouts[r] for r in m.makes)) for m in cluster.members)
-    outer = Strategy(tuple(layouts[r] for r in cluster.operands), tuple(layouts[r] for r in cluster.results))
-    return ClusterStrategy(outer, members)

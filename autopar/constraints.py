@@ -1,0 +1,78 @@
+"""What users force: layouts by module pattern. Hard: a strategy that does not meet a constraint is not considered.
+
+A pattern is a module path with shell wildcards, ``model.layers.*.mlp.up_proj``. Layouts are written in the codec of
+`autopar.layout`, one placement per mesh axis, over the dims of the tensor as the model stores it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from autopar.errors import ConstraintError
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutConstraint:
+    """Layouts forced on every module that `pattern` matches; None leaves the planner free.
+
+    Attributes:
+        weight: compute layout in which forward reads the module's parameters named ``weight``.
+        bias: the same for ``bias``.
+        storage: storage layout of the module's parameters of the rank that the layout's dims allow (all of them).
+        input: layout of the activations that the module's forward reads from outside it.
+        output: layout in which the module's forward makes what others read.
+    """
+
+    pattern: str
+    weight: Layout | None = None
+    bias: Layout | None = None
+    storage: Layout | None = None
+    input: Layout | None = None
+    output: Layout | None = None
+
+    def matches(self, module: str) -> bool:
+        """Whether the module path meets the pattern."""
+        return fnmatchcase(module, self.pattern)
+
+    def to_json(self) -> dict[str, Any]:
+        parts = ((name, getattr(self, name)) for name in ("weight", "bias", "storage", "input", "output"))
+        return {"pattern": self.pattern, **{name: str(value) for name, value in parts if value is not None}}
+
+
+def layout(
+    pattern: str,
+    *,
+    weight: str | None = None,
+    bias: str | None = None,
+    storage: str | None = None,
+    input: str | None = None,
+    output: str | None = None,
+) -> LayoutConstraint:
+    """Force layouts on the modules that match `pattern`, for example ``layout("*.mlp.up_proj", weight="R S(0)")``.
+
+    Raises:
+        ConstraintError: where nothing is forced. LayoutError: where a layout cannot be read.
+    """
+    given = {"weight": weight, "bias": bias, "storage": storage, "input": input, "output": output}
+    if all(value is None for value in given.values()):
+        raise ConstraintError(f"the constraint on {pattern!r} forces nothing", remedy="pass weight=, bias=, storage=, input= or output=")
+    return LayoutConstraint(pattern, **{name: Layout.parse(value) for name, value in given.items() if value is not None})
+
+
+def check(constraint: LayoutConstraint, mesh: Mesh) -> None:
+    """That every layout has one placement per mesh axis.
+
+    Raises:
+        ConstraintError: naming the constraint and the mesh.
+    """
+    for name in ("weight", "bias", "storage", "input", "output"):
+        value = getattr(constraint, name)
+        if value is not None and len(value.placements) != len(mesh.axes):
+            raise ConstraintError(
+                f"{name}={str(value)!r} on {constraint.pattern!r} has {len(value.placements)} placements, mesh {mesh} has {len(mesh.axes)} axes",
+                remedy="write one placement per mesh axis",
+            )

@@ -1,0 +1,272 @@
+"""Building the forward and the backward graph.
+
+One invariant: a tensor is asked for in a layout and a phase (`_Phase.get`), and whatever is needed to have it there is
+emitted on the way: the collective whose target it is (and before that, its source), the saved value, or the node that
+backward runs again. Collectives that shrink what they read are issued as soon as their input exists, the others as late
+as their first reader; recomputation happens when backward first asks for it, so a layer is recomputed when its own
+backward comes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from autopar.capture.trace import Parameter, Trace
+from autopar.collective import Collective
+from autopar.emit.choices import PlanIndex, TensorKey, buffer_key, compute_nodes, input_key, output_key, parameter_key, placeholder_keys
+from autopar.emit.localize import local_call
+from autopar.errors import EmissionError, Where
+from autopar.kernels import collectives as steps
+from autopar.layout import Layout, Strategy
+from autopar.mesh import Mesh
+from autopar.plans import Communication, Plan
+from autopar.rules import call_of, operands_of
+from autopar.run.program import Program, ProgramTensor
+
+Ref = tuple[str, int]  # trace node name, result index
+Have = dict[Ref, dict[Layout, fx.Node]]
+
+
+def emit(trace: Trace, plan: Plan) -> Program:
+    """Turn a plan into a program with local shapes and explicit collectives.
+
+    Raises:
+        PlanError: where the plan speaks of other nodes than the trace.
+        EmissionError: where it asks for a layout that nothing makes.
+    """
+    index = PlanIndex.of(plan)
+    index.check(trace)
+    job = _Job(trace, plan.mesh, index, placeholder_keys(trace))
+    forward, backward = _Phase(job, "forward"), _Phase(job, "backward")
+    forward.placeholders(trace.parameters, trace.buffers)
+    for node in compute_nodes(trace, "forward"):
+        forward.compute(node)
+    results = forward.results()
+    backward.earlier = forward
+    tangent = backward.graph.placeholder("tangent")
+    backward.define((trace.tangent, 0), Layout.replicated(len(plan.mesh.axes)), tangent)
+    for node in compute_nodes(trace, "backward"):
+        backward.compute(node)
+    gradients = backward.gradients()
+    saved = backward.close(gradients, tangent)
+    forward.close([*results, *saved], None)
+    return _program(job, plan, forward, backward, len(saved))
+
+
+@dataclass
+class _Job:
+    """What both phases share."""
+
+    trace: Trace
+    mesh: Mesh
+    index: PlanIndex
+    placeholder_keys: dict[str, str]
+    nodes: dict[str, fx.Node] = field(default_factory=dict)
+    output: fx.Node | None = None
+    emitted: list[tuple[str, str, Collective]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for node in self.trace.graph.nodes:
+            self.nodes[node.name] = node
+            if node.op == "output":
+                self.output = node
+
+    def results(self) -> list[fx.Node]:
+        assert self.output is not None
+        return list(self.output.args[0])  # type: ignore[arg-type]
+
+    def key(self, ref: Ref) -> TensorKey:
+        name, result = ref
+        return self.placeholder_keys.get(name) or self.nodes[name].meta["key"], result
+
+
+@dataclass
+class _Phase:
+    """One phase's graph while it is built."""
+
+    job: _Job
+    phase: str
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    have: Have = field(default_factory=dict)
+    earlier: _Phase | None = None
+    saved: dict[fx.Node, fx.Node] = field(default_factory=dict)  # forward node → backward placeholder
+
+    def placeholders(self, parameters: tuple[Parameter, ...], buffers: tuple[Parameter, ...]) -> None:
+        chosen = self.job.index.chosen
+        named = [(p.node, parameter_key(p.name), p.name) for p in parameters]
+        named += [(b.node, buffer_key(b.name), b.name) for b in buffers]
+        named += [(i.node, input_key(i.path), i.path) for i in self.job.trace.inputs]
+        for node, key, name in named:
+            here = self.graph.placeholder(node)
+            here.meta.update(key=key, module=name, phase=self.phase, val_of=(node, 0))
+            self.define((node, 0), chosen[key].outputs[0], here)
+
+    def define(self, ref: Ref, layout: Layout, node: fx.Node) -> None:
+        """The tensor is at hand in this layout; shrinking collectives from it are issued at once."""
+        self.have.setdefault(ref, {})[layout] = node
+        for target, step in self.job.index.steps.get((self.phase, self.job.key(ref)), {}).items():
+            if step.source == layout and step.collective.kind in ("reduce_scatter", "all_reduce") and target not in self.have[ref]:
+                self._step(ref, node, step)
+
+    def get(self, ref: Ref, layout: Layout, wanted_by: str) -> fx.Node:
+        """The tensor in a layout; emits whatever is needed for it."""
+        at_hand = self.have.get(ref, {})
+        if layout in at_hand:
+            return at_hand[layout]
+        kept = self._from_forward(ref, layout)
+        if kept is not None:
+            self.have.setdefault(ref, {})[layout] = kept
+            return kept
+        step = self.job.index.steps.get((self.phase, self.job.key(ref)), {}).get(layout)
+        if step is not None:
+            source = self.get(ref, step.source, wanted_by)
+            at_hand = self.have.get(ref, {})
+            return at_hand[layout] if layout in at_hand else self._step(ref, source, step)
+        node = self.job.nodes[ref[0]]
+        if self.phase == "backward" and node.op == "call_function" and node.meta["key"] in self.job.index.again:
+            self.compute(node, again=True)
+            if layout in self.have.get(ref, {}):
+                return self.have[ref][layout]
+        where = Where(str(node.target), node.meta.get("module", ""), node.meta.get("source", ""))
+        raise EmissionError(
+            f"{self.phase} needs {self.job.key(ref)} as {layout} for {wanted_by}, and nothing in the plan makes it",
+            where=where,
+            remedy="plan again; the file was changed by hand or belongs to another version",
+        )
+
+    def _from_forward(self, ref: Ref, layout: Layout) -> fx.Node | None:
+        """A saved value: what the plan keeps, and what rests anyway (parameters, buffers, inputs)."""
+        if self.earlier is None:
+            return None
+        resident = self.job.nodes[ref[0]].op == "placeholder"
+        if layout not in self.job.index.kept.get(self.job.key(ref), ()) and not resident:
+            return None
+        node = self.earlier.have.get(ref, {}).get(layout)
+        if node is None or (resident and node.op != "placeholder" and layout not in self.job.index.kept.get(self.job.key(ref), ())):
+            return None
+        if node not in self.saved:
+            self.saved[node] = self.graph.placeholder(f"saved_{node.name}")
+            self.saved[node].meta.update(node.meta)
+        return self.saved[node]
+
+    def _step(self, ref: Ref, source: fx.Node, step: Communication) -> fx.Node:
+        c = step.collective
+        target, args = _STEPS[c.kind](c)
+        node = self.graph.call_function(target, (source, *args))
+        key, _ = self.job.key(ref)
+        node.meta.update(key=f"{key}/{c.kind}", module=step.module, phase=self.phase, collective=c)
+        self.job.emitted.append((self.phase, key, c))
+        self.define(ref, step.target, node)
+        return node
+
+    def compute(self, node: fx.Node, *, again: bool = False) -> None:
+        """Emit one compute node with its chosen strategy."""
+        name, key = node.name, node.meta["key"]
+        if node.target is operator.getitem:
+            self._alias(node, again)
+            return
+        strategy = (self.job.index.again if again else self.job.index.chosen)[key]
+        refs = _reads(node)
+        operands = [self.get(ref, layout, key) for ref, layout in zip(refs, strategy.inputs, strict=True)]
+        target, args, kwargs = local_call(self.graph, call_of(node), strategy, self.job.mesh.shape, operands)
+        here = self.graph.call_function(target, args, kwargs)
+        here.meta.update(key=key, module=node.meta["module"], phase=self.phase, source=node.meta.get("source", ""), val_of=(name, 0))
+        here.meta["recomputed"] = again
+        self._define_results(node, here, strategy)
+
+    def _define_results(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
+        if len(strategy.outputs) == 1:
+            self.define((node.name, 0), strategy.outputs[0], here)
+            return
+        for result, layout in enumerate(strategy.outputs):
+            part = self.graph.call_function(operator.getitem, (here, result))
+            part.meta.update(here.meta, val_of=(node.name, result))
+            self.define((node.name, result), layout, part)
+
+    def _alias(self, node: fx.Node, again: bool) -> None:
+        """A getitem of the trace stands for one result of its operand."""
+        strategy = (self.job.index.again if again else self.job.index.chosen)[node.meta["key"]]
+        source = self.get(_reads(node)[0], strategy.inputs[0], node.meta["key"])
+        self.define((node.name, 0), strategy.outputs[0], source)
+
+    def results(self) -> list[fx.Node]:
+        """The model's outputs in the layouts that the plan gives them, then the new values of mutated buffers."""
+        nodes, chosen = self.job.results(), self.job.index.chosen
+        wanted = [(output_key(o.path), nodes[i]) for i, o in enumerate(self.job.trace.outputs)]
+        wanted += [(output_key(name), nodes[i]) for name, i in self.job.trace.mutated.items()]
+        return [self.get((node.name, 0), chosen[key].inputs[0], key) for key, node in wanted]
+
+    def gradients(self) -> list[fx.Node]:
+        """One gradient per parameter that has one, in its storage layout."""
+        nodes, chosen = self.job.results(), self.job.index.chosen
+        found = []
+        for p in self.job.trace.parameters:
+            if p.gradient is not None:
+                key = parameter_key(p.name)
+                found.append(self.get((nodes[p.gradient].name, 0), chosen[key].inputs[0], key))
+        return found
+
+    def close(self, results: list[fx.Node], tangent: fx.Node | None) -> list[fx.Node]:
+        """Write the output node and drop what nobody reads; the forward nodes whose values are saved."""
+        self.graph.output(tuple(results))
+        self.graph.eliminate_dead_code()
+        first = next(iter(self.graph.nodes))
+        saved: list[fx.Node] = []
+        for source, placeholder in self.saved.items():
+            if not placeholder.users:
+                self.graph.erase_node(placeholder)
+                continue
+            if tangent is not None:
+                tangent.prepend(placeholder)
+            saved.append(source)
+        del first
+        return saved
+
+
+def _reads(node: fx.Node) -> list[Ref]:
+    if node.target is operator.getitem:
+        return [(node.args[0].name, int(node.args[1]))]  # type: ignore[union-attr, arg-type]
+    return [(n.name, 0) for n in operands_of(node)]
+
+
+_STEPS: dict[str, Callable[[Collective], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
+    "all_gather": lambda c: (steps.all_gather, (c.dim, c.axis)),
+    "all_reduce": lambda c: (steps.all_reduce, (c.reduce_op, c.axis)),
+    "reduce_scatter": lambda c: (steps.reduce_scatter, (c.dim, c.reduce_op, c.axis)),
+    "all_to_all": lambda c: (steps.all_to_all, (c.dim, c.to_dim, c.axis)),
+    "slice": lambda c: (steps.shard, (c.dim, c.axis)),
+}
+
+
+def _program(job: _Job, plan: Plan, forward: _Phase, backward: _Phase, num_saved: int) -> Program:
+    trace, chosen = job.trace, job.index.chosen
+
+    def tensor(p: Parameter, key: str) -> ProgramTensor:
+        has_gradient = p.gradient is not None
+        return ProgramTensor(p.name, p.shape, p.view, p.dtype, chosen[key].outputs[0], p.aliases, p.requires_grad, has_gradient)
+
+    inputs = tuple(ProgramTensor(i.path, i.shape, i.shape, i.dtype, chosen[input_key(i.path)].outputs[0]) for i in trace.inputs)
+    outputs = tuple(
+        ProgramTensor(o.path, o.shape, o.shape, o.dtype, chosen[output_key(o.path)].inputs[0], is_loss=o.is_loss) for o in trace.outputs
+    )
+    return Program(
+        mesh=plan.mesh,
+        forward=fx.GraphModule({}, forward.graph),
+        backward=fx.GraphModule({}, backward.graph),
+        parameters=tuple(tensor(p, parameter_key(p.name)) for p in trace.parameters),
+        buffers=tuple(tensor(b, buffer_key(b.name)) for b in trace.buffers),
+        inputs=inputs,
+        outputs=outputs,
+        num_saved=num_saved,
+        mutated=tuple(trace.mutated),
+        in_spec=trace.in_spec,
+        out_spec=trace.out_spec,
+        constants=trace.constants,
+        collectives=tuple(job.emitted),
+        plan_hash=plan.hash,
+    )
