@@ -1,0 +1,234 @@
+"""The only file of capture that leans on torch's private modules: a model in, a raw joint graph out.
+
+`raw_joint` captures with Dynamo, makes the loss the one differentiable result, and lets AOTAutograd trace forward and
+backward together. Everything runs on FakeTensors on the cpu, whatever device the weights are on: a fake ``meta`` model
+silently loses its backward, and fake ``cuda`` tensors need a CUDA build.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.capture._transformers import model_loggers, transformers_under_capture
+from autopar.capture.outputs import loss_leaf
+from autopar.capture.refusals import as_capture_error
+from autopar.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class RawJoint:
+    """The joint graph as torch gives it, and what its border means.
+
+    Attributes:
+        graph: ATen nodes; its output is one flat list.
+        constants: tensors that `get_attr` nodes name.
+        placeholders: (kind, name or flat index) per placeholder; kind is parameter, buffer, input or tangent.
+        results: (kind, name or flat index) per result; kind is output, gradient, mutation or none.
+        loss: flat position of the loss in the returned structure.
+        in_leaves: flat (path, value) of (args, kwargs); out_leaves: of the returned structure, tensors fake.
+    """
+
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor]
+    placeholders: tuple[tuple[str, Any], ...]
+    results: tuple[tuple[str, Any], ...]
+    loss: int
+    in_leaves: tuple[tuple[str, Any], ...]
+    in_spec: Any
+    out_leaves: tuple[tuple[str, Any], ...]
+    out_spec: Any
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes, dtypes and strides, and no data."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def flatten_with_paths(tree: Any) -> tuple[tuple[tuple[str, Any], ...], Any]:
+    """Leaves of `tree` with their paths (``logits``, ``past.0``), and its spec."""
+    pairs, spec = pytree.tree_flatten_with_path(tree)
+    return tuple((".".join(_step(step) for step in path), leaf) for path, leaf in pairs), spec
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[tuple[str, Any], ...], Any]:
+    """Leaves of (args, kwargs) with their paths, and the spec: keyword arguments by name, positional ones by number."""
+    leaves, spec = flatten_with_paths((args, kwargs))
+    return tuple((path.split(".", 1)[1], leaf) for path, leaf in leaves), spec
+
+
+def unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The tree that `flatten_with_paths` took apart."""
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def raw_joint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RawJoint:
+    """Capture forward and backward of `model(*args, **kwargs)`. The model is as before afterwards.
+
+    Raises:
+        CaptureError: the model has no loss, or Dynamo or AOTAutograd cannot trace it.
+    """
+    mode = new_fake_mode()
+    in_leaves, in_spec = flatten_call(args, kwargs)
+    # Each leaf gets its own fake tensor: Dynamo would merge equal objects (labels=ids), and the graph would read only one.
+    fakes = [_fake(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in in_leaves]
+    fake_args, fake_kwargs = pytree.tree_unflatten(fakes, in_spec)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(_fake_weights(model, mode))
+        stack.enter_context(transformers_under_capture(model, args, kwargs))
+        stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging_functions()))
+        stack.enter_context(mode)
+        stack.enter_context(torch.enable_grad())
+        try:
+            captured = dynamo_graph_capture_for_export(model)(*fake_args, **fake_kwargs)
+            out_leaves, out_spec, loss = _only_the_loss_differentiable(captured, (*fake_args, *fake_kwargs.values()))
+            joint = aot_export_joint_with_descriptors(stack, captured, fake_args, fake_kwargs)
+        except CaptureError:
+            raise
+        except Exception as error:  # torch raises many unrelated classes here; every one is a refusal to capture
+            raise as_capture_error(error) from error
+        module = joint.graph_module
+        names = [node.target for node in module.graph.nodes if node.op == "get_attr"]
+        return RawJoint(
+            graph=module.graph,
+            constants={name: getattr(module, name) for name in names},
+            placeholders=tuple(_placeholder_kind(node.meta["desc"]) for node in module.graph.nodes if node.op == "placeholder"),
+            results=tuple(_result_kind(desc) for desc in next(iter(reversed(module.graph.nodes))).meta["desc"]),
+            loss=loss,
+            in_leaves=in_leaves,
+            in_spec=in_spec,
+            out_leaves=out_leaves,
+            out_spec=out_spec,
+        )
+
+
+def _step(key: Any) -> str:
+    for field in ("key", "idx", "name"):
+        if hasattr(key, field):
+            return str(getattr(key, field))
+    return str(key)
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+@contextlib.contextmanager
+def _fake_weights(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """Swap every parameter and buffer for a fake one on the cpu, tied ones for one; put the user's own back at the end."""
+    swapped: list[tuple[nn.Module, str, torch.Tensor]] = []
+    fakes: dict[int, torch.Tensor] = {}
+    try:
+        for module in model.modules():
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is None:
+                    continue
+                if id(tensor) not in fakes:
+                    fake = _fake(tensor, mode)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                swapped.append((module, name, tensor))
+                setattr(module, name, fakes[id(tensor)])
+        yield
+    finally:
+        for module, name, tensor in swapped:
+            setattr(module, name, tensor)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Dynamo warns of side effects that it does not replay; a capture replays none, so there is nothing to warn of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _logging_functions() -> set[Any]:
+    """Logger methods that Dynamo shall skip instead of refusing the graph."""
+    methods = ("debug", "info", "warning", "warning_once", "error", "log", "info_once")
+    loggers = [logging.getLogger(), *model_loggers()]
+    found = {getattr(logger, name) for logger in loggers for name in methods if hasattr(logger, name)}
+    functions = {getattr(method, "__func__", method) for method in found}
+    return functions | {warnings.warn, *torch._dynamo.config.ignore_logging_functions}
+
+
+def _only_the_loss_differentiable(captured: Any, inputs: tuple[Any, ...]) -> tuple[tuple[tuple[str, Any], ...], Any, int]:
+    """Make the Dynamo graph return the flat leaves of the model's return value, all but the loss detached.
+
+    A copy behind each detach keeps AOTAutograd from treating results as views of each other; cleaning removes both.
+    """
+    graph: fx.Graph = captured.graph
+    output = next(iter(reversed(graph.nodes)))
+    results = {id(node.meta["example_value"]): node for node in output.args[0] if isinstance(node, fx.Node)}
+    values = tuple(node.meta["example_value"] if isinstance(node, fx.Node) else node for node in output.args[0])
+    flat_inputs = captured._dynamo_bytecode_flatten(*inputs)
+    arguments = [node for node in graph.nodes if node.op == "placeholder"]
+    results.update({id(value): node for value, node in zip(flat_inputs, arguments, strict=True) if id(value) not in results})
+    leaves, spec = flatten_with_paths(captured._dynamo_bytecode_unflatten(values, inputs))
+    loss = loss_leaf(captured._dynamo_bytecode_unflatten(values, inputs), leaves)
+    returned: list[Any] = []
+    with graph.inserting_before(output):
+        for position, (path, leaf) in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                returned.append(None)
+                continue
+            if id(leaf) not in results:
+                raise CaptureError(
+                    f"the model returns a tensor at {path!r} that its forward does not compute",
+                    remedy="return only results of the forward, not stored tensors",
+                )
+            node = results[id(leaf)]
+            if position != loss:
+                node = graph.call_method("clone", (graph.call_method("detach", (node,)),))
+            returned.append(node)
+    output.args = (tuple(returned),)
+    graph._codegen.dynamo_bytecode_unflatten = lambda results, _inputs: results
+    return leaves, spec, loss
+
+
+def _placeholder_kind(desc: Any) -> tuple[str, Any]:
+    match desc:
+        case ParamAOTInput():
+            return "parameter", desc.target
+        case BufferAOTInput():
+            return "buffer", desc.target
+        case PlainAOTInput():
+            return "input", desc.idx
+        case TangentAOTInput():
+            return "tangent", getattr(desc.output, "idx", None)
+    raise CaptureError(f"the captured graph has an argument of an unknown kind: {desc}", remedy="report the model")
+
+
+def _result_kind(desc: Any) -> tuple[str, Any]:
+    match desc:
+        case None:
+            return "none", None
+        case PlainAOTOutput():
+            return "output", desc.idx
+        case GradAOTOutput():
+            return "gradient", getattr(desc.grad_of, "target", None)
+        case InputMutationAOTOutput() if isinstance(desc.mutated_input, BufferAOTInput):
+            return "mutation", desc.mutated_input.target
+    raise CaptureError(f"the captured graph has a result of an unknown kind: {desc}", remedy="do not change inputs in place")

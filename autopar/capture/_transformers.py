@@ -1,0 +1,85 @@
+"""What Hugging Face transformers needs under tracing. Without transformers everything here does nothing.
+
+- Caches have no place in a training graph, and their types stop the export: `use_cache` is off during a capture.
+- Models that record outputs install hooks at their first forward; Dynamo cannot trace the installation, so it is done
+  before.
+- Masks. In eager, a batch without attention mask and position ids is one sequence per row and needs no mask: attention
+  runs with ``is_causal=True``. Under tracing, transformers does not dare to look and builds a ``[batch, 1, seq, seq]`` mask
+  in every layer. No values need be read to know better: without the user's own position ids they are an arange. A mask
+  that the user passes stays data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from torch import nn
+
+
+def model_loggers() -> list[logging.Logger]:
+    """One logger of transformers, which has methods of its own (`warning_once`); empty without transformers."""
+    return [logging.getLogger("transformers")] if "transformers" in sys.modules else []
+
+
+@contextlib.contextmanager
+def transformers_under_capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """The adaptions above, undone on exit (recording hooks stay: a first forward would have installed them too)."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_without_caches(model))
+        if "transformers" in sys.modules:
+            _install_recording_hooks(model)
+            stack.enter_context(_masks_by_shape(kwargs))
+        yield
+
+
+@contextlib.contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    configs = {id(module.config): module.config for module in model.modules() if getattr(module, "config", None) is not None}
+    on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    try:
+        for config in on:
+            config.use_cache = False
+        yield
+    finally:
+        for config in on:
+            config.use_cache = True
+
+
+def _install_recording_hooks(model: nn.Module) -> None:
+    try:
+        from transformers import PreTrainedModel
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+    except ImportError:
+        return  # releases that record outputs in another way need no hooks
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            maybe_install_capturing_hooks(module)
+
+
+@contextlib.contextmanager
+def _masks_by_shape(kwargs: dict[str, Any]) -> Iterator[None]:
+    try:
+        from transformers import masking_utils
+    except ImportError:
+        yield  # releases without this module build masks in the models themselves
+        return
+    with contextlib.ExitStack() as stack:
+        if hasattr(masking_utils, "is_torchdynamo_exporting"):
+            # With a mask passed the functions still see that it is traced, and keep it.
+            stack.enter_context(mock.patch.object(masking_utils, "is_torchdynamo_exporting", _not_exporting))
+        if hasattr(masking_utils, "find_packed_sequence_indices") and kwargs.get("position_ids") is None:
+            stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", _one_sequence))
+        yield
+
+
+def _not_exporting() -> bool:
+    return False
+
+
+def _one_sequence(position_ids: Any) -> None:
+    return None

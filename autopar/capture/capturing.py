@@ -1,0 +1,158 @@
+"""`capture`: a model and a batch in, a `Trace` in normal form out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.capture._torch import RawJoint, raw_joint
+from autopar.capture.execute import propagate
+from autopar.capture.graphs import emit, is_tensor, shape_of
+from autopar.capture.labels import assign_keys, label
+from autopar.capture.passes import PASSES
+from autopar.capture.passes.clean import inline_constants
+from autopar.capture.refusals import refuse_random
+from autopar.capture.trace import Input, Output, Parameter, Trace
+from autopar.errors import CaptureError
+
+
+def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Trace:
+    """The joint forward and backward graph of `model(*args, **kwargs)`, in normal form.
+
+    The model may be on any device, ``meta`` included, and is left as it was. The batch gives shapes and dtypes only.
+
+    Raises:
+        CaptureError: the model has no loss, draws random numbers, or is not one graph; it names the user's line.
+    """
+    raw = raw_joint(model, args, dict(kwargs or {}))
+    graph = raw.graph
+    label(graph)
+    inline_constants(graph, raw.constants)
+    aliases = _aliases(model)
+    border = _Border(raw, aliases)
+    refuse_random(graph)
+    for _, apply in PASSES:
+        apply(graph)
+    propagate(graph)
+    assign_keys(graph)
+    graph.lint()
+    return border.trace(model)
+
+
+class _Border:
+    """What goes in and out of the graph; made before the passes, which change nodes but not the border's order.
+
+    A tied tensor has one placeholder and one gradient, under its first name.
+    """
+
+    def __init__(self, raw: RawJoint, aliases: dict[str, tuple[str, ...]]) -> None:
+        self.raw, self.aliases, self.graph = raw, aliases, raw.graph
+        self.first = {name: first for first, others in aliases.items() for name in (first, *others)}
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        self.nodes: dict[tuple[str, Any], fx.Node] = {}
+        for node, (kind, name) in zip(placeholders, raw.placeholders, strict=True):
+            self._enter(node, (kind, self.first.get(name, name)))
+        self.results = self._results()
+
+    def _enter(self, node: fx.Node, kind: tuple[str, Any]) -> None:
+        if kind in self.nodes:
+            node.replace_all_uses_with(self.nodes[kind])
+        if kind in self.nodes or not is_tensor(node):
+            if node.users:
+                raise CaptureError(
+                    f"the graph reads the {kind[0]} {self.raw.in_leaves[kind[1]][0]!r}, which is no tensor",
+                    remedy="pass it as a tensor, or make it an attribute of the model",
+                )
+            self.graph.erase_node(node)
+            return
+        self.nodes[kind] = node
+        if kind[0] in ("parameter", "buffer"):
+            node.meta["module"] = kind[1]
+
+    def _results(self) -> list[tuple[tuple[str, Any], fx.Node]]:
+        output = next(iter(reversed(self.graph.nodes)))
+        found: dict[tuple[str, Any], fx.Node] = {}
+        for (kind, name), node in zip(self.raw.results, output.args[0], strict=True):
+            entry = (kind, self.first.get(name, name))
+            if node is None:
+                continue
+            if entry in found:
+                with self.graph.inserting_before(output):
+                    node = emit(node, torch.ops.aten.add.Tensor, (found[entry], node), shape_of(node))
+            found[entry] = node
+        results = [(entry, node) for group in ("output", "gradient", "mutation") for entry, node in found.items() if entry[0] == group]
+        output.args = (tuple(node for _, node in results),)
+        return results
+
+    def trace(self, model: nn.Module) -> Trace:
+        """The Trace around the finished graph."""
+        positions = {kind: position for position, (kind, _) in enumerate(self.results)}
+        final = next(iter(reversed(self.graph.nodes))).args[0]
+        tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+        entries = {group: self._parameters(group, tensors, positions) for group in ("parameter", "buffer")}
+        paths = dict(enumerate(path for path, _ in self.raw.in_leaves))
+        inputs = tuple(Input(paths[kind[1]], *_border(node)) for kind, node in self.nodes.items() if kind[0] == "input")
+        leaves = self.raw.out_leaves
+        outputs = tuple(
+            Output(leaves[kind[1]][0], *_border(final[position]), is_loss=kind[1] == self.raw.loss)
+            for kind, position in positions.items()
+            if kind[0] == "output"
+        )
+        return Trace(
+            graph=self.graph,
+            parameters=entries["parameter"],
+            buffers=entries["buffer"],
+            inputs=inputs,
+            outputs=outputs,
+            tangent=next(node.name for kind, node in self.nodes.items() if kind[0] == "tangent"),
+            mutated={kind[1]: position for kind, position in positions.items() if kind[0] == "mutation"},
+            in_spec=self.raw.in_spec,
+            out_spec=self.raw.out_spec,
+            constants={position: leaf for position, (_, leaf) in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
+            fingerprint=_fingerprint(self.graph, entries["parameter"] + entries["buffer"]),
+        )
+
+    def _parameters(
+        self, group: str, tensors: Mapping[str, torch.Tensor], positions: Mapping[tuple[str, Any], int]
+    ) -> tuple[Parameter, ...]:
+        return tuple(
+            Parameter(
+                name=name,
+                aliases=self.aliases[name],
+                node=node.name,
+                shape=tuple(tensors[name].shape),
+                view=shape_of(node),
+                dtype=tensors[name].dtype,
+                requires_grad=tensors[name].requires_grad,
+                gradient=positions.get(("gradient", name)),
+            )
+            for (kind, name), node in self.nodes.items()
+            if kind == group
+        )
+
+
+def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """First name → further names of the same tensor, for every parameter and buffer."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        names.setdefault(id(tensor), []).append(name)
+    return {first: tuple(others) for first, *others in names.values()}
+
+
+def _border(node: fx.Node) -> tuple[str, tuple[int, ...], torch.dtype]:
+    return node.name, shape_of(node), node.meta["val"].dtype
+
+
+def _fingerprint(graph: fx.Graph, parameters: tuple[Parameter, ...]) -> str:
+    digest = hashlib.sha256()
+    for entry in parameters:
+        digest.update(f"{entry.name} {entry.shape} {entry.dtype} {entry.requires_grad}\n".encode())
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        shapes = [tuple(item.shape) for item in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(item, torch.Tensor)]
+        digest.update(f"{node.meta['key']} {shapes} {[operand.meta['key'] for operand in node.all_input_nodes]}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,90 @@
+"""Walk a normal-form graph: with fake tensors for exact shapes and strides, with real ones for reference results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture._torch import new_fake_mode
+from autopar.capture.trace import Parameter, Trace
+
+
+def propagate(graph: fx.Graph) -> None:
+    """Set ``val`` of every node by running the graph on fake tensors; placeholders keep shape, stride and dtype."""
+    with new_fake_mode(), torch.no_grad():
+        for node in graph.nodes:
+            before = node.meta.get("val")
+            if node.op == "placeholder":
+                node.meta["val"] = torch.empty_strided(before.shape, before.stride(), dtype=before.dtype)
+            elif node.op == "call_function":
+                node.meta["val"] = _call(node, lambda operand: operand.meta["val"])
+                if isinstance(before, torch.Tensor):
+                    after = node.meta["val"]
+                    assert after.shape == before.shape and after.dtype == before.dtype, f"{node.format_node()}: {before} became {after}"
+
+
+def execute(
+    trace: Trace,
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    tangent: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    """Run the traced forward and backward as they stand.
+
+    Args:
+        parameters, buffers: values by name, in the model's own shapes; further names are ignored.
+        inputs: in the order of `trace.inputs`.
+        tangent: scalar that scales the loss; 1 by default.
+        dtype: compute in this dtype instead: floating tensors and the graph's own casts are changed to it.
+
+    Returns:
+        The outputs in the order of `trace.outputs`, and the gradients by parameter name in the model's own shapes.
+    """
+    loss = next(output for output in trace.outputs if output.is_loss)
+    seed = torch.ones((), dtype=loss.dtype) if tangent is None else tangent
+    values = [parameters[entry.name].detach().reshape(entry.view) for entry in trace.parameters]
+    values += [buffers[entry.name].detach().reshape(entry.view) for entry in trace.buffers]
+    values += [*inputs, seed]
+    with torch.no_grad():
+        results = _run(trace.graph, [_cast(value, dtype) for value in values], dtype)
+    outputs = tuple(results[: len(trace.outputs)])
+    return outputs, {entry.name: _stored(results[entry.gradient], entry) for entry in trace.parameters if entry.gradient is not None}
+
+
+def _run(graph: fx.Graph, values: Sequence[torch.Tensor], dtype: torch.dtype | None) -> tuple[Any, ...]:
+    last_use = {operand: node for node in graph.nodes for operand in node.all_input_nodes}
+    supply, known = iter(values), {}
+    for node in graph.nodes:
+        if node.op == "output":
+            return fx.map_arg(node.args[0], known.__getitem__)
+        known[node] = next(supply) if node.op == "placeholder" else _call(node, known.__getitem__, dtype)
+        for operand in node.all_input_nodes:
+            if last_use[operand] is node:
+                del known[operand]
+    raise AssertionError("a graph ends with its output")
+
+
+def _call(node: fx.Node, value_of: Any, dtype: torch.dtype | None = None) -> Any:
+    args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
+    if dtype is not None:
+        args = tuple(_cast_dtype(argument, dtype) for argument in args)
+        kwargs = {name: _cast_dtype(argument, dtype) for name, argument in kwargs.items()}
+    return node.target(*args, **kwargs)
+
+
+def _cast(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+
+
+def _cast_dtype(argument: Any, dtype: torch.dtype) -> Any:
+    return dtype if isinstance(argument, torch.dtype) and argument.is_floating_point else argument
+
+
+def _stored(gradient: torch.Tensor, parameter: Parameter) -> torch.Tensor:
+    return gradient.reshape(parameter.shape)

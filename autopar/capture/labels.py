@@ -1,0 +1,58 @@
+"""Where each node comes from: phase, module path, source line and a stable key."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from torch import fx
+
+from autopar.capture.refusals import user_line
+
+_ROOT = re.compile(r"^L\['self'\]\.?")
+
+
+def label(graph: fx.Graph) -> None:
+    """Set ``phase``, ``module`` and ``source`` of every node from what Dynamo and AOTAutograd recorded.
+
+    Sums of gradients carry no module; they take that of their latest labelled operand, which is the gradient that joined.
+    """
+    order: dict[fx.Node, int] = {}
+    for position, node in enumerate(graph.nodes):
+        order[node] = position
+        meta = node.meta
+        phase = "backward" if meta.get("partitioner_tag") == "is_backward" or node.op == "output" else "forward"
+        stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
+        module = _path(next(reversed(stack.values()))[0]) if stack else ""
+        source = user_line(meta.get("stack_trace") or "")
+        if not stack and phase == "backward" and node.op == "call_function":
+            sources = [operand for operand in node.all_input_nodes if operand.op == "call_function"]
+            nearest = max(sources, key=order.__getitem__, default=None)
+            if nearest is not None and not source:
+                module, source = nearest.meta["module"], nearest.meta["source"]
+        node.meta = {"phase": phase, "module": module, "source": source, **({"val": meta["val"]} if "val" in meta else {})}
+
+
+def assign_keys(graph: fx.Graph) -> None:
+    """Set ``key`` of every node: ``module/op/phase/ordinal``, the ordinal counting equals in graph order."""
+    seen: Counter[str] = Counter()
+    for node in graph.nodes:
+        stem = f"{node.meta['module']}/{op_name(node)}/{node.meta['phase']}"
+        node.meta["key"] = f"{stem}/{seen[stem]}"
+        seen[stem] += 1
+
+
+def op_name(node: fx.Node) -> str:
+    """``dot``, ``add.Tensor``, ``silu``, ``placeholder``: the op without its namespace and without ``.default``."""
+    if node.op != "call_function":
+        return node.op
+    if hasattr(node.target, "overloadpacket"):
+        return str(node.target).split(".", 1)[1].removesuffix(".default")
+    return node.target.__name__
+
+
+def _path(dynamo_path: str) -> str:
+    """``L['self'].model.layers.0`` or ``L['self']._modules['model']`` as the model's own ``model.layers.0``."""
+    path = _ROOT.sub("", dynamo_path)
+    path = re.sub(r"(?:\._modules)?\['?([^'\]]+)'?\]", r".\1", path)
+    return path.lstrip(".")

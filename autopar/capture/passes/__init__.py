@@ -1,0 +1,15 @@
+"""The passes that bring a captured joint graph into normal form, in order.
+
+Each pass changes the graph in place, keeps what it computes (up to rounding), and sets phase, module and source of the
+nodes it makes; afterwards `propagate` fills in exact fake values and `assign_keys` the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from autopar.capture.passes.clean import clean
+
+PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (("clean", clean),)

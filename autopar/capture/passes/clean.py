@@ -1,0 +1,149 @@
+"""Remove what has no effect in a functional graph, and spell views in one way.
+
+Sizes become explicit, ``t``, ``reshape`` and ``_unsafe_view`` become ``transpose`` and ``view``, and equal views of one
+value within a module and phase become one node.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from autopar.capture.graphs import aten, dtype_of, is_tensor, shape_of, sweep
+from autopar.errors import CaptureError, Where
+
+_VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
+    }
+)
+
+
+def clean(graph: fx.Graph) -> None:
+    """Simplify every node once, in order, so that each sees its simplified operands."""
+    seen: dict[tuple[str, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not is_tensor(node):
+            continue
+        respell(node)
+        simpler = _SIMPLER.get(node.target, _itself)(node)
+        if simpler is node and node.target in _VIEWS:
+            simpler = seen.setdefault((str(node.target), str(node.args), node.meta["module"], node.meta["phase"]), node)
+        if simpler is not node:
+            node.replace_all_uses_with(simpler)
+            graph.erase_node(node)
+    sweep(graph)
+
+
+def inline_constants(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> None:
+    """Turn scalars that were built in forward (``torch.tensor(2.0)``) into factories.
+
+    Raises:
+        CaptureError: the constant has more than one element: the graph has no place for it.
+    """
+    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+        value = constants[node.target]
+        if value.numel() != 1 or getattr(value, "fake_mode", None) is not None:
+            reader = next(iter(node.users), node)
+            raise CaptureError(
+                f"forward builds a constant tensor of shape {tuple(value.shape)}",
+                where=Where(module=reader.meta["module"], source=reader.meta["source"]),
+                remedy="make it a buffer of the module (register_buffer), or build it with torch.arange, full or ones",
+            )
+        with graph.inserting_before(node):
+            settings = {"dtype": value.dtype, "device": value.device}
+            factory = graph.call_function(aten.full.default, (list(value.shape), value.item()), settings)
+        factory.meta = dict(node.meta, val=value)
+        node.replace_all_uses_with(factory)
+
+
+def respell(node: fx.Node) -> None:
+    """Give a view its one spelling, with explicit sizes."""
+    target, shape = node.target, shape_of(node)
+    if target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+        node.target, node.args, node.kwargs = aten.view.default, (node.args[0], list(shape)), {}
+    elif target is aten.expand.default:
+        node.args, node.kwargs = (node.args[0], list(shape)), {}
+    elif target is aten.t.default and len(shape) == 2:
+        node.target, node.args = aten.transpose.int, (node.args[0], 0, 1)
+    elif target is aten.transpose.int:
+        first, second = sorted(dim % len(shape) for dim in node.args[1:])
+        node.args = (node.args[0], first, second)
+    elif target is aten.slice.Tensor:
+        _respell_slice(node)
+
+
+def _respell_slice(node: fx.Node) -> None:
+    source, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    size = shape_of(source)[dim]
+    start, end = (0 if start is None else start), (sys.maxsize if end is None else end)
+    start, end = (max(0, min(size, bound + size if bound < 0 else bound)) for bound in (start, end))
+    node.args = (source, dim % len(shape_of(source)), start, end, step)
+
+
+def _itself(node: fx.Node) -> fx.Node:
+    return node
+
+
+def _operand(node: fx.Node) -> fx.Node:
+    return node.args[0]
+
+
+def _copy(node: fx.Node) -> fx.Node:
+    source, layout = node.args[0], node.kwargs.get("memory_format")
+    same_order = layout in (None, torch.preserve_format) or source.meta["val"].is_contiguous(memory_format=layout)
+    same_type = dtype_of(node) == dtype_of(source) and node.meta["val"].device == source.meta["val"].device
+    return source if same_order and same_type else node
+
+
+def _same_shape(node: fx.Node) -> fx.Node:
+    source = node.args[0]
+    if node.target is aten.view.default and source.target is aten.view.default and shape_of(source.args[0]) == shape_of(node):
+        return source.args[0]
+    return source if shape_of(source) == shape_of(node) else node
+
+
+def _twice(node: fx.Node) -> fx.Node:
+    source = node.args[0]
+    return source.args[0] if source.target is aten.transpose.int and source.args[1:] == node.args[1:] else node
+
+
+def _neutral(neutral: float) -> Callable[[fx.Node], fx.Node]:
+    def simplify(node: fx.Node) -> fx.Node:
+        source, other = node.args
+        if not is_tensor(source) or isinstance(other, fx.Node) or other != neutral:
+            return node
+        return source if shape_of(source) == shape_of(node) and dtype_of(source) == dtype_of(node) else node
+
+    return simplify
+
+
+_SIMPLER: dict[Callable[..., object], Callable[[fx.Node], fx.Node]] = {
+    aten.detach.default: _operand,
+    aten.alias.default: _operand,
+    aten.lift_fresh_copy.default: _operand,
+    aten.clone.default: _copy,
+    aten._to_copy.default: _copy,
+    aten.view.default: _same_shape,
+    aten.expand.default: _same_shape,
+    aten.slice.Tensor: _same_shape,
+    aten.transpose.int: _twice,
+    aten.add.Tensor: _neutral(0),
+    aten.sub.Tensor: _neutral(0),
+    aten.mul.Tensor: _neutral(1),
+    aten.mul.Scalar: _neutral(1),
+    aten.div.Tensor: _neutral(1),
+    aten.div.Scalar: _neutral(1),
+    aten.pow.Tensor_Scalar: _neutral(1),
+}

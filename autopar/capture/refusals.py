@@ -1,0 +1,75 @@
+"""Why a model cannot be captured, in the user's words."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import traceback
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from autopar.errors import CaptureError, Where
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n?(?P<code>[^\n]*)')
+_REMEDIES = {
+    "data-dependent": "the value of a tensor decides the control flow: use torch.where, or pass the choice as a Python value",
+    "logging": "remove the log call from forward, or guard it with `if not torch.compiler.is_compiling()`",
+    "Dynamic control flow": "the value of a tensor decides the control flow: use torch.where, or pass the choice as a Python value",
+    "item()": "do not read a tensor's value in forward (`.item()`, `int(x)`): compute it before and pass it as a Python value",
+}
+_DEFAULT_REMEDY = "the model must be one graph under torch.compile(fullgraph=True): try that to see the same refusal in torch's words"
+
+
+@functools.lru_cache(maxsize=4096)
+def user_line(stack: str) -> str:
+    """``file.py:12: code`` of the last frame in a printed stack that lies outside torch, or ``""``."""
+    for match in reversed(list(_FRAME.finditer(stack))):
+        if not match["file"].startswith((_TORCH, _HERE)) and not match["file"].startswith("<"):
+            return f"{match['file']}:{match['line']}: {match['code'].strip()}"
+    return ""
+
+
+def as_capture_error(error: BaseException) -> CaptureError:
+    """`error`, raised by torch while it captured, as a CaptureError with the user's line."""
+    what = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    text = str(error)
+    remedy = next((remedy for mark, remedy in _REMEDIES.items() if mark.lower() in text.lower()), _DEFAULT_REMEDY)
+    source = user_line("".join(_frames(error))) or user_line(text)
+    return CaptureError(f"the model cannot be captured as one graph: {what.strip()}", where=Where(source=source), remedy=remedy)
+
+
+def _frames(error: BaseException) -> Iterable[str]:
+    stack = getattr(error, "real_stack", None)  # Dynamo's own record of the user's frames
+    return traceback.format_list(stack) if stack else traceback.format_tb(error.__traceback__)
+
+
+def refuse_random(graph: fx.Graph) -> None:
+    """Raise CaptureError at the first op that draws random numbers; `module` and `source` metadata are expected.
+
+    Random numbers need a generator that gives the same mask under every layout; until a model's draws go through one, a
+    distributed run would differ from the plain one silently.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and _draws(node):
+            raise CaptureError(
+                "the graph draws random numbers (active dropout or noise)",
+                where=Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"]),
+                remedy="set the dropout probabilities to 0, or call model.eval() before capturing",
+            )
+
+
+def _draws(node: fx.Node) -> bool:
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    # Attention ops carry the tag for their dropout, which is an argument.
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    position = names.index("dropout_p")
+    probability = node.kwargs.get("dropout_p", node.args[position] if len(node.args) > position else 0.0)
+    return probability != 0.0
