@@ -1,0 +1,29 @@
+"""Op knowledge: which placements of an op's operands give which placements of its results.
+
+A rule speaks of one mesh axis, in factor notation (`notation`); the `table` has one row per op; `expansion` takes the
+product over axes; `localization` says what one rank then calls; `law` proves a rule by numbers.
+"""
+
+from __future__ import annotations
+
+from autopar.rules.call import Call, Operand, TensorInfo, call_of, call_on, operands_of
+from autopar.rules.expansion import strategies
+from autopar.rules.localization import Local, Start, localize
+from autopar.rules.notation import AxisOption
+from autopar.rules.table import axis_options, is_fallback
+
+__all__ = [
+    "AxisOption",
+    "Call",
+    "Local",
+    "Operand",
+    "Start",
+    "TensorInfo",
+    "axis_options",
+    "call_of",
+    "call_on",
+    "is_fallback",
+    "localize",
+    "operands_of",
+    "strategies",
+]

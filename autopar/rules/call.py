@@ -1,0 +1,180 @@
+"""One op application, free of fx: what a rule sees.
+
+Terms. An *operand* is a tensor that goes into the call; operands are numbered in order of appearance in args, then
+kwargs, lists flattened, and a tensor used twice counts twice. A *slot* is a parameter of the op that can take a tensor;
+the slots of one op are always the same, while an optional operand may be missing from its slot.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import RuleError, Where
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Global shape and dtype of an operand or a result."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+NO_TENSOR = TensorInfo((0,), torch.uint8)
+"""Stands for a result that is None (an op with an output mask), so that results keep their numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Stands in args and kwargs for the operand of that number."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op application.
+
+    Attributes:
+        target: the op: a torch OpOverload, a function of `autopar.ops`, or `operator.getitem`.
+        args, kwargs: as in the graph, tensors replaced by `Operand`, lists by tuples.
+        inputs: the operands, in order.
+        outputs: the results; one that is None is `NO_TENSOR`.
+        where: the place in the user's model, for errors and reports.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    where: Where = field(default_factory=Where)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What rules depend on: equal calls of repeated layers have equal keys."""
+        return self.target, self.args, tuple(sorted(self.kwargs.items())), self.inputs, self.outputs
+
+
+class KeyedCall:
+    """A call that compares and hashes by its `key`: for caches."""
+
+    __slots__ = ("_hash", "call")
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self._hash = hash(call.key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KeyedCall) and self.call.key == other.call.key
+
+
+def _collect(value: Any, is_tensor: Callable[[Any], bool], found: list[Any]) -> Any:
+    """`value` with tensors replaced by operands, which are appended to `found`."""
+    if is_tensor(value):
+        found.append(value)
+        return Operand(len(found) - 1)
+    if isinstance(value, list | tuple):
+        return tuple(_collect(v, is_tensor, found) for v in value)
+    return value
+
+
+def _info(value: Any) -> TensorInfo:
+    return NO_TENSOR if value is None else TensorInfo(tuple(int(s) for s in value.shape), value.dtype)
+
+
+def _infos(result: Any) -> tuple[TensorInfo, ...]:
+    if isinstance(result, list | tuple):
+        return tuple(map(_info, result))
+    return (_info(result),) if isinstance(result, torch.Tensor) else ()
+
+
+def call_on(target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> tuple[Call, list[torch.Tensor]]:
+    """The call of `target` on real tensors that gave `result`, and its operands."""
+    found: list[torch.Tensor] = []
+    new_args = tuple(_collect(a, lambda v: isinstance(v, torch.Tensor), found) for a in args)
+    new_kwargs = {k: _collect(v, lambda v: isinstance(v, torch.Tensor), found) for k, v in kwargs.items()}
+    return Call(target, new_args, MappingProxyType(new_kwargs), tuple(map(_info, found)), _infos(result)), found
+
+
+def _is_tensor_node(value: Any) -> bool:
+    return isinstance(value, fx.Node)
+
+
+def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The operand nodes of `node`, in the order of `Call.inputs`. For a getitem: the op with several results."""
+    found: list[fx.Node] = []
+    for value in (*node.args, *node.kwargs.values()):
+        _collect(value, _is_tensor_node, found)
+    return tuple(found)
+
+
+def call_of(node: fx.Node) -> Call:
+    """The call that `node` makes. A getitem has one operand, the result that it takes.
+
+    Raises:
+        RuleError: where the node is no call, or an operand has no value in ``meta["val"]``.
+    """
+    where = Where(str(node.target), node.meta.get("module", ""), node.meta.get("source", ""))
+    if node.op != "call_function" or not callable(node.target):
+        raise RuleError(f"node {node.name} is a {node.op}, not a call", where=where, remedy="ask for rules of call_function nodes only")
+    found: list[fx.Node] = []
+    args = tuple(_collect(a, _is_tensor_node, found) for a in node.args)
+    kwargs = {k: _collect(v, _is_tensor_node, found) for k, v in node.kwargs.items()}
+    missing = [n.name for n in (*found, node) if "val" not in n.meta]
+    if missing:
+        raise RuleError(f"nodes without a value: {', '.join(missing)}", where=where, remedy="trace with FakeTensors: every node needs one")
+    inputs = [n.meta["val"] for n in found]
+    if node.target is operator.getitem:
+        inputs = [inputs[0][args[1]]]
+    return Call(node.target, args, MappingProxyType(kwargs), tuple(map(_info, inputs)), _infos(node.meta["val"]), where)
+
+
+@lru_cache(maxsize=1024)
+def _parameters(target: Callable[..., Any]) -> tuple[tuple[str, bool], ...]:
+    """(name, whether it can take a single tensor) of every parameter, in order."""
+    schema = getattr(target, "_schema", None)
+    if schema is not None:
+        return tuple((a.name, str(a.type) in ("Tensor", "Optional[Tensor]")) for a in schema.arguments)
+    if target is operator.getitem:
+        return (("a", True), ("b", False))
+    return tuple((name, True) for name in inspect.signature(target).parameters)
+
+
+def argument(call: Call, name: str, default: Any = None) -> Any:
+    """The value passed for the parameter `name`, or `default`."""
+    for position, (parameter, _) in enumerate(_parameters(call.target)):
+        if parameter == name and position < len(call.args):
+            return call.args[position]
+    return call.kwargs.get(name, default)
+
+
+def slots(call: Call) -> tuple[int | None, ...]:
+    """Operand number per slot; None where the slot holds no tensor."""
+    values = [argument(call, name) for name, takes_tensor in _parameters(call.target) if takes_tensor]
+    return tuple(v.index if isinstance(v, Operand) else None for v in values)
+
+
+def replace_arguments(call: Call, changes: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """args and kwargs with the named parameters set to other values."""
+    names = [name for name, _ in _parameters(call.target)]
+    args, kwargs = list(call.args), dict(call.kwargs)
+    for name, value in changes.items():
+        position = names.index(name)
+        if position < len(args):
+            args[position] = value
+        else:
+            kwargs[name] = value
+    return tuple(args), kwargs

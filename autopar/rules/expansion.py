@@ -1,0 +1,68 @@
+"""From one mesh axis to all of them: the product of a call's axis options.
+
+Where several axes shard one dim, every order in which they can split it is a strategy of its own, and all operands and
+results take the same order, since the axes split one and the same factor. Only even splits are offered.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.layout import Layout, Strategy
+from autopar.rules.call import Call, KeyedCall, TensorInfo
+from autopar.rules.notation import AxisOption
+from autopar.rules.table import axis_options
+
+_layout = lru_cache(maxsize=65536)(Layout)
+
+
+def strategies(call: Call, mesh_shape: Sequence[int]) -> tuple[Strategy, ...]:
+    """All strategies of a call on a mesh, replicate-everything first, in a fixed order.
+
+    Every sharded dim of every operand and result is divisible by the sizes of the axes that shard it.
+    """
+    return _strategies(KeyedCall(call), tuple(mesh_shape))
+
+
+@lru_cache(maxsize=16384)
+def _strategies(keyed: KeyedCall, mesh_shape: tuple[int, ...]) -> tuple[Strategy, ...]:
+    call = keyed.call
+    infos = (*call.inputs, *call.outputs)
+    every = axis_options(call)
+    per_axis = [[o for o in every if _fits([o], infos, (size,))] if size > 1 else every[:1] for size in mesh_shape]
+    found: dict[Strategy, None] = {}
+    for combination in itertools.product(*per_axis):
+        if not _fits(combination, infos, mesh_shape):
+            continue
+        placements = list(zip(*((*o.inputs, *o.outputs) for o in combination), strict=True))
+        for order in _orders(placements, len(mesh_shape)):
+            layouts = tuple(_layout(p, order) for p in placements)
+            found[Strategy(layouts[: len(call.inputs)], layouts[len(call.inputs) :])] = None
+    return tuple(found)
+
+
+def _fits(combination: Sequence[AxisOption], infos: Sequence[TensorInfo], mesh_shape: Sequence[int]) -> bool:
+    parts: dict[tuple[int, int], int] = {}
+    for option, size in zip(combination, mesh_shape, strict=True):
+        for number, placement in enumerate((*option.inputs, *option.outputs)):
+            if isinstance(placement, Shard):
+                key = (number, placement.dim)
+                parts[key] = parts.get(key, 1) * size
+    return all(infos[number].shape[dim] % count == 0 for (number, dim), count in parts.items())
+
+
+def _orders(placements: Sequence[tuple[Placement, ...]], num_axes: int) -> list[tuple[int, ...]]:
+    """Orders of the axes that make a difference; mesh order first."""
+    if all(_distinct(p) for p in placements):
+        return [tuple(range(num_axes))]
+    return list(itertools.permutations(range(num_axes)))
+
+
+def _distinct(placements: tuple[Placement, ...]) -> bool:
+    dims = [p.dim for p in placements if isinstance(p, Shard)]
+    return len(set(dims)) == len(dims)

@@ -1,0 +1,329 @@
+"""Rules of op families whose notation depends on ranks, dims and flags: each takes a call and gives its factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from autopar.rules.call import Call, Operand, argument, slots
+from autopar.rules.notation import WHOLE, Factors, Term, parse
+
+Family = Callable[[Call], Factors]
+
+
+def _letters(rank: int) -> Term:
+    return tuple(f"d{i}" for i in range(rank))
+
+
+def dims_of(value: int | Iterable[int] | None, rank: int) -> frozenset[int]:
+    """Dims as non-negative numbers; None or empty means all of them."""
+    dims = (value,) if isinstance(value, int) else tuple(value or ())
+    return frozenset(d % rank for d in dims) if dims and rank else frozenset(range(rank))
+
+
+def _whole(term: Term, dims: Iterable[int]) -> Term:
+    return tuple(WHOLE if d in set(dims) else letter for d, letter in enumerate(term))
+
+
+def _all_linear(call: Call) -> tuple[tuple[int, ...], ...]:
+    return (tuple(range(len(call.inputs))),)
+
+
+def pointwise(linear: tuple[tuple[int, ...], ...] = ()) -> Family:
+    """Every dim is parallel; operands broadcast. `linear`: sets of slots."""
+
+    def rule(call: Call) -> Factors:
+        terms = ", ".join("..." for _ in slots(call))
+        return parse(f"{terms} -> " + ", ".join("..." for _ in call.outputs), call, linear)
+
+    return rule
+
+
+def dot(call: Call) -> Factors:
+    """`autopar.ops.dot`: its equation is the rule."""
+    spaced = " -> ".join(", ".join(" ".join(term.replace(" ", "")) for term in side.split(",")) for side in call.args[0].split("->"))
+    left, _, right = spaced.partition("->")
+    inputs = tuple(tuple(term.split()) for term in left.split(","))
+    return Factors(inputs, (tuple(right.split()),), linear=((0,), (1,)))
+
+
+def reduction(reduce_op: str = "sum", linear: bool = False, whole: bool = False) -> Family:
+    """Reductions over ``dim``: reduced dims give partial results, or stay whole where those would be wrong."""
+
+    def rule(call: Call) -> Factors:
+        rank = len(call.inputs[0].shape)
+        reduced = dims_of(argument(call, "dim"), rank)
+        term = _letters(rank)
+        kept = len(call.outputs[0].shape) == rank
+        result = _whole(term, reduced) if kept else tuple(x for d, x in enumerate(term) if d not in reduced)
+        source = _whole(term, reduced) if whole else term
+        return Factors((source,), (result,) * len(call.outputs), linear=((0,),) if linear else (), reduce_op=reduce_op)
+
+    return rule
+
+
+def along(linear: tuple[tuple[int, ...], ...] = (), dim: int = -1) -> Family:
+    """Ops that work along ``dim`` (softmax, cumsum, flip, cat): it stays whole, all other dims are parallel.
+
+    `linear`: sets of operands; ``((),)`` means all operands together. `dim` is the default.
+    """
+
+    def rule(call: Call) -> Factors:
+        rank = max(len(i.shape) for i in (*call.inputs, *call.outputs))
+        asked = argument(call, "dim", argument(call, "dims", dim))
+        term = _whole(_letters(rank), dims_of(asked, rank))
+        inputs = tuple(term if len(i.shape) == rank else (WHOLE,) * len(i.shape) for i in call.inputs)
+        sets = _all_linear(call) if linear == ((),) else linear
+        return Factors(inputs, (term,) * len(call.outputs), linear=sets)
+
+    return rule
+
+
+def view(call: Call) -> Factors:
+    """Any reshape: dims are grouped so that each group has as many elements before as after; the leading dim of a group
+    stays sharded through it."""
+    source, target = call.inputs[0].shape, call.outputs[0].shape
+    before, after = [WHOLE] * len(source), [WHOLE] * len(target)
+    for number, (a, b) in enumerate(_groups(source, target)):
+        before[a], after[b] = f"g{number}", f"g{number}"
+    return Factors((tuple(before),), (tuple(after),), linear=((0,),))
+
+
+def _groups(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The leading dims, before and after, of each smallest group of dims with an equal number of elements."""
+    if math.prod(source) == 0:
+        return []
+    ins = [d for d, size in enumerate(source) if size > 1]
+    outs = [d for d, size in enumerate(target) if size > 1]
+    found, i, j = [], 0, 0
+    while i < len(ins) and j < len(outs):
+        found.append((ins[i], outs[j]))
+        left, right = source[ins[i]], target[outs[j]]
+        i, j = i + 1, j + 1
+        while left != right:
+            if left < right:
+                left, i = left * source[ins[i]], i + 1
+            else:
+                right, j = right * target[outs[j]], j + 1
+    return found
+
+
+def permutation(call: Call) -> Factors:
+    """permute, transpose and t."""
+    rank = len(call.inputs[0].shape)
+    order = list(range(rank))
+    if argument(call, "dims") is not None:
+        order = [d % rank for d in argument(call, "dims")]
+    elif rank > 1:
+        a, b = argument(call, "dim0", 0) % rank, argument(call, "dim1", 1) % rank
+        order[a], order[b] = order[b], order[a]
+    term = _letters(rank)
+    return Factors((term,), (tuple(term[d] for d in order),), linear=((0,),))
+
+
+def select(call: Call) -> Factors:
+    """select.int and unbind: the dim stays whole and goes away."""
+    rank = len(call.inputs[0].shape)
+    term = _whole(_letters(rank), [argument(call, "dim", 0) % rank])
+    return Factors((term,), (tuple(x for x in term if x != WHOLE),) * len(call.outputs), linear=((0,),))
+
+
+def select_backward(call: Call) -> Factors:
+    """The dim comes back whole."""
+    rank = len(call.outputs[0].shape)
+    term = _whole(_letters(rank), [argument(call, "dim") % rank])
+    return Factors((tuple(x for x in term if x != WHOLE),), (term,), linear=((0,),))
+
+
+def select_scatter(call: Call) -> Factors:
+    """Into a tensor, another with one dim less."""
+    rank = len(call.outputs[0].shape)
+    term = _whole(_letters(rank), [argument(call, "dim") % rank])
+    return Factors((term, tuple(x for x in term if x != WHOLE)), (term,), linear=((0, 1),))
+
+
+def stack(call: Call) -> Factors:
+    """A new whole dim; all operands alike."""
+    rank = len(call.outputs[0].shape)
+    term = _whole(_letters(rank), [argument(call, "dim", 0) % rank])
+    return Factors((tuple(x for x in term if x != WHOLE),) * len(call.inputs), (term,), linear=_all_linear(call))
+
+
+def slice_(call: Call) -> Factors:
+    """The sliced dim stays whole, unless all of it is taken."""
+    term = _letters(len(call.inputs[0].shape))
+    dim = argument(call, "dim", 0) % max(len(term), 1)
+    if call.inputs[0].shape != call.outputs[0].shape:
+        term = _whole(term, [dim])
+    return Factors((term,), (term,), linear=((0,),))
+
+
+def pad(call: Call) -> Factors:
+    """constant_pad_nd: padded dims stay whole; linear where it pads with zero."""
+    pairs = argument(call, "pad")
+    rank = len(call.inputs[0].shape)
+    padded = [rank - 1 - i for i in range(len(pairs) // 2) if pairs[2 * i] or pairs[2 * i + 1]]
+    term = _whole(_letters(rank), padded)
+    return Factors((term,), (term,), linear=((0,),) if argument(call, "value", 0) == 0 else ())
+
+
+def repeat(call: Call) -> Factors:
+    """Repeated dims stay whole."""
+    repeats, rank = argument(call, "repeats"), len(call.outputs[0].shape)
+    term = _whole(_letters(rank), [d for d, times in enumerate(repeats) if times != 1])
+    return Factors((term[rank - len(call.inputs[0].shape) :],), (term,), linear=((0,),))
+
+
+def triangle(call: Call) -> Factors:
+    """tril and triu: the last two dims stay whole."""
+    rank = len(call.inputs[0].shape)
+    term = _whole(_letters(rank), [rank - 2, rank - 1])
+    return Factors((term,), (term,), linear=((0,),))
+
+
+def index(call: Call) -> Factors:
+    """x[indices]: indexed dims stay whole, the others and those of the indices are parallel."""
+    indices = argument(call, "indices")
+    source = _letters(len(call.inputs[0].shape))
+    indexed = [d for d, value in enumerate(indices) if isinstance(value, Operand)]
+    if any(not call.inputs[indices[d].index].dtype.is_signed for d in indexed):  # a mask: how many it picks is unknown
+        return Factors(tuple((WHOLE,) * len(i.shape) for i in call.inputs), ((WHOLE,) * len(call.outputs[0].shape),))
+    rank = max(len(call.inputs[indices[d].index].shape) for d in indexed)
+    broadcast = tuple(f"i{k}" for k in range(rank))
+    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+    at = indexed[0] if adjacent else 0
+    rest = [x for d, x in enumerate(source) if d not in indexed]
+    terms: dict[int, Term] = {0: _whole(source, indexed)}
+    terms |= {indices[d].index: broadcast[rank - len(call.inputs[indices[d].index].shape) :] for d in indexed}
+    return Factors(tuple(terms[i] for i in range(len(call.inputs))), ((*rest[:at], *broadcast, *rest[at:]),), linear=((0,),))
+
+
+def index_put(call: Call) -> Factors:
+    """Dims after the last indexed one are parallel: there values and tensor agree at the right."""
+    indices = argument(call, "indices")
+    shape, values = call.inputs[0].shape, argument(call, "values").index
+    indexed = [d for d, value in enumerate(indices) if isinstance(value, Operand)]
+    source = tuple(x if d > indexed[-1] else WHOLE for d, x in enumerate(_letters(len(shape))))
+    trailing = source[len(shape) - min(len(shape), len(call.inputs[values].shape)) :]
+    value_term = (WHOLE,) * (len(call.inputs[values].shape) - len(trailing)) + trailing
+    terms = {i: (WHOLE,) * len(info.shape) for i, info in enumerate(call.inputs)} | {0: source, values: value_term}
+    return Factors(tuple(terms[i] for i in range(len(call.inputs))), (source,), linear=((0, values),))
+
+
+def _same_dims(call: Call, dim: int) -> list[int]:
+    """Dims other than `dim` that all operands and results with a rank share in size."""
+    rank = len(call.inputs[0].shape)
+    shapes = [info.shape for info in (*call.inputs, *call.outputs) if len(info.shape) == rank]
+    return [d for d in range(rank) if d != dim and len({shape[d] for shape in shapes}) == 1]
+
+
+def gather(call: Call) -> Factors:
+    """gather: along ``dim`` the index is parallel and the tensor whole."""
+    rank = len(call.inputs[0].shape)
+    dim = argument(call, "dim") % max(rank, 1)
+    same = _same_dims(call, dim)
+    source = tuple(f"d{d}" if d in same else WHOLE for d in range(rank))
+    picked = tuple("at" if d == dim else x for d, x in enumerate(source))
+    return Factors((source, picked), (picked,), linear=((0,),))
+
+
+def scatter(linear: bool) -> Family:
+    """scatter and scatter_add: ``dim`` stays whole; dims of equal size are parallel."""
+
+    def rule(call: Call) -> Factors:
+        rank = len(call.inputs[0].shape)
+        same = _same_dims(call, argument(call, "dim") % max(rank, 1))
+        term = tuple(f"d{d}" if d in same else WHOLE for d in range(rank))
+        has_source = linear and len(call.inputs) == 3
+        return Factors((term,) * len(call.inputs), (term,), linear=((0, 2),) if has_source else ())
+
+    return rule
+
+
+def factory(call: Call) -> Factors:
+    """No operands: every rank makes the whole."""
+    return Factors((), tuple((WHOLE,) * len(info.shape) for info in call.outputs))
+
+
+def new_tensor(call: Call) -> Factors:
+    """new_zeros and its like: only the shape counts; a dim of the operand that has the same place and size follows it."""
+    source, target = call.inputs[0].shape, call.outputs[0].shape
+    letters = tuple(f"d{d}" for d in range(len(target)))
+    term = tuple(f"d{d}" if target[d : d + 1] == source[d : d + 1] else f"x{d}" for d in range(len(source)))
+    loose = frozenset(x for x in term if x not in letters)
+    return Factors((term,), (letters,), equal=(loose,))
+
+
+def getitem(call: Call) -> Factors:
+    """One result of an op that has several."""
+    term = _letters(len(call.inputs[0].shape))
+    return Factors((term,), (term,), linear=((0,),))
+
+
+def layer_norm(call: Call) -> Factors:
+    """native_layer_norm: the normalized dims stay whole."""
+    last = " ".join(WHOLE * len(argument(call, "normalized_shape")))
+    return parse(f"... {last}, {last}, {last} -> ... {last}, ... {last}, ... {last}", call)
+
+
+def layer_norm_backward(call: Call) -> Factors:
+    """native_layer_norm_backward: the gradients of weight and bias are partial sums over the other dims."""
+    last = " ".join(WHOLE * len(argument(call, "normalized_shape")))
+    operands = f"... {last}, ... {last}, ... {last}, ... {last}, {last}, {last}"
+    return parse(f"{operands} -> ... {last}, {last}, {last}", call, linear=((0,),))
+
+
+def _channels(call: Call) -> tuple[str, str, str, str]:
+    """Letters of: input channels, the weight's two channel dims, output channels."""
+    groups, transposed = argument(call, "groups"), argument(call, "transposed")
+    if groups == 1:
+        return ("c", "c", "o", "o") if transposed else ("c", "o", "c", "o")
+    depthwise = groups == call.inputs[slots(call).index(argument(call, "input").index)].shape[1]
+    return ("g", "g", WHOLE, "g") if depthwise else (WHOLE,) * 4
+
+
+def convolution(call: Call) -> Factors:
+    """Batch, output channels, groups where each has one channel, and, without a bias, input channels. Spatial dims stay
+    whole. With a bias a partial sum over input channels would count it once per rank."""
+    space = " ".join(WHOLE * (len(call.inputs[0].shape) - 2))
+    has_bias = argument(call, "bias") is not None
+    x, w0, w1, out = (WHOLE if letter == "c" and has_bias else letter for letter in _channels(call))
+    text = f"n {x} {space}, {w0} {w1} {space}, {out} -> n {out} {space}"
+    return parse(text, call, linear=() if has_bias else ((0,), (1,)))
+
+
+def convolution_backward(call: Call) -> Factors:
+    """As `convolution`; the bias' gradient depends on no input channel."""
+    space = " ".join(WHOLE * (len(call.inputs[0].shape) - 2))
+    x, w0, w1, out = _channels(call)
+    operands = f"n {out} {space}, n {x} {space}, {w0} {w1} {space}"
+    return parse(f"{operands} -> n {x} {space}, {w0} {w1} {space}, {out} =c", call, linear=())
+
+
+def nll_loss_forward(call: Call) -> Factors:
+    """The class dim stays whole; the batch too where the loss is a mean, whose divisor is global."""
+    n = WHOLE if argument(call, "reduction", 1) == 1 else "n"
+    batched = len(call.inputs[0].shape) == 2
+    term = f"{n} _" if batched else "_"
+    return parse(f"{term}, {n if batched else ''}, _ -> {n if call.outputs[0].shape else ''}, ", call)
+
+
+def nll_loss_backward(call: Call) -> Factors:
+    """Parallel over the batch: the divisor is an operand."""
+    grad = "n" if call.inputs[0].shape else ""
+    if len(call.inputs[1].shape) == 2:
+        return parse(f"{grad}, n _, n, _,  -> n _", call)
+    return parse(", _, , _,  -> _", call)
+
+
+def attention(call: Call) -> Factors:
+    """Batch and heads; the query's sequence dim where no mask is made from positions."""
+    q = WHOLE if argument(call, "is_causal", False) else "q"
+    return parse(f"b h {q} _, b h _ _, b h _ _, b h {q} _ -> b h {q} _, b h {q}", call)
+
+
+def attention_backward(call: Call) -> Factors:
+    """As `attention`; over the query's sequence the gradients of key and value are partial sums."""
+    q = WHOLE if argument(call, "is_causal", False) else "q"
+    row = f"b h {q} _"
+    return parse(f"{row}, {row}, b h _ _, b h _ _, {row}, b h {q}, {row} -> {row}, b h _ _, b h _ _", call)

@@ -1,0 +1,153 @@
+"""Local arguments: what one rank calls, given the strategy.
+
+Most ops take the same arguments on shards as on the whole. The rows here are those whose arguments hold sizes, which
+become local; positions, which become `Start` tokens; or whose result on a shard is not simply the op's (a mean).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Shard
+
+from autopar import ops
+from autopar.layout import Layout, Strategy, local_range, local_shape
+from autopar.rules.call import NO_TENSOR, Call, argument, replace_arguments
+from autopar.rules.families import dims_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Stands in local arguments for this rank's first global index along a dim of global size `dim_size`."""
+
+    dim_size: int
+    layout: Layout
+    dim: int
+
+    def at(self, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> int:
+        """The index at a rank's coordinate."""
+        return local_range(self.dim_size, self.layout, self.dim, mesh_shape, coordinate)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What a rank calls; tensors are `Operand`s as in the call."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def mean_part(x: torch.Tensor, dims: Sequence[int], keepdim: bool, count: int) -> torch.Tensor:
+    """A rank's share of a mean over `dims` that are split: its sum over the global number of elements, `count`."""
+    return torch.sum(x, dim=tuple(dims), keepdim=keepdim) / count
+
+
+class _Site:
+    """A call at a strategy on a mesh."""
+
+    def __init__(self, call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> None:
+        self.call, self.strategy, self.mesh_shape = call, strategy, mesh_shape
+
+    def input_shape(self, number: int) -> tuple[int, ...]:
+        return local_shape(self.call.inputs[number].shape, self.strategy.inputs[number], self.mesh_shape)
+
+    def output_shape(self, number: int = 0) -> tuple[int, ...]:
+        return local_shape(self.call.outputs[number].shape, self.strategy.outputs[number], self.mesh_shape)
+
+    def change(self, **changes: Any) -> Local:
+        return Local(self.call.target, *replace_arguments(self.call, changes))
+
+    def start(self, layout: Layout, size: int, dim: int) -> Start | int:
+        """The token, or 0 where the dim is not sharded."""
+        return Start(size, layout, dim) if layout.splitters(dim) else 0
+
+
+def _reshape(site: _Site) -> Local:
+    """Local operands may have other strides than the whole had, so what was a view may have to copy."""
+    return Local(aten.reshape.default, (site.call.args[0], site.output_shape()), {})
+
+
+def _size(name: str) -> Callable[[_Site], Local]:
+    """The argument `name` is the shape of the result."""
+    return lambda site: site.change(**{name: site.output_shape()})
+
+
+def _start(operand: int, dim: int) -> Callable[[_Site], Local]:
+    """`start` is the first index of a dim of an operand."""
+
+    def local(site: _Site) -> Local:
+        shape, layout = site.call.inputs[operand].shape, site.strategy.inputs[operand]
+        at = dim % len(shape)
+        return site.change(start=site.start(layout, shape[at], at)) if layout.splitters(at) else _same(site)
+
+    return local
+
+
+def _embedding_backward(site: _Site) -> Local:
+    layout = site.strategy.outputs[0]
+    if not layout.splitters(0):
+        return _same(site)
+    return site.change(num_rows=site.output_shape()[0], start=site.start(layout, site.call.outputs[0].shape[0], 0))
+
+
+def _mean(site: _Site) -> Local:
+    call, shape = site.call, site.call.inputs[0].shape
+    reduced = dims_of(argument(call, "dim"), len(shape))
+    if not any(isinstance(p, Shard) and p.dim in reduced for p in site.strategy.inputs[0].placements):
+        return _same(site)
+    count = 1
+    for dim in reduced:
+        count *= shape[dim]
+    return Local(mean_part, (call.args[0], tuple(sorted(reduced)), bool(argument(call, "keepdim", False)), count), {})
+
+
+def _groups(site: _Site, operand: int) -> int:
+    """Groups are sharded only where each has one channel."""
+    groups = argument(site.call, "groups")
+    return groups if groups == 1 else groups * site.input_shape(operand)[1] // site.call.inputs[operand].shape[1]
+
+
+def _convolution(site: _Site) -> Local:
+    return site.change(groups=_groups(site, 0))
+
+
+def _convolution_backward(site: _Site) -> Local:
+    sizes = argument(site.call, "bias_sizes")
+    if sizes is not None and site.call.outputs[2] != NO_TENSOR:
+        sizes = site.output_shape(2)
+    return site.change(groups=_groups(site, 1), bias_sizes=sizes)
+
+
+def _same(site: _Site) -> Local:
+    return Local(site.call.target, site.call.args, site.call.kwargs)
+
+
+LOCALIZERS: Mapping[Callable[..., Any], Callable[[_Site], Local]] = {
+    **{op: _reshape for op in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)},
+    **{op: _reshape for op in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)},
+    **{op: _size("size") for op in (aten.expand.default, aten.new_zeros.default, aten.new_ones.default)},
+    **{op: _size("size") for op in (aten.new_full.default, aten.new_empty.default)},
+    **{op: _size("input_sizes") for op in (aten.slice_backward.default, aten.select_backward.default)},
+    **{op: _mean for op in (aten.mean.dim, aten.mean.default)},
+    ops.embedding: _start(0, 0),
+    ops.pick: _start(0, -1),
+    ops.cross_entropy_backward: _start(0, -1),
+    ops.embedding_backward: _embedding_backward,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+}
+
+
+def localize(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> Local:
+    """Target, args and kwargs that a rank calls on its shards.
+
+    Sizes are those of the rank's shard (all equal, since splits are even); `Start` tokens stand for its first index.
+    """
+    site = _Site(call, strategy, mesh_shape)
+    return LOCALIZERS.get(call.target, _same)(site)

@@ -1,0 +1,249 @@
+"""The table: one row of op knowledge per op.
+
+A row is a notation text (see `notation`), or a family that makes the factors of a call. `linear` lists sets of slots in
+which the op is linear together. What an op's local arguments are is in `localization`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from autopar import ops
+from autopar.rules import families as f
+from autopar.rules.call import Call, KeyedCall
+from autopar.rules.notation import AxisOption, Factors, options, parse, replicated
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A notation text with its linear slot sets and the reduce op of its partial results."""
+
+    text: str
+    linear: tuple[tuple[int, ...], ...] = ()
+    reduce_op: str = "sum"
+
+    def __call__(self, call: Call) -> Factors:
+        return parse(self.text, call, self.linear, self.reduce_op)
+
+
+FIRST, EITHER, BOTH = ((0,),), ((0,), (1,)), ((0, 1),)
+POINTWISE = f.pointwise()
+
+MATMUL: Mapping[Any, f.Family] = {
+    ops.dot: f.dot,
+    aten.mm.default: Row("m k, k n -> m n", EITHER),
+    aten.bmm.default: Row("b m k, b k n -> b m n", EITHER),
+    aten.addmm.default: Row("m n, m _, _ n -> m n", ((0, 1), (0, 2))),
+    aten.baddbmm.default: Row("b m n, b m _, b _ n -> b m n", ((0, 1), (0, 2))),
+    aten.convolution.default: f.convolution,
+    aten.convolution_backward.default: f.convolution_backward,
+    ops.attention: f.attention,
+    ops.attention_backward: f.attention_backward,
+}
+
+EMBEDDING: Mapping[Any, f.Family] = {
+    ops.embedding: Row("v d, ... -> ... d", FIRST),
+    ops.embedding_backward: Row("... d, ... -> v d", FIRST),
+    aten.embedding.default: Row("_ d, ... -> ... d", FIRST),
+    aten.embedding_dense_backward.default: lambda call: parse(
+        # scaling by frequency needs the counts of all ids
+        "_ _ d, _ _ -> _ d" if f.argument(call, "scale_grad_by_freq", False) else "... d, ... -> _ d", call, FIRST
+    ),
+}
+
+LOSS: Mapping[Any, f.Family] = {
+    ops.sum_exp: Row("... v, ... -> ..."),
+    ops.pick: Row("... v, ... -> ...", FIRST),
+    ops.cross_entropy_backward: Row("... v, ..., ..., ..., ... -> ... v"),
+    aten.nll_loss_forward.default: f.nll_loss_forward,
+    aten.nll_loss_backward.default: f.nll_loss_backward,
+}
+
+NORMS: Mapping[Any, f.Family] = {
+    aten.native_layer_norm.default: f.layer_norm,
+    aten.native_layer_norm_backward.default: f.layer_norm_backward,
+    aten._softmax.default: f.along(),
+    aten._log_softmax.default: f.along(),
+    aten._safe_softmax.default: f.along(),
+    aten._softmax_backward_data.default: f.along(FIRST),
+    aten._log_softmax_backward_data.default: f.along(FIRST),
+}
+
+REDUCTIONS: Mapping[Any, f.Family] = {
+    **{op: f.reduction(linear=True) for op in (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)},
+    aten.amax.default: f.reduction("max"),
+    aten.amin.default: f.reduction("min"),
+    **{
+        op: f.reduction(whole=True)
+        for op in (
+            aten.var.dim,
+            aten.var.correction,
+            aten.var_mean.correction,
+            aten.std.correction,
+            aten.logsumexp.default,
+            aten.linalg_vector_norm.default,
+            aten.max.dim,
+            aten.min.dim,
+            aten.argmax.default,
+            aten.argmin.default,
+            aten.any.dim,
+            aten.any.default,
+            aten.all.default,
+            aten.all.dim,
+            aten.prod.dim_int,
+        )
+    },
+    **{op: f.along() for op in (aten.sort.default, aten.topk.default, aten.flip.default)},
+    aten.cumsum.default: f.along(FIRST),
+    aten.tril.default: f.triangle,
+    aten.triu.default: f.triangle,
+}
+
+VIEWS: Mapping[Any, f.Family] = {
+    **{
+        op: f.view
+        for op in (
+            aten.view.default,
+            aten._unsafe_view.default,
+            aten.reshape.default,
+            aten.squeeze.default,
+            aten.squeeze.dim,
+            aten.squeeze.dims,
+            aten.unsqueeze.default,
+        )
+    },
+    **{op: f.permutation for op in (aten.permute.default, aten.transpose.int, aten.t.default)},
+    aten.expand.default: Row("... -> ...", FIRST),
+    aten.select.int: f.select,
+    aten.unbind.int: f.select,
+    aten.select_backward.default: f.select_backward,
+    aten.select_scatter.default: f.select_scatter,
+    aten.slice.Tensor: f.slice_,
+    aten.slice_backward.default: f.along(FIRST),
+    aten.slice_scatter.default: f.along(((),), dim=0),
+    aten.split.Tensor: f.along(FIRST, dim=0),
+    aten.split_with_sizes.default: f.along(FIRST, dim=0),
+    aten.cat.default: f.along(((),), dim=0),
+    aten.stack.default: f.stack,
+    aten.constant_pad_nd.default: f.pad,
+    aten.repeat.default: f.repeat,
+    operator.getitem: f.getitem,
+}
+
+INDEXING: Mapping[Any, f.Family] = {
+    aten.index.Tensor: f.index,
+    aten.index_put.default: f.index_put,
+    aten.gather.default: f.gather,
+    aten.scatter.value: f.scatter(linear=False),
+    aten.scatter.src: f.scatter(linear=True),
+    aten.scatter_add.default: f.scatter(linear=True),
+}
+
+FACTORIES: Mapping[Any, f.Family] = {
+    **{
+        op: f.factory
+        for op in (
+            aten.arange.default,
+            aten.arange.start,
+            aten.arange.start_step,
+            aten.full.default,
+            aten.zeros.default,
+            aten.ones.default,
+            aten.empty.memory_format,
+            aten.scalar_tensor.default,
+            aten.eye.default,
+        )
+    },
+    **{op: f.new_tensor for op in (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)},
+}
+
+POINTWISE_LINEAR: Mapping[Any, f.Family] = {
+    **{op: f.pointwise(BOTH) for op in (aten.add.Tensor, aten.sub.Tensor)},
+    **{op: f.pointwise(EITHER) for op in (aten.mul.Tensor,)},
+    **{op: f.pointwise(((1, 2),)) for op in (aten.where.self,)},
+    aten.addcmul.default: f.pointwise(((0, 1), (0, 2))),
+    **{
+        op: f.pointwise(FIRST)
+        for op in (
+            aten.div.Tensor,
+            aten.div.Scalar,
+            aten.mul.Scalar,
+            aten.neg.default,
+            aten.clone.default,
+            aten.detach.default,
+            aten.alias.default,
+            aten.lift_fresh_copy.default,
+            aten._to_copy.default,
+            aten.gelu_backward.default,
+            aten.silu_backward.default,
+            aten.tanh_backward.default,
+            aten.sigmoid_backward.default,
+            aten.threshold_backward.default,
+        )
+    },
+    aten.masked_fill.Scalar: lambda call: f.pointwise(FIRST if f.argument(call, "value") == 0 else ())(call),
+    aten.copy.default: f.pointwise(((1,),)),
+}
+
+POINTWISE_UNTAGGED = (
+    aten.fill.Scalar,
+    aten.fill.Tensor,
+    aten.floor_divide.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.masked_fill.Tensor,
+)
+
+TABLE: Mapping[Callable[..., Any], f.Family] = {
+    **MATMUL,
+    **EMBEDDING,
+    **LOSS,
+    **NORMS,
+    **REDUCTIONS,
+    **VIEWS,
+    **INDEXING,
+    **FACTORIES,
+    **POINTWISE_LINEAR,
+    **{op: POINTWISE for op in POINTWISE_UNTAGGED},
+}
+
+
+def rule_of(target: Callable[..., Any]) -> f.Family | None:
+    """The rule of an op: its row, else torch's pointwise tag, else None."""
+    if target in TABLE:
+        return TABLE[target]
+    tags = getattr(target, "tags", ())
+    if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
+        return POINTWISE
+    return None
+
+
+def is_fallback(call: Call) -> bool:
+    """Whether the op has no rule, so that it can only run replicated."""
+    return rule_of(call.target) is None
+
+
+def axis_options(call: Call) -> tuple[AxisOption, ...]:
+    """All options of a call on one mesh axis, replicate-everything first; sizes are not looked at, but dims of size 1 are
+    never sharded. An op without a rule is only replicated.
+
+    Raises:
+        RuleError: where the op's rule does not fit the call.
+    """
+    return _cached_options(KeyedCall(call))
+
+
+@lru_cache(maxsize=16384)
+def _cached_options(keyed: KeyedCall) -> tuple[AxisOption, ...]:
+    rule = rule_of(keyed.call.target)
+    return options(rule(keyed.call), keyed.call) if rule else (replicated(keyed.call),)
