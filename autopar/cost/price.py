@@ -22,7 +22,7 @@ from autopar.mesh import Mesh
 from autopar.problem import Op, OpKind, OpStrategy, Phase, Problem, Use, Value, Variant
 from autopar.redistribute import LayoutGraph, all_layouts, layout_graph, local_bytes
 from autopar.rules import Call, TensorInfo
-from autopar.strategies import ClusterClass, ClusterStrategy, Ref
+from autopar.strategies import ClusterClass, ClusterStrategy, Forced, Ref
 
 # Resting bytes of an optimizer's state, as multiples of the parameter's own bytes (torch.optim keeps it in the parameter's
 # dtype), and how many parameter-sized tensors a step reads and writes.
@@ -91,6 +91,7 @@ class _Builder:
     mesh: Mesh
     profile: HardwareProfile
     optimizer: str
+    forced: Forced
     ops: list[Op] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     made: dict[Ref, tuple[int, int]] = field(default_factory=dict)  # tensor → (op, result)
@@ -109,11 +110,14 @@ class _Builder:
         """One op per class of equal parameters: the storage layout, in which the gradient arrives as well."""
         groups: dict[tuple[object, ...], list[Parameter]] = {}
         for p in self.trace.parameters:
-            groups.setdefault((_DIGITS.sub("*", p.name), p.view, p.dtype, p.requires_grad, p.gradient is None), []).append(p)
+            key = (_DIGITS.sub("*", p.name), p.view, p.dtype, p.requires_grad, p.gradient is None, self.forced.storage.get(p.name))
+            groups.setdefault(key, []).append(p)
         outputs = _output_nodes(self.trace)
         for (pattern, *_), members in groups.items():
             first = members[0]
-            strategies = tuple(self._storage(first, layout) for layout in all_layouts(first.view, self.mesh.shape))
+            wanted = self.forced.storage.get(first.name)
+            layouts = all_layouts(first.view, self.mesh.shape) if wanted is None else (wanted,)
+            strategies = tuple(self._storage(first, layout) for layout in layouts)
             op = Op(str(pattern), "parameter", "forward", len(members), (), strategies)
             index = self.add(op, Source("parameter", tuple(p.name for p in members), tuple(p.node for p in members)))
             for p in members:
@@ -221,9 +225,10 @@ def price(
     *,
     budget_bytes: int,
     optimizer: str = "adamw",
+    forced: Forced | None = None,
 ) -> Priced:
     """Price everything: see the module docstring."""
-    builder = _Builder(trace, mesh, profile, optimizer)
+    builder = _Builder(trace, mesh, profile, optimizer, forced or Forced.nothing())
     builder.parameters()
     builder.placeholders()
     builder.clusters(classes)

@@ -2,5 +2,6 @@
 
 from autopar.strategies.clusters import Cluster, Member, Ref, clusters_of, pattern_of
 from autopar.strategies.expansion import ClusterClass, ClusterStrategy, classes_of
+from autopar.strategies.forced import Forced, resolve
 
-__all__ = ["Cluster", "ClusterClass", "ClusterStrategy", "Member", "Ref", "classes_of", "clusters_of", "pattern_of"]
+__all__ = ["Cluster", "ClusterClass", "ClusterStrategy", "Forced", "Member", "Ref", "classes_of", "clusters_of", "pattern_of", "resolve"]

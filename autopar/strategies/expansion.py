@@ -15,9 +15,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.capture.trace import Trace
+from autopar.errors import ConstraintError
 from autopar.layout import Layout, Strategy
 from autopar.rules import AxisOption, axis_options
 from autopar.strategies.clusters import Cluster, Member, Ref, clusters_of
+from autopar.strategies.forced import Forced
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +41,38 @@ class ClusterClass:
         return self.instances[0]
 
 
-def classes_of(trace: Trace, mesh_shape: Sequence[int]) -> tuple[ClusterClass, ...]:
-    """Clusters of the trace, equal ones folded into classes, with their strategies on a mesh of that shape."""
+def classes_of(trace: Trace, mesh_shape: Sequence[int], forced: Forced | None = None) -> tuple[ClusterClass, ...]:
+    """Clusters of the trace, equal ones folded into classes, with their strategies on a mesh of that shape.
+
+    Raises:
+        ConstraintError: where no strategy of an op meets what is forced on it; names the op and what it could do.
+    """
+    forced = forced or Forced.nothing()
     clusters = clusters_of(trace)
     groups: dict[tuple[object, ...], list[Cluster]] = {}
     for cluster in clusters:
-        groups.setdefault(cluster.signature, []).append(cluster)
+        slots = tuple(forced.slots.get(m.node, ()) for m in cluster.members)
+        groups.setdefault((*cluster.signature, slots), []).append(cluster)
     partial = _partial_operands(clusters, groups)
     return tuple(
-        ClusterClass(tuple(group), expand(group[0], _joint_options(group[0], partial[signature]), mesh_shape))
+        ClusterClass(tuple(group), _allowed(group[0], expand(group[0], _joint_options(group[0], partial[signature]), mesh_shape), forced))
         for signature, group in groups.items()
     )
+
+
+def _allowed(cluster: Cluster, strategies: tuple[ClusterStrategy, ...], forced: Forced) -> tuple[ClusterStrategy, ...]:
+    for i, member in enumerate(cluster.members):
+        for kind, slot, layout in forced.slots.get(member.node, ()):
+            kept = tuple(s for s in strategies if getattr(s.members[i], f"{kind}s")[slot] == layout)
+            if not kept:
+                possible = sorted({str(getattr(s.members[i], f"{kind}s")[slot]) for s in strategies})
+                raise ConstraintError(
+                    f"no strategy has {kind} {slot} of {member.key} as {str(layout)!r}",
+                    where=member.call.where,
+                    remedy=f"with the other constraints it can be one of: {'; '.join(possible)}",
+                )
+            strategies = kept
+    return strategies
 
 
 Assignment = dict[Ref, Placement]

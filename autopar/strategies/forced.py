@@ -1,0 +1,153 @@
+"""Constraints, resolved to the nodes and parameters of a trace.
+
+A module pattern matches a *scope*: the module and everything below it. ``input`` concerns floating tensors that forward
+nodes of the scope read from forward nodes outside it, ``output`` those that forward nodes outside read from the scope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from autopar.capture.trace import Parameter, Trace
+from autopar.constraints import LayoutConstraint
+from autopar.errors import ConstraintError
+from autopar.layout import Layout
+from autopar.rules import operands_of
+
+Slot = tuple[str, int, Layout]  # ("input" | "output", operand or result index, layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """What constraints force.
+
+    Attributes:
+        slots: node name → layouts of its operands and results. storage: parameter name → storage layout.
+    """
+
+    slots: Mapping[str, tuple[Slot, ...]]
+    storage: Mapping[str, Layout]
+
+    @staticmethod
+    def nothing() -> Forced:
+        return Forced({}, {})
+
+
+def resolve(trace: Trace, constraints: Iterable[LayoutConstraint]) -> Forced:
+    """Find what every constraint concerns.
+
+    Raises:
+        ConstraintError: where a constraint matches nothing, or forces a dim that the tensor does not have.
+    """
+    slots: dict[str, list[Slot]] = {}
+    storage: dict[str, Layout] = {}
+    for constraint in constraints:
+        found = [*_weights(trace, constraint), *_activations(trace, constraint)]
+        stored = list(_storage(trace, constraint))
+        if not found and not stored:
+            raise ConstraintError(
+                f"the constraint on {constraint.pattern!r} matches nothing in the model",
+                remedy=f"module paths are such as {_examples(trace)}",
+            )
+        for node, slot in found:
+            slots.setdefault(node, []).append(slot)
+        storage.update(stored)
+    return Forced({name: tuple(found) for name, found in slots.items()}, storage)
+
+
+def view_layout(layout: Layout, parameter: Parameter) -> Layout:
+    """A layout over the stored dims as one over the dims in the graph: of a dim seen as several, the last is sharded.
+
+    Raises:
+        ConstraintError: where the parameter has no such dim.
+    """
+    last: list[int] = []  # stored dim → its last dim in the view
+    position = 0
+    for size in parameter.shape:
+        product = 1
+        while product < size or position == len(last):
+            product *= parameter.view[position]
+            position += 1
+            if product >= size:
+                break
+        last.append(position - 1)
+    placements = []
+    for placement in layout.placements:
+        if isinstance(placement, Shard):
+            if placement.dim >= len(last):
+                raise ConstraintError(
+                    f"{str(layout)!r} shards dim {placement.dim} of {parameter.name}, whose shape is {parameter.shape}",
+                    remedy="name a dim that it has",
+                )
+            placement = Shard(last[placement.dim])
+        placements.append(placement)
+    return Layout(placements, layout.order)
+
+
+def _weights(trace: Trace, constraint: LayoutConstraint) -> Iterable[tuple[str, Slot]]:
+    wanted = {"weight": constraint.weight, "bias": constraint.bias}
+    for p in trace.parameters:
+        for name in (p.name, *p.aliases):
+            module, _, last = name.rpartition(".")
+            layout = wanted.get(last)
+            if layout is None or not constraint.matches(module):
+                continue
+            for reader in trace.node(p.node).users:
+                if reader.op == "call_function" and reader.meta["phase"] == "forward" and _scope(reader.meta["module"], constraint):
+                    for i, operand in enumerate(operands_of(reader)):
+                        if operand.name == p.node:
+                            yield reader.name, ("input", i, view_layout(layout, p))
+
+
+def _storage(trace: Trace, constraint: LayoutConstraint) -> Iterable[tuple[str, Layout]]:
+    if constraint.storage is None:
+        return
+    for p in trace.parameters:
+        module, _, last = p.name.rpartition(".")
+        if last == "weight" and constraint.matches(module):
+            yield p.name, view_layout(constraint.storage, p)
+
+
+def _activations(trace: Trace, constraint: LayoutConstraint) -> Iterable[tuple[str, Slot]]:
+    if constraint.input is None and constraint.output is None:
+        return
+    for node in trace.graph.nodes:
+        if not _forward(node):
+            continue
+        scope = _scope(node.meta["module"], constraint)
+        for i, operand in enumerate(operands_of(node)):
+            if not _forward(operand) or not _floating(operand):
+                continue
+            other = _scope(operand.meta["module"], constraint)
+            if scope and other != scope and constraint.input is not None:
+                yield node.name, ("input", i, constraint.input)
+            if other and other != scope and constraint.output is not None:
+                yield operand.name, ("output", 0, constraint.output)
+
+
+def _forward(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.meta["phase"] == "forward"
+
+
+def _floating(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return hasattr(value, "dtype") and bool(value.dtype.is_floating_point)
+
+
+def _scope(module: str, constraint: LayoutConstraint) -> str:
+    """The shortest ancestor (or the module itself) that the pattern matches, or ``""``."""
+    parts = module.split(".")
+    for end in range(1, len(parts) + 1):
+        path = ".".join(parts[:end])
+        if constraint.matches(path):
+            return path
+    return ""
+
+
+def _examples(trace: Trace) -> str:
+    modules = dict.fromkeys(p.name.rpartition(".")[0] for p in trace.parameters)
+    return ", ".join(list(modules)[:4])
