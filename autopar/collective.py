@@ -2,12 +2,29 @@
 
 The one invariant: the tuple of `Collective`s of a redistribution is the single source of both its price and the
 emitted nodes. `bytes` is always the size of the local tensor that ONE rank puts in.
+
+Time of a collective of n ranks, with b the larger of one rank's input and output bytes, α the latency of a step and β the
+bandwidth of a device, one direction (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+MPICH", 2005: for each kind the latency of its algorithm for short messages and the bandwidth of that for long ones):
+
+    all_gather      ⌈log₂ n⌉ α + (n−1)/n · b/β         recursive doubling; ring
+    reduce_scatter  ⌈log₂ n⌉ α + (n−1)/n · b/β         recursive halving; ring
+    all_reduce    2 ⌈log₂ n⌉ α + 2 (n−1)/n · b/β       reduce_scatter, then all_gather (Rabenseifner)
+    all_to_all      ⌈log₂ n⌉ α + (n−1)/n · b/(ε β)     Bruck; pairwise, which reaches a share ε of a ring's bandwidth
+
+Where the profile has measured points of the kind for n ranks, they are interpolated instead. From points for other ranks,
+m the nearest, t(n, b) = max(formula(n, b), points(m, b · w(n)/w(m)) + (s(n) − s(m)) α), with s the number of steps and w the
+share of b on the wire. Either way come the local copies that `autopar.kernels.collectives` makes where a dim is not leading.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from autopar.errors import HardwareError
+from autopar.hardware import HardwareProfile, Link
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice"]
 KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice")
@@ -46,3 +63,53 @@ class Collective:
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
+
+
+def collective_time(collective: Collective, axis_size: int, link: str, profile: HardwareProfile) -> float:
+    """Seconds that `collective` takes on an axis of `axis_size` devices joined by `link` (``"intra"`` or ``"inter"``).
+
+    Raises:
+        HardwareError: where the profile has no such link.
+    """
+    if axis_size == 1:
+        return 0.0
+    copies_s = _copied_bytes(collective, axis_size) * 2 / (profile.memory_bandwidth_bytes_per_s * profile.memory_efficiency["elementwise"])
+    if collective.kind == "slice":
+        return profile.launch_overhead_s + copies_s
+    if link not in profile.links:
+        raise HardwareError(f"profile {profile.name!r} has no link {link!r}", remedy=f"links are {', '.join(profile.links)}")
+    size = max(collective.bytes, collective.output_bytes(axis_size))
+    return _wire_time(collective.kind, axis_size, size, profile.links[link]) + copies_s
+
+
+def _copied_bytes(collective: Collective, axis_size: int) -> int:
+    """Bytes copied locally: ranks' parts lie one after another, so only a leading dim goes without; a slice is always a copy."""
+    if collective.kind == "all_gather" and collective.dim > 0:
+        return collective.bytes * axis_size
+    if collective.kind == "reduce_scatter" and collective.dim > 0:
+        return collective.bytes
+    if collective.kind == "all_to_all":
+        return collective.bytes * ((collective.dim > 0) + (collective.to_dim > 0))
+    return collective.output_bytes(axis_size) if collective.kind == "slice" else 0
+
+
+def _steps(kind: Kind, n: int) -> int:
+    return math.ceil(math.log2(n)) * (2 if kind == "all_reduce" else 1)
+
+
+def _share(kind: Kind, n: int) -> float:
+    """Bytes that one device sends, per byte of the larger of its input and output."""
+    return (n - 1) / n * (2 if kind == "all_reduce" else 1)
+
+
+def _wire_time(kind: Kind, n: int, size: float, link: Link) -> float:
+    curves = link.curves.get(kind)
+    if curves and n in curves:
+        return curves[n].time_s(size)
+    bandwidth = link.bandwidth_bytes_per_s * (link.all_to_all_efficiency if kind == "all_to_all" else 1.0)
+    formula = _steps(kind, n) * link.latency_s + _share(kind, n) * size / bandwidth
+    if not curves:
+        return formula
+    nearest = min(curves, key=lambda m: (abs(math.log(m / n)), m))
+    scaled = curves[nearest].time_s(size * _share(kind, n) / _share(kind, nearest))
+    return max(formula, scaled + (_steps(kind, n) - _steps(kind, nearest)) * link.latency_s)

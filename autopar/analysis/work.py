@@ -1,0 +1,158 @@
+"""How much an op computes and moves, from its local shapes.
+
+`flops` counts a multiply-add as two and is exact for matmul, attention and convolution; for all other ops it is 0, since
+memory bounds them. `bytes` is what the op must read and write at least once. Kinds: ``matmul`` (convolution included),
+``attention``, ``view`` (no work), and the memory-bound ones: ``transcendental`` (exp, tanh, softmax …), ``reduction`` (sums,
+norms), ``indexing`` (gather, scatter, embedding), ``elementwise`` (everything else, copies included).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, Protocol
+
+import torch
+
+WorkKind = Literal["matmul", "attention", "elementwise", "transcendental", "reduction", "indexing", "view"]
+
+
+class Info(Protocol):
+    """Local shape and dtype of a tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Flops, bytes moved, and kind: see the module docstring."""
+
+    flops: int
+    bytes: int
+    kind: WorkKind
+
+
+NO_WORK = Work(0, 0, "view")
+Infos = Sequence[Info]
+Flops = Callable[[Sequence[Any], Infos, Infos], int]
+
+
+def work(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], input_infos: Infos, output_infos: Infos) -> Work:
+    """The work of one call on one device.
+
+    Args:
+        target: an aten OpOverload, a function of `autopar.ops`, or `operator.getitem`.
+        args, kwargs: as in the graph; only literals are looked at.
+        input_infos: local tensors that go in, in order of appearance in args and kwargs.
+        output_infos: local results; a result that is None has shape ``(0,)``.
+    """
+    name, is_view = _describe(target)
+    if is_view:
+        return NO_WORK
+    moved = sum(map(_bytes, input_infos)) + sum(map(_bytes, output_infos))
+    if name in _ATTENTION:
+        flops = _ATTENTION[name](args, input_infos, output_infos)
+        return Work(flops // 2 if _is_causal(target, args, kwargs) else flops, moved, "attention")
+    if name in _FLOPS:
+        return Work(_FLOPS[name](args, input_infos, output_infos), moved, "matmul")
+    kind = _KINDS.get(name, "elementwise")
+    if name in _READS_FEW:  # of the table only the rows asked for are read
+        moved = 2 * sum(map(_bytes, output_infos)) + sum(map(_bytes, input_infos[1:]))
+    return Work(0, moved, kind)
+
+
+def _numel(info: Info) -> int:
+    return math.prod(info.shape)
+
+
+def _bytes(info: Info) -> int:
+    return math.prod(info.shape) * info.dtype.itemsize
+
+
+@lru_cache(maxsize=4096)
+def _describe(target: Callable[..., Any]) -> tuple[str, bool]:
+    """The op's name without its overload, and whether it only makes a view."""
+    if target is operator.getitem:
+        return "getitem", True
+    if isinstance(target, torch._ops.OpOverload):
+        name = str(target.overloadpacket)
+        return name, target.is_view or name in ("aten._unsafe_view", "aten.reshape")
+    return f"{target.__module__}.{target.__name__}", False
+
+
+@lru_cache(maxsize=64)
+def _position(target: Callable[..., Any], name: str) -> int:
+    return list(inspect.signature(target).parameters).index(name)
+
+
+def _is_causal(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    position = _position(target, "is_causal")
+    return bool(args[position] if position < len(args) else kwargs.get("is_causal", False))
+
+
+def _dot_flops(args: Sequence[Any], inputs: Infos, outputs: Infos) -> int:
+    """``dot(equation, a, b)``: one multiply-add per point of the space that all letters span."""
+    terms = args[0].split("->")[0].replace(" ", "").split(",")
+    sizes = {letter: size for term, info in zip(terms, inputs, strict=True) for letter, size in zip(term, info.shape, strict=True)}
+    return 2 * math.prod(sizes.values())
+
+
+def _attention_flops(query: Info, key: Info, value: Info) -> int:
+    """Scores and their product with the values: [.., s, e] × [.., t, e], then [.., s, t] × [.., t, v]."""
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _convolution_flops(args: Sequence[Any], inputs: Infos, outputs: Infos) -> int:
+    """``convolution(input, weight, bias, stride, padding, dilation, transposed, …)``."""
+    points = inputs[0] if len(args) > 6 and args[6] else outputs[0]
+    return 2 * _numel(points) * math.prod(inputs[1].shape[1:])
+
+
+def _convolution_backward_flops(args: Sequence[Any], inputs: Infos, outputs: Infos) -> int:
+    """``convolution_backward(grad_output, input, weight, bias_sizes, stride, padding, dilation, transposed, …)``: as much as
+    forward for the input's gradient, and as much for the weight's."""
+    points = inputs[1] if len(args) > 7 and args[7] else inputs[0]
+    made = sum(1 for info in outputs[:2] if _numel(info) > 0)
+    return 2 * made * _numel(points) * math.prod(inputs[2].shape[1:])
+
+
+_FLOPS: Mapping[str, Flops] = {
+    "autopar.ops.dot": _dot_flops,
+    "aten.mm": lambda args, i, o: 2 * _numel(i[0]) * i[1].shape[-1],
+    "aten.bmm": lambda args, i, o: 2 * _numel(i[0]) * i[1].shape[-1],
+    "aten.addmm": lambda args, i, o: 2 * _numel(i[1]) * i[2].shape[-1],
+    "aten.baddbmm": lambda args, i, o: 2 * _numel(i[1]) * i[2].shape[-1],
+    "aten.linear": lambda args, i, o: 2 * _numel(i[0]) * i[1].shape[0],
+    "aten.mv": lambda args, i, o: 2 * _numel(i[0]),
+    "aten.dot": lambda args, i, o: 2 * _numel(i[0]),
+    "aten.convolution": _convolution_flops,
+    "aten.convolution_backward": _convolution_backward_flops,
+}
+# Backward makes five matmuls of the forward's two: the scores again, and a gradient of each factor of both.
+_ATTENTION: Mapping[str, Flops] = {
+    "autopar.ops.attention": lambda args, i, o: _attention_flops(*i[:3]),
+    "autopar.ops.attention_backward": lambda args, i, o: 5 * _attention_flops(*o[:3]) // 2,
+}
+_NAMES: Mapping[WorkKind, str] = {
+    "transcendental": "exp exp2 expm1 log log2 log1p tanh tanh_backward sigmoid sigmoid_backward silu silu_backward gelu gelu_backward "
+    "erf sin cos softplus softplus_backward mish elu _softmax _log_softmax _safe_softmax _softmax_backward_data "
+    "_log_softmax_backward_data logsumexp",
+    "reduction": "sum mean amax amin max min argmax argmin var var_mean std linalg_vector_norm any all prod cumsum sort topk "
+    "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm "
+    "native_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit_functional _fused_rms_norm "
+    "_fused_rms_norm_backward nll_loss_forward nll_loss_backward",
+    "indexing": "embedding embedding_dense_backward index index_put index_select index_add gather scatter scatter_add scatter_reduce "
+    "masked_scatter select_scatter slice_scatter",
+}
+_KINDS: dict[str, WorkKind] = {f"aten.{name}": kind for kind, names in _NAMES.items() for name in names.split()}
+_KINDS |= {"autopar.ops.sum_exp": "transcendental", "autopar.ops.cross_entropy_backward": "transcendental"}
+_KINDS |= {f"autopar.ops.{name}": "indexing" for name in ("embedding", "embedding_backward", "pick")}
+_READS_FEW = {"autopar.ops.embedding", "autopar.ops.pick", "aten.embedding", "aten.gather", "aten.index", "aten.index_select"}

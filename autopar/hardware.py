@@ -1,0 +1,316 @@
+"""Hardware profiles: what a device and its links can do, each figure with its unit, source and date.
+
+Terms. A *figure* is one number of a profile. A *curve* is a set of measured (size, time) points. An *efficiency* is the
+share of a peak that is reached: of `peak_flops_per_s` for matmul and attention, of `memory_bandwidth_bytes_per_s` for the
+kinds of work that memory bounds. A *link* joins the devices of a mesh axis, ``"intra"`` within a node, ``"inter"`` between
+nodes; its bandwidth is per device and direction, as a ring over it reaches.
+
+The named profiles are the files of ``cost_models/``. That folder lies at the top of the repository, where people look for
+it; ``autopar/cost_models`` is a link to it, so checkout, editable install and wheel find it at one place, beside this file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import HardwareError
+
+FORMAT = "autopar-hardware"
+VERSION = 1
+LINKS = ("intra", "inter")
+FLOP_KINDS = ("matmul", "attention")
+MEMORY_KINDS = ("elementwise", "transcendental", "reduction", "indexing")
+_FOLDER = Path(__file__).parent / "cost_models"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number with its unit, where it comes from, and when it was read or measured (ISO date)."""
+
+    value: float
+    unit: str
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Measured times over sizes, never falling.
+
+    Between points both are interpolated on logarithmic scales; below the first point the time stays that of the first
+    (latency), beyond the last it grows in proportion (bandwidth).
+    """
+
+    sizes: tuple[float, ...]
+    times: tuple[float, ...]
+
+    @staticmethod
+    def through(points: Iterable[tuple[float, float]]) -> Curve:
+        """The curve through (size, time_s) points: sorted, the fastest of equal sizes, made non-decreasing."""
+        fastest: dict[float, float] = {}
+        for size, time in points:
+            fastest[size] = min(time, fastest.get(size, math.inf))
+        sizes, times, longest = sorted(fastest), [], 0.0
+        for size in sizes:
+            longest = max(longest, fastest[size])
+            times.append(longest)
+        return Curve(tuple(sizes), tuple(times))
+
+    def time_s(self, size: float) -> float:
+        """Time at `size`, in seconds."""
+        sizes, times = self.sizes, self.times
+        if size <= sizes[0]:
+            return times[0]
+        if size >= sizes[-1]:
+            return times[-1] * size / sizes[-1]
+        i = bisect_right(sizes, size)
+        low, high = sizes[i - 1], sizes[i]
+        share = math.log(size / low) / math.log(high / low)
+        return times[i - 1] * (times[i] / times[i - 1]) ** share
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A connection level.
+
+    Attributes:
+        latency_s: of one step of a collective.
+        bandwidth_bytes_per_s: per device, one direction, as reached by a ring.
+        all_to_all_efficiency: share of that bandwidth that an all_to_all reaches.
+        curves: kind of collective → (number of devices → curve over bytes), the bytes being the larger of one rank's
+            input and output.
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    all_to_all_efficiency: float
+    curves: Mapping[str, Mapping[int, Curve]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HardwareProfile:
+    """One kind of device with its links. Profiles are equal where all their figures are.
+
+    Attributes:
+        peak_flops_per_s: dtype name (``"bfloat16"``) → peak of dense matmul.
+        efficiency: kind of `FLOP_KINDS` → dtype name → share of the peak that large sizes reach.
+        memory_efficiency: kind of `MEMORY_KINDS` → share of the memory bandwidth.
+        matmul_half_flops: a matmul of this many flops reaches half of the efficiency of a large one.
+        curves: (kind, dtype name) → measured curve; over flops for `FLOP_KINDS`, over bytes, with dtype ``""``, else.
+        figures: every figure by its dotted path, for reports.
+        hash: fingerprint of the whole profile.
+    """
+
+    name: str
+    description: str
+    device_memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    launch_overhead_s: float
+    matmul_half_flops: float
+    peak_flops_per_s: Mapping[str, float]
+    efficiency: Mapping[str, Mapping[str, float]]
+    memory_efficiency: Mapping[str, float]
+    links: Mapping[str, Link]
+    curves: Mapping[tuple[str, str], Curve]
+    figures: Mapping[str, Figure] = field(repr=False)
+    hash: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HardwareProfile) and self.hash == other.hash
+
+    def __hash__(self) -> int:
+        return hash(self.hash)
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """The profiles that come with autopar."""
+        return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+
+    @staticmethod
+    def local_path() -> Path:
+        """Where the profile of this machine is kept: ``$AUTOPAR_HOME`` or ``~/.cache/autopar``."""
+        return Path(os.environ.get("AUTOPAR_HOME", Path.home() / ".cache" / "autopar")) / "local.json"
+
+    @staticmethod
+    def load(profile: str | os.PathLike[str]) -> HardwareProfile:
+        """Load a profile: one of `names`, ``"local"``, or the path of a JSON file.
+
+        Raises:
+            HardwareError: where there is none of that name or at that path, or it is malformed; the field is named.
+        """
+        text = os.fspath(profile)
+        if text in HardwareProfile.names():
+            path = _FOLDER / f"{text}.json"
+        elif text == "local":
+            path = HardwareProfile.local_path()
+            if not path.is_file():
+                raise HardwareError("this machine has not been measured", where=str(path), remedy="run `autopar profile` first")
+        elif os.sep in text or text.endswith(".json"):
+            path = Path(text)
+        else:
+            known = ", ".join((*HardwareProfile.names(), "local"))
+            raise HardwareError(f"there is no hardware profile {text!r}", remedy=f"name one of {known}, or the path of a JSON file")
+        try:
+            return HardwareProfile.from_json(json.loads(path.read_text(encoding="utf-8")), where=str(path))
+        except OSError as error:
+            raise HardwareError(f"cannot read hardware profile: {error.strerror}", where=str(path), remedy="check the path") from error
+        except ValueError as error:
+            raise HardwareError(f"hardware profile is no JSON: {error}", where=str(path), remedy="mend the file") from error
+
+    @staticmethod
+    def from_json(data: Any, where: str = "") -> HardwareProfile:
+        """Make a profile of parsed JSON; `where` names it in errors. Raises `HardwareError` naming the bad field."""
+        reader = _Reader(where)
+        data = reader.mapping(data, "profile")
+        if data.get("format") != FORMAT or data.get("version") != VERSION:
+            raise reader.error("format", f"must be {FORMAT!r}, version {VERSION}")
+        efficiency = reader.mapping(data.get("efficiency"), "efficiency")
+        peaks = reader.figures_of(data, "peak_flops_per_s", "flops/s")
+        profile = HardwareProfile(
+            name=reader.text(data, "name"),
+            description=reader.text(data, "description"),
+            device_memory_bytes=int(reader.figure(data, "device_memory_bytes", "bytes")),
+            memory_bandwidth_bytes_per_s=reader.figure(data, "memory_bandwidth_bytes_per_s", "bytes/s"),
+            launch_overhead_s=reader.figure(data, "launch_overhead_s", "s", zero=True),
+            matmul_half_flops=reader.figure(data, "matmul_half_flops", "flops", zero=True),
+            peak_flops_per_s=peaks,
+            efficiency={kind: reader.figures_of(efficiency, kind, "1", "efficiency.", tuple(peaks)) for kind in FLOP_KINDS},
+            memory_efficiency={kind: reader.figure(efficiency, kind, "1", "efficiency.") for kind in MEMORY_KINDS},
+            links=_links(reader, data),
+            curves=_compute_curves(reader, data),
+            figures=reader.figures,
+            hash=hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16],
+        )
+        reader.no_more(data, _FIELDS, "")
+        return profile
+
+
+_FIELDS = {"format", "version", "name", "description", "device_memory_bytes", "memory_bandwidth_bytes_per_s", "launch_overhead_s"}
+_FIELDS |= {"matmul_half_flops", "peak_flops_per_s", "efficiency", "measured", "links"}
+_POINT_SIZE = {"matmul": ("m", "n", "k"), "attention": ("flops",), **{kind: ("bytes",) for kind in MEMORY_KINDS}}
+
+
+class _Reader:
+    """Reads and checks the fields of one profile, and gathers its figures by dotted path."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.figures: dict[str, Figure] = {}
+
+    def error(self, path: str, what: str) -> HardwareError:
+        return HardwareError(f"hardware profile: {path} {what}", where=self.where, remedy="mend it; the shipped profiles show the form")
+
+    def mapping(self, value: Any, path: str) -> Mapping[str, Any]:
+        if not isinstance(value, Mapping):
+            raise self.error(path, "is missing" if value is None else f"must be an object, not {type(value).__name__}")
+        return value
+
+    def no_more(self, data: Mapping[str, Any], known: Iterable[str], path: str) -> None:
+        unknown = sorted(set(data) - set(known))
+        if unknown:
+            raise self.error(f"{path}{unknown[0]}", "is not a known field")
+
+    def text(self, data: Mapping[str, Any], name: str, path: str = "") -> str:
+        value = data.get(name)
+        if not isinstance(value, str) or not value:
+            raise self.error(path + name, "must be a text that is not empty")
+        return value
+
+    def number(self, data: Mapping[str, Any], name: str, path: str = "", *, zero: bool = False) -> float:
+        value = data.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.error(path + name, f"must be a number, not {value!r}")
+        if value < 0 or (value == 0 and not zero):
+            raise self.error(path + name, f"must be {'0 or more' if zero else 'above 0'}, not {value!r}")
+        return value
+
+    def origin(self, data: Mapping[str, Any], path: str, unit: str) -> tuple[str, str]:
+        """Source and date, once the unit is the expected one."""
+        if self.text(data, "unit", path) != unit:
+            raise self.error(f"{path}unit", f"must be {unit!r}, not {data['unit']!r}")
+        day = self.text(data, "date", path)
+        try:
+            date.fromisoformat(day)
+        except ValueError:
+            raise self.error(f"{path}date", f"must be a date as 2026-01-31, not {day!r}") from None
+        return self.text(data, "source", path), day
+
+    def figure(self, data: Mapping[str, Any], name: str, unit: str, path: str = "", *, zero: bool = False) -> float:
+        figure = self.mapping(data.get(name), path + name)
+        inner = f"{path}{name}."
+        self.no_more(figure, ("value", "unit", "source", "date"), inner)
+        value = self.number(figure, "value", inner, zero=zero)
+        if unit == "1" and value > 1:
+            raise self.error(f"{inner}value", f"is a share and cannot be above 1, not {value!r}")
+        source, day = self.origin(figure, inner, unit)
+        self.figures[path + name] = Figure(value, unit, source, day)
+        return value
+
+    def figures_of(
+        self, data: Mapping[str, Any], name: str, unit: str, path: str = "", needed: tuple[str, ...] = ()
+    ) -> Mapping[str, float]:
+        group = self.mapping(data.get(name), path + name)
+        return {key: self.figure(group, key, unit, f"{path}{name}.") for key in (*needed, *(k for k in group if k not in needed))}
+
+    def points(self, data: Mapping[str, Any], kind: str, path: str) -> list[Mapping[str, Any]]:
+        """The points of one measurement, its source, date and unit checked."""
+        group = self.mapping(data[kind], path + kind)
+        inner = f"{path}{kind}."
+        self.no_more(group, ("unit", "source", "date", "points"), inner)
+        source, day = self.origin(group, inner, "s")
+        points = group.get("points")
+        if not isinstance(points, list) or not points:
+            raise self.error(f"{inner}points", "must be a list that is not empty")
+        self.figures[path + kind] = Figure(len(points), "points", source, day)
+        return [self.mapping(point, f"{inner}points[{i}]") for i, point in enumerate(points)]
+
+
+def _links(reader: _Reader, data: Mapping[str, Any]) -> dict[str, Link]:
+    links = reader.mapping(data.get("links"), "links")
+    reader.no_more(links, LINKS, "links.")
+    found = {}
+    for name in LINKS:
+        link, path = reader.mapping(links.get(name), f"links.{name}"), f"links.{name}."
+        reader.no_more(link, ("latency_s", "bandwidth_bytes_per_s", "all_to_all_efficiency", "measured"), path)
+        found[name] = Link(
+            reader.figure(link, "latency_s", "s", path, zero=True),
+            reader.figure(link, "bandwidth_bytes_per_s", "bytes/s", path),
+            reader.figure(link, "all_to_all_efficiency", "1", path),
+            _collective_curves(reader, reader.mapping(link.get("measured", {}), f"{path}measured"), f"{path}measured."),
+        )
+    return found
+
+
+def _collective_curves(reader: _Reader, measured: Mapping[str, Any], path: str) -> dict[str, dict[int, Curve]]:
+    reader.no_more(measured, ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), path)
+    curves: dict[str, dict[int, Curve]] = {}
+    for kind in measured:
+        sizes: dict[int, list[tuple[float, float]]] = {}
+        for i, point in enumerate(reader.points(measured, kind, path)):
+            where = f"{path}{kind}.points[{i}]."
+            values = [reader.number(point, name, where) for name in ("num_devices", "bytes", "time_s")]
+            sizes.setdefault(int(values[0]), []).append((values[1], values[2]))
+        curves[kind] = {num_devices: Curve.through(points) for num_devices, points in sizes.items()}
+    return curves
+
+
+def _compute_curves(reader: _Reader, data: Mapping[str, Any]) -> dict[tuple[str, str], Curve]:
+    measured = reader.mapping(data.get("measured", {}), "measured")
+    reader.no_more(measured, _POINT_SIZE, "measured.")
+    groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for kind in measured:
+        for i, point in enumerate(reader.points(measured, kind, "measured.")):
+            where = f"measured.{kind}.points[{i}]."
+            size = math.prod(reader.number(point, name, where) for name in _POINT_SIZE[kind]) * (2 if kind == "matmul" else 1)
+            dtype = reader.text(point, "dtype", where) if kind in FLOP_KINDS else ""
+            groups.setdefault((kind, dtype), []).append((size, reader.number(point, "time_s", where)))
+    return {key: Curve.through(points) for key, points in groups.items()}
