@@ -1,0 +1,253 @@
+"""The functions that stand in normal-form graphs beside ATen ops. Each is its own reference: plain calls of ATen.
+
+They exist because their ATen spelling cannot be sharded: `dot` keeps batch and sequence apart where ATen flattens them;
+`embedding` and the pieces of the cross entropy work on a part of the vocabulary, told by `start`, its first index;
+`attention` is one op on every device. None is differentiable: backward is written out in the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class _Dot:
+    """An equation as one matrix product of `first` by `second`: permutations to [batch, rows, inner] and [batch, inner, columns].
+
+    `swapped` says that the left operand is the second factor, as where its own dims come last in the result.
+    """
+
+    swapped: bool
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+    num_batch: int
+    num_rows: int
+    num_inner: int
+    result: tuple[int, ...] | None
+
+
+@lru_cache(maxsize=4096)
+def _dot_plan(equation: str) -> _Dot:
+    left, right, result = (term.strip() for side in equation.split("->") for term in side.split(","))
+    shared = [letter for letter in result if letter in left and letter in right]
+    own = {term: [letter for letter in result if letter in term and letter not in shared] for term in (left, right)}
+    inner = [letter for letter in left if letter in right and letter not in result]
+    expected = len(shared) + len(inner)
+    if len(left) != expected + len(own[left]) or len(right) != expected + len(own[right]):
+        raise ValueError(f"not a product of two operands: {equation!r}")
+    swapped = bool(own[left]) and bool(own[right]) and result.index(own[left][0]) > result.index(own[right][0])
+    first, second = (right, left) if swapped else (left, right)
+    natural = [*shared, *own[first], *own[second]]
+    return _Dot(
+        swapped=swapped,
+        first=tuple(first.index(letter) for letter in (*shared, *own[first], *inner)),
+        second=tuple(second.index(letter) for letter in (*shared, *inner, *own[second])),
+        num_batch=len(shared),
+        num_rows=len(own[first]),
+        num_inner=len(inner),
+        result=None if "".join(natural) == result else tuple(natural.index(letter) for letter in result),
+    )
+
+
+def dot(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """Product of two tensors by Einstein's convention, ``dot("bsk,nk->bsn", x, weight)``; contiguous in the output's order.
+
+    Each letter is in two of the three terms or in all of them. One `mm` or `bmm`; contiguous operands are not copied.
+    """
+    plan = _dot_plan(equation)
+    first, second = (b, a) if plan.swapped else (a, b)
+    first, second = first.permute(plan.first), second.permute(plan.second)
+    batch, rows = first.shape[: plan.num_batch], first.shape[plan.num_batch : plan.num_batch + plan.num_rows]
+    inner, columns = first.shape[plan.num_batch + plan.num_rows :], second.shape[plan.num_batch + plan.num_inner :]
+    shapes = (rows.numel(), inner.numel()), (inner.numel(), columns.numel())
+    if batch:
+        product = torch.bmm(first.reshape(batch.numel(), *shapes[0]), second.reshape(batch.numel(), *shapes[1]))
+    else:
+        product = torch.mm(first.reshape(shapes[0]), second.reshape(shapes[1]))
+    product = product.view((*batch, *rows, *columns))
+    return product if plan.result is None else product.permute(plan.result).contiguous()
+
+
+def embedding(weight: Tensor, ids: Tensor, start: int | None = None) -> Tensor:
+    """Rows of `weight` [v, d] for `ids` [...] → [..., d].
+
+    With `start`, `weight` is the part of a table whose first row is `start`, and rows outside of it are zeros: the parts
+    add up to the whole result.
+    """
+    if start is None:
+        return aten.embedding.default(weight, ids)
+    local, inside = _local_index(ids, start, weight.shape[0])
+    return aten.embedding.default(weight, local).mul_(inside.unsqueeze(-1))
+
+
+def embedding_backward(grad: Tensor, ids: Tensor, num_rows: int, start: int | None = None, padding_idx: int = -1) -> Tensor:
+    """Gradient [num_rows, d] of `embedding`'s weight, given that of its result, `grad` [..., d].
+
+    With `start`, that of the part of `num_rows` rows that begins there. The row `padding_idx` of the table gets none.
+    """
+    if start is None:
+        return aten.embedding_dense_backward.default(grad, ids, num_rows, padding_idx, False)
+    local, inside = _local_index(ids, start, num_rows)
+    local = torch.where(inside & (ids != padding_idx), local, -1)  # -1 is the index that the ATen op skips here
+    return aten.embedding_dense_backward.default(grad, local, num_rows, -1, False)
+
+
+def sum_exp(x: Tensor, m: Tensor) -> Tensor:
+    """Σ exp(x − m) over the last dim of `x` [..., v], with `m` [...] → [...], in at least float32.
+
+    With the vocabulary split and `m` the global maximum, the parts add up.
+    """
+    return _exp_minus(x, m).sum(-1)
+
+
+def pick(x: Tensor, index: Tensor, start: int = 0) -> Tensor:
+    """``x[..., index − start]`` of `x` [..., v], for `index` [...] → [...]; 0 where that is outside of 0…v−1."""
+    local, inside = _local_index(index, start, x.shape[-1])
+    return x.gather(-1, local.unsqueeze(-1)).squeeze(-1).mul_(inside)
+
+
+def cross_entropy_backward(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0) -> Tensor:
+    """Gradient ``(exp(x − m) / s − onehot(index − start)) · scale`` of the cross entropy, with the shape and dtype of `x`.
+
+    Args:
+        x: logits [..., v], or the part of them whose first class is `start`.
+        m, s: row maximum and `sum_exp` of all logits [...].
+        index: class of each row [...]; an index outside of the vocabulary has no one.
+        scale: gradient of each row's loss [...].
+    """
+    local, inside = _local_index(index, start, x.shape[-1])
+    grad = _exp_minus(x, m).div_(s.unsqueeze(-1))
+    grad.scatter_add_(-1, local.unsqueeze(-1), inside.to(grad.dtype).neg_().unsqueeze(-1))
+    return grad.mul_(scale.unsqueeze(-1)).to(x.dtype)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """``softmax(q kᵀ · scale + mask) v`` and the log of the softmax' sum.
+
+    Args:
+        q: [b, h, s, d]; k, v: [b, g, t, d], where g divides h and query head i reads head i // (h / g).
+        mask: added to the scores, or where boolean says what is seen; broadcasts to [b, h, s, t].
+        is_causal: query i sees keys 0…i (without a mask).
+
+    Returns:
+        out [b, h, s, d] and lse [b, h, s] (float32 for half types).
+    """
+    bias = _bias(mask, q.dtype)
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
+    if _flash_fits(q, bias):
+        out, lse, *_ = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, is_causal, False, scale=scale)
+        return out, lse
+    if _efficient_fits(q):
+        keys, values = _repeat_heads(k, q), _repeat_heads(v, q)
+        wide = _aligned_bias(bias, q, k)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention.default(q, keys, values, wide, True, 0.0, is_causal, scale=scale)
+        return out, lse[..., : q.shape[2]]
+    scores = _scores(q, _repeat_heads(k, q), bias, is_causal, scale)
+    return torch.matmul(scores.softmax(-1), _repeat_heads(v, q)), scores.logsumexp(-1)
+
+
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, given that of `attention`'s result and what it returned; shapes as there."""
+    bias = _bias(mask, q.dtype)
+    if q.device.type == "cpu":
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        return backward(grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale)
+    if _flash_fits(q, bias):
+        backward = aten._scaled_dot_product_flash_attention_backward.default
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the random generator, which no dropout reads
+        return backward(grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, state, state[0], scale=scale)
+    keys, values = _repeat_heads(k, q), _repeat_heads(v, q)
+    if _efficient_fits(q):
+        dq, dk, dv = _efficient_backward(grad, q, keys, values, out, lse, _aligned_bias(bias, q, k), is_causal, scale)
+    else:
+        dq, dk, dv = _plain_backward(grad, q, keys, values, out, lse, bias, is_causal, scale)
+    return dq, _sum_heads(dk, k), _sum_heads(dv, v)
+
+
+def _local_index(index: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
+    """`index` − `start` brought into 0…size−1, and where it was inside."""
+    local = index - start
+    inside = (local >= 0) & (local < size)
+    return local.clamp_(0, max(size - 1, 0)), inside
+
+
+def _exp_minus(x: Tensor, m: Tensor) -> Tensor:
+    """exp(x − m) in at least float32, in one temporary of x's size."""
+    shift = m.unsqueeze(-1)
+    difference = x.float().sub_(shift) if x.dtype in (torch.float16, torch.bfloat16) else x - shift
+    return difference.exp_()
+
+
+def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+
+
+def _flash_fits(q: Tensor, bias: Tensor | None) -> bool:
+    return bias is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def _efficient_fits(q: Tensor) -> bool:
+    return q.dtype in (torch.float16, torch.bfloat16, torch.float32) and q.shape[-1] % 8 == 0
+
+
+def _repeat_heads(k: Tensor, q: Tensor) -> Tensor:
+    return k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+
+
+def _sum_heads(grad: Tensor, k: Tensor) -> Tensor:
+    return grad if grad.shape == k.shape else grad.unflatten(1, (k.shape[1], -1)).sum(2)
+
+
+def _aligned_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """`bias` for all heads; the efficient kernel wants rows that begin at multiples of 8 elements."""
+    if bias is None:
+        return None
+    length = k.shape[2]
+    padded = torch.nn.functional.pad(bias.to(q.dtype), (0, -length % 8)) if bias.shape[-1] == length else bias.to(q.dtype)
+    return padded[..., :length].expand(q.shape[0], q.shape[1], q.shape[2], length)
+
+
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32))  # the kernel's own padding, which `attention` cut off
+    state = torch.zeros((), dtype=torch.int64, device=q.device)
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    wanted = [True, True, True, False]
+    return backward(grad, q, k, v, bias, out, rows, state, state, 0.0, wanted, is_causal, scale=scale)[:3]
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    scores = torch.matmul(q, k.transpose(-2, -1)).mul_(scale)
+    if bias is not None:
+        scores = scores.add_(bias)
+    if is_causal:
+        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), float("-inf"))
+    return scores
+
+
+def _plain_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights = _scores(q, k, bias, is_causal, scale).sub_(lse.unsqueeze(-1)).exp_().to(q.dtype)
+    inner = torch.matmul(grad, v.transpose(-2, -1)).sub_((grad * out).sum(-1, keepdim=True)).mul_(weights).mul_(scale)
+    return torch.matmul(inner, k), torch.matmul(inner.transpose(-2, -1), q), torch.matmul(weights.transpose(-2, -1), grad)

@@ -1,0 +1,187 @@
+"""Each function of `autopar.ops` against its formula, and its parts against the whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar import ops
+
+EQUATIONS = [
+    "bsk,nk->bsn",  # linear
+    "bsn,nk->bsk",  # its gradient of the input
+    "bsn,bsk->nk",  # and of the weight
+    "bsk,kn->bsn",
+    "bsk,bsn->kn",
+    "bsd,dte->bste",  # fused projection
+    "bste,dte->bsd",
+    "bsd,bste->dte",
+    "bsd,ted->bste",
+    "bhsd,bhtd->bhst",
+    "bhst,bhtd->bhsd",
+    "bsk,nk->nbs",
+    "mk,kn->mn",
+    "bsn,nk->sbk",
+    "k,kn->n",
+]
+SIZES = {"b": 2, "s": 5, "k": 6, "n": 7, "d": 4, "t": 3, "e": 5, "h": 3, "m": 4}
+
+
+def _operands(equation: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    left, right = equation.split("->")[0].split(",")
+    return tuple(torch.randn([SIZES[x] for x in term], generator=generator, dtype=torch.float64) for term in (left, right))
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_dot_is_einsum_and_contiguous(equation: str) -> None:
+    a, b = _operands(equation)
+    result = ops.dot(equation, a, b)
+    torch.testing.assert_close(result, torch.einsum(equation, a, b), rtol=1e-12, atol=1e-12)
+    assert result.is_contiguous()
+
+
+@pytest.mark.parametrize("equation", ["bsk,nk->bsn", "bsn,nk->bsk", "bsn,bsk->nk", "bsd,dte->bste", "bste,dte->bsd", "bsd,bste->dte"])
+def test_dot_is_one_product_and_copies_nothing_of_contiguous_operands(equation: str) -> None:
+    a, b = _operands(equation)
+    ran = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ran.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        ops.dot(equation, a, b)
+    aten = torch.ops.aten
+    assert [op for op in ran if op not in (aten.permute, aten.view, aten.t, aten.transpose)] == [aten.mm]
+
+
+@pytest.mark.parametrize("equation", ["bs,bs->", "bsk,nk->bs", "bk,nk->bnz"])
+def test_dot_refuses_what_is_not_a_product(equation: str) -> None:
+    if equation == "bs,bs->":  # everything contracted is a product
+        a = torch.ones(2, 3)
+        assert ops.dot(equation, a, a) == 6
+        return
+    with pytest.raises((ValueError, IndexError)):
+        ops.dot(equation, torch.ones(2, 3, 4)[: 2 if equation.startswith("bsk") else 1], torch.ones(5, 4))
+
+
+def test_embedding_parts_add_up_to_the_whole() -> None:
+    weight, ids = torch.randn(10, 4), torch.tensor([[0, 3, 9], [4, 5, 3]])
+    whole = ops.embedding(weight, ids)
+    assert torch.equal(whole, weight[ids])
+    parts = [ops.embedding(weight[start : start + 4], ids, start) for start in (0, 4, 8)]
+    assert torch.equal(sum(parts), whole)
+    assert not parts[0][0, 2].any()
+
+
+@pytest.mark.parametrize("padding_idx", [-1, 3])
+def test_embedding_backward_parts_are_the_rows_of_the_whole(padding_idx: int) -> None:
+    ids, grad = torch.tensor([[0, 3, 9], [4, 5, 3]]), torch.randn(2, 3, 4)
+    whole = ops.embedding_backward(grad, ids, 10, None, padding_idx)
+    weight = torch.zeros(10, 4, requires_grad=True)
+    torch.nn.functional.embedding(ids, weight, None if padding_idx < 0 else padding_idx).backward(grad)
+    torch.testing.assert_close(whole, weight.grad)
+    parts = [ops.embedding_backward(grad, ids, rows, start, padding_idx) for start, rows in ((0, 4), (4, 4), (8, 2))]
+    torch.testing.assert_close(torch.cat(parts), whole)
+
+
+def _cross_entropy(x: Tensor, index: Tensor, splits: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Loss per row and gradient for ones, with the vocabulary in parts that begin at `splits`."""
+    parts = [(start, x[..., start:end]) for start, end in zip(splits, [*splits[1:], x.shape[-1]], strict=True)]
+    m = torch.stack([part.amax(-1) for _, part in parts]).amax(0)
+    s = sum(ops.sum_exp(part, m) for _, part in parts)
+    loss = s.log() + m - sum(ops.pick(part, index, start) for start, part in parts)
+    scale = torch.linspace(0.5, 2, index.numel(), dtype=s.dtype).view(index.shape)
+    return loss, torch.cat([ops.cross_entropy_backward(part, m, s, index, scale, start) for start, part in parts], -1)
+
+
+@pytest.mark.parametrize("splits", [(0,), (0, 3, 8)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_cross_entropy_in_parts_is_torchs(splits: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(2, 3, 11, generator=generator) * 3).to(dtype)
+    index = torch.randint(0, 11, (2, 3), generator=generator)
+    reference = x.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(reference.flatten(0, 1), index.flatten(), reduction="none").view(2, 3)
+    expected.backward(torch.linspace(0.5, 2, 6, dtype=torch.float64).view(2, 3))
+    loss, grad = _cross_entropy(x, index, splits)
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(grad.double(), reference.grad, rtol=tolerance, atol=tolerance)
+    assert grad.dtype == dtype
+
+
+def test_pick_and_backward_ignore_an_index_outside_of_the_vocabulary() -> None:
+    x, index = torch.randn(2, 5), torch.tensor([-100, 7])
+    assert not ops.pick(x, index).any()
+    m = x.amax(-1)
+    grad = ops.cross_entropy_backward(x, m, ops.sum_exp(x, m), index, torch.ones(2))
+    torch.testing.assert_close(grad, x.softmax(-1))
+
+
+def test_cross_entropy_holds_one_temporary_of_the_logits_size() -> None:
+    x, index = torch.randn(8, 1000), torch.zeros(8, dtype=torch.long)
+    m, big = x.amax(-1), []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+            if isinstance(result, Tensor) and result.numel() >= x.numel() and result.untyped_storage().data_ptr() not in known:
+                big.append(func)
+            return result
+
+    with Watch():
+        s = ops.sum_exp(x, m)
+        assert len(big) == 1
+        ops.cross_entropy_backward(x, m, s, index, torch.ones(8))
+    assert len(big) == 2
+
+
+def _attention_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
+    scores = q @ k.mT * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "bool", "bias"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attention_and_its_backward_are_softmax_attention(mask: str, kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 6, 8, generator=generator, dtype=torch.float64) for heads in (4, kv_heads, kv_heads))
+    visible = torch.rand(2, 1, 6, 6, generator=generator) > 0.3
+    visible[..., 0] = True
+    bias = {"bool": visible, "bias": torch.randn(2, 1, 6, 6, generator=generator, dtype=torch.float64)}.get(mask)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = _attention_reference(*leaves, bias, mask == "causal", 0.3)
+    grad = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    expected.backward(grad)
+    out, lse = ops.attention(q, k, v, bias, mask == "causal", 0.3)
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-9, atol=1e-9)
+    assert lse.shape == (2, 4, 6)
+    grads = ops.attention_backward(grad, q, k, v, out, lse, bias, mask == "causal", 0.3)
+    for got, leaf in zip(grads, leaves, strict=True):
+        torch.testing.assert_close(got, leaf.grad, rtol=1e-8, atol=1e-9)
+
+
+def test_the_plain_attention_of_other_devices_is_the_same() -> None:
+    q, k, v, grad = (torch.randn(2, 4, 6, 8, dtype=torch.float64) for _ in range(4))
+    out, lse = ops.attention(q, k, v, None, True, 0.3)
+    scores = ops._scores(q, k, None, True, 0.3)
+    torch.testing.assert_close(torch.matmul(scores.softmax(-1), v), out)
+    torch.testing.assert_close(scores.logsumexp(-1), lse)
+    for got, want in zip(
+        ops._plain_backward(grad, q, k, v, out, lse, None, True, 0.3),
+        ops.attention_backward(grad, q, k, v, out, lse, None, True, 0.3),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
