@@ -3,13 +3,14 @@
 With f flops, b bytes, P the peak, e the efficiency of large sizes, h `matmul_half_flops`, B the memory bandwidth, g the
 efficiency of the kind and o the launch overhead:
 
-    matmul, attention   max((f + h) / (e P), b / (g B)) + o
-    memory kinds        b / (g B) + o
-    view                0
+    matmul, attention, attention_backward   max((f + h) / (e P), b / (g B)) + o
+    memory kinds                            b / (g B) + o
+    view                                    0
 
 (f + h) / (e P) is f over the peak at efficiency e · f / (f + h): a matmul of h flops runs at half the speed of a large one,
-because it does not fill the device. Where the profile has measured points of the kind and dtype, their curve replaces the
-first term with the overhead, and the bytes still bound from below. The time falls in neither f nor b.
+because it does not fill the device. Where the profile has measured points of the kind (and dtype), their curve, which holds
+the overhead, replaces the formula; matmul and attention still take no less than an elementwise op over their bytes. The time
+falls in neither f nor b.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from autopar.analysis.work import Work
 from autopar.errors import HardwareError
 from autopar.hardware import FLOP_KINDS, Curve, HardwareProfile
 
-# (curve or None, seconds per flop, flops added, seconds per byte, overhead in seconds)
-_Rates = tuple[Curve | None, float, float, float, float]
+# Curve over flops or None, seconds per flop, flops added, curve over bytes or None, seconds per byte, overhead in seconds.
+_Rates = tuple[Curve | None, float, float, Curve | None, float, float]
 
 
 def compute_time(work: Work, dtype: torch.dtype | str, profile: HardwareProfile) -> float:
@@ -34,18 +35,20 @@ def compute_time(work: Work, dtype: torch.dtype | str, profile: HardwareProfile)
     """
     if work.kind == "view":
         return 0.0
-    curve, s_per_flop, half, s_per_byte, overhead = _rates(profile, work.kind, dtype)
-    memory = work.bytes * s_per_byte + overhead
-    if work.kind in FLOP_KINDS:
-        return max(curve.time_s(work.flops) if curve else (work.flops + half) * s_per_flop + overhead, memory)
-    return curve.time_s(work.bytes) if curve else memory
+    flops_curve, s_per_flop, half, bytes_curve, s_per_byte, overhead = _rates(profile, work.kind, dtype)
+    memory = bytes_curve.time_s(work.bytes) if bytes_curve else work.bytes * s_per_byte + overhead
+    if work.kind not in FLOP_KINDS:
+        return memory
+    return max(memory, flops_curve.time_s(work.flops) if flops_curve else (work.flops + half) * s_per_flop + overhead)
 
 
 @lru_cache(maxsize=4096)
 def _rates(profile: HardwareProfile, kind: str, dtype: torch.dtype | str) -> _Rates:
-    bandwidth, overhead = profile.memory_bandwidth_bytes_per_s, profile.launch_overhead_s
+    memory_kind = "elementwise" if kind in FLOP_KINDS else kind
+    s_per_byte = 1 / (profile.memory_bandwidth_bytes_per_s * profile.memory_efficiency[memory_kind])
+    memory = (profile.curves.get((memory_kind, "")), s_per_byte, profile.launch_overhead_s)
     if kind not in FLOP_KINDS:
-        return profile.curves.get((kind, "")), 0.0, 0.0, 1 / (bandwidth * profile.memory_efficiency[kind]), overhead
+        return (None, 0.0, 0.0, *memory)
     name = str(dtype).removeprefix("torch.")
     if name not in profile.peak_flops_per_s:
         known = ", ".join(profile.peak_flops_per_s)
@@ -54,5 +57,4 @@ def _rates(profile: HardwareProfile, kind: str, dtype: torch.dtype | str) -> _Ra
             remedy=f"use one of {known}, or add the figure to a copy of the profile and pass its path",
         )
     s_per_flop = 1 / (profile.peak_flops_per_s[name] * profile.efficiency[kind][name])
-    s_per_byte = 1 / (bandwidth * profile.memory_efficiency["elementwise"])
-    return profile.curves.get((kind, name)), s_per_flop, profile.matmul_half_flops, s_per_byte, overhead
+    return (profile.curves.get((kind, name)), s_per_flop, profile.matmul_half_flops, *memory)

@@ -51,11 +51,13 @@ class Priced:
 
     Attributes:
         sources: per op. refs: per variant, the tensors (node, result) of its instances.
+        optimizer: whose state and traffic the parameters were priced with.
     """
 
     problem: Problem
     sources: tuple[Source, ...]
     refs: tuple[tuple[Ref, ...], ...]
+    optimizer: str
 
 
 def price_collectives(mesh: Mesh, profile: HardwareProfile) -> Callable[[Collective], float]:
@@ -128,7 +130,7 @@ class _Builder:
 
     def _storage(self, p: Parameter, layout: Layout) -> OpStrategy:
         size = local_bytes(p.view, p.dtype, layout, self.mesh.shape)
-        state, traffic = OPTIMIZERS[self.optimizer] if p.requires_grad else (0, 0)
+        state, traffic = OPTIMIZERS[self.optimizer] if p.gradient is not None else (0, 0)
         step_s = traffic * size / self.profile.memory_bandwidth_bytes_per_s
         has_gradient = p.gradient is not None
         gradient = (layout,) if has_gradient else ()
@@ -239,7 +241,7 @@ def price(
         results.setdefault(value.op, []).append(index)
     ops = tuple(_with_results(op, tuple(results.get(i, ()))) for i, op in enumerate(builder.ops))
     problem = Problem(ops, tuple(values), tuple(variants), budget_bytes)
-    return Priced(problem, tuple(builder.sources), tuple(refs))
+    return Priced(problem, tuple(builder.sources), tuple(refs), optimizer)
 
 
 def _with_results(op: Op, results: tuple[int, ...]) -> Op:

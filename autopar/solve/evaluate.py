@@ -6,12 +6,14 @@ makes, which are kept and which collectives run. Emission follows it step by ste
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.errors import LayoutError
 from autopar.layout import Layout
 from autopar.problem import Problem, Use
-from autopar.redistribute import Arc, cheapest_tree
+from autopar.redistribute import Arc, LayoutGraph, cheapest_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,15 @@ def _variant(
     return first, second, keep
 
 
-def _redistribute(graph: object, sources: tuple[int, ...], wanted: tuple[int, ...]) -> Redistribution:
-    arcs, time_s = cheapest_tree(graph, sources, wanted)  # type: ignore[arg-type]
+def _redistribute(graph: LayoutGraph, sources: tuple[int, ...], wanted: tuple[int, ...]) -> Redistribution:
+    arcs, time_s = cheapest_tree(graph, sources, wanted)
     return Redistribution(sources, arcs, wanted, time_s)
+
+
+def variant_time(problem: Problem, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]) -> float:
+    """Communication time of one variant, all its instances; infinite where some layout cannot be reached."""
+    try:
+        first, second, _ = _variant(problem, v, strategies, recomputed, None)
+    except LayoutError:
+        return math.inf
+    return problem.variants[v].count * (first.time_s + second.time_s)

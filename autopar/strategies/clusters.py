@@ -3,9 +3,10 @@
 Terms. A *cluster* is a set of nodes that share one decision, with no redistribution inside. A *pattern* is a node key in
 which the indices of repeated layers are written ``{0}``, ``{1}``, ….
 
-When is a node merged into the cluster of a producer? Only where no choice is lost that could pay: on every axis, whatever
-placement the producer can give, the node accepts; and what it makes is no larger than what it reads, so that
-redistributing its result is never dearer than redistributing its operand.
+When is a node merged into the cluster of a producer? Only where no choice is lost that could pay: the node is no
+contraction or lookup (before these, a gathered operand can pay for itself); on every axis, whatever placement the
+producer can give, the node accepts; and what it makes is no larger than what it reads, so that redistributing its result
+is never dearer than redistributing its operand. A contraction can be the first node of a cluster, with followers.
 """
 
 from __future__ import annotations
@@ -17,12 +18,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
+import torch
 from torch import fx
+from torch.distributed.tensor import Partial
 
+from autopar import ops
 from autopar.capture.trace import Trace
 from autopar.rules import AxisOption, Call, TensorInfo, axis_options, call_of, operands_of
 
 Ref = tuple[str, int]  # a tensor: node name, result index
+_HEADS = frozenset(
+    (
+        ops.dot, ops.attention, ops.attention_backward, ops.embedding, ops.embedding_backward,
+        torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default,
+        torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default,
+    )
+)  # fmt: skip
 _INDEX = re.compile(r"(?<=\.)\d+(?=[./]|$)")
 
 
@@ -82,6 +93,7 @@ class _Graph:
     indices: dict[str, tuple[int, ...]] = field(default_factory=dict)
     readers: dict[Ref, list[str]] = field(default_factory=dict)
     options: dict[str, tuple[AxisOption, ...]] = field(default_factory=dict)
+    position: dict[str, int] = field(default_factory=dict)
 
 
 def clusters_of(trace: Trace) -> tuple[Cluster, ...]:
@@ -112,10 +124,21 @@ def _read(trace: Trace) -> _Graph:
         makes = tuple((node.name, i) for i in range(len(call.outputs)))
         graph.members[node.name] = Member(node.name, node.meta["key"], pattern, call, reads, makes)
         graph.phase[node.name], graph.indices[node.name] = node.meta["phase"], indices
-        graph.options[node.name] = axis_options(call)
+        graph.position[node.name] = len(graph.position)
+        graph.options[node.name] = _possible(graph, call, reads)
         for ref in reads:
             graph.readers.setdefault(ref, []).append(node.name)
     return graph
+
+
+def _possible(graph: _Graph, call: Call, reads: Sequence[Ref]) -> tuple[AxisOption, ...]:
+    """The options whose partial operands some producer can give."""
+    given = [{o.outputs[r] for o in graph.options[n] if isinstance(o.outputs[r], Partial)} if n in graph.options else set() for n, r in reads]
+
+    def possible(option: AxisOption) -> bool:
+        return all(not isinstance(p, Partial) or p in ok for p, ok in zip(option.inputs, given, strict=True))
+
+    return tuple(filter(possible, axis_options(call)))
 
 
 def _result_index(node: fx.Node) -> int:
@@ -141,6 +164,8 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: Member, name: str)
     inside = set(content)
     if member.call.target is operator.getitem:
         return True
+    if member.call.target in _HEADS:
+        return False
     from_cluster = [i for i, r in enumerate(member.reads) if r[0] in inside]
     largest = max((_size(member.call.inputs[i]) for i in from_cluster), default=0)
     if any(_size(info) > largest for info in member.call.outputs):
@@ -158,23 +183,21 @@ def _accepts_all(graph: _Graph, member: Member, name: str, operand: int) -> bool
 
 
 def _depends(graph: _Graph, name: str, inside: set[str]) -> bool:
-    """Whether `name` reads, over at most a few nodes, what the cluster makes (longer ways are caught by `_acyclic`)."""
+    """Whether `name` reads, over any way, what the cluster makes. Nodes before the cluster's first cannot."""
+    first = min(graph.position[n] for n in inside)
     frontier, seen = [name], {name}
-    for _ in range(32):
-        if not frontier:
-            return False
-        node = frontier.pop()
-        for ref in graph.members[node].reads:
-            if ref[0] in inside:
+    while frontier:
+        for producer, _ in graph.members[frontier.pop()].reads:
+            if producer in inside:
                 return True
-            if ref[0] in graph.members and ref[0] not in seen:
-                seen.add(ref[0])
-                frontier.append(ref[0])
+            if producer not in seen and graph.position.get(producer, -1) > first:
+                seen.add(producer)
+                frontier.append(producer)
     return False
 
 
 def _acyclic(graph: _Graph, content: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Split every cluster that lies on a cycle of clusters back into its nodes."""
+    """Split every cluster that lies on a cycle of clusters back into its nodes (the merge test leaves few, if any)."""
     home = {node: root for root, nodes in content.items() for node in nodes}
     links = nx.DiGraph()
     links.add_nodes_from(content)
@@ -189,13 +212,12 @@ def _acyclic(graph: _Graph, content: Mapping[str, list[str]]) -> dict[str, list[
         for node in content[root]:
             target = graph.members[node].reads[0][0] if graph.members[node].call.target is operator.getitem else node
             split.setdefault(target, []).append(node)
-    order = {name: i for i, name in enumerate(graph.members)}
-    return {root: sorted(nodes, key=order.__getitem__) for root, nodes in sorted(split.items(), key=lambda kv: order[kv[0]])}
+    place = graph.position.__getitem__
+    return {root: sorted(nodes, key=place) for root, nodes in sorted(split.items(), key=lambda item: place(item[0]))}
 
 
 def _cluster(graph: _Graph, names: Iterable[str], outputs: set[Ref]) -> Cluster:
-    order = {name: i for i, name in enumerate(graph.members)}
-    names = sorted(names, key=order.__getitem__)
+    names = sorted(names, key=graph.position.__getitem__)
     inside = set(names)
     members = tuple(graph.members[n] for n in names)
     operands = dict.fromkeys(r for m in members for r in m.reads if r[0] not in inside)

@@ -1,0 +1,32 @@
+"""A call's local arguments as graph nodes: operands put in, positions turned into steps that know the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from autopar.kernels import collectives as steps
+from autopar.layout import Strategy
+from autopar.rules import Call, Operand, Start, localize
+
+
+def local_call(
+    graph: fx.Graph, call: Call, strategy: Strategy, mesh_shape: Sequence[int], operands: Sequence[fx.Node]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Target, args and kwargs of the node that one rank runs."""
+    local = localize(call, strategy, mesh_shape)
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, Operand):
+            return operands[value.index]
+        if isinstance(value, Start):
+            splitters = tuple((axis, mesh_shape[axis]) for axis in value.layout.splitters(value.dim))
+            return graph.call_function(steps.local_start, (value.dim_size, splitters))
+        if isinstance(value, tuple | list):
+            return [resolve(v) for v in value]
+        return value
+
+    args = tuple(resolve(a) for a in local.args)
+    return local.target, args, {name: resolve(v) for name, v in local.kwargs.items()}

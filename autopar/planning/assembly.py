@@ -1,0 +1,205 @@
+"""Choices → Plan: the solver's answer in the user's words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.capture.trace import Trace
+from autopar.cost.price import OPTIMIZERS, Priced, Source
+from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys
+from autopar.layout import Strategy
+from autopar.mesh import Mesh
+from autopar.plans import Communication, Entry, Fingerprint, Kept, NodeChoice, Plan, Prediction, Proof, RunnerUp
+from autopar.problem import Choices
+from autopar.rules import is_fallback
+from autopar.solve import Evaluation
+from autopar.strategies import Ref, pattern_of
+
+_KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
+_FIELD = re.compile(r"\{\d+\}")
+GIB = 2**30
+COVERS = (
+    "every layout of every op that the rules offer with even shards, on every mesh axis",
+    "storage layout of every parameter; gathering it once or again in backward",
+    "keeping or recomputing every forward value, in any layout that forward makes",
+    "equal nodes of repeated layers take one decision",
+    "one microbatch, no pipeline; compute and communication do not overlap",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Everything a plan is assembled from."""
+
+    trace: Trace
+    mesh: Mesh
+    priced: Priced
+    choices: Choices
+    evaluation: Evaluation
+    runner_ups: Mapping[int, RunnerUp]
+
+
+def assemble(draft: Draft, fingerprint: Fingerprint, options: Mapping[str, object], bound_s: float) -> Plan:
+    """The plan, with its peak still to be filled in from the emitted program."""
+    objective = draft.evaluation.objective_s
+    choices = draft.choices
+    proof = Proof(
+        objective, min(bound_s, objective), max(objective - bound_s, 0.0) / objective if objective else 0.0,
+        choices.num_variables, choices.num_constraints, choices.solver,
+        choices.memory_price_s_per_byte * GIB, COVERS,
+    )  # fmt: skip
+    return Plan(
+        mesh=draft.mesh,
+        fingerprint=fingerprint,
+        options=options,
+        entries=tuple(_entries(draft)),
+        kept=tuple(_kept(draft)),
+        communications=tuple(_communications(draft)),
+        prediction=_prediction(draft),
+        proof=proof,
+    )
+
+
+def _entries(draft: Draft) -> Iterable[Entry]:
+    sources = {n.name: n.meta.get("source", "") for n in draft.trace.graph.nodes}
+    seen: dict[str, int] = {}
+    for index, (op, source) in enumerate(zip(draft.priced.problem.ops, draft.priced.sources, strict=True)):
+        nodes, instances = _nodes(draft, index, draft.choices.strategies[index])
+        again = draft.choices.recomputed.get(index)
+        recompute = _nodes(draft, index, again)[0] if again is not None else ()
+        key = _FIELD.sub("*", nodes[0].node)
+        seen[key] = seen.get(key, 0) + 1
+        first = source.cluster.first if source.cluster else None
+        yield Entry(
+            key=key if seen[key] == 1 else f"{key} ({seen[key]})",
+            kind=op.kind,
+            module=key.partition("/")[0],
+            op=key.split("/")[1],
+            phase=op.phase,
+            instances=instances,
+            nodes=nodes,
+            recompute=recompute,
+            time_s=op.strategies[draft.choices.strategies[index]].time_s,
+            runner_up=draft.runner_ups.get(index),
+            replicated=first is not None and any(is_fallback(m.call) for m in first.members),
+            source=sources.get(first.members[0].node, "") if first else "",
+        )
+
+
+def _nodes(draft: Draft, index: int, strategy: int) -> tuple[tuple[NodeChoice, ...], tuple[tuple[int, ...], ...]]:
+    source: Source = draft.priced.sources[index]
+    if source.cluster is not None:
+        members = zip(source.cluster.first.members, source.cluster.strategies[strategy].members, strict=True)
+        return tuple(NodeChoice(m.pattern, s) for m, s in members), tuple(c.indices for c in source.cluster.instances)
+    chosen: Strategy = draft.priced.problem.ops[index].strategies[strategy].layouts
+    patterns = [pattern_of(_KEYS[source.kind](name)) for name in source.names]
+    return (NodeChoice(patterns[0][0], chosen),), tuple(indices for _, indices in patterns)
+
+
+def _tensor_patterns(draft: Draft, refs: Sequence[Ref], keys: Mapping[str, str]) -> Iterable[tuple[str, int, tuple[tuple[int, ...], ...]]]:
+    """(node pattern, result, instances) of a variant's tensors."""
+    grouped: dict[tuple[str, int], list[tuple[int, ...]]] = {}
+    for name, result in refs:
+        pattern, indices = pattern_of(keys[name])
+        grouped.setdefault((pattern, result), []).append(indices)
+    return [(pattern, result, tuple(indices)) for (pattern, result), indices in grouped.items()]
+
+
+def _all_keys(trace: Trace) -> dict[str, str]:
+    keys = {n.name: n.meta["key"] for n in trace.graph.nodes if n.op == "call_function"}
+    return {**keys, **placeholder_keys(trace)}
+
+
+def _kept(draft: Draft) -> Iterable[Kept]:
+    keys = _all_keys(draft.trace)
+    for v, nodes in draft.evaluation.kept.items():
+        value = draft.priced.problem.values[draft.priced.problem.variants[v].value]
+        if nodes:
+            layouts = tuple(value.graph.layouts[n] for n in nodes)
+            size = sum(value.graph.bytes[n] for n in nodes)
+            for pattern, result, instances in _tensor_patterns(draft, draft.priced.refs[v], keys):
+                yield Kept(pattern, result, instances, layouts, size)
+
+
+def _communications(draft: Draft) -> Iterable[Communication]:
+    keys = _all_keys(draft.trace)
+    problem, evaluation = draft.priced.problem, draft.evaluation
+    for v, variant in enumerate(problem.variants):
+        value = problem.values[variant.value]
+        for late, redistribution in ((False, evaluation.forward[v]), (True, evaluation.backward[v])):
+            phase = "backward" if late else value.phase
+            for arc in redistribution.arcs:
+                ends = value.graph.layouts[arc.src], value.graph.layouts[arc.dst]
+                for pattern, result, instances in _tensor_patterns(draft, draft.priced.refs[v], keys):
+                    module = _FIELD.sub("*", pattern.partition("/")[0])
+                    yield Communication(pattern, result, instances, module, phase, arc.collective, *ends, arc.time_s)
+
+
+def _prediction(draft: Draft) -> Prediction:
+    evaluation, problem, choices = draft.evaluation, draft.priced.problem, draft.choices
+    resting = {"parameters": 0, "optimizer": 0, "buffers": 0, "inputs": 0}
+    state, _ = OPTIMIZERS[draft.priced.optimizer]
+    for op, s in zip(problem.ops, choices.strategies, strict=True):
+        size = op.count * op.strategies[s].static_bytes
+        if op.kind == "parameter":
+            trained = op.strategies[s].gradient_bytes > 0
+            resting["parameters"] += size // (1 + state) if trained else size
+            resting["optimizer"] += size - size // (1 + state) if trained else 0
+        elif op.kind in ("buffer", "input"):
+            resting[f"{op.kind}s"] += size
+    memory = {**resting, "activations": evaluation.kept_bytes, "gradients": evaluation.gradient_bytes}
+    return Prediction(evaluation.objective_s, evaluation.compute_s, evaluation.communication_s, 0, memory, _timeline(draft))
+
+
+def _timeline(draft: Draft) -> tuple[tuple[str, str, str, float, float], ...]:
+    """One bar per stretch of equal (layer, phase, kind), in graph order, one after the other."""
+    problem, choices = draft.priced.problem, draft.choices
+    compute: dict[str, float] = {}
+    for op, source, s in zip(problem.ops, draft.priced.sources, choices.strategies, strict=True):
+        if source.cluster is not None:
+            compute.update((c.members[0].node, op.strategies[s].time_s) for c in source.cluster.instances)
+    transfer: dict[tuple[str, str], float] = {}
+    for v, refs in enumerate(draft.priced.refs):
+        phase = problem.values[problem.variants[v].value].phase
+        for ref in refs:
+            for when, redistribution in ((phase, draft.evaluation.forward[v]), ("backward", draft.evaluation.backward[v])):
+                transfer[ref[0], when] = transfer.get((ref[0], when), 0.0) + redistribution.time_s
+    events: list[tuple[str, str, str, float]] = []
+    for node in draft.trace.graph.nodes:
+        label = _layer(node.meta.get("module", "")) if node.op == "call_function" else ""
+        for operand in node.all_input_nodes:
+            moved = transfer.pop((operand.name, node.meta.get("phase", "")), 0.0)
+            events.append((label, node.meta.get("phase", "backward"), "communication", moved))
+        events.append((label, node.meta.get("phase", ""), "compute", compute.get(node.name, 0.0)))
+    return _stretches(events)
+
+
+def _layer(module: str) -> str:
+    parts = module.split(".")
+    for position, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: position + 1])
+    return ".".join(parts[:2])
+
+
+def _stretches(events: Iterable[tuple[str, str, str, float]]) -> tuple[tuple[str, str, str, float, float], ...]:
+    bars: list[tuple[str, str, str, float, float]] = []
+    clock = 0.0
+    for label, phase, kind, duration in events:
+        if duration <= 0.0:
+            continue
+        if bars and bars[-1][:3] == (label, phase, kind):
+            bars[-1] = (*bars[-1][:4], bars[-1][4] + duration)
+        else:
+            bars.append((label, phase, kind, clock, duration))
+        clock += duration
+    return tuple(bars)
+
+
+def fingerprint(trace: Trace, model_name: str, profile_name: str, profile_hash: str, version: str) -> Fingerprint:
+    """What the plan is made for."""
+    return Fingerprint(trace.fingerprint, model_name, profile_name, profile_hash, version, torch.__version__.split("+")[0])

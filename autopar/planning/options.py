@@ -1,0 +1,61 @@
+"""What a user may ask of the planner, as one frozen record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.constraints import LayoutConstraint
+from autopar.cost.price import OPTIMIZERS
+from autopar.errors import AutoparError, ConstraintError
+from autopar.hardware import HardwareProfile
+
+RESERVED_SHARE = 0.1  # of the device's memory, left to the allocator, kernels' workspaces and communication buffers
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """Options of `plan` and `compile`.
+
+    Attributes:
+        memory_bytes: budget per device; by default the profile's device memory less 10 %.
+        optimizer: ``adamw``, ``adam``, ``sgd``, ``momentum`` or ``none``; sets the resting state and the step's traffic.
+        constraints: what is forced (`autopar.constraints`).
+        strict: refuse plans that run a tensor op replicated because no rule is known.
+        gap: relative distance of incumbent and bound at which the search stops. time_limit_s: a safety net per solve.
+        solver: ``highs`` or ``cbc``.
+    """
+
+    memory_bytes: int | None = None
+    optimizer: str = "adamw"
+    constraints: tuple[LayoutConstraint, ...] = ()
+    strict: bool = False
+    gap: float = 0.01
+    time_limit_s: float = 60.0
+    solver: str = "highs"
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise AutoparError(f"optimizer {self.optimizer!r} is not known", remedy=f"pass one of {', '.join(OPTIMIZERS)}")
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise AutoparError(f"memory_bytes={self.memory_bytes} is no budget", remedy="pass bytes per device, for example 80 * 2**30")
+        if not 0 <= self.gap < 1:
+            raise AutoparError(f"gap={self.gap} is no relative gap", remedy="pass a number from 0 to below 1, for example 0.01")
+        for constraint in self.constraints:
+            if not isinstance(constraint, LayoutConstraint):
+                raise ConstraintError(f"{constraint!r} is no constraint", remedy="make constraints with autopar.constraints")
+
+    def budget(self, profile: HardwareProfile) -> int:
+        """Bytes per device that a plan may use."""
+        return self.memory_bytes or int(profile.device_memory_bytes * (1 - RESERVED_SHARE))
+
+    def to_json(self, profile: HardwareProfile) -> Mapping[str, Any]:
+        """What the plan records."""
+        return {
+            "memory_bytes": self.budget(profile),
+            "optimizer": self.optimizer,
+            "constraints": [c.to_json() for c in self.constraints],
+            "strict": self.strict,
+            "gap": self.gap,
+        }

@@ -1,0 +1,128 @@
+"""The search: trace and mesh in, plan and program out.
+
+The transient peak depends on the order of the emitted program, so it is not in the optimisation: it is re-derived on the
+emitted program, and where the plan is over its budget, the reserve in the budget rows is raised by what was missing and
+the problem is solved again. The first problem has no reserve, so its bound holds for all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autopar.capture.trace import Trace
+from autopar.constraints import check
+from autopar.cost.price import Priced, price
+from autopar.emit import emit
+from autopar.errors import AutoparError, InfeasibleError
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from autopar.planning.assembly import Draft, assemble, fingerprint
+from autopar.planning.options import PlanOptions
+from autopar.planning.runner_up import runner_ups
+from autopar.plans import Plan
+from autopar.problem import Choices
+from autopar.run.memory import predicted_peak
+from autopar.run.program import Program
+from autopar.solve import evaluate, solve
+from autopar.strategies import classes_of, resolve
+from autopar.version import VERSION
+
+GIB = 2**30
+_ROUNDS = 8  # reserve is raised at most this often; each round either fits or adds what was missing
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, the program it is emitted into, and how long each phase took (seconds by name)."""
+
+    plan: Plan
+    program: Program
+    seconds: dict[str, float]
+
+
+def make_plan(
+    trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, *, model_name: str = "", progress: Progress = lambda _: None
+) -> Planned:
+    """Plan a captured model for a mesh.
+
+    Raises:
+        ConstraintError: where a constraint matches nothing or no strategy meets it.
+        InfeasibleError: where nothing fits the memory; says what would.
+    """
+    clock = _Clock(progress)
+    for constraint in options.constraints:
+        check(constraint, mesh)
+    with clock.phase("enumerate"):
+        forced = resolve(trace, options.constraints)
+        classes = classes_of(trace, mesh.shape, forced)
+    with clock.phase("price"):
+        budget = options.budget(profile)
+        priced = price(trace, classes, mesh, profile, budget_bytes=budget, optimizer=options.optimizer, forced=forced)
+    mark = fingerprint(trace, model_name, profile.name, profile.hash, VERSION)
+    recorded = options.to_json(profile)
+    reserve, bound = 0, 0.0
+    for _ in range(_ROUNDS):
+        with clock.phase("solve"):
+            choices = _solve(priced, reserve, options)
+            bound = bound or choices.bound_s
+        with clock.phase("assemble"):
+            evaluation = evaluate(priced.problem, choices.strategies, choices.recomputed, choices.kept)
+            plan = assemble(Draft(trace, mesh, priced, choices, evaluation, {}), mark, recorded, bound)
+        with clock.phase("emit"):
+            program = emit(trace, plan)
+        with clock.phase("memory"):
+            optimizer_bytes = plan.prediction.memory_bytes["optimizer"]
+            peak = predicted_peak(program) + optimizer_bytes
+        if peak <= budget:
+            return _finished(trace, mesh, priced, choices, plan, peak, clock, options, bound, program)
+        reserve = max(peak - evaluation.static_bytes - max(evaluation.kept_bytes, evaluation.gradient_bytes), int(reserve * 1.05) + 1)
+    raise InfeasibleError(
+        f"no plan was found whose peak fits into {budget / GIB:.3f} GiB per device; the last one needs {peak / GIB:.3f} GiB",
+        remedy="use more devices, a smaller batch or shorter sequence, or pass a larger memory_bytes",
+    )
+
+
+def _solve(priced: Priced, reserve: int, options: PlanOptions) -> Choices:
+    problem = replace(priced.problem, reserve_bytes=reserve)
+    return solve(problem, gap=options.gap, time_limit_s=options.time_limit_s, solver=options.solver)
+
+
+def _finished(
+    trace: Trace, mesh: Mesh, priced: Priced, choices: Choices, plan: Plan, peak: int, clock: _Clock, options: PlanOptions, bound: float, program: Program
+) -> Planned:
+    with clock.phase("explain"):
+        others = runner_ups(priced.problem, choices)
+        evaluation = evaluate(priced.problem, choices.strategies, choices.recomputed, choices.kept)
+        plan = assemble(Draft(trace, mesh, priced, choices, evaluation, others), plan.fingerprint, plan.options, bound)
+    replicated = [entry for entry in plan.entries if entry.replicated]
+    if options.strict and replicated:
+        lines = [f"{e.key} ({e.time_s * len(e.instances) / plan.prediction.step_s:.1%} of the step) at {e.source}" for e in replicated]
+        raise AutoparError("ops without a rule run replicated: " + "; ".join(lines), remedy="register a rule for them, or pass strict=False")
+    memory = dict(plan.prediction.memory_bytes)
+    memory["transient"] = max(peak - evaluation.static_bytes - max(evaluation.kept_bytes, evaluation.gradient_bytes), 0)
+    plan = replace(plan, prediction=replace(plan.prediction, peak_bytes=peak, memory_bytes=memory))
+    return Planned(plan, replace(program, plan_hash=plan.hash), clock.seconds)
+
+
+class _Clock:
+    """Seconds by phase; tells `progress` what is going on."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+        self._name = ""
+        self._start = 0.0
+
+    def phase(self, name: str) -> _Clock:
+        self._name = name
+        return self
+
+    def __enter__(self) -> None:
+        self._progress(self._name)
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + time.perf_counter() - self._start
