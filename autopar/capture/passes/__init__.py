@@ -10,6 +10,17 @@ from collections.abc import Callable
 
 from torch import fx
 
-from autopar.capture.passes.clean import clean
+from autopar.capture.passes.attention import replace_attention
+from autopar.capture.passes.clean import clean, fold_views
+from autopar.capture.passes.embedding import replace_embeddings
+from autopar.capture.passes.linears import unflatten_products, unflatten_sums
 
-PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (("clean", clean),)
+PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (
+    ("clean", clean),
+    ("embeddings", replace_embeddings),
+    ("attention", replace_attention),
+    ("products", unflatten_products),
+    ("sums", unflatten_sums),
+    ("views of views", fold_views),
+    ("clean again", clean),
+)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from autopar.capture.graphs import aten, dtype_of, is_tensor, shape_of, sweep
+from autopar.capture.graphs import aten, calls, dtype_of, is_tensor, shape_of, sweep
 from autopar.errors import CaptureError, Where
 
 _VIEWS = frozenset(
@@ -43,6 +43,15 @@ def clean(graph: fx.Graph) -> None:
         if simpler is not node:
             node.replace_all_uses_with(simpler)
             graph.erase_node(node)
+    sweep(graph)
+
+
+def fold_views(graph: fx.Graph) -> None:
+    """A view of a view becomes one view, where memory allows it whatever the shapes: behind both the value is contiguous."""
+    for node in calls(graph, aten.view.default):
+        source = node.args[0]
+        if source.target is aten.view.default and source.args[0].meta["val"].is_contiguous():
+            node.args = (source.args[0], node.args[1])
     sweep(graph)
 
 
