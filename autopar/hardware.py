@@ -27,7 +27,7 @@ from autopar.errors import HardwareError
 FORMAT = "autopar-hardware"
 VERSION = 1
 LINKS = ("intra", "inter")
-FLOP_KINDS = ("matmul", "attention")
+FLOP_KINDS = ("matmul", "attention", "attention_backward")
 MEMORY_KINDS = ("elementwise", "transcendental", "reduction", "indexing")
 _FOLDER = Path(__file__).parent / "cost_models"
 
@@ -196,7 +196,7 @@ class HardwareProfile:
 
 _FIELDS = {"format", "version", "name", "description", "device_memory_bytes", "memory_bandwidth_bytes_per_s", "launch_overhead_s"}
 _FIELDS |= {"matmul_half_flops", "peak_flops_per_s", "efficiency", "measured", "links"}
-_POINT_SIZE = {"matmul": ("m", "n", "k"), "attention": ("flops",), **{kind: ("bytes",) for kind in MEMORY_KINDS}}
+_POINT_SIZE = {**dict.fromkeys(FLOP_KINDS, ("flops",)), **dict.fromkeys(MEMORY_KINDS, ("bytes",)), "matmul": ("m", "n", "k")}
 
 
 class _Reader:

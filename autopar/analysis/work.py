@@ -2,8 +2,8 @@
 
 `flops` counts a multiply-add as two and is exact for matmul, attention and convolution; for all other ops it is 0, since
 memory bounds them. `bytes` is what the op must read and write at least once. Kinds: ``matmul`` (convolution included),
-``attention``, ``view`` (no work), and the memory-bound ones: ``transcendental`` (exp, tanh, softmax …), ``reduction`` (sums,
-norms), ``indexing`` (gather, scatter, embedding), ``elementwise`` (everything else, copies included).
+``attention``, ``attention_backward``, ``view`` (no work), and those that memory bounds: ``transcendental`` (exp, tanh,
+softmax …), ``reduction`` (sums, norms), ``indexing`` (gather, scatter, embedding), ``elementwise`` (all else, copies included).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-WorkKind = Literal["matmul", "attention", "elementwise", "transcendental", "reduction", "indexing", "view"]
+WorkKind = Literal["matmul", "attention", "attention_backward", "elementwise", "transcendental", "reduction", "indexing", "view"]
 
 
 class Info(Protocol):
@@ -59,8 +59,9 @@ def work(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
         return NO_WORK
     moved = sum(map(_bytes, input_infos)) + sum(map(_bytes, output_infos))
     if name in _ATTENTION:
-        flops = _ATTENTION[name](args, input_infos, output_infos)
-        return Work(flops // 2 if _is_causal(target, args, kwargs) else flops, moved, "attention")
+        attention_kind, count = _ATTENTION[name]
+        flops = count(args, input_infos, output_infos)
+        return Work(flops // 2 if _is_causal(target, args, kwargs) else flops, moved, attention_kind)
     if name in _FLOPS:
         return Work(_FLOPS[name](args, input_infos, output_infos), moved, "matmul")
     kind = _KINDS.get(name, "elementwise")
@@ -137,9 +138,9 @@ _FLOPS: Mapping[str, Flops] = {
     "aten.convolution_backward": _convolution_backward_flops,
 }
 # Backward makes five matmuls of the forward's two: the scores again, and a gradient of each factor of both.
-_ATTENTION: Mapping[str, Flops] = {
-    "autopar.ops.attention": lambda args, i, o: _attention_flops(*i[:3]),
-    "autopar.ops.attention_backward": lambda args, i, o: 5 * _attention_flops(*o[:3]) // 2,
+_ATTENTION: Mapping[str, tuple[WorkKind, Flops]] = {
+    "autopar.ops.attention": ("attention", lambda args, i, o: _attention_flops(*i[:3])),
+    "autopar.ops.attention_backward": ("attention_backward", lambda args, i, o: 5 * _attention_flops(*o[:3]) // 2),
 }
 _NAMES: Mapping[WorkKind, str] = {
     "transcendental": "exp exp2 expm1 log log2 log1p tanh tanh_backward sigmoid sigmoid_backward silu silu_backward gelu gelu_backward "
