@@ -28,8 +28,8 @@ def label(graph: fx.Graph) -> None:
         if not stack and phase == "backward" and node.op == "call_function":
             sources = [operand for operand in node.all_input_nodes if operand.op == "call_function"]
             nearest = max(sources, key=order.__getitem__, default=None)
-            if nearest is not None and not source:
-                module, source = nearest.meta["module"], nearest.meta["source"]
+            if nearest is not None:
+                module, source = nearest.meta["module"], source or nearest.meta["source"]
         node.meta = {"phase": phase, "module": module, "source": source, **({"val": meta["val"]} if "val" in meta else {})}
 
 

@@ -14,11 +14,13 @@ from autopar.capture.passes.attention import replace_attention
 from autopar.capture.passes.clean import clean, fold_views
 from autopar.capture.passes.embedding import replace_embeddings
 from autopar.capture.passes.linears import unflatten_products, unflatten_sums
+from autopar.capture.passes.loss import split_cross_entropy
 
 PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (
     ("clean", clean),
     ("embeddings", replace_embeddings),
     ("attention", replace_attention),
+    ("loss", split_cross_entropy),
     ("products", unflatten_products),
     ("sums", unflatten_sums),
     ("views of views", fold_views),

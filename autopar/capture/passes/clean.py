@@ -78,7 +78,7 @@ def inline_constants(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> Non
 
 
 def respell(node: fx.Node) -> None:
-    """Give a view its one spelling, with explicit sizes."""
+    """Give a view or cast its one spelling, with explicit sizes."""
     target, shape = node.target, shape_of(node)
     if target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
         node.target, node.args, node.kwargs = aten.view.default, (node.args[0], list(shape)), {}
@@ -91,6 +91,9 @@ def respell(node: fx.Node) -> None:
         node.args = (node.args[0], first, second)
     elif target is aten.slice.Tensor:
         _respell_slice(node)
+    elif target is aten._to_copy.default and node.kwargs.get("memory_format") in (None, torch.preserve_format):
+        if node.meta["val"].device == node.args[0].meta["val"].device:
+            node.kwargs = {"dtype": dtype_of(node)}
 
 
 def _respell_slice(node: fx.Node) -> None:
@@ -107,6 +110,21 @@ def _itself(node: fx.Node) -> fx.Node:
 
 def _operand(node: fx.Node) -> fx.Node:
     return node.args[0]
+
+
+def _cast(node: fx.Node) -> fx.Node:
+    """A cast to a wider type and back is nothing."""
+    node = _copy(node)
+    source = node.args[0] if node.target is aten._to_copy.default else node
+    if source is node or source.target is not aten._to_copy.default or not _only_casts(node) or not _only_casts(source):
+        return node
+    first = source.args[0]
+    widened = dtype_of(first).is_floating_point and torch.promote_types(dtype_of(first), dtype_of(source)) == dtype_of(source)
+    return first if widened and dtype_of(first) == dtype_of(node) else node
+
+
+def _only_casts(node: fx.Node) -> bool:
+    return set(node.kwargs) == {"dtype"}
 
 
 def _copy(node: fx.Node) -> fx.Node:
@@ -143,7 +161,7 @@ _SIMPLER: dict[Callable[..., object], Callable[[fx.Node], fx.Node]] = {
     aten.alias.default: _operand,
     aten.lift_fresh_copy.default: _operand,
     aten.clone.default: _copy,
-    aten._to_copy.default: _copy,
+    aten._to_copy.default: _cast,
     aten.view.default: _same_shape,
     aten.expand.default: _same_shape,
     aten.slice.Tensor: _same_shape,

@@ -1,0 +1,123 @@
+"""The cross entropy on unflattened logits, in pieces that work with a split batch, sequence and vocabulary.
+
+::
+
+    m = amax(x)    s = Σ exp(x − m)    nll = log s + m − x[label]    valid = label ≠ ignored
+    loss = Σ nll · valid / Σ valid
+    ∂loss/∂x = cross_entropy_backward(x, m, s, label, valid · tangent / Σ valid)
+
+The number of valid labels is a sum of its own, known before the first backward. The logits are read as they are: in
+half precision, a cast before the loss is redundant, since the pieces compute in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar import ops
+from autopar.capture.graphs import aten, calls, dtype_of, emit, shape_of, sweep, view
+from autopar.capture.passes.linears import merged_dims
+
+_MEAN, _SUM = 1, 2
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """What the forward leaves for the backward."""
+
+    x: fx.Node
+    m: fx.Node
+    s: fx.Node
+    labels: fx.Node
+    valid: fx.Node
+    count: fx.Node | None
+
+
+def split_cross_entropy(graph: fx.Graph) -> None:
+    """``_log_softmax → nll_loss_forward`` and their backwards, for reductions mean and sum without class weights."""
+    for node in calls(graph, aten.nll_loss_forward.default):
+        if not _is_plain(node):
+            continue
+        with graph.inserting_before(node):
+            pieces = _forward(node)
+        for gradient in [user for user in node.args[0].users if user.target is aten.nll_loss_backward.default]:
+            for end in [user for user in gradient.users if user.target is aten._log_softmax_backward_data.default]:
+                with graph.inserting_before(end):
+                    _backward(end, gradient.args[0], pieces)
+    sweep(graph)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    log_softmax, labels, weight, reduction, _ = node.args
+    return (
+        log_softmax.target is aten._log_softmax.default
+        and len(shape_of(log_softmax)) == 2
+        and log_softmax.args[1] % 2 == 1
+        and weight is None
+        and reduction in (_MEAN, _SUM)
+        and dtype_of(labels) == torch.int64
+    )
+
+
+def _forward(node: fx.Node) -> _Pieces:
+    _, _, _, reduction, ignored = node.args
+    x, labels = _unflattened(node)
+    rows = shape_of(x)[:-1]
+    accumulate = torch.float32 if dtype_of(x) in _HALF else dtype_of(x)
+
+    def step(target: Any, args: tuple[Any, ...], shape: tuple[int, ...] = rows, dtype: torch.dtype = accumulate) -> fx.Node:
+        return emit(node, target, args, shape, dtype=dtype)
+
+    m = step(aten.amax.default, (x, [-1]), dtype=dtype_of(x))
+    s = step(ops.sum_exp, (x, m))
+    normalizer = step(aten.add.Tensor, (step(aten.log.default, (s,)), m))
+    losses = step(aten.sub.Tensor, (normalizer, step(ops.pick, (x, labels), dtype=dtype_of(x))))
+    seen = step(aten.ne.Scalar, (labels, ignored), dtype=torch.bool)
+    valid = _cast(node, seen, accumulate)
+    every = list(range(len(rows)))
+    loss = step(aten.sum.dim_IntList, (step(aten.mul.Tensor, (losses, valid)), every), ())
+    count = step(aten.sum.dim_IntList, (valid, every), ()) if reduction == _MEAN else None
+    if count is not None:
+        loss = step(aten.div.Tensor, (loss, count), ())
+    for result in [user for user in node.users if user.args[1] == 0]:
+        result.replace_all_uses_with(_cast(node, loss, dtype_of(result)))
+    return _Pieces(x, m, s, labels, valid, count)
+
+
+def _unflattened(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Logits and labels from before they were flattened, or as they are where the two were not flattened alike."""
+    flat, flat_labels = node.args[0].args[0], node.args[1]
+    x, labels = _behind_view(flat), _behind_view(flat_labels)
+    if shape_of(x)[:-1] != shape_of(labels) or shape_of(x)[-1] != shape_of(flat)[-1]:
+        x, labels = flat, flat_labels
+    if x.target is aten._to_copy.default and dtype_of(x) == torch.float32 and dtype_of(x.args[0]) in _HALF:
+        x = x.args[0]
+    return x, labels
+
+
+def _behind_view(node: fx.Node) -> fx.Node:
+    if node.target is aten.view.default and merged_dims(shape_of(node.args[0]), shape_of(node)) is not None:
+        node = node.args[0]
+    return node.args[0] if node.target is aten.clone.default else node
+
+
+def _backward(end: fx.Node, tangent: fx.Node, pieces: _Pieces) -> None:
+    accumulate = dtype_of(pieces.valid)
+    per_row = _cast(end, tangent, accumulate)
+    if pieces.count is not None:
+        per_row = emit(end, aten.div.Tensor, (per_row, pieces.count), (), dtype=accumulate)
+    scale = emit(end, aten.mul.Tensor, (pieces.valid, per_row), shape_of(pieces.valid), dtype=accumulate)
+    args = (pieces.x, pieces.m, pieces.s, pieces.labels, scale)
+    gradient = emit(end, ops.cross_entropy_backward, args, shape_of(pieces.x), dtype=dtype_of(pieces.x))
+    end.replace_all_uses_with(view(end, _cast(end, gradient, dtype_of(end)), shape_of(end)))
+
+
+def _cast(like: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    if dtype_of(node) == dtype:
+        return node
+    return emit(like, aten._to_copy.default, (node,), shape_of(node), dtype=dtype, kwargs={"dtype": dtype})
