@@ -16,7 +16,8 @@ import torch
 
 from autopar import ops
 from autopar.rules import families as f
-from autopar.rules.call import Call, KeyedCall
+from autopar.rules import networks
+from autopar.rules.call import Call, KeyedCall, argument
 from autopar.rules.notation import AxisOption, Factors, options, parse, replicated
 
 aten = torch.ops.aten
@@ -43,10 +44,10 @@ MATMUL: Mapping[Any, f.Family] = {
     aten.bmm.default: Row("b m k, b k n -> b m n", EITHER),
     aten.addmm.default: Row("m n, m _, _ n -> m n", ((0, 1), (0, 2))),
     aten.baddbmm.default: Row("b m n, b m _, b _ n -> b m n", ((0, 1), (0, 2))),
-    aten.convolution.default: f.convolution,
-    aten.convolution_backward.default: f.convolution_backward,
-    ops.attention: f.attention,
-    ops.attention_backward: f.attention_backward,
+    aten.convolution.default: networks.convolution,
+    aten.convolution_backward.default: networks.convolution_backward,
+    ops.attention: networks.attention,
+    ops.attention_backward: networks.attention_backward,
 }
 
 EMBEDDING: Mapping[Any, f.Family] = {
@@ -55,7 +56,7 @@ EMBEDDING: Mapping[Any, f.Family] = {
     aten.embedding.default: Row("_ d, ... -> ... d", FIRST),
     aten.embedding_dense_backward.default: lambda call: parse(
         # scaling by frequency needs the counts of all ids
-        "_ _ d, _ _ -> _ d" if f.argument(call, "scale_grad_by_freq", False) else "... d, ... -> _ d", call, FIRST
+        "_ _ d, _ _ -> _ d" if argument(call, "scale_grad_by_freq", False) else "... d, ... -> _ d", call, FIRST
     ),
 }
 
@@ -63,13 +64,13 @@ LOSS: Mapping[Any, f.Family] = {
     ops.sum_exp: Row("... v, ... -> ..."),
     ops.pick: Row("... v, ... -> ...", FIRST),
     ops.cross_entropy_backward: Row("... v, ..., ..., ..., ... -> ... v"),
-    aten.nll_loss_forward.default: f.nll_loss_forward,
-    aten.nll_loss_backward.default: f.nll_loss_backward,
+    aten.nll_loss_forward.default: networks.nll_loss_forward,
+    aten.nll_loss_backward.default: networks.nll_loss_backward,
 }
 
 NORMS: Mapping[Any, f.Family] = {
-    aten.native_layer_norm.default: f.layer_norm,
-    aten.native_layer_norm_backward.default: f.layer_norm_backward,
+    aten.native_layer_norm.default: networks.layer_norm,
+    aten.native_layer_norm_backward.default: networks.layer_norm_backward,
     aten._softmax.default: f.along(),
     aten._log_softmax.default: f.along(),
     aten._safe_softmax.default: f.along(),
@@ -189,7 +190,7 @@ POINTWISE_LINEAR: Mapping[Any, f.Family] = {
             aten.threshold_backward.default,
         )
     },
-    aten.masked_fill.Scalar: lambda call: f.pointwise(FIRST if f.argument(call, "value") == 0 else ())(call),
+    aten.masked_fill.Scalar: lambda call: f.pointwise(FIRST if argument(call, "value") == 0 else ())(call),
     aten.copy.default: f.pointwise(((1,),)),
 }
 

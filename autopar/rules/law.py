@@ -1,0 +1,163 @@
+"""The law that every rule must pass: split → run → join equals run.
+
+The operands are split as a strategy says (a partial sum into random addends), every rank runs the localized call on its
+parts, the results are joined as the strategy says (replicated results must agree) and compared with the whole op.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Shard
+
+from autopar.errors import RuleError
+from autopar.layout import Layout, Strategy, local_range
+from autopar.rules.call import NO_TENSOR, Call, Operand
+from autopar.rules.expansion import strategies
+from autopar.rules.localization import Start, localize
+from autopar.rules.notation import AxisOption
+
+Coordinate = tuple[int, ...]
+Parts = dict[Coordinate, torch.Tensor]
+_JOIN: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def check_options(call: Call, make_inputs: Callable[[], Sequence[torch.Tensor]], n: int) -> int:
+    """Check every option of `call` that splits evenly on an axis of size `n`; gives how many there were.
+
+    Raises:
+        RuleError: where an option does not reproduce the whole op.
+    """
+    return check_strategies(call, make_inputs(), (n,))
+
+
+def check_strategies(call: Call, inputs: Sequence[torch.Tensor], mesh_shape: Sequence[int]) -> int:
+    """As `check_options`, for every strategy on a mesh."""
+    found = strategies(call, mesh_shape)
+    for strategy in found:
+        check_strategy(call, inputs, strategy, mesh_shape)
+    return len(found)
+
+
+def check_option(call: Call, inputs: Sequence[torch.Tensor], option: AxisOption, n: int) -> None:
+    """Check one option on an axis of size `n`."""
+    strategy = Strategy(tuple(Layout((p,)) for p in option.inputs), tuple(Layout((p,)) for p in option.outputs))
+    check_strategy(call, inputs, strategy, (n,))
+
+
+def check_strategy(call: Call, inputs: Sequence[torch.Tensor], strategy: Strategy, mesh_shape: Sequence[int]) -> None:
+    """Check one strategy.
+
+    Raises:
+        RuleError: where a rank cannot run the op, replicated results differ, or the joined result is not the whole one.
+    """
+    ranks = list(itertools.product(*map(range, mesh_shape)))
+    parts = [split(x, layout, mesh_shape) for x, layout in zip(inputs, strategy.inputs, strict=True)]
+    local = localize(call, strategy, mesh_shape)
+    expected = run(call.target, call.args, call.kwargs, inputs, (), ())
+    try:
+        results = {rank: run(local.target, local.args, local.kwargs, [p[rank] for p in parts], mesh_shape, rank) for rank in ranks}
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise _broken(call, strategy, f"a rank cannot run it: {error}") from error
+    for number, whole in enumerate(expected):
+        if call.outputs[number] == NO_TENSOR:
+            continue
+        joined = join({rank: results[rank][number] for rank in ranks}, whole, strategy.outputs[number], mesh_shape)
+        if isinstance(joined, str) or not _close(joined, whole):
+            raise _broken(call, strategy, joined if isinstance(joined, str) else f"result {number} is not the whole op's")
+
+
+def run(
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    tensors: Sequence[torch.Tensor],
+    mesh_shape: Sequence[int],
+    rank: Coordinate,
+) -> tuple[torch.Tensor, ...]:
+    """Run a call on tensors: operands and starts filled in; always gives a tuple of results."""
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, Operand):
+            return tensors[value.index]
+        if isinstance(value, Start):
+            return value.at(mesh_shape, rank)
+        return [fill(v) for v in value] if isinstance(value, tuple) else value
+
+    if target is operator.getitem:
+        return (tensors[0],)
+    result = target(*map(fill, args), **{k: fill(v) for k, v in kwargs.items()})
+    return tuple(result) if isinstance(result, list | tuple) else (result,)
+
+
+def split(x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int]) -> Parts:
+    """The part of `x` at every coordinate. Partial axes come first, so that ranks which differ only on replicated axes get
+    the same addends."""
+    partial = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Partial)]
+    addends: Parts = {(): x}
+    for axis in partial:
+        reduce_op, size = layout.placements[axis].reduce_op, mesh_shape[axis]
+        pieces = {at: _addends(part, reduce_op, size) for at, part in addends.items()}
+        addends = {(*at, i): pieces[at][i] for at in addends for i in range(size)}
+    ranks = itertools.product(*map(range, mesh_shape))
+    return {
+        rank: addends[tuple(rank[axis] for axis in partial)][_window(x.shape, layout, mesh_shape, rank)].clone() for rank in ranks
+    }
+
+
+def _window(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], rank: Coordinate) -> tuple[slice, ...]:
+    ranges = [local_range(size, layout, dim, mesh_shape, rank) for dim, size in enumerate(shape)]
+    return tuple(slice(start, start + length) for start, length in ranges)
+
+
+def _addends(x: torch.Tensor, reduce_op: str, size: int) -> list[torch.Tensor]:
+    """Random tensors that reduce to `x`; for a sum, of x's own magnitude and none of them zero."""
+    noise = [torch.randint(1, 9, x.shape).to(x.dtype) * (-1) ** i for i in range(size)]
+    if reduce_op == "sum":
+        rest = noise[:-1]
+        return [*rest, x - sum(rest, torch.zeros_like(x))]
+    sign = -1 if reduce_op == "max" else 1
+    holder = torch.randint(0, size, x.shape)
+    return [torch.where(holder == i, x, x + sign * n.abs()) for i, n in enumerate(noise)]
+
+
+def join(parts: Parts, whole: torch.Tensor, layout: Layout, mesh_shape: Sequence[int]) -> torch.Tensor | str:
+    """The global tensor, or what is wrong with the parts."""
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Shard):
+            continue
+        merged: Parts = {}
+        for rank, part in parts.items():
+            at = (*rank[:axis], 0, *rank[axis + 1 :])
+            if at not in merged:
+                merged[at] = part
+            elif isinstance(placement, Partial):
+                merged[at] = _JOIN[placement.reduce_op](merged[at], part)
+            elif not _close(merged[at], part):
+                return f"ranks disagree on a result that is replicated on axis {axis}"
+        parts = merged
+    result = torch.zeros_like(whole)
+    for rank, part in parts.items():
+        window = _window(whole.shape, layout, mesh_shape, rank)
+        if result[window].shape != part.shape or part.dtype != whole.dtype:
+            return f"a rank has {part.dtype} {tuple(part.shape)} where {whole.dtype} {tuple(result[window].shape)} is due"
+        result[window] = part
+    return result
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    return torch.allclose(a.double(), b.double(), rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+def _broken(call: Call, strategy: Strategy, what: str) -> RuleError:
+    return RuleError(
+        f"strategy {strategy} is wrong on shapes {[info.shape for info in call.inputs]}: {what}",
+        where=call.where if call.where.op else str(call.target),
+        remedy="correct the op's row in autopar.rules.table or its local arguments in autopar.rules.localization",
+    )

@@ -1,0 +1,280 @@
+"""One call or more for every row of the rules' table: CASES[target] makes (args, kwargs) from sizes a, b, c, d."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from autopar import ops
+
+aten = torch.ops.aten
+Built = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def real(*shape: int) -> torch.Tensor:
+    return torch.randint(-8, 9, shape).double() / 4
+
+
+def ids(high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, high, shape)
+
+
+def on(*args: Any, **kwargs: Any) -> Built:
+    return args, kwargs
+
+
+def softmaxed(s: Any) -> Built:
+    x = real(s.a, s.b, s.c)
+    m, total = x.amax(-1), (x - x.amax(-1, keepdim=True)).exp().sum(-1)
+    return on(x, m, total, ids(s.c + 1, s.a, s.b), real(s.a, s.b))
+
+
+def normed(s: Any, masked: bool = False) -> Built:
+    x, w, b = real(s.a, s.b, s.c), real(s.c), real(s.c)
+    _, mean, rstd = aten.native_layer_norm.default(x, [s.c], w, b, 1e-5)
+    return on(real(s.a, s.b, s.c), x, [s.c], mean, rstd, w, b, [True, not masked, True])
+
+
+def attended(s: Any, causal: bool = False, mask: tuple[int, ...] | None = None) -> Built:
+    q, k, v = (real(s.a, s.b, s.c, 2) for _ in range(3))
+    return on(q, k, v, real(*mask) if mask else None, causal, 0.5)
+
+
+def attended_backward(s: Any, causal: bool = False, mask: tuple[int, ...] | None = None) -> Built:
+    (q, k, v, given_mask, _, scale), _ = attended(s, causal, mask)
+    out, lse = ops.attention(q, k, v, given_mask, causal, scale)
+    return on(real(*q.shape), q, k, v, out, lse, given_mask, causal, scale)
+
+
+def convolved(s: Any, groups: int = 1, transposed: bool = False, bias: bool = False, depthwise: bool = False) -> Built:
+    groups, channels = (s.b, s.b) if depthwise else (groups, s.b * groups)
+    out = s.c * groups
+    weight = (channels, out // groups, 2, 2) if transposed else (out, channels // groups, 2, 2)
+    b = real(out) if bias else None
+    return on(real(s.a, channels, 5, 5), real(*weight), b, [1, 1], [1, 1], [1, 1], transposed, [0, 0], groups)
+
+
+def convolved_backward(s: Any, *, mask: tuple[bool, bool, bool] = (True, True, True), **how: Any) -> Built:
+    (x, w, _, *rest), _ = convolved(s, **how)
+    out = aten.convolution.default(x, w, None, *rest)
+    return on(real(*out.shape), x, w, [out.shape[1]], *rest, list(mask))
+
+
+def reshaped(s: Any) -> Built:
+    """Factors grouped in two ways, so that dims merge, split and stay."""
+    return on(real(*s.before), s.after)
+
+
+Case = Callable[[Any], Built]
+
+
+def cube(s: Any) -> Built:
+    return on(real(s.a, s.b, s.c))
+
+
+def pair(s: Any) -> Built:
+    return on(real(s.a, s.b, s.c), real(s.b, s.c))
+
+
+def last(s: Any) -> Built:
+    return on(real(s.a, s.b, s.c), -1)
+
+
+def graded(s: Any) -> Built:
+    return on(real(s.a, s.b), real(s.a, s.b))
+
+
+def softmax(s: Any) -> Built:
+    return on(real(s.a, s.b, s.c), 1, False)
+
+
+def softmax_backward(s: Any) -> Built:
+    return on(real(s.a, s.b), real(s.a, s.b).softmax(1), 1, torch.float64)
+
+
+def nll(s: Any, reduction: int = 1) -> Built:
+    return on(real(s.a, s.c), ids(s.c, s.a), None, reduction, -100)
+
+
+def nll_backward(s: Any, reduction: int = 1) -> Built:
+    grad = real() if reduction else real(s.a)
+    return on(grad, *nll(s, reduction)[0], torch.tensor(float(s.a if reduction else 0), dtype=torch.float64))
+
+
+DIMS = [lambda s: on(real(s.a, s.b, s.c), [0, 2]), lambda s: on(real(s.a, s.b, s.c), [1], True)]
+DIM = [lambda s: on(real(s.a, s.b, s.c), 1), lambda s: on(real(s.a, s.b, s.c), 1, True)]
+VARIANCE = [
+    lambda s: on(real(s.a, s.b, s.c), [1], correction=0),
+    lambda s: on(real(s.a, s.b, s.c), [0, 1], correction=0, keepdim=True),
+]
+SUM = [pair, lambda s: on(real(s.a, 1), real(1, s.b), alpha=2), lambda s: on(real(s.a), 2.0)]
+NEW = [lambda s: on(real(s.a, s.b), [s.a, s.c]), lambda s: on(real(s.a, s.b), [])]
+
+CASES: Mapping[Any, Case | list[Case]] = {
+    ops.dot: [
+        lambda s: on("bsk,nk->bsn", real(s.a, s.b, s.c), real(s.d, s.c)),
+        lambda s: on("bsn,bsk->nk", real(s.a, s.b, s.d), real(s.a, s.b, s.c)),
+        lambda s: on("bsk,kih->bsih", real(s.a, s.b, s.c), real(s.c, 3, s.d)),
+    ],
+    aten.mm.default: lambda s: on(real(s.a, s.b), real(s.b, s.c)),
+    aten.bmm.default: lambda s: on(real(s.d, s.a, s.b), real(s.d, s.b, s.c)),
+    aten.addmm.default: [
+        lambda s: on(real(s.c), real(s.a, s.b), real(s.b, s.c)),
+        lambda s: on(real(s.a, s.c), real(s.a, s.b), real(s.b, s.c)),
+    ],
+    aten.baddbmm.default: lambda s: on(real(s.d, s.a, s.c), real(s.d, s.a, s.b), real(s.d, s.b, s.c)),
+    aten.convolution.default: [
+        lambda s: convolved(s),
+        lambda s: convolved(s, bias=True),
+        lambda s: convolved(s, transposed=True),
+        lambda s: convolved(s, groups=2, bias=True),
+        lambda s: convolved(s, depthwise=True, bias=True),
+        lambda s: convolved(s, depthwise=True, transposed=True),
+    ],
+    aten.convolution_backward.default: [
+        lambda s: convolved_backward(s),
+        lambda s: convolved_backward(s, transposed=True),
+        lambda s: convolved_backward(s, groups=2),
+        lambda s: convolved_backward(s, depthwise=True),
+        lambda s: convolved_backward(s, mask=(False, True, True)),
+        lambda s: convolved_backward(s, mask=(False, True, False)),
+    ],
+    ops.attention: [
+        lambda s: attended(s),
+        lambda s: attended(s, causal=True),
+        lambda s: attended(s, mask=(s.a, 1, s.c, s.c)),
+        lambda s: attended(s, mask=(1, s.b, s.c, s.c)),
+        lambda s: attended(s, mask=(s.a, 1, 1, s.c)),
+    ],
+    ops.attention_backward: [
+        lambda s: attended_backward(s),
+        lambda s: attended_backward(s, causal=True),
+        lambda s: attended_backward(s, mask=(s.a, 1, s.c, s.c)),
+    ],
+    ops.embedding: lambda s: on(real(s.a, s.b), ids(s.a, s.c, s.d)),
+    ops.embedding_backward: [
+        lambda s: on(real(s.c, s.d, s.b), ids(s.a, s.c, s.d), s.a),
+        lambda s: on(real(s.c, s.d, s.b), ids(s.a, s.c, s.d), s.a, padding_idx=s.a - 1),
+    ],
+    aten.embedding.default: lambda s: on(real(s.a, s.b), ids(s.a, s.c, s.d)),
+    aten.embedding_dense_backward.default: [
+        lambda s: on(real(s.c, s.d, s.b), ids(s.a, s.c, s.d), s.a, 0, False),
+        lambda s: on(real(s.c, s.d, s.b), ids(s.a, s.c, s.d), s.a, -1, True),
+    ],
+    ops.sum_exp: lambda s: on(x := real(s.a, s.b, s.c), x.amax(-1)),
+    ops.pick: lambda s: on(real(s.a, s.b, s.c), ids(s.c, s.a, s.b)),
+    ops.cross_entropy_backward: softmaxed,
+    aten.nll_loss_forward.default: [nll, lambda s: nll(s, 2), lambda s: nll(s, 0)],
+    aten.nll_loss_backward.default: [nll_backward, lambda s: nll_backward(s, 0)],
+    aten.native_layer_norm.default: [
+        lambda s: on(real(s.a, s.b, s.c), [s.c], real(s.c), real(s.c), 1e-5),
+        lambda s: on(real(s.a, s.b, s.c), [s.b, s.c], None, None, 1e-5),
+    ],
+    aten.native_layer_norm_backward.default: [normed, lambda s: normed(s, masked=True)],
+    **dict.fromkeys((aten._softmax.default, aten._log_softmax.default), softmax),
+    aten._safe_softmax.default: last,
+    **dict.fromkeys((aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), softmax_backward),
+    **dict.fromkeys((aten.sum.default, aten.mean.default, aten.any.default, aten.all.default), cube),
+    **dict.fromkeys((aten.argmax.default, aten.argmin.default), cube),
+    **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default), DIMS),
+    **dict.fromkeys((aten.var.dim, aten.logsumexp.default), DIMS),
+    **dict.fromkeys((aten.max.dim, aten.min.dim, aten.any.dim, aten.all.dim, aten.prod.dim_int), DIM),
+    **dict.fromkeys((aten.var.correction, aten.var_mean.correction, aten.std.correction), VARIANCE),
+    aten.linalg_vector_norm.default: lambda s: on(real(s.a, s.b, s.c), 2, [1]),
+    aten.sort.default: last,
+    aten.topk.default: lambda s: on(real(s.a, s.b, s.c), 1, 1),
+    aten.flip.default: lambda s: on(real(s.a, s.b, s.c), [0, 2]),
+    aten.cumsum.default: last,
+    **dict.fromkeys((aten.tril.default, aten.triu.default), cube),
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), reshaped),
+    aten.squeeze.default: lambda s: on(real(s.a, 1, s.b)),
+    aten.squeeze.dim: [lambda s: on(real(s.a, 1, s.b), 1), lambda s: on(real(s.a, 1, s.b), 0)],
+    aten.squeeze.dims: lambda s: on(real(s.a, 1, s.b, 1), [0, 1, -1]),
+    aten.unsqueeze.default: lambda s: on(real(s.a, s.b), -1),
+    aten.permute.default: lambda s: on(real(s.a, s.b, s.c), [2, 0, -2]),
+    aten.transpose.int: lambda s: on(real(s.a, s.b, s.c), 0, -1),
+    aten.t.default: [lambda s: on(real(s.a, s.b)), lambda s: on(real(s.a))],
+    aten.expand.default: lambda s: on(real(s.b, 1, s.c), [s.a, -1, s.d, s.c]),
+    aten.select.int: lambda s: on(real(s.a, s.b, s.c), -1, s.c - 1),
+    aten.unbind.int: lambda s: on(real(s.a, s.b, s.c), 1),
+    aten.select_backward.default: lambda s: on(real(s.a, s.b), [s.a, s.c, s.b], 1, 0),
+    aten.select_scatter.default: lambda s: on(real(s.a, s.b, s.c), real(s.a, s.c), 1, 0),
+    aten.slice.Tensor: [
+        lambda s: on(real(s.a, s.b), 1, 0, 1),
+        lambda s: on(real(s.a, s.b), 1, 0, s.b),
+        lambda s: on(real(s.a, s.b), 0, 0, 2**63 - 1),
+    ],
+    aten.slice_backward.default: lambda s: on(real(s.a, 1, s.c), [s.a, s.b, s.c], 1, 0, 1, 1),
+    aten.slice_scatter.default: lambda s: on(real(s.a, s.b, s.c), real(s.a, 1, s.c), 1, 0, 1),
+    aten.split.Tensor: [lambda s: on(real(s.a, s.b), max(s.b // 2, 1), 1), lambda s: on(real(s.a, s.b), 1)],
+    aten.split_with_sizes.default: lambda s: on(real(s.a, s.b + 1), [1, s.b], -1),
+    aten.cat.default: [lambda s: on([real(s.a, s.b), real(s.a, s.c)], -1), lambda s: on([real(s.a, s.b), real(s.a, s.b)])],
+    aten.stack.default: lambda s: on([real(s.a, s.b), real(s.a, s.b)], -1),
+    aten.constant_pad_nd.default: [lambda s: on(real(s.a, s.b), [0, 1], -100.0), lambda s: on(real(s.a, s.b), [0, 0, 1, 1])],
+    aten.repeat.default: lambda s: on(real(s.a, s.b), [2, 1, 3]),
+    operator.getitem: None,  # below: it takes a result, not a tensor
+    aten.index.Tensor: [
+        lambda s: on(real(s.a, s.b), [ids(s.a, s.c, 1), ids(s.b, s.d)]),
+        lambda s: on(real(s.a, s.b, s.c), [None, ids(s.b, s.d)]),
+        lambda s: on(real(s.a, s.b, s.c), [ids(s.a, s.d), None, ids(s.c, s.d)]),
+        lambda s: on(real(s.a, s.b), [real(s.a, s.b) > 0]),
+    ],
+    aten.index_put.default: [
+        lambda s: on(real(s.a, s.b, s.c), [ids(s.a, s.d)], real(s.d, s.b, s.c), True),
+        lambda s: on(real(s.a, s.b, s.c), [None, ids(s.b, s.d)], real(s.a, s.d, s.c), True),
+        lambda s: on(real(s.a, s.b), [ids(s.a, s.d, 2)], real(s.d, 2, s.b), True),
+    ],
+    aten.gather.default: [lambda s: on(real(s.a, s.b, s.c), 1, ids(s.b, s.a, s.d, s.c)), lambda s: on(real(s.a, s.b), 1, ids(s.b, 1, s.d))],
+    aten.scatter.value: lambda s: on(real(s.a, s.b), 1, ids(s.b, s.a, 1), 2.0),
+    aten.scatter.src: lambda s: on(real(s.a, s.b), 1, ids(s.b, s.a, 1), real(s.a, 1)),
+    aten.scatter_add.default: [
+        lambda s: on(real(s.a, s.b), 1, ids(s.b, s.a, s.c), real(s.a, s.c)),
+        lambda s: on(real(s.a, s.b), 1, ids(s.b, 1, s.c), real(1, s.c)),
+    ],
+    aten.arange.default: lambda s: on(s.a),
+    aten.arange.start: lambda s: on(1, s.a + 1),
+    aten.arange.start_step: lambda s: on(0, s.a, 2),
+    **dict.fromkeys((aten.zeros.default, aten.ones.default), lambda s: on([s.a, s.b])),
+    aten.full.default: lambda s: on([s.a], 2.0),
+    aten.empty.memory_format: None,  # has no values to compare
+    aten.new_empty.default: None,
+    aten.empty_like.default: None,
+    aten.scalar_tensor.default: lambda s: on(1.0),
+    aten.eye.default: lambda s: on(s.a),
+    **dict.fromkeys((aten.new_zeros.default, aten.new_ones.default), NEW),
+    aten.new_full.default: lambda s: on(real(s.a, s.b), [s.a, s.c], 3.0),
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), SUM),
+    aten.mul.Tensor: [pair, lambda s: on(real(s.a, 1), real(1, s.b)), lambda s: on(real(s.a), 2.0)],
+    aten.div.Tensor: lambda s: on(real(s.a, s.b), real(s.b) + 9),
+    **dict.fromkeys((aten.mul.Scalar, aten.div.Scalar), lambda s: on(real(s.a, s.b), 3.0)),
+    aten.where.self: lambda s: on(real(s.a, 1) > 0, real(s.b), real(s.a, s.b)),
+    aten.addcmul.default: lambda s: on(real(s.a, s.b), real(s.b), real(s.a, 1)),
+    aten._to_copy.default: [
+        lambda s: on(real(s.a, s.b), dtype=torch.bfloat16),
+        lambda s: on(real(s.a, s.b).to(torch.bfloat16), dtype=torch.float64),
+        lambda s: on(real(s.a, s.b), dtype=torch.int64),
+        lambda s: on(ids(9, s.a, s.b), dtype=torch.int64),
+    ],
+    **dict.fromkeys((aten.neg.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default), cube),
+    **dict.fromkeys((aten.gelu_backward.default, aten.silu_backward.default), graded),
+    **dict.fromkeys((aten.tanh_backward.default, aten.sigmoid_backward.default), graded),
+    aten.threshold_backward.default: lambda s: on(real(s.a, s.b), real(s.a, s.b), 0.5),
+    aten.masked_fill.Scalar: [lambda s: on(real(s.a, s.b), real(s.b) > 0, 0), lambda s: on(real(s.a, s.b), real(s.b) > 0, -math.inf)],
+    aten.masked_fill.Tensor: lambda s: on(real(s.a, s.b), real(s.b) > 0, real()),
+    aten.copy.default: lambda s: on(real(s.a, s.b), real(s.b)),
+    aten.fill.Scalar: lambda s: on(real(s.a, s.b), 2.0),
+    aten.fill.Tensor: lambda s: on(real(s.a, s.b), real()),
+    aten.floor_divide.default: lambda s: on(real(s.a, s.b), real(s.b) + 9),
+    **dict.fromkeys((aten.zeros_like.default, aten.ones_like.default), cube),
+    aten.full_like.default: lambda s: on(real(s.a, s.b), 2.0),
+    # by torch's pointwise tag
+    aten.pow.Tensor_Scalar: lambda s: on(real(s.a, s.b), 2),
+    aten.bitwise_and.Tensor: lambda s: on(real(s.a, s.b) > 0, real(s.b) > 0),
+    aten.add.Scalar: lambda s: on(real(s.a, s.b), 2.0),
+    aten.rsub.Scalar: lambda s: on(real(s.a, s.b), 2.0),
+    aten.exp.default: cube,
+}

@@ -1,0 +1,145 @@
+"""Every row of the rules' table obeys the law: split → run → join equals run; and the law catches wrong rules."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rule_cases import (
+    CASES,
+    DIMS,
+    Built,
+    Case,
+    aten,
+    attended,
+    attended_backward,
+    convolved,
+    convolved_backward,
+    cube,
+    last,
+    nll,
+    normed,
+    on,
+    pair,
+    real,
+    reshaped,
+    softmax,
+)
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from autopar import ops
+from autopar.errors import RuleError
+from autopar.layout import Layout, Strategy
+from autopar.rules import AxisOption, axis_options, call_on, localization
+from autopar.rules.law import check_option, check_options, check_strategies, check_strategy
+from autopar.rules.table import TABLE
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> Any:
+    a, b, c, d = (draw(st.sampled_from([1, 2, 3, 4, 6])) for _ in "abcd")
+    factors = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4))
+    shapes = []
+    for _ in range(2):
+        cuts = sorted(draw(st.sets(st.integers(0, len(factors)), max_size=3)) | {0, len(factors)})
+        shapes.append([math.prod(factors[i:j]) for i, j in itertools.pairwise(cuts)])
+    return SimpleNamespace(a=a, b=b, c=c, d=d, before=shapes[0], after=shapes[1])
+
+
+def made(target: Any, built: Built) -> tuple[Any, list[torch.Tensor]]:
+    return call_on(target, *built, target(*built[0], **built[1]))
+
+
+LISTED = [(target, case) for target, cases in CASES.items() if cases for case in (cases if isinstance(cases, list) else [cases])]
+
+
+@pytest.mark.parametrize(("target", "case"), LISTED, ids=lambda v: str(v) if v in CASES else "")
+@settings(max_examples=6)
+@given(s=sizes(), mesh_shape=st.sampled_from([(2,), (3,), (2, 2)]))
+def test_every_strategy_of_every_row_reproduces_the_whole_op(target: Any, case: Case, s: Any, mesh_shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    call, tensors = made(target, case(s))
+    check_strategies(call, tensors, mesh_shape)
+
+
+def test_the_law_covers_every_row_of_the_table() -> None:
+    assert set(TABLE) <= set(CASES)
+
+
+def test_a_result_of_an_op_with_several_passes_through_getitem() -> None:
+    x = real(4, 6)
+    call, _ = call_on(operator.getitem, (x, 1), {}, x)
+    assert check_options(call, lambda: [x], 2) == 4  # replicated, two dims, a partial sum
+
+
+R, S0, S1, S2, P = Replicate(), Shard(0), Shard(1), Shard(2), Partial("sum")
+FOUR = SimpleNamespace(a=4, b=4, c=4, d=4, before=[4, 6], after=[24])
+Wrong = tuple[Any, Case, list[Any], list[Any]]
+WRONG: Mapping[str, Wrong] = {
+    "a product over dims that do not contract": (ops.dot, CASES[ops.dot][0], [S2, S0], [S2]),
+    "a contraction taken for whole": (aten.mm.default, lambda s: on(real(4, 4), real(4, 4)), [S1, S0], [R]),
+    "a partial sum plus a replicated tensor": (aten.add.Tensor, pair, [P, R], [P]),
+    "a partial sum plus a number": (aten.add.Scalar, lambda s: on(real(4), 2.0), [P], [P]),
+    "a product of two partial sums": (aten.mul.Tensor, pair, [P, P], [P]),
+    "a quotient by a partial sum": (aten.div.Tensor, CASES[aten.div.Tensor], [R, P], [P]),
+    "a narrowing cast of a partial sum": (aten._to_copy.default, lambda s: on(real(4, 4) / 3, dtype=torch.bfloat16), [P], [P]),
+    "exp of a partial sum": (aten.exp.default, cube, [P], [P]),
+    "half of a where": (aten.where.self, CASES[aten.where.self], [R, P, R], [P]),
+    "softmax over a sharded dim": (aten._softmax.default, softmax, [S1], [S1]),
+    "a cumulative sum along a sharded dim": (aten.cumsum.default, last, [S2], [S2]),
+    "a maximum taken for a sum": (aten.amax.default, DIMS[0], [S0], [P]),
+    "a variance taken for a sum": (aten.var.correction, lambda s: on(real(4, 4), [0]), [S0], [P]),
+    "layer norm over a sharded dim": (aten.native_layer_norm.default, CASES[aten.native_layer_norm.default][0], [S2, S0, S0], [S2, R, R]),
+    "the gradient of a norm's weight not reduced": (aten.native_layer_norm_backward.default, normed, [S0, S0, S0, S0, R, R], [S0, R, R]),
+    "causal attention sharded over the query": (ops.attention, lambda s: attended(s, causal=True), [S2, R, R], [S2, S2]),
+    "attention sharded over the keys": (ops.attention, attended, [R, S2, S2], [P, R]),
+    "a key's gradient not reduced": (ops.attention_backward, attended_backward, [S2, S2, R, R, S2, S2], [S2, R, R]),
+    "a view of the inner factor": (aten.view.default, reshaped, [S1], [S0]),
+    "a transpose that forgets to": (aten.transpose.int, lambda s: on(real(4, 6), 0, 1), [S0], [S0]),
+    "a slice of a sharded dim": (aten.slice.Tensor, lambda s: on(real(4, 4), 1, 0, 2), [S1], [S1]),
+    "a part of the vocabulary taken for the whole": (ops.embedding, CASES[ops.embedding], [S0, R], [R]),
+    "a convolution that adds its bias on every rank": (aten.convolution.default, lambda s: convolved(s, bias=True), [S1, S1, R], [P]),
+    "a bias' gradient counted once per rank": (aten.convolution_backward.default, convolved_backward, [R, S1, S1], [S1, S1, P]),
+    "a mean loss over a sharded batch": (aten.nll_loss_forward.default, nll, [S0, S0], [P, P]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_law_catches(name: str) -> None:
+    target, case, inputs, outputs = WRONG[name]
+    torch.manual_seed(0)
+    call, tensors = made(target, case(FOUR))
+    option = AxisOption(tuple(inputs), tuple(outputs))
+    assert option not in axis_options(call)
+    with pytest.raises(RuleError, match="is wrong on shapes"):
+        check_option(call, tensors, option, 2)
+
+
+@pytest.mark.parametrize("target", sorted((t for t in localization.LOCALIZERS if CASES[t]), key=str), ids=str)
+def test_the_law_catches_arguments_that_stay_global(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every localizer is needed by some case."""
+    monkeypatch.setattr(localization, "LOCALIZERS", {})
+    torch.manual_seed(0)
+    cases = CASES[target] if isinstance(CASES[target], list) else [CASES[target]]
+    shapes = [FOUR, SimpleNamespace(a=2, b=2, c=2, d=2, before=[2, 12], after=[4, 6])]
+    with pytest.raises(RuleError, match="is wrong on shapes"):
+        for case in cases:
+            for s in shapes:
+                call, tensors = made(target, case(s))
+                check_strategies(call, tensors, (2,))
+
+
+def test_the_law_catches_axes_that_split_one_dim_in_different_orders() -> None:
+    call, tensors = made(aten.neg.default, on(real(8)))
+    layout = Layout((S0, S0))
+    check_strategy(call, tensors, Strategy((layout,), (layout,)), (2, 2))
+    with pytest.raises(RuleError, match="is wrong on shapes"):
+        check_strategy(call, tensors, Strategy((layout,), (Layout((S0, S0), (1, 0)),)), (2, 2))
