@@ -13,6 +13,7 @@ from torch import fx
 from autopar.capture.passes.attention import replace_attention
 from autopar.capture.passes.clean import clean, fold_views
 from autopar.capture.passes.embedding import replace_embeddings
+from autopar.capture.passes.fused import separate_fused_projections
 from autopar.capture.passes.linears import unflatten_products, unflatten_sums
 from autopar.capture.passes.loss import split_cross_entropy
 
@@ -25,4 +26,5 @@ PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (
     ("sums", unflatten_sums),
     ("views of views", fold_views),
     ("clean again", clean),
+    ("fused projections", separate_fused_projections),
 )

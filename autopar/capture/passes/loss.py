@@ -90,20 +90,15 @@ def _forward(node: fx.Node) -> _Pieces:
 
 
 def _unflattened(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Logits and labels from before they were flattened, or as they are where the two were not flattened alike."""
-    flat, flat_labels = node.args[0].args[0], node.args[1]
-    x, labels = _behind_view(flat), _behind_view(flat_labels)
-    if shape_of(x)[:-1] != shape_of(labels) or shape_of(x)[-1] != shape_of(flat)[-1]:
-        x, labels = flat, flat_labels
+    """Labels from before they were flattened, and the logits in the same rows."""
+    logits, labels = node.args[0].args[0], node.args[1]
+    if labels.target is aten.view.default and merged_dims(shape_of(labels.args[0]), shape_of(labels)) is not None:
+        labels = labels.args[0]
+        labels = labels.args[0] if labels.target is aten.clone.default else labels
+    x = view(node, logits, (*shape_of(labels), shape_of(logits)[-1]))
     if x.target is aten._to_copy.default and dtype_of(x) == torch.float32 and dtype_of(x.args[0]) in _HALF:
         x = x.args[0]
     return x, labels
-
-
-def _behind_view(node: fx.Node) -> fx.Node:
-    if node.target is aten.view.default and merged_dims(shape_of(node.args[0]), shape_of(node)) is not None:
-        node = node.args[0]
-    return node.args[0] if node.target is aten.clone.default else node
 
 
 def _backward(end: fx.Node, tangent: fx.Node, pieces: _Pieces) -> None:
