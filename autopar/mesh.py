@@ -96,11 +96,12 @@ class Mesh:
         return tuple(tuple(start + k * stride for k in range(size)) for start in starts)
 
     def to_json(self) -> dict[str, Any]:
-        return {"axes": {a.name: a.size for a in self.axes}, "devices_per_node": self.devices_per_node, "links": dict(self.links)}
+        return {"axes": [[a.name, a.size] for a in self.axes], "devices_per_node": self.devices_per_node, "links": dict(self.links)}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Mesh:
-        return Mesh(data["axes"], devices_per_node=data["devices_per_node"], links=data.get("links"))
+        axes = [MeshAxis(name, size) for name, size in data["axes"]]  # a list: JSON objects are sorted, axes are ordered
+        return Mesh(axes, devices_per_node=data["devices_per_node"], links=data.get("links"))
 
     @staticmethod
     def parse(text: str) -> Mesh:
