@@ -96,7 +96,8 @@ def _forward(drop: str) -> fx.GraphModule:
     near = b.call(aten.sum.default, b.call(aten.mul.Tensor, diff, diff))
     far = b.call(all_reduce, b.call(aten.sum.default, b.call(aten.mul.Tensor, v, v)), "sum", TENSOR)
     total = b.call(aten.add.Tensor, near, b.call(aten.mul.Tensor, far, scale))
-    loss = b.call(aten.div.Tensor, total if drop == "loss" else b.call(all_reduce, total, "sum", DATA), BATCH, key="head/div", module="head")
+    total = total if drop == "loss" else b.call(all_reduce, total, "sum", DATA)
+    loss = b.call(aten.div.Tensor, total, BATCH, key="head/div", module="head")
     return b.module([loss, y, new_mean, x, hidden, diff, u, second, scale])
 
 
@@ -140,7 +141,7 @@ def program(data: int = 2, tensor: int = 2, *, drop: str = "", plan_hash: str = 
             _tensor("scale", (), "R R"),
         ),
         buffers=(_tensor("mean", (WIDTH,), "R R"), _tensor("offset", (WIDTH,), "R R")),
-        inputs=(_tensor("x", (BATCH, WIDTH), "S(0) R"), _tensor("target", (BATCH, WIDTH), "S(0) R")),
+        inputs=(_tensor("0", (BATCH, WIDTH), "S(0) R"), _tensor("target", (BATCH, WIDTH), "S(0) R")),
         outputs=(_tensor("loss", (), "R R", is_loss=True), _tensor("logits", (BATCH, WIDTH), "S(0) R")),
         num_saved=6,
         mutated=("mean",),

@@ -20,7 +20,7 @@ def stored(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, t
 
 def run(target: Program, **options: Any) -> Any:
     parameters, buffers = stored(Toy())
-    return run_lockstep(target, parameters, buffers, batch(), **options)
+    return run_lockstep(target, parameters, buffers, list(batch().values()), **options)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])

@@ -1,0 +1,122 @@
+"""Between a call of the model and the flat tensors of a program: arguments taken apart, results put together.
+
+Paths name leaves as the program does: keyword arguments by name, positional ones by number (``input_ids``, ``past.0``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autopar.errors import RuntimeStateError
+from autopar.kernels.collectives import Groups
+from autopar.layout import local_shape
+from autopar.run.program import Program, ProgramTensor
+
+
+class Arguments:
+    """Takes a call's arguments apart, and checks them.
+
+    Args:
+        signature: of the model's forward; with it an argument may come by position or by name, in any order.
+        batch: whether tensors come whole (``"global"``) or as the part that belongs to `groups`' coordinate.
+    """
+
+    def __init__(
+        self, program: Program, signature: inspect.Signature | None, batch: Literal["global", "local"], groups: Groups, device_type: str
+    ) -> None:
+        self._spec, self._signature, self._device_type = program.in_spec, signature, device_type
+        args, kwargs = pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec)
+        self._paths = [path.split(".", 1)[1] for path in _paths((args, kwargs))]
+        self._canonical_spec, self._order = None, list(range(self._spec.num_leaves))
+        canonical = self._canonical(args, kwargs)
+        if canonical is not None:
+            self._order, self._canonical_spec = pytree.tree_flatten(canonical)
+        positions = {path: position for position, path in enumerate(self._paths)}
+        self._inputs = [(positions[tensor.name], tensor, _expected(tensor, batch, groups)) for tensor in program.inputs]
+
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The program's input tensors, in its order.
+
+        Raises:
+            RuntimeStateError: where structure, shape, dtype or device differ from what the program was made for.
+        """
+        leaves = self._leaves(args, kwargs)
+        tensors = []
+        for position, tensor, shape in self._inputs:
+            value = leaves[position]
+            if not isinstance(value, Tensor):
+                raise RuntimeStateError(f"argument {tensor.name!r} is {type(value).__name__}, not a tensor", remedy=_REMEDY)
+            if tuple(value.shape) != shape or value.dtype != tensor.dtype:
+                raise RuntimeStateError(
+                    f"argument {tensor.name!r} is {value.dtype} {tuple(value.shape)}, the program takes {tensor.dtype} {shape}",
+                    remedy=_REMEDY,
+                )
+            if value.device.type != self._device_type:
+                raise RuntimeStateError(
+                    f"argument {tensor.name!r} is on {value.device}, the mesh on {self._device_type}",
+                    remedy=f"move the batch to {self._device_type}",
+                )
+            tensors.append(value)
+        return tensors
+
+    def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec == self._spec:
+            return leaves
+        canonical = self._canonical(args, kwargs)
+        if canonical is not None and self._canonical_spec is not None:
+            reordered, spec = pytree.tree_flatten(canonical)
+            if spec == self._canonical_spec:
+                return [value for _, value in sorted(zip(self._order, reordered, strict=True), key=lambda pair: pair[0])]
+        got = [path.split(".", 1)[1] for path in _paths((args, kwargs))]
+        raise RuntimeStateError(f"called with arguments {got}, the program was made for {self._paths}", remedy=_REMEDY)
+
+    def _canonical(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Arguments by the names of the signature, None where they do not fit it."""
+        if self._signature is None:
+            return None
+        try:
+            bound = self._signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return None
+        kinds = {name: parameter.kind for name, parameter in self._signature.parameters.items()}
+        return {n: dict(sorted(v.items())) if kinds[n] is inspect.Parameter.VAR_KEYWORD else v for n, v in bound.items()}
+
+
+_REMEDY = "call it as in example_inputs, with a batch of the same shapes and dtypes; compile again for another batch"
+
+
+class Results:
+    """Puts a program's outputs and constants into the structure that the model returns."""
+
+    def __init__(self, program: Program) -> None:
+        self._spec, self._constants = program.out_spec, program.constants
+        paths = _paths(pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec))
+        positions = {path: position for position, path in enumerate(paths)}
+        self._positions = [positions[tensor.name] for tensor in program.outputs]
+
+    def build(self, outputs: Sequence[Any]) -> Any:
+        leaves: Mapping[int, Any] = {**self._constants, **dict(zip(self._positions, outputs, strict=True))}
+        return pytree.tree_unflatten([leaves[position] for position in range(self._spec.num_leaves)], self._spec)
+
+
+def _paths(tree: Any) -> list[str]:
+    pairs, _ = pytree.tree_flatten_with_path(tree)
+    return [".".join(_step(step) for step in path) for path, _ in pairs]
+
+
+def _step(key: Any) -> str:
+    return str(next(getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field)))
+
+
+def _expected(tensor: ProgramTensor, batch: str, groups: Groups) -> tuple[int, ...]:
+    if batch == "global":
+        return tensor.shape
+    return local_shape(tensor.shape, tensor.layout, [g.size for g in groups], [g.coordinate for g in groups])
+
+

@@ -1,0 +1,61 @@
+"""The norm of gradients that lie on a mesh in different placements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar.kernels.collectives import AxisGroup, all_reduce, use_groups
+from autopar.run.device_mesh import groups_of
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale the gradients in place so that their norm, over all parameters and ranks, is at most `max_norm`.
+
+    Every element of every gradient counts once, however often it is replicated: a rank counts its part only where its
+    coordinate is 0 on each axis that replicates it. Computed in fp32, or fp64 where a gradient is.
+
+    Returns:
+        The norm before scaling, a scalar, equal on all ranks.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.tensor(0.0)
+    total = _norm(gradients, float(norm_type))
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local.mul_(scale.to(local.dtype))
+    return total
+
+
+def _norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    groups: tuple[AxisGroup, ...] = next((groups_of(g.device_mesh) for g in gradients if isinstance(g, DTensor)), ())
+    dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
+    locals = [g.to_local() if isinstance(g, DTensor) else g for g in gradients if _counts_here(g, groups)]
+    if math.isinf(norm_type):
+        largest = [local.abs().max().to(dtype) for local in locals if local.numel()]
+        return _total(torch.stack(largest or [_zero(gradients, dtype)]).max(), "max", groups)
+    norms = [torch.linalg.vector_norm(local, norm_type, dtype=dtype).pow(norm_type) for local in locals]
+    return _total(torch.stack(norms or [_zero(gradients, dtype)]).sum(), "sum", groups).pow(1.0 / norm_type)
+
+
+def _zero(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=gradients[0].device)
+
+
+def _counts_here(gradient: Tensor, groups: Sequence[AxisGroup]) -> bool:
+    placements = gradient.placements if isinstance(gradient, DTensor) else (Replicate(),) * len(groups)
+    return all(group.coordinate == 0 or not isinstance(p, Replicate) for p, group in zip(placements, groups, strict=True))
+
+
+def _total(value: Tensor, reduce_op: str, groups: Sequence[AxisGroup]) -> Tensor:
+    with use_groups(groups):
+        for axis in range(len(groups)):
+            value = all_reduce(value, reduce_op, axis)
+    return value

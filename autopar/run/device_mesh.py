@@ -1,0 +1,85 @@
+"""Between the planner's `Mesh` and torch's DeviceMesh: process groups, coordinates, and agreement of all ranks."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.errors import MeshError, RuntimeStateError
+from autopar.kernels.collectives import AxisGroup, Groups
+from autopar.mesh import Mesh
+
+
+def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
+    """The DeviceMesh of the same shape and names over all processes.
+
+    Where torch.distributed has not been initialised yet: under a launcher (torchrun sets RANK) it is initialised from the
+    environment; a mesh of one device gets a process group of its own in this process; anything else is an error.
+
+    Raises:
+        MeshError: where the mesh does not have exactly one device per process.
+    """
+    if not dist.is_initialized():
+        _initialize(mesh, device_type)
+    world = dist.get_world_size()
+    if mesh.num_devices != world:
+        raise MeshError(
+            f"mesh {mesh} has {mesh.num_devices} devices, but there are {world} processes",
+            remedy=f"start {mesh.num_devices} processes (autopar run -n {mesh.num_devices} ...), or plan for a mesh of {world}",
+        )
+    return init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.names)
+
+
+def mesh_of(devices: DeviceMesh) -> Mesh:
+    """The planner's view of a DeviceMesh; unnamed dims are called ``axis0``, ``axis1`` …"""
+    shape = tuple(devices.mesh.shape)
+    names = devices.mesh_dim_names or tuple(f"axis{index}" for index in range(len(shape)))
+    return Mesh(dict(zip(names, shape, strict=True)))
+
+
+def groups_of(devices: DeviceMesh) -> Groups:
+    """This rank's process group, size and coordinate along every axis.
+
+    Raises:
+        MeshError: where this process is not on the mesh.
+    """
+    coordinate = devices.get_coordinate()
+    if coordinate is None:
+        raise MeshError("this process is not on the mesh", remedy="use a mesh that covers every process that runs the model")
+    sizes = tuple(devices.mesh.shape)
+    return tuple(AxisGroup(devices.get_group(a).group_name, size, coordinate[a]) for a, size in enumerate(sizes))
+
+
+def agree(fact: str, what: str, devices: DeviceMesh) -> None:
+    """Make sure that all ranks of the mesh hold the same `fact`.
+
+    Raises:
+        RuntimeStateError: on every rank, naming the ranks that differ from the first.
+    """
+    if devices.size() == 1:
+        return
+    facts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(facts, fact)
+    ranks = [int(rank) for rank in devices.mesh.flatten()]
+    different = [rank for rank in ranks if facts[rank] != facts[ranks[0]]]
+    if different:
+        raise RuntimeStateError(
+            f"ranks {different} have another {what} than rank {ranks[0]}: "
+            f"{sorted({facts[r] for r in different})} against {facts[ranks[0]]!r}",
+            remedy="give every rank the same model, batch shapes, mesh and options; or plan once, save the plan and load it on every rank",
+        )
+
+
+def _initialize(mesh: Mesh, device_type: str) -> None:
+    backend = "gloo" if device_type == "cpu" else None
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    elif mesh.num_devices == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        raise MeshError(
+            f"mesh {mesh} needs {mesh.num_devices} processes, but torch.distributed is not initialised",
+            remedy=f"start the script with: autopar run -n {mesh.num_devices} SCRIPT (or torchrun --nproc-per-node {mesh.num_devices})",
+        )

@@ -1,0 +1,156 @@
+"""One rank's run of a program: slice the inputs, run the forward graph, gather the outputs; run the backward graph.
+
+The same executor runs on real tensors with process groups and on fake tensors with fake groups, so that a trace of its
+memory is a prediction. Memory discipline: graphs take one list which they empty, and free every value after its last
+use; nothing here holds a value that the graph has been given.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import Partial, Shard
+
+from autopar.errors import RuntimeStateError
+from autopar.kernels.collectives import Groups, all_gather, all_reduce, bind, use_groups
+from autopar.layout import Layout
+from autopar.run.program import Program
+from autopar.run.splitting import local_part
+
+Backend = Literal["eager", "inductor"]
+Batch = Literal["global", "local"]
+Outputs = Literal["full", "local", "dtensor"]
+Boxed = Callable[[list[Any]], Any]
+
+
+class Executor:
+    """Runs `program` at the place in the mesh that `groups` describes.
+
+    Args:
+        backend: ``"inductor"`` compiles the graphs at their first run; without a C++ compiler it warns and runs eagerly.
+        batch: whether inputs come whole (``"global"``) or as this rank's part (``"local"``).
+        outputs: whether outputs are gathered (``"full"``) or stay local; the loss is always whole.
+    """
+
+    def __init__(
+        self, program: Program, groups: Groups, *, backend: Backend = "eager", batch: Batch = "global", outputs: Outputs = "full"
+    ) -> None:
+        self.program, self.groups, self.batch, self.outputs = program, groups, batch, outputs
+        self._backend = usable_backend(backend)
+        self._graphs: dict[str, Boxed] = {}
+        index = {tensor.name: position for position, tensor in enumerate(program.buffers)}
+        self._mutated = [index[name] for name in program.mutated]
+
+    def forward(
+        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: Sequence[Tensor], *, keep: bool
+    ) -> tuple[list[Tensor], list[Any]]:
+        """The outputs, and what backward needs (nothing unless `keep`); mutated buffers are updated in place.
+
+        Args:
+            parameters, buffers: local tensors as the graph sees them.
+            inputs: whole or local, as `batch` says.
+        """
+        # A value that backward needs may share memory with the buffer that is written below.
+        buffers_in = [b.clone() if i in self._mutated else b for i, b in enumerate(buffers)]
+        operands = [*parameters, *buffers_in, *map(self._localize, inputs, range(len(inputs)))]
+        del buffers_in
+        results = list(self._graph("forward" if keep else "inference")(operands))
+        num_outputs, num_mutated = len(self.program.outputs), len(self._mutated)
+        saved = results[num_outputs + num_mutated :]
+        for position, value in zip(self._mutated, results[num_outputs : num_outputs + num_mutated], strict=True):
+            buffers[position].copy_(value)
+        del results[num_outputs:]
+        for position, border in enumerate(self.program.outputs):
+            # Detached: an output that backward needs must not lead from the saved values back to the graph that holds them.
+            local = results[position].detach()
+            whole = border.is_loss or self.outputs == "full"
+            results[position] = gather(local, border.layout, self.groups) if whole else local
+            del local
+        return results, saved
+
+    def backward(self, saved: list[Any], tangent: Tensor) -> list[Tensor]:
+        """One gradient per parameter that has one, local as the graph sees it; empties `saved`."""
+        saved.append(tangent)
+        del tangent
+        return list(self._graph("backward")(saved))
+
+    def _localize(self, x: Tensor, position: int) -> Tensor:
+        if self.batch == "local":
+            return x
+        border = self.program.inputs[position]
+        sizes, coordinate = [g.size for g in self.groups], [g.coordinate for g in self.groups]
+        return local_part(x, border.layout, sizes, border.view, coordinate).contiguous()
+
+    def _graph(self, phase: str) -> Boxed:
+        if phase not in self._graphs:
+            source = self.program.backward if phase == "backward" else self.program.forward
+            bound = bind(source, self.groups)
+            if phase == "inference":
+                _drop_saved(bound, self.program.num_saved)
+            self._graphs[phase] = boxed(bound) if self._backend == "eager" else _compiled(bound)
+        return self._graphs[phase]
+
+
+def gather(local: Tensor, layout: Layout, groups: Groups) -> Tensor:
+    """The whole tensor on every rank: partial sums reduced first, then the shards of each dim from the innermost out."""
+    with use_groups(groups):
+        for axis, placement in enumerate(layout.placements):
+            if isinstance(placement, Partial):
+                local = all_reduce(local, placement.reduce_op, axis)
+        for axis in reversed(layout.order):
+            placement = layout.placements[axis]
+            if isinstance(placement, Shard):
+                local = all_gather(local, placement.dim, axis)
+    return local
+
+
+def usable_backend(backend: Backend) -> Backend:
+    """The backend itself; eager, with a warning, where Inductor has no C++ compiler."""
+    if backend not in ("eager", "inductor"):
+        raise RuntimeStateError(f"backend {backend!r} is not known", remedy='use "eager" or "inductor"')
+    if backend == "inductor" and not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++")):
+        warnings.warn('backend="inductor" needs a C++ compiler and there is none: running eagerly', stacklevel=2)
+        return "eager"
+    return backend
+
+
+class _BoxedCode(fx.graph.CodeGen):
+    """Code that takes its placeholders as one list, and empties it, so that no caller keeps them alive."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [var.split(":")[0].split("=")[0].strip() for var in free_vars if var != "self"]
+        unpack = f"\n    {', '.join(names)}, = boxed" if names else ""
+        return f"def forward(self, boxed){maybe_return_annotation}:{unpack}\n    boxed.clear()"
+
+
+def boxed(graph_module: fx.GraphModule) -> Boxed:
+    """The graph module as a function of one list, which it empties."""
+    graph_module.graph.set_codegen(_BoxedCode())
+    graph_module.recompile()
+    return graph_module
+
+
+def _compiled(graph_module: fx.GraphModule) -> Boxed:
+    compiled: Any = torch.compile(graph_module, backend="inductor", fullgraph=True, dynamic=False)
+
+    def run(operands: list[Any]) -> Any:
+        values = tuple(operands)
+        operands.clear()
+        return compiled(*values)
+
+    return run
+
+
+def _drop_saved(graph_module: fx.GraphModule, num_saved: int) -> None:
+    """Leave only outputs and new buffers: a forward graph without a backward."""
+    output = next(node for node in graph_module.graph.nodes if node.op == "output")
+    results = tuple(output.args[0])
+    output.args = (results[: len(results) - num_saved],)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.recompile()

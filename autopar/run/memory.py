@@ -1,0 +1,126 @@
+"""The peak of live tensor bytes: measured on real tensors, predicted on fake ones, by the same count.
+
+A storage counts from the operator that first shows it until it is freed; views share their storage. Kernels' own scratch
+memory, and what the allocator keeps, are not in it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autopar.kernels.collectives import fake_groups
+from autopar.layout import local_shape
+from autopar.run.executor import Batch, Executor, Outputs
+from autopar.run.program import Program, ProgramTensor
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of live tensor storages made while it is active, and of those that are registered.
+
+    Attributes:
+        live_bytes: now. peak_bytes: the largest so far (see `reset_peak`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self._known: dict[int, weakref.finalize] = {}
+
+    def register(self, tensors: Iterable[Any]) -> None:
+        """Count tensors that exist already: parameters, buffers, the batch. What is no tensor is passed over."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                self._see(tensor)
+
+    def reset_peak(self) -> None:
+        """Begin a new peak at what is live now."""
+        self.peak_bytes = self.live_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its operators on local tensors come here
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
+        return result
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for finalizer in self._known.values():
+            finalizer.detach()
+        self._known.clear()
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known[key] = weakref.finalize(storage, self._free, key, num_bytes)
+            self.live_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _free(self, key: int, num_bytes: int) -> None:
+        if self._known.pop(key, None) is not None:
+            self.live_bytes -= num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """Live tensor bytes of one step on one rank, without optimizer state.
+
+    Attributes:
+        peak_bytes: from the start of forward to the end of backward.
+        resident_bytes: parameters, buffers and the batch, before forward.
+        kept_bytes: what lives between forward and backward beyond these, outputs included.
+        final_bytes: what is left after backward beyond these: gradients and outputs.
+    """
+
+    peak_bytes: int
+    resident_bytes: int
+    kept_bytes: int
+    final_bytes: int
+
+
+def trace_peak(
+    program: Program, *, batch: Batch = "global", outputs: Outputs = "full", coordinate: tuple[int, ...] | None = None, train: bool = True
+) -> PeakMemory:
+    """Predict the memory of a step by running it on fake tensors, as `ParallelModule` does on real ones.
+
+    Args:
+        coordinate: the rank's place in the mesh, by default the origin.
+        train: whether backward runs; else the forward of ``torch.no_grad()``.
+    """
+    groups = fake_groups(program.mesh, coordinate)
+    place = tuple(group.coordinate for group in groups)
+    executor = Executor(program, groups, batch=batch, outputs=outputs)
+    with FakeTensorMode(), LiveBytes() as memory, torch.no_grad():
+        parameters = [_empty(t, program, place) for t in program.parameters]
+        buffers = [_empty(t, program, place) for t in program.buffers]
+        inputs = [torch.empty(t.shape, dtype=t.dtype) if batch == "global" else _empty(t, program, place) for t in program.inputs]
+        resident = memory.live_bytes
+        memory.reset_peak()
+        results, saved = executor.forward(parameters, buffers, inputs, keep=train)
+        kept = memory.live_bytes - resident
+        gradients = []
+        if train and any(t.has_gradient for t in program.parameters):
+            loss = next(r for r, t in zip(results, program.outputs, strict=True) if t.is_loss)
+            tangent = torch.ones_like(loss)  # autograd holds it until backward ends, and so does this name
+            gradients = executor.backward(saved, tangent)
+            del tangent
+        final = memory.live_bytes - resident
+        del gradients
+    return PeakMemory(memory.peak_bytes, resident, kept, final)
+
+
+def _empty(tensor: ProgramTensor, program: Program, coordinate: tuple[int, ...]) -> Tensor:
+    return torch.empty(local_shape(tensor.view, tensor.layout, program.mesh.shape, coordinate), dtype=tensor.dtype)

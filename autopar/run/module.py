@@ -1,0 +1,244 @@
+"""`ParallelModule`: an emitted program as an ordinary `nn.Module`.
+
+Parameters are DTensors under their original names. A call runs the forward graph and returns what the model returns; the
+loss is the one differentiable output. `loss.backward()` runs the backward graph once and puts each gradient, a DTensor in
+the storage layout, where autograd puts gradients. No autograd runs inside the graphs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset, DistributedSampler
+
+from autopar.errors import MeshError, RuntimeStateError
+from autopar.layout import Layout
+from autopar.run.arguments import Arguments, Results
+from autopar.run.checkpoints import checkpointable
+from autopar.run.clipping import clip_grad_norm_
+from autopar.run.device_mesh import agree, groups_of, mesh_of
+from autopar.run.executor import Backend, Batch, Executor, Outputs
+from autopar.run.optimizers import watch_optimizers
+from autopar.run.parameters import Storage
+from autopar.run.program import Program, ProgramTensor
+
+
+class ParallelModule(nn.Module):
+    """The program of one stage on this rank.
+
+    Args:
+        model: gives parameter and buffer values, names and the train/eval flag; it may be on meta, and is not kept.
+        batch: ``"global"``: every rank passes the same batch and takes its slice; ``"local"``: each passes its part.
+        outputs: ``"full"`` gathers outputs, ``"local"`` returns this rank's part, ``"dtensor"`` a DTensor. The loss is
+            always whole.
+        both_modes: whether the graph serves train and eval alike; else a call in the other mode is an error.
+
+    Raises:
+        MeshError: where the program was made for another mesh, or a parameter is on a device of another kind.
+        RuntimeStateError: where ranks hold different plans.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        devices: DeviceMesh,
+        model: nn.Module,
+        *,
+        batch: Batch = "global",
+        outputs: Outputs = "full",
+        backend: Backend = "eager",
+        both_modes: bool = False,
+    ) -> None:
+        super().__init__()
+        if mesh_of(devices).shape != program.mesh.shape:
+            raise MeshError(f"the program is for mesh {program.mesh}, not {mesh_of(devices)}", remedy="plan for the mesh that is there")
+        agree(program.plan_hash, "plan", devices)
+        groups = groups_of(devices)
+        self.program, self.device_mesh, self._outputs = program, devices, outputs
+        self._storages = {t.name: Storage.of(t, devices) for t in (*program.parameters, *program.buffers)}
+        self._names: dict[str, str] = {}
+        self._register(model)
+        self._executor = Executor(program, groups, backend=backend, batch=batch, outputs=outputs)
+        self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
+        self._results = Results(program)
+        self._loss = next((i for i, t in enumerate(program.outputs) if t.is_loss), None)
+        self._captured_mode = None if both_modes else model.training
+        self.training = model.training
+        self.register_state_dict_post_hook(_state_dict_hook)
+        self.register_load_state_dict_pre_hook(_load_state_dict_hook)
+        watch_optimizers(self.parameters())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns.
+
+        Raises:
+            RuntimeStateError: on arguments, a mode or parameters that the program was not made for.
+        """
+        if self._captured_mode is not None and self.training != self._captured_mode:
+            raise RuntimeStateError(
+                f"the program was made in {'train' if self._captured_mode else 'eval'} mode, which this model computes differently",
+                remedy="compile the model once in each mode",
+            )
+        inputs = self._arguments.tensors(args, kwargs)
+        parameters = [self.get_parameter(t.name) for t in self.program.parameters]
+        trained = torch.is_grad_enabled() and self._loss is not None and self._trains(parameters)
+        results: tuple[Any, ...] = _Step.apply(self, inputs, *parameters) if trained else self._run(inputs, parameters, keep=False)[0]
+        return self._results.build([self._present(r, t) for r, t in zip(results, self.program.outputs, strict=True)])
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns the norm before."""
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    @property
+    def input_layouts(self) -> Mapping[str, Layout]:
+        """Input path → how its global tensor lies over the mesh."""
+        return {tensor.name: tensor.layout for tensor in self.program.inputs}
+
+    def sampler(self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> DistributedSampler[Any]:
+        """For ``batch="local"``: a sampler that gives this rank's samples, equal on ranks that share samples.
+
+        Raises:
+            RuntimeStateError: where inputs do not all split their first dim alike.
+        """
+        splitters = {tensor.layout.splitters(0) for tensor in self.program.inputs if tensor.shape}
+        if len(splitters) != 1:
+            raise RuntimeStateError(
+                f"inputs split their first dim differently: {dict(self.input_layouts)}",
+                remedy='use batch="global", or slice by pm.input_layouts',
+            )
+        num_parts, part, coordinate = 1, 0, self.device_mesh.get_coordinate() or ()
+        for axis in splitters.pop():
+            size = self.device_mesh.size(axis)
+            num_parts, part = num_parts * size, part * size + coordinate[axis]
+        return DistributedSampler(dataset, num_replicas=num_parts, rank=part, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+    def _register(self, model: nn.Module) -> None:
+        """Parameters and buffers under the model's names, in its order; tied ones are one object."""
+        made: dict[int, tuple[Any, str]] = {}
+        known = {name: t for t in (*self.program.parameters, *self.program.buffers) for name in (t.name, *t.aliases)}
+        for path, module in model.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if id(parameter) not in made:
+                    made[id(parameter)] = self._parameter(prefix + name, parameter, known)
+                stored, self._names[prefix + name] = made[id(parameter)]
+                self._container(path).register_parameter(name, stored)
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                if id(buffer) not in made:
+                    made[id(buffer)] = self._buffer(prefix + name, buffer, known)
+                stored, self._names[prefix + name] = made[id(buffer)]
+                self._container(path).register_buffer(name, stored, persistent=name not in module._non_persistent_buffers_set)
+
+    def _container(self, path: str) -> nn.Module:
+        module: nn.Module = self
+        for name in path.split(".") if path else ():
+            if name not in module._modules:
+                module.add_module(name, nn.Module())
+            module = module.get_submodule(name)
+        return module
+
+    def _parameter(self, name: str, full: nn.Parameter, known: Mapping[str, ProgramTensor]) -> tuple[nn.Parameter, str]:
+        storage = self._storage(name, full, known)
+        return nn.Parameter(storage.distribute(full.detach()), requires_grad=full.requires_grad), storage.tensor.name
+
+    def _buffer(self, name: str, full: Tensor, known: Mapping[str, ProgramTensor]) -> tuple[Tensor, str]:
+        """A replicated buffer is a plain tensor, a sharded one a DTensor."""
+        storage = self._storage(name, full, known)
+        stored = storage.distribute(full.detach())
+        return (stored.to_local() if storage.tensor.layout.is_replicated else stored), storage.tensor.name
+
+    def _storage(self, name: str, full: Tensor, known: Mapping[str, ProgramTensor]) -> Storage:
+        """How it is stored; what the program does not read is replicated."""
+        shape = tuple(full.shape)
+        tensor = known.get(name) or ProgramTensor(name, shape, shape, full.dtype, Layout.replicated(len(self.program.mesh.shape)))
+        if tensor.shape != shape or tensor.dtype != full.dtype:
+            raise RuntimeStateError(
+                f"{name!r} is {full.dtype} {shape}, the program was made for {tensor.dtype} {tensor.shape}",
+                remedy="plan for this model, or build the model as it was when it was planned",
+            )
+        if full.device.type not in ("meta", "cpu", self.device_mesh.device_type):
+            raise MeshError(
+                f"{name!r} is on {full.device}, the mesh on {self.device_mesh.device_type}",
+                remedy=f"move the model to cpu or {self.device_mesh.device_type}, or leave it on meta",
+            )
+        return self._storages.setdefault(tensor.name, Storage.of(tensor, self.device_mesh))
+
+    def _stored(self, name: str) -> Tensor:
+        path, _, leaf = name.rpartition(".")
+        stored: Tensor = getattr(self.get_submodule(path), leaf)
+        return stored
+
+    def _trains(self, parameters: Iterable[Tensor]) -> bool:
+        for parameter, tensor in zip(parameters, self.program.parameters, strict=True):
+            if parameter.requires_grad and not tensor.requires_grad:
+                raise RuntimeStateError(
+                    f"parameter {tensor.name!r} was frozen when the program was made and is not now",
+                    remedy="set requires_grad before autopar.compile",
+                )
+        return any(p.requires_grad and t.has_gradient for p, t in zip(parameters, self.program.parameters, strict=True))
+
+    def _run(self, inputs: list[Tensor], parameters: Iterable[Tensor], *, keep: bool) -> tuple[list[Tensor], list[Any]]:
+        buffers = [self.get_buffer(t.name) for t in self.program.buffers]
+        with torch.no_grad():
+            locals = [self._storages[t.name].local(p) for p, t in zip(parameters, self.program.parameters, strict=True)]
+            local_buffers = [self._storages[t.name].local(b) for b, t in zip(buffers, self.program.buffers, strict=True)]
+            return self._executor.forward(locals, local_buffers, inputs, keep=keep)
+
+    def _gradients(self, saved: list[Any], tangent: Tensor) -> tuple[DTensor | None, ...]:
+        """One per parameter of the program."""
+        gradients = iter(self._executor.backward(saved, tangent))
+        return tuple(self._storages[t.name].wrap(next(gradients)) if t.has_gradient else None for t in self.program.parameters)
+
+    def _present(self, result: Tensor, tensor: ProgramTensor) -> Tensor:
+        if tensor.is_loss or self._outputs != "dtensor":
+            return result
+        return Storage.of(tensor, self.device_mesh).wrap(result)
+
+
+class _Step(torch.autograd.Function):
+    """The forward graph and, as its derivative, the backward graph."""
+
+    @staticmethod
+    def forward(ctx: Any, module: ParallelModule, inputs: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
+        outputs, saved = module._run(inputs, parameters, keep=True)
+        # Not save_for_backward: backward takes the list and frees it value by value.
+        ctx.module, ctx.saved = module, saved
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(output for index, output in enumerate(outputs) if index != module._loss))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
+        saved, ctx.saved = ctx.saved, None
+        if saved is None:
+            raise RuntimeStateError(
+                "backward ran a second time through one call, and what it needs has been freed",
+                remedy="call the module again before each backward; one call gives one backward",
+            )
+        tangent = tangents[ctx.module._loss]
+        assert tangent is not None, "only the loss is differentiable"
+        return (None, None, *ctx.module._gradients(saved, tangent))
+
+
+def _state_dict_hook(module: ParallelModule, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name in module._names:
+        if prefix + name in state:
+            state[prefix + name] = checkpointable(state[prefix + name])
+
+
+def _load_state_dict_hook(module: ParallelModule, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Full tensors become this rank's part; torch reports shapes that differ."""
+    for name, stored in module._names.items():
+        value, storage = state.get(prefix + name), module._storages[stored]
+        if isinstance(value, DTensor) or not isinstance(value, Tensor) or tuple(value.shape) != storage.tensor.shape:
+            continue
+        if isinstance(module._stored(name), DTensor):
+            state[prefix + name] = storage.distribute(value.to(storage.tensor.dtype))
