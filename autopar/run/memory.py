@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autopar.capture._torch import FakeTensorMode
 from autopar.kernels.collectives import fake_groups
 from autopar.layout import local_shape
 from autopar.run.executor import Batch, Executor, Outputs
