@@ -121,13 +121,20 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
+def op_name(target: Any) -> str:
+    """The op as users read it: ``aten.mm.default``, ``ops.dot``."""
+    if getattr(target, "_schema", None) is not None or not hasattr(target, "__name__"):
+        return str(target)
+    return f"{str(target.__module__).removeprefix('autopar.').removeprefix('_')}.{target.__name__}"
+
+
 def call_of(node: fx.Node) -> Call:
     """The call that `node` makes. A getitem has one operand, the result that it takes.
 
     Raises:
         RuleError: where the node is no call, or an operand has no value in ``meta["val"]``.
     """
-    where = Where(str(node.target), node.meta.get("module", ""), node.meta.get("source", ""))
+    where = Where(op_name(node.target), node.meta.get("module", ""), node.meta.get("source", ""))
     if node.op != "call_function" or not callable(node.target):
         raise RuleError(f"node {node.name} is a {node.op}, not a call", where=where, remedy="ask for rules of call_function nodes only")
     found: list[fx.Node] = []

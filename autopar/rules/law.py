@@ -7,6 +7,7 @@ parts, the results are joined as the strategy says (replicated results must agre
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.tensor import Partial, Shard
 
 from autopar.errors import RuleError
 from autopar.layout import Layout, Strategy, local_range
-from autopar.rules.call import NO_TENSOR, Call, Operand
+from autopar.rules.call import NO_TENSOR, Call, Operand, op_name
 from autopar.rules.expansion import strategies
 from autopar.rules.localization import Start, localize
 from autopar.rules.notation import AxisOption
@@ -57,7 +58,7 @@ def check_strategy(call: Call, inputs: Sequence[torch.Tensor], strategy: Strateg
     """
     ranks = list(itertools.product(*map(range, mesh_shape)))
     parts = [split(x, layout, mesh_shape) for x, layout in zip(inputs, strategy.inputs, strict=True)]
-    local = localize(call, strategy, mesh_shape)
+    local, tolerance = localize(call, strategy, mesh_shape), _tolerance(call)
     expected = run(call.target, call.args, call.kwargs, inputs, (), ())
     try:
         results = {rank: run(local.target, local.args, local.kwargs, [p[rank] for p in parts], mesh_shape, rank) for rank in ranks}
@@ -66,8 +67,8 @@ def check_strategy(call: Call, inputs: Sequence[torch.Tensor], strategy: Strateg
     for number, whole in enumerate(expected):
         if call.outputs[number] == NO_TENSOR:
             continue
-        joined = join({rank: results[rank][number] for rank in ranks}, whole, strategy.outputs[number], mesh_shape)
-        if isinstance(joined, str) or not _close(joined, whole):
+        joined = join({rank: results[rank][number] for rank in ranks}, whole, strategy.outputs[number], mesh_shape, tolerance)
+        if isinstance(joined, str) or not _close(joined, whole, tolerance):
             raise _broken(call, strategy, joined if isinstance(joined, str) else f"result {number} is not the whole op's")
 
 
@@ -116,7 +117,9 @@ def _window(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], ran
 
 def _addends(x: torch.Tensor, reduce_op: str, size: int) -> list[torch.Tensor]:
     """Random tensors that reduce to `x`; for a sum, of x's own magnitude and none of them zero."""
-    noise = [torch.randint(1, 9, x.shape).to(x.dtype) * (-1) ** i for i in range(size)]
+    size_of_x = float(x.abs().max()) if x.numel() and x.is_floating_point() else 8.0
+    unit = 2.0 ** math.floor(math.log2(size_of_x) - 2) if 0 < size_of_x < math.inf else 1.0  # a power of two rounds nothing
+    noise = [(torch.randint(1, 9, x.shape) * unit * (-1) ** i).to(x.dtype) for i in range(size)]
     if reduce_op == "sum":
         rest = noise[:-1]
         return [*rest, x - sum(rest, torch.zeros_like(x))]
@@ -125,7 +128,7 @@ def _addends(x: torch.Tensor, reduce_op: str, size: int) -> list[torch.Tensor]:
     return [torch.where(holder == i, x, x + sign * n.abs()) for i, n in enumerate(noise)]
 
 
-def join(parts: Parts, whole: torch.Tensor, layout: Layout, mesh_shape: Sequence[int]) -> torch.Tensor | str:
+def join(parts: Parts, whole: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], tolerance: float) -> torch.Tensor | str:
     """The global tensor, or what is wrong with the parts."""
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, Shard):
@@ -137,7 +140,7 @@ def join(parts: Parts, whole: torch.Tensor, layout: Layout, mesh_shape: Sequence
                 merged[at] = part
             elif isinstance(placement, Partial):
                 merged[at] = _JOIN[placement.reduce_op](merged[at], part)
-            elif not _close(merged[at], part):
+            elif not _close(merged[at], part, tolerance):
                 return f"ranks disagree on a result that is replicated on axis {axis}"
         parts = merged
     result = torch.zeros_like(whole)
@@ -149,15 +152,21 @@ def join(parts: Parts, whole: torch.Tensor, layout: Layout, mesh_shape: Sequence
     return result
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _tolerance(call: Call) -> float:
+    """Single precision rounds; half precision does too, but where a rule holds only up to that, it is refused."""
+    single = any(info.dtype == torch.float32 for info in (*call.inputs, *call.outputs))
+    return 1e-5 if single else 1e-9
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     if a.shape != b.shape:
         return False
-    return torch.allclose(a.double(), b.double(), rtol=1e-9, atol=1e-9, equal_nan=True)
+    return torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def _broken(call: Call, strategy: Strategy, what: str) -> RuleError:
     return RuleError(
         f"strategy {strategy} is wrong on shapes {[info.shape for info in call.inputs]}: {what}",
-        where=call.where if call.where.op else str(call.target),
+        where=call.where if call.where.op else op_name(call.target),
         remedy="correct the op's row in autopar.rules.table or its local arguments in autopar.rules.localization",
     )

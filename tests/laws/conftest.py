@@ -1,10 +1,10 @@
-"""Makes what the laws share importable."""
+"""Makes what the laws share importable: the cases here, the models in the folder above."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-FOLDER = str(Path(__file__).parent)
-if FOLDER not in sys.path:
-    sys.path.insert(0, FOLDER)
+for folder in (str(Path(__file__).parent), str(Path(__file__).parent.parent)):
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
