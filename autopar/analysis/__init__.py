@@ -1,0 +1,1 @@
+"""What ops do, whatever the machine: flops and bytes."""

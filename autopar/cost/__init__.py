@@ -1,0 +1,1 @@
+"""What things cost: the time of ops, and the whole problem priced in seconds and bytes."""
