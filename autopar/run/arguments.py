@@ -118,5 +118,3 @@ def _expected(tensor: ProgramTensor, batch: str, groups: Groups) -> tuple[int, .
     if batch == "global":
         return tensor.shape
     return local_shape(tensor.shape, tensor.layout, [g.size for g in groups], [g.coordinate for g in groups])
-
-

@@ -34,7 +34,7 @@ def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
 
 def mesh_of(devices: DeviceMesh) -> Mesh:
     """The planner's view of a DeviceMesh; unnamed dims are called ``axis0``, ``axis1`` …"""
-    shape = tuple(devices.mesh.shape)
+    shape = tuple(devices.shape)
     names = devices.mesh_dim_names or tuple(f"axis{index}" for index in range(len(shape)))
     return Mesh(dict(zip(names, shape, strict=True)))
 
@@ -48,7 +48,7 @@ def groups_of(devices: DeviceMesh) -> Groups:
     coordinate = devices.get_coordinate()
     if coordinate is None:
         raise MeshError("this process is not on the mesh", remedy="use a mesh that covers every process that runs the model")
-    sizes = tuple(devices.mesh.shape)
+    sizes = tuple(devices.shape)
     return tuple(AxisGroup(devices.get_group(a).group_name, size, coordinate[a]) for a, size in enumerate(sizes))
 
 

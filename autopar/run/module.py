@@ -63,6 +63,7 @@ class ParallelModule(nn.Module):
         groups = groups_of(devices)
         self.program, self.device_mesh, self._outputs = program, devices, outputs
         self._storages = {t.name: Storage.of(t, devices) for t in (*program.parameters, *program.buffers)}
+        self._presented = [Storage.of(t, devices) for t in program.outputs]
         self._names: dict[str, str] = {}
         self._register(model)
         self._executor = Executor(program, groups, backend=backend, batch=batch, outputs=outputs)
@@ -90,7 +91,7 @@ class ParallelModule(nn.Module):
         parameters = [self.get_parameter(t.name) for t in self.program.parameters]
         trained = torch.is_grad_enabled() and self._loss is not None and self._trains(parameters)
         results: tuple[Any, ...] = _Step.apply(self, inputs, *parameters) if trained else self._run(inputs, parameters, keep=False)[0]
-        return self._results.build([self._present(r, t) for r, t in zip(results, self.program.outputs, strict=True)])
+        return self._results.build([self._present(r, s) for r, s in zip(results, self._presented, strict=True)])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns the norm before."""
@@ -196,10 +197,8 @@ class ParallelModule(nn.Module):
         gradients = iter(self._executor.backward(saved, tangent))
         return tuple(self._storages[t.name].wrap(next(gradients)) if t.has_gradient else None for t in self.program.parameters)
 
-    def _present(self, result: Tensor, tensor: ProgramTensor) -> Tensor:
-        if tensor.is_loss or self._outputs != "dtensor":
-            return result
-        return Storage.of(tensor, self.device_mesh).wrap(result)
+    def _present(self, result: Tensor, storage: Storage) -> Tensor:
+        return storage.wrap(result) if self._outputs == "dtensor" and not storage.tensor.is_loss else result
 
 
 class _Step(torch.autograd.Function):

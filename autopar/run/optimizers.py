@@ -16,8 +16,13 @@ from torch.utils.hooks import RemovableHandle
 from autopar.errors import RuntimeStateError
 from autopar.run.checkpoints import checkpointable
 
-SUPPORTED = ("Adam", "AdamW", "Adagrad", "NAdam", "RAdam", "RMSprop", "SGD")
-REFUSED = {}
+SUPPORTED = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
+REFUSED = {
+    "Adafactor": "it takes norms of rows and columns in place, which DTensor cannot",
+    "LBFGS": "it flattens parameters into one vector, which DTensor cannot where a fused weight is sharded by heads",
+    "Rprop": "it writes through masks, which DTensor cannot",
+    "SparseAdam": "gradients are dense",
+}
 _MARK = "_autopar_parameter"
 _hook: list[RemovableHandle] = []
 

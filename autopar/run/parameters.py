@@ -111,7 +111,7 @@ class Storage:
 
     @staticmethod
     def of(tensor: ProgramTensor, devices: DeviceMesh) -> Storage:
-        mesh_shape, coordinate = tuple(devices.mesh.shape), devices.get_coordinate()
+        mesh_shape, coordinate = tuple(devices.shape), devices.get_coordinate()
         seen = local_shape(tensor.view, tensor.layout, mesh_shape, coordinate)
         stored = tuple(math.prod(seen[d] for d in group) for group in stored_dims(tensor.shape, tensor.view))
         return Storage(tensor, devices, placements(tensor.shape, tensor.view, tensor.layout, mesh_shape), seen, stored)
@@ -121,7 +121,7 @@ class Storage:
         device = torch.device(self.devices.device_type, _device_index(self.devices))
         if full.is_meta:
             return self.wrap(torch.empty(self.stored_shape, dtype=full.dtype, device=device))
-        part = local_part(full, self.tensor.layout, tuple(self.devices.mesh.shape), self.tensor.view, self.devices.get_coordinate() or ())
+        part = local_part(full, self.tensor.layout, tuple(self.devices.shape), self.tensor.view, self.devices.get_coordinate() or ())
         return self.wrap(part.detach().to(device).clone(memory_format=torch.contiguous_format))
 
     def wrap(self, local: Tensor) -> DTensor:
