@@ -36,6 +36,10 @@ from autopar.capture.refusals import as_capture_error
 from autopar.errors import CaptureError
 
 
+# A number that differs from an earlier capture would otherwise become symbolic: captures must not depend on each other.
+_STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "specialize_int": True, "specialize_float": True}
+
+
 @dataclass(frozen=True, slots=True)
 class RawJoint:
     """The joint graph as torch gives it, and what its border means.
@@ -97,7 +101,7 @@ def raw_joint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         stack.enter_context(_quiet())
         stack.enter_context(_fake_weights(model, mode))
         stack.enter_context(transformers_under_capture(model, args, kwargs))
-        stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging_functions()))
+        stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), **_STATIC))
         stack.enter_context(mode)
         stack.enter_context(torch.enable_grad())
         try:
@@ -111,7 +115,7 @@ def raw_joint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         module = joint.graph_module
         names = [node.target for node in module.graph.nodes if node.op == "get_attr"]
         return RawJoint(
-            graph=module.graph,
+            graph=_plain_copy(module.graph),
             constants={name: getattr(module, name) for name in names},
             placeholders=tuple(_placeholder_kind(node.meta["desc"]) for node in module.graph.nodes if node.op == "placeholder"),
             results=tuple(_result_kind(desc) for desc in next(iter(reversed(module.graph.nodes))).meta["desc"]),
@@ -121,6 +125,15 @@ def raw_joint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             out_leaves=out_leaves,
             out_spec=out_spec,
         )
+
+
+def _plain_copy(graph: fx.Graph) -> fx.Graph:
+    """The same graph without torch's own calling convention, and without a module that owns it."""
+    plain = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    results = plain.graph_copy(graph, copied)
+    plain.output(results).meta = dict(next(iter(reversed(graph.nodes))).meta)
+    return plain
 
 
 def _step(key: Any) -> str:

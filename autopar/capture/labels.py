@@ -9,7 +9,7 @@ from torch import fx
 
 from autopar.capture.refusals import user_line
 
-_ROOT = re.compile(r"^L\['self'\]\.?")
+_ROOT = re.compile(r"^L\['\w+'\]\.?")
 
 
 def label(graph: fx.Graph) -> None:

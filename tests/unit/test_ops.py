@@ -60,14 +60,10 @@ def test_dot_is_one_product_and_copies_nothing_of_contiguous_operands(equation: 
     assert [op for op in ran if op not in (aten.permute, aten.view, aten.t, aten.transpose)] == [aten.mm]
 
 
-@pytest.mark.parametrize("equation", ["bs,bs->", "bsk,nk->bs", "bk,nk->bnz"])
-def test_dot_refuses_what_is_not_a_product(equation: str) -> None:
-    if equation == "bs,bs->":  # everything contracted is a product
-        a = torch.ones(2, 3)
-        assert ops.dot(equation, a, a) == 6
-        return
-    with pytest.raises((ValueError, IndexError)):
-        ops.dot(equation, torch.ones(2, 3, 4)[: 2 if equation.startswith("bsk") else 1], torch.ones(5, 4))
+@pytest.mark.parametrize("equation", ["bsk,nk->bn", "bkz,nk->bn"])
+def test_dot_refuses_a_letter_that_only_one_operand_has(equation: str) -> None:
+    with pytest.raises(ValueError, match="not a product"):
+        ops.dot(equation, torch.ones(2, 3, 4), torch.ones(5, 4))
 
 
 def test_embedding_parts_add_up_to_the_whole() -> None:

@@ -1,0 +1,263 @@
+"""What `capture` promises about any model: values, gradients, the border, errors, and the model left alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.capture import Trace, capture, execute
+from autopar.errors import CaptureError
+
+
+class Net(nn.Module):
+    """Two linears with a norm between; `returns` makes the return value of (hidden, loss)."""
+
+    def __init__(self, returns: Any = lambda hidden, loss: loss, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.norm, self.dropout = nn.BatchNorm1d(6), nn.Dropout(dropout)
+        self.unused = nn.Linear(2, 2)
+        self.returns = returns
+
+    def forward(self, x: Tensor, y: Tensor, twice: bool = False, extra: Any = None) -> Any:
+        hidden = self.norm(self.second(self.dropout(torch.relu(self.first(x)))))
+        hidden = hidden if extra is None else hidden + extra["shift"][0]
+        loss = ((hidden * (2 if twice else 1) - y) ** 2).mean()
+        return self.returns(hidden, loss)
+
+
+def _batch(rows: int = 5) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, 6, generator=generator).double(), torch.randn(rows, 6, generator=generator).double()
+
+
+def _net(**settings: Any) -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Net(**settings).double()
+
+
+def _run(trace: Trace, model: nn.Module, *inputs: Tensor, **settings: Any) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    return execute(trace, dict(model.named_parameters()), dict(model.named_buffers()), inputs, **settings)
+
+
+def _assert_gradients(gradients: dict[str, Tensor], model: nn.Module) -> None:
+    expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert set(gradients) == set(expected)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("returns", "paths", "loss", "constants"),
+    [
+        (lambda hidden, loss: loss, ["", ], "", {}),
+        (lambda hidden, loss: (hidden, loss, loss * 2), ["0", "1", "2"], "1", {}),
+        (lambda hidden, loss: {"hidden": [hidden[:, 1:], None], "loss": loss, "name": "net"}, ["hidden.0", "loss"], "loss", {1: None, 3: "net"}),
+    ],
+    ids=["scalar", "tuple", "dict"],
+)
+def test_the_loss_is_found_and_outputs_keep_their_structure(returns: Any, paths: list[str], loss: str, constants: dict[int, Any]) -> None:
+    model, (x, y) = _net(returns=returns), _batch()
+    trace = capture(model, (x, y))
+    assert [output.path for output in trace.outputs] == paths
+    assert [output.path for output in trace.outputs if output.is_loss] == [loss]
+    assert trace.constants == constants
+    outputs, gradients = _run(trace, model, x, y)
+    leaves, spec = torch.utils._pytree.tree_flatten(model(x, y))
+    assert spec == trace.out_spec
+    for got, want in zip(outputs, [leaf for leaf in leaves if isinstance(leaf, Tensor)], strict=True):
+        torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-12)
+    next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() == 0).backward()
+    _assert_gradients(gradients, model)
+
+
+def test_arguments_by_name_by_position_and_nested_are_inputs_and_numbers_are_fixed() -> None:
+    model, (x, y) = _net(), _batch()
+    shift = torch.ones(6, dtype=torch.float64)
+    trace = capture(model, (x,), {"y": y, "twice": True, "extra": {"shift": [shift, 7]}})
+    assert [entry.path for entry in trace.inputs] == ["0", "y", "extra.shift.0"]
+    outputs, _ = _run(trace, model, x, y, shift)
+    torch.testing.assert_close(outputs[0], model(x, y, True, {"shift": [shift]}).detach())
+    assert not torch.allclose(outputs[0], model(x, y, False, {"shift": [shift]}))
+
+
+def test_two_inputs_that_are_one_object_stay_two_inputs() -> None:
+    model, (x, y) = _net(), _batch()
+    trace = capture(model, (x, x))
+    outputs, _ = _run(trace, model, x, y)
+    torch.testing.assert_close(outputs[0], model(x, y).detach())
+
+
+def test_tied_parameters_are_one_with_a_summed_gradient() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.b.weight, self.b.bias = self.a.weight, self.a.bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.relu(self.a(x))).square().mean()
+
+    model, (x, _) = Tied().double(), _batch()
+    trace = capture(model, (x,))
+    assert [(entry.name, entry.aliases) for entry in trace.parameters] == [("a.weight", ("b.weight",)), ("a.bias", ("b.bias",))]
+    _, gradients = _run(trace, model, x)
+    model(x).backward()
+    _assert_gradients(gradients, model)
+
+
+def test_frozen_and_unused_parameters_have_no_gradient() -> None:
+    model, (x, y) = _net(), _batch()
+    model.first.requires_grad_(False)
+    trace = capture(model, (x, y))
+    without = {entry.name for entry in trace.parameters if entry.gradient is None}
+    assert without == {"first.weight", "first.bias", "unused.weight", "unused.bias"}
+    assert {entry.name for entry in trace.parameters if not entry.requires_grad} == {"first.weight", "first.bias"}
+    _, gradients = _run(trace, model, x, y)
+    model(x, y).backward()
+    _assert_gradients(gradients, model)
+
+
+def test_buffers_that_forward_changes_are_recorded() -> None:
+    trace = capture(_net(), _batch())
+    assert set(trace.mutated) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    results = next(iter(reversed(trace.graph.nodes))).args[0]
+    assert sorted(trace.mutated.values()) == list(range(len(results) - 3, len(results)))
+    model, (x, y) = _net(), _batch()
+    expected = copy.deepcopy(model)
+    expected(x, y)
+    position = trace.mutated["norm.running_mean"]
+    values = [dict(model.named_parameters()).get(entry.name) for entry in trace.parameters]
+    values += [dict(model.named_buffers())[entry.name] for entry in trace.buffers]
+    with torch.no_grad():
+        new = torch.fx.Interpreter(torch.fx.GraphModule({}, trace.graph)).run(*values, x, y, torch.ones((), dtype=x.dtype))
+    torch.testing.assert_close(new[position], expected.norm.running_mean)
+
+
+def test_the_tangent_scales_the_gradients() -> None:
+    model, (x, y) = _net(), _batch()
+    trace = capture(model, (x, y))
+    _, plain = _run(trace, model, x, y)
+    _, scaled = _run(trace, model, x, y, tangent=torch.tensor(3.0).double())
+    torch.testing.assert_close(scaled["first.weight"], 3 * plain["first.weight"])
+
+
+def test_execution_in_double_precision_of_a_single_precision_model() -> None:
+    model, (x, y) = _net(), _batch()
+    trace = capture(copy.deepcopy(model).float(), (x.float(), y.float()))
+    outputs, gradients = _run(trace, model, x, y, dtype=torch.float64)
+    assert outputs[0].dtype == torch.float64
+    torch.testing.assert_close(outputs[0], model(x, y).detach(), rtol=1e-12, atol=1e-12)
+    model(x, y).backward()
+    _assert_gradients(gradients, model)
+
+
+def test_the_model_is_as_before_and_captures_do_not_disturb_each_other() -> None:
+    model = _net()
+    before = {name: (id(t), t.clone()) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    first = capture(model, _batch())
+    other = capture(_net(dropout=0.0), _batch(rows=7))
+    model.dropout.p = 0.5
+    with pytest.raises(CaptureError):
+        capture(model, _batch())
+    model.dropout.p = 0.0
+    again = capture(model, _batch())
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+    assert [node.meta["key"] for node in first.graph.nodes] == [node.meta["key"] for node in again.graph.nodes]
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert id(tensor) == before[name][0]
+        assert torch.equal(tensor, before[name][1])
+
+
+def test_a_failed_capture_leaves_the_model_as_before() -> None:
+    model = _net(returns=lambda hidden, loss: hidden)
+    before = {name: id(tensor) for name, tensor in model.named_parameters()}
+    with pytest.raises(CaptureError, match="returns no loss"):
+        capture(model, _batch())
+    assert {name: id(tensor) for name, tensor in model.named_parameters()} == before
+
+
+def test_every_node_says_where_it_comes_from() -> None:
+    trace = capture(_net(), _batch())
+    keys = [node.meta["key"] for node in trace.graph.nodes]
+    assert len(set(keys)) == len(keys)
+    assert {"first/dot/forward/0", "first/dot/backward/0", "norm/placeholder/forward/0"} & set(keys) >= {"first/dot/forward/0"}
+    dot = next(node for node in trace.graph.nodes if node.meta["key"] == "second/dot/backward/0")
+    assert dot.meta["phase"] == "backward"
+    assert "test_capture.py" in dot.meta["source"] and "self.second(" in dot.meta["source"]
+    assert all(isinstance(node.meta["module"], str) and "L[" not in node.meta["module"] for node in trace.graph.nodes)
+
+
+def test_active_dropout_is_refused_with_module_and_line() -> None:
+    with pytest.raises(CaptureError) as refusal:
+        capture(_net(dropout=0.3), _batch())
+    assert "module dropout" in str(refusal.value)
+    assert "test_capture.py" in str(refusal.value) and "self.dropout(" in str(refusal.value)
+    assert "eval()" in refusal.value.remedy
+
+
+def test_noise_is_refused() -> None:
+    with pytest.raises(CaptureError, match="random"):
+        capture(_net(returns=lambda hidden, loss: loss + torch.rand_like(loss)), _batch())
+
+
+def test_control_flow_on_values_is_refused_with_the_line() -> None:
+    def returns(hidden: Tensor, loss: Tensor) -> Tensor:
+        if hidden.sum() > 0:
+            return loss
+        return loss * 2
+
+    with pytest.raises(CaptureError) as refusal:
+        capture(_net(returns=returns), _batch())
+    assert "if hidden.sum() > 0" in str(refusal.value)
+    assert "torch.where" in refusal.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("returns", "says"),
+    [
+        (lambda hidden, loss: hidden, "pass labels"),
+        (lambda hidden, loss: loss.detach(), "do not detach"),
+        (lambda hidden, loss: (loss * torch.tensor([2.0, 3.0])).sum(), "register_buffer"),
+    ],
+    ids=["no loss", "detached", "constant"],
+)
+def test_what_cannot_be_trained_is_refused_with_a_remedy(returns: Any, says: str) -> None:
+    with pytest.raises(CaptureError) as refusal:
+        capture(_net(returns=returns), _batch())
+    assert says in refusal.value.remedy
+
+
+def test_a_scalar_constant_is_inlined() -> None:
+    model, (x, y) = _net(returns=lambda hidden, loss: loss * torch.tensor(2.5)), _batch()
+    outputs, _ = _run(capture(model, (x, y)), model, x, y)
+    torch.testing.assert_close(outputs[0], model(x, y).detach())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("shape", [(4, 5), (4,)])
+def test_the_cross_entropy_is_exact_with_ignored_labels(reduction: str, shape: tuple[int, ...]) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 11)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.linear(x).view(-1, 11), labels.view(-1), ignore_index=3, reduction=reduction)
+
+    model = Head().double()
+    x, labels = torch.randn(*shape, 6).double(), torch.randint(0, 11, shape)
+    labels.view(-1)[:2] = 3
+    trace = capture(model, (x, labels))
+    assert not any("log_softmax" in str(node.target) or "nll_loss" in str(node.target) for node in trace.graph.nodes)
+    outputs, gradients = _run(trace, model, x, labels)
+    loss = model(x, labels)
+    loss.backward()
+    torch.testing.assert_close(outputs[0], loss.detach(), rtol=1e-12, atol=1e-12)
+    _assert_gradients(gradients, model)

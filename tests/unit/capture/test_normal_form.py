@@ -1,0 +1,213 @@
+"""The normal form of the four model families: it computes what the model computes, and nothing is flattened in it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar import ops
+from autopar.capture import Trace, capture, execute
+
+aten = torch.ops.aten
+FAMILIES = ["gpt2", "llama", "bert", "vit"]
+
+
+def _zoo() -> ModuleType:
+    path = Path(__file__).parents[2] / "zoo_small.py"
+    spec = importlib.util.spec_from_file_location("zoo_small", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+ZOO = _zoo()
+
+
+@lru_cache
+def _captured(family: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, Tensor], Trace]:
+    model, batch = getattr(ZOO, family)(dtype=dtype)
+    return model, batch, capture(model, (), batch)
+
+
+def _max_rel(got: Tensor, want: Tensor, floor: float) -> float:
+    return ((got - want).abs().max() / want.abs().max().clamp_min(floor)).item()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    # The families cast to float32 in norms or the loss even in a double model, but for BERT and ViT.
+    ("dtype", "tolerance", "exact"),
+    [(torch.float32, 1e-5, 1e-5), (torch.float64, 2e-6, 1e-9), (torch.bfloat16, 4e-2, 4e-2)],
+    ids=["float32", "float64", "bfloat16"],
+)
+def test_loss_outputs_and_every_gradient_equal_the_models(family: str, dtype: torch.dtype, tolerance: float, exact: float) -> None:
+    model, batch, trace = _captured(family, dtype)
+    limit = exact if family in ("bert", "vit") else tolerance
+    model.zero_grad()
+    expected = model(**batch)
+    expected.loss.backward()
+    inputs = [batch[entry.path] for entry in trace.inputs]
+    outputs, gradients = execute(trace, dict(model.named_parameters()), dict(model.named_buffers()), inputs)
+    for entry, output in zip(trace.outputs, outputs, strict=True):
+        assert _max_rel(output, expected[entry.path].detach(), 1e-6) < limit, entry.path
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert set(gradients) == set(wanted)
+    largest = max(gradient.abs().max().item() for gradient in wanted.values())
+    for name, gradient in gradients.items():  # key biases have a true gradient of zero: the floor is relative to the largest
+        assert gradient.shape == wanted[name].shape and gradient.dtype == wanted[name].dtype
+        assert _max_rel(gradient, wanted[name], 1e-2 * largest) < limit, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_view_merges_batch_and_sequence(family: str) -> None:
+    _, _, trace = _captured(family)
+    for node in trace.graph.nodes:
+        if node.target is aten.view.default:
+            before, after = node.args[0].meta["val"].shape, node.meta["val"].shape
+            assert before[0] == after[0], f"{node.meta['key']}: {tuple(before)} → {tuple(after)}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_ops_of_the_normal_form_are_left(family: str) -> None:
+    _, _, trace = _captured(family, torch.bfloat16)
+    gone = {aten.mm, aten.addmm, aten.bmm, aten.t, aten._unsafe_view, aten.reshape, aten.detach, aten.alias, aten.embedding, aten._log_softmax}
+    gone |= {aten.nll_loss_forward, aten.nll_loss_backward, aten._scaled_dot_product_flash_attention_for_cpu, aten.split}
+    left = {getattr(node.target, "overloadpacket", node.target) for node in trace.graph.nodes}
+    assert not left & gone
+    assert {ops.dot, ops.attention, ops.attention_backward, ops.sum_exp, ops.pick, ops.cross_entropy_backward} <= left
+    for node in trace.graph.nodes:
+        if node.target in (aten.view.default, aten.expand.default):
+            assert all(isinstance(size, int) and size >= 0 for size in node.args[1]), node.meta["key"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weight_gradients_come_in_the_parameters_orientation(family: str) -> None:
+    _, _, trace = _captured(family)
+    results = next(iter(reversed(trace.graph.nodes))).args[0]
+    for entry in trace.parameters:
+        if entry.gradient is not None:
+            assert tuple(results[entry.gradient].meta["val"].shape) == entry.view
+            assert results[entry.gradient].target not in (aten.transpose.int, aten.view.default), entry.name
+
+
+def test_gpt2_fused_projections_are_seen_by_their_parts() -> None:
+    _, _, trace = _captured("gpt2")
+    views = {entry.name: (entry.shape, entry.view) for entry in trace.parameters if entry.shape != entry.view}
+    assert views == {
+        f"transformer.h.{layer}.attn.c_attn.{name}": shapes
+        for layer in range(2)
+        for name, shapes in (("weight", ((32, 96), (32, 3, 32))), ("bias", ((96,), (3, 32))))
+    }
+    equations = [node.args[0] for node in trace.graph.nodes if node.target is ops.dot and "h.0.attn.c_attn" in node.meta["module"]]
+    assert [len(term) for equation in equations for term in equation.replace("->", ",").split(",")] == [3, 3, 4, 4, 3, 3, 3, 4, 3]
+    assert not any(node.target in (aten.split.Tensor, aten.cat.default) for node in trace.graph.nodes)
+
+
+def test_a_fused_projection_stored_the_other_way_and_without_bias_is_seen_by_its_parts() -> None:
+    class GateUp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up, self.down = nn.Linear(6, 16, bias=False), nn.Linear(8, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up = self.gate_up(x).chunk(2, dim=-1)
+            return (x + self.down(torch.nn.functional.silu(gate) * up)).square().mean()
+
+    model, x = GateUp().double(), torch.randn(2, 3, 6).double()
+    trace = capture(model, (x,))
+    assert [(entry.name, entry.view) for entry in trace.parameters if entry.shape != entry.view] == [("gate_up.weight", (2, 8, 6))]
+    _, gradients = execute(trace, dict(model.named_parameters()), {}, [x])
+    model(x).backward()
+    torch.testing.assert_close(gradients["gate_up.weight"], model.gate_up.weight.grad)
+
+
+def test_uneven_parts_stay_as_they_are() -> None:
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fused = nn.Linear(6, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, c = self.fused(x).split([8, 4, 4], dim=-1)
+            return (a * torch.cat([b, c], -1)).square().mean()
+
+    model, x = Uneven().double(), torch.randn(2, 3, 6).double()
+    trace = capture(model, (x,))
+    assert all(entry.shape == entry.view for entry in trace.parameters)
+    _, gradients = execute(trace, dict(model.named_parameters()), {}, [x])
+    model(x).backward()
+    torch.testing.assert_close(gradients["fused.weight"], model.fused.weight.grad)
+
+
+def test_attention_written_out_is_dots_over_heads() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (f(x).view(2, 5, 2, 4).transpose(1, 2) for f in (self.q, self.k, self.v))
+            out = (q @ k.mT).softmax(-1) @ v
+            return out.transpose(1, 2).reshape(2, 5, 8).square().mean()
+
+    model, x = Attention().double(), torch.randn(2, 5, 8).double()
+    trace = capture(model, (x,))
+    assert not any(node.target in (aten.bmm.default, aten.mm.default) for node in trace.graph.nodes)
+    equations = [node.args[0] for node in trace.graph.nodes if node.target is ops.dot]
+    assert sum(len(equation) == len("bhsd,bhtd->bhst") for equation in equations) == 6
+    _, gradients = execute(trace, dict(model.named_parameters()), {}, [x])
+    model(x).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_llama_without_a_mask_is_causal_and_with_one_reads_it() -> None:
+    model, batch, trace = _captured("llama")
+    attention = [node for node in trace.graph.nodes if node.target is ops.attention]
+    assert [node.args[3:5] for node in attention] == [(None, True)] * 2
+    mask = torch.ones_like(batch["input_ids"])
+    mask[1, :4] = 0
+    masked = capture(model, (), {**batch, "attention_mask": mask})
+    inputs = [{**batch, "attention_mask": mask}[entry.path] for entry in masked.inputs]
+    outputs, _ = execute(masked, dict(model.named_parameters()), dict(model.named_buffers()), inputs)
+    torch.testing.assert_close(outputs[0], model(**batch, attention_mask=mask).loss.detach())
+    assert not torch.allclose(outputs[0], model(**batch).loss.detach(), rtol=1e-4)
+
+
+def test_a_llama_layer_is_small() -> None:
+    _, _, trace = _captured("llama", torch.bfloat16)
+    layers = Counter(".".join(node.meta["module"].split(".")[:3]) for node in trace.graph.nodes if node.op == "call_function")
+    assert layers["model.layers.0"] == layers["model.layers.1"] < 150
+
+
+def test_a_model_on_meta_gives_the_same_graph_and_stays_on_meta() -> None:
+    _, batch, trace = _captured("llama")
+    real, _ = ZOO.llama()
+    model = type(real)(real.config).train().to("meta")
+    on_meta = capture(model, (), {name: tensor.to("meta") for name, tensor in batch.items()})
+    assert [node.format_node() for node in on_meta.graph.nodes] == [node.format_node() for node in trace.graph.nodes]
+    assert on_meta.fingerprint == trace.fingerprint
+    assert all(parameter.device.type == "meta" for parameter in model.parameters())
+
+
+def test_caches_are_off_in_the_graph_and_the_config_is_as_before() -> None:
+    model, batch = ZOO.gpt2(num_layers=1, use_cache=True)
+    trace = capture(model, (), batch)
+    assert {output.path for output in trace.outputs} == {"loss", "logits"}
+    assert model.config.use_cache is True
+
+
+def test_nodes_carry_the_models_module_paths() -> None:
+    model, _, trace = _captured("llama")
+    known = {"", *dict(model.named_modules()), *dict(model.named_parameters()), *dict(model.named_buffers())}
+    assert {node.meta["module"] for node in trace.graph.nodes} <= known
+    unlabelled = [n for n in trace.graph.nodes if n.target is aten.add.Tensor and n.meta["phase"] == "backward" and not n.meta["module"]]
+    assert not unlabelled
