@@ -84,9 +84,10 @@ def parse(text: str, call: Call, linear: tuple[tuple[int, ...], ...] = (), reduc
         RuleError: where the text does not fit the op's operands and results.
     """
     terms, results = _split(text)
-    numbers = slots(call)[: len(terms)]
+    every = slots(call)
+    numbers = every[: len(terms)]
     present = {number: term for number, term in zip(numbers, terms, strict=False) if number is not None}
-    if sorted(present) != list(range(len(call.inputs))) or len(results) != len(call.outputs):
+    if len(terms) > len(every) or sorted(present) != list(range(len(call.inputs))) or len(results) != len(call.outputs):
         raise RuleError(f"rule {text!r} does not fit {len(call.inputs)} operands and {len(call.outputs)} results", where=call.where)
     inputs = tuple(_fit(present[i], len(info.shape), text) for i, info in enumerate(call.inputs))
     equal = tuple(frozenset(letter[1:] for letter in term if letter.startswith("=")) for term in results)

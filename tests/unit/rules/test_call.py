@@ -1,0 +1,86 @@
+"""Calls: op applications free of fx."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch import fx
+
+from autopar import ops
+from autopar.errors import RuleError, Where
+from autopar.rules import Call, Operand, TensorInfo, call_of, call_on, operands_of
+from autopar.rules.call import NO_TENSOR, KeyedCall, argument, op_name, slots
+
+aten = torch.ops.aten
+F32 = torch.float32
+
+
+def placeholder(graph: fx.Graph, name: str, *shape: int) -> fx.Node:
+    node = graph.placeholder(name)
+    node.meta["val"] = torch.empty(shape)
+    return node
+
+
+def test_operands_are_numbered_in_order_of_appearance_and_count_each_time() -> None:
+    graph = fx.Graph()
+    x, y = placeholder(graph, "x", 2, 3), placeholder(graph, "y", 2, 1)
+    node = graph.call_function(aten.cat.default, ([x, y, x], 1))
+    node.meta |= {"val": torch.empty(2, 7), "module": "m", "source": "f.py:1: cat"}
+    call = call_of(node)
+    assert call.args == ((Operand(0), Operand(1), Operand(2)), 1)
+    assert operands_of(node) == (x, y, x)
+    assert call.inputs == (TensorInfo((2, 3), F32), TensorInfo((2, 1), F32), TensorInfo((2, 3), F32))
+    assert call.outputs == (TensorInfo((2, 7), F32),)
+    assert (call.where.op, call.where.module, call.where.source) == ("aten.cat.default", "m", "f.py:1: cat")
+
+
+def test_a_getitem_has_one_operand_the_result_that_it_takes() -> None:
+    graph = fx.Graph()
+    parts = graph.call_function(aten.split.Tensor, (placeholder(graph, "x", 5), 3))
+    parts.meta["val"] = [torch.empty(3), torch.empty(2)]
+    taken = graph.call_function(operator.getitem, (parts, 1))
+    taken.meta["val"] = torch.empty(2)
+    assert call_of(parts).outputs == (TensorInfo((3,), F32), TensorInfo((2,), F32))
+    assert call_of(taken).inputs == call_of(taken).outputs == (TensorInfo((2,), F32),)
+    assert operands_of(taken) == (parts,)
+
+
+def test_a_result_that_is_none_keeps_its_number() -> None:
+    call, _ = call_on(aten.neg.default, (torch.ones(2),), {}, (torch.ones(2), None, torch.ones(3)))
+    assert call.outputs == (TensorInfo((2,), F32), NO_TENSOR, TensorInfo((3,), F32))
+
+
+def test_a_node_without_a_value_is_an_error_that_names_it() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("lonely")
+    node = graph.call_function(aten.neg.default, (x,))
+    with pytest.raises(RuleError, match="lonely, neg"):
+        call_of(node)
+    with pytest.raises(RuleError, match="placeholder, not a call"):
+        call_of(x)
+
+
+def test_slots_are_the_parameters_that_take_tensors() -> None:
+    x, w = torch.ones(2, 3), torch.ones(3)
+    call, _ = call_on(aten.native_layer_norm.default, (x, [3], None, w, 1e-5), {}, (x, x, x))
+    assert slots(call) == (0, None, 1)
+    assert argument(call, "eps") == 1e-5 and argument(call, "bias") == Operand(1)
+    scalar, _ = call_on(aten.add.Tensor, (x, 2.0), {"alpha": 3}, x)
+    assert slots(scalar) == (0, None) and argument(scalar, "alpha") == 3
+
+
+def test_equal_calls_of_different_places_share_a_key() -> None:
+    x = torch.ones(2, 3)
+    call, _ = call_on(aten.neg.default, (x,), {}, x)
+    elsewhere = Call(call.target, call.args, call.kwargs, call.inputs, call.outputs, Where("aten.neg.default", "there"))
+    other, _ = call_on(aten.neg.default, (x.double(),), {}, x.double())
+    assert KeyedCall(call) == KeyedCall(elsewhere) and len({KeyedCall(call), KeyedCall(elsewhere)}) == 1
+    assert KeyedCall(call) != KeyedCall(other)
+
+
+def test_ops_are_named_as_users_read_them() -> None:
+    assert op_name(aten.mm.default) == "aten.mm.default"
+    assert op_name(ops.dot) == "ops.dot"
+    assert op_name(operator.getitem) == "operator.getitem"
