@@ -16,12 +16,14 @@ from autopar.analysis.work import work
 from autopar.capture.trace import Parameter, Trace
 from autopar.collective import Collective, collective_time
 from autopar.cost.compute import compute_time
+from autopar.errors import ConstraintError
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy, local_shape
 from autopar.mesh import Mesh
 from autopar.problem import Op, OpKind, OpStrategy, Phase, Problem, Use, Value, Variant
 from autopar.redistribute import LayoutGraph, all_layouts, layout_graph, local_bytes
 from autopar.rules import Call, TensorInfo
+from autopar.run.parameters import storable
 from autopar.strategies import ClusterClass, ClusterStrategy, Forced, Ref
 
 # Resting bytes of an optimizer's state, as multiples of the parameter's own bytes (torch.optim keeps it in the parameter's
@@ -119,7 +121,10 @@ class _Builder:
             first = members[0]
             wanted = self.forced.storage.get(first.name)
             layouts = all_layouts(first.view, self.mesh.shape) if wanted is None else (wanted,)
-            strategies = tuple(self._storage(first, layout) for layout in layouts)
+            possible = [layout for layout in layouts if storable(first.shape, first.view, layout, self.mesh.shape)]
+            if not possible:
+                raise ConstraintError(f"{first.name} cannot rest as {wanted}", remedy="force a storage layout that splits its dims evenly")
+            strategies = tuple(self._storage(first, layout) for layout in possible)
             op = Op(str(pattern), "parameter", "forward", len(members), (), strategies)
             index = self.add(op, Source("parameter", tuple(p.name for p in members), tuple(p.node for p in members)))
             for p in members:

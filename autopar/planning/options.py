@@ -10,6 +10,7 @@ from autopar.constraints import LayoutConstraint
 from autopar.cost.price import OPTIMIZERS
 from autopar.errors import AutoparError, ConstraintError
 from autopar.hardware import HardwareProfile
+from autopar.run.executor import Batch, Outputs
 
 RESERVED_SHARE = 0.1  # of the device's memory, left to the allocator, kernels' workspaces and communication buffers
 
@@ -25,6 +26,7 @@ class PlanOptions:
         strict: refuse plans that run a tensor op replicated because no rule is known.
         gap: relative distance of incumbent and bound at which the search stops. time_limit_s: a safety net per solve.
         solver: ``highs`` or ``cbc``.
+        batch, outputs: as in `autopar.compile`; they bear on the peak.
     """
 
     memory_bytes: int | None = None
@@ -34,6 +36,8 @@ class PlanOptions:
     gap: float = 0.01
     time_limit_s: float = 60.0
     solver: str = "highs"
+    batch: Batch = "global"
+    outputs: Outputs = "dtensor"
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -58,4 +62,6 @@ class PlanOptions:
             "constraints": [c.to_json() for c in self.constraints],
             "strict": self.strict,
             "gap": self.gap,
+            "batch": self.batch,
+            "outputs": self.outputs,
         }

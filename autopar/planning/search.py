@@ -23,7 +23,7 @@ from autopar.planning.options import PlanOptions
 from autopar.planning.runner_up import runner_ups
 from autopar.plans import Plan
 from autopar.problem import Choices
-from autopar.run.memory import predicted_peak
+from autopar.run.memory import trace_peak
 from autopar.run.program import Program
 from autopar.solve import evaluate, solve
 from autopar.strategies import classes_of, resolve
@@ -75,7 +75,7 @@ def make_plan(
             program = emit(trace, plan)
         with clock.phase("memory"):
             optimizer_bytes = plan.prediction.memory_bytes["optimizer"]
-            peak = predicted_peak(program) + optimizer_bytes
+            peak = trace_peak(program, batch=options.batch, outputs=options.outputs).peak_bytes + optimizer_bytes
         if peak <= budget:
             return _finished(trace, mesh, priced, choices, plan, peak, clock, options, bound, program)
         reserve = max(peak - evaluation.static_bytes - max(evaluation.kept_bytes, evaluation.gradient_bytes), int(reserve * 1.05) + 1)
