@@ -6,6 +6,7 @@ become local; positions, which become `Start` tokens; or whose result on a shard
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,9 +44,13 @@ class Local:
     kwargs: Mapping[str, Any]
 
 
-def mean_part(x: torch.Tensor, dims: Sequence[int], keepdim: bool, count: int) -> torch.Tensor:
-    """A rank's share of a mean over `dims` that are split: its sum over the global number of elements, `count`."""
-    return torch.sum(x, dim=tuple(dims), keepdim=keepdim) / count
+def mean_part(x: torch.Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A rank's share of a mean over `dims` that are split: its sum over the global number of elements, `count`.
+
+    Half types are summed in float32, whose range their sums may need.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    return torch.sum(x, dim=tuple(dims), keepdim=keepdim, dtype=wide).div_(count).to(dtype)
 
 
 class _Site:
@@ -101,10 +106,9 @@ def _mean(site: _Site) -> Local:
     reduced = dims_of(argument(call, "dim"), len(shape))
     if not any(isinstance(p, Shard) and p.dim in reduced for p in site.strategy.inputs[0].placements):
         return _same(site)
-    count = 1
-    for dim in reduced:
-        count *= shape[dim]
-    return Local(mean_part, (call.args[0], tuple(sorted(reduced)), bool(argument(call, "keepdim", False)), count), {})
+    count = math.prod(shape[dim] for dim in reduced)
+    keepdim = bool(argument(call, "keepdim", False))
+    return Local(mean_part, (call.args[0], tuple(sorted(reduced)), keepdim, count, call.outputs[0].dtype), {})
 
 
 def _groups(site: _Site, operand: int) -> int:

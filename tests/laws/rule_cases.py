@@ -39,13 +39,13 @@ def normed(s: Any, masked: bool = False) -> Built:
     return on(real(s.a, s.b, s.c), x, [s.c], mean, rstd, w, b, [True, not masked, True])
 
 
-def attended(s: Any, causal: bool = False, mask: tuple[int, ...] | None = None) -> Built:
-    q, k, v = (real(s.a, s.b, s.c, 2) for _ in range(3))
+def attended(s: Any, causal: bool = False, mask: tuple[int, ...] | None = None, groups: int = 1) -> Built:
+    q, k, v = (real(s.a, heads, s.c, 2) for heads in (s.b * groups, s.b, s.b))
     return on(q, k, v, real(*mask) if mask else None, causal, 0.5)
 
 
-def attended_backward(s: Any, causal: bool = False, mask: tuple[int, ...] | None = None) -> Built:
-    (q, k, v, given_mask, _, scale), _ = attended(s, causal, mask)
+def attended_backward(s: Any, causal: bool = False, mask: tuple[int, ...] | None = None, groups: int = 1) -> Built:
+    (q, k, v, given_mask, _, scale), _ = attended(s, causal, mask, groups)
     out, lse = ops.attention(q, k, v, given_mask, causal, scale)
     return on(real(*q.shape), q, k, v, out, lse, given_mask, causal, scale)
 
@@ -149,11 +149,13 @@ CASES: Mapping[Any, Case | list[Case]] = {
         lambda s: attended(s, mask=(s.a, 1, s.c, s.c)),
         lambda s: attended(s, mask=(1, s.b, s.c, s.c)),
         lambda s: attended(s, mask=(s.a, 1, 1, s.c)),
+        lambda s: attended(s, causal=True, groups=2),
     ],
     ops.attention_backward: [
         lambda s: attended_backward(s),
         lambda s: attended_backward(s, causal=True),
         lambda s: attended_backward(s, mask=(s.a, 1, s.c, s.c)),
+        lambda s: attended_backward(s, groups=2),
     ],
     ops.embedding: lambda s: on(real(s.a, s.b), ids(s.a, s.c, s.d)),
     ops.embedding_backward: [
