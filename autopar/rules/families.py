@@ -41,10 +41,8 @@ def pointwise(linear: tuple[tuple[int, ...], ...] = ()) -> Family:
 
 def dot(call: Call) -> Factors:
     """`autopar.ops.dot`: its equation is the rule."""
-    spaced = " -> ".join(", ".join(" ".join(term.replace(" ", "")) for term in side.split(",")) for side in call.args[0].split("->"))
-    left, _, right = spaced.partition("->")
-    inputs = tuple(tuple(term.split()) for term in left.split(","))
-    return Factors(inputs, (tuple(right.split()),), linear=((0,), (1,)))
+    left, _, right = call.args[0].replace(" ", "").partition("->")
+    return Factors(tuple(map(tuple, left.split(","))), (tuple(right),), linear=((0,), (1,)))
 
 
 def reduction(reduce_op: str = "sum", linear: bool = False, whole: bool = False) -> Family:

@@ -80,8 +80,8 @@ NORMS: Mapping[Any, f.Family] = {
 
 REDUCTIONS: Mapping[Any, f.Family] = {
     **{op: f.reduction(linear=True) for op in (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)},
-    aten.amax.default: f.reduction("max"),
-    aten.amin.default: f.reduction("min"),
+    **{op: f.reduction("max") for op in (aten.amax.default, aten.max.default)},
+    **{op: f.reduction("min") for op in (aten.amin.default, aten.min.default)},
     **{
         op: f.reduction(whole=True)
         for op in (

@@ -181,7 +181,7 @@ CASES: Mapping[Any, Case | list[Case]] = {
     aten._safe_softmax.default: last,
     **dict.fromkeys((aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), softmax_backward),
     **dict.fromkeys((aten.sum.default, aten.mean.default, aten.any.default, aten.all.default), cube),
-    **dict.fromkeys((aten.argmax.default, aten.argmin.default), cube),
+    **dict.fromkeys((aten.argmax.default, aten.argmin.default, aten.max.default, aten.min.default), cube),
     **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default), DIMS),
     **dict.fromkeys((aten.var.dim, aten.logsumexp.default), DIMS),
     **dict.fromkeys((aten.max.dim, aten.min.dim, aten.any.dim, aten.all.dim, aten.prod.dim_int), DIM),
