@@ -8,7 +8,7 @@ the storage layout, where autograd puts gradients. No autograd runs inside the g
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class ParallelModule(nn.Module):
         inputs = self._arguments.tensors(args, kwargs)
         parameters = [self.get_parameter(t.name) for t in self.program.parameters]
         trained = torch.is_grad_enabled() and self._loss is not None and self._trains(parameters)
-        results: tuple[Any, ...] = _Step.apply(self, inputs, *parameters) if trained else self._run(inputs, parameters, keep=False)[0]
+        results: Sequence[Tensor] = _Step.apply(self, inputs, *parameters) if trained else self._run(inputs, parameters, keep=False)[0]
         return self._results.build([self._present(r, s) for r, s in zip(results, self._presented, strict=True)])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -1,0 +1,38 @@
+"""Nothing hangs: a failing rank takes the others down with its message."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from harness import run_processes
+
+pytestmark = pytest.mark.multiproc
+
+
+def fails_on_one_rank(rank: int) -> None:
+    """Rank 1 fails while rank 0 waits for it."""
+    if rank == 1:
+        raise ValueError("rank one has a reason")
+    dist.barrier()
+
+
+def test_the_first_failure_ends_all_ranks_and_is_shown() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 failed.*rank one has a reason"):
+        run_processes(2, __file__, "fails_on_one_rank")
+
+
+@pytest.mark.slow
+def test_a_compiled_program_with_collectives_follows_the_plain_model() -> None:
+    assert max(run_processes(2, __file__, "compiled", timeout_s=600)) < 2e-6
+
+
+def compiled(rank: int) -> float:
+    """Loss and gradients under Inductor on a 2×1 mesh."""
+    from handwritten import Toy
+    from worker_module import build, call, error, worst
+
+    plain, parallel = Toy(), build(1, 2, backend="inductor")
+    mine, theirs = call(parallel), call(plain)
+    mine["loss"].backward()
+    theirs["loss"].backward()
+    return max(error(mine["loss"], theirs["loss"]), error(mine["logits"], theirs["logits"]), worst(parallel, plain, gradients=True))

@@ -1,0 +1,127 @@
+"""Steps name mesh axes, and need either process groups, fake groups, or an axis of size 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.errors import LayoutError, RuntimeStateError
+from autopar.kernels.collectives import (
+    STEPS,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    bind,
+    fake_groups,
+    local_start,
+    reduce_scatter,
+    shard,
+    use_groups,
+)
+from autopar.mesh import Mesh
+
+MESH = Mesh({"data": 2, "tensor": 4})
+CALLS = {
+    all_gather: ((1, 1), (8, 32, 4)),
+    reduce_scatter: ((1, "sum", 1), (8, 2, 4)),
+    all_reduce: (("sum", 1), (8, 8, 4)),
+    all_to_all: ((0, 2, 1), (32, 8, 1)),
+    shard: ((2, 1), (8, 8, 1)),
+}
+
+
+def graph_of(target: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output((graph.call_function(target, (graph.placeholder("x"), *arguments)),))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_a_step_on_fake_groups_has_the_shape_of_the_real_one(step: Callable[..., torch.Tensor]) -> None:
+    arguments, shape = CALLS[step]
+    with FakeTensorMode(), use_groups(fake_groups(MESH)):
+        result = step(torch.empty(8, 8, 4), *arguments)
+    assert tuple(result.shape) == shape
+    assert result.is_contiguous()
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_along_an_axis_of_size_1_a_step_returns_its_operand_itself_and_binding_removes_it(step: Callable[..., torch.Tensor]) -> None:
+    x, groups = torch.ones(2, 2, 2), fake_groups(Mesh({"a": 1, "b": 1}))
+    with use_groups(groups):
+        assert step(x, *CALLS[step][0]) is x
+    bound = bind(graph_of(step, *CALLS[step][0]), groups)
+    assert [node.op for node in bound.graph.nodes] == ["placeholder", "output"]
+    assert bound(x)[0] is x
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_outside_any_groups_a_step_says_what_to_do(step: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(RuntimeStateError, match=r"use_groups\(\.\.\.\), bind it"):
+        step(torch.ones(8, 8, 8), *CALLS[step][0])
+
+
+def test_groups_are_forgotten_at_the_end_of_the_block_and_may_be_nested() -> None:
+    outer, inner = fake_groups(MESH, (1, 2)), fake_groups(MESH, (0, 0))
+    with use_groups(outer):
+        with use_groups(inner):
+            assert local_start(16, ((1, 4),)) == 0
+        assert local_start(16, ((1, 4),)) == 8
+    with pytest.raises(RuntimeStateError):
+        local_start(16, ((1, 4),))
+
+
+def test_local_start_follows_the_order_of_the_splitters() -> None:
+    with use_groups(fake_groups(MESH, (1, 2))):
+        assert local_start(16, ()) == 0
+        assert local_start(16, ((0, 2), (1, 4))) == 8 + 2 * 2
+        assert local_start(16, ((1, 4), (0, 2))) == 2 * 4 + 2
+
+
+def test_binding_turns_local_start_into_a_literal() -> None:
+    graph = fx.Graph()
+    start = graph.call_function(local_start, (16, ((1, 4),)))
+    graph.output((graph.call_function(torch.add, (graph.placeholder("x"), start)),))
+    bound = bind(fx.GraphModule(nn.Module(), graph), fake_groups(MESH, (0, 3)))
+    assert bound(torch.tensor(0))[0].item() == 12
+    assert all(node.target is not local_start for node in bound.graph.nodes)
+
+
+def test_a_bound_graph_needs_no_groups_and_the_original_stays_as_it_is() -> None:
+    original = graph_of(shard, 0, 1)
+    bound = bind(original, fake_groups(MESH, (0, 3)))
+    assert bound(torch.arange(8))[0].tolist() == [6, 7]
+    assert [node.target for node in original.graph.nodes if node.op == "call_function"] == [shard]
+
+
+def test_arguments_may_be_passed_by_name() -> None:
+    graph = fx.Graph()
+    graph.output((graph.call_function(shard, (graph.placeholder("x"),), {"dim": 0, "axis": 0}),))
+    assert bind(fx.GraphModule(nn.Module(), graph), fake_groups(MESH, (1, 0)))(torch.arange(4))[0].tolist() == [2, 3]
+
+
+def test_a_slice_does_not_keep_the_whole_alive() -> None:
+    with use_groups(fake_groups(MESH, (1, 0))):
+        part = shard(torch.arange(8), 0, 0)
+    assert part.tolist() == [4, 5, 6, 7]
+    assert part.untyped_storage().nbytes() == 4 * 8
+
+
+@pytest.mark.parametrize("step", [reduce_scatter, all_to_all, shard], ids=lambda step: step.__name__)
+def test_a_dim_that_the_axis_does_not_divide_is_refused(step: Callable[..., torch.Tensor]) -> None:
+    with use_groups(fake_groups(MESH)), pytest.raises(LayoutError, match="cannot be split evenly over 4 ranks"):
+        step(torch.empty(6, 6, 6), *CALLS[step][0])
+
+
+def test_steps_run_in_a_graph_that_is_compiled_whole() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(all_gather, (graph.call_function(shard, (x, 1, 1)), 1, 1)),))
+    bound = bind(fx.GraphModule(nn.Module(), graph), fake_groups(MESH))
+    compiled: Any = torch.compile(bound, backend="aot_eager", fullgraph=True)
+    assert compiled(torch.ones(2, 8))[0].shape == (2, 8)

@@ -1,0 +1,204 @@
+"""A program as a module, on a mesh of one device, without a launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from handwritten import Toy, batch, program, reference
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import MeshError, RuntimeStateError
+from autopar.mesh import Mesh
+from autopar.run import executor
+from autopar.run.device_mesh import device_mesh, mesh_of
+from autopar.run.memory import LiveBytes, trace_peak
+from autopar.run.module import ParallelModule
+
+
+@pytest.fixture(scope="module")
+def devices() -> Iterator[DeviceMesh]:
+    yield device_mesh(Mesh({"data": 1, "tensor": 1}))
+    dist.destroy_process_group()
+
+
+def build(devices: DeviceMesh, **options: Any) -> ParallelModule:
+    return ParallelModule(program(1, 1), devices, Toy(), **options)
+
+
+def call(model: torch.nn.Module, seed: int = 1) -> dict[str, Any]:
+    values = batch(seed)
+    result: dict[str, Any] = model(values["x"], target=values["target"])
+    return result
+
+
+def test_one_device_needs_no_launcher_and_computes_what_the_plain_model_computes(devices: DeviceMesh) -> None:
+    module, plain = build(devices), Toy()
+    out = call(module)
+    out["loss"].backward()
+    outputs, gradients = reference(plain, dtype=torch.float32)
+    torch.testing.assert_close(out["loss"].detach(), outputs["loss"].detach())
+    torch.testing.assert_close(out["logits"], outputs["logits"].detach())
+    torch.testing.assert_close(module.mean, plain.mean)
+    for name, gradient in gradients.items():
+        stored = module.get_parameter(name).grad
+        assert isinstance(stored, DTensor)
+        torch.testing.assert_close(stored.full_tensor(), gradient)
+
+
+def test_gradients_of_two_calls_add_up(devices: DeviceMesh) -> None:
+    module, plain = build(devices), Toy()
+    for seed in (1, 2):
+        call(module, seed)["loss"].backward()
+        call(plain, seed)["loss"].backward()
+    torch.testing.assert_close(module.first.weight.grad.full_tensor(), plain.first.weight.grad)
+
+
+def test_the_gradient_of_a_scaled_loss_is_scaled(devices: DeviceMesh) -> None:
+    module, plain = build(devices), Toy()
+    (3 * call(module)["loss"]).backward()
+    (3 * call(plain)["loss"]).backward()
+    torch.testing.assert_close(module.first.weight.grad.full_tensor(), plain.first.weight.grad)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_second_backward_through_one_call_is_a_clear_error(devices: DeviceMesh, retain: bool) -> None:
+    loss = call(build(devices))["loss"]
+    loss.backward(retain_graph=retain)
+    with pytest.raises(RuntimeStateError, match="backward ran a second time through one call"):
+        loss.backward()
+
+
+def test_a_call_without_a_backward_frees_what_it_kept(devices: DeviceMesh) -> None:
+    module, values = build(devices), batch()
+    with LiveBytes() as live:
+        live.register([*module.parameters(), *module.buffers(), *values.values()])
+        before = live.live_bytes
+        out = module(values["x"], target=values["target"])
+        assert live.live_bytes - before == trace_peak(program(1, 1)).kept_bytes
+        del out
+        assert live.live_bytes == before
+
+
+def test_without_gradients_only_forward_runs_and_nothing_is_kept(devices: DeviceMesh) -> None:
+    module, values = build(devices), batch()
+    predicted = trace_peak(program(1, 1), train=False)
+    with LiveBytes() as live, torch.no_grad():
+        live.register([*module.parameters(), *module.buffers(), *values.values()])
+        before = live.live_bytes
+        out = module(values["x"], target=values["target"])
+        assert live.live_bytes - before == predicted.kept_bytes == 4 + 8 * 8 * 4
+        assert live.peak_bytes == predicted.peak_bytes
+    assert not out["loss"].requires_grad
+    assert predicted.peak_bytes < trace_peak(program(1, 1)).peak_bytes
+
+
+def test_frozen_parameters_get_no_gradient_and_all_frozen_keeps_nothing(devices: DeviceMesh) -> None:
+    module = build(devices)
+    module.requires_grad_(False)
+    assert not call(module)["loss"].requires_grad
+    module.second.bias.requires_grad_(True)
+    call(module)["loss"].backward()
+    assert [name for name, p in module.named_parameters() if p.grad is not None] == ["second.bias"]
+
+
+def test_thawing_a_parameter_that_was_planned_frozen_is_refused(devices: DeviceMesh) -> None:
+    module = build(devices)
+    module.scale.requires_grad_(True)
+    with pytest.raises(RuntimeStateError, match="'scale' was frozen when the program was made"):
+        call(module)
+
+
+def test_names_values_and_state_dict_are_the_models(devices: DeviceMesh) -> None:
+    module, plain = build(devices), Toy()
+    state = plain.state_dict()
+    assert list(module.state_dict()) == list(state)
+    assert [n for n, _ in module.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert module.tied.weight is module.first.weight
+    for name, value in module.state_dict().items():
+        assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, state[name])
+    assert not module.state_dict().keys() & {"offset"}
+
+
+def test_loading_full_tensors_changes_the_values_and_names_what_does_not_fit(devices: DeviceMesh) -> None:
+    module, plain = build(devices), Toy()
+    state = {name: value + 1 for name, value in plain.state_dict().items()}
+    module.load_state_dict(state)
+    assert torch.equal(module.first.weight.full_tensor(), state["first.weight"])
+    assert torch.equal(module.mean, state["mean"])
+    with pytest.raises(RuntimeError, match=r"size mismatch for first\.weight"):
+        module.load_state_dict({**state, "first.weight": torch.ones(2, 2)})
+
+
+def test_arguments_may_come_by_position_or_by_name_in_any_order(devices: DeviceMesh) -> None:
+    module, values = build(devices), batch()
+    expected = call(module)["logits"]
+    assert torch.equal(module(target=values["target"], x=values["x"])["logits"], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda v: {"x": v["x"]}, r"called with arguments \['x'\], the program was made for \['0', 'target'\]"),
+        (lambda v: {**v, "more": v["x"]}, r"called with arguments \['x', 'target', 'more'\]"),
+        (lambda v: {**v, "x": v["x"][:4]}, r"argument '0' is torch.float32 \(4, 8\), the program takes torch.float32 \(8, 8\)"),
+        (lambda v: {**v, "x": v["x"].double()}, "argument '0' is torch.float64"),
+        (lambda v: {**v, "target": None}, "argument 'target' is NoneType, not a tensor"),
+        (lambda v: {**v, "x": v["x"].to("meta")}, "argument '0' is on meta, the mesh on cpu"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(devices: DeviceMesh, change: Any, words: str) -> None:
+    with pytest.raises(RuntimeStateError, match=words):
+        build(devices)(**change(batch()))
+
+
+def test_the_other_mode_is_refused_unless_the_graph_serves_both(devices: DeviceMesh) -> None:
+    with pytest.raises(RuntimeStateError, match="made in train mode"):
+        call(build(devices).eval())
+    assert call(build(devices, both_modes=True).eval())["loss"].isfinite()
+
+
+def test_a_module_that_was_converted_is_refused(devices: DeviceMesh) -> None:
+    with pytest.raises(RuntimeStateError, match=r"is torch.float64 on cpu, the program was made for torch.float32"):
+        call(build(devices).double())
+
+
+def test_a_model_that_is_not_the_planned_one_is_refused(devices: DeviceMesh) -> None:
+    with pytest.raises(RuntimeStateError, match=r"is torch\.float64 \(\), the program was made for torch\.float32"):
+        ParallelModule(program(1, 1), devices, Toy().double())
+    with pytest.raises(MeshError, match="the program is for mesh data=2,tensor=2"):
+        ParallelModule(program(2, 2), devices, Toy())
+
+
+def test_a_program_without_a_loss_runs_forward_only(devices: DeviceMesh) -> None:
+    target = program(1, 1)
+    outputs = tuple(replace(tensor, is_loss=False) for tensor in target.outputs)
+    assert not call(ParallelModule(replace(target, outputs=outputs), devices, Toy()))["loss"].requires_grad
+
+
+def test_without_a_compiler_inductor_falls_back_to_eager_and_says_so(devices: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor.shutil, "which", lambda name: None)
+    with pytest.warns(UserWarning, match="there is none: running eagerly"):
+        assert call(build(devices, backend="inductor"))["loss"].isfinite()
+    with pytest.raises(RuntimeStateError, match="backend 'fast' is not known"):
+        build(devices, backend="fast")
+
+
+def test_a_mesh_survives_the_way_to_torch_and_back(devices: DeviceMesh) -> None:
+    assert mesh_of(devices) == Mesh({"data": 1, "tensor": 1})
+
+
+@pytest.mark.slow
+def test_the_compiled_module_computes_what_the_plain_model_computes(devices: DeviceMesh) -> None:
+    module = build(devices, backend="inductor")
+    out = call(module)
+    out["loss"].backward()
+    outputs, gradients = reference(Toy(), dtype=torch.float32)
+    torch.testing.assert_close(out["loss"].detach(), outputs["loss"].detach())
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(module.get_parameter(name).grad.full_tensor(), gradient)

@@ -1,0 +1,79 @@
+"""Storage layouts over the dims of a view, told to torch over the dims of the stored shape."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from autopar.errors import LayoutError, MeshError
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.run.device_mesh import device_mesh
+from autopar.run.parameters import placements, storable, stored_dims
+
+
+@pytest.mark.parametrize(
+    ("shape", "view", "expected"),
+    [
+        ((), (), ()),
+        ((4, 6), (4, 6), ((0,), (1,))),
+        ((4, 24), (4, 3, 8), ((0,), (1, 2))),
+        ((24, 4), (3, 2, 4, 4), ((0, 1, 2), (3,))),
+        ((1, 6), (1, 2, 3), ((0,), (1, 2))),
+        ((6, 4), (6, 1, 4), ((0,), (1, 2))),
+        ((6, 4), (6, 4, 1), ((0,), (1, 2))),
+    ],
+)
+def test_each_stored_dim_is_seen_as_some_view_dims(
+    shape: tuple[int, ...], view: tuple[int, ...], expected: tuple[tuple[int, ...], ...]
+) -> None:
+    groups = stored_dims(shape, view)
+    assert groups == expected
+
+
+@pytest.mark.parametrize(("shape", "view"), [((4, 6), (24,)), ((4, 6), (2, 12)), ((4,), (4, 2)), ((4, 6), (6, 4))])
+def test_a_view_that_mixes_stored_dims_is_refused(shape: tuple[int, ...], view: tuple[int, ...]) -> None:
+    with pytest.raises(LayoutError, match="cannot be seen as"):
+        stored_dims(shape, view)
+
+
+@pytest.mark.parametrize(
+    ("shape", "view", "layout", "expected"),
+    [
+        ((8, 8), (8, 8), "S(0) S(1)", (Shard(0), Shard(1))),
+        ((8, 8), (8, 8), "S(0) S(0)", (Shard(0), Shard(0))),
+        ((8, 8), (8, 8), "S(0)#1 S(0)#0", (_StridedShard(0, split_factor=4), Shard(0))),
+        ((8, 24), (8, 3, 8), "S(0) S(2)", (Shard(0), _StridedShard(1, split_factor=3))),
+        ((8, 24), (8, 4, 6), "R S(1)", (Replicate(), Shard(1))),
+        ((24, 8), (3, 4, 2, 8), "R S(1)", (Replicate(), _StridedShard(0, split_factor=3))),
+        ((24, 8), (3, 8, 8), "S(2) S(1)", (Shard(1), _StridedShard(0, split_factor=3))),
+    ],
+)
+def test_placements_say_where_the_data_lies(
+    shape: tuple[int, ...], view: tuple[int, ...], layout: str, expected: tuple[object, ...]
+) -> None:
+    assert placements(shape, view, Layout.parse(layout), (2, 4)) == expected
+
+
+def test_an_axis_of_size_1_replicates() -> None:
+    assert placements((8, 24), (8, 3, 8), Layout.parse("S(2) S(2)"), (1, 2)) == (Replicate(), _StridedShard(1, split_factor=3))
+
+
+@pytest.mark.parametrize("layout", ["S(2) S(2)", "S(2)#1 S(2)#0", "S(1) S(2)"])
+def test_a_fused_dim_that_two_axes_split_cannot_be_stored(layout: str) -> None:
+    assert not storable((8, 32), (8, 4, 8), Layout.parse(layout), (2, 2))
+    with pytest.raises(LayoutError, match="let one axis split the fused dim"):
+        placements((8, 32), (8, 4, 8), Layout.parse(layout), (2, 2))
+
+
+def test_an_uneven_part_of_a_view_cannot_be_stored_but_an_uneven_plain_shard_can() -> None:
+    assert not storable((8, 21), (8, 3, 7), Layout.parse("R S(2)"), (2, 2))
+    assert storable((7, 8), (7, 8), Layout.parse("R S(0)"), (2, 2))
+
+
+def test_a_mesh_of_several_devices_without_a_launcher_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(MeshError, match=r"needs 4 processes.*not initialised") as caught:
+        device_mesh(Mesh({"data": 2, "tensor": 2}))
+    assert "autopar run -n 4" in str(caught.value)
