@@ -35,7 +35,6 @@ from autopar.capture.outputs import loss_leaf
 from autopar.capture.refusals import as_capture_error
 from autopar.errors import CaptureError
 
-
 # A number that differs from an earlier capture would otherwise become symbolic: captures must not depend on each other.
 _STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "specialize_int": True, "specialize_float": True}
 

@@ -59,7 +59,8 @@ def execute(
 
 def _run(graph: fx.Graph, values: Sequence[torch.Tensor], dtype: torch.dtype | None) -> tuple[Any, ...]:
     last_use = {operand: node for node in graph.nodes for operand in node.all_input_nodes}
-    supply, known = iter(values), {}
+    supply = iter(values)
+    known: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node.op == "output":
             return fx.map_arg(node.args[0], known.__getitem__)

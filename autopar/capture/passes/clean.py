@@ -6,7 +6,6 @@ value within a module and phase become one node.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import torch
@@ -91,17 +90,19 @@ def respell(node: fx.Node) -> None:
         node.args = (node.args[0], first, second)
     elif target is aten.slice.Tensor:
         _respell_slice(node)
-    elif target is aten._to_copy.default and node.kwargs.get("memory_format") in (None, torch.preserve_format):
-        if node.meta["val"].device == node.args[0].meta["val"].device:
-            node.kwargs = {"dtype": dtype_of(node)}
+    elif target is aten._to_copy.default and node.kwargs.get("memory_format") in (None, torch.preserve_format) and _stays(node):
+        node.kwargs = {"dtype": dtype_of(node)}
 
 
 def _respell_slice(node: fx.Node) -> None:
-    source, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
-    size = shape_of(source)[dim]
-    start, end = (0 if start is None else start), (sys.maxsize if end is None else end)
-    start, end = (max(0, min(size, bound + size if bound < 0 else bound)) for bound in (start, end))
-    node.args = (source, dim % len(shape_of(source)), start, end, step)
+    source, given = node.args[0], dict(zip(("dim", "start", "end", "step"), node.args[1:], strict=False))
+    dim = given.get("dim", 0) % len(shape_of(source))
+    start, end, _ = slice(given.get("start"), given.get("end")).indices(shape_of(source)[dim])
+    node.args = (source, dim, start, end, given.get("step", 1))
+
+
+def _stays(node: fx.Node) -> bool:
+    return node.meta["val"].device == node.args[0].meta["val"].device
 
 
 def _itself(node: fx.Node) -> fx.Node:
@@ -130,8 +131,7 @@ def _only_casts(node: fx.Node) -> bool:
 def _copy(node: fx.Node) -> fx.Node:
     source, layout = node.args[0], node.kwargs.get("memory_format")
     same_order = layout in (None, torch.preserve_format) or source.meta["val"].is_contiguous(memory_format=layout)
-    same_type = dtype_of(node) == dtype_of(source) and node.meta["val"].device == source.meta["val"].device
-    return source if same_order and same_type else node
+    return source if same_order and dtype_of(node) == dtype_of(source) and _stays(node) else node
 
 
 def _same_shape(node: fx.Node) -> fx.Node:

@@ -130,9 +130,10 @@ def _rewrite(graph: fx.Graph, site: _Site) -> None:
     _reletter(site.product, site.letter)
     for node in {site.product, site.value}:
         _resize(node, site.seen(shape_of(node), -1))
+    parts_dim = len(shape_of(site.value)) - 2
     for part in list(site.split.users):
         with graph.inserting_before(part):
-            part.replace_all_uses_with(emit(part, aten.select.int, (site.value, len(shape_of(site.value)) - 2, part.args[1]), shape_of(part)))
+            part.replace_all_uses_with(emit(part, aten.select.int, (site.value, parts_dim, part.args[1]), shape_of(part)))
     for joined in site.joined:
         _rewrite_backward(graph, joined, site)
 

@@ -56,9 +56,9 @@ def _assert_gradients(gradients: dict[str, Tensor], model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("returns", "paths", "loss", "constants"),
     [
-        (lambda hidden, loss: loss, ["", ], "", {}),
+        (lambda hidden, loss: loss, [""], "", {}),
         (lambda hidden, loss: (hidden, loss, loss * 2), ["0", "1", "2"], "1", {}),
-        (lambda hidden, loss: {"hidden": [hidden[:, 1:], None], "loss": loss, "name": "net"}, ["hidden.0", "loss"], "loss", {1: None, 3: "net"}),
+        (lambda hidden, loss: {"h": [hidden[:, 1:], None], "loss": loss, "name": "net"}, ["h.0", "loss"], "loss", {1: None, 3: "net"}),
     ],
     ids=["scalar", "tuple", "dict"],
 )
