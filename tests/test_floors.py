@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 # The unit is the first name below `autopar`: a module of that name, or a package, whose modules share its floor.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
-    ("mesh", "hardware"),
+    ("mesh", "hardware", "hf"),
     ("layout", "collective"),
     ("redistribute", "random_ops", "ops"),
     ("problem",),  # speaks of the layout graphs of redistribute
@@ -36,7 +36,7 @@ PROCESS_GROUP_UNITS = {"run", "kernels", "api", "cli"}
 # Placement and tensor types, which make no process group, are words of the vocabulary.
 PLACEMENT_MODULES = ("torch.distributed.tensor",)
 PRIVATE_TORCH_ONLY_IN = "autopar.capture._torch"
-TRANSFORMERS_ONLY_IN = ("autopar.capture._transformers",)
+TRANSFORMERS_ONLY_IN = ("autopar.capture._transformers", "autopar.hf")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
