@@ -22,7 +22,7 @@ class LayoutConstraint:
     Attributes:
         weight: compute layout in which forward reads the module's parameters named ``weight``.
         bias: the same for ``bias``.
-        storage: storage layout of the module's parameters of the rank that the layout's dims allow (all of them).
+        storage: storage layout of the module's ``weight``.
         input: layout of the activations that the module's forward reads from outside it.
         output: layout in which the module's forward makes what others read.
     """

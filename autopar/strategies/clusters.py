@@ -172,14 +172,16 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: Member, name: str)
         return False
     if any(r[0] in graph.members and r[0] not in inside and _depends(graph, r[0], inside) for r in member.reads):
         return False
-    return all(_accepts_all(graph, member, name, i) for i in from_cluster)
+    return all(_accepts_all(graph, member, name, i, from_cluster) for i in from_cluster)
 
 
-def _accepts_all(graph: _Graph, member: Member, name: str, operand: int) -> bool:
+def _accepts_all(graph: _Graph, member: Member, name: str, operand: int, from_cluster: Sequence[int]) -> bool:
+    """Whatever the producer gives is accepted, without asking for partial sums from elsewhere (nothing redistributes to them)."""
     producer, result = member.reads[operand]
     given = {option.outputs[result] for option in graph.options[producer]}
-    accepted = {option.inputs[operand] for option in graph.options[name]}
-    return given <= accepted
+    others = [i for i in range(len(member.reads)) if i not in from_cluster]
+    usable = [o for o in graph.options[name] if not any(isinstance(o.inputs[i], Partial) for i in others)]
+    return given <= {option.inputs[operand] for option in usable}
 
 
 def _depends(graph: _Graph, name: str, inside: set[str]) -> bool:

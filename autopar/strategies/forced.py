@@ -1,7 +1,8 @@
 """Constraints, resolved to the nodes and parameters of a trace.
 
 A module pattern matches a *scope*: the module and everything below it. ``input`` concerns floating tensors that forward
-nodes of the scope read from forward nodes outside it, ``output`` those that forward nodes outside read from the scope.
+nodes of the scope read from forward nodes outside it, ``output`` those that forward nodes outside read from the scope, as the
+scope makes them. A scope that ends in a contraction over a sharded dim makes partial sums: force its readers' ``input``.
 """
 
 from __future__ import annotations
