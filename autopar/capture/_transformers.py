@@ -5,13 +5,15 @@
   before.
 - Masks. In eager, a batch without attention mask and position ids is one sequence per row and needs no mask: attention
   runs with ``is_causal=True``. Under tracing, transformers does not dare to look and builds a ``[batch, 1, seq, seq]`` mask
-  in every layer. No values need be read to know better: without the user's own position ids they are an arange. A mask
-  that the user passes stays data.
+  in every layer. No values need be read to know better: where a transformers model itself is captured and gets no
+  position ids, they are an arange. A mask that the user passes stays data, and inside a module of the user's own, which
+  may pass packed positions on, the mask that looks for packed sequences stays.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import sys
 from collections.abc import Iterator
@@ -30,15 +32,16 @@ def model_loggers() -> list[logging.Logger]:
 def transformers_under_capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
     """The adaptions above, undone on exit (recording hooks stay: a first forward would have installed them too)."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_without_caches(model))
+        stack.enter_context(without_caches(model))
         if "transformers" in sys.modules:
             _install_recording_hooks(model)
-            stack.enter_context(_masks_by_shape(kwargs))
+            stack.enter_context(_masks_by_shape(_positions_are_default(model, args, kwargs)))
         yield
 
 
 @contextlib.contextmanager
-def _without_caches(model: nn.Module) -> Iterator[None]:
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """`use_cache` off in every configuration of the model, and on again at the end where it was."""
     configs = {id(module.config): module.config for module in model.modules() if getattr(module, "config", None) is not None}
     on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
     try:
@@ -61,8 +64,15 @@ def _install_recording_hooks(model: nn.Module) -> None:
             maybe_install_capturing_hooks(module)
 
 
+def _positions_are_default(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    from transformers import PreTrainedModel
+
+    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments if args else kwargs
+    return isinstance(model, PreTrainedModel) and given.get("position_ids", kwargs.get("position_ids")) is None
+
+
 @contextlib.contextmanager
-def _masks_by_shape(kwargs: dict[str, Any]) -> Iterator[None]:
+def _masks_by_shape(positions_are_default: bool) -> Iterator[None]:
     try:
         from transformers import masking_utils
     except ImportError:
@@ -72,7 +82,7 @@ def _masks_by_shape(kwargs: dict[str, Any]) -> Iterator[None]:
         if hasattr(masking_utils, "is_torchdynamo_exporting"):
             # With a mask passed the functions still see that it is traced, and keep it.
             stack.enter_context(mock.patch.object(masking_utils, "is_torchdynamo_exporting", _not_exporting))
-        if hasattr(masking_utils, "find_packed_sequence_indices") and kwargs.get("position_ids") is None:
+        if positions_are_default and hasattr(masking_utils, "find_packed_sequence_indices"):
             stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", _one_sequence))
         yield
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ def execute(
     tangent: torch.Tensor | None = None,
     *,
     dtype: torch.dtype | None = None,
+    observe: Callable[[fx.Node, Any], None] | None = None,
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
     """Run the traced forward and backward as they stand.
 
@@ -42,6 +43,7 @@ def execute(
         inputs: in the order of `trace.inputs`.
         tangent: scalar that scales the loss; 1 by default.
         dtype: compute in this dtype instead: floating tensors and the graph's own casts are changed to it.
+        observe: called with every node but the output, and its value.
 
     Returns:
         The outputs in the order of `trace.outputs`, and the gradients by parameter name in the model's own shapes.
@@ -52,12 +54,14 @@ def execute(
     values += [buffers[entry.name].detach().reshape(entry.view) for entry in trace.buffers]
     values += [*inputs, seed]
     with torch.no_grad():
-        results = _run(trace.graph, [_cast(value, dtype) for value in values], dtype)
+        results = _run(trace.graph, [_cast(value, dtype) for value in values], dtype, observe)
     outputs = tuple(results[: len(trace.outputs)])
     return outputs, {entry.name: _stored(results[entry.gradient], entry) for entry in trace.parameters if entry.gradient is not None}
 
 
-def _run(graph: fx.Graph, values: Sequence[torch.Tensor], dtype: torch.dtype | None) -> tuple[Any, ...]:
+def _run(
+    graph: fx.Graph, values: Sequence[torch.Tensor], dtype: torch.dtype | None, observe: Callable[[fx.Node, Any], None] | None
+) -> tuple[Any, ...]:
     last_use = {operand: node for node in graph.nodes for operand in node.all_input_nodes}
     supply = iter(values)
     known: dict[fx.Node, Any] = {}
@@ -65,6 +69,8 @@ def _run(graph: fx.Graph, values: Sequence[torch.Tensor], dtype: torch.dtype | N
         if node.op == "output":
             return fx.map_arg(node.args[0], known.__getitem__)
         known[node] = next(supply) if node.op == "placeholder" else _call(node, known.__getitem__, dtype)
+        if observe is not None:
+            observe(node, known[node])
         for operand in node.all_input_nodes:
             if last_use[operand] is node:
                 del known[operand]

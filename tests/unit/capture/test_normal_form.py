@@ -182,6 +182,27 @@ def test_llama_without_a_mask_is_causal_and_with_one_reads_it() -> None:
     assert not torch.allclose(outputs[0], model(**batch).loss.detach(), rtol=1e-4)
 
 
+@pytest.mark.parametrize("how", ["by name", "by position", "inside a module"])
+def test_packed_sequences_are_seen_whichever_way_their_positions_come(how: str) -> None:
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+            return self.inner(input_ids=input_ids, labels=labels, position_ids=positions).loss
+
+    inner, batch = ZOO.llama(num_layers=1)
+    positions = torch.arange(12).remainder(6).expand(4, 12).contiguous()
+    model = Outer(inner) if how == "inside a module" else inner
+    named = {"by name": {**batch, "position_ids": positions}, "inside a module": {**batch, "positions": positions}}
+    args, kwargs = ((batch["input_ids"], None, positions), {"labels": batch["labels"]}) if how == "by position" else ((), named[how])
+    trace = capture(model, args, kwargs)
+    known = {**{str(number): value for number, value in enumerate(args)}, **kwargs}
+    outputs, _ = execute(trace, dict(model.named_parameters()), dict(model.named_buffers()), [known[entry.path] for entry in trace.inputs])
+    torch.testing.assert_close(outputs[0], inner(**batch, position_ids=positions).loss.detach())
+
+
 def test_a_llama_layer_is_small() -> None:
     _, _, trace = _captured("llama", torch.bfloat16)
     layers = Counter(".".join(node.meta["module"].split(".")[:3]) for node in trace.graph.nodes if node.op == "call_function")
