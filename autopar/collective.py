@@ -79,7 +79,7 @@ def collective_time(collective: Collective, axis_size: int, link: str, profile: 
     if link not in profile.links:
         raise HardwareError(f"profile {profile.name!r} has no link {link!r}", remedy=f"links are {', '.join(profile.links)}")
     size = max(collective.bytes, collective.output_bytes(axis_size))
-    return _wire_time(collective.kind, axis_size, size, profile.links[link]) + copies_s
+    return _wire_time(collective.kind, axis_size, size, profile.links[link], profile.launch_overhead_s) + copies_s
 
 
 def _copied_bytes(collective: Collective, axis_size: int) -> int:
@@ -102,12 +102,15 @@ def _share(kind: Kind, n: int) -> float:
     return (n - 1) / n * (2 if kind == "all_reduce" else 1)
 
 
-def _wire_time(kind: Kind, n: int, size: float, link: Link) -> float:
+def _wire_time(kind: Kind, n: int, size: float, link: Link, launch_s: float) -> float:
     curves = link.curves.get(kind)
     if curves and n in curves:
         return curves[n].time_s(size)
+    if not curves and kind in ("all_gather", "reduce_scatter") and link.curves.get("all_reduce"):
+        # a ring all_reduce is a reduce_scatter and an all_gather; apart, the second is launched on its own
+        return _wire_time("all_reduce", n, size, link, launch_s) / 2 + launch_s
     bandwidth = link.bandwidth_bytes_per_s * (link.all_to_all_efficiency if kind == "all_to_all" else 1.0)
-    formula = _steps(kind, n) * link.latency_s + _share(kind, n) * size / bandwidth
+    formula = launch_s + _steps(kind, n) * link.latency_s + _share(kind, n) * size / bandwidth
     if not curves:
         return formula
     nearest = min(curves, key=lambda m: (abs(math.log(m / n)), m))

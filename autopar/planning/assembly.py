@@ -26,6 +26,7 @@ COVERS = (
     "every layout of every op that the rules offer with even shards, on every mesh axis",
     "storage layout of every parameter; gathering it once or again in backward",
     "keeping or recomputing every forward value, in any layout that forward makes",
+    "partial sums pass through views, sums and additions, not through products",
     "equal nodes of repeated layers take one decision",
     "one microbatch, no pipeline; compute and communication do not overlap",
 )

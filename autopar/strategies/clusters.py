@@ -34,6 +34,7 @@ _HEADS = frozenset(
         torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default,
     )
 )  # fmt: skip
+_PRODUCTS = _HEADS | {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor}
 _INDEX = re.compile(r"(?<=\.)\d+(?=[./]|$)")
 
 
@@ -125,20 +126,32 @@ def _read(trace: Trace) -> _Graph:
         graph.members[node.name] = Member(node.name, node.meta["key"], pattern, call, reads, makes)
         graph.phase[node.name], graph.indices[node.name] = node.meta["phase"], indices
         graph.position[node.name] = len(graph.position)
-        graph.options[node.name] = _possible(graph, call, reads)
+        graph.options[node.name] = _possible_options(graph, call, reads)
         for ref in reads:
             graph.readers.setdefault(ref, []).append(node.name)
     return graph
 
 
-def _possible(graph: _Graph, call: Call, reads: Sequence[Ref]) -> tuple[AxisOption, ...]:
+def offered_options(call: Call) -> tuple[AxisOption, ...]:
+    """The options of a call that are worth a thought.
+
+    Partial sums pass through views, sums and additions, which may gather several of them before one reduction; through a
+    product they would only be reduced later, at no less than the same size, so that is not offered.
+    """
+    options = axis_options(call)
+    if call.target not in _PRODUCTS or len(call.inputs) < 2:
+        return options
+    return tuple(o for o in options if not any(isinstance(p, Partial) for p in o.inputs))
+
+
+def _possible_options(graph: _Graph, call: Call, reads: Sequence[Ref]) -> tuple[AxisOption, ...]:
     """The options whose partial operands some producer can give."""
     given = [{o.outputs[r] for o in graph.options[n] if isinstance(o.outputs[r], Partial)} if n in graph.options else set() for n, r in reads]
 
     def possible(option: AxisOption) -> bool:
         return all(not isinstance(p, Partial) or p in ok for p, ok in zip(option.inputs, given, strict=True))
 
-    return tuple(filter(possible, axis_options(call)))
+    return tuple(filter(possible, offered_options(call)))
 
 
 def _result_index(node: fx.Node) -> int:

@@ -17,8 +17,8 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.capture.trace import Trace
 from autopar.errors import ConstraintError
 from autopar.layout import Layout, Strategy
-from autopar.rules import AxisOption, axis_options
-from autopar.strategies.clusters import Cluster, Member, Ref, clusters_of
+from autopar.rules import AxisOption
+from autopar.strategies.clusters import Cluster, Member, Ref, clusters_of, offered_options
 from autopar.strategies.forced import Forced
 
 
@@ -86,7 +86,7 @@ def _joint_options(cluster: Cluster, partial: Sequence[set[Placement]]) -> list[
     given = dict(zip(cluster.operands, partial, strict=True))
     found: list[Assignment] = [{}]
     for member in cluster.members:
-        options = axis_options(member.call)
+        options = offered_options(member.call)
         found = [joined for state in found for option in options if (joined := _join(state, member, option, given)) is not None]
     unique = {tuple(sorted((r, str(p)) for r, p in state.items())): state for state in found}
     return list(unique.values())

@@ -1,7 +1,8 @@
 """Constraints, resolved to the nodes and parameters of a trace.
 
-A module pattern matches a *scope*: the module and everything below it. ``input`` concerns floating tensors that forward
-nodes of the scope read from forward nodes outside it, ``output`` those that forward nodes outside read from the scope, as the
+A module pattern matches a *scope*: the module and everything below it. ``weight`` concerns every node of the scope that
+reads the parameter, forward or backward. ``input`` concerns tensors of forward that come from outside the scope, wherever
+nodes of the scope read them: in forward, and in backward where they are read again. ``output`` concerns those that forward nodes outside read from the scope, as the
 scope makes them. A scope that ends in a contraction over a sharded dim makes partial sums: force its readers' ``input``.
 """
 
@@ -98,7 +99,7 @@ def _weights(trace: Trace, constraint: LayoutConstraint) -> Iterable[tuple[str, 
             if layout is None or not constraint.matches(module):
                 continue
             for reader in trace.node(p.node).users:
-                if reader.op == "call_function" and reader.meta["phase"] == "forward" and _scope(reader.meta["module"], constraint):
+                if reader.op == "call_function" and _scope(reader.meta["module"], constraint):
                     for i, operand in enumerate(operands_of(reader)):
                         if operand.name == p.node:
                             yield reader.name, ("input", i, view_layout(layout, p))
@@ -116,27 +117,21 @@ def _storage(trace: Trace, constraint: LayoutConstraint) -> Iterable[tuple[str, 
 def _activations(trace: Trace, constraint: LayoutConstraint) -> Iterable[tuple[str, Slot]]:
     if constraint.input is None and constraint.output is None:
         return
+    inputs = {i.node for i in trace.inputs}
     for node in trace.graph.nodes:
-        if not _forward(node):
+        if node.op != "call_function":
             continue
         scope = _scope(node.meta["module"], constraint)
         for i, operand in enumerate(operands_of(node)):
-            if not _forward(operand) or not _floating(operand):
-                continue
-            other = _scope(operand.meta["module"], constraint)
-            if scope and other != scope and constraint.input is not None:
+            other = _scope(operand.meta["module"], constraint) if _forward(operand) else ""
+            if constraint.input is not None and scope and other != scope and (_forward(operand) or operand.name in inputs):
                 yield node.name, ("input", i, constraint.input)
-            if other and other != scope and constraint.output is not None:
+            if constraint.output is not None and other and other != scope and _forward(node):
                 yield operand.name, ("output", 0, constraint.output)
 
 
 def _forward(node: fx.Node) -> bool:
     return node.op == "call_function" and node.meta["phase"] == "forward"
-
-
-def _floating(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    return hasattr(value, "dtype") and bool(value.dtype.is_floating_point)
 
 
 def _scope(module: str, constraint: LayoutConstraint) -> str:
