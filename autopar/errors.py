@@ -26,7 +26,15 @@ class Where:
     def __str__(self) -> str:
         parts = [f"op {self.op}" if self.op else "", f"in module {self.module}" if self.module else ""]
         place = " ".join(part for part in parts if part)
-        return f"{place}\n    at {self.source}" if self.source else place
+        return "\n    ".join(part for part in (place, f"at {self.source}" if self.source else "") if part)
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes for people: the largest binary unit that leaves at least one whole."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes:.0f} bytes"
 
 
 class AutoparError(Exception):

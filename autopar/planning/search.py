@@ -15,7 +15,7 @@ from autopar.capture.trace import Trace
 from autopar.constraints import check
 from autopar.cost.price import Priced, price
 from autopar.emit import emit
-from autopar.errors import AutoparError, InfeasibleError
+from autopar.errors import AutoparError, InfeasibleError, size_text
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning.assembly import Draft, assemble, fingerprint
@@ -29,7 +29,6 @@ from autopar.solve import evaluate, solve
 from autopar.strategies import classes_of, resolve
 from autopar.version import VERSION
 
-GIB = 2**30
 _ROUNDS = 8  # reserve is raised at most this often; each round either fits or adds what was missing
 Progress = Callable[[str], None]
 
@@ -80,7 +79,7 @@ def make_plan(
             return _finished(trace, mesh, priced, choices, plan, peak, clock, options, bound, program)
         reserve = max(peak - evaluation.static_bytes - max(evaluation.kept_bytes, evaluation.gradient_bytes), int(reserve * 1.05) + 1)
     raise InfeasibleError(
-        f"no plan was found whose peak fits into {budget / GIB:.3f} GiB per device; the last one needs {peak / GIB:.3f} GiB",
+        f"no plan was found whose peak fits into {size_text(budget)} per device; the last one needs {size_text(peak)}",
         remedy="use more devices, a smaller batch or shorter sequence, or pass a larger memory_bytes",
     )
 

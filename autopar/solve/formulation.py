@@ -22,6 +22,7 @@ layers cost one block of variables.
 The flow form (3) has the same relaxation value as a table of layout pairs with far fewer variables, and finds chains of
 collectives by itself. Versions (4, 5) replace a keep bit per op: keeping the sharded tensor and gathering it again in
 backward is one of the choices, and so are ZeRO-3 and its mixtures, since parameters are values like others.
+`bounded=False` leaves rows (6) and (7) out, for asking how small a budget could be.
 Where memory is ample, rc is left out and k is free (`with_memory=False`): a relaxation of the whole.
 """
 
@@ -36,6 +37,7 @@ from autopar.problem import Problem, Use
 from autopar.redistribute import LayoutGraph
 
 SCALE = 1e6  # objective in microseconds: keeps coefficients near 1 for the solver's tolerances
+KEPT_ROW, GRADIENT_ROW = "budget_kept", "budget_gradients"
 Terms = list[tuple[pulp.LpVariable, float]]
 
 
@@ -46,6 +48,7 @@ class Formulation:
     problem: Problem
     with_memory: bool
     relaxed: bool = False
+    bounded: bool = True
     model: pulp.LpProblem = field(init=False)
     x: list[list[pulp.LpVariable]] = field(init=False)
     again: dict[int, list[pulp.LpVariable]] = field(default_factory=dict)
@@ -58,8 +61,11 @@ class Formulation:
         self._strategies()
         for v in range(len(self.problem.variants)):
             self._variant(v)
-        if self.with_memory:
-            self._budget()
+        if self.with_memory and self.bounded:
+            unit = 1.0 / max(self.problem.budget_bytes, 1)
+            room = (self.problem.budget_bytes - self.problem.reserve_bytes) * unit
+            for name, terms in self.resting(unit).items():
+                self._row(terms, pulp.LpConstraintLE, room, name)
         self.model += pulp.LpAffineExpression(self._objective)
 
     @property
@@ -71,11 +77,11 @@ class Formulation:
         return self.model.numConstraints()
 
     def _binary(self, name: str) -> pulp.LpVariable:
-        return pulp.LpVariable(name, 0, 1, pulp.LpContinuous if self.relaxed else pulp.LpBinary)
+        return self.model.add_variable(name, 0, 1, pulp.LpContinuous if self.relaxed else pulp.LpBinary)
 
     def _flow(self, cost_s: float) -> pulp.LpVariable:
         self._count += 1
-        variable = pulp.LpVariable(f"f{self._count}", 0)
+        variable = self.model.add_variable(f"f{self._count}", 0)
         if cost_s:
             self._objective.append((variable, cost_s * SCALE))
         return variable
@@ -135,7 +141,7 @@ class Formulation:
         for layout in versions:
             free = value.resident and layout in supply
             made = supply.get(layout, []) + [t for demand in now for t in demand.get(layout, [])]
-            keep = self._binary(f"k{v}_{layout}") if self.with_memory else pulp.LpVariable(f"k{v}_{layout}", 0, 1)
+            keep = self._binary(f"k{v}_{layout}") if self.with_memory else self.model.add_variable(f"k{v}_{layout}", 0, 1)
             self.keep[v, layout] = keep
             self._row([(keep, 1), *((variable, -c) for variable, c in made)], pulp.LpConstraintLE, 0)
             found[layout] = [(keep, 1), *(supply[layout] if free else [])]
@@ -162,24 +168,21 @@ class Formulation:
             for pay, flow in zip(paid, flows, strict=False):
                 self._row([(pay, 1), (flow, -1)], pulp.LpConstraintGE, 0)
 
-    def _budget(self) -> None:
-        """Rows (6) and (7), in units of the budget."""
-        problem, unit = self.problem, 1.0 / max(self.problem.budget_bytes, 1)
-        room = (problem.budget_bytes - problem.reserve_bytes) * unit
+    def resting(self, unit: float) -> dict[str, Terms]:
+        """Left sides of rows (6) and (7) without the reserve, in bytes times `unit`, by row name."""
+        problem = self.problem
         static: Terms = []
-        static_and_gradient: Terms = []
+        gradients: Terms = []
         for op, row in zip(problem.ops, self.x, strict=True):
             for variable, s in zip(row, op.strategies, strict=True):
-                if s.static_bytes:
-                    static.append((variable, op.count * s.static_bytes * unit))
-                if s.static_bytes + s.gradient_bytes:
-                    static_and_gradient.append((variable, op.count * (s.static_bytes + s.gradient_bytes) * unit))
+                static.append((variable, op.count * s.static_bytes * unit))
+                gradients.append((variable, op.count * (s.static_bytes + s.gradient_bytes) * unit))
         kept = [
             (variable, problem.variants[v].count * problem.values[problem.variants[v].value].graph.bytes[layout] * unit)
             for (v, layout), variable in self.keep.items()
         ]
-        self._row(static + kept, pulp.LpConstraintLE, room, "budget_kept")
-        self._row(static_and_gradient, pulp.LpConstraintLE, room, "budget_gradients")
+        rows = {KEPT_ROW: [*static, *kept], GRADIENT_ROW: gradients}
+        return {name: [(variable, c) for variable, c in terms if c] for name, terms in rows.items()}
 
 
 def _merged(terms: Terms) -> Terms:

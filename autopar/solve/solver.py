@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import pulp
 
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, size_text
 from autopar.problem import Choices, Problem
 from autopar.solve.evaluate import Evaluation, evaluate
-from autopar.solve.formulation import SCALE, Formulation
+from autopar.solve.formulation import GRADIENT_ROW, KEPT_ROW, SCALE, Formulation
 
 log = logging.getLogger("autopar")
 GIB = 2**30
@@ -54,14 +54,14 @@ def _with_memory(problem: Problem, gap: float, max_nodes: int, time_limit_s: flo
     relaxed = Formulation(problem, with_memory=True, relaxed=True)
     price = 0.0
     if _optimise(relaxed.model, gap, max_nodes, time_limit_s, solver) is not None:
-        rows = [relaxed.model.constraints[name].pi or 0.0 for name in ("budget_kept", "budget_gradients")]
+        rows = [relaxed.model.get_constraint_by_name(name).pi or 0.0 for name in (KEPT_ROW, GRADIENT_ROW)]
         price = sum(max(-pi, 0.0) for pi in rows) / SCALE / problem.budget_bytes
     found = _run(Formulation(problem, with_memory=True), gap, max_nodes, time_limit_s, solver)
     if found is None:
         least = smallest_budget(problem, time_limit_s, solver) + problem.reserve_bytes
         raise InfeasibleError(
-            f"no plan fits into {problem.budget_bytes / GIB:.2f} GiB per device; at least {least / GIB:.2f} GiB is needed"
-            f" ({problem.reserve_bytes / GIB:.2f} GiB of it for the transient peak)",
+            f"no plan fits into {size_text(problem.budget_bytes)} per device; at least {size_text(least)} is needed"
+            f" ({size_text(problem.reserve_bytes)} of it for the transient peak)",
             remedy="use more devices, a smaller batch or shorter sequence, or pass a larger memory_bytes",
         )
     evaluation = evaluate(problem, found.strategies, found.recomputed, found.kept)
@@ -70,11 +70,10 @@ def _with_memory(problem: Problem, gap: float, max_nodes: int, time_limit_s: flo
 
 def smallest_budget(problem: Problem, time_limit_s: float = 60.0, solver: str = "highs") -> int:
     """The least that static and kept bytes, or static and gradient bytes, can come to (by the relaxation, a lower bound)."""
-    program = Formulation(replace(problem, budget_bytes=GIB, reserve_bytes=0), with_memory=True, relaxed=True)
-    peak = pulp.LpVariable("peak", 0)
-    for name in ("budget_kept", "budget_gradients"):
-        terms = [*program.model.constraints.pop(name).items(), (peak, -1)]
-        program.model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintLE, f"{name}_least", 0))
+    program = Formulation(problem, with_memory=True, relaxed=True, bounded=False)
+    peak = program.model.add_variable("peak", 0)
+    for name, terms in program.resting(1.0 / GIB).items():
+        program.model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression([*terms, (peak, -1)]), pulp.LpConstraintLE, name, 0))
     program.model.setObjective(pulp.LpAffineExpression([(peak, 1.0)]))
     value = _optimise(program.model, 0.0, 0, time_limit_s, solver)
     return int(value * GIB) if value is not None else 0
