@@ -103,11 +103,12 @@ class _Phase:
         named += [(i.node, input_key(i.path), i.path) for i in self.job.trace.inputs]
         for node, key, name in named:
             here = self.graph.placeholder(node)
-            here.meta.update(key=key, module=name, phase=self.phase, val_of=(node, 0))
+            here.meta.update(key=key, module=name, phase=self.phase)
             self.define((node, 0), chosen[key].outputs[0], here)
 
     def define(self, ref: Ref, layout: Layout, node: fx.Node) -> None:
         """The tensor is at hand in this layout; shrinking collectives from it are issued at once."""
+        node.meta.setdefault("holds", (ref, layout))  # what `verify` compares it with
         self.have.setdefault(ref, {})[layout] = node
         for target, step in self.job.index.steps.get((self.phase, self.job.key(ref)), {}).items():
             if step.source == layout and step.collective.kind in ("reduce_scatter", "all_reduce") and target not in self.have[ref]:
@@ -159,14 +160,15 @@ class _Phase:
         target, args = _STEPS[c.kind](c)
         node = self.graph.call_function(target, (source, *args))
         key, _ = self.job.key(ref)
-        node.meta.update(key=f"{key}/{c.kind}", module=step.module, phase=self.phase, collective=c)
+        source_line = self.job.nodes[ref[0]].meta.get("source", "")
+        node.meta.update(key=f"{key}/{c.kind}", module=step.module, phase=self.phase, source=source_line, collective=c)
         self.job.emitted.append((self.phase, key, c))
         self.define(ref, step.target, node)
         return node
 
     def compute(self, node: fx.Node, *, again: bool = False) -> None:
         """Emit one compute node with its chosen strategy."""
-        name, key = node.name, node.meta["key"]
+        key = node.meta["key"]
         if node.target is operator.getitem:
             self._alias(node, again)
             return
@@ -175,7 +177,7 @@ class _Phase:
         operands = [self.get(ref, layout, key) for ref, layout in zip(refs, strategy.inputs, strict=True)]
         target, args, kwargs = local_call(self.graph, call_of(node), strategy, self.job.mesh.shape, operands)
         here = self.graph.call_function(target, args, kwargs)
-        here.meta.update(key=key, module=node.meta["module"], phase=self.phase, source=node.meta.get("source", ""), val_of=(name, 0))
+        here.meta.update(key=key, module=node.meta["module"], phase=self.phase, source=node.meta.get("source", ""))
         here.meta["recomputed"] = again
         self._define_results(node, here, strategy)
 
@@ -185,7 +187,7 @@ class _Phase:
             return
         for result, layout in enumerate(strategy.outputs):
             part = self.graph.call_function(operator.getitem, (here, result))
-            part.meta.update(here.meta, val_of=(node.name, result))
+            part.meta.update(here.meta)
             self.define((node.name, result), layout, part)
 
     def _alias(self, node: fx.Node, again: bool) -> None:

@@ -1,0 +1,127 @@
+"""One comparison's material, and its three computations, all in one dtype.
+
+    plain       the user's model, copied and converted, eager forward and backward;
+    traced      the captured normal-form graph, interpreted on one device;
+    program     the emitted graphs, all ranks in lockstep.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autopar.capture import Trace
+from autopar.capture._torch import flatten_call, flatten_with_paths
+from autopar.capture._transformers import without_caches
+from autopar.capture.execute import execute
+from autopar.errors import VerificationError
+from autopar.run.lockstep import Lockstep, Observer, run_lockstep
+from autopar.run.program import Program
+from autopar.verification.comparison import Results
+
+# Making numbers in a small dtype, or moving them, loses nothing that a run in a larger one could keep.
+_NO_COMPUTING = ("zeros", "ones", "full", "empty", "arange", "scalar_tensor", "lift_fresh", "view", "reshape", "expand", "detach", "alias")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A traced model, its program, and a batch.
+
+    Attributes:
+        tensors: parameters and buffers by every name. inputs: the trace's inputs, in order.
+        dtype: what floating tensors are converted to, or None. computed: the dtype that is computed in.
+    """
+
+    trace: Trace
+    program: Program
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    inputs: tuple[Tensor, ...]
+    dtype: torch.dtype | None
+    computed: torch.dtype
+
+    @staticmethod
+    def of(
+        trace: Trace, program: Program, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype | None
+    ) -> Case:
+        """Raises `VerificationError` where a tensor has no values."""
+        leaves = dict(flatten_call(args, dict(kwargs))[0])
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        empty = [name for name, x in (*named, *leaves.items()) if isinstance(x, Tensor) and x.is_meta]
+        if empty:
+            raise VerificationError(
+                f"{len(empty)} tensors are on meta and have no values, {empty[0]!r} first",
+                remedy="verify a model and a batch that have values: build a smaller one of the same structure, off meta",
+            )
+        floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
+        own = min(floating, key=lambda d: d.itemsize, default=torch.get_default_dtype())
+        tensors = {name: x.detach() for name, x in named}
+        return Case(trace, program, model, args, kwargs, tensors, tuple(leaves[i.path] for i in trace.inputs), dtype, dtype or own)
+
+    @property
+    def loss(self) -> str:
+        """The loss' output path."""
+        return next(o.path for o in self.trace.outputs if o.is_loss)
+
+    def run_program(self, observe: Observer | None = None) -> Lockstep:
+        return run_lockstep(self.program, self.tensors, self.tensors, self.inputs, dtype=self.dtype, observe=observe)
+
+    def run_traced(self, observe: Callable[[fx.Node, Any], None] | None = None) -> Results:
+        """Mutated buffers are not in it."""
+        outputs, gradients = execute(self.trace, self.tensors, self.tensors, self.inputs, dtype=self.dtype, observe=observe)
+        return Results({o.path: x for o, x in zip(self.trace.outputs, outputs, strict=True)}, {}, gradients)
+
+    def run_plain(self) -> tuple[Results, tuple[str, ...]]:
+        """The plain model's step, and the ops that it computes in a smaller dtype than `dtype`."""
+        plain = copy.deepcopy(self.model) if self.dtype is None else copy.deepcopy(self.model).to(self.dtype)
+        plain.zero_grad(set_to_none=True)
+        watch = _LowerDtypes(self.dtype)
+        args, kwargs = map(self._promoted, self.args), {name: self._promoted(x) for name, x in self.kwargs.items()}
+        with without_caches(plain), torch.enable_grad():
+            with watch:
+                returned = plain(*args, **kwargs)
+            outputs = dict(flatten_with_paths(returned)[0])
+            outputs[self.loss].backward()
+        parameters = dict(plain.named_parameters(remove_duplicate=False))
+        buffers = dict(plain.named_buffers(remove_duplicate=False))
+        results = Results(
+            {o.path: outputs[o.path].detach() for o in self.trace.outputs},
+            {name: buffers[name].detach() for name in self.trace.mutated},
+            {p.name: _gradient(parameters[p.name]) for p in self.trace.parameters if p.requires_grad},
+        )
+        return results, tuple(watch.found)
+
+    def _promoted(self, x: Any) -> Any:
+        return x.to(self.dtype) if self.dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+class _LowerDtypes(TorchDispatchMode):
+    """Names the ops that compute in a floating dtype smaller than `dtype`; none where that is None."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.size = dtype.itemsize if dtype is not None else 0
+        self.found: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        for leaf in tree_leaves(result):
+            small = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype.itemsize < self.size
+            if small and not any(word in name for word in _NO_COMPUTING):
+                self.found[f"{name} in {str(leaf.dtype).removeprefix('torch.')}"] = None
+        return result
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """Zeros where the loss does not depend on the parameter."""
+    return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)

@@ -1,0 +1,82 @@
+"""`verify_program`: the program against the plain model.
+
+It must equal the plain model in loss, outputs, mutated buffers and every gradient. Where the model itself computes a part in a
+smaller dtype than asked for (``logits.float()`` in a float64 run), the plain result is only that precise; then the program
+is also held against the traced graph, which computes everything in the dtype asked for, with that dtype's own tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture import Trace
+from autopar.errors import VerificationError
+from autopar.run.lockstep import Lockstep
+from autopar.run.program import Program
+from autopar.verification.case import Case
+from autopar.verification.comparison import TOLERANCE_WITH_LOWER_PARTS, Results, compare, tolerance_of
+from autopar.verification.diagnosis import diagnose
+from autopar.verification.report import Verification
+
+
+def verify_program(
+    trace: Trace,
+    program: Program,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    dtype: torch.dtype | None = torch.float64,
+    tolerance: float | None = None,
+) -> Verification:
+    """Run all ranks of `program` in one process and compare loss, outputs, buffers and every gradient with the plain model.
+
+    The model is run in its present mode; it is copied and never changed.
+
+    Args:
+        dtype: floating tensors are converted to it on both sides; None computes in the model's own.
+        tolerance: largest relative error (see `autopar.verification.comparison`); by default 1e-9 in float64, 2e-6 where the
+            model itself computes a part in a smaller dtype, 1e-4 in float32, 5e-2 in 16-bit types.
+
+    Raises:
+        VerificationError: naming the first node that differs; or where the model or the batch has no values (meta).
+    """
+    case = Case.of(trace, program, model, args, kwargs, dtype)
+    plain, lower = case.run_plain()
+    try:
+        ran = case.run_program()
+    except VerificationError as error:
+        diagnose(case, str(error))
+        raise
+    result = _judge(case, ran, plain, lower, tolerance)
+    if not result.ok:
+        diagnose(case, str(result))
+        raise VerificationError(
+            f"every node computes what was traced, but the plain model computes something else\n{result}",
+            remedy="report the model: it was captured wrongly, or it computes differently from call to call",
+        )
+    return result
+
+
+def _judge(case: Case, ran: Lockstep, plain: Results, lower: tuple[str, ...], tolerance: float | None) -> Verification:
+    ours, strict = Results(ran.outputs, ran.buffers, ran.gradients), tolerance_of(case.computed)
+    limit = tolerance if tolerance is not None else max(strict, TOLERANCE_WITH_LOWER_PARTS if lower else 0.0)
+    errors = compare(ours, plain, case.computed)
+    traced = compare(ours, case.run_traced(), case.computed).worst if lower else None
+    return Verification(
+        ok=errors.worst <= limit and (traced is None or traced <= strict),
+        tolerance=limit,
+        dtype=str(case.computed).removeprefix("torch."),
+        loss=errors.outputs[case.loss],
+        outputs={name: error for name, error in errors.outputs.items() if name != case.loss},
+        buffers=errors.buffers,
+        gradients=errors.gradients,
+        lower_parts=lower,
+        traced=traced,
+        traced_tolerance=strict,
+        num_collectives=sum(c.kind != "slice" for _, _, c in ran.records),
+    )

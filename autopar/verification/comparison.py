@@ -1,0 +1,92 @@
+"""Relative errors, and what is allowed.
+
+The error of a tensor a against its reference b is max|a − b| / max(max|b|, floor). Some gradients are truly zero (of a key
+projection's bias: softmax does not see it) and hold only rounding noise; so the floor of a gradient is a share of the largest
+magnitude among all gradients. With tolerance t and share f an error below t · f of that magnitude passes: in float64
+1e-13 of the largest gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+TOLERANCE_16_BIT = 5e-2
+TOLERANCE_WITH_LOWER_PARTS = 2e-6  # some roundings of float32, whose mantissa has 24 bits
+_FLOOR_SHARES = {torch.float64: 1e-4, torch.float32: 1e-2}
+_FLOOR_SHARE_16_BIT = 1e-1
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Largest relative error allowed where everything is computed in `dtype`."""
+    return TOLERANCES.get(dtype, TOLERANCE_16_BIT)
+
+
+def floor_share_of(dtype: torch.dtype) -> float:
+    """The floor as a share of the largest magnitude."""
+    return _FLOOR_SHARES.get(dtype, _FLOOR_SHARE_16_BIT)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """One computation of a step: full tensors by name; what has no gradient is not in `gradients`."""
+
+    outputs: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Relative error by name."""
+
+    outputs: Mapping[str, float]
+    buffers: Mapping[str, float]
+    gradients: Mapping[str, float]
+
+    @property
+    def worst(self) -> float:
+        return max((*self.outputs.values(), *self.buffers.values(), *self.gradients.values()))
+
+
+def compare(ours: Results, reference: Results, dtype: torch.dtype) -> Errors:
+    """Errors of everything that `reference` has; a gradient that `ours` does not have counts as zeros."""
+    return Errors(
+        _relative(ours.outputs, reference.outputs, 0.0),
+        _relative(ours.buffers, reference.buffers, 0.0),
+        _relative(ours.gradients, reference.gradients, floor_share_of(dtype)),
+    )
+
+
+def _relative(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], share: float) -> dict[str, float]:
+    floor = share * max((magnitude(x) for x in reference.values()), default=0.0)
+    return {name: relative_error(ours.get(name), wanted, floor) for name, wanted in reference.items()}
+
+
+def relative_error(ours: Tensor | None, reference: Tensor, floor: float = 0.0) -> float:
+    """max|a − b| / max(max|b|, floor); elements that are equal, infinite or both NaN included, differ by nothing.
+
+    None stands for zeros. Infinite where shapes or kinds differ, or a NaN or an infinity stands against a number.
+    """
+    if ours is None:
+        ours = torch.zeros_like(reference)
+    if ours.shape != reference.shape or ours.is_floating_point() != reference.is_floating_point():
+        return float("inf")
+    a, b = ours.detach().to(torch.float64), reference.detach().to(torch.float64)
+    differ = ~((a == b) | (a.isnan() & b.isnan()))
+    if not bool(differ.any()):
+        return 0.0
+    error = (a - b).abs()[differ].max().item()
+    scale = max(magnitude(reference), floor)
+    return error / scale if error == error and scale > 0 else float("inf")
+
+
+def magnitude(x: Tensor) -> float:
+    """Largest finite magnitude, 0 where there is none."""
+    values = x.detach().to(torch.float64)
+    finite = values[values.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0

@@ -1,0 +1,69 @@
+"""Which node is wrong: every emitted node is joined to a full tensor and compared with the traced node it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, fx
+
+from autopar.errors import LayoutError, VerificationError
+from autopar.layout import Layout
+from autopar.run.lockstep import node_name, where
+from autopar.run.splitting import join
+from autopar.verification.case import Case
+from autopar.verification.comparison import floor_share_of, magnitude, relative_error, tolerance_of
+
+
+def diagnose(case: Case, summary: str) -> None:
+    """Run the program again beside the traced graph.
+
+    Raises:
+        VerificationError: naming the first emitted node that differs from what it stands for; nothing where none does.
+    """
+    values: dict[str, tuple[Any, ...]] = {}
+
+    def remember(node: fx.Node, value: Any) -> None:
+        values[node.name] = tuple(value) if isinstance(value, tuple | list) else (value,)
+
+    case.run_traced(remember)
+    floors = _floors(case, values)
+    limit = tolerance_of(case.computed)
+
+    def check(phase: str, node: fx.Node, locals: list[Any]) -> None:
+        if node.op == "placeholder" or "holds" not in node.meta or not isinstance(locals[0], Tensor):
+            return
+        (name, result), layout = node.meta["holds"]
+        reference = values[name][result]
+        try:
+            error = relative_error(join(locals, layout, case.program.mesh, reference.shape, limit), reference, floors[name])
+            told = f"its relative error is {error:.2e}"
+        except (VerificationError, LayoutError, RuntimeError) as failure:
+            error, told = float("inf"), str(failure)
+        if error > limit:
+            raise VerificationError(_story(phase, node, layout, told, summary), where=where(node), remedy=_REMEDY)
+
+    case.run_program(check)
+
+
+_REMEDY = "if the program was changed by hand, look at this node and at what it reads; if not, report the model"
+
+
+def _floors(case: Case, values: dict[str, tuple[Any, ...]]) -> dict[str, float]:
+    """What cancels is only as precise as what went in: a share of the largest magnitude that a node reads."""
+
+    def largest(parts: Iterable[Any]) -> float:
+        return max((magnitude(part) for part in parts if isinstance(part, Tensor)), default=0.0)
+
+    sizes, share = {name: largest(parts) for name, parts in values.items()}, floor_share_of(case.computed)
+    nodes = [node for node in case.trace.graph.nodes if node.op != "output"]
+    return {node.name: share * max((sizes[n.name] for n in node.all_input_nodes), default=0.0) for node in nodes}
+
+
+def _story(phase: str, node: fx.Node, layout: Layout, told: str, summary: str) -> str:
+    reads = ", ".join(f"{node_name(n)} as {n.meta['holds'][1]}" for n in node.all_input_nodes if "holds" in n.meta)
+    again = " (run again in backward)" if node.meta.get("recomputed") else ""
+    return (
+        f"the program computes something else than the model; the first node that differs is {node_name(node)} in {phase}{again}"
+        f"\n  its layout is {layout}, and {told}\n  it reads {reads or 'nothing'}\n  {summary}"
+    )
