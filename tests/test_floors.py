@@ -17,13 +17,13 @@ ROOT = Path(__file__).parent.parent
 
 # The unit is the first name below `autopar`: a module of that name, or a package, whose modules share its floor.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "version"),
+    ("errors", "version", "units"),
     ("mesh", "hardware", "hf"),
     ("layout", "collective"),
     ("redistribute", "random_ops", "ops"),
     ("problem",),  # speaks of the layout graphs of redistribute
     ("plans", "constraints", "capture", "rules", "solve", "kernels"),
-    ("strategies", "analysis", "run"),
+    ("strategies", "analysis", "run", "breakdown"),
     ("cost", "emit"),
     ("planning", "verification", "certificate", "explanation", "report"),
     ("api",),

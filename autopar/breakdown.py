@@ -1,0 +1,348 @@
+"""What a plan says about each module: layouts, the parallelism they amount to, time, communication and memory.
+
+Terms. A *part* is one module pattern (``model.layers.*.mlp.up_proj``) with all the copies that took the same decisions;
+copies that took others are a part of their own. The *main op* of a part is the forward op that decides what it computes:
+a matmul, convolution, attention or embedding where it has one, else the one that takes longest.
+
+How a mesh axis works on a part follows from its main op's layouts on that axis, by the first of these that holds:
+
+    tensor       the weight is sharded as the op reads it; without a weight, a dim from 2 on of the result is
+                 (features), or of the first operand
+    heads        attention only: the heads are sharded (dim 1 of ``[batch, heads, sequence, features]``)
+    data         dim 0 of the activation, which is the batch, is sharded
+    sequence     dim 1 (2 in attention) is; of a matmul's activation any dim but the first
+    replicated   every device on the axis does the same
+
+Sharding a weight in its storage layout only is said beside it, per axis:
+
+    ZeRO-3       the weight rests sharded and is gathered for use; a gathered copy is not kept for backward
+    ZeRO-2       the same, and the gathered copy is kept from forward to backward
+
+A weight that rests as it is read is neither: its gradient and optimizer state are as sharded as the weight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from autopar.collective import Collective
+from autopar.layout import Layout, Strategy
+from autopar.plans import Communication, Entry, Kept, NodeChoice, Plan, RunnerUp
+
+PARALLELISMS = ("data", "sequence", "heads", "tensor", "replicated")
+INPUTS = "(inputs)"  # the part that stands for the batch
+Instances = tuple[tuple[int, ...], ...]
+
+# Main ops by rank: op → (operand that is the activation, operand that is the weight).
+_ROLES = {"dot": (0, 1), "convolution": (0, 1), "attention": (0, None), "embedding": (1, 0)}
+_LAYOUT_FREE = ("getitem",)  # picks one of several results: says nothing about what a module takes or gives
+_FIELD = re.compile(r"\{\d+\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter: its name within the module, storage layout, and the layouts in which ops read it.
+
+    Attributes:
+        kept: whether a gathered copy is kept from forward to backward.
+    """
+
+    name: str
+    storage: Layout
+    compute: tuple[Layout, ...]
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Collectives of one kind on one axis in one phase: how many run on a device, the bytes it puts in, their time."""
+
+    phase: str
+    kind: str
+    axis: int
+    num: int
+    bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One module pattern with the copies that took the same decisions. Times and bytes are per device, of all copies.
+
+    Attributes:
+        module: the pattern, ``*`` for the indices of repeated modules; ``""`` is the model itself.
+        instances: the indices of its copies. copies: the same as text, where the module has other parts too.
+        parallelism: one of `PARALLELISMS` per mesh axis. sharded: ``ZeRO-2``, ``ZeRO-3`` or ``""`` per mesh axis.
+        enters, leaves: layouts of the activation that the first forward op reads and of the one that the last makes.
+        kept_bytes: kept for backward, gathered weights included. recomputed: ops that backward runs again.
+        recompute_s: their time, as forward's; it is within `compute_s`.
+        entries: all decisions of the part; main: the one that the main op belongs to.
+    """
+
+    module: str
+    instances: Instances
+    copies: str = ""
+    parallelism: tuple[str, ...] = ()
+    sharded: tuple[str, ...] = ()
+    weights: tuple[Weight, ...] = ()
+    enters: Layout | None = None
+    leaves: Layout | None = None
+    main_op: str = ""
+    main: Entry | None = None
+    compute_s: float = 0.0
+    transfers: tuple[Transfer, ...] = ()
+    kept_bytes: int = 0
+    recomputed: tuple[str, ...] = ()
+    recompute_s: float = 0.0
+    entries: tuple[Entry, ...] = field(default=(), repr=False)
+
+    @property
+    def communication_s(self) -> float:
+        return sum(t.time_s for t in self.transfers)
+
+    @property
+    def runner_up(self) -> RunnerUp | None:
+        """Of the main op's decision."""
+        return self.main.runner_up if self.main else None
+
+    @property
+    def name(self) -> str:
+        """The module pattern, with the copies where they are not all of the module's: ``layers.* [0-30]``."""
+        return (self.module or "(model)") + (f" [{self.copies}]" if self.copies else "")
+
+    def matches(self, pattern: str) -> bool:
+        """Whether `pattern`, a module path with shell wildcards, names the module or one of its copies."""
+        names = {self.module, *(self.module.replace("*", "{}").format(*i) for i in self.instances if len(i) == self.module.count("*"))}
+        return any(fnmatchcase(name, pattern) for name in names)
+
+
+def breakdown(plan: Plan) -> tuple[Part, ...]:
+    """The parts of a plan, in the order in which forward reaches them.
+
+    The parts' compute and communication times add up to the prediction's, their kept bytes to its activations.
+    """
+    groups = _groups(plan)
+    transfers: dict[int, list[Communication]] = {}
+    kept: dict[int, list[Kept]] = {}
+    for communication in plan.communications:
+        transfers.setdefault(_find(groups, communication.node, communication.instances), []).append(communication)
+    for value in plan.kept:
+        kept.setdefault(_find(groups, value.node, value.instances), []).append(value)
+    parts = [_part(plan, group, transfers.get(i, ()), kept.get(i, ())) for i, group in enumerate(groups)]
+    parts = [part for part in parts if part.compute_s or part.transfers or part.kept_bytes or part.weights]
+    num_parts = Counter(part.module for part in parts)
+    return tuple(replace(part, copies=_copies(part.instances) if num_parts[part.module] > 1 else "") for part in parts)
+
+
+def _copies(instances: Instances) -> str:
+    """``0-30`` or ``0,2,5``: stretches of the first index."""
+    stretches: list[list[int]] = []
+    for index in sorted({i[0] for i in instances if i}):
+        if stretches and stretches[-1][-1] == index - 1:
+            stretches[-1][1:] = [index]
+        else:
+            stretches.append([index])
+    return ",".join("-".join(map(str, stretch)) for stretch in stretches)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Decisions and forward nodes of one part, while they are gathered."""
+
+    module: str
+    instances: Instances
+    entries: list[Entry] = field(default_factory=list)
+    nodes: list[tuple[NodeChoice, Entry]] = field(default_factory=list)
+
+
+def owner(node: str) -> str:
+    """Module pattern, with ``*``, of a node pattern: of a parameter or buffer the module that holds it."""
+    path, kind = node.split("/")[:2]
+    if kind in ("input", "output"):
+        return INPUTS if kind == "input" else ""
+    if kind in ("parameter", "buffer"):
+        path = path.rpartition(".")[0]
+    return _FIELD.sub("*", path)
+
+
+def _groups(plan: Plan) -> list[_Group]:
+    """One group per module and set of copies, computing modules in forward order first."""
+    groups: list[_Group] = []
+    for entry in sorted(plan.entries, key=lambda e: (e.kind != "compute", e.phase != "forward")):
+        _group_for(groups, owner(entry.nodes[0].node), entry.instances).entries.append(entry)
+        if entry.kind == "compute" and entry.phase == "forward":
+            for choice in entry.nodes:
+                _group_for(groups, owner(choice.node), entry.instances).nodes.append((choice, entry))
+    return groups
+
+
+def _group_for(groups: list[_Group], module: str, instances: Instances) -> _Group:
+    for group in groups:
+        if group.module == module and set(instances) <= set(group.instances):
+            return group
+    for group in groups:
+        if group.module == module and set(instances) >= set(group.instances):
+            group.instances = instances
+            return group
+    groups.append(_Group(module, instances))
+    return groups[-1]
+
+
+def _find(groups: Sequence[_Group], node: str, instances: Instances) -> int:
+    """The group of a node's module that has its copies, or most of them."""
+    module = owner(node)
+    mine = [i for i, group in enumerate(groups) if group.module == module]
+    return max(mine, key=lambda i: (len(set(instances) & set(groups[i].instances)), -i))
+
+
+def _part(plan: Plan, group: _Group, communications: Iterable[Communication], kept: Iterable[Kept]) -> Part:
+    communications, kept = list(communications), list(kept)
+    weights = tuple(_weight(entry, communications, kept) for entry in group.entries if entry.kind == "parameter")
+    part = Part(group.module, group.instances, weights=weights, entries=tuple(group.entries))
+    axes = range(len(plan.mesh.axes))
+    again = [entry for entry in group.entries if entry.recompute]
+    recompute_s = sum(entry.time_s * len(entry.instances) for entry in again)
+    part = replace(
+        part,
+        sharded=tuple(_sharded(weights, axis) for axis in axes),
+        compute_s=sum(entry.time_s * len(entry.instances) for entry in group.entries) + recompute_s,
+        transfers=_transfers(communications),
+        kept_bytes=sum(_kept_bytes(k, group.entries, plan.mesh.shape) for k in kept),
+        recomputed=tuple(entry.op for entry in again),
+        recompute_s=recompute_s,
+    )
+    if not group.nodes:
+        return replace(part, parallelism=("replicated",) * len(axes))
+    moving = [choice.strategy for choice, _ in group.nodes if op_of(choice.node) not in _LAYOUT_FREE] or [group.nodes[0][0].strategy]
+    main, entry = max(group.nodes, key=lambda n: (op_of(n[0].node) in _ROLES, n[1] in group.entries, n[1].time_s))
+    op = op_of(main.node)
+    return replace(
+        part,
+        parallelism=tuple(_parallelism(op, main.strategy, axis) for axis in axes),
+        enters=_activation(op_of(group.nodes[0][0].node), moving[0]),
+        leaves=moving[-1].outputs[0] if moving[-1].outputs else None,
+        main_op=op,
+        main=entry,
+    )
+
+
+def op_of(node: str) -> str:
+    """The op of a node pattern, without its overload."""
+    return node.split("/")[1].split(".")[0]
+
+
+def _activation(op: str, strategy: Strategy) -> Layout | None:
+    operand = _ROLES.get(op, (0, None))[0]
+    return strategy.inputs[operand] if operand < len(strategy.inputs) else None
+
+
+def _parallelism(op: str, strategy: Strategy, axis: int) -> str:
+    activation, weight = _ROLES.get(op, (None, None))
+    if weight is not None and isinstance(strategy.inputs[weight].placements[axis], Shard):
+        return "tensor"
+    if activation is not None:
+        dim = _dim(strategy.inputs[activation], axis)
+        if op == "attention":
+            return {None: "replicated", 0: "data", 1: "heads", 2: "sequence"}.get(dim, "tensor")
+        return "replicated" if dim is None else "data" if dim == 0 else "sequence"
+    for layout in (*strategy.outputs[:1], *strategy.inputs[:1]):
+        dim = _dim(layout, axis)
+        if dim is not None:
+            return {0: "data", 1: "sequence"}.get(dim, "tensor")
+    return "replicated"
+
+
+def _dim(layout: Layout, axis: int) -> int | None:
+    placement = layout.placements[axis]
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+def _weight(entry: Entry, communications: Iterable[Communication], kept: Iterable[Kept]) -> Weight:
+    node = entry.nodes[0].node
+    storage = entry.nodes[0].strategy.outputs[0]
+    arcs = [c for c in communications if c.node == node and c.phase == "forward"]
+    left = {c.source for c in arcs}
+    compute = tuple(dict.fromkeys(c.target for c in arcs if c.target not in left)) or (storage,)
+    copies = any(layout != storage for k in kept if k.node == node for layout in k.layouts)
+    return Weight(_FIELD.sub("*", node.partition("/")[0]).rpartition(".")[2], storage, compute, copies)
+
+
+def _sharded(weights: Iterable[Weight], axis: int) -> str:
+    """How weights that rest sharded on `axis` are gathered; the better sharded where they differ."""
+    words = set()
+    for weight in weights:
+        gathered = any(isinstance(layout.placements[axis], Replicate) for layout in weight.compute)
+        if isinstance(weight.storage.placements[axis], Shard) and gathered:
+            words.add("ZeRO-2" if weight.kept else "ZeRO-3")
+    return max(words, default="")
+
+
+def _transfers(communications: Iterable[Communication]) -> tuple[Transfer, ...]:
+    found: dict[tuple[str, str, int], Transfer] = {}
+    for c in communications:
+        collective: Collective = c.collective
+        key = (c.phase, collective.kind, collective.axis)
+        before = found.get(key, Transfer(*key, 0, 0, 0.0))
+        n = len(c.instances)
+        found[key] = replace(before, num=before.num + n, bytes=before.bytes + n * collective.bytes, time_s=before.time_s + n * c.time_s)
+    return tuple(found.values())
+
+
+def _kept_bytes(kept: Kept, entries: Iterable[Entry], mesh_shape: Sequence[int]) -> int:
+    """Bytes that a kept value adds: what rests anyway (parameters, buffers and inputs as they are stored) adds none."""
+    resting = [e.nodes[0].strategy.outputs[0] for e in entries if e.kind != "compute" and any(c.node == kept.node for c in e.nodes)]
+    shares = {layout: _share(layout, mesh_shape) for layout in kept.layouts}
+    own = sum(share for layout, share in shares.items() if layout in resting)
+    return round(kept.bytes * len(kept.instances) * (1 - own / sum(shares.values())))
+
+
+def _share(layout: Layout, mesh_shape: Sequence[int]) -> float:
+    share = 1.0
+    for placement, size in zip(layout.placements, mesh_shape, strict=True):
+        share /= size if isinstance(placement, Shard) else 1
+    return share
+
+
+def label(part: Part, names: Sequence[str]) -> str:
+    """The parallelism in words: ``data over node, sequence over gpu; weights ZeRO-3 over node and gpu``."""
+    said = over(part.parallelism, names, PARALLELISMS)
+    if set(part.parallelism) == {"replicated"}:
+        said = "replicated"
+    sharded = over(part.sharded, names, ("ZeRO-2", "ZeRO-3"))
+    return f"{said}; weights {sharded}" if sharded else said
+
+
+def over(words: Sequence[str], names: Sequence[str], known: Iterable[str]) -> str:
+    """Which word holds over which axes, ``data over node, tensor over gpu``."""
+    by_word = {word: [name for name, w in zip(names, words, strict=True) if w == word] for word in known}
+    return ", ".join(f"{word} over {' and '.join(axes)}" for word, axes in by_word.items() if axes)
+
+
+_DIMS: Mapping[str, tuple[str, ...]] = {
+    "weight": ("rows", "columns"),
+    "activation": ("batch", "sequence", "features"),
+}
+
+
+def in_words(layout: Layout, names: Sequence[str], role: str) -> str:
+    """A layout in words: ``rows over gpu, then node``; splitters of one dim come outermost first.
+
+    Args:
+        role: ``weight`` or ``activation``, which say what the dims are called.
+    """
+    return ", ".join(_words(layout, names, _DIMS[role])) or "whole"
+
+
+def _words(layout: Layout, names: Sequence[str], dims: Sequence[str]) -> Iterator[str]:
+    for dim in sorted({p.dim for p in layout.placements if isinstance(p, Shard)}):
+        called = dims[dim] if dim < len(dims) else f"dim {dim}"
+        yield f"{called} over {', then '.join(names[axis] for axis in layout.splitters(dim))}"
+    sums = [names[axis] for axis, p in enumerate(layout.placements) if isinstance(p, Partial)]
+    if sums:
+        yield f"partial over {' and '.join(sums)}"
