@@ -60,7 +60,8 @@ def dot(equation: str, a: Tensor, b: Tensor) -> Tensor:
 
     Each letter is in two of the three terms or in all of them. One `mm` or `bmm`; contiguous operands are not copied.
     """
-    plan = _dot_plan(equation)
+    # a compiler traces through the cache's own function: it folds the equation into constants
+    plan = _dot_plan.__wrapped__(equation) if torch.compiler.is_compiling() else _dot_plan(equation)
     first, second = (b, a) if plan.swapped else (a, b)
     first, second = first.permute(plan.first), second.permute(plan.second)
     batch, rows = first.shape[: plan.num_batch], first.shape[plan.num_batch : plan.num_batch + plan.num_rows]

@@ -187,10 +187,10 @@ class _Builder:
         """The loss is wanted whole; other outputs in any layout without partial sums; new buffer values replicated."""
         replicated = Layout.replicated(len(self.mesh.axes))
         nodes = _output_nodes(self.trace)
-        wanted = [(o.path, nodes[i].name, (replicated,) if o.is_loss else None) for i, o in enumerate(self.trace.outputs)]
-        wanted += [(name, nodes[i].name, (replicated,)) for name, i in self.trace.mutated.items()]
-        for path, node, layouts in wanted:
-            layouts = layouts or all_layouts(self.infos[node, 0].shape, self.mesh.shape)
+        wanted = [(o.path, nodes[i].name, o.is_loss) for i, o in enumerate(self.trace.outputs)]
+        wanted += [(name, nodes[i].name, True) for name, i in self.trace.mutated.items()]
+        for path, node, whole in wanted:
+            layouts = (replicated,) if whole else all_layouts(self.infos[node, 0].shape, self.mesh.shape)
             strategies = tuple(OpStrategy(Strategy((layout,), ()), 0.0) for layout in layouts)
             index = self.add(Op(path, "output", "forward", 1, (), strategies), Source("output", (path,), (node,)))
             self.read((node, 0), index, 0, "forward")

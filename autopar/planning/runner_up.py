@@ -19,8 +19,8 @@ def runner_ups(problem: Problem, choices: Choices) -> Mapping[int, RunnerUp]:
     """Best other choice per op that has one."""
     touching: dict[int, list[int]] = {}
     for v, variant in enumerate(problem.variants):
-        for op in {problem.values[variant.value].op, *(u.op for u in variant.uses)}:
-            touching.setdefault(op, []).append(v)
+        for index in {problem.values[variant.value].op, *(u.op for u in variant.uses)}:
+            touching.setdefault(index, []).append(v)
     found: dict[int, RunnerUp] = {}
     for index, op in enumerate(problem.ops):
         if len(op.strategies) > 1:

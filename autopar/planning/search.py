@@ -69,14 +69,15 @@ def make_plan(
             bound = bound or choices.bound_s
         with clock.phase("assemble"):
             evaluation = evaluate(priced.problem, choices.strategies, choices.recomputed, choices.kept)
-            plan = assemble(Draft(trace, mesh, priced, choices, evaluation, {}), mark, recorded, bound)
+            draft = Draft(trace, mesh, priced, choices, evaluation, {})
+            plan = assemble(draft, mark, recorded, bound)
         with clock.phase("emit"):
             program = emit(trace, plan)
         with clock.phase("memory"):
             optimizer_bytes = plan.prediction.memory_bytes["optimizer"]
             peak = trace_peak(program, batch=options.batch, outputs=options.outputs).peak_bytes + optimizer_bytes
         if peak <= budget:
-            return _finished(trace, mesh, priced, choices, plan, peak, clock, options, bound, program)
+            return _finished(draft, plan, program, peak, clock, options, bound)
         reserve = max(peak - evaluation.static_bytes - max(evaluation.kept_bytes, evaluation.gradient_bytes), int(reserve * 1.05) + 1)
     raise InfeasibleError(
         f"no plan was found whose peak fits into {size_text(budget)} per device; the last one needs {size_text(peak)}",
@@ -89,17 +90,15 @@ def _solve(priced: Priced, reserve: int, options: PlanOptions) -> Choices:
     return solve(problem, gap=options.gap, time_limit_s=options.time_limit_s, solver=options.solver)
 
 
-def _finished(
-    trace: Trace, mesh: Mesh, priced: Priced, choices: Choices, plan: Plan, peak: int, clock: _Clock, options: PlanOptions, bound: float, program: Program
-) -> Planned:
+def _finished(draft: Draft, plan: Plan, program: Program, peak: int, clock: _Clock, options: PlanOptions, bound: float) -> Planned:
+    priced, choices, evaluation = draft.priced, draft.choices, draft.evaluation
     with clock.phase("explain"):
-        others = runner_ups(priced.problem, choices)
-        evaluation = evaluate(priced.problem, choices.strategies, choices.recomputed, choices.kept)
-        plan = assemble(Draft(trace, mesh, priced, choices, evaluation, others), plan.fingerprint, plan.options, bound)
+        draft = replace(draft, runner_ups=runner_ups(priced.problem, choices))
+        plan = assemble(draft, plan.fingerprint, plan.options, bound)
     replicated = [entry for entry in plan.entries if entry.replicated]
     if options.strict and replicated:
         lines = [f"{e.key} ({e.time_s * len(e.instances) / plan.prediction.step_s:.1%} of the step) at {e.source}" for e in replicated]
-        raise AutoparError("ops without a rule run replicated: " + "; ".join(lines), remedy="register a rule for them, or pass strict=False")
+        raise AutoparError("ops without a rule run replicated: " + "; ".join(lines), remedy="pass strict=False to accept their cost")
     memory = dict(plan.prediction.memory_bytes)
     memory["transient"] = max(peak - evaluation.static_bytes - max(evaluation.kept_bytes, evaluation.gradient_bytes), 0)
     plan = replace(plan, prediction=replace(plan.prediction, peak_bytes=peak, memory_bytes=memory))

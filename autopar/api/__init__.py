@@ -1,0 +1,19 @@
+"""The public surface: one line turns a model into a distributed one."""
+
+from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware
+from autopar.api.compiling import Deferred, compile
+from autopar.api.planning import check_fits, plan, plan_model, verify
+
+__all__ = [
+    "Deferred",
+    "Example",
+    "MeshLike",
+    "as_call",
+    "as_mesh",
+    "check_fits",
+    "compile",
+    "default_hardware",
+    "plan",
+    "plan_model",
+    "verify",
+]

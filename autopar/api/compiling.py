@@ -1,0 +1,185 @@
+"""Compiling: a model becomes a `ParallelModule`, at once or at its first call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.api.arguments import Example, MeshLike, as_call, as_mesh
+from autopar.api.planning import check_fits, plan_call
+from autopar.capture import Trace, capture
+from autopar.emit import emit
+from autopar.errors import PlanError, RuntimeStateError
+from autopar.hardware import HardwareProfile
+from autopar.planning import Planned
+from autopar.plans import Plan
+from autopar.run.device_mesh import device_mesh
+from autopar.run.executor import Backend, Batch, Outputs
+from autopar.run.module import ParallelModule
+from autopar.run.program import Program
+
+log = logging.getLogger("autopar")
+
+
+def compile(
+    model: nn.Module,
+    mesh: MeshLike,
+    *,
+    example_inputs: Example | None = None,
+    plan: Plan | str | Path | None = None,
+    backend: Backend = "eager",
+    batch: Batch = "global",
+    outputs: Outputs = "dtensor",
+    hardware: str | Path | HardwareProfile | None = None,
+    **options: Any,
+) -> ParallelModule | Deferred:
+    """Turn a model into a distributed one: plan (or take a plan), emit, and shard the parameters.
+
+    Call it on every rank. Rank 0 plans, the others take its plan. With one device no launcher is needed.
+
+    Args:
+        example_inputs: the global batch. Without it, planning happens at the first call, and the parameters exist from then on.
+        plan: a plan or its file, made by `plan` for this model and mesh.
+        backend: ``"eager"`` or ``"inductor"``.
+        batch: ``"global"``: every rank passes the same batch and takes its part; ``"local"``: each passes its part.
+        outputs: what is not the loss comes detached, as ``"dtensor"`` (nothing is moved: ``.full_tensor()`` gathers),
+            ``"full"`` (gathered at once) or ``"local"`` (this rank's part).
+        hardware, options: as in `plan`.
+
+    Raises:
+        as `plan`; PlanError where the plan is for another model or mesh and says what differs.
+    """
+    if example_inputs is None and batch == "local":
+        raise RuntimeStateError('batch="local" needs example_inputs', remedy="pass the global batch; its values are not read")
+    order = _Order(model, mesh, plan, hardware, {"backend": backend, "batch": batch, "outputs": outputs}, options)
+    return Deferred(order) if example_inputs is None else _build(order, *as_call(example_inputs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What `compile` was asked for; `build` goes to the `ParallelModule`, `options` to the planner."""
+
+    model: nn.Module
+    mesh: MeshLike
+    plan: Plan | str | Path | None
+    hardware: str | Path | HardwareProfile | None
+    build: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+class Deferred(nn.Module):
+    """A compiled model before its first call; from then on it stands for the distributed one."""
+
+    def __init__(self, order: _Order) -> None:
+        super().__init__()
+        object.__setattr__(self, "_waiting", order)  # not through nn.Module: the plain model is no child
+        self.training = order.model.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Plan at the first call, then run."""
+        if self._waiting is not None:
+            self._waiting.model.train(self.training)
+            self.module = _build(self._waiting, args, kwargs)
+            object.__setattr__(self, "_waiting", None)
+        return self.module(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The distributed parameters, under the model's names.
+
+        Raises:
+            RuntimeStateError: before the first call.
+        """
+        return self._ready("parameters").named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The buffers, under the model's names; as `named_parameters`."""
+        return self._ready("buffers").named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The distributed state, under the model's names; as `named_parameters`."""
+        return self._ready("state_dict").state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the distributed parameters; as `named_parameters`."""
+        return self._ready("load_state_dict").load_state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Deferred:
+        """Set the mode, also of the distributed module once it is there."""
+        super().train(mode)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("clip_grad_norm_", "input_layouts", "sampler", "program", "plan", "device_mesh"):
+                return getattr(self._ready(name), name)
+            raise
+
+    def _ready(self, wish: str) -> ParallelModule:
+        if self._waiting is not None:
+            raise RuntimeStateError(
+                f"{wish} asked for before the first call: the model is not planned yet",
+                remedy="call the model once first, or pass example_inputs=batch to autopar.compile and it is planned at once",
+            )
+        module = self.module
+        assert isinstance(module, ParallelModule)
+        return module
+
+
+def _build(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParallelModule:
+    mesh = order.mesh
+    devices = mesh if isinstance(mesh, DeviceMesh) else device_mesh(as_mesh(mesh), _device_type(order.model))
+    plan, program = _plan_together(order, args, kwargs)
+    module = ParallelModule(program, devices, order.model, **order.build)
+    object.__setattr__(module, "plan", plan)
+    return module
+
+
+def _device_type(model: nn.Module) -> str:
+    types = {p.device.type for p in model.parameters()} - {"meta"}
+    if len(types) > 1:
+        raise RuntimeStateError(f"the model's parameters are on {sorted(types)}", remedy="move the model to one kind of device")
+    return types.pop() if types else ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _plan_together(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Program]:
+    """Rank 0 plans and broadcasts the plan's text (or its error); every rank emits from it."""
+    plan = Plan.load(order.plan) if isinstance(order.plan, str | Path) else order.plan
+    if plan is None and (not dist.is_initialized() or dist.get_world_size() == 1):
+        _, planned = _plan_here(order, args, kwargs)
+        return planned.plan, planned.program
+    if plan is None:
+        plan = _from_rank_zero(order, args, kwargs)
+    trace = capture(order.model, args, kwargs)
+    check_fits(plan, trace, as_mesh(order.mesh))
+    return plan, emit(trace, plan)
+
+
+def _plan_here(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Trace, Planned]:
+    log.info("planning for mesh %s", as_mesh(order.mesh))
+    chosen = {"batch": order.build["batch"], "outputs": order.build["outputs"], **order.options}
+    return plan_call(order.model, order.mesh, args, kwargs, order.hardware, chosen)
+
+
+def _from_rank_zero(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [("plan", _plan_here(order, args, kwargs)[1].plan.dumps())]
+        except Exception as error:  # the others wait in the broadcast: they must learn of it, then every rank raises
+            dist.broadcast_object_list([("error", f"{type(error).__name__}: {error}")], src=0)
+            raise
+    dist.broadcast_object_list(box, src=0)
+    kind, text = box[0]
+    if kind == "error":
+        raise PlanError(f"rank 0 could not plan: {text}", remedy="see the error of rank 0")
+    return Plan.loads(text, "broadcast from rank 0")

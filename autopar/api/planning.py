@@ -1,0 +1,134 @@
+"""Planning and verifying: no process group, no GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware
+from autopar.capture import Trace, capture
+from autopar.constraints import LayoutConstraint
+from autopar.emit import emit
+from autopar.errors import PlanError
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from autopar.planning import Planned, PlanOptions, make_plan
+from autopar.plans import Plan
+from autopar.run.executor import Batch, Outputs
+from autopar.verification import Verification, verify_program
+
+log = logging.getLogger("autopar")
+
+
+def plan_call(
+    model: nn.Module,
+    mesh: MeshLike,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    hardware: str | Path | HardwareProfile | None,
+    options: Mapping[str, Any],
+) -> tuple[Trace, Planned]:
+    """Capture ``model(*args, **kwargs)`` and plan it: the trace, and the plan with its program and phase times."""
+    profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or default_hardware())
+    chosen = PlanOptions(**{**options, "constraints": tuple(options.get("constraints", ()))})
+    trace = capture(model, args, kwargs)
+    return trace, make_plan(trace, as_mesh(mesh), profile, chosen, model_name=type(model).__name__)
+
+
+def plan_model(
+    model: nn.Module, mesh: MeshLike, *, example_inputs: Example, hardware: str | Path | HardwareProfile | None = None, **options: Any
+) -> tuple[Trace, Planned]:
+    """As `plan`, but also returns the trace, the program and the phase times."""
+    return plan_call(model, mesh, *as_call(example_inputs), hardware, options)
+
+
+def plan(
+    model: nn.Module,
+    mesh: MeshLike,
+    *,
+    example_inputs: Example,
+    hardware: str | Path | HardwareProfile | None = None,
+    memory_bytes: int | None = None,
+    optimizer: str = "adamw",
+    constraints: Sequence[LayoutConstraint] = (),
+    strict: bool = False,
+    gap: float = 0.01,
+    time_limit_s: float = 60.0,
+    batch: Batch = "global",
+    outputs: Outputs = "dtensor",
+) -> Plan:
+    """Plan a model for a mesh. Needs no GPU and no process group; the weights may be on meta.
+
+    Args:
+        example_inputs: the global batch: a mapping of keywords, a sequence of positions, or one tensor. Values are not read.
+        hardware: name of a profile (`HardwareProfile.names`), path of one, ``"local"``, or a profile; by default ``local``
+            where this machine was measured, else the GPU that is there, else ``cpu-gloo``.
+        memory_bytes: budget per device; by default the profile's memory less 10 %.
+        optimizer: whose state rests beside the parameters: ``adamw``, ``adam``, ``sgd``, ``momentum`` or ``none``.
+        constraints: what is forced (`autopar.constraints`).
+        strict: refuse ops that run replicated for want of a rule.
+        gap: relative distance between plan and proven bound at which the search stops; time_limit_s: a safety net.
+        batch, outputs: as in `compile`.
+
+    Raises:
+        CaptureError, ConstraintError, InfeasibleError, HardwareError, MeshError: see each.
+    """
+    return plan_model(
+        model, mesh, example_inputs=example_inputs, hardware=hardware, memory_bytes=memory_bytes, optimizer=optimizer,
+        constraints=constraints, strict=strict, gap=gap, time_limit_s=time_limit_s, batch=batch, outputs=outputs,
+    )[1].plan  # fmt: skip
+
+
+def check_fits(plan: Plan, trace: Trace, mesh: Mesh) -> None:
+    """That a plan is for this model and mesh.
+
+    Raises:
+        PlanError: saying exactly what differs.
+    """
+    differs = []
+    if plan.mesh.shape != mesh.shape or plan.mesh.names != mesh.names:
+        differs.append(f"mesh: the plan is for {plan.mesh}, this is {mesh}")
+    if plan.fingerprint.model != trace.fingerprint:
+        differs += _model_differences(plan, trace)
+    if plan.fingerprint.torch != torch.__version__.split("+")[0]:
+        log.warning("plan made with torch %s, this is %s: entries are matched by key", plan.fingerprint.torch, torch.__version__)
+    if differs:
+        what = "the plan was made for something else: " + "; ".join(differs)
+        raise PlanError(what, remedy="plan again, or pass the plan of this model and mesh")
+
+
+def _model_differences(plan: Plan, trace: Trace) -> list[str]:
+    planned = {key.removesuffix("/parameter") for key in plan.node_choices() if key.endswith("/parameter")}
+    here = {p.name for p in trace.parameters}
+    lines = [f"parameter {name} is in the plan, not in the model" for name in sorted(planned - here)[:5]]
+    lines += [f"parameter {name} is in the model, not in the plan" for name in sorted(here - planned)[:5]]
+    nodes = {n.meta["key"] for n in trace.graph.nodes if n.op == "call_function"}
+    entries = {c.node.format(*i) for e in plan.entries if e.kind == "compute" for c in e.nodes for i in e.instances}
+    lines += [f"op {key} is in the plan, not in the model" for key in sorted(entries - nodes)[:5]]
+    lines += [f"op {key} is in the model, not in the plan" for key in sorted(nodes - entries)[:5]]
+    return lines or ["model: names agree, but shapes, dtypes or the batch's shape differ"]
+
+
+def verify(
+    plan: Plan, model: nn.Module, batch: Example, *, dtype: torch.dtype | None = torch.float64, tolerance: float | None = None
+) -> Verification:
+    """Run all ranks of a plan in one process, in lockstep, and compare outputs and every gradient with the plain model.
+
+    Args:
+        dtype: all floating tensors are promoted to it, on both sides; None computes in the model's own.
+        tolerance: largest relative error allowed; by default 1e-9 in fp64 (2e-6 where the model itself computes a part in
+            fp32), 1e-4 in fp32, 5e-2 below.
+
+    Raises:
+        VerificationError: naming the first node that diverges, with its module path.
+        PlanError: where the plan is for another model.
+    """
+    args, kwargs = as_call(batch)
+    trace = capture(model, args, kwargs)
+    check_fits(plan, trace, plan.mesh)
+    return verify_program(trace, emit(trace, plan), model, args, kwargs, dtype=dtype, tolerance=tolerance)
