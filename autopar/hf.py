@@ -190,6 +190,7 @@ def _head(kind: str, head: str, config: Any) -> Any:
 def _batch(model: Any, head: str, dtype: torch.dtype, batch: int, seq: int | None) -> dict[str, Tensor]:
     """Inputs and labels on the device of the context."""
     config = model.config
+    shape: tuple[int, ...]
     if model.main_input_name == "pixel_values":
         sides = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
         inputs, shape = {"pixel_values": torch.randn(batch, config.num_channels, *sides).to(dtype)}, (batch,)

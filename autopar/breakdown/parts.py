@@ -3,44 +3,26 @@
 Terms. A *part* is one module pattern (``model.layers.*.mlp.up_proj``) with all the copies that took the same decisions;
 copies that took others are a part of their own. The *main op* of a part is the forward op that decides what it computes:
 a matmul, convolution, attention or embedding where it has one, else the one that takes longest.
-
-How a mesh axis works on a part follows from its main op's layouts on that axis, by the first of these that holds:
-
-    tensor       the weight is sharded as the op reads it; without a weight, a dim from 2 on of the result is
-                 (features), or of the first operand
-    heads        attention only: the heads are sharded (dim 1 of ``[batch, heads, sequence, features]``)
-    data         dim 0 of the activation, which is the batch, is sharded
-    sequence     dim 1 (2 in attention) is; of a matmul's activation any dim but the first
-    replicated   every device on the axis does the same
-
-Sharding a weight in its storage layout only is said beside it, per axis:
-
-    ZeRO-3       the weight rests sharded and is gathered for use; a gathered copy is not kept for backward
-    ZeRO-2       the same, and the gathered copy is kept from forward to backward
-
-A weight that rests as it is read is neither: its gradient and optimizer state are as sharded as the weight.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
+from autopar.breakdown.words import ROLES, parallelism_of
 from autopar.collective import Collective
-from autopar.layout import Layout, Strategy
+from autopar.layout import Layout
 from autopar.plans import Communication, Entry, Kept, NodeChoice, Plan, RunnerUp
 
-PARALLELISMS = ("data", "sequence", "heads", "tensor", "replicated")
 INPUTS = "(inputs)"  # the part that stands for the batch
 Instances = tuple[tuple[int, ...], ...]
 
-# Main ops by rank: op → (operand that is the activation, operand that is the weight).
-_ROLES = {"dot": (0, 1), "convolution": (0, 1), "attention": (0, None), "embedding": (1, 0)}
 _LAYOUT_FREE = ("getitem",)  # picks one of several results: says nothing about what a module takes or gives
 _FIELD = re.compile(r"\{\d+\}")
 
@@ -219,14 +201,13 @@ def _part(plan: Plan, group: _Group, communications: Iterable[Communication], ke
     )
     if not group.nodes:
         return replace(part, parallelism=("replicated",) * len(axes))
-    moving = [choice.strategy for choice, _ in group.nodes if op_of(choice.node) not in _LAYOUT_FREE] or [group.nodes[0][0].strategy]
-    main, entry = max(group.nodes, key=lambda n: (op_of(n[0].node) in _ROLES, n[1] in group.entries, n[1].time_s))
+    main, entry = max(group.nodes, key=lambda n: (op_of(n[0].node) in ROLES, n[1] in group.entries, n[1].time_s))
     op = op_of(main.node)
     return replace(
         part,
-        parallelism=tuple(_parallelism(op, main.strategy, axis) for axis in axes),
-        enters=_activation(op_of(group.nodes[0][0].node), moving[0]),
-        leaves=moving[-1].outputs[0] if moving[-1].outputs else None,
+        parallelism=tuple(parallelism_of(op, main.strategy, axis) for axis in axes),
+        enters=next((read for read in map(_activation, group.nodes) if read is not None), None),
+        leaves=next((c.strategy.outputs[0] for c, _ in reversed(group.nodes) if op_of(c.node) not in _LAYOUT_FREE), None),
         main_op=op,
         main=entry,
     )
@@ -237,30 +218,10 @@ def op_of(node: str) -> str:
     return node.split("/")[1].split(".")[0]
 
 
-def _activation(op: str, strategy: Strategy) -> Layout | None:
-    operand = _ROLES.get(op, (0, None))[0]
-    return strategy.inputs[operand] if operand < len(strategy.inputs) else None
-
-
-def _parallelism(op: str, strategy: Strategy, axis: int) -> str:
-    activation, weight = _ROLES.get(op, (None, None))
-    if weight is not None and isinstance(strategy.inputs[weight].placements[axis], Shard):
-        return "tensor"
-    if activation is not None:
-        dim = _dim(strategy.inputs[activation], axis)
-        if op == "attention":
-            return {None: "replicated", 0: "data", 1: "heads", 2: "sequence"}.get(dim, "tensor")
-        return "replicated" if dim is None else "data" if dim == 0 else "sequence"
-    for layout in (*strategy.outputs[:1], *strategy.inputs[:1]):
-        dim = _dim(layout, axis)
-        if dim is not None:
-            return {0: "data", 1: "sequence"}.get(dim, "tensor")
-    return "replicated"
-
-
-def _dim(layout: Layout, axis: int) -> int | None:
-    placement = layout.placements[axis]
-    return placement.dim if isinstance(placement, Shard) else None
+def _activation(node: tuple[NodeChoice, Entry]) -> Layout | None:
+    """The layout in which a node reads its activation."""
+    operand, inputs = ROLES.get(op_of(node[0].node), (0, None))[0], node[0].strategy.inputs
+    return inputs[operand] if operand < len(inputs) else None
 
 
 def _weight(entry: Entry, communications: Iterable[Communication], kept: Iterable[Kept]) -> Weight:
@@ -307,42 +268,3 @@ def _share(layout: Layout, mesh_shape: Sequence[int]) -> float:
     for placement, size in zip(layout.placements, mesh_shape, strict=True):
         share /= size if isinstance(placement, Shard) else 1
     return share
-
-
-def label(part: Part, names: Sequence[str]) -> str:
-    """The parallelism in words: ``data over node, sequence over gpu; weights ZeRO-3 over node and gpu``."""
-    said = over(part.parallelism, names, PARALLELISMS)
-    if set(part.parallelism) == {"replicated"}:
-        said = "replicated"
-    sharded = over(part.sharded, names, ("ZeRO-2", "ZeRO-3"))
-    return f"{said}; weights {sharded}" if sharded else said
-
-
-def over(words: Sequence[str], names: Sequence[str], known: Iterable[str]) -> str:
-    """Which word holds over which axes, ``data over node, tensor over gpu``."""
-    by_word = {word: [name for name, w in zip(names, words, strict=True) if w == word] for word in known}
-    return ", ".join(f"{word} over {' and '.join(axes)}" for word, axes in by_word.items() if axes)
-
-
-_DIMS: Mapping[str, tuple[str, ...]] = {
-    "weight": ("rows", "columns"),
-    "activation": ("batch", "sequence", "features"),
-}
-
-
-def in_words(layout: Layout, names: Sequence[str], role: str) -> str:
-    """A layout in words: ``rows over gpu, then node``; splitters of one dim come outermost first.
-
-    Args:
-        role: ``weight`` or ``activation``, which say what the dims are called.
-    """
-    return ", ".join(_words(layout, names, _DIMS[role])) or "whole"
-
-
-def _words(layout: Layout, names: Sequence[str], dims: Sequence[str]) -> Iterator[str]:
-    for dim in sorted({p.dim for p in layout.placements if isinstance(p, Shard)}):
-        called = dims[dim] if dim < len(dims) else f"dim {dim}"
-        yield f"{called} over {', then '.join(names[axis] for axis in layout.splitters(dim))}"
-    sums = [names[axis] for axis, p in enumerate(layout.placements) if isinstance(p, Partial)]
-    if sums:
-        yield f"partial over {' and '.join(sums)}"

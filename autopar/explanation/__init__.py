@@ -1,0 +1,6 @@
+"""A plan in words and tables, and what differs between two plans."""
+
+from autopar.explanation.difference import Diff, diff
+from autopar.explanation.explain import Explanation, explain
+
+__all__ = ["Diff", "Explanation", "diff", "explain"]
