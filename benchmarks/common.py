@@ -1,0 +1,179 @@
+"""What all benchmarks share: their flags, what they know of the machine, and rows that each run in a process of their own."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from autopar.hardware import HardwareProfile
+from autopar.version import VERSION
+from benchmarks.models import FOUR, ModelSpec
+
+ROOT = Path(__file__).parent.parent
+Row = dict[str, Any]
+FRICTIONLESS = "frictionless"
+
+
+def parser(name: str, description: str, *, batch: int = 8, seq: int = 16, meshes: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The flags that every benchmark takes."""
+    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    made.add_argument("--json", metavar="FILE", help="write {env, rows} here")
+    made.add_argument("--model", action="append", default=[], help="a known size; may be repeated")
+    made.add_argument("--hf", action="append", default=[], metavar="TYPE[/AutoClass]:JSON", help="a Hugging Face configuration")
+    made.add_argument("--module", action="append", default=[], metavar="FILE.py:FUNCTION", help="FUNCTION() returns (model, batch)")
+    made.add_argument("--mesh", action="append", default=[], help=f"node=4,gpu=8 or a count; by default {' '.join(meshes)}")
+    made.add_argument("--batch", type=int, default=batch, help="global batch in samples")
+    made.add_argument("--seq", type=int, default=seq, help="sequence length")
+    return made
+
+
+def specs_of(options: argparse.Namespace, default: Sequence[str] = FOUR) -> list[ModelSpec]:
+    """The models that the flags name."""
+    found = [ModelSpec.known(name) for name in options.model] + [ModelSpec.parse_hf(text) for text in options.hf]
+    found += [ModelSpec(text, module=text) for text in options.module]
+    return found or [ModelSpec.known(name) for name in default]
+
+
+def load_profile(name: str) -> HardwareProfile:
+    """A profile by name or path. ``NAME-frictionless`` is the same without launch overheads, latencies and measured points:
+    under it even a tiny model is worth sharding."""
+    if not name.endswith(f"-{FRICTIONLESS}"):
+        return HardwareProfile.load(name)
+    base = HardwareProfile.load(name.removesuffix(f"-{FRICTIONLESS}"))
+    links = {k: replace(v, latency_s=0.0, bandwidth_bytes_per_s=v.bandwidth_bytes_per_s * 100, curves={}) for k, v in base.links.items()}
+    mark = f"{base.hash}-{FRICTIONLESS}"
+    return replace(base, name=name, launch_overhead_s=0.0, matmul_half_flops=0.0, curves={}, links=links, hash=mark)
+
+
+def environment() -> dict[str, Any]:
+    """Where and when it was measured."""
+    return {
+        "date": date.today().isoformat(),
+        "cpu": _cpu_name(),
+        "num_cores": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "autopar": VERSION,
+        "commit": _commit(),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _version(package: str) -> str:
+    try:
+        return str(importlib.import_module(package).__version__)
+    except ImportError:
+        return ""
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+def run_rows(name: str, cases: Sequence[Mapping[str, Any]], columns: Sequence[str], json_path: str | None, limit_s: float = 1800.0) -> int:
+    """Run ``benchmarks.NAME.row(**case)`` for each case in a process of its own; print a table, write JSON.
+
+    Returns:
+        The exit status: 1 where a row is not ok. A row that raises is not ok and carries the error.
+    """
+    console, rows = Console(), []
+    texts = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn()
+    with Progress(*texts, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(name, total=len(cases))
+        for case in cases:
+            progress.update(task, description=f"{name}: {describe(case)}")
+            rows.append(run_row(name, case, limit_s))
+            progress.advance(task)
+            if not console.is_terminal:
+                console.print(f"{len(rows)}/{len(cases)} {describe(case)}: {'ok' if rows[-1]['ok'] else 'NOT OK'}", soft_wrap=True)
+            if json_path:
+                _write(json_path, rows)
+    console.print(_table(name, rows, columns))
+    for row in rows:
+        if row["error"]:
+            console.print(f"{row['model']} on {row['mesh']}: {row['error']}", markup=False)
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+def describe(case: Mapping[str, Any]) -> str:
+    """A case in a few words."""
+    plain = {k: v for k, v in case.items() if k not in ("spec", "mesh") and isinstance(v, str | int) and not isinstance(v, bool)}
+    return " ".join([case["spec"]["name"], case["mesh"], *(f"{k}={v}" for k, v in plain.items())])
+
+
+def run_row(name: str, case: Mapping[str, Any], limit_s: float) -> Row:
+    """One row, in a process of its own."""
+    row: Row = {"model": case["spec"]["name"], "mesh": case["mesh"], "ok": False, "error": None}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "row.json"
+        command = [sys.executable, "-m", "benchmarks.common", name, json.dumps(case), str(out)]
+        surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        start = time.perf_counter()
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=limit_s, check=False)
+            row |= json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {"error": done.stderr.strip()[-2000:]}
+        except subprocess.TimeoutExpired:
+            row["error"] = f"took longer than {limit_s:.0f} s"
+    return {**row, "row_s": round(time.perf_counter() - start, 2)}
+
+
+def _write(path: str, rows: Sequence[Row]) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps({"env": environment(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def _table(name: str, rows: Sequence[Row], columns: Sequence[str]) -> Table:
+    table = Table(title=f"benchmarks.{name}")
+    for column in ("model", "mesh", *columns, "ok"):
+        table.add_column(column, justify="left" if column in ("model", "mesh", "plan") else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(show(row.get(column)) for column in ("model", "mesh", *columns)), "yes" if row["ok"] else "[red]NO[/red]")
+    return table
+
+
+def show(value: Any) -> str:
+    """A cell."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: ""}[value]
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def main(name: str, case: str, out: str) -> None:
+    """Run one row; what it raises becomes its error."""
+    torch.set_num_threads(1)
+    try:
+        row = importlib.import_module(f"benchmarks.{name}").row(**json.loads(case))
+    except Exception as error:  # whatever it is, it is this row's result
+        row = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+    Path(out).write_text(json.dumps(row), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

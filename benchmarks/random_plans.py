@@ -1,0 +1,112 @@
+"""Random legal plans: the planner's own solution under random prices, priced as it really is.
+
+Every op's strategies get a random price beside their true one; what is then cheapest is a legal plan, coherent as real
+plans are, but not a good one. Part of the forward ops may also be run again in backward. The plan's prediction comes from the
+true prices, and its peak from the emitted program.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from autopar.capture import Trace, capture
+from autopar.cost.price import Priced, price
+from autopar.emit import emit
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from autopar.planning.assembly import Draft, assemble, fingerprint
+from autopar.plans import Plan
+from autopar.problem import Choices, Op, Problem
+from autopar.run.memory import trace_peak
+from autopar.run.program import Program
+from autopar.solve import Evaluation, evaluate, solve
+from autopar.strategies import classes_of
+from autopar.version import VERSION
+
+AMPLE_BYTES = 2**50
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Everything that the plans of one model on one mesh share."""
+
+    trace: Trace
+    mesh: Mesh
+    profile: HardwareProfile
+    priced: Priced
+
+
+def prepare(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, profile: HardwareProfile) -> Prepared:
+    """Capture, enumerate and price, once for many plans."""
+    trace = capture(model, (), batch)
+    return Prepared(trace, mesh, profile, price(trace, classes_of(trace, mesh.shape), mesh, profile, budget_bytes=AMPLE_BYTES))
+
+
+def random_plan(
+    prepared: Prepared, seed: int, *, loudness: tuple[float, float] = (0.0, 1.5), recompute_share: float | None = None
+) -> tuple[Plan, Program]:
+    """The plan and program of one seed.
+
+    Args:
+        loudness: range of the noise: powers of ten, times the time of a typical collective. Below 0 plans are close to the best.
+        recompute_share: probability with which a forward op is run again in backward; by default random, often 0.
+    """
+    rng = random.Random(seed)
+    problem = prepared.priced.problem
+    choices = solve(_noisy(problem, rng, _scale_s(problem, rng.uniform(*loudness))), gap=0.05)
+    share = rng.choice([0.0, 0.0, 0.3, 1.0]) if recompute_share is None else recompute_share
+    recomputed, kept = _recomputation(problem, choices, rng, share)
+    evaluation = evaluate(problem, choices.strategies, recomputed, kept)
+    chosen = replace(choices, recomputed=recomputed, kept=evaluation.kept, objective_s=evaluation.objective_s)
+    return _finish(prepared, chosen, evaluation, f"random-{seed}")
+
+
+def _scale_s(problem: Problem, power: float) -> float:
+    times = sorted(arc.time_s for value in problem.values for arc in value.graph.arcs)
+    return times[len(times) // 2] * 10**power if times else 0.0
+
+
+def _noisy(problem: Problem, rng: random.Random, scale_s: float) -> Problem:
+    def noisy(op: Op) -> Op:
+        return replace(op, strategies=tuple(replace(s, time_s=s.time_s + rng.uniform(0, scale_s)) for s in op.strategies))
+
+    return replace(problem, ops=tuple(map(noisy, problem.ops)))
+
+
+def _recomputation(
+    problem: Problem, choices: Choices, rng: random.Random, share: float
+) -> tuple[dict[int, int], dict[int, tuple[int, ...]] | None]:
+    """Ops that backward runs again, each with its own strategy, and which versions may be kept: none of their results."""
+    wanted = {index for index, op in enumerate(problem.ops) if op.recomputable and rng.random() < share}
+    readers: dict[int, set[tuple[int, str]]] = {}
+    for variant in problem.variants:
+        readers.setdefault(problem.values[variant.value].op, set()).update((use.op, use.phase) for use in variant.uses)
+    while True:  # what neither backward nor another recomputed op reads is not run again
+        useful = {op for op in wanted if any(phase == "backward" or reader in wanted for reader, phase in readers.get(op, ()))}
+        if useful == wanted:
+            break
+        wanted = useful
+    if not wanted:
+        return {}, None
+    layouts = {v: tuple(range(len(problem.values[variant.value].graph.layouts))) for v, variant in enumerate(problem.variants)}
+    kept = {v: () if problem.values[problem.variants[v].value].op in wanted else all_of for v, all_of in layouts.items()}
+    return {op: choices.strategies[op] for op in wanted}, kept
+
+
+def _finish(prepared: Prepared, choices: Choices, evaluation: Evaluation, name: str) -> tuple[Plan, Program]:
+    trace, profile = prepared.trace, prepared.profile
+    mark = fingerprint(trace, name, profile.name, profile.hash, VERSION)
+    options = {"memory_bytes": AMPLE_BYTES, "optimizer": prepared.priced.optimizer, "batch": "global", "outputs": "dtensor"}
+    draft = Draft(trace, prepared.mesh, prepared.priced, choices, evaluation, {})
+    plan = assemble(draft, mark, options, 0.0)
+    program = emit(trace, plan)
+    peak = trace_peak(program, outputs="dtensor").peak_bytes + plan.prediction.memory_bytes["optimizer"]
+    plan = replace(plan, prediction=replace(plan.prediction, peak_bytes=peak))
+    assert math.isfinite(plan.prediction.step_s)
+    return plan, replace(program, plan_hash=plan.hash)
