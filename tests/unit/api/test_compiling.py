@@ -1,0 +1,104 @@
+"""World size 1, in this process: no launcher, the same surface."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from autopar.api import as_mesh, compile, plan
+from autopar.errors import AutoparError, MeshError, PlanError, RuntimeStateError
+from autopar.mesh import Mesh
+from autopar.plans import Plan
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import zoo_small
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "vit"])
+def test_one_line_trains_a_real_model_as_the_plain_one_trains(kind: str) -> None:
+    torch.manual_seed(0)
+    model, batch = getattr(zoo_small, kind)()
+    plain = copy.deepcopy(model)
+    pm = compile(model, 1, example_inputs=batch)
+    assert {n: tuple(p.shape) for n, p in pm.named_parameters()} == {n: tuple(p.shape) for n, p in plain.named_parameters()}
+    ours, theirs = torch.optim.AdamW(pm.parameters(), lr=1e-3), torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    for _ in range(3):
+        result, expected = pm(**batch), plain(**batch)
+        assert type(result) is type(expected)
+        assert result.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+        torch.testing.assert_close(result.logits.full_tensor(), expected.logits.detach(), rtol=1e-4, atol=1e-4)
+        result.loss.backward()
+        expected.loss.backward()
+        assert float(pm.clip_grad_norm_(1.0)) == pytest.approx(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)), rel=1e-4)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_without_example_inputs_it_plans_at_the_first_call_and_says_so_before() -> None:
+    model, batch = zoo_small.gpt2()
+    pm = compile(model, 1)
+    for ask in (lambda: list(pm.parameters()), pm.state_dict, lambda: pm.clip_grad_norm_(1.0), lambda: pm.input_layouts):
+        with pytest.raises(RuntimeStateError, match="call the model once first"):
+            ask()
+    loss = pm(**batch).loss
+    assert all(isinstance(p, DTensor) for p in pm.parameters())
+    assert "transformer.wte.weight" in dict(pm.named_parameters())
+    loss.backward()
+
+
+def test_a_saved_plan_is_used_and_a_plan_for_another_model_says_what_differs(tmp_path: Path) -> None:
+    model, batch = zoo_small.llama()
+    made = plan(model, 1, example_inputs=batch, hardware="cpu-gloo")
+    made.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == made
+    pm = compile(model, 1, example_inputs=batch, plan=tmp_path / "plan.json")
+    assert pm.plan == made
+    deeper, batch = zoo_small.llama(num_layers=3)
+    with pytest.raises(PlanError, match=r"parameter model\.layers\.2\.\S+ is in the model, not in the plan"):
+        compile(deeper, 1, example_inputs=batch, plan=made)
+    with pytest.raises(PlanError, match="mesh: the plan is for"):
+        compile(model, 1, example_inputs=batch, plan=replace(made, mesh=Mesh({"a": 2})))
+
+
+def test_planning_needs_no_weights_and_leaves_the_model_alone() -> None:
+    real, batch = zoo_small.llama()
+    state = {n: t.clone() for n, t in real.state_dict().items()}
+    on_meta = copy.deepcopy(real).to("meta")
+    here = plan(real, 4, example_inputs=batch, hardware="h100-sxm")
+    there = plan(on_meta, 4, example_inputs={k: v.to("meta") for k, v in batch.items()}, hardware="h100-sxm")
+    assert here.dumps() == there.dumps()
+    assert all(torch.equal(t, state[n]) for n, t in real.state_dict().items())
+    assert not dist.is_initialized()
+
+
+def test_a_mesh_is_a_mesh_a_count_or_axes_by_name() -> None:
+    assert as_mesh(4) == Mesh(4)
+    assert as_mesh({"a": 2, "b": 2}) == Mesh({"a": 2, "b": 2})
+    with pytest.raises(MeshError, match="no mesh"):
+        as_mesh("4x2")  # type: ignore[arg-type]
+
+
+def test_bad_options_say_what_to_pass() -> None:
+    model, batch = zoo_small.gpt2()
+    with pytest.raises(AutoparError, match="adamw"):
+        plan(model, 1, example_inputs=batch, optimizer="adamW2")
+    with pytest.raises(AutoparError, match="bytes per device"):
+        plan(model, 1, example_inputs=batch, memory_bytes=-1)
+    with pytest.raises(RuntimeStateError, match="needs example_inputs"):
+        compile(model, 1, batch="local")

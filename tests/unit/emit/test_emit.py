@@ -1,0 +1,94 @@
+"""Emission: local graphs from a plan, and refusals where the plan does not fit."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import fx
+
+from autopar.capture import Trace, capture
+from autopar.emit import emit
+from autopar.errors import EmissionError, PlanError
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from autopar.planning import Planned, PlanOptions, make_plan
+from autopar.plans import Plan
+from autopar.run.memory import trace_peak
+
+TESTS = Path(__file__).parents[2]
+sys.path[:0] = [str(TESTS), str(TESTS / "support")]
+import expert
+import zoo_small
+
+MESH = Mesh({"a": 2, "b": 2})
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Trace, Planned]:
+    model, batch = zoo_small.llama()
+    trace = capture(model, (), batch)
+    options = PlanOptions(constraints=expert.llama(fsdp=True))
+    return trace, make_plan(trace, MESH, HardwareProfile.load("h100-sxm"), options)
+
+
+def test_the_predicted_peak_is_that_of_the_emitted_program_and_within_the_budget(planned: tuple[Trace, Planned]) -> None:
+    _, made = planned
+    assert made.program.collectives
+    optimizer = made.plan.prediction.memory_bytes["optimizer"]
+    peak = trace_peak(made.program, outputs="dtensor").peak_bytes + optimizer
+    assert made.plan.prediction.peak_bytes == peak <= made.plan.options["memory_bytes"]
+
+
+def test_emission_from_the_saved_plan_gives_the_same_program(planned: tuple[Trace, Planned], tmp_path: Path) -> None:
+    trace, made = planned
+    made.plan.save(tmp_path / "plan.json")
+    again = emit(trace, Plan.load(tmp_path / "plan.json"))
+    for ours, theirs in ((made.program.forward, again.forward), (made.program.backward, again.backward)):
+        assert str(ours.graph) == str(theirs.graph)
+    assert again.collectives == made.program.collectives
+    assert again.plan_hash == made.program.plan_hash == made.plan.hash
+
+
+def test_forward_ends_with_saved_values_and_backward_begins_with_them(planned: tuple[Trace, Planned]) -> None:
+    _, made = planned
+    placeholders = [n for n in made.program.backward.graph.nodes if n.op == "placeholder"]
+    assert len(placeholders) == made.program.num_saved + 1
+    results = next(iter(reversed(made.program.forward.graph.nodes))).args[0]
+    assert isinstance(results, tuple)
+    assert len(results) == len(made.program.outputs) + len(made.program.mutated) + made.program.num_saved
+    assert all(isinstance(r, fx.Node) for r in results)
+
+
+def test_every_emitted_node_knows_its_module_and_phase(planned: tuple[Trace, Planned]) -> None:
+    _, made = planned
+    for phase, graph in (("forward", made.program.forward.graph), ("backward", made.program.backward.graph)):
+        named = [n for n in graph.nodes if n.op == "call_function" and "key" in n.meta]
+        assert named
+        assert all(n.meta["phase"] == phase and "module" in n.meta for n in named)
+
+
+def test_a_plan_of_another_model_is_refused_by_name(planned: tuple[Trace, Planned]) -> None:
+    trace, made = planned
+    with pytest.raises(PlanError, match="the plan has no entry for"):
+        emit(trace, replace(made.plan, entries=made.plan.entries[:-1]))
+    model, batch = zoo_small.gpt2()
+    with pytest.raises(PlanError, match="the model has no node for"):
+        emit(capture(model, (), batch), made.plan)
+
+
+def test_a_plan_without_one_of_its_collectives_is_refused_with_the_place(planned: tuple[Trace, Planned]) -> None:
+    trace, made = planned
+    for missing in made.plan.communications:
+        others = tuple(c for c in made.plan.communications if c is not missing)
+        with pytest.raises(EmissionError, match="nothing in the plan makes it"):
+            emit(trace, replace(made.plan, communications=others))
+
+
+def test_a_plan_that_does_not_keep_what_backward_reads_is_refused(planned: tuple[Trace, Planned]) -> None:
+    trace, made = planned
+    assert made.plan.kept
+    with pytest.raises(EmissionError, match="nothing in the plan makes it"):
+        emit(trace, replace(made.plan, kept=()))
