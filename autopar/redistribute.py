@@ -82,10 +82,10 @@ def local_bytes(shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh_s
     return math.prod(local_shape(shape, layout, mesh_shape)) * dtype.itemsize
 
 
-def neighbours(shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh_shape: Sequence[int]) -> list[tuple[Collective, Layout]]:
-    """Every layout that one collective leads to, with even shards only."""
-    name = str(dtype).removeprefix("torch.")
-    size = local_bytes(shape, dtype, layout, mesh_shape)
+def neighbours(
+    shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh_shape: Sequence[int], reduce_dtype: torch.dtype | None = None
+) -> list[tuple[Collective, Layout]]:
+    """Every layout that one collective leads to, with even shards only; reductions run in `reduce_dtype` (by default `dtype`)."""
     found: list[tuple[Collective, Layout]] = []
     for axis, placement in enumerate(layout.placements):
         if mesh_shape[axis] == 1:
@@ -95,7 +95,9 @@ def neighbours(shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh_sh
         for target in _axis_targets(placement, len(shape)):
             after = layout.with_placement(axis, target)
             if after.divides(shape, mesh_shape):
-                found.append((_collective(axis, placement, target, name, size), after))
+                moved = (reduce_dtype or dtype) if isinstance(placement, Partial) else dtype
+                size = local_bytes(shape, moved, layout, mesh_shape)
+                found.append((_collective(axis, placement, target, str(moved).removeprefix("torch."), size), after))
     return found
 
 
@@ -127,8 +129,9 @@ def layout_graph(
     produced: Iterable[Layout],
     wanted: Iterable[Layout],
     price: Price,
+    reduce_dtype: torch.dtype | None = None,
 ) -> LayoutGraph:
-    """The layout graph between the layouts `produced` and `wanted`.
+    """The layout graph between the layouts `produced` and `wanted`; reductions run in `reduce_dtype` (by default `dtype`).
 
     Its nodes are these and whatever lies between them: on every axis the placements that occur there, `Replicate()`, and,
     where partial sums are produced on an axis, shards of the dims that occur on any axis (for hierarchical reductions).
@@ -151,7 +154,7 @@ def layout_graph(
         layouts.append(layout)
         queue.append(layout)
     for layout in queue:  # grows while it is walked
-        for collective, after in neighbours(shape, dtype, layout, mesh_shape):
+        for collective, after in neighbours(shape, dtype, layout, mesh_shape, reduce_dtype):
             if any(p not in ok for p, ok in zip(after.placements, allowed, strict=True)):
                 continue
             if after not in index:

@@ -1,5 +1,6 @@
 """Trace, classes, mesh and profile → Problem: every strategy and every collective priced in seconds and bytes.
 
+Gradients of 16-bit parameters are reduced over ranks in fp32, and priced so; other partial sums in their own dtype.
 The map between the problem's ops and the trace stays in `Priced`, so that answers come back as node keys and layouts.
 """
 
@@ -221,7 +222,9 @@ class _Builder:
         produced = [s.layouts.outputs[result] for s in self.ops[op].strategies]
         ordered = sorted(uses, key=lambda u: (u.op, u.operand))
         wanted = [s.layouts.inputs[u.operand] for u in ordered for s in self.ops[u.op].strategies]
-        return layout_graph(info.shape, info.dtype, self.mesh.shape, produced, wanted, price)
+        gradient = any(self.ops[u.op].kind == "parameter" for u in uses)
+        wide = torch.float32 if gradient and info.dtype.is_floating_point and info.dtype.itemsize < 4 else None
+        return layout_graph(info.shape, info.dtype, self.mesh.shape, produced, wanted, price, wide)
 
 
 def price(

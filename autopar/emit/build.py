@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from autopar.capture.trace import Parameter, Trace
@@ -28,6 +29,7 @@ from autopar.plans import Communication, Plan
 from autopar.rules import call_of, operands_of
 from autopar.run.program import Program, ProgramTensor
 
+_cast = torch.ops.aten._to_copy.default
 Ref = tuple[str, int]  # trace node name, result index
 Have = dict[Ref, dict[Layout, fx.Node]]
 
@@ -79,6 +81,10 @@ class _Job:
     def results(self) -> list[fx.Node]:
         assert self.output is not None
         return list(self.output.args[0])  # type: ignore[arg-type]
+
+    def dtype(self, ref: Ref) -> torch.dtype:
+        value = self.nodes[ref[0]].meta["val"]
+        return (value[ref[1]] if isinstance(value, tuple | list) else value).dtype
 
     def key(self, ref: Ref) -> TensorKey:
         name, result = ref

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import fx
 
 from autopar.capture import Trace, capture
@@ -92,3 +93,19 @@ def test_a_plan_that_does_not_keep_what_backward_reads_is_refused(planned: tuple
     assert made.plan.kept
     with pytest.raises(EmissionError, match="nothing in the plan makes it"):
         emit(trace, replace(made.plan, kept=()))
+
+
+def test_gradients_of_16_bit_parameters_are_reduced_in_fp32_and_other_partial_sums_in_their_own_dtype() -> None:
+    model, batch = zoo_small.llama(dtype=torch.bfloat16)
+    options = PlanOptions(constraints=expert.llama(fsdp=True))
+    made = make_plan(capture(model, (), batch), MESH, HardwareProfile.load("h100-sxm"), options)
+    reduced = [n for n in made.program.backward.graph.nodes if "collective" in n.meta and n.meta["collective"].reduce_op]
+    weights = [n for n in reduced if n.meta["collective"].axis == 0]  # over data only gradients are reduced
+    assert weights
+    for node in weights:
+        assert node.meta["collective"].dtype == "float32"
+        assert node.args[0].kwargs["dtype"] == torch.float32
+        assert {user.kwargs.get("dtype") for user in node.users} == {torch.bfloat16}
+    activations = [n for n in reduced if n.meta["key"].split("/")[1] == "add.Tensor"]
+    assert activations
+    assert {n.meta["collective"].dtype for n in activations} == {"bfloat16"}
