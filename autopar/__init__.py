@@ -1,0 +1,56 @@
+"""autopar turns a single-device PyTorch model into a distributed one.
+
+    pm = autopar.compile(model, mesh, example_inputs=batch)
+
+plans (prices every legal layout of every op and chooses them, with ZeRO sharding and recomputation, in one optimisation
+with a proven bound), emits a distributed graph, and shards the parameters. Planning needs no GPU and no process group:
+
+>>> import torch, autopar
+>>> from torch import nn
+>>> class Net(nn.Module):
+...     def __init__(self) -> None:
+...         super().__init__()
+...         self.up, self.down = nn.Linear(512, 2048), nn.Linear(2048, 512)
+...     def forward(self, x: torch.Tensor) -> torch.Tensor:
+...         return (x + self.down(torch.relu(self.up(x)))).pow(2).mean()
+>>> batch = {"x": torch.randn(64, 512)}
+
+A plan says which layout every tensor has on a mesh; `S(0) R` splits dim 0 over the first axis and repeats over the second:
+
+>>> plan = autopar.plan(Net(), autopar.Mesh({"node": 2, "gpu": 2}), example_inputs=batch, hardware="cpu-gloo")
+>>> plan.prediction.step_s > 0 and plan.proof.bound_s <= plan.proof.objective_s
+True
+>>> print(autopar.explain(plan))  # doctest: +ELLIPSIS
+Net on mesh node=2,gpu=2 (4 devices), cpu-gloo, optimizer adamw
+...
+
+All ranks of the emitted program, in one process, give what the plain model gives, every gradient included:
+
+>>> autopar.verify(plan, Net(), batch).ok
+True
+"""
+
+from autopar import constraints
+from autopar.api import compile, plan, verify
+from autopar.errors import AutoparError
+from autopar.explanation import diff, explain
+from autopar.hardware import HardwareProfile
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.plans import Plan
+from autopar.version import VERSION as __version__
+
+__all__ = [
+    "AutoparError",
+    "HardwareProfile",
+    "Layout",
+    "Mesh",
+    "Plan",
+    "__version__",
+    "compile",
+    "constraints",
+    "diff",
+    "explain",
+    "plan",
+    "verify",
+]

@@ -25,7 +25,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("plans", "constraints", "capture", "rules", "solve", "kernels"),
     ("strategies", "analysis", "run", "breakdown"),
     ("cost", "emit"),
-    ("planning", "verification", "certificate", "explanation", "report"),
+    ("planning", "verification", "certificate", "explanation"),
+    ("report",),  # its page holds the explanation's tables
     ("api",),
     ("cli",),
 )

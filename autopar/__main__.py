@@ -1,0 +1,5 @@
+"""``python -m autopar`` is the command ``autopar``."""
+
+from autopar.cli import main
+
+main()

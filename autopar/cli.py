@@ -1,0 +1,230 @@
+"""The command line: ``autopar plan|explain|diff|verify|profile|report|run``.
+
+`plan`, `explain`, `diff` and `report` need no process group and no GPU. What autopar refuses is printed without a traceback,
+and the command exits with 1.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from autopar import hf
+from autopar.api import as_call, verify
+from autopar.capture import capture
+from autopar.errors import AutoparError, PlanError
+from autopar.explanation import diff, explain
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from autopar.planning import PlanOptions, make_plan
+from autopar.plans import Plan
+from autopar.units import seconds
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Plan how a PyTorch model runs on many devices, and run it so.",
+)
+out, err = Console(), Console(stderr=True)
+_SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?b?)\s*$", re.IGNORECASE)
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PHASES = {"enumerate": "finding strategies", "price": "pricing", "solve": "solving", "assemble": "writing the plan", "emit": "emitting"}
+
+PlanFile = Annotated[Path, typer.Argument(help="A plan, as `autopar plan --out` writes it.")]
+Hf = Annotated[
+    str | None, typer.Option("--hf", metavar="TYPE[/AutoClass]:JSON", help="A Hugging Face configuration, built and not downloaded.")
+]
+ModelName = Annotated[str | None, typer.Option("--model", metavar="NAME", help=f"A known size: {', '.join(hf.KNOWN)}.")]
+Module = Annotated[str | None, typer.Option("--module", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch).")]
+Batch = Annotated[int, typer.Option(min=1, help="Global batch in samples.")]
+Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")]
+Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(_DTYPES)}.")]
+
+
+@app.command("plan")
+def plan_command(
+    mesh: Annotated[str, typer.Option(help="Axes from the slowest to the fastest, node=4,gpu=8, or a device count.")],
+    hf: Hf = None,
+    model: ModelName = None,
+    module: Module = None,
+    batch: Batch = 8,
+    seq: Seq = None,
+    dtype: Dtype = "bfloat16",
+    hardware: Annotated[str, typer.Option(help="Name or path of a hardware profile.")] = "h100-sxm",
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Budget per device, as 72GiB; by default the device's less 10 %.")
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help="Whose state rests: adamw, adam, sgd, momentum or none.")] = "adamw",
+    gap: Annotated[float, typer.Option(help="Relative distance to the proven bound at which the search stops.")] = 0.01,
+    strict: Annotated[bool, typer.Option(help="Refuse ops that run replicated for want of a rule.")] = False,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Where the plan is written.")] = None,
+) -> None:
+    """Plan a model for a mesh: no GPU, no process group, weights on meta."""
+    axes, profile = Mesh.parse(mesh), HardwareProfile.load(hardware)
+    options = PlanOptions(memory_bytes=parse_size(memory), optimizer=optimizer, gap=gap, strict=strict)
+    start = time.perf_counter()
+    with _progress("building the model") as tell:
+        network, example = _build(hf, model, module, batch, seq, dtype, "meta")
+        tell("capturing")
+        trace = capture(network, *as_call(example))
+        captured_s = time.perf_counter() - start
+        planned = make_plan(trace, axes, profile, options, model_name=type(network).__name__, progress=lambda p: tell(_PHASES.get(p, p)))
+    phases = {"capture": captured_s, **planned.seconds}
+    for line in explain(planned.plan).header():
+        _say(line)
+    _say(f"planned in {seconds(sum(phases.values()))}: {', '.join(f'{phase} {seconds(value)}' for phase, value in phases.items())}")
+    if out_file is not None:
+        _save(planned.plan, out_file)
+        _say(f"written to {out_file}: `autopar explain {out_file}` tells more")
+
+
+@app.command("explain")
+def explain_command(
+    plan: PlanFile, module: Annotated[str | None, typer.Option(metavar="PATTERN", help="Only these modules, with every decision.")] = None
+) -> None:
+    """What a plan does and costs, module by module, and why not otherwise."""
+    _show(explain(Plan.load(plan), module=module))
+
+
+@app.command("diff")
+def diff_command(first: PlanFile, second: PlanFile) -> None:
+    """What changed from one plan to another, module by module."""
+    _show(diff(Plan.load(first), Plan.load(second)))
+
+
+@app.command("verify")
+def verify_command(
+    plan: PlanFile,
+    hf: Hf = None,
+    model: ModelName = None,
+    module: Module = None,
+    batch: Batch = 8,
+    seq: Seq = None,
+    dtype: Dtype = "bfloat16",
+) -> None:
+    """Run all ranks of a plan in this process, in float64, and compare loss, outputs and every gradient with the plain model."""
+    loaded = Plan.load(plan)
+    with _progress("building the model") as tell:
+        network, example = _build(hf, model, module, batch, seq, dtype, "cpu")
+        tell(f"running {loaded.mesh.num_devices} ranks")
+        found = verify(loaded, network, example)
+    _say(str(found))
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+@app.command("profile")
+def profile_command(
+    world_size: Annotated[int, typer.Option(min=2, help="Processes that a run will have.")] = 4,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Where to write; by default what --hardware local loads.")] = None,
+) -> None:
+    """Measure this machine, half a minute; plans then take --hardware local."""
+    from autopar.run.measure import measure
+
+    profile = measure(world_size=world_size, out=out_file)
+    _say(profile.description)
+    _say(f"written to {out_file or HardwareProfile.local_path()}")
+
+
+@app.command("report")
+def report_command(
+    plan: PlanFile,
+    out_file: Annotated[Path, typer.Option("--out", help="A .png, .svg or .pdf picture, or an .html page.")] = Path("plan.png"),
+) -> None:
+    """Draw a plan: layouts per module, memory by kind, time line."""
+    from autopar.report import report
+
+    _say(f"written to {report(Plan.load(plan), out_file)}")
+
+
+@app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run_command(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="A Python file that calls autopar.compile.")],
+    num_processes: Annotated[int, typer.Option("-n", "--num-processes", min=1, help="Processes on this machine.")] = 1,
+) -> None:
+    """Start SCRIPT with its arguments in several local processes, by torchrun."""
+    if not script.is_file():
+        raise AutoparError(f"there is no script {str(script)!r}", remedy="name a Python file")
+    sys.argv = ["torchrun", "--standalone", f"--nproc-per-node={num_processes}", str(script), *context.args]
+    runpy.run_module("torch.distributed.run", run_name="__main__")
+
+
+def parse_size(text: str | None) -> int | None:
+    """Bytes of ``72GiB``, ``80 GB``, ``500MiB`` or a plain number; None stays None.
+
+    Raises:
+        AutoparError: where the text is none of these.
+    """
+    if text is None:
+        return None
+    match = _SIZE.match(text)
+    if match is None:
+        raise AutoparError(f"{text!r} is no size", remedy="write for example 72GiB, 80GB or a number of bytes")
+    unit = match[2].lower().removesuffix("b")
+    base = 1024 if unit.endswith("i") else 1000
+    return int(float(match[1]) * base ** ("kmgt".index(unit[0]) + 1 if unit else 0))
+
+
+def _build(
+    config: str | None, name: str | None, module: str | None, batch: int, seq: int | None, dtype: str, device: str
+) -> tuple[torch.nn.Module, Any]:
+    given = [option for option in (config, name, module) if option is not None]
+    if len(given) != 1:
+        raise AutoparError(f"{len(given)} models are named", remedy="pass one of --hf, --model and --module")
+    if module is not None:
+        return hf.load_function(module)
+    if dtype not in _DTYPES:
+        raise AutoparError(f"dtype {dtype!r} is not known", remedy=f"pass one of {', '.join(_DTYPES)}")
+    try:
+        return hf.build(given[0], dtype=_DTYPES[dtype], device=device, batch=batch, seq=seq)
+    except ModuleNotFoundError as error:
+        raise AutoparError(f"{error.name} is not installed", remedy='pip install "autopar[hf]", or pass --module') from error
+
+
+def _save(plan: Plan, path: Path) -> None:
+    try:
+        plan.save(path)
+    except OSError as error:
+        raise PlanError(f"cannot write the plan: {error.strerror}", where=str(path), remedy="check the path") from error
+
+
+def _say(line: str) -> None:
+    """To a terminal wrapped, into a file or pipe as it is."""
+    out.print(Text(line), soft_wrap=not out.is_terminal)
+
+
+def _show(readable: Any) -> None:
+    """To a terminal in its width; into a file or pipe in a fixed one, so that tables stay whole."""
+    if out.is_terminal:
+        out.print(readable)
+    else:
+        typer.echo(str(readable))
+
+
+@contextmanager
+def _progress(first: str) -> Iterator[Callable[[str], None]]:
+    """Say on the terminal what is going on; nothing where there is none."""
+    with err.status(f"{first} …") as status:
+        yield lambda what: status.update(f"{what} …")
+
+
+def main() -> None:
+    """Run the command line; errors of autopar are told without a traceback."""
+    try:
+        app()
+    except AutoparError as error:
+        err.print(Text(str(error)), soft_wrap=not err.is_terminal)
+        sys.exit(1)

@@ -1,0 +1,159 @@
+"""Layouts per module, and memory by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.tensor import Shard
+
+from autopar.breakdown import INPUTS, Part, breakdown
+from autopar.plans import Plan
+from autopar.report.canvas import COLOURS, FAINT, INK, MEMORY_COLOURS, canvas, quiet
+from autopar.units import seconds, size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+GIB = 2**30
+_ROW_INCHES = 0.27
+_LIGHT = ("replicated", "whole", "sharded", "ZeRO-2")  # colours on which text is dark
+
+
+def shown_parts(plan: Plan) -> tuple[Part, ...]:
+    """The parts that a figure shows: all but the batch itself."""
+    return tuple(part for part in breakdown(plan) if part.module != INPUTS)
+
+
+def layouts_height(plan: Plan) -> float:
+    """Inches that `layouts` needs."""
+    return 1.5 + _ROW_INCHES * len(shown_parts(plan))
+
+
+def layouts(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
+    """One row per module, repeated layers folded: the parallelism on every mesh axis, how its weights rest, and its time."""
+    parts = shown_parts(plan)
+    figure: Any = canvas(11.5, layouts_height(plan), inside)
+    num_axes = len(plan.mesh.axes)
+    computing, resting, times = figure.subplots(1, 3, sharey=True, width_ratios=(1.05 * num_axes, 0.95 * num_axes, 3.6))
+    heads = [f"{axis.name}\n{axis.size}" for axis in plan.mesh.axes]
+    _grid(computing, [p.parallelism for p in parts], [p.parallelism for p in parts], heads, "computes by")
+    _grid(resting, [_resting(p, num_axes) for p in parts], [_codes(p, num_axes) for p in parts], heads, "weights rest")
+    computing.set_yticks(range(len(parts)), [_row_name(p) for p in parts])
+    computing.set_ylim(len(parts) - 0.5, -0.5)
+    for tick, part in zip(computing.get_yticklabels(), parts, strict=True):
+        tick.set_color(INK if len(part.instances) > 1 else "#5a5a5a")
+    _times(times, parts)
+    shown = {w for p in parts for w in (*p.parallelism, *_resting(p, num_axes)) if w}
+    _legend(figure, [kind for kind in COLOURS if kind in shown or kind in ("compute", "communication")])
+    model = plan.fingerprint.model_name or "model"
+    figure.suptitle(f"{model} on {plan.mesh}: step {seconds(plan.prediction.step_s)}", fontsize=11, x=0.01, ha="left", color=INK)
+    figure_of_it: Figure = figure
+    return figure_of_it
+
+
+def _row_name(part: Part) -> str:
+    return f"{part.name}   ×{len(part.instances)}" if len(part.instances) > 1 else part.name
+
+
+def _resting(part: Part, num_axes: int) -> tuple[str, ...]:
+    """How the weights rest, per axis: gathered for use, sharded as used, whole; empty without weights."""
+    if not part.weights:
+        return ("",) * num_axes
+    storage = _main_weight(part).storage
+    return tuple(part.sharded[a] or ("sharded" if isinstance(storage.placements[a], Shard) else "whole") for a in range(num_axes))
+
+
+def _codes(part: Part, num_axes: int) -> tuple[str, ...]:
+    return tuple(str(_main_weight(part).storage).split()) if part.weights else ("",) * num_axes
+
+
+def _main_weight(part: Part) -> Any:
+    return next((w for w in part.weights if w.name != "bias"), part.weights[0])
+
+
+def _grid(axes: Axes, kinds: Sequence[Sequence[str]], texts: Sequence[Sequence[str]], heads: Sequence[str], title: str) -> None:
+    """Coloured cells, a row per module and a column per mesh axis."""
+    from matplotlib.patches import Rectangle
+
+    for row, (row_kinds, row_texts) in enumerate(zip(kinds, texts, strict=True)):
+        for column, (kind, text) in enumerate(zip(row_kinds, row_texts, strict=True)):
+            if kind:
+                axes.add_patch(Rectangle((column - 0.48, row - 0.44), 0.96, 0.88, facecolor=COLOURS[kind], edgecolor="none"))
+                ink = INK if kind in _LIGHT else "white"
+                axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color=ink)
+    quiet(axes)
+    axes.set_xlim(-0.5, len(heads) - 0.5)
+    axes.set_xticks(range(len(heads)), heads)
+    axes.xaxis.tick_top()
+    axes.set_title(title, fontsize=9, color=INK, pad=8)
+
+
+def _times(axes: Axes, parts: Sequence[Part]) -> None:
+    """Compute and communication per module, all copies together."""
+    rows = range(len(parts))
+    compute = [p.compute_s * 1e3 for p in parts]
+    communication = [p.communication_s * 1e3 for p in parts]
+    axes.barh(rows, compute, 0.66, color=COLOURS["compute"])
+    axes.barh(rows, communication, 0.66, left=compute, color=COLOURS["communication"])
+    longest = max((c + m for c, m in zip(compute, communication, strict=True)), default=1.0)
+    for row, part in zip(rows, parts, strict=True):
+        total = part.compute_s + part.communication_s
+        if total > 0:
+            axes.text(total * 1e3 + 0.01 * longest, row, seconds(total), va="center", fontsize=7, color=FAINT)
+    quiet(axes)
+    axes.set_xlim(0, 1.14 * longest)
+    axes.set_xticks([])
+    axes.set_title("time a step, all copies", fontsize=9, color=INK, pad=8)
+
+
+def _legend(figure: Any, kinds: Sequence[str]) -> None:
+    from matplotlib.patches import Patch
+
+    names = {"sharded": "sharded as used", "ZeRO-2": "gathered once (ZeRO-2)", "ZeRO-3": "gathered twice (ZeRO-3)"}
+    patches = [Patch(facecolor=COLOURS[kind], label=names.get(kind, kind)) for kind in kinds]
+    figure.legend(
+        handles=patches, loc="outside lower left", ncols=len(patches), fontsize=8, frameon=False, handlelength=1.2, columnspacing=1.4
+    )
+
+
+def memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
+    """Predicted bytes per device by kind, and how they make up the peak under the budget."""
+    figure: Any = canvas(11.5, 2.9, inside)
+    axes: Axes = figure.subplots()
+    kinds = {kind: plan.prediction.memory_bytes.get(kind, 0) / GIB for kind in MEMORY_COLOURS}
+    kinds = {kind: value for kind, value in kinds.items() if value > 0}
+    peak = plan.prediction.peak_bytes
+    rows = list(kinds)
+    for row, kind in enumerate(rows, start=1):
+        axes.barh(row, kinds[kind], 0.66, color=MEMORY_COLOURS[kind])
+    _peak(axes, kinds)
+    limit = max(peak / GIB, *kinds.values()) if kinds else 1.0
+    budget = float(plan.options.get("memory_bytes") or 0.0)
+    near = 0 < budget / GIB < 4 * limit
+    width = 1.18 * max(limit, budget / GIB) if near else 1.3 * limit
+    for row, value in enumerate((peak / GIB, *kinds.values())):
+        axes.text(value + 0.006 * width, row, size(value * GIB), va="center", fontsize=8, color=INK)
+    if near:
+        axes.axvline(budget / GIB, color=COLOURS["communication"], linestyle="--", linewidth=1.2)
+        axes.text(budget / GIB, -0.62, f"budget {size(budget)} ", ha="right", fontsize=8, color=COLOURS["communication"])
+    elif budget:
+        axes.text(width, 0, f"budget {size(budget)} →", ha="right", va="center", fontsize=8, color=COLOURS["communication"])
+    quiet(axes, "left")
+    axes.set_yticks(range(len(rows) + 1), ["peak", *rows])
+    axes.set_ylim(len(rows) + 0.5, -0.9)
+    axes.set_xlim(0, width)
+    axes.set_xticks([])
+    axes.set_title("memory per device, predicted", fontsize=10, color=INK, loc="left")
+    figure_of_it: Figure = figure
+    return figure_of_it
+
+
+def _peak(axes: Axes, kinds: dict[str, float]) -> None:
+    """The peak as a stack: what rests always, the larger of activations and gradients, what is transient."""
+    either = max(("activations", "gradients"), key=lambda kind: kinds.get(kind, 0.0))
+    left = 0.0
+    for kind in ("parameters", "optimizer", "buffers", "inputs", either, "transient"):
+        axes.barh(0, kinds.get(kind, 0.0), 0.66, left=left, color=MEMORY_COLOURS[kind])
+        left += kinds.get(kind, 0.0)
