@@ -101,11 +101,12 @@ def test_gradients_of_16_bit_parameters_are_reduced_in_fp32_and_other_partial_su
     made = make_plan(capture(model, (), batch), MESH, HardwareProfile.load("h100-sxm"), options)
     reduced = [n for n in made.program.backward.graph.nodes if "collective" in n.meta and n.meta["collective"].reduce_op]
     weights = [n for n in reduced if n.meta["collective"].axis == 0]  # over data only gradients are reduced
-    assert weights
-    for node in weights:
-        assert node.meta["collective"].dtype == "float32"
+    assert {n.meta["collective"].dtype for n in weights} == {"float32"}
+    matrices = [n for n in weights if "/dot/" in n.meta["key"]]
+    assert len(matrices) == 2 * 7 + 1
+    for node in matrices:
         assert node.args[0].kwargs["dtype"] == torch.float32
-        assert {user.kwargs.get("dtype") for user in node.users} == {torch.bfloat16}
+        assert {user.kwargs["dtype"] for user in node.users} == {torch.bfloat16}
     activations = [n for n in reduced if n.meta["key"].split("/")[1] == "add.Tensor"]
     assert activations
     assert {n.meta["collective"].dtype for n in activations} == {"bfloat16"}
