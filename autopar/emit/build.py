@@ -158,7 +158,7 @@ class _Phase:
             return None
         if node not in self.saved:
             self.saved[node] = self.graph.placeholder(f"saved_{node.name}")
-            self.saved[node].meta.update(node.meta)
+            self.saved[node].meta.update({k: v for k, v in node.meta.items() if k != "collective"})
         return self.saved[node]
 
     def _step(self, ref: Ref, source: fx.Node, step: Communication) -> fx.Node:
