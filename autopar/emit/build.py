@@ -164,10 +164,18 @@ class _Phase:
     def _step(self, ref: Ref, source: fx.Node, step: Communication) -> fx.Node:
         c = step.collective
         target, args = _STEPS[c.kind](c)
-        node = self.graph.call_function(target, (source, *args))
         key, _ = self.job.key(ref)
         source_line = self.job.nodes[ref[0]].meta.get("source", "")
-        node.meta.update(key=f"{key}/{c.kind}", module=step.module, phase=self.phase, source=source_line, collective=c)
+        meta = {"module": step.module, "phase": self.phase, "source": source_line}
+        own, wide = self.job.dtype(ref), getattr(torch, c.dtype)
+        if wide != own:  # a reduction in a wider dtype than the tensor's
+            source = self.graph.call_function(_cast, (source,), {"dtype": wide})
+            source.meta.update(meta, key=f"{key}/widen")
+        node = self.graph.call_function(target, (source, *args))
+        node.meta.update(meta, key=f"{key}/{c.kind}", collective=c)
+        if wide != own:
+            node = self.graph.call_function(_cast, (node,), {"dtype": own})
+            node.meta.update(meta, key=f"{key}/narrow")
         self.job.emitted.append((self.phase, key, c))
         self.define(ref, step.target, node)
         return node
