@@ -101,7 +101,7 @@ def run_rows(name: str, cases: Sequence[Mapping[str, Any]], columns: Sequence[st
     Returns:
         The exit status: 1 where a row is not ok. A row that raises is not ok and carries the error.
     """
-    console, rows = Console(), []
+    console, rows = console_of(), []
     texts = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn()
     with Progress(*texts, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(name, total=len(cases))
@@ -120,10 +120,15 @@ def run_rows(name: str, cases: Sequence[Mapping[str, Any]], columns: Sequence[st
     return 0 if all(row["ok"] for row in rows) else 1
 
 
+def console_of() -> Console:
+    """Wide enough for tables where the output is no terminal."""
+    return Console() if Console().is_terminal else Console(width=160)
+
+
 def describe(case: Mapping[str, Any]) -> str:
     """A case in a few words."""
-    plain = {k: v for k, v in case.items() if k not in ("spec", "mesh") and isinstance(v, str | int) and not isinstance(v, bool)}
-    return " ".join([case["spec"]["name"], case["mesh"], *(f"{k}={v}" for k, v in plain.items())])
+    plain = [str(v) for k, v in case.items() if k not in ("spec", "mesh", "hardware") and isinstance(v, str)]
+    return " ".join([case["spec"]["name"], case["mesh"], *plain])
 
 
 def run_row(name: str, case: Mapping[str, Any], limit_s: float) -> Row:
