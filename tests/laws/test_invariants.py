@@ -1,0 +1,91 @@
+"""Invariants of a whole plan, on a real model (design: priced = emitted, folded = unfolded, nothing remembered)."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from autopar.capture import Trace, capture
+from autopar.cost.price import call_time, price_collectives
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from autopar.planning import Planned, PlanOptions, make_plan
+from autopar.plans import Plan
+from autopar.rules import call_of
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "support")]
+import expert
+import zoo_small
+
+MESH = Mesh({"data": 2, "tensor": 2})
+H100 = HardwareProfile.load("h100-sxm")
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def planned(request: pytest.FixtureRequest) -> tuple[Trace, Planned]:
+    model, batch = getattr(zoo_small, request.param)(num_layers=3)
+    trace = capture(model, (), batch)
+    constraints = getattr(expert, request.param)(fsdp=True)
+    return trace, make_plan(trace, MESH, H100, PlanOptions(constraints=constraints))
+
+
+def test_communication_is_priced_as_it_is_emitted_byte_for_byte(planned: tuple[Trace, Planned]) -> None:
+    _, made = planned
+    priced: Counter[tuple[str, str, int]] = Counter()
+    for c in made.plan.communications:
+        priced[c.phase, c.collective.kind, c.collective.axis] += len(c.instances) * c.collective.bytes
+    emitted: Counter[tuple[str, str, int]] = Counter()
+    for phase, _, collective in made.program.collectives:
+        emitted[phase, collective.kind, collective.axis] += collective.bytes
+    assert emitted
+    assert emitted == priced
+    price = price_collectives(MESH, H100)
+    assert sum(price(c) for _, _, c in made.program.collectives) == pytest.approx(made.plan.prediction.communication_s)
+
+
+def test_the_folded_objective_is_the_cost_of_the_unfolded_graph(planned: tuple[Trace, Planned]) -> None:
+    trace, made = planned
+    chosen = made.plan.node_choices()
+    nodes = [n for n in trace.graph.nodes if n.op == "call_function"]
+    ops_s = sum(call_time(call_of(n), chosen[n.meta["key"]], MESH.shape, H100) for n in nodes)
+    rest_s = sum(e.time_s * len(e.instances) for e in made.plan.entries if e.kind != "compute")
+    assert any(len(e.instances) == 3 for e in made.plan.entries)
+    assert ops_s + rest_s == pytest.approx(made.plan.prediction.compute_s)
+    assert made.plan.prediction.compute_s + made.plan.prediction.communication_s == pytest.approx(made.plan.proof.objective_s)
+    assert made.plan.proof.bound_s <= made.plan.proof.objective_s
+
+
+def test_the_time_line_is_as_long_as_what_it_shows(planned: tuple[Trace, Planned]) -> None:
+    _, made = planned
+    prediction = made.plan.prediction
+    resting_s = sum(e.time_s * len(e.instances) for e in made.plan.entries if e.kind != "compute")
+    by_kind: Counter[str] = Counter()
+    for _, _, kind, _, duration in prediction.timeline:
+        by_kind[kind] += duration
+    assert by_kind["compute"] == pytest.approx(prediction.compute_s - resting_s)
+    assert by_kind["communication"] == pytest.approx(prediction.communication_s)
+
+
+def test_a_plan_survives_its_file(planned: tuple[Trace, Planned]) -> None:
+    _, made = planned
+    text = made.plan.dumps()
+    assert Plan.loads(text) == made.plan
+    assert Plan.loads(text).dumps() == text
+
+
+def test_two_meshes_and_two_profiles_in_one_process_do_not_disturb_each_other() -> None:
+    model, batch = zoo_small.gpt2()
+    trace = capture(model, (), batch)
+    cases = [
+        (mesh, profile)
+        for mesh in (Mesh({"a": 2, "b": 2}), Mesh({"a": 2, "b": 2}, links={"a": "intra"}))
+        for profile in (H100, HardwareProfile.load("cpu-gloo"))
+    ]
+    first = [make_plan(trace, *case, PlanOptions()).plan.dumps() for case in cases]
+    again = [make_plan(trace, *case, PlanOptions()).plan.dumps() for case in reversed(cases)]
+    assert first == again[::-1]
+    assert len(set(first)) == len(cases)
