@@ -44,7 +44,7 @@ def as_call(example_inputs: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def default_hardware(device_type: str | None = None) -> str:
     """``local`` where this machine was measured, else the GPU that is there, else ``cpu-gloo``."""
-    if "local" in HardwareProfile.names() and HardwareProfile.local_path().exists():
+    if HardwareProfile.local_path().exists():
         return "local"
     if torch.cuda.is_available() and device_type != "cpu":
         name = torch.cuda.get_device_name().lower()
