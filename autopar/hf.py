@@ -150,6 +150,7 @@ def load_function(spec: str) -> tuple[nn.Module, Any]:
 
 
 def _config(kind: str, settings: Mapping[str, Any]) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
@@ -165,7 +166,10 @@ def _config(kind: str, settings: Mapping[str, Any]) -> Any:
                 f"a {kind} configuration has no setting {name!r}", remedy=f"did you mean {' or '.join(close) or 'another type'}?"
             )
     quiet = {name: 0.0 for name, value in default.to_dict().items() if _is_dropout(name, value) and name not in settings}
-    return AutoConfig.for_model(kind, **{**quiet, **settings})
+    try:
+        return AutoConfig.for_model(kind, **{**quiet, **settings})
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise AutoparError(f"transformers cannot build {kind}: {error}", remedy="mend the settings") from error
 
 
 def _is_dropout(name: str, value: Any) -> bool:

@@ -1,0 +1,116 @@
+"""A plan made by hand: every kind of parallelism, ZeRO-2 and ZeRO-3, recomputation, a runner-up, an op without a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.collective import Collective
+from autopar.layout import Layout, Strategy
+from autopar.mesh import Mesh
+from autopar.plans import Communication, Entry, Fingerprint, Kept, NodeChoice, Plan, Prediction, Proof, RunnerUp
+
+MIB = 2**20
+ALL = ((0,), (1,), (2,))
+ONE: tuple[tuple[int, ...], ...] = ((),)
+
+
+def strategy(text: str) -> Strategy:
+    """Read ``"S(0) R, R R -> S(0) R"``."""
+    reads, _, makes = text.partition("->")
+    sides = ([part.strip() for part in side.split(",") if part.strip()] for side in (reads, makes))
+    inputs, outputs = (tuple(map(Layout.parse, side)) for side in sides)
+    return Strategy(inputs, outputs)
+
+
+def entry(
+    nodes: Sequence[tuple[str, str]],
+    *,
+    kind: str = "compute",
+    instances: tuple[tuple[int, ...], ...] = ONE,
+    time_s: float = 0.0,
+    again: bool = False,
+    runner_up: RunnerUp | None = None,
+    replicated: bool = False,
+    source: str = "",
+) -> Entry:
+    choices = tuple(NodeChoice(node, strategy(text)) for node, text in nodes)
+    key = choices[0].node.replace("{0}", "*")
+    module, op, *rest = key.split("/")
+    phase = rest[0] if rest else "forward"
+    return Entry(key, kind, module, op, phase, instances, choices, choices if again else (), time_s, runner_up, replicated, source)
+
+
+def weight(name: str, storage: str, instances: tuple[tuple[int, ...], ...] = ONE) -> Entry:
+    return entry([(f"{name}/parameter", f"{storage} -> {storage}")], kind="parameter", instances=instances)
+
+
+def move(node: str, phase: str, kind: str, axis: int, source: str, target: str, instances: tuple[tuple[int, ...], ...]) -> Communication:
+    collective = Collective(kind, axis, 0, -1, "sum" if "reduce" in kind else "", "float32", MIB)  # type: ignore[arg-type]
+    ends = Layout.parse(source), Layout.parse(target)
+    return Communication(node, 0, instances, node.partition("/")[0].replace("{0}", "*"), phase, collective, *ends, 1e-3)
+
+
+def made_plan(*, recompute: bool = True) -> Plan:
+    """The plan; without `recompute` one that runs nothing again and keeps more."""
+    up, attention, head = "net.layers.{0}.up", "net.layers.{0}.attention", "net.head"
+    entries = (
+        weight("net.embed.weight", "R S(0)"),
+        weight(f"{up}.weight", "S(0) S(1)", ALL),
+        weight(f"{head}.weight", "S(0) R"),
+        entry([("ids/input", "-> R R")], kind="input"),
+        entry([("net.embed/embedding/forward/0", "R S(0), S(0) R -> S(0) P")], time_s=1e-3),
+        entry(
+            [("net.layers.{0}.norm/odd_norm/forward/0", "R R -> R R")],
+            instances=ALL, time_s=1e-3, replicated=True, source="net.py:3: return odd_norm(x)",
+        ),
+        entry(
+            [(f"{up}/dot/forward/0", "S(0) R, R S(1) -> S(0) S(2)"), (f"{up}/relu/forward/0", "S(0) S(2) -> S(0) S(2)")],
+            instances=ALL, time_s=2e-3, again=recompute, runner_up=RunnerUp("S(0) R, R R -> S(0) R", 4e-3),
+            source="net.py:5: return relu(self.up(x))",
+        ),
+        entry(
+            [
+                (f"{attention}/transpose/forward/0", "S(0) S(2) -> S(0) S(1)"),
+                (f"{attention}/attention/forward/0", "S(0) S(1), S(0) S(1), S(0) S(1) -> S(0) S(1), S(0) S(1)"),
+                (f"{attention}/transpose/forward/1", "S(0) S(1) -> S(0) S(2)"),
+            ],
+            instances=ALL, time_s=3e-3,
+        ),
+        entry([(f"{head}/dot/forward/0", "S(0) S(1), R R -> S(0) S(1)")], time_s=1e-3),
+        entry([(f"{head}/dot/backward/0", "S(0) S(1), S(0) S(1) -> P P")], time_s=1e-3),
+    )  # fmt: skip
+    communications = (
+        move(f"{up}.weight/parameter", "forward", "all_gather", 0, "S(0) S(1)", "R S(1)", ALL),
+        move(f"{head}.weight/parameter", "forward", "all_gather", 0, "S(0) R", "R R", ONE),
+        move(f"{head}.weight/parameter", "backward", "all_gather", 0, "S(0) R", "R R", ONE),
+        move(f"{head}/dot/backward/0", "backward", "reduce_scatter", 0, "P R", "S(0) R", ONE),
+    )
+    kept = [
+        Kept(f"{up}.weight/parameter", 0, ALL, (Layout.parse("R S(1)"),), 2 * MIB),
+        Kept("ids/input", 0, ONE, (Layout.parse("R R"),), MIB),
+    ]
+    if not recompute:
+        kept.append(Kept(f"{up}/relu/forward/0", 0, ALL, (Layout.parse("S(0) S(2)"),), 4 * MIB))
+    compute_s, communication_s = 21e-3 + (6e-3 if recompute else 0.0), 6e-3
+    activations = (6 if recompute else 18) * MIB
+    memory = {"parameters": 8 * MIB, "optimizer": 16 * MIB, "buffers": 0, "inputs": MIB, "gradients": 8 * MIB, "activations": activations}
+    peak = sum(memory.values()) - min(activations, 8 * MIB) + MIB
+    timeline = (
+        ("net.embed", "forward", "compute", 0.0, 1e-3), ("net.layers.0", "forward", "communication", 1e-3, 1e-3),
+        ("net.layers.0", "forward", "compute", 2e-3, 6e-3), ("net.layers.1", "forward", "compute", 8e-3, 6e-3),
+        ("net.head", "forward", "compute", 14e-3, 1e-3), ("net.head", "backward", "compute", 15e-3, 1e-3),
+        ("net.layers.1", "backward", "compute", 16e-3, 7e-3),
+    )  # fmt: skip
+    step_s = compute_s + communication_s
+    return Plan(
+        mesh=Mesh({"node": 2, "gpu": 4}),
+        fingerprint=Fingerprint("0" * 16, "Net", "h100-sxm", "1" * 16, "0.1.0", "2.13.0"),
+        options={"memory_bytes": (34 if recompute else 64) * MIB, "optimizer": "adamw"},
+        entries=entries,
+        kept=tuple(kept),
+        communications=communications,
+        prediction=Prediction(step_s, compute_s, communication_s, peak, {**memory, "transient": MIB}, timeline),
+        proof=Proof(
+            step_s, step_s * 0.99, 0.01, 1200, 640, "highs", 2e-3 if recompute else 0.0, ("everything that matters", "one microbatch")
+        ),
+    )

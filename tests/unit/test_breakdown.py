@@ -1,0 +1,105 @@
+"""What a plan says per module: the words for layouts and parallelism, and sums that add up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from made_plan import ALL, entry, made_plan, strategy
+from torch import nn
+
+import autopar
+from autopar.breakdown import Part, breakdown, in_words, label
+from autopar.breakdown.words import parallelism_of
+from autopar.layout import Layout
+
+NAMES = ("node", "gpu")
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[str, Part]:
+    return {part.module: part for part in breakdown(made_plan())}
+
+
+@pytest.mark.parametrize(
+    ("op", "layouts", "expected"),
+    [
+        ("dot", "S(0) S(1), R R -> S(0) S(1)", ("data", "sequence")),
+        ("dot", "S(0) R, R S(0) -> S(0) S(2)", ("data", "tensor")),
+        ("dot", "S(0) S(2), R S(1) -> S(0) P", ("data", "tensor")),
+        ("dot", "R R, R R -> R R", ("replicated", "replicated")),
+        ("attention", "S(0) S(1), S(0) S(1), S(0) S(1) -> S(0) S(1), S(0) S(1)", ("data", "heads")),
+        ("attention", "S(0) S(2), S(0) R, S(0) R -> S(0) S(2), S(0) S(2)", ("data", "sequence")),
+        ("embedding", "S(0) R, R S(1) -> P S(1)", ("tensor", "sequence")),
+        ("embedding", "R R, S(0) S(1) -> S(0) S(1)", ("data", "sequence")),
+        ("add", "S(0) S(2), S(0) S(2) -> S(0) S(2)", ("data", "tensor")),
+        ("sum", "S(0) S(1) -> P P", ("data", "sequence")),
+    ],
+)
+def test_the_parallelism_of_an_op_follows_from_its_layouts(op: str, layouts: str, expected: tuple[str, ...]) -> None:
+    assert tuple(parallelism_of(op, strategy(layouts), axis) for axis in (0, 1)) == expected
+
+
+def test_parts_are_named_by_the_parallelism_that_their_layouts_amount_to(parts: dict[str, Part]) -> None:
+    said = {module: label(part, NAMES) for module, part in parts.items()}
+    assert said["net.embed"] == "data over node, tensor over gpu"
+    assert said["net.layers.*.up"] == "data over node, tensor over gpu; weights ZeRO-2 over node"
+    assert said["net.layers.*.attention"] == "data over node, heads over gpu"
+    assert said["net.layers.*.norm"] == "replicated"
+    assert said["net.head"] == "data over node, sequence over gpu; weights ZeRO-3 over node"
+
+
+def test_repeated_modules_are_one_part_with_their_copies(parts: dict[str, Part]) -> None:
+    assert parts["net.layers.*.up"].instances == ALL
+    assert parts["net.layers.*.up"].matches("net.layers.2.up")
+    assert parts["net.layers.*.up"].matches("*.up")
+    assert not parts["net.layers.*.up"].matches("net.layers.3.up")
+
+
+def test_copies_that_took_another_decision_are_a_part_of_their_own() -> None:
+    plan = made_plan()
+    last = entry([("net.layers.{0}.attention/attention/forward/0", "R R, R R, R R -> R R, R R")], instances=((3,),), time_s=1e-3)
+    parts = breakdown(type(plan)(**{**{f: getattr(plan, f) for f in plan.__slots__}, "entries": (*plan.entries, last)}))
+    names = {part.name: part.parallelism for part in parts if part.module == "net.layers.*.attention"}
+    assert names == {"net.layers.*.attention [0-2]": ("data", "heads"), "net.layers.*.attention [3]": ("replicated", "replicated")}
+
+
+def test_times_and_kept_bytes_of_the_parts_add_up_to_the_prediction(parts: dict[str, Part]) -> None:
+    prediction = made_plan().prediction
+    assert sum(p.compute_s for p in parts.values()) == pytest.approx(prediction.compute_s)
+    assert sum(p.communication_s for p in parts.values()) == pytest.approx(prediction.communication_s)
+    assert sum(p.kept_bytes for p in parts.values()) == prediction.memory_bytes["activations"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.down(torch.relu(self.up(x)))).pow(2).mean()
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 40 * 2**20])
+def test_of_a_real_plan_the_parts_add_up_too(memory_bytes: int | None) -> None:
+    mesh = autopar.Mesh({"node": 2, "gpu": 2})
+    plan = autopar.plan(Net(), mesh, example_inputs={"x": torch.randn(256, 1024)}, hardware="cpu-gloo", memory_bytes=memory_bytes)
+    parts = breakdown(plan)
+    assert sum(p.compute_s for p in parts) == pytest.approx(plan.prediction.compute_s)
+    assert sum(p.communication_s for p in parts) == pytest.approx(plan.prediction.communication_s)
+    assert sum(p.kept_bytes for p in parts) == plan.prediction.memory_bytes["activations"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "role", "said"),
+    [
+        ("S(0) R", "weight", "rows over node"),
+        ("S(0)#1 S(0)#0", "weight", "rows over gpu, then node"),
+        ("R S(1)", "weight", "columns over gpu"),
+        ("S(0) S(2)", "activation", "batch over node, features over gpu"),
+        ("S(0) P", "activation", "batch over node, partial over gpu"),
+        ("S(3) R", "activation", "dim 3 over node"),
+        ("R R", "activation", "whole"),
+    ],
+)
+def test_layouts_are_said_in_words_outermost_splitter_first(layout: str, role: str, said: str) -> None:
+    assert in_words(Layout.parse(layout), NAMES, role) == said

@@ -1,0 +1,135 @@
+"""The command line, on a model small enough to plan in a second."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autopar import cli
+from autopar.errors import AutoparError
+from autopar.plans import Plan
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=256):
+        super().__init__()
+        self.up, self.down = nn.Linear(128, width), nn.Linear(width, 128)
+    def forward(self, x):
+        return (x + self.down(torch.relu(self.up(x)))).pow(2).mean()
+
+def small(): return Net(), {"x": torch.randn(64, 128)}
+def wide(): return Net(512), {"x": torch.randn(64, 128)}
+def nothing(): return 3
+"""
+Command = Callable[..., tuple[int, str, str]]
+PLAN = ("plan", "--mesh", "node=2,gpu=2", "--hardware", "cpu-gloo")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the model's file, which commands run in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(MODEL, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """``command("plan", ...)`` runs the command line and gives (exit code, what it printed, what it complained)."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["autopar", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        printed = capsys.readouterr()
+        return int(exit_.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+def test_plan_writes_what_explain_diff_verify_and_report_read(here: Path, command: Command) -> None:
+    code, said, _ = command(*PLAN, "--module", "model.py:small", "--out", "plan.json")
+    assert code == 0, said
+    assert "proven bound" in said and "plan.json" in said
+    assert Plan.load(here / "plan.json").mesh.shape == (2, 2)
+    assert "Why not otherwise" in command("explain", "plan.json")[1]
+    assert "Decisions of up" in command("explain", "plan.json", "--module", "up")[1]
+    assert "0 ms" in command("diff", "plan.json", "plan.json")[1]
+    code, said, _ = command("verify", "plan.json", "--module", "model.py:small")
+    assert (code, said.startswith("equal to the plain model")) == (0, True)
+    assert command("report", "plan.json", "--out", "plan.png")[0] == 0
+    assert (here / "plan.png").stat().st_size > 10_000
+
+
+def test_the_same_command_writes_the_same_file(here: Path, command: Command) -> None:
+    for name in ("a.json", "b.json"):
+        command(*PLAN, "--module", "model.py:small", "--out", name)
+    assert (here / "a.json").read_bytes() == (here / "b.json").read_bytes()
+
+
+def test_a_plan_for_another_model_is_refused_without_a_traceback(here: Path, command: Command) -> None:
+    command(*PLAN, "--module", "model.py:small", "--out", "plan.json")
+    code, _, complaint = command("verify", "plan.json", "--module", "model.py:wide")
+    assert code == 1
+    assert complaint.startswith("the plan was made for something else") and "what to do" in complaint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("explain", "missing.json"), "cannot read plan 'missing.json'"),
+        (("explain", "model.py"), "plan is no JSON"),
+        ((*PLAN, "--model", "nope"), "'nope' is no model"),
+        (PLAN, "0 models are named"),
+        ((*PLAN, "--model", "gpt2", "--module", "model.py:small"), "2 models are named"),
+        ((*PLAN, "--module", "model.py:absent"), "has no function 'absent'"),
+        ((*PLAN, "--module", "model.py:nothing"), "returned int"),
+        ((*PLAN, "--module", "model.py:small", "--memory", "much"), "'much' is no size"),
+        ((*PLAN, "--module", "model.py:small", "--memory", "100KiB"), "no plan fits"),
+        ((*PLAN, "--model", "gpt2", "--dtype", "int3"), "dtype 'int3'"),
+        (("plan", "--mesh", "node=x", "--model", "gpt2"), "cannot read mesh 'node=x'"),
+        (("plan", "--mesh", "2", "--model", "gpt2", "--hardware", "abacus"), "there is no hardware profile 'abacus'"),
+        (("report", "missing.json"), "cannot read plan"),
+        (("run", "missing.py"), "there is no script 'missing.py'"),
+    ],
+)
+def test_what_is_refused_is_told_and_exits_with_1(here: Path, command: Command, arguments: tuple[str, ...], complaint: str) -> None:
+    code, _, said = command(*arguments)
+    assert code == 1
+    assert complaint in said
+    assert "Traceback" not in said
+
+
+def test_a_plan_that_cannot_be_written_is_refused(here: Path, command: Command) -> None:
+    code, _, said = command(*PLAN, "--module", "model.py:small", "--out", "missing/plan.json")
+    assert (code, "cannot write the plan" in said) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [(None, None), ("72GiB", 72 * 2**30), ("80 GB", 80 * 10**9), ("1.5MiB", 3 * 2**19), ("512k", 512_000), ("7", 7)]
+)
+def test_sizes_are_read_with_their_unit(text: str | None, num_bytes: int | None) -> None:
+    assert cli.parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "72 parsec", "-3GiB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(AutoparError, match="is no size"):
+        cli.parse_size(text)
+
+
+@pytest.mark.multiproc
+def test_run_starts_the_script_in_several_processes_with_its_arguments(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:], flush=True)", encoding="utf-8")
+    arguments = [sys.executable, "-m", "autopar", "run", "-n", "2", str(script), "--steps", "3"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n"))[1:] == ["0 2 --steps 3", "1 2 --steps 3"]

@@ -1,0 +1,81 @@
+"""Models by name: configurations, heads, known sizes, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar import hf
+from autopar.errors import AutoparError
+
+TINY = '{"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 96}'
+
+
+def test_a_configuration_becomes_a_model_on_meta_with_a_batch_that_has_labels() -> None:
+    model, batch = hf.build(f"llama:{TINY}", dtype=torch.bfloat16, batch=3, seq=7)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {"input_ids": (3, 7), "labels": (3, 7)}
+    assert model.training
+
+
+def test_weights_and_batch_come_from_the_seed_and_leave_the_users_generator_alone() -> None:
+    state = torch.get_rng_state()
+    (a, x), (b, y), (c, _) = (
+        hf.build('gpt2:{"n_layer": 1, "n_embd": 16, "n_head": 2}', device="cpu", batch=2, seq=4, seed=s) for s in (0, 0, 1)
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(a.transformer.wte.weight, b.transformer.wte.weight) and torch.equal(x["input_ids"], y["input_ids"])
+    assert not torch.equal(a.transformer.wte.weight, c.transformer.wte.weight)
+    assert a(**x).loss.isfinite()
+
+
+def test_dropout_is_0_unless_the_settings_say_otherwise() -> None:
+    assert hf.build("gpt2:{}")[0].config.resid_pdrop == 0.0
+    assert hf.build('gpt2:{"resid_pdrop": 0.25}')[0].config.resid_pdrop == 0.25
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "labels"),
+    [
+        (f"bert/AutoModelForMaskedLM:{TINY}", "BertForMaskedLM", (2, 8)),
+        (f"bert/AutoModelForSequenceClassification:{TINY}", "BertForSequenceClassification", (2,)),
+        ('vit:{"num_hidden_layers": 1, "image_size": 32}', "ViTForImageClassification", (2,)),
+        ('t5:{"num_layers": 1}', "T5ForConditionalGeneration", (2, 8)),
+    ],
+)
+def test_the_head_is_the_one_named_else_the_first_that_the_type_has(spec: str, kind: str, labels: tuple[int, ...]) -> None:
+    model, batch = hf.build(spec, batch=2, seq=8)
+    assert type(model).__name__ == kind
+    assert tuple(batch["labels"].shape) == labels
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters"),
+    [("gpt2", 124_439_808), ("gpt2-xl", 1_557_611_200), ("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496)],
+)
+def test_known_sizes_have_the_published_number_of_parameters(name: str, num_parameters: int) -> None:
+    assert sum(p.numel() for p in hf.build(name)[0].parameters()) == num_parameters
+
+
+@pytest.mark.parametrize(
+    ("spec", "complaint"),
+    [
+        ("nothing", "'nothing' is no model"),
+        ("llama:{", "no JSON"),
+        ("llama:[1]", "no JSON object"),
+        ("lama:{}", "no model type 'lama'"),
+        ('llama:{"hiden_size": 64}', r"no setting 'hiden_size'[\s\S]*hidden_size"),
+        ("llama/Llama:{}", "no class 'Llama'"),
+        ('llama:{"hidden_size": 64, "num_attention_heads": 5}', "cannot build"),
+    ],
+)
+def test_a_spec_that_cannot_be_read_says_why(spec: str, complaint: str) -> None:
+    with pytest.raises(AutoparError, match=complaint):
+        hf.build(spec)
+
+
+def test_more_tokens_than_learned_positions_are_refused() -> None:
+    with pytest.raises(AutoparError, match="has 1024 positions, the batch 2048"):
+        hf.build("gpt2", seq=2048)

@@ -1,0 +1,74 @@
+"""Figures: what they show is what the plan says; files come in the form that their name asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_plan import made_plan
+from matplotlib.colors import to_hex
+
+from autopar.errors import AutoparError
+from autopar.report import layouts, memory, report, timeline
+from autopar.report.canvas import COLOURS, MEMORY_COLOURS
+
+
+def _colours(axes: Any) -> list[str]:
+    return [to_hex(patch.get_facecolor()) for patch in axes.patches]
+
+
+def test_a_row_is_coloured_by_the_parallelism_of_its_module_on_each_axis() -> None:
+    computing, resting, _ = layouts(made_plan()).axes
+    rows = [label.get_text() for label in computing.get_yticklabels()]
+    assert rows == ["net.embed", "net.layers.*.norm   ×3", "net.layers.*.up   ×3", "net.layers.*.attention   ×3", "net.head"]
+    kinds = ("data", "tensor", "replicated", "replicated", "data", "tensor", "data", "heads", "data", "sequence")
+    assert _colours(computing) == [COLOURS[kind] for kind in kinds]
+    assert _colours(resting) == [COLOURS[kind] for kind in ("whole", "sharded", "ZeRO-2", "sharded", "ZeRO-3", "whole")]
+
+
+def test_the_bars_of_a_module_are_its_compute_and_communication() -> None:
+    *_, times = layouts(made_plan()).axes
+    widths = [bar.get_width() for bar in times.patches]
+    assert widths == pytest.approx([1, 3, 12, 9, 2, 0, 0, 3, 0, 3])
+
+
+def test_the_stack_of_the_peak_is_as_long_as_the_peak_and_the_budget_is_drawn() -> None:
+    plan = made_plan()
+    (axes,) = memory(plan).axes
+    stack = [bar for bar in axes.patches if bar.get_y() < 0]
+    assert sum(bar.get_width() for bar in stack) * 2**30 == pytest.approx(plan.prediction.peak_bytes)
+    assert {to_hex(bar.get_facecolor()) for bar in axes.patches} <= set(MEMORY_COLOURS.values())
+    (budget,) = axes.lines
+    assert budget.get_xdata()[0] * 2**30 == pytest.approx(plan.options["memory_bytes"])
+
+
+def test_the_time_line_has_every_bar_and_one_layer_in_detail() -> None:
+    plan = made_plan()
+    forward, backward, whole = timeline(plan).axes
+    drawn = [path.get_extents() for lane in whole.collections for path in lane.get_paths()]
+    assert sum(box.width for box in drawn) == pytest.approx(sum(bar[4] for bar in plan.prediction.timeline))
+    assert forward.get_title(loc="left") == "net.layers.1, forward: 6.00 ms"
+    assert backward.get_title(loc="left") == "net.layers.1, backward: 7.00 ms"
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
+def test_a_picture_comes_in_the_form_that_its_name_asks_for(tmp_path: Path, suffix: str, start: bytes) -> None:
+    assert report(made_plan(), tmp_path / f"plan{suffix}").read_bytes().startswith(start)
+
+
+def test_a_page_stands_alone_and_holds_figures_and_tables(tmp_path: Path) -> None:
+    page = report(made_plan(), tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert page.count("data:image/png;base64,") == 3
+    assert "Why not otherwise" in page
+    assert "http" not in page
+
+
+def test_another_suffix_is_an_error_that_names_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(AutoparError, match=r"plan\.docx[\s\S]*\.png"):
+        report(made_plan(), tmp_path / "plan.docx")
+
+
+def test_a_folder_that_is_not_there_is_an_error_that_says_where(tmp_path: Path) -> None:
+    with pytest.raises(AutoparError, match="No such file"):
+        report(made_plan(), tmp_path / "missing" / "plan.png")
