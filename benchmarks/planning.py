@@ -24,7 +24,15 @@ SIZES = ("peak_rss_bytes", "num_variables", "num_constraints", "objective_s", "b
 
 
 def row(
-    spec: dict[str, Any], mesh: str, dtype: str, batch: int, seq: int, hardware: str, memory_gib: float | None, gap: float, time_limit_s: float
+    spec: dict[str, Any],
+    mesh: str,
+    dtype: str,
+    batch: int,
+    seq: int,
+    hardware: str,
+    memory_gib: float | None,
+    gap: float,
+    time_limit_s: float,
 ) -> Row:
     """Plan once. `total_s` runs from the trace to the plan without emission; the memory check of the program counts as emission."""
     model, data = ModelSpec(**spec).build(batch=batch, seq=seq, dtype=getattr(torch, dtype), meta=True)

@@ -1,0 +1,191 @@
+"""Verification: equal programs pass, and one wrong node in an emitted graph is found and named."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from autopar.capture import Trace, capture
+from autopar.emit import emit
+from autopar.errors import VerificationError
+from autopar.hardware import HardwareProfile
+from autopar.kernels import collectives as steps
+from autopar.mesh import Mesh
+from autopar.planning import Planned, PlanOptions, make_plan
+from autopar.run.program import Program
+from autopar.verification import Verification, relative_error, verify_program
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "support")]
+import expert  # noqa: E402
+import zoo_small  # noqa: E402
+
+MESH, H100 = Mesh({"data": 2, "tensor": 2}), HardwareProfile.load("h100-sxm")
+Built = tuple[nn.Module, dict[str, torch.Tensor], Trace, Planned]
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Built:
+    return built("gpt2", expert.gpt2(fsdp=True))
+
+
+def built(kind: str, constraints: Any = (), **settings: Any) -> Built:
+    model, batch = getattr(zoo_small, kind)(**settings)
+    trace = capture(model, (), batch)
+    return model, batch, trace, make_plan(trace, MESH, H100, PlanOptions(constraints=constraints))
+
+
+def changed(case: Built, phase: str, change: Callable[[fx.Graph], None]) -> Program:
+    """The case's program, emitted anew, with its forward or backward graph changed."""
+    program = emit(case[2], case[3].plan)
+    module = getattr(program, phase)
+    change(module.graph)
+    module.recompile()
+    return program
+
+
+def collectives(graph: fx.Graph, target: Any) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target is target]
+
+
+def failure(case: Built, program: Program) -> str:
+    model, batch, trace, _ = case
+    with pytest.raises(VerificationError) as caught:
+        verify_program(trace, program, model, (), batch)
+    return str(caught.value)
+
+
+def test_an_equal_program_passes_and_the_report_names_its_worst_tensor(gpt2: Built) -> None:
+    model, batch, trace, planned = gpt2
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    found = verify_program(trace, planned.program, model, (), batch)
+    assert found.ok
+    assert found.num_collectives == sum(c.kind != "slice" for _, _, c in planned.program.collectives) > 40
+    assert set(found.gradients) == {name for name, _ in model.named_parameters()}
+    assert set(found.outputs) == {"logits"}
+    assert found.worst in str(found) and "tolerance" in str(found)
+    assert found.max_error == max(found.loss, *found.outputs.values(), *found.gradients.values())
+    assert all(torch.equal(p, before[name]) and p.dtype == before[name].dtype for name, p in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_float32_parts_of_the_model_widen_the_tolerance_and_are_named_but_the_traced_graph_is_held_to_float64(gpt2: Built) -> None:
+    model, batch, trace, planned = gpt2
+    found = verify_program(trace, planned.program, model, (), batch)
+    assert found.tolerance == 2e-6
+    assert any("_log_softmax" in part and "float32" in part for part in found.lower_parts)
+    assert found.traced is not None and found.traced < found.traced_tolerance == 1e-9
+
+
+def test_a_model_without_float32_parts_is_held_to_1e_9() -> None:
+    model, batch, trace, planned = built("bert")
+    found = verify_program(trace, planned.program, model, (), batch)
+    assert (found.lower_parts, found.traced, found.tolerance) == ((), None, 1e-9)
+    assert found.max_error < 1e-12
+
+
+def test_bfloat16_weights_and_integer_inputs_are_compared_in_float64() -> None:
+    model, batch, trace, planned = built("llama", expert.llama(), dtype=torch.bfloat16)
+    found = verify_program(trace, planned.program, model, (), batch)
+    assert found.ok and found.dtype == "float64" and found.traced is not None and found.traced < 1e-9
+    own = verify_program(trace, planned.program, model, (), batch, dtype=None)
+    assert own.ok and (own.dtype, own.tolerance, own.lower_parts) == ("bfloat16", 5e-2, ())
+    assert own.max_error > 1e-6
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_all_reduce_that_does_nothing_is_named(gpt2: Built, phase: str) -> None:
+    nodes = collectives(getattr(gpt2[3].program, phase).graph, steps.all_reduce)
+    assert nodes
+    for index in range(0, len(nodes), 4):
+        program = changed(gpt2, phase, lambda graph, index=index: identity(collectives(graph, steps.all_reduce)[index]))
+        told = failure(gpt2, program)
+        assert f"the first node that differs is {nodes[index].meta['key']} in {phase}" in told
+        assert f"in module {nodes[index].meta['module']}".strip() in told or not nodes[index].meta["module"]
+        assert str(nodes[index].meta["holds"][1]) in told
+
+
+def identity(node: fx.Node) -> None:
+    node.target, node.args = torch.ops.aten.clone.default, (node.args[0],)
+
+
+def test_the_reader_of_a_removed_all_reduce_is_named_with_the_partial_sums_it_reads(gpt2: Built) -> None:
+    keys = []
+
+    def remove(graph: fx.Graph) -> None:
+        node = collectives(graph, steps.all_reduce)[0]
+        keys.extend(user.meta["key"] for user in node.users)
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        graph.erase_node(node)
+
+    told = failure(gpt2, changed(gpt2, "backward", remove))
+    assert any(f"first node that differs is {key} in backward" in told for key in keys)
+    assert " as P" in told or "P(" in told or " P" in told.split("it reads")[1]
+
+
+def test_a_scale_that_is_wrong_by_a_millionth_is_named_with_the_users_line(gpt2: Built) -> None:
+    keys = []
+
+    def scale(graph: fx.Graph) -> None:
+        node = next(n for n in graph.nodes if "holds" in n.meta and n.meta["module"].endswith("h.1.ln_2"))
+        keys.append(node.meta["key"])
+        with graph.inserting_after(node):
+            wrong = graph.call_function(torch.ops.aten.mul.Tensor, (node, 1 + 1e-6))
+        node.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
+        wrong.meta = dict(node.meta)
+
+    told = failure(gpt2, changed(gpt2, "forward", scale))
+    assert f"first node that differs is {keys[0]} in forward" in told
+    assert "its relative error is 1.00e-06" in told
+    assert "transformer.h.1.ln_2" in told and ".py:" in told
+
+
+def test_a_capture_that_is_wrong_is_told_from_a_wrong_program(gpt2: Built) -> None:
+    model, batch, trace, planned = gpt2
+    other = copy.deepcopy(model)
+    other.transformer.h[0].register_forward_hook(lambda module, inputs, output: doubled(output))
+    with pytest.raises(VerificationError, match="every node computes what was traced, but the plain model computes something else"):
+        verify_program(trace, planned.program, other, (), batch)
+
+
+def doubled(output: Any) -> Any:
+    return tuple(2 * part for part in output) if isinstance(output, tuple) else 2 * output
+
+
+def test_a_tighter_tolerance_than_the_model_keeps_is_not_met(gpt2: Built) -> None:
+    model, batch, trace, planned = gpt2
+    with pytest.raises(VerificationError, match="tolerance 1e-12"):
+        verify_program(trace, planned.program, model, (), batch, tolerance=1e-12)
+
+
+def test_a_model_on_meta_has_nothing_to_compare(gpt2: Built) -> None:
+    model, batch, trace, planned = gpt2
+    with pytest.raises(VerificationError, match=r"on meta and have no values, 'transformer\.wte\.weight' first"):
+        verify_program(trace, planned.program, copy.deepcopy(model).to("meta"), (), batch)
+
+
+def test_relative_errors_at_their_borders() -> None:
+    x = torch.tensor([1.0, -4.0, float("-inf"), float("nan")])
+    assert relative_error(x, x) == 0.0
+    assert relative_error(torch.tensor([1.0, -3.0, float("-inf"), float("nan")]), x) == 0.25
+    assert relative_error(torch.tensor([1.0, -4.0, float("-inf"), 0.0]), x) == float("inf")
+    assert relative_error(torch.tensor([1.0, -4.0, 0.0, float("nan")]), x) == float("inf")
+    assert relative_error(torch.zeros(3), x) == float("inf")
+    assert relative_error(torch.tensor([1e-9]), torch.zeros(1), floor=1.0) == pytest.approx(1e-9)
+    assert relative_error(torch.tensor([1e-9]), torch.zeros(1)) == float("inf")
+    assert relative_error(None, torch.tensor([2.0])) == 1.0
+
+
+def test_a_gradient_that_is_lost_counts_as_zeros_and_the_report_says_not_equal() -> None:
+    lost = Verification(False, 1e-9, "float64", 0.0, {}, {}, {"weight": relative_error(None, torch.ones(2))}, (), None, 1e-9, 0)
+    assert lost.rows[0] == ("gradient", "weight", 1.0)
+    assert str(lost).startswith("NOT equal")
+    assert replace(lost, ok=True).__str__().startswith("equal")
