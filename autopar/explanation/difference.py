@@ -33,7 +33,7 @@ class Change:
     kept_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Diff(Readable):
     """What differs between two plans: prints, renders in rich and in notebooks.
 

@@ -20,7 +20,7 @@ _STATIC = ("parameters", "optimizer", "buffers", "inputs")
 _EITHER = ("activations", "gradients")  # activations are gone when the last gradient is there
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Explanation(Readable):
     """A plan in words: prints, renders in rich and in notebooks.
 

@@ -23,15 +23,17 @@ class Readable:
 
     def __str__(self) -> str:
         out = io.StringIO()
-        console = Console(file=out, width=WIDTH, color_system=None, highlight=False, legacy_windows=False)
+        console = Console(file=out, width=WIDTH, color_system=None, highlight=False, legacy_windows=False, force_jupyter=False)
         console.print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    __repr__ = __str__
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield from self.renderables()
 
     def _repr_html_(self) -> str:
-        console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
+        console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False, force_jupyter=False)
         console.print(self)
         return console.export_html(inline_styles=True, code_format=_HTML)
 

@@ -1,0 +1,49 @@
+"""The notebooks run from top to bottom and show what they promise."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+
+
+def _outputs(notebook: Any) -> list[Any]:
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
+def _text(notebook: Any) -> str:
+    return "\n".join(output["text"] for output in _outputs(notebook) if output["output_type"] == "stream")
+
+
+# The kernel's own libraries warn in this process about how it is reached; that is not for these tests to judge.
+@pytest.mark.filterwarnings("ignore")
+def test_the_one_liner_runs_and_draws_layouts_memory_and_time_line() -> None:
+    notebook = nbformat.read(NOTEBOOKS / "01_one_liner.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
+    assert sum("image/png" in output.get("data", {}) for output in _outputs(notebook)) == 3
+    said = _text(notebook)
+    assert "equal to the plain model" in said
+    assert re.search(r"far is a link of kind intra[\s\S]*far is a link of kind inter", said)
+    over_far = [int(value) for value in re.findall(r"'far': (\d+)", said)]
+    assert over_far[1] < over_far[0]
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.name)
+def test_a_notebook_is_kept_with_its_outputs_without_paths_of_a_machine_and_small(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    assert all(
+        cell.get("outputs") or not cell.source.strip() for cell in notebook.cells if cell.cell_type == "code" and _shows(cell.source)
+    )
+    assert not re.search(r"(/home|/work|/root|/Users)/", path.read_text(encoding="utf-8"))
+    assert path.stat().st_size < 1_000_000
+
+
+def _shows(source: str) -> bool:
+    """Whether a cell ends in something that is shown: a call at the left margin."""
+    return bool(re.match(r"^(print|report\.|autopar\.(explain|diff))", source.splitlines()[-1]))
