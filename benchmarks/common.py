@@ -24,7 +24,7 @@ from rich.table import Table
 
 from autopar.hardware import HardwareProfile
 from autopar.version import VERSION
-from benchmarks.models import FOUR, ModelSpec
+from benchmarks.models import TINY, ModelSpec
 
 ROOT = Path(__file__).parent.parent
 Row = dict[str, Any]
@@ -44,7 +44,7 @@ def parser(name: str, description: str, *, batch: int = 8, seq: int = 16, meshes
     return made
 
 
-def specs_of(options: argparse.Namespace, default: Sequence[str] = FOUR) -> list[ModelSpec]:
+def specs_of(options: argparse.Namespace, default: Sequence[str] = tuple(TINY)) -> list[ModelSpec]:
     """The models that the flags name."""
     found = [ModelSpec.known(name) for name in options.model] + [ModelSpec.parse_hf(text) for text in options.hf]
     found += [ModelSpec(text, module=text) for text in options.module]

@@ -1,0 +1,100 @@
+"""Predicted against measured peak of live tensor bytes, from the start of forward to the end of backward.
+
+With an ample budget, and with one squeezed to a share of that plan's peak, so that values are recomputed and parameters rest
+sharded. The peak includes the optimizer's state; kernels' own scratch memory is in neither number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from autopar.capture import capture
+from autopar.emit import emit
+from autopar.errors import InfeasibleError
+from autopar.mesh import Mesh
+from autopar.planning import Planned, PlanOptions, make_plan
+from autopar.plans import Plan
+from autopar.run.device_mesh import device_mesh
+from autopar.run.module import ParallelModule
+from benchmarks.common import Row, load_profile, parser, run_rows, specs_of
+from benchmarks.models import ModelSpec
+from benchmarks.random_plans import Prepared, prepare, random_plan
+from benchmarks.ranks import run_ranks
+from benchmarks.regret import peak_of, step, step_of
+
+MESHES = ("1", "a=2,b=2")
+TOLERANCE = 0.01
+COLUMNS = ("plan", "budget_share", "predicted_peak_bytes", "measured_peak_bytes", "rel_err", "num_recomputed", "num_collectives")
+SHARES = (0.9, 0.8, 0.7, 0.6)
+
+
+def row(spec: dict[str, Any], mesh: str, plan: str, batch: int, seq: int, hardware: str) -> Row:
+    """One plan on real processes."""
+    built, grid = ModelSpec(**spec), Mesh.parse(mesh)
+    model, data = built.build(batch=batch, seq=seq)
+    made, share = _plan(prepare(model, data, grid, load_profile(hardware)), plan)
+    measured = run_ranks(grid.num_devices, run, built, made.dumps(), batch, seq)
+    predicted = made.prediction.peak_bytes
+    error = max(abs(predicted - m) / m for m in measured)
+    return {
+        "ok": error <= TOLERANCE,
+        "error": None,
+        "plan": plan,
+        "budget_share": share,
+        "predicted_peak_bytes": predicted,
+        "measured_peak_bytes": max(measured),
+        "rel_err": error,
+        "memory_bytes": dict(made.prediction.memory_bytes),
+        "num_recomputed": sum(len(e.instances) for e in made.entries if e.recompute),
+        "num_collectives": sum(len(c.instances) for c in made.communications if c.collective.kind != "slice"),
+    }
+
+
+def _plan(ready: Prepared, name: str) -> tuple[Plan, float | None]:
+    """``ample``; ``tight``, under the smallest of some shares of the ample plan's peak that is feasible; or ``recompute``, a
+    random legal plan that recomputes what it can."""
+    if name == "recompute":
+        return random_plan(ready, 0, recompute_share=1.0)[0], None
+
+    def planned(budget: int | None) -> Planned:
+        return make_plan(ready.trace, ready.mesh, ready.profile, PlanOptions(memory_bytes=budget))
+
+    best = planned(None).plan
+    if name == "ample":
+        return best, None
+    found, at = best, 1.0
+    for share in SHARES:
+        try:
+            found, at = planned(int(share * best.prediction.peak_bytes)).plan, share
+        except InfeasibleError:
+            break
+    return found, at
+
+
+def run(rank: int, tell: Any, spec: ModelSpec, text: str, batch: int, seq: int) -> int:
+    """The measured peak on this rank."""
+    model, data = spec.build(batch=batch, seq=seq)
+    plan = Plan.loads(text)
+    module = ParallelModule(emit(capture(model, (), data), plan), device_mesh(plan.mesh), model, outputs="dtensor")
+    made = step_of(module)
+    step(made, data)
+    return peak_of(made, data)
+
+
+def main(arguments: list[str]) -> int:
+    flags = parser("memory", __doc__ or "", seq=32, meshes=MESHES)
+    flags.formatter_class = argparse.RawDescriptionHelpFormatter
+    flags.add_argument("--hardware", default="cpu-gloo")
+    flags.add_argument("--plan", action="append", choices=("ample", "tight", "recompute"), help="by default all")
+    options = flags.parse_args(arguments)
+    shared = {name: getattr(options, name) for name in ("batch", "seq", "hardware")}
+    meshes = [str(Mesh.parse(mesh)) for mesh in options.mesh or MESHES]
+    plans = options.plan or ("ample", "tight", "recompute")
+    cases = [{"spec": s.to_json(), "mesh": m, "plan": p, **shared} for s in specs_of(options) for m in meshes for p in plans]
+    return run_rows("memory", cases, COLUMNS, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
