@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -180,6 +180,14 @@ class _Builder:
                 for operand, ref in enumerate(cluster.operands):
                     self.read(ref, index, operand, phase)
 
+    def borders(self, classes: Sequence[ClusterClass]) -> set[int]:
+        """Ops whose result another layer reads in forward. These are not recomputed: a chain of recomputed layers would be
+        run, and held, all at once when backward first asks for its end, and nothing would be saved."""
+        forward = [cluster for c in classes for cluster in c.instances if c.first.phase == "forward"]
+        layers = {ref: cluster.indices for cluster in forward for ref in cluster.results}
+        read = [(ref, cluster.indices) for cluster in forward for ref in cluster.operands if ref in layers]
+        return {self.made[ref][0] for ref, indices in read if layers[ref] != indices}
+
     def _cluster_strategy(self, cluster_class: ClusterClass, strategy: ClusterStrategy) -> OpStrategy:
         members = zip(cluster_class.first.members, strategy.members, strict=True)
         return OpStrategy(strategy.outer, sum(call_time(m.call, s, self.mesh.shape, self.profile) for m, s in members))
@@ -247,13 +255,13 @@ def price(
     results: dict[int, list[int]] = {}
     for index, value in enumerate(values):
         results.setdefault(value.op, []).append(index)
-    ops = tuple(_with_results(op, tuple(results.get(i, ()))) for i, op in enumerate(builder.ops))
+    borders = builder.borders(classes)
+    ops = tuple(
+        replace(op, results=tuple(results.get(i, ())), recomputable=op.recomputable and i not in borders)
+        for i, op in enumerate(builder.ops)
+    )
     problem = Problem(ops, tuple(values), tuple(variants), budget_bytes)
     return Priced(problem, tuple(builder.sources), tuple(refs), optimizer)
-
-
-def _with_results(op: Op, results: tuple[int, ...]) -> Op:
-    return Op(op.key, op.kind, op.phase, op.count, results, op.strategies, op.recomputable)
 
 
 def _output_nodes(trace: Trace) -> list[fx.Node]:
