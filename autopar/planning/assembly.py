@@ -13,6 +13,7 @@ from autopar.cost.price import OPTIMIZERS, Priced, Source
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys
 from autopar.layout import Strategy
 from autopar.mesh import Mesh
+from autopar.planning.timeline import timeline
 from autopar.plans import Communication, Entry, Fingerprint, Kept, NodeChoice, Plan, Prediction, Proof, RunnerUp
 from autopar.problem import Choices
 from autopar.rules import is_fallback
@@ -153,52 +154,8 @@ def _prediction(draft: Draft) -> Prediction:
         elif op.kind in ("buffer", "input"):
             resting[f"{op.kind}s"] += size
     memory = {**resting, "activations": evaluation.kept_bytes, "gradients": evaluation.gradient_bytes}
-    return Prediction(evaluation.objective_s, evaluation.compute_s, evaluation.communication_s, 0, memory, _timeline(draft))
-
-
-def _timeline(draft: Draft) -> tuple[tuple[str, str, str, float, float], ...]:
-    """One bar per stretch of equal (layer, phase, kind), in graph order, one after the other."""
-    problem, choices = draft.priced.problem, draft.choices
-    compute: dict[str, float] = {}
-    for op, source, s in zip(problem.ops, draft.priced.sources, choices.strategies, strict=True):
-        if source.cluster is not None:
-            compute.update((c.members[0].node, op.strategies[s].time_s) for c in source.cluster.instances)
-    transfer: dict[tuple[str, str], float] = {}
-    for v, refs in enumerate(draft.priced.refs):
-        phase = problem.values[problem.variants[v].value].phase
-        for ref in refs:
-            for when, redistribution in ((phase, draft.evaluation.forward[v]), ("backward", draft.evaluation.backward[v])):
-                transfer[ref[0], when] = transfer.get((ref[0], when), 0.0) + redistribution.time_s
-    events: list[tuple[str, str, str, float]] = []
-    for node in draft.trace.graph.nodes:
-        label = _layer(node.meta.get("module", "")) if node.op == "call_function" else ""
-        for operand in node.all_input_nodes:
-            moved = transfer.pop((operand.name, node.meta.get("phase", "")), 0.0)
-            events.append((label, node.meta.get("phase", "backward"), "communication", moved))
-        events.append((label, node.meta.get("phase", ""), "compute", compute.get(node.name, 0.0)))
-    return _stretches(events)
-
-
-def _layer(module: str) -> str:
-    parts = module.split(".")
-    for position, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: position + 1])
-    return ".".join(parts[:2])
-
-
-def _stretches(events: Iterable[tuple[str, str, str, float]]) -> tuple[tuple[str, str, str, float, float], ...]:
-    bars: list[tuple[str, str, str, float, float]] = []
-    clock = 0.0
-    for label, phase, kind, duration in events:
-        if duration <= 0.0:
-            continue
-        if bars and bars[-1][:3] == (label, phase, kind):
-            bars[-1] = (*bars[-1][:4], bars[-1][4] + duration)
-        else:
-            bars.append((label, phase, kind, clock, duration))
-        clock += duration
-    return tuple(bars)
+    bars = timeline(draft.trace, draft.priced, choices, evaluation)
+    return Prediction(evaluation.objective_s, evaluation.compute_s, evaluation.communication_s, 0, memory, bars)
 
 
 def fingerprint(trace: Trace, model_name: str, profile_name: str, profile_hash: str, version: str) -> Fingerprint:

@@ -1,0 +1,101 @@
+"""The time line of a step, for people to look at: one bar per stretch of equal (layer, phase, kind), one after the other.
+
+Collectives that shrink what they read stand behind the op that makes it, the others before their first reader, as they are
+emitted; a layer's recomputation stands before its first backward op. The bars add up to the predicted step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import fx
+
+from autopar.capture.trace import Trace
+from autopar.cost.price import Priced
+from autopar.problem import Choices
+from autopar.solve import Evaluation
+
+Event = tuple[str, str, str, float]  # layer, phase, kind, seconds
+Bar = tuple[str, str, str, float, float]  # layer, phase, kind, start, seconds
+
+
+def timeline(trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluation) -> tuple[Bar, ...]:
+    """All bars of a step, in order."""
+    return _stretches(_events(trace, priced, choices, evaluation))
+
+
+def _events(trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluation) -> Iterator[Event]:
+    compute, again = _compute(trace, priced, choices)
+    moves = _moves(priced, evaluation)
+    yield "inputs", "forward", "compute", _resting(priced, choices, "input")
+    for node in trace.graph.nodes:
+        label, phase = _label(node)
+        if phase == "backward" and label in again:
+            yield label, phase, "compute", again.pop(label)
+        for operand in node.all_input_nodes:
+            where = _label(operand)[0] if node.op == "output" else label
+            yield where, phase, "communication", moves.pop((operand.name, phase, False), 0.0)
+        yield label, phase, "compute", compute.get(node.name, 0.0)
+        yield label, phase, "communication", moves.pop((node.name, phase, True), 0.0)
+    for (name, phase, _), seconds in moves.items():  # read under another phase's label: gradients of tied weights and the like
+        yield _label(trace.node(name))[0], phase, "communication", seconds
+    yield "optimizer", "step", "compute", _resting(priced, choices, "parameter")
+
+
+def _compute(trace: Trace, priced: Priced, choices: Choices) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds by first node of each cluster, and seconds that backward computes again by layer."""
+    labels = {n.name: _label(n)[0] for n in trace.graph.nodes}
+    compute: dict[str, float] = {}
+    again: dict[str, float] = {}
+    for index, (op, source) in enumerate(zip(priced.problem.ops, priced.sources, strict=True)):
+        if source.cluster is None:
+            continue
+        for cluster in source.cluster.instances:
+            first = cluster.members[0].node
+            compute[first] = op.strategies[choices.strategies[index]].time_s
+            if index in choices.recomputed:
+                again[labels[first]] = again.get(labels[first], 0.0) + op.strategies[choices.recomputed[index]].time_s
+    return compute, again
+
+
+def _moves(priced: Priced, evaluation: Evaluation) -> dict[tuple[str, str, bool], float]:
+    """(node, phase, whether at once) → seconds of its collectives."""
+    moves: dict[tuple[str, str, bool], float] = {}
+    for v, refs in enumerate(priced.refs):
+        phase = priced.problem.values[priced.problem.variants[v].value].phase
+        for when, redistribution in ((phase, evaluation.forward[v]), ("backward", evaluation.backward[v])):
+            at_once = bool(redistribution.arcs) and bool(redistribution.arcs[0].collective.reduce_op) and when == phase
+            for name, _ in refs:
+                key = (name, when, at_once)
+                moves[key] = moves.get(key, 0.0) + redistribution.time_s
+    return moves
+
+
+def _resting(priced: Priced, choices: Choices, kind: str) -> float:
+    ops = zip(priced.problem.ops, choices.strategies, strict=True)
+    return sum(op.count * op.strategies[s].time_s for op, s in ops if op.kind == kind)
+
+
+def _label(node: fx.Node) -> tuple[str, str]:
+    """(layer, phase) of a node: its module path up to the first index, else its first two parts."""
+    if node.op == "output":
+        return "", "backward"
+    parts = node.meta.get("module", "").split(".")
+    for position, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: position + 1]), node.meta.get("phase", "forward")
+    return ".".join(parts[:2]), node.meta.get("phase", "forward")
+
+
+def _stretches(events: Iterable[Event]) -> tuple[Bar, ...]:
+    bars: list[Bar] = []
+    clock = 0.0
+    for label, phase, kind, duration in events:
+        if duration <= 0.0:
+            continue
+        if bars and bars[-1][:3] == (label, phase, kind):
+            bars[-1] = (*bars[-1][:4], bars[-1][4] + duration)
+        else:
+            bars.append((label, phase, kind, clock, duration))
+        clock += duration
+    return tuple(bars)
