@@ -73,6 +73,7 @@ def check(constraint: LayoutConstraint, mesh: Mesh) -> None:
         value = getattr(constraint, name)
         if value is not None and len(value.placements) != len(mesh.axes):
             raise ConstraintError(
-                f"{name}={str(value)!r} on {constraint.pattern!r} has {len(value.placements)} placements, mesh {mesh} has {len(mesh.axes)} axes",
+                f"{name}={str(value)!r} on {constraint.pattern!r} has {len(value.placements)} placements,"
+                f" mesh {mesh} has {len(mesh.axes)} axes",
                 remedy="write one placement per mesh axis",
             )

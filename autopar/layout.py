@@ -73,7 +73,8 @@ class Layout:
         for token in text.split():
             match = _TOKEN.match(token)
             if match is None:
-                raise LayoutError(f"cannot read {token!r} in layout {text!r}", remedy='write one of R, S(0), P, P(max) per mesh axis, as in "S(0) R"')
+                remedy = 'write one of R, S(0), P, P(max) per mesh axis, as in "S(0) R"'
+                raise LayoutError(f"cannot read {token!r} in layout {text!r}", remedy=remedy)
             replicate, reduce_op, dim, rank = match.groups()
             if replicate:
                 placements.append(REPLICATE)
@@ -108,8 +109,8 @@ class Layout:
 
     def with_placement(self, axis: int, placement: Placement) -> Layout:
         """The layout with another placement on one axis; where that is a shard, the axis becomes the innermost splitter."""
-        placements = self.placements[:axis] + (placement,) + self.placements[axis + 1 :]
-        return Layout(placements, tuple(a for a in self.order if a != axis) + (axis,))
+        placements = (*self.placements[:axis], placement, *self.placements[axis + 1 :])
+        return Layout(placements, (*(a for a in self.order if a != axis), axis))
 
     def num_shards(self, dim: int, mesh_shape: Sequence[int]) -> int:
         """Into how many parts `dim` is split."""
@@ -155,7 +156,9 @@ def local_range(size: int, layout: Layout, dim: int, mesh_shape: Sequence[int], 
     return start, length
 
 
-def local_shape(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
+def local_shape(
+    shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], coordinate: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """Shape of the local tensor at `coordinate` (by default at the origin, which has the largest part)."""
     coordinate = coordinate if coordinate is not None else (0,) * len(mesh_shape)
     return tuple(local_range(size, layout, dim, mesh_shape, coordinate)[1] for dim, size in enumerate(shape))

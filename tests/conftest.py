@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-GOLDEN = Path(__file__).parent / "golden"
+TESTS = Path(__file__).parent
+GOLDEN = TESTS / "golden"
+sys.path[:0] = [str(TESTS), str(TESTS / "support")]  # what tests share: small models, plans written by hand
 
 # Without a deadline: times on a busy machine say nothing. Derandomised: the same commit passes or fails everywhere.
 settings.register_profile("autopar", deadline=None, derandomize=True, max_examples=50)

@@ -7,10 +7,9 @@ to shard the batch over the tensor axis as well.
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
-from pathlib import Path
 
+import expert
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,9 +18,6 @@ from autopar.capture import capture
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, make_plan
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-import expert
 
 MESH = Mesh({"data": 2, "tensor": 4}, devices_per_node=8)
 DATA, TENSOR = 0, 1

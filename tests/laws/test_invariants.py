@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
 
+import expert
 import pytest
+import zoo_small
 
 from autopar.capture import Trace, capture
 from autopar.cost.price import call_time, price_collectives
@@ -15,11 +15,6 @@ from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, make_plan
 from autopar.plans import Plan
 from autopar.rules import call_of
-
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "support")]
-import expert
-import zoo_small
 
 MESH = Mesh({"data": 2, "tensor": 2})
 H100 = HardwareProfile.load("h100-sxm")

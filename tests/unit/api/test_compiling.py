@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import zoo_small
 from torch.distributed.tensor import DTensor
 
 from autopar.api import as_mesh, compile, plan
 from autopar.errors import AutoparError, MeshError, PlanError, RuntimeStateError
 from autopar.mesh import Mesh
 from autopar.plans import Plan
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-import zoo_small
 
 
 @pytest.fixture(autouse=True)

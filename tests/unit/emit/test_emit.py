@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import expert
 import pytest
 import torch
+import zoo_small
 from torch import fx
 
 from autopar.capture import Trace, capture
@@ -18,11 +19,6 @@ from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, make_plan
 from autopar.plans import Plan
 from autopar.run.memory import trace_peak
-
-TESTS = Path(__file__).parents[2]
-sys.path[:0] = [str(TESTS), str(TESTS / "support")]
-import expert
-import zoo_small
 
 MESH = Mesh({"a": 2, "b": 2})
 
