@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.collective import Collective
-from autopar.errors import PlanError
+from autopar.errors import AutoparError, PlanError
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 
@@ -169,6 +169,10 @@ class Plan:
         """(node key, result) → layouts kept for backward, all instances expanded."""
         return {(k.node.format(*i), k.result): k.layouts for k in self.kept for i in k.instances}
 
+    def steps(self) -> tuple[tuple[str, Communication], ...]:
+        """(node key, collective), all instances expanded."""
+        return tuple((c.node.format(*indices), c) for c in self.communications for indices in c.instances)
+
     @property
     def hash(self) -> str:
         """Hash of the file's text; all ranks must agree on it."""
@@ -207,8 +211,12 @@ class Plan:
         if data.get("version") != VERSION:
             raise PlanError(f"plan version {data.get('version')!r}, this autopar reads {VERSION}", where=where, remedy="plan again")
         try:
-            return _decode_plan(data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            plan = _decode_plan(data)
+            # A list where a word belongs has no hash, and a pattern that its instances do not fill cannot be expanded.
+            hash((plan.entries, plan.kept, plan.communications))
+            plan.node_choices(), plan.recomputed_choices(), plan.kept_layouts(), plan.steps()
+            return plan
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, AutoparError) as error:
             raise PlanError(f"plan is malformed: {type(error).__name__}: {error}", where=where, remedy="plan again") from error
 
     def with_options(self, **options: Any) -> Plan:

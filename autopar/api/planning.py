@@ -111,7 +111,7 @@ def _model_differences(plan: Plan, trace: Trace) -> list[str]:
     entries = {c.node.format(*i) for e in plan.entries if e.kind == "compute" for c in e.nodes for i in e.instances}
     lines += [f"op {key} is in the plan, not in the model" for key in sorted(entries - nodes)[:5]]
     lines += [f"op {key} is in the model, not in the plan" for key in sorted(nodes - entries)[:5]]
-    return lines or ["model: names agree, but shapes, dtypes or the batch's shape differ"]
+    return lines or ["model: names agree, but shapes, dtypes, the batch's shape or arguments of ops differ"]
 
 
 def verify(

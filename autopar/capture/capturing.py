@@ -113,6 +113,7 @@ class _Border:
             in_spec=self.raw.in_spec,
             out_spec=self.raw.out_spec,
             constants={position: leaf for position, (_, leaf) in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
+            settings={position: leaf for position, (_, leaf) in enumerate(self.raw.in_leaves) if not isinstance(leaf, torch.Tensor)},
             fingerprint=_fingerprint(self.graph, entries["parameter"] + entries["buffer"]),
         )
 
@@ -154,5 +155,6 @@ def _fingerprint(graph: fx.Graph, parameters: tuple[Parameter, ...]) -> str:
     for node in graph.nodes:
         value = node.meta.get("val")
         shapes = [tuple(item.shape) for item in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(item, torch.Tensor)]
-        digest.update(f"{node.meta['key']} {shapes} {[operand.meta['key'] for operand in node.all_input_nodes]}\n".encode())
+        arguments = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["key"])
+        digest.update(f"{node.meta['key']} {shapes} {arguments}\n".encode())
     return digest.hexdigest()

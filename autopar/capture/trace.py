@@ -79,6 +79,7 @@ class Trace:
         in_spec: pytree spec of (args, kwargs); out_spec: of the model's return value (leaves that are no tensors are
             kept in `constants` by flat position).
         constants: flat output position → the non-tensor leaf there.
+        settings: flat input position → the non-tensor leaf there, which the graph was specialised to.
         fingerprint: hash of model structure, shapes and dtypes.
     """
 
@@ -92,6 +93,7 @@ class Trace:
     in_spec: Any
     out_spec: Any
     constants: Mapping[int, Any]
+    settings: Mapping[int, Any]
     fingerprint: str
 
     def node(self, name: str) -> fx.Node:

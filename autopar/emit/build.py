@@ -20,6 +20,7 @@ from torch import fx
 from autopar.capture.trace import Parameter, Trace
 from autopar.collective import Collective
 from autopar.emit.choices import PlanIndex, TensorKey, buffer_key, compute_nodes, input_key, output_key, parameter_key, placeholder_keys
+from autopar.emit.legality import check_legal
 from autopar.emit.localize import local_call
 from autopar.errors import EmissionError, Where
 from autopar.kernels import collectives as steps
@@ -38,11 +39,12 @@ def emit(trace: Trace, plan: Plan) -> Program:
     """Turn a plan into a program with local shapes and explicit collectives.
 
     Raises:
-        PlanError: where the plan speaks of other nodes than the trace.
+        PlanError: where the plan speaks of other nodes than the trace, or of strategies that are not legal.
         EmissionError: where it asks for a layout that nothing makes.
     """
     index = PlanIndex.of(plan)
     index.check(trace)
+    check_legal(trace, index, plan.mesh)
     job = _Job(trace, plan.mesh, index, placeholder_keys(trace))
     forward, backward = _Phase(job, "forward"), _Phase(job, "backward")
     forward.placeholders(trace.parameters, trace.buffers)
@@ -285,4 +287,5 @@ def _program(job: _Job, plan: Plan, forward: _Phase, backward: _Phase, num_saved
         constants=trace.constants,
         collectives=tuple(job.emitted),
         plan_hash=plan.hash,
+        settings=trace.settings,
     )

@@ -60,9 +60,8 @@ class PlanIndex:
     @staticmethod
     def of(plan: Plan) -> PlanIndex:
         steps: dict[tuple[str, TensorKey], dict[Layout, Communication]] = {}
-        for c in plan.communications:
-            for indices in c.instances:
-                steps.setdefault((c.phase, (c.node.format(*indices), c.result)), {})[c.target] = c
+        for node, c in plan.steps():
+            steps.setdefault((c.phase, (node, c.result)), {})[c.target] = c
         return PlanIndex(plan.node_choices(), plan.recomputed_choices(), steps, plan.kept_layouts())
 
     def check(self, trace: Trace) -> None:

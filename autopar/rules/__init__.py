@@ -7,7 +7,7 @@ product over axes; `localization` says what one rank then calls; `law` proves a 
 from __future__ import annotations
 
 from autopar.rules.call import Call, Operand, TensorInfo, call_of, call_on, operands_of
-from autopar.rules.expansion import strategies
+from autopar.rules.expansion import is_strategy, strategies
 from autopar.rules.localization import Local, Start, localize
 from autopar.rules.notation import AxisOption
 from autopar.rules.table import axis_options, is_fallback
@@ -23,6 +23,7 @@ __all__ = [
     "call_of",
     "call_on",
     "is_fallback",
+    "is_strategy",
     "localize",
     "operands_of",
     "strategies",

@@ -66,3 +66,22 @@ def _orders(placements: Sequence[tuple[Placement, ...]], num_axes: int) -> list[
 def _distinct(placements: tuple[Placement, ...]) -> bool:
     dims = [p.dim for p in placements if isinstance(p, Shard)]
     return len(set(dims)) == len(dims)
+
+
+def is_strategy(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
+    """Whether `strategies` offers this one, without listing them all."""
+    layouts, num_axes = (*strategy.inputs, *strategy.outputs), len(mesh_shape)
+    if (len(strategy.inputs), len(strategy.outputs)) != (len(call.inputs), len(call.outputs)):
+        return False
+    if any(len(layout.placements) != num_axes for layout in layouts):
+        return False
+    combination = [
+        AxisOption(tuple(i.placements[axis] for i in strategy.inputs), tuple(o.placements[axis] for o in strategy.outputs))
+        for axis in range(num_axes)
+    ]
+    every = axis_options(call)
+    offered = all(o in (every if size > 1 else every[:1]) for o, size in zip(combination, mesh_shape, strict=True))
+    if not offered or not _fits(combination, (*call.inputs, *call.outputs), mesh_shape):
+        return False
+    orders = _orders([layout.placements for layout in layouts], num_axes)
+    return any(all(_layout(layout.placements, order) == layout for layout in layouts) for order in orders)

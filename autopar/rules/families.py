@@ -197,11 +197,15 @@ def index(call: Call) -> Factors:
 
 
 def index_put(call: Call) -> Factors:
-    """Dims after the last indexed one are parallel: there values and tensor agree at the right."""
-    indices = argument(call, "indices")
+    """Dims after the last indexed one are parallel: there values and tensor agree at the right. A mask indexes as many dims as
+    it has."""
     shape, values = call.inputs[0].shape, argument(call, "values").index
-    indexed = [d for d, value in enumerate(indices) if isinstance(value, Operand)]
-    source = tuple(x if d > indexed[-1] else WHOLE for d, x in enumerate(_letters(len(shape))))
+    dim, num_indexed = 0, 0
+    for value in argument(call, "indices"):
+        info = call.inputs[value.index] if isinstance(value, Operand) else None
+        dim += 1 if info is None or info.dtype.is_signed else len(info.shape)
+        num_indexed = num_indexed if info is None else dim
+    source = tuple(x if d >= num_indexed else WHOLE for d, x in enumerate(_letters(len(shape))))
     trailing = source[len(shape) - min(len(shape), len(call.inputs[values].shape)) :]
     value_term = (WHOLE,) * (len(call.inputs[values].shape) - len(trailing)) + trailing
     terms = {i: (WHOLE,) * len(info.shape) for i, info in enumerate(call.inputs)} | {0: source, values: value_term}

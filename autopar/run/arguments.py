@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -29,7 +30,7 @@ class Arguments:
     def __init__(
         self, program: Program, signature: inspect.Signature | None, batch: Literal["global", "local"], groups: Groups, device_type: str
     ) -> None:
-        self._spec, self._signature, self._device_type = program.in_spec, signature, device_type
+        self._spec, self._signature, self._device_type, self._settings = program.in_spec, signature, device_type, program.settings
         args, kwargs = pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec)
         self._paths = [path.split(".", 1)[1] for path in _paths((args, kwargs))]
         self._canonical_spec, self._order = None, list(range(self._spec.num_leaves))
@@ -43,9 +44,16 @@ class Arguments:
         """The program's input tensors, in its order.
 
         Raises:
-            RuntimeStateError: where structure, shape, dtype or device differ from what the program was made for.
+            RuntimeStateError: where structure, shape, dtype, device or an argument that is no tensor differs from what the
+                program was made for.
         """
         leaves = self._leaves(args, kwargs)
+        for position, made_for in self._settings.items():
+            if not _same_setting(leaves[position], made_for):
+                raise RuntimeStateError(
+                    f"argument {self._paths[position]!r} is {_shown(leaves[position])}, the program was made for {_shown(made_for)}",
+                    remedy="what is no tensor is fixed when the program is made: compile once for each value",
+                )
         tensors = []
         for position, tensor, shape in self._inputs:
             value = leaves[position]
@@ -88,6 +96,18 @@ class Arguments:
         return {n: dict(sorted(v.items())) if kinds[n] is inspect.Parameter.VAR_KEYWORD else v for n, v in bound.items()}
 
 
+def _same_setting(given: Any, made_for: Any) -> bool:
+    """Plain values must be equal; other objects have no equality to rely on, and must be of the same type."""
+    if isinstance(made_for, _PLAIN):
+        return isinstance(given, _PLAIN) and given == made_for
+    return type(given) is type(made_for)
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _REMEDY = "call it as in example_inputs, with a batch of the same shapes and dtypes; compile again for another batch"
 
 

@@ -11,7 +11,7 @@ by index; `autopar.run` binds these to process groups, the lockstep interpreter 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Program:
         backward: placeholders in the order saved values, tangent.
         num_saved: how many of the forward's last results are saved for backward.
         mutated: names of the buffers whose new values follow the outputs, in order.
-        in_spec, out_spec, constants: as in `autopar.capture.trace.Trace`.
+        in_spec, out_spec, constants, settings: as in `autopar.capture.trace.Trace`.
         collectives: every emitted collective with the node it feeds: (phase, node key, Collective) tuples.
     """
 
@@ -72,3 +72,4 @@ class Program:
     constants: Mapping[int, Any]
     collectives: tuple[tuple[str, str, Any], ...]
     plan_hash: str = ""
+    settings: Mapping[int, Any] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.capture import Trace
 from autopar.capture._torch import flatten_call, flatten_with_paths
@@ -82,10 +82,10 @@ class Case:
 
     def run_plain(self) -> tuple[Results, tuple[str, ...]]:
         """The plain model's step, and the ops that it computes in a smaller dtype than `dtype`."""
-        plain = copy.deepcopy(self.model) if self.dtype is None else copy.deepcopy(self.model).to(self.dtype)
+        plain = copy.deepcopy(self.model)._apply(self._promoted)  # Module.to would make complex buffers real
         plain.zero_grad(set_to_none=True)
         watch = _LowerDtypes(self.dtype)
-        args, kwargs = map(self._promoted, self.args), {name: self._promoted(x) for name, x in self.kwargs.items()}
+        args, kwargs = tree_map(self._promoted, (self.args, dict(self.kwargs)))
         with without_caches(plain), torch.enable_grad():
             with watch:
                 returned = plain(*args, **kwargs)

@@ -229,6 +229,8 @@ CASES: Mapping[Any, Case | list[Case]] = {
         lambda s: on(real(s.a, s.b, s.c), [ids(s.a, s.d)], real(s.d, s.b, s.c), True),
         lambda s: on(real(s.a, s.b, s.c), [None, ids(s.b, s.d)], real(s.a, s.d, s.c), True),
         lambda s: on(real(s.a, s.b), [ids(s.a, s.d, 2)], real(s.d, 2, s.b), True),
+        lambda s: on(real(s.a, s.b, s.c), [real(s.a, s.b) > 0], real(1)),
+        lambda s: on(real(s.a, s.b, s.c), [None, real(s.b) > 0], real(1, 1, s.c)),
     ],
     aten.gather.default: [lambda s: on(real(s.a, s.b, s.c), 1, ids(s.b, s.a, s.d, s.c)), lambda s: on(real(s.a, s.b), 1, ids(s.b, 1, s.d))],
     aten.scatter.value: lambda s: on(real(s.a, s.b), 1, ids(s.b, s.a, 1), 2.0),

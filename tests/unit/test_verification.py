@@ -189,3 +189,21 @@ def test_a_gradient_that_is_lost_counts_as_zeros_and_the_report_says_not_equal()
     assert lost.rows[0] == ("gradient", "weight", 1.0)
     assert str(lost).startswith("NOT equal")
     assert replace(lost, ok=True).__str__().startswith("equal")
+
+
+def test_complex_buffers_and_nested_inputs_are_computed_in_the_dtype_asked_for() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("turns", torch.polar(torch.ones(6, 4), torch.rand(6, 4)))
+
+        def forward(self, parts: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+            (x,) = parts["x"]
+            pairs = torch.view_as_complex(self.layer(x).view(4, 6, 4, 2)) * self.turns
+            return (torch.view_as_real(pairs).flatten(2) * x).pow(2).mean()
+
+    model, batch = Rotary(), {"parts": {"x": [torch.randn(4, 6, 8)]}}
+    trace = capture(model, (), batch)
+    found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, (), batch)
+    assert found.max_error < 1e-9 and found.dtype == "float64"

@@ -81,12 +81,14 @@ def _equal_parts(split: fx.Node) -> int | None:
 
 
 def _joined(x: fx.Node, weight: fx.Node, shape: tuple[int, ...], num_parts: int) -> Iterator[fx.Node]:
-    """Concatenations, of the value's shape, that are multiplied with the projection's input or weight."""
+    """Concatenations, of the value's shape, that are multiplied with the projection's input or weight, and with no other weight:
+    another projection of the same input has gradients of its own."""
     seen = set()
     for user in (*x.users, *weight.users):
         for operand in user.args[1:] if user.target is ops.dot else ():
             whole = operand.target is aten.cat.default and shape_of(operand) == shape and len(operand.args[0]) == num_parts
-            if whole and operand not in seen and (operand.args[1:] or (0,))[0] % len(shape) == len(shape) - 1:
+            foreign = whole and any(w.op == "placeholder" and w not in (x, weight) for u in operand.users for w in u.all_input_nodes)
+            if whole and not foreign and operand not in seen and (operand.args[1:] or (0,))[0] % len(shape) == len(shape) - 1:
                 seen.add(operand)
                 yield operand
 

@@ -4,8 +4,9 @@
 
     m = amax(x)    s = Σ exp(x − m)    nll = log s + m − x[label]    valid = label ≠ ignored
     loss = Σ nll · valid / Σ valid
-    ∂loss/∂x = cross_entropy_backward(x, m, s, label, valid · tangent / Σ valid)
+    ∂loss/∂x = cross_entropy_backward(x, m, s, label, valid · tangent / max(Σ valid, 1))
 
+Where no label is valid the loss is NaN and its gradient zero, as in torch.
 The number of valid labels is a sum of its own, known before the first backward. The logits are read as they are: in
 half precision, a cast before the loss is redundant, since the pieces compute in float32.
 """
@@ -105,7 +106,8 @@ def _backward(end: fx.Node, tangent: fx.Node, pieces: _Pieces) -> None:
     accumulate = dtype_of(pieces.valid)
     per_row = _cast(end, tangent, accumulate)
     if pieces.count is not None:
-        per_row = emit(end, aten.div.Tensor, (per_row, pieces.count), (), dtype=accumulate)
+        count = emit(end, aten.clamp_min.default, (pieces.count, 1), (), dtype=accumulate)
+        per_row = emit(end, aten.div.Tensor, (per_row, count), (), dtype=accumulate)
     scale = emit(end, aten.mul.Tensor, (pieces.valid, per_row), shape_of(pieces.valid), dtype=accumulate)
     args = (pieces.x, pieces.m, pieces.s, pieces.labels, scale)
     gradient = emit(end, ops.cross_entropy_backward, args, shape_of(pieces.x), dtype=dtype_of(pieces.x))

@@ -99,3 +99,22 @@ def test_bad_options_say_what_to_pass() -> None:
         plan(model, 1, example_inputs=batch, memory_bytes=-1)
     with pytest.raises(RuntimeStateError, match="needs example_inputs"):
         compile(model, 1, batch="local")
+
+
+def test_an_argument_that_is_no_tensor_is_fixed_when_the_program_is_made() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, scale: float = 1.0, mask: torch.Tensor | None = None) -> torch.Tensor:
+            y = self.layer(x) if mask is None else self.layer(x) * mask
+            return y.pow(2).mean() * scale
+
+    values = {"x": torch.randn(2, 4), "scale": 2.0, "mask": None}
+    module = compile(Scaled(), 1, example_inputs=values)
+    assert module(**values).isfinite()
+    with pytest.raises(RuntimeStateError, match=r"argument 'scale' is 3\.0, the program was made for 2\.0"):
+        module(**{**values, "scale": 3.0})
+    with pytest.raises(RuntimeStateError, match="argument 'mask' is Tensor, the program was made for None"):
+        module(**{**values, "mask": torch.ones(2, 4)})

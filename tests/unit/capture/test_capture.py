@@ -261,3 +261,16 @@ def test_the_cross_entropy_is_exact_with_ignored_labels(reduction: str, shape: t
     loss.backward()
     torch.testing.assert_close(outputs[0], loss.detach(), rtol=1e-12, atol=1e-12)
     _assert_gradients(gradients, model)
+
+
+def test_the_fingerprint_tells_models_apart_that_differ_in_an_ops_argument_only() -> None:
+    class Soft(nn.Module):
+        def __init__(self, dim: int) -> None:
+            super().__init__()
+            self.dim, self.layer = dim, nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).softmax(self.dim).pow(2).sum()
+
+    marks = [capture(Soft(dim), (torch.randn(6, 6),)).fingerprint for dim in (0, 1, 0)]
+    assert marks[0] == marks[2] != marks[1]

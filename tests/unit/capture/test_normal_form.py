@@ -232,3 +232,44 @@ def test_nodes_carry_the_models_module_paths() -> None:
     assert {node.meta["module"] for node in trace.graph.nodes} <= known
     unlabelled = [n for n in trace.graph.nodes if n.target is aten.add.Tensor and n.meta["phase"] == "backward" and not n.meta["module"]]
     assert not unlabelled
+
+
+class _Gates(nn.Module):
+    """Two fused projections that read one activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        a, b = self.left(hidden).chunk(2, -1)
+        c, d = self.right(hidden).chunk(2, -1)
+        return (a * b.sigmoid() + c * d.sigmoid()).pow(2).mean()
+
+
+def test_two_fused_projections_of_one_activation_are_each_seen_by_their_parts() -> None:
+    model, x = _Gates().double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    trace = capture(model, (x,))
+    assert {e.name for e in trace.parameters if e.view == (2, 4, 8)} == {"left.weight", "right.weight"}
+    _, gradients = execute(trace, dict(model.named_parameters()), {}, [x])
+    model(x).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_where_every_label_is_ignored_the_loss_is_nan_and_its_gradient_zero_as_in_torch() -> None:
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 5)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    model, batch = Classifier(), (torch.randn(4, 6, 8), torch.full((4, 6), -100))
+    (loss,), gradients = execute(capture(model, batch), dict(model.named_parameters()), {}, batch)
+    model(*batch).backward()
+    assert loss.isnan()
+    assert model.head.weight.grad is not None and not model.head.weight.grad.any()
+    assert not gradients["head.weight"].any() and not gradients["head.bias"].any()

@@ -9,6 +9,7 @@ import expert
 import pytest
 import torch
 import zoo_small
+from made_plan import strategy
 from torch import fx
 
 from autopar.capture import Trace, capture
@@ -106,3 +107,44 @@ def test_gradients_of_16_bit_parameters_are_reduced_in_fp32_and_other_partial_su
     activations = [n for n in reduced if n.meta["key"].split("/")[1] == "add.Tensor"]
     assert activations
     assert {n.meta["collective"].dtype for n in activations} == {"bfloat16"}
+
+
+def test_a_strategy_that_the_ops_rule_does_not_offer_is_refused_with_the_users_line() -> None:
+    torch.manual_seed(0)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x).softmax(1).pow(2).sum()
+
+    trace = capture(Model(), (torch.randn(4, 6, 8),))
+    plan = make_plan(trace, Mesh({"a": 2}), HardwareProfile.load("cpu-gloo"), PlanOptions()).plan
+    emit(trace, plan)
+    position, entry = next((i, e) for i, e in enumerate(plan.entries) if any("_softmax/" in n.node for n in e.nodes))
+    along = tuple(replace(n, strategy=strategy("S(1) -> S(1)")) if "_softmax/" in n.node else n for n in entry.nodes)
+    wrong = replace(plan, entries=(*plan.entries[:position], replace(entry, nodes=along), *plan.entries[position + 1 :]))
+    with pytest.raises(PlanError, match=r"_softmax/forward/0 cannot run as S\(1\) -> S\(1\)(.|\n)*test_emit\.py:\d+: .*softmax\(1\)"):
+        emit(trace, wrong)
+
+
+def test_a_collective_that_does_not_lead_where_the_plan_says_is_refused(planned: tuple[Trace, Planned]) -> None:
+    trace, made = planned
+    step = next(c for c in made.plan.communications if c.collective.kind == "all_gather")
+    others = tuple(c for c in made.plan.communications if c is not step)
+    changes = ({"axis": 1 - step.collective.axis}, {"dim": 1 - step.collective.dim}, {"kind": "slice"}, {"bytes": 1}, {"dtype": "int8"})
+    for change in changes:
+        wrong = replace(step, collective=replace(step.collective, **change))
+        with pytest.raises(PlanError, match=r"leads from .* to .* for"):
+            emit(trace, replace(made.plan, communications=(*others, wrong)))
+
+
+def test_a_parameter_that_cannot_rest_so_is_refused(planned: tuple[Trace, Planned]) -> None:
+    trace, made = planned
+    position, entry = next((i, e) for i, e in enumerate(made.plan.entries) if e.kind == "parameter")
+    for layout in ("S(7) R", "P R", "S(0)"):
+        wrong = replace(entry, nodes=tuple(replace(n, strategy=strategy(f"{layout} -> {layout}")) for n in entry.nodes))
+        with pytest.raises(PlanError, match="cannot lie as"):
+            emit(trace, replace(made.plan, entries=(*made.plan.entries[:position], wrong, *made.plan.entries[position + 1 :])))

@@ -1,0 +1,92 @@
+"""Whether what a plan says is legal, whoever wrote it.
+
+Emission would turn an illegal strategy into a program that runs and computes something else. So every strategy must be one that
+the op's rule offers, every border must be split evenly, and every collective must lead from the layout that it names to the
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from autopar.capture.trace import Trace
+from autopar.emit.choices import PlanIndex, TensorKey, output_key, parameter_key, placeholder_keys
+from autopar.errors import PlanError, Where
+from autopar.layout import Layout, Strategy
+from autopar.mesh import Mesh
+from autopar.plans import Communication
+from autopar.redistribute import neighbours
+from autopar.rules import call_of, is_strategy
+
+_REMEDY = "plan again; the file was changed by hand or belongs to another model or version"
+
+
+def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
+    """Every decision of the plan against the traced graph.
+
+    Raises:
+        PlanError: naming the first that is not legal.
+    """
+    for node in trace.graph.nodes:
+        if node.op == "call_function":
+            for choices in (index.chosen, index.again):
+                if node.meta["key"] in choices:
+                    _check_strategy(node, choices[node.meta["key"]], mesh)
+    values = dict(_values(trace))
+    for key, layouts, value in _borders(trace, index):
+        if len(layouts) != 1 or layouts[0].has_partial or not _fits(layouts[0], value, mesh):
+            shown = ", ".join(map(str, layouts)) or "no layout"
+            raise PlanError(f"{key} of shape {tuple(value.shape)} cannot lie as {shown} on mesh {mesh}", remedy=_REMEDY)
+    for (_, tensor), steps in index.steps.items():
+        for step in steps.values():
+            _check_step(tensor, step, values, mesh)
+
+
+def _borders(trace: Trace, index: PlanIndex) -> Iterator[tuple[str, tuple[Layout, ...], torch.Tensor]]:
+    """What goes in or out: its key, its layouts in the plan, and its value; a gradient lies as its parameter."""
+    nodes = {node.name: node for node in trace.graph.nodes}
+    for name, key in placeholder_keys(trace).items():
+        yield key, index.chosen[key].outputs, nodes[name].meta["val"]
+    results = next(iter(reversed(trace.graph.nodes))).args[0]
+    named = [(p.gradient, parameter_key(p.name)) for p in trace.parameters if p.gradient is not None]
+    named += [(i, output_key(o.path)) for i, o in enumerate(trace.outputs)] + [(i, output_key(n)) for n, i in trace.mutated.items()]
+    for position, key in named:
+        yield key, index.chosen[key].inputs, results[position].meta["val"]
+
+
+def _check_strategy(node: fx.Node, strategy: Strategy, mesh: Mesh) -> None:
+    if not is_strategy(call_of(node), strategy, mesh.shape):
+        where = Where(str(node.target), node.meta["module"], node.meta["source"])
+        raise PlanError(f"{node.meta['key']} cannot run as {strategy} on mesh {mesh}", where=where, remedy=_REMEDY)
+
+
+def _values(trace: Trace) -> Iterator[tuple[TensorKey, torch.Tensor]]:
+    keys = placeholder_keys(trace)
+    for node in trace.graph.nodes:
+        value = node.meta.get("val")
+        for result, tensor in enumerate(value if isinstance(value, tuple | list) else (value,)):
+            if isinstance(tensor, torch.Tensor):
+                yield (keys.get(node.name, node.meta["key"]), result), tensor
+
+
+def _check_step(tensor: TensorKey, step: Communication, values: dict[TensorKey, torch.Tensor], mesh: Mesh) -> None:
+    value, moved = values.get(tensor), getattr(torch, str(step.collective.dtype), None)
+    if value is None:
+        raise PlanError(f"the plan moves {tensor}, which the model does not make", remedy=_REMEDY)
+    wide = isinstance(moved, torch.dtype) and torch.promote_types(value.dtype, moved) == moved
+    legal = wide and _fits(step.source, value, mesh)
+    if not legal or (step.collective, step.target) not in neighbours(value.shape, value.dtype, step.source, mesh.shape, moved):
+        c = step.collective
+        raise PlanError(
+            f"no {c.kind} in {c.dtype} on axis {c.axis} leads from {step.source} to {step.target} for {tensor} of {value.dtype} "
+            f"{tuple(value.shape)} on mesh {mesh}",
+            where=Where(module=step.module),
+            remedy=_REMEDY,
+        )
+
+
+def _fits(layout: Layout, value: torch.Tensor, mesh: Mesh) -> bool:
+    return len(layout.placements) == len(mesh.shape) and layout.divides(value.shape, mesh.shape)
