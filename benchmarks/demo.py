@@ -1,147 +1,191 @@
-"""Trains a small GPT-2 on real text, planned for four local processes, beside the same run on one process.
+"""``make demo``: train a small GPT-2 on real text, on 4 local processes beside the same run on one.
 
-The text is the Python standard library's own sources, read by bytes: every machine has it. Prints the plan, the largest
-difference of the two loss curves, and predicted and measured memory; writes ``plan.json``,
-``demo.png`` (curves and memory) and ``plan.png`` (the layouts).
+The text is the source code of Python's standard library, read by bytes: every machine has it. The 4 processes form a 2×2 mesh
+that the planner lays out under a memory budget in which the model does not fit unsharded. Both runs start from the same weights and
+see the same batches. Writes ``out/plan.json`` and ``out/demo.png``.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
 
 import autopar
-from autopar.hf import build
-from autopar.report import report
-from autopar.run.device_mesh import device_mesh
+from autopar import hf
+from autopar.run.memory import LiveBytes
 from autopar.units import size
 from benchmarks.ranks import run_ranks
-from benchmarks.regret import peak_of
 
-CONFIG = '{"vocab_size":256,"n_positions":128,"n_embd":256,"n_layer":4,"n_head":8,"bos_token_id":0,"eos_token_id":0}'
-MESH = autopar.Mesh({"a": 2, "b": 2})
-BATCH, SEQ, RATE = 16, 128, 1e-3
-NUM_BYTES = 2_000_000
+MODEL = """gpt2:{"n_embd": 256, "n_layer": 4, "n_head": 8, "vocab_size": 256, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0}"""
+MESH = {"a": 2, "b": 2}
+BATCH, SEQ, LEARNING_RATE, MEASURED_STEP = 8, 128, 1e-3, 1
+BUDGET_BYTES = 60 * 10**6
+TOLERANCE = 1e-3  # of the losses: roundings of float32 after some dozen steps of AdamW
+TEXT_BYTES = 4 * 10**6
+Told = Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """What one run of the training saw on one rank: losses, seconds per step (median), peak of live tensor bytes."""
+class Run:
+    """One rank's run: the loss of every step, the peak of live tensor bytes in one step, and the plan's text (if any)."""
 
     losses: tuple[float, ...]
-    step_s: float
     peak_bytes: int
+    seconds: float
+    plan: str = ""
 
 
-def text() -> torch.Tensor:
-    """The first two million bytes of the standard library's modules, in the order of their names; a vector of int64."""
-    data = bytearray()
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        data += path.read_bytes()
-        if len(data) >= NUM_BYTES:
-            break
-    return torch.frombuffer(data, dtype=torch.uint8).to(torch.int64)[:NUM_BYTES]
+def text() -> Tensor:
+    """The standard library's top-level modules, one after another, as bytes."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)[:TEXT_BYTES]), dtype=torch.uint8).long()
 
 
-def batches(num_steps: int) -> Iterator[dict[str, torch.Tensor]]:
-    """The same random windows of the text in every run and on every rank: the global batch."""
-    data, generator = text(), torch.Generator().manual_seed(0)
-    for _ in range(num_steps):
-        starts = torch.randint(0, len(data) - SEQ, (BATCH,), generator=generator).tolist()
-        ids = torch.stack([data[s : s + SEQ] for s in starts])
-        yield {"input_ids": ids, "labels": ids}
+def batches(steps: int) -> list[dict[str, Tensor]]:
+    """Random windows of the text, the same on every process."""
+    data, generator = text(), torch.Generator().manual_seed(1)
+    starts = torch.randint(0, len(data) - SEQ, (steps, BATCH), generator=generator)
+    windows = data[starts[..., None] + torch.arange(SEQ)]
+    own = [window.clone() for window in windows]  # a view would hold all the others alive
+    return [{"input_ids": window, "labels": window} for window in own]
 
 
-def model_and_batch() -> tuple[torch.nn.Module, dict[str, Any]]:
-    """The model with the same first weights in every run."""
-    return build(f"gpt2:{CONFIG}", device="cpu", batch=BATCH, seq=SEQ, seed=0)
+def build() -> torch.nn.Module:
+    return hf.build(MODEL, device="cpu", batch=BATCH, seq=SEQ)[0]
 
 
-def train(rank: int, tell: Any, plan: str | None, num_steps: int) -> Curve:
-    """One rank's run: of the plan, or, without one, of the plain model. The last step is run again to measure its memory."""
-    model, example = model_and_batch()
-    if plan is not None:
-        chosen = autopar.Plan.loads(plan)
-        model = autopar.compile(model, device_mesh(chosen.mesh), example_inputs=example, plan=chosen)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    losses, seconds = [], []
-    for data in batches(num_steps):
-        start = time.perf_counter()
-        loss = model(**data).loss
-        loss.backward()
+def train(model: torch.nn.Module, steps: int, told: Told) -> tuple[tuple[float, ...], int, float]:
+    """An ordinary training loop; the peak from the start of forward to the end of backward, of one step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    losses, peak, start = [], 0, time.perf_counter()
+    for step, batch in enumerate(batches(steps)):
+        if step == MEASURED_STEP:
+            loss, peak = _measured(model, optimizer, batch)
+        else:
+            loss = model(**batch)["loss"]
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        seconds.append(time.perf_counter() - start)
-        if rank == 0:
-            tell(1)
-    return Curve(tuple(losses), sorted(seconds)[len(seconds) // 2], peak_of((model, optimizer), data))
+        told(losses[-1])
+    return tuple(losses), peak, time.perf_counter() - start
+
+
+def _measured(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor) and x.dim() > 0]
+    with LiveBytes() as memory:
+        memory.register([*model.parameters(), *model.buffers(), *batch.values(), *state])
+        memory.reset_peak()
+        outputs = model(**batch)
+        outputs["loss"].backward()
+        return outputs["loss"].detach(), memory.peak_bytes
+
+
+def alone(steps: int, told: Told) -> Run:
+    """The plain model, in this process."""
+    return Run(*train(build(), steps, told))
+
+
+def rank(number: int, tell: Told, steps: int) -> Run:
+    """One of the processes: the same loop around the compiled model."""
+    module = autopar.compile(
+        build(), MESH, example_inputs=batches(1)[0], hardware="cpu-gloo", memory_bytes=BUDGET_BYTES, optimizer="adamw"
+    )
+    found = train(module, steps, tell if number == 0 else lambda _: None)
+    return Run(*found, plan=module.plan.dumps())  # type: ignore[operator, union-attr]
+
+
+def both(steps: int) -> tuple[Run, list[Run]]:
+    """The run on one process, then that on four, with a progress bar each."""
+    count = TextColumn("{task.completed:>3}/{task.total} {task.fields[loss]}")
+    with Progress(TextColumn("{task.description:<14}"), BarColumn(), count, TimeElapsedColumn()) as progress:
+        tasks = [progress.add_task(name, total=steps, loss="") for name in ("one process", "four processes")]
+
+        def told(task: Any) -> Told:
+            return lambda loss: progress.update(task, advance=1, loss=f"loss {loss:.3f}")
+
+        progress.update(tasks[1], visible=False)
+        single = alone(steps, told(tasks[0]))
+        progress.update(tasks[1], visible=True, loss="planning")
+        progress.reset(tasks[1])
+        os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the ranks, which share this machine's cores
+        return single, run_ranks(4, rank, steps, told=told(tasks[1]))
+
+
+def picture(path: Path, plan: autopar.Plan, single: Run, ranks: list[Run]) -> None:
+    """Loss curves, their difference, and the plan's layouts and memory."""
+    from matplotlib.figure import Figure
+
+    from autopar import report
+
+    figure = Figure(figsize=(12, 12), dpi=110, layout="constrained", facecolor="white")
+    top, middle, bottom = figure.subfigures(3, 1, height_ratios=(3.2, 6, 2.6))
+    curves, difference = top.subplots(1, 2)
+    curves.plot(single.losses, color="#e8924a", linewidth=5, alpha=0.5, label="one process")
+    curves.plot(ranks[0].losses, color="#2f5d8a", linewidth=1.3, label="four processes, 2×2 mesh")
+    curves.set_ylabel("loss per byte")
+    curves.legend(frameon=False)
+    difference.semilogy([max(d, 1e-12) for d in differences(single, ranks)], color="#d1605e", linewidth=1.3)
+    difference.set_ylabel("relative difference of the losses")
+    for axes in (curves, difference):
+        axes.set_xlabel("step")
+        axes.spines[["top", "right"]].set_visible(False)
+    report.layouts(plan, inside=middle)
+    report.memory(plan, inside=bottom)
+    figure.savefig(path)
+
+
+def differences(single: Run, ranks: list[Run]) -> list[float]:
+    """Largest relative difference of the losses over the ranks, step by step."""
+    steps = zip(single.losses, *(run.losses for run in ranks), strict=True)
+    return [max(abs(loss - reference) / reference for loss in losses) for reference, *losses in steps]
+
+
+def tell(console: Console, plan: autopar.Plan, single: Run, ranks: list[Run]) -> bool:
+    """Print what came of it; whether the four processes followed the one."""
+    apart, predicted = max(differences(single, ranks)), plan.prediction.peak_bytes
+    console.print(autopar.explain(plan))
+    console.rule("the same training, on one process and on four")
+    console.print(f"loss        {single.losses[0]:.4f} at the start, {single.losses[-1]:.4f} at the end, after {len(single.losses)} steps")
+    console.print(f"difference  {apart:.1e} at most, relative, at any step on any rank (float32 rounding, which AdamW lets grow)")
+    console.print(f"memory      one process {size(single.peak_bytes)}; budget per rank {size(BUDGET_BYTES)}: unsharded it would not fit")
+    for number, run in enumerate(ranks):
+        off = run.peak_bytes / predicted - 1
+        console.print(f"  rank {number}    predicted {size(predicted)}, measured {size(run.peak_bytes)} ({off:+.2%})")
+    cores = f"one thread each, {os.cpu_count()} cores"
+    console.print(f"time        {single.seconds:.0f} s on one process, {ranks[0].seconds:.0f} s on four ({cores})")
+    return apart < TOLERANCE
 
 
 def main(arguments: list[str]) -> int:
-    """Run the demo; 0 where the two curves agree."""
     flags = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
-    flags.add_argument("--steps", type=int, default=60)
+    flags.add_argument("--steps", type=int, default=80)
     flags.add_argument("--out", type=Path, default=Path("out"))
     options = flags.parse_args(arguments)
+    torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
-    console = Console(width=max(Console().width, 120))  # the plan's tables need room
-    model, example = model_and_batch()
-    num_parameters = sum(p.numel() for p in model.parameters())
-    console.print(f"a GPT-2 of {num_parameters / 1e6:.1f} million parameters, planned for {MESH} with the profile cpu-gloo …")
-    plan = autopar.plan(model, MESH, example_inputs=example, hardware="cpu-gloo")
+    console = Console() if Console().is_terminal else Console(width=140)
+    single, ranks = both(options.steps)
+    plan = autopar.Plan.loads(ranks[0].plan)
     plan.save(options.out / "plan.json")
-    console.print(autopar.explain(plan))
-    with Progress(console=console) as progress:
-        together = progress.add_task("4 processes", total=options.steps)
-        ours = run_ranks(MESH.num_devices, train, plan.dumps(), options.steps, told=lambda n: progress.advance(together, n))
-        alone = progress.add_task("1 process", total=options.steps)
-        (plain,) = run_ranks(1, train, None, options.steps, told=lambda n: progress.advance(alone, n))
-    return _report(console, plan, ours, plain, options.out)
-
-
-def _report(console: Console, plan: autopar.Plan, ours: list[Curve], plain: Curve, out: Path) -> int:
-    first = ours[0]
-    difference = max(abs(a - b) for a, b in zip(first.losses, plain.losses, strict=True))
-    console.print(f"loss {plain.losses[0]:.3f} → {plain.losses[-1]:.3f} on one process, {first.losses[-1]:.3f} on four")
-    console.print(f"largest difference of the two loss curves: {difference:.1e}")
-    console.print(f"step: {plain.step_s:.2f} s on one process, {first.step_s:.2f} s on four (the four share this machine's cores)")
-    measured = ", ".join(size(curve.peak_bytes) for curve in ours)
-    console.print(f"memory per rank: predicted {size(plan.prediction.peak_bytes)}, measured {measured}")
-    console.print(f"memory of the one process: {size(plain.peak_bytes)}")
-    _picture(plan, ours[0], plain, out / "demo.png")
-    report(plan, out / "plan.png")
-    console.print(f"written: {out / 'plan.json'}, {out / 'demo.png'}, {out / 'plan.png'}")
-    return 0 if difference < 1e-3 and plain.losses[-1] < plain.losses[0] else 1
-
-
-def _picture(plan: autopar.Plan, ours: Curve, plain: Curve, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    losses, memory = figure.subplots(1, 2, width_ratios=(3, 2))
-    losses.plot(plain.losses, color="#9aa5b1", linewidth=5, label="one process")
-    losses.plot(ours.losses, color="#0b6e99", linewidth=1.5, label=f"{plan.mesh.num_devices} processes, {plan.mesh}")
-    losses.set(xlabel="step", ylabel="loss", title="The same training, planned and plain")
-    losses.legend(frameon=False)
-    names = ("one process\nmeasured", "per rank\npredicted", "per rank\nmeasured")
-    values = [x / 2**20 for x in (plain.peak_bytes, plan.prediction.peak_bytes, ours.peak_bytes)]
-    bars = memory.bar(names, values, color=("#9aa5b1", "#f2a541", "#0b6e99"))
-    memory.bar_label(bars, fmt="%.1f")
-    memory.set(ylabel="MiB", title="Peak of live tensor bytes")
-    for axes in (losses, memory):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    picture(options.out / "demo.png", plan, single, ranks)
+    followed = tell(console, plan, single, ranks)
+    console.print(f"wrote {options.out / 'plan.json'} and {options.out / 'demo.png'}")
+    if not followed:
+        console.print("[red]the four processes did not follow the one[/red]")
+    return 0 if followed else 1
 
 
 if __name__ == "__main__":
