@@ -48,9 +48,10 @@ class Run:
 
 
 def text() -> Tensor:
-    """The standard library's top-level modules, one after another, as bytes."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)[:TEXT_BYTES]), dtype=torch.uint8).long()
+    """The standard library's top-level modules, one after another, as bytes; without the few that hold tables of other scripts."""
+    sources = (path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    joined = b"".join(source for source in sources if source.isascii())
+    return torch.frombuffer(bytearray(joined[:TEXT_BYTES]), dtype=torch.uint8).long()
 
 
 def batches(steps: int) -> list[dict[str, Tensor]]:

@@ -1,0 +1,70 @@
+"""Training real models on four gloo processes, 2×2, follows the plain model under plans with every kind of collective.
+
+The plans are random legal ones, chosen by seed for what is in them. The processes measure, the tests judge.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+import zoo_small  # noqa: E402
+from harness import run_processes  # noqa: E402
+
+from autopar.hardware import HardwareProfile  # noqa: E402
+from autopar.mesh import Mesh  # noqa: E402
+from autopar.plans import Plan  # noqa: E402
+from benchmarks.random_plans import prepare, random_plan  # noqa: E402
+
+pytestmark = pytest.mark.multiproc
+MESH = Mesh({"a": 2, "b": 2})
+SEEDS = {"gpt2": 3, "llama": 4}
+Facts = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    found = {}
+    for kind, seed in SEEDS.items():
+        model, batch = getattr(zoo_small, kind)(dtype=torch.float64)
+        ready = prepare(model, batch, MESH, HardwareProfile.load("cpu-gloo"))
+        found[kind] = random_plan(ready, seed, loudness=(1.0, 1.0), recompute_share=0.3)[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def facts(plans: dict[str, Plan]) -> Facts:
+    return run_processes(4, str(Path(__file__).parent / "worker_training.py"), "run", {kind: p.dumps() for kind, p in plans.items()})
+
+
+def test_the_plans_communicate_in_every_way_and_recompute(plans: dict[str, Plan]) -> None:
+    kinds = {c.collective.kind for plan in plans.values() for c in plan.communications}
+    assert kinds == {"all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice"}
+    for plan in plans.values():
+        assert {c.collective.axis for c in plan.communications if c.phase == "backward"} == {0, 1}
+        assert any(entry.recompute for entry in plan.entries)
+
+
+@pytest.mark.parametrize("kind", SEEDS)
+def test_five_steps_with_clipping_follow_the_plain_model(facts: Facts, plans: dict[str, Plan], kind: str) -> None:
+    # 2e-6: both models compute their loss in float32, whatever their weights are.
+    for fact in facts:
+        assert fact[kind]["hash"] == plans[kind].hash
+        assert max(fact[kind]["loss"]) < 2e-6
+        assert max(fact[kind]["norm"]) < 2e-6
+        assert fact[kind]["clipped"]
+        assert fact[kind]["parameters"] < 1e-5
+        assert fact[kind]["sharded"] > 3
+    assert len({fact[kind]["last"] for fact in facts}) == 1
+
+
+@pytest.mark.parametrize("kind", SEEDS)
+def test_the_state_dict_of_one_module_makes_another_the_same(facts: Facts, kind: str) -> None:
+    for fact in facts:
+        assert fact[kind]["state"] == {"keys": "<All keys matched successfully>", "apart": True, "same": True}
