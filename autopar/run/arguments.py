@@ -69,6 +69,11 @@ class Arguments:
                     f"argument {tensor.name!r} is on {value.device}, the mesh on {self._device_type}",
                     remedy=f"move the batch to {self._device_type}",
                 )
+            if value.requires_grad and torch.is_grad_enabled():
+                raise RuntimeStateError(
+                    f"argument {tensor.name!r} requires a gradient, and the program computes those of parameters only",
+                    remedy="detach it, or make what computes it a part of the model",
+                )
             tensors.append(value)
         return tensors
 

@@ -71,6 +71,7 @@ class ParallelModule(nn.Module):
         self._results = Results(program)
         self._loss = next((i for i, t in enumerate(program.outputs) if t.is_loss), None)
         self._captured_mode = None if both_modes else model.training
+        self._made_under = _autocast(devices.device_type)
         self.training = model.training
         self.register_state_dict_post_hook(_state_dict_hook)
         self.register_load_state_dict_pre_hook(_load_state_dict_hook)
@@ -86,6 +87,11 @@ class ParallelModule(nn.Module):
             raise RuntimeStateError(
                 f"the program was made in {'train' if self._captured_mode else 'eval'} mode, which this model computes differently",
                 remedy="compile the model once in each mode",
+            )
+        if _autocast(self.device_mesh.device_type) != self._made_under:
+            raise RuntimeStateError(
+                f"called under {_autocast(self.device_mesh.device_type)}, compiled under {self._made_under}: a program's casts are its own",
+                remedy="compile and call the model under the same torch.autocast, or use it inside the model's forward",
             )
         inputs = self._arguments.tensors(args, kwargs)
         parameters = [self.get_parameter(t.name) for t in self.program.parameters]
@@ -187,14 +193,15 @@ class ParallelModule(nn.Module):
 
     def _run(self, inputs: list[Tensor], parameters: Iterable[Tensor], *, keep: bool) -> tuple[list[Tensor], list[Any]]:
         buffers = [self.get_buffer(t.name) for t in self.program.buffers]
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(self.device_mesh.device_type, enabled=False):
             locals = [self._storages[t.name].local(p) for p, t in zip(parameters, self.program.parameters, strict=True)]
             local_buffers = [self._storages[t.name].local(b) for b, t in zip(buffers, self.program.buffers, strict=True)]
             return self._executor.forward(locals, local_buffers, inputs, keep=keep)
 
     def _gradients(self, saved: list[Any], tangent: Tensor) -> tuple[DTensor | None, ...]:
         """One per parameter of the program."""
-        gradients = iter(self._executor.backward(saved, tangent))
+        with torch.autocast(self.device_mesh.device_type, enabled=False):  # the caller may be under it
+            gradients = iter(self._executor.backward(saved, tangent))
         return tuple(self._storages[t.name].wrap(next(gradients)) if t.has_gradient else None for t in self.program.parameters)
 
     def _present(self, result: Tensor, storage: Storage) -> Tensor:
@@ -225,6 +232,13 @@ class _Step(torch.autograd.Function):
         tangent = tangents[ctx.module._loss]
         assert tangent is not None, "only the loss is differentiable"
         return (None, None, *ctx.module._gradients(saved, tangent))
+
+
+def _autocast(device_type: str) -> str:
+    """What `torch.autocast` does around here."""
+    if not torch.is_autocast_enabled(device_type):
+        return "no autocast"
+    return f"autocast to {torch.get_autocast_dtype(device_type)}"
 
 
 def _state_dict_hook(module: ParallelModule, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:

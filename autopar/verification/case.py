@@ -80,11 +80,11 @@ class Case:
         outputs, gradients = execute(self.trace, self.tensors, self.tensors, self.inputs, dtype=self.dtype, observe=observe)
         return Results({o.path: x for o, x in zip(self.trace.outputs, outputs, strict=True)}, {}, gradients)
 
-    def run_plain(self) -> tuple[Results, tuple[str, ...]]:
-        """The plain model's step, and the ops that it computes in a smaller dtype than `dtype`."""
+    def run_plain(self) -> tuple[Results, dict[str, torch.dtype]]:
+        """The plain model's step, and the ops that it computes in a smaller dtype than `computed`, each with that dtype."""
         plain = copy.deepcopy(self.model)._apply(self._promoted)  # Module.to would make complex buffers real
         plain.zero_grad(set_to_none=True)
-        watch = _LowerDtypes(self.dtype)
+        watch = _LowerDtypes(self.computed)
         args, kwargs = tree_map(self._promoted, (self.args, dict(self.kwargs)))
         with without_caches(plain), torch.enable_grad():
             with watch:
@@ -98,19 +98,19 @@ class Case:
             {name: buffers[name].detach() for name in self.trace.mutated},
             {p.name: _gradient(parameters[p.name]) for p in self.trace.parameters if p.requires_grad},
         )
-        return results, tuple(watch.found)
+        return results, watch.found
 
     def _promoted(self, x: Any) -> Any:
         return x.to(self.dtype) if self.dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 class _LowerDtypes(TorchDispatchMode):
-    """Names the ops that compute in a floating dtype smaller than `dtype`; none where that is None."""
+    """Names the ops that compute in a floating dtype smaller than `dtype`."""
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.size = dtype.itemsize if dtype is not None else 0
-        self.found: dict[str, None] = {}
+        self.size = dtype.itemsize
+        self.found: dict[str, torch.dtype] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -118,7 +118,7 @@ class _LowerDtypes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             small = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype.itemsize < self.size
             if small and not any(word in name for word in _NO_COMPUTING):
-                self.found[f"{name} in {str(leaf.dtype).removeprefix('torch.')}"] = None
+                self.found[f"{name} in {str(leaf.dtype).removeprefix('torch.')}"] = leaf.dtype
         return result
 
 

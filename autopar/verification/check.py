@@ -2,12 +2,14 @@
 
 It must equal the plain model in loss, outputs, mutated buffers and every gradient. Where the model itself computes a part in a
 smaller dtype than asked for (``logits.float()`` in a float64 run), the plain result is only that precise; then the program
-is also held against the traced graph, which computes everything in the dtype asked for, with that dtype's own tolerance.
+is also held against the traced graph, which computes everything in the dtype asked for, with that dtype's own tolerance. Where
+no dtype is asked for, nothing is more precise than the smallest dtype that the model computes in (under autocast a 16-bit one).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from autopar.errors import VerificationError
 from autopar.run.lockstep import Lockstep
 from autopar.run.program import Program
 from autopar.verification.case import Case
-from autopar.verification.comparison import TOLERANCE_WITH_LOWER_PARTS, Results, compare, tolerance_of
+from autopar.verification.comparison import Results, compare, tolerance_of, tolerance_with
 from autopar.verification.diagnosis import diagnose
 from autopar.verification.report import Verification
 
@@ -40,13 +42,15 @@ def verify_program(
     Args:
         dtype: floating tensors are converted to it on both sides; None computes in the model's own.
         tolerance: largest relative error (see `autopar.verification.comparison`); by default 1e-9 in float64, 2e-6 where the
-            model itself computes a part in a smaller dtype, 1e-4 in float32, 5e-2 in 16-bit types.
+            model itself computes a part in float32, 1e-4 in float32, 5e-2 in 16-bit types and where a part is in one.
 
     Raises:
         VerificationError: naming the first node that differs; or where the model or the batch has no values (meta).
     """
     case = Case.of(trace, program, model, args, kwargs, dtype)
     plain, lower = case.run_plain()
+    if dtype is None and lower:
+        case, lower = replace(case, computed=min(lower.values(), key=lambda d: d.itemsize)), {}
     try:
         ran = case.run_program()
     except VerificationError as error:
@@ -62,10 +66,10 @@ def verify_program(
     return result
 
 
-def _judge(case: Case, ran: Lockstep, plain: Results, lower: tuple[str, ...], tolerance: float | None) -> Verification:
+def _judge(case: Case, ran: Lockstep, plain: Results, lower: Mapping[str, torch.dtype], tolerance: float | None) -> Verification:
     ours, strict = Results(ran.outputs, ran.buffers, ran.gradients), tolerance_of(case.computed)
-    limit = tolerance if tolerance is not None else max(strict, TOLERANCE_WITH_LOWER_PARTS if lower else 0.0)
-    errors = compare(ours, plain, case.computed)
+    limit = tolerance if tolerance is not None else max(strict, tolerance_with(lower.values()))
+    errors = compare(ours, plain, min((case.computed, *(d for d in lower.values() if d.itemsize < 4)), key=lambda d: d.itemsize))
     traced = compare(ours, case.run_traced(), case.computed).worst if lower else None
     return Verification(
         ok=errors.worst <= limit and (traced is None or traced <= strict),
@@ -75,7 +79,7 @@ def _judge(case: Case, ran: Lockstep, plain: Results, lower: tuple[str, ...], to
         outputs={name: error for name, error in errors.outputs.items() if name != case.loss},
         buffers=errors.buffers,
         gradients=errors.gradients,
-        lower_parts=lower,
+        lower_parts=tuple(lower),
         traced=traced,
         traced_tolerance=strict,
         num_collectives=sum(c.kind != "slice" for _, _, c in ran.records),

@@ -8,7 +8,7 @@ magnitude among all gradients. With tolerance t and share f an error below t · 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,11 @@ _FLOOR_SHARE_16_BIT = 1e-1
 def tolerance_of(dtype: torch.dtype) -> float:
     """Largest relative error allowed where everything is computed in `dtype`."""
     return TOLERANCES.get(dtype, TOLERANCE_16_BIT)
+
+
+def tolerance_with(lower: Iterable[torch.dtype]) -> float:
+    """Largest relative error allowed against a model that computes parts in these smaller dtypes."""
+    return max((TOLERANCE_WITH_LOWER_PARTS if d.itemsize >= 4 else TOLERANCE_16_BIT for d in lower), default=0.0)
 
 
 def floor_share_of(dtype: torch.dtype) -> float:

@@ -207,3 +207,23 @@ def test_complex_buffers_and_nested_inputs_are_computed_in_the_dtype_asked_for()
     trace = capture(model, (), batch)
     found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, (), batch)
     assert found.max_error < 1e-9 and found.dtype == "float64"
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_a_model_that_computes_parts_in_16_bits_is_held_to_what_those_can(dtype: torch.dtype | None) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16).bfloat16()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x).to(torch.bfloat16)
+            return nn.functional.linear(hidden, self.second.weight.to(torch.bfloat16)).float().pow(2).mean()
+
+    torch.manual_seed(0)
+    model, batch = Mixed(), (torch.randn(8, 16),)
+    trace = capture(model, batch)
+    found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {}, dtype=dtype)
+    assert found.ok and found.tolerance == 5e-2
+    assert (found.traced is None) == (dtype is None)
+    assert found.traced is None or found.traced <= 1e-9

@@ -118,3 +118,36 @@ def test_an_argument_that_is_no_tensor_is_fixed_when_the_program_is_made() -> No
         module(**{**values, "scale": 3.0})
     with pytest.raises(RuntimeStateError, match="argument 'mask' is Tensor, the program was made for None"):
         module(**{**values, "mask": torch.ones(2, 4)})
+
+
+def test_an_input_that_requires_a_gradient_is_refused_rather_than_left_without_one() -> None:
+    layer, x = torch.nn.Linear(4, 1), torch.randn(2, 4)
+    module = compile(torch.nn.Sequential(layer, _Mean()), 1, example_inputs=(x,))
+    with pytest.raises(RuntimeStateError, match="argument '0' requires a gradient"):
+        module(x.requires_grad_())
+    with torch.no_grad():
+        assert module(x).isfinite()
+
+
+def test_autocast_around_the_call_must_be_that_around_compile() -> None:
+    torch.manual_seed(0)
+    plain, x = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 1), _Mean()), torch.randn(8, 16)
+    cast = torch.autocast("cpu", dtype=torch.bfloat16)
+    module = compile(plain, 1, example_inputs=(x,))
+    with cast, pytest.raises(RuntimeStateError, match=r"called under autocast to torch\.bfloat16, compiled under no autocast"):
+        module(x)
+    with cast:
+        module = compile(plain, 1, example_inputs=(x,))
+        ours, theirs = module(x), plain(x)
+        ours.backward()
+        theirs.backward()
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=0.0)
+    for parameter, reference in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), reference.grad, rtol=2e-2, atol=1e-2)
+    with pytest.raises(RuntimeStateError, match=r"called under no autocast, compiled under autocast to torch\.bfloat16"):
+        module(x)
+
+
+class _Mean(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.pow(2).mean()
