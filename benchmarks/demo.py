@@ -131,7 +131,7 @@ def picture(path: Path, plan: autopar.Plan, single: Run, ranks: list[Run]) -> No
 
     from autopar import report
 
-    figure = Figure(figsize=(12, 12), dpi=110, layout="constrained", facecolor="white")
+    figure: Any = Figure(figsize=(12, 12), dpi=110, layout="constrained", facecolor="white")
     top, middle, bottom = figure.subfigures(3, 1, height_ratios=(3.2, 6, 2.6))
     curves, difference = top.subplots(1, 2)
     curves.plot(single.losses, color="#e8924a", linewidth=5, alpha=0.5, label="one process")
