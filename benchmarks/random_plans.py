@@ -49,19 +49,27 @@ def prepare(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, profile: Har
 
 
 def random_plan(
-    prepared: Prepared, seed: int, *, loudness: tuple[float, float] = (0.0, 1.5), recompute_share: float | None = None
+    prepared: Prepared,
+    seed: int,
+    *,
+    loudness: tuple[float, float] = (0.0, 1.5),
+    recompute_share: float | None = None,
+    recompute_otherwise: bool = False,
 ) -> tuple[Plan, Program]:
     """The plan and program of one seed.
 
     Args:
         loudness: range of the noise: powers of ten, times the time of a typical collective. Below 0 plans are close to the best.
         recompute_share: probability with which a forward op is run again in backward; by default random, often 0.
+        recompute_otherwise: run it again with a strategy of its own, by chance, not that of forward.
     """
     rng = random.Random(seed)
     problem = prepared.priced.problem
     choices = solve(_noisy(problem, rng, _scale_s(problem, rng.uniform(*loudness))), gap=0.05)
     share = rng.choice([0.0, 0.0, 0.3, 1.0]) if recompute_share is None else recompute_share
     recomputed, kept = _recomputation(problem, choices, rng, share)
+    if recompute_otherwise:
+        recomputed = {op: rng.choice(_without_partial(problem.ops[op]) or [strategy]) for op, strategy in recomputed.items()}
     evaluation = evaluate(problem, choices.strategies, recomputed, kept)
     chosen = replace(choices, recomputed=recomputed, kept=evaluation.kept, objective_s=evaluation.objective_s)
     return _finish(prepared, chosen, evaluation, f"random-{seed}")
@@ -97,6 +105,12 @@ def _recomputation(
     layouts = {v: tuple(range(len(problem.values[variant.value].graph.layouts))) for v, variant in enumerate(problem.variants)}
     kept = {v: () if problem.values[problem.variants[v].value].op in wanted else all_of for v, all_of in layouts.items()}
     return {op: choices.strategies[op] for op in wanted}, kept
+
+
+def _without_partial(op: Op) -> list[int]:
+    """The strategies that can be had whatever the others are: nothing redistributes to partial sums."""
+    layouts = [(*s.layouts.inputs, *s.layouts.outputs) for s in op.strategies]
+    return [i for i, each in enumerate(layouts) if not any(layout.has_partial for layout in each)]
 
 
 def _finish(prepared: Prepared, choices: Choices, evaluation: Evaluation, name: str) -> tuple[Plan, Program]:

@@ -92,3 +92,12 @@ def test_random_plans_recompute_and_differ() -> None:
     assert len(plans[0].kept) < len(plans[1].kept)
     assert plans[0].hash != plans[1].hash
     assert random_plan(ready, 21, recompute_share=0.0)[0] == plans[1]
+
+
+def test_what_backward_runs_again_may_be_laid_out_otherwise_than_in_forward() -> None:
+    ready, plain, batch = prepared("tiny-vit", "4")
+    plan, program = random_plan(ready, 30, recompute_share=1.0, recompute_otherwise=True)
+    assert any(entry.recompute and entry.recompute != entry.nodes for entry in plan.entries)
+    assert verify_program(ready.trace, program, plain, (), batch).ok
+    priced = kinds((c.phase, c.collective, len(c.instances)) for c in plan.communications)
+    assert priced == kinds((phase, c, 1) for phase, _, c in program.collectives)
