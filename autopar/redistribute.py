@@ -27,7 +27,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from autopar.collective import Collective
+from autopar.collective import Collective, Kind
 from autopar.errors import LayoutError
 from autopar.layout import REPLICATE, Layout, local_shape
 
@@ -114,7 +114,7 @@ def _collective(axis: int, before: Placement, after: Placement, dtype: str, size
     if isinstance(before, Replicate):
         return Collective("slice", axis, to, -1, "", dtype, size)
     if isinstance(before, Partial):
-        kind = "all_reduce" if to < 0 else "reduce_scatter"
+        kind: Kind = "all_reduce" if to < 0 else "reduce_scatter"
         return Collective(kind, axis, to, -1, before.reduce_op, dtype, size)
     assert isinstance(before, Shard)
     if to < 0:

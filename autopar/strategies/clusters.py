@@ -146,7 +146,8 @@ def offered_options(call: Call) -> tuple[AxisOption, ...]:
 
 def _possible_options(graph: _Graph, call: Call, reads: Sequence[Ref]) -> tuple[AxisOption, ...]:
     """The options whose partial operands some producer can give."""
-    given = [{o.outputs[r] for o in graph.options[n] if isinstance(o.outputs[r], Partial)} if n in graph.options else set() for n, r in reads]
+    made = [(graph.options.get(name, ()), result) for name, result in reads]
+    given = [{o.outputs[result] for o in options if isinstance(o.outputs[result], Partial)} for options, result in made]
 
     def possible(option: AxisOption) -> bool:
         return all(not isinstance(p, Partial) or p in ok for p, ok in zip(option.inputs, given, strict=True))

@@ -2,8 +2,9 @@
 
 A module pattern matches a *scope*: the module and everything below it. ``weight`` concerns every node of the scope that
 reads the parameter, forward or backward. ``input`` concerns tensors of forward that come from outside the scope, wherever
-nodes of the scope read them: in forward, and in backward where they are read again. ``output`` concerns those that forward nodes outside read from the scope, as the
-scope makes them. A scope that ends in a contraction over a sharded dim makes partial sums: force its readers' ``input``.
+nodes of the scope read them: in forward, and in backward where they are read again. ``output`` concerns those that
+forward nodes outside read from the scope, as the scope makes them. A scope that ends in a contraction over a sharded dim
+makes partial sums: force its readers' ``input``.
 """
 
 from __future__ import annotations
