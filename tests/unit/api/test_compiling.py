@@ -151,3 +151,24 @@ def test_autocast_around_the_call_must_be_that_around_compile() -> None:
 class _Mean(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.pow(2).mean()
+
+
+def test_backward_reads_a_buffer_as_it_was_before_forward_changed_it() -> None:
+    class Decaying(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+            self.register_buffer("scale", torch.full((4,), 2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss = (self.layer(x) * self.scale.clone()).sum()
+            self.scale.add_(5.0)
+            return loss
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 4)
+    module = compile(Decaying(), 1, example_inputs=(x,))
+    for _ in range(2):
+        module(x).backward()
+    torch.testing.assert_close(module.layer.weight.grad.full_tensor(), torch.stack([(2 + 7) * x.sum(0)] * 4))
+    assert torch.equal(module.scale, torch.full((4,), 12.0))
