@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture._transformers import model_loggers, transformers_under_capture
 from autopar.capture.outputs import loss_leaf
-from autopar.capture.refusals import as_capture_error
+from autopar.capture.refusals import as_capture_error, refuse_rebinding
 from autopar.errors import CaptureError
 
 # A number that differs from an earlier capture would otherwise become symbolic: captures must not depend on each other.
@@ -171,10 +171,11 @@ def _fake_weights(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Dynamo warns of side effects that it does not replay; a capture replays none, so there is nothing to warn of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    """No warnings of torch's; but where Dynamo warns of side effects, which no program has, those that would be missed are refused."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         yield
+    refuse_rebinding(str(warning.message) for warning in caught)
 
 
 def _logging_functions() -> set[Any]:

@@ -48,6 +48,22 @@ def _frames(error: BaseException) -> Iterable[str]:
     return traceback.format_list(stack) if stack else traceback.format_tb(error.__traceback__)
 
 
+def refuse_rebinding(warned: Iterable[str]) -> None:
+    """Raise CaptureError where Dynamo warns that forward binds a buffer or parameter to a new tensor.
+
+    Changes in place are results of the graph; a new tensor under the old name is a side effect outside of it, and would be lost.
+    """
+    for message in warned:
+        rebound = [source for source in re.findall(r'"([^"]+)"', message) if source.endswith(("._buffers", "._parameters"))]
+        if "side effects" in message and rebound:
+            path = re.sub(r"\._modules\['([^']+)'\]", r".\1", rebound[0]).partition("]")[2].rpartition(".")[0].lstrip(".")
+            raise CaptureError(
+                "forward binds a buffer or a parameter to a new tensor, which a program cannot do",
+                where=Where(module=path or "the model itself"),
+                remedy="change it in place: `self.name.copy_(value)` instead of `self.name = value`",
+            )
+
+
 def refuse_random(graph: fx.Graph) -> None:
     """Raise CaptureError at the first op that draws random numbers; `module` and `source` metadata are expected.
 

@@ -274,3 +274,25 @@ def test_the_fingerprint_tells_models_apart_that_differ_in_an_ops_argument_only(
 
     marks = [capture(Soft(dim), (torch.randn(6, 6),)).fingerprint for dim in (0, 1, 0)]
     assert marks[0] == marks[2] != marks[1]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_forward_binds_anew_is_refused_and_one_changed_in_place_is_a_result(in_place: bool) -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if in_place:
+                self.mean.copy_(self.mean + x.detach().mean(0))
+            else:
+                self.mean = self.mean + x.detach().mean(0)
+            return (x * self.mean).sum()
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Average()), torch.randn(3, 4)
+    if in_place:
+        assert set(capture(model, (x,)).mutated) == {"1.mean"}
+        return
+    with pytest.raises(CaptureError, match=r"binds a buffer or a parameter to a new tensor(.|\n)*in module 1\n(.|\n)*copy_"):
+        capture(model, (x,))
