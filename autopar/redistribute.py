@@ -179,6 +179,8 @@ def cheapest_tree(graph: LayoutGraph, sources: Iterable[int], targets: Iterable[
     want = sorted(set(targets) - set(have))
     if not want:
         return (), 0.0
+    if not have:
+        raise LayoutError(f"no version is at hand to make {', '.join(str(graph.layouts[t]) for t in want)} from")
     if len(want) <= _EXACT_TARGETS:
         arcs = _steiner(graph, have, want)
     else:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pulp
 
@@ -46,7 +49,7 @@ def optimise(model: pulp.LpProblem, limits: Limits, solver: str, *, relaxed: boo
     """Solve; the proven lower bound, or None where there is no solution within the limits."""
     shared = {"msg": False, "threads": 1, "gapRel": limits.gap, "timeLimit": limits.time_limit_s, "mip": not relaxed}
     nodes = max(limits.max_nodes, 1)
-    engine = pulp.HiGHS(**shared, mip_max_nodes=nodes) if solver == "highs" else pulp.PULP_CBC_CMD(**shared, maxNodes=nodes)
+    engine = pulp.HiGHS(**shared, mip_max_nodes=nodes) if solver == "highs" else _cbc(shared, nodes)
     model.solve(engine)
     if model.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         return None
@@ -56,6 +59,13 @@ def optimise(model: pulp.LpProblem, limits: Limits, solver: str, *, relaxed: boo
     if solver != "highs":  # CBC through PuLP does not report its bound: what it proved is the gap it stopped at
         return float(value) * (1.0 - limits.gap)
     return float(model.solverModel.getInfo().mip_dual_bound)
+
+
+def _cbc(shared: Mapping[str, Any], nodes: int) -> pulp.LpSolver:
+    """PuLP's own CBC. It is to leave PuLP in version 4; until then the fallback needs no further package."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return pulp.PULP_CBC_CMD(**shared, maxNodes=nodes)
 
 
 def chosen(program: Formulation) -> Choices:
