@@ -102,11 +102,29 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """A point of the step, and what is certainly live then beside what rests for the whole step.
+
+    Attributes:
+        key: the node that runs, in the user's words.
+        held: (variant, number of its instances whose kept versions are live).
+        live: (op, bytes per strategy of it): operands and results of the node that runs, gradients and outputs already there.
+        reserve_bytes: what else was seen to be live then, as a constant.
+    """
+
+    key: str
+    held: tuple[tuple[int, int], ...]
+    live: tuple[tuple[int, tuple[int, ...]], ...]
+    reserve_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """Everything the solver sees.
 
-    `budget_bytes` bounds, per device, static bytes plus kept bytes plus `reserve_bytes`, and static plus gradient bytes
-    plus `reserve_bytes`; the reserve stands for the transient peak, which is re-derived on the emitted order.
+    `budget_bytes` bounds, per device, static bytes plus kept bytes plus `reserve_bytes`, static plus gradient bytes plus
+    `reserve_bytes`, and static bytes plus what is live at each moment. Without reserves these are lower bounds of the peak;
+    the peak itself is re-derived on the emitted order, and what was missing comes back as a reserve.
     """
 
     ops: tuple[Op, ...]
@@ -114,6 +132,7 @@ class Problem:
     variants: tuple[Variant, ...]
     budget_bytes: int
     reserve_bytes: int = 0
+    moments: tuple[Moment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +144,7 @@ class Choices:
         recomputed: strategy index with which backward runs an op again, per recomputed op.
         kept: per variant index, the layout indices in which the value is kept for backward.
         objective_s: cost of these choices. bound_s: proven lower bound on every choice the problem admits.
+        free_bound_s: proven lower bound on every choice that the problem would admit if all reserves were 0.
         num_variables, num_constraints: size of the program that was solved.
         solver: which solver answered.
         memory_price_s_per_byte: dual of the budget row in the relaxation (0 where memory is ample).
@@ -135,6 +155,7 @@ class Choices:
     kept: Mapping[int, tuple[int, ...]]
     objective_s: float
     bound_s: float
+    free_bound_s: float = 0.0
     num_variables: int = 0
     num_constraints: int = 0
     solver: str = ""

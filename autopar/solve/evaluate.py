@@ -14,6 +14,7 @@ from autopar.errors import LayoutError
 from autopar.layout import Layout
 from autopar.problem import Problem, Use
 from autopar.redistribute import Arc, LayoutGraph, cheapest_tree
+from autopar.solve.memory import budget_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Evaluation:
         kept_bytes, static_bytes, gradient_bytes: what rests between forward and backward, always, and at the end.
         kept: per variant, the layouts kept (only those that backward reads).
         forward, backward: per variant, its redistributions.
+        resting_bytes: left side of each budget row (`autopar.solve.memory.budget_rows`), in their order.
     """
 
     compute_s: float
@@ -45,6 +47,7 @@ class Evaluation:
     kept: Mapping[int, tuple[int, ...]]
     forward: Mapping[int, Redistribution]
     backward: Mapping[int, Redistribution]
+    resting_bytes: tuple[int, ...]
 
     @property
     def objective_s(self) -> float:
@@ -76,18 +79,19 @@ def evaluate(
     forward: dict[int, Redistribution] = {}
     backward: dict[int, Redistribution] = {}
     kept_now: dict[int, tuple[int, ...]] = {}
-    kept_bytes = 0
+    held: dict[int, int] = {}
     for v in range(len(problem.variants)):
         first, second, keep = _variant(problem, v, strategies, recomputed, kept)
         forward[v], backward[v], kept_now[v] = first, second, keep
-        variant = problem.variants[v]
-        value = problem.values[variant.value]
+        value = problem.values[problem.variants[v].value]
         own = first.sources if value.resident else ()
-        kept_bytes += variant.count * sum(value.graph.bytes[n] for n in keep if n not in own)
+        held[v] = sum(value.graph.bytes[n] for n in keep if n not in own)
+    kept_bytes = sum(problem.variants[v].count * size for v, size in held.items())
+    resting = tuple(row.size(static, strategies, held) for row in budget_rows(problem))
     communication = sum(
         problem.variants[v].count * r.time_s for phase in (forward, backward) for v, r in phase.items()
     )
-    return Evaluation(compute, communication, kept_bytes, static, gradient, kept_now, forward, backward)
+    return Evaluation(compute, communication, kept_bytes, static, gradient, kept_now, forward, backward, resting)
 
 
 def _variant(

@@ -5,7 +5,7 @@ All variables are multiplied in the objective by the number of instances they st
 layers cost one block of variables.
 
     x[n,s] ∈ {0,1}    op n runs with strategy s                                        Σ_s x[n,s] = 1              (1)
-    f[c,a] ≥ 0        reader c gets the value over arc a
+    f[c,a] ∈ [0,1]    reader c gets the value over arc a
     r[a]   ≥ f[c,a]   arc a is paid once for all readers c of the same phase                                       (2)
     supply(l) + Σ_{a into l} f[c,a] − Σ_{a from l} f[c,a] ≥ demand(c,l)                for every reader c, layout l (3)
         demand(c,l) = Σ_{s: s reads the operand in l} x[c,s]
@@ -14,31 +14,31 @@ layers cost one block of variables.
                       (+ the producer's own layout where the value is resident: parameters, inputs)
     k[v,l] ∈ {0,1}    version l is kept for backward     k[v,l] ≤ supply(l) + Σ_{c forward} demand(c,l)           (4)
     rc[n,s] ∈ {0,1}   backward runs n again with s       Σ_s rc[n,s] ≤ 1; its operands are backward readers        (5)
-    Σ static·x + Σ count·bytes(l)·k[v,l] + reserve ≤ budget                                                        (6)
-    Σ (static + gradient)·x + reserve ≤ budget                                                                     (7)
+    budget rows (6), (7), (8): see `autopar.solve.memory`
 
     minimise Σ count·time·x + Σ count·time·rc + Σ count·time(a)·r[a]
 
 The flow form (3) has the same relaxation value as a table of layout pairs with far fewer variables, and finds chains of
-collectives by itself. Versions (4, 5) replace a keep bit per op: keeping the sharded tensor and gathering it again in
-backward is one of the choices, and so are ZeRO-3 and its mixtures, since parameters are values like others.
-`bounded=False` leaves rows (6) and (7) out, for asking how small a budget could be.
-Where memory is ample, rc is left out and k is free (`with_memory=False`): a relaxation of the whole.
+collectives by itself. Two readers share without rows (2): f[c,a] = g[a] + h[c,a], paid as g[a] + h[1,a] + h[2,a]. Versions
+(4, 5) replace a keep bit per op: keeping the sharded tensor and gathering it again in backward is one of the choices, and
+so are ZeRO-3 and its mixtures, since parameters are values like others. An op whose results neither backward nor another
+op's recomputation can read has no rc. Budget rows are added by those who want them; without, the program is a relaxation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pulp
 
 from autopar.problem import Problem, Use
 from autopar.redistribute import LayoutGraph
+from autopar.solve.memory import BudgetRow
 
 SCALE = 1e6  # objective in microseconds: keeps coefficients near 1 for the solver's tolerances
-KEPT_ROW, GRADIENT_ROW = "budget_kept", "budget_gradients"
 Terms = list[tuple[pulp.LpVariable, float]]
+Demand = dict[int, Terms]  # layout → variables
 
 
 @dataclass
@@ -46,11 +46,8 @@ class Formulation:
     """The PuLP model of a problem, and its variables by index."""
 
     problem: Problem
-    with_memory: bool
-    relaxed: bool = False
-    bounded: bool = True
     model: pulp.LpProblem = field(init=False)
-    x: list[list[pulp.LpVariable]] = field(init=False)
+    x: list[list[pulp.LpVariable]] = field(default_factory=list)
     again: dict[int, list[pulp.LpVariable]] = field(default_factory=dict)
     keep: dict[tuple[int, int], pulp.LpVariable] = field(default_factory=dict)
     _objective: Terms = field(default_factory=list)
@@ -61,11 +58,6 @@ class Formulation:
         self._strategies()
         for v in range(len(self.problem.variants)):
             self._variant(v)
-        if self.with_memory and self.bounded:
-            unit = 1.0 / max(self.problem.budget_bytes, 1)
-            room = (self.problem.budget_bytes - self.problem.reserve_bytes) * unit
-            for name, terms in self.resting(unit).items():
-                self._row(terms, pulp.LpConstraintLE, room, name)
         self.model += pulp.LpAffineExpression(self._objective)
 
     @property
@@ -77,11 +69,11 @@ class Formulation:
         return self.model.numConstraints()
 
     def _binary(self, name: str) -> pulp.LpVariable:
-        return self.model.add_variable(name, 0, 1, pulp.LpContinuous if self.relaxed else pulp.LpBinary)
+        return self.model.add_variable(name, 0, 1, pulp.LpBinary)
 
     def _flow(self, cost_s: float) -> pulp.LpVariable:
         self._count += 1
-        variable = self.model.add_variable(f"f{self._count}", 0)
+        variable = self.model.add_variable(f"f{self._count}", 0, 1)
         if cost_s:
             self._objective.append((variable, cost_s * SCALE))
         return variable
@@ -91,30 +83,30 @@ class Formulation:
 
     def _strategies(self) -> None:
         """Rows (1) and (5)."""
-        self.x = []
+        useful = _worth_recomputing(self.problem)
         for n, op in enumerate(self.problem.ops):
-            row = [self._binary(f"x{n}_{s}") for s in range(len(op.strategies))]
-            self.x.append(row)
-            self._row([(v, 1) for v in row], pulp.LpConstraintEQ, 1)
-            self._objective += [(v, op.count * s.time_s * SCALE) for v, s in zip(row, op.strategies, strict=True)]
-            if self.with_memory and op.recomputable:
+            self.x.append([self._binary(f"x{n}_{s}") for s in range(len(op.strategies))])
+            self._row([(v, 1) for v in self.x[n]], pulp.LpConstraintEQ, 1)
+            rows = [self.x[n]]
+            if n in useful:
                 self.again[n] = [self._binary(f"rc{n}_{s}") for s in range(len(op.strategies))]
                 self._row([(v, 1) for v in self.again[n]], pulp.LpConstraintLE, 1)
-                self._objective += [
-                    (v, op.count * s.time_s * SCALE) for v, s in zip(self.again[n], op.strategies, strict=True)
-                ]
+                rows.append(self.again[n])
+            self._objective += [
+                (variable, op.count * s.time_s * SCALE) for row in rows for variable, s in zip(row, op.strategies, strict=True) if s.time_s
+            ]
 
-    def _demand(self, use: Use, graph: LayoutGraph, variables: list[pulp.LpVariable]) -> dict[int, Terms]:
+    def _demand(self, use: Use, graph: LayoutGraph, variables: list[pulp.LpVariable]) -> Demand:
         """layout → the strategies that read the operand in it."""
-        result: dict[int, Terms] = {}
+        result: Demand = {}
         for variable, strategy in zip(variables, self.problem.ops[use.op].strategies, strict=True):
             result.setdefault(graph.index[strategy.layouts.inputs[use.operand]], []).append((variable, 1))
         return result
 
-    def _supply(self, v: int, variables: list[pulp.LpVariable]) -> dict[int, Terms]:
+    def _supply(self, v: int, variables: list[pulp.LpVariable]) -> Demand:
         """layout → the strategies that make the value in it."""
         value = self.problem.values[self.problem.variants[v].value]
-        result: dict[int, Terms] = {}
+        result: Demand = {}
         for variable, strategy in zip(variables, self.problem.ops[value.op].strategies, strict=True):
             result.setdefault(value.graph.index[strategy.layouts.outputs[value.result]], []).append((variable, 1))
         return result
@@ -132,57 +124,98 @@ class Formulation:
         if later:
             self._flows(graph, variant.count, self._later_supply(v, supply, now), later)
 
-    def _later_supply(self, v: int, supply: dict[int, Terms], now: list[dict[int, Terms]]) -> dict[int, Terms]:
+    def _later_supply(self, v: int, supply: Demand, now: list[Demand]) -> Demand:
         """Row (4), and what backward finds."""
         variant = self.problem.variants[v]
         value = self.problem.values[variant.value]
         versions = sorted({*supply, *(layout for demand in now for layout in demand)})
-        found: dict[int, Terms] = {}
+        found: Demand = {}
         for layout in versions:
             free = value.resident and layout in supply
             made = supply.get(layout, []) + [t for demand in now for t in demand.get(layout, [])]
-            keep = self._binary(f"k{v}_{layout}") if self.with_memory else self.model.add_variable(f"k{v}_{layout}", 0, 1)
-            self.keep[v, layout] = keep
-            self._row([(keep, 1), *((variable, -c) for variable, c in made)], pulp.LpConstraintLE, 0)
+            self.keep[v, layout] = keep = self._binary(f"k{v}_{layout}")
+            self._row(_merged([(keep, 1), *((variable, -c) for variable, c in made)]), pulp.LpConstraintLE, 0)
             found[layout] = [(keep, 1), *(supply[layout] if free else [])]
         if value.op in self.again:
             for layout, terms in self._supply(v, self.again[value.op]).items():
                 found[layout] = found.get(layout, []) + terms
         return found
 
-    def _flows(self, graph: LayoutGraph, count: int, supply: dict[int, Terms], demands: list[dict[int, Terms]]) -> None:
+    def _flows(self, graph: LayoutGraph, count: int, supply: Demand, demands: list[Demand]) -> None:
         """Rows (2) and (3) for all readers of one phase."""
         arcs = _useful(graph, supply.keys(), {layout for demand in demands for layout in demand})
-        shared = len(demands) > 1
-        paid = [self._flow(count * graph.arcs[a].time_s) for a in arcs] if shared else []
+        prices = [count * graph.arcs[a].time_s for a in arcs]
+        if len(demands) > 2:
+            paid = [self._flow(price) for price in prices]
+            for demand in demands:
+                flows = [self._flow(0.0) for _ in arcs]
+                self._balance(graph, arcs, supply, demand, [flows])
+                for pay, flow in zip(paid, flows, strict=True):
+                    self._row([(pay, 1), (flow, -1)], pulp.LpConstraintGE, 0)
+            return
+        shared = [[self._flow(price) for price in prices]] if len(demands) == 2 else []
         for demand in demands:
-            flows = [self._flow(0.0 if shared else count * graph.arcs[a].time_s) for a in arcs]
-            balance: dict[int, Terms] = {layout: list(supply.get(layout, [])) for layout in range(len(graph.layouts))}
-            for flow, a in zip(flows, arcs, strict=True):
-                balance[graph.arcs[a].dst].append((flow, 1))
-                balance[graph.arcs[a].src].append((flow, -1))
-            for layout, terms in balance.items():
-                terms += [(variable, -c) for variable, c in demand.get(layout, [])]
-                if any(c < 0 for _, c in terms):
-                    self._row(_merged(terms), pulp.LpConstraintGE, 0)
-            for pay, flow in zip(paid, flows, strict=False):
-                self._row([(pay, 1), (flow, -1)], pulp.LpConstraintGE, 0)
+            self._balance(graph, arcs, supply, demand, [*shared, [self._flow(price) for price in prices]])
 
-    def resting(self, unit: float) -> dict[str, Terms]:
-        """Left sides of rows (6) and (7) without the reserve, in bytes times `unit`, by row name."""
-        problem = self.problem
-        static: Terms = []
-        gradients: Terms = []
-        for op, row in zip(problem.ops, self.x, strict=True):
-            for variable, s in zip(row, op.strategies, strict=True):
-                static.append((variable, op.count * s.static_bytes * unit))
-                gradients.append((variable, op.count * (s.static_bytes + s.gradient_bytes) * unit))
-        kept = [
-            (variable, problem.variants[v].count * problem.values[problem.variants[v].value].graph.bytes[layout] * unit)
-            for (v, layout), variable in self.keep.items()
-        ]
-        rows = {KEPT_ROW: [*static, *kept], GRADIENT_ROW: gradients}
-        return {name: [(variable, c) for variable, c in terms if c] for name, terms in rows.items()}
+    def _balance(self, graph: LayoutGraph, arcs: list[int], supply: Demand, demand: Demand, flows: list[list[pulp.LpVariable]]) -> None:
+        """Rows (3) for one reader, whose flow is the sum of `flows`."""
+        balance = [list(supply.get(layout, [])) for layout in range(len(graph.layouts))]
+        for flow in flows:
+            for variable, a in zip(flow, arcs, strict=True):
+                balance[graph.arcs[a].dst].append((variable, 1))
+                balance[graph.arcs[a].src].append((variable, -1))
+        for layout, terms in enumerate(balance):
+            terms += [(variable, -c) for variable, c in demand.get(layout, [])]
+            if any(c < 0 for _, c in terms):
+                self._row(_merged(terms), pulp.LpConstraintGE, 0)
+
+    def budget_terms(self, row: BudgetRow) -> Terms:
+        """Left side of a budget row without its reserve, in bytes."""
+        graphs = [self.problem.values[variant.value].graph for variant in self.problem.variants]
+        held = dict(row.held)
+        kept = [(variable, float(held.get(v, 0) * graphs[v].bytes[layout])) for (v, layout), variable in self.keep.items()]
+        return [(self.x[n][s], float(size)) for n, s, size in row.strategy_bytes(self.problem)] + [(v, c) for v, c in kept if c]
+
+    def add_budget(self, row: BudgetRow) -> None:
+        """Add a budget row, in shares of the budget."""
+        unit = 1.0 / max(self.problem.budget_bytes, 1)
+        terms = [(variable, size * unit) for variable, size in self.budget_terms(row)]
+        self._row(terms, pulp.LpConstraintLE, (self.problem.budget_bytes - row.reserve_bytes) * unit)
+
+    def chosen(self, values: Mapping[str, float]) -> tuple[tuple[int, ...], dict[int, int], dict[int, tuple[int, ...]]]:
+        """Strategies, recomputed and kept, from the values of the variables by name."""
+        strategies = tuple(_largest(row, values) for row in self.x)
+        recomputed = {n: _largest(row, values) for n, row in self.again.items() if sum(values[v.name] for v in row) > 0.5}
+        kept: dict[int, tuple[int, ...]] = {}
+        for (v, layout), variable in self.keep.items():
+            if values[variable.name] > 0.5:
+                kept[v] = (*kept.get(v, ()), layout)
+        return strategies, recomputed, kept
+
+
+def _largest(row: Sequence[pulp.LpVariable], values: Mapping[str, float]) -> int:
+    return max(range(len(row)), key=lambda s: (values[row[s].name], -s))
+
+
+def _worth_recomputing(problem: Problem) -> set[int]:
+    """Ops some result of which is read in backward, or by another of these ops in forward."""
+    made_by: dict[int, list[int]] = {}
+    useful: set[int] = set()
+    for variant in problem.variants:
+        value = problem.values[variant.value]
+        for use in variant.uses:
+            if use.phase == value.phase:
+                made_by.setdefault(use.op, []).append(value.op)
+            else:
+                useful.add(value.op)
+    useful = {n for n in useful if problem.ops[n].recomputable}
+    stack = sorted(useful)
+    while stack:
+        for producer in made_by.get(stack.pop(), ()):
+            if producer not in useful and problem.ops[producer].recomputable:
+                useful.add(producer)
+                stack.append(producer)
+    return useful
 
 
 def _merged(terms: Terms) -> Terms:

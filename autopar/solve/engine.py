@@ -1,0 +1,186 @@
+"""The program as arrays, and HiGHS run on all of it or on a part of its columns.
+
+A *relaxation* is solved for its duals y. Whatever y is, and however exactly it was found,
+
+    bound(y) = Σ_rows y·(the side it pushes against) + Σ_columns min(0, d)        d = cost − Aᵀy
+
+is a lower bound (weak duality; every column lies in [0, 1]), and a solution that uses a column with d > 0 costs at least
+bound + d. So a *restricted* program over the columns with small d finds good solutions fast, and one over the columns with
+d ≤ δ proves that whatever it leaves out costs at least bound + δ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+import pulp
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Columns = NDArray[np.bool_]
+Options = Mapping[str, bool | int | float | str]
+_INF = highspy.kHighsInf
+_FEASIBLE = 2  # HiGHS' code of a feasible primal solution
+_SIMPLEX: Options = {"solver": "simplex"}
+# The bound is computed from the duals, so an inexact solution costs only its inexactness.
+_INTERIOR: Options = {"solver": "ipx", "run_crossover": "off", "ipm_optimality_tolerance": 1e-5}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Constraint rows in compressed form: row i has entries starts[i]:starts[i+1]."""
+
+    starts: NDArray[np.int32]
+    indices: NDArray[np.int32]
+    values: Floats
+    lower: Floats
+    upper: Floats
+
+    @staticmethod
+    def of(rows: Sequence[tuple[Sequence[int], Sequence[float], float, float]]) -> Rows:
+        """From (indices, values, lower, upper) per row."""
+        starts = np.cumsum([0, *(len(r[0]) for r in rows)]).astype(np.int32)
+        indices = np.fromiter((i for r in rows for i in r[0]), np.int32, int(starts[-1]))
+        values = np.fromiter((c for r in rows for c in r[1]), np.float64, int(starts[-1]))
+        return Rows(starts, indices, values, np.array([r[2] for r in rows], float), np.array([r[3] for r in rows], float))
+
+    def plus(self, other: Rows) -> Rows:
+        """These rows, then the other ones."""
+        starts = np.concatenate([self.starts, other.starts[1:] + self.starts[-1]]).astype(np.int32)
+        pairs = ((getattr(self, name), getattr(other, name)) for name in ("indices", "values", "lower", "upper"))
+        return Rows(starts, *map(np.concatenate, pairs))
+
+    def only(self, columns: Columns) -> Rows:
+        """The rows over some columns, which are renumbered; the others are 0."""
+        here = columns[self.indices]
+        starts = np.concatenate([[0], np.cumsum(here)])[self.starts].astype(np.int32)
+        number = np.cumsum(columns) - 1
+        return Rows(starts, number[self.indices[here]].astype(np.int32), self.values[here], self.lower, self.upper)
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxation:
+    """What the duals prove.
+
+    Attributes:
+        bound: lower bound of the program. reduced: d per column. duals: y per row. values: the columns; `exact` says
+            whether they are a vertex of the relaxation.
+    """
+
+    bound: float
+    reduced: Floats
+    duals: Floats
+    values: Floats
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A restricted program's answer: values of all columns (None where nothing was found), and its own proven bound."""
+
+    values: Floats | None
+    bound: float
+
+
+class Engine:
+    """HiGHS, one thread, on one program.
+
+    Args:
+        model: the PuLP model without budget rows. time_limit_s: a safety net for all runs together.
+    """
+
+    def __init__(self, model: pulp.LpProblem, time_limit_s: float) -> None:
+        variables = model.variables()
+        self.names = [v.name for v in variables]
+        self.column = {v.name: i for i, v in enumerate(variables)}
+        self.integer = np.array([v.cat == pulp.LpInteger for v in variables])
+        self.cost = np.zeros(len(variables))
+        for v, c in model.objective.items():
+            self.cost[self.column[v.name]] = c
+        self.rows = Rows.of([self._row(c) for c in model.constraints()])
+        self._end = time.monotonic() + time_limit_s
+        self.timed_out = False
+
+    def _row(self, constraint: pulp.LpConstraint) -> tuple[list[int], list[float], float, float]:
+        lower, upper = constraint.getLb(), constraint.getUb()
+        items = list(constraint.items())
+        lower, upper = -_INF if lower is None else lower, _INF if upper is None else upper
+        return [self.column[v.name] for v, _ in items], [c for _, c in items], lower, upper
+
+    def relax(self, extra: Rows | None = None, *, interior: bool = False) -> Relaxation | None:
+        """Solve the relaxation with some more rows; None where it is infeasible.
+
+        Args:
+            interior: by the interior point method, which dense rows slow down less, instead of the simplex method.
+        """
+        rows = self.rows if extra is None else self.rows.plus(extra)
+        ended = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit)
+        highs = self._run(self.cost, rows, None, _INTERIOR if interior else _SIMPLEX)
+        if interior and highs.getModelStatus() not in ended:
+            highs, interior = self._run(self.cost, rows, None, _SIMPLEX), False
+        if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+            return None
+        solution = highs.getSolution()
+        return self._proof(rows, np.array(solution.row_dual), np.array(solution.col_value), not interior)
+
+    def _proof(self, rows: Rows, duals: Floats, values: Floats, exact: bool) -> Relaxation:
+        cost = self.cost
+        duals = duals if len(duals) == len(rows.lower) else np.zeros(len(rows.lower))
+        duals = np.where(np.isinf(rows.lower), np.minimum(duals, 0.0), duals)
+        duals = np.where(np.isinf(rows.upper), np.maximum(duals, 0.0), duals)
+        side = np.where(duals > 0, rows.lower, rows.upper)
+        weights = rows.values * np.repeat(duals, np.diff(rows.starts))
+        reduced = cost - np.bincount(rows.indices, weights=weights, minlength=len(cost))
+        bound = float((duals * np.where(duals == 0, 0.0, side)).sum() + np.minimum(reduced, 0.0).sum())
+        return Relaxation(bound, reduced, duals, values if len(values) else np.zeros(len(cost)), exact and len(values) > 0)
+
+    def restricted(
+        self, columns: Columns, budget: Rows, *, gap: float, target: float, max_nodes: int, start: Floats | None = None
+    ) -> Found:
+        """Solve the integer program over some columns.
+
+        Args:
+            gap: stop at this relative gap to the restricted program's own bound. target: stop at this objective.
+            start: a known solution; none that is worse is looked for.
+        """
+        rows = self.rows.plus(budget).only(columns)
+        options: Options = {"mip_rel_gap": gap, "objective_target": target, "mip_max_nodes": max(max_nodes, 1)}
+        highs = self._run(self.cost[columns], rows, self.integer[columns], options, None if start is None else start[columns])
+        info = highs.getInfo()
+        if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+            return Found(None, _INF)
+        if info.primal_solution_status != _FEASIBLE:
+            return Found(None, info.mip_dual_bound)
+        values = np.zeros(len(columns))
+        values[columns] = highs.getSolution().col_value
+        return Found(values, info.mip_dual_bound)
+
+    def _run(
+        self, cost: Floats, rows: Rows, integer: Columns | None, options: Options, start: Floats | None = None
+    ) -> highspy.Highs:
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = len(cost), len(rows.lower)
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(len(cost)), np.ones(len(cost))
+        lp.row_lower_, lp.row_upper_ = rows.lower, rows.upper
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = rows.starts, rows.indices, rows.values
+        if integer is not None:
+            kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+            lp.integrality_ = [kinds[int(i)] for i in integer]
+        highs = highspy.Highs()
+        left = max(self._end - time.monotonic(), 0.1)
+        shared: Options = {"output_flag": False, "threads": 1, "time_limit": left}
+        for name, value in {**shared, **options}.items():
+            highs.setOptionValue(name, value)
+        highs.passModel(lp)
+        if start is not None:
+            solution = highspy.HighsSolution()
+            solution.col_value = list(start)
+            highs.setSolution(solution)
+        highs.run()
+        self.timed_out |= highs.getModelStatus() == highspy.HighsModelStatus.kTimeLimit
+        return highs

@@ -1,0 +1,59 @@
+"""The budget rows: what each point of the step is known to hold, against the memory of a device.
+
+    (6) start of backward   Σ static·x + Σ count·bytes(l)·k[v,l] + reserve                       ≤ budget
+    (7) end of backward     Σ (static + gradient)·x + reserve                                     ≤ budget
+    (8) each moment         Σ static·x + Σ held·bytes(l)·k[v,l] + Σ live·x + reserve of the moment ≤ budget
+
+Without reserves each row counts only what is live for certain, so that no plan whose peak fits is cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.problem import Problem
+
+KEPT_ROW, GRADIENT_ROW = "start of backward", "end of backward"
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetRow:
+    """One row: instances held per variant, bytes per strategy of some ops, and a constant."""
+
+    name: str
+    held: tuple[tuple[int, int], ...]
+    live: tuple[tuple[int, tuple[int, ...]], ...]
+    reserve_bytes: int
+
+    def size(self, static_bytes: int, strategies: Sequence[int], held_bytes: Mapping[int, int]) -> int:
+        """Left side for given static bytes, strategies and kept bytes per instance of each variant."""
+        kept = sum(num * held_bytes.get(v, 0) for v, num in self.held)
+        return static_bytes + kept + sum(sizes[strategies[op]] for op, sizes in self.live) + self.reserve_bytes
+
+    def strategy_bytes(self, problem: Problem) -> Iterator[tuple[int, int, int]]:
+        """(op, strategy, bytes) with bytes > 0: the coefficients of x."""
+        live: dict[int, list[tuple[int, ...]]] = {}
+        for n, sizes in self.live:
+            live.setdefault(n, []).append(sizes)
+        for n, op in enumerate(problem.ops):
+            for s, strategy in enumerate(op.strategies):
+                size = op.count * strategy.static_bytes + sum(sizes[s] for sizes in live.get(n, ()))
+                if size:
+                    yield n, s, size
+
+
+def budget_rows(problem: Problem) -> tuple[BudgetRow, ...]:
+    """All budget rows: (6), (7), then one per moment."""
+    kept = tuple((v, variant.count) for v, variant in enumerate(problem.variants))
+    gradients = tuple(
+        (index, tuple(op.count * s.gradient_bytes for s in op.strategies))
+        for index, op in enumerate(problem.ops)
+        if any(s.gradient_bytes for s in op.strategies)
+    )
+    moments = (BudgetRow(m.key, m.held, m.live, m.reserve_bytes) for m in problem.moments)
+    return (
+        BudgetRow(KEPT_ROW, kept, (), problem.reserve_bytes),
+        BudgetRow(GRADIENT_ROW, (), gradients, problem.reserve_bytes),
+        *moments,
+    )
