@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 from dataclasses import replace
 from itertools import permutations, product
 from typing import Any
@@ -211,7 +212,8 @@ def memory(rank: int) -> dict[str, Any]:
 def measured(parallel: ParallelModule, values: list[Tensor]) -> tuple[int, set[int]]:
     """The peak, and the bytes that each of three steps left behind.
 
-    gloo's thread may hold an operand for a moment after the wait, so the least of the peaks counts.
+    gloo's thread may hold an operand for a moment after the wait, so the least of the peaks counts, and what is left is
+    counted when that thread has had time to let go.
     """
     gc.disable()  # a reference cycle must not be cleaned up behind the test's back
     peaks, left = set(), set()
@@ -225,6 +227,9 @@ def measured(parallel: ParallelModule, values: list[Tensor]) -> tuple[int, set[i
             peaks.add(live.peak_bytes)
             del out
             parallel.zero_grad()
+            deadline = time.monotonic() + 5.0
+            while live.live_bytes != resident and time.monotonic() < deadline:
+                time.sleep(0.01)
             left.add(live.live_bytes - resident)
     gc.enable()
     return min(peaks), left
