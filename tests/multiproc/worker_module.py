@@ -193,7 +193,7 @@ def optimizers(rank: int) -> dict[str, Any]:
 
 
 def memory(rank: int) -> dict[str, Any]:
-    """Predicted and measured bytes, and what is left after each of three steps."""
+    """Predicted and measured bytes, and what is left after each of ten steps."""
     result: dict[str, Any] = {}
     for outputs in ("full", "local", "dtensor"):
         for mode in ("global", "local"):
@@ -210,7 +210,7 @@ def memory(rank: int) -> dict[str, Any]:
 
 
 def measured(parallel: ParallelModule, values: list[Tensor]) -> tuple[int, set[int]]:
-    """The peak, and the bytes that each of three steps left behind.
+    """The peak, and the bytes that each of ten steps left behind.
 
     gloo's thread may hold an operand for a moment after the wait, so the least of the peaks counts, and what is left is
     counted when that thread has had time to let go.
@@ -220,7 +220,7 @@ def measured(parallel: ParallelModule, values: list[Tensor]) -> tuple[int, set[i
     with LiveBytes() as live:
         live.register([*parallel.parameters(), *parallel.buffers(), *values])
         resident = live.live_bytes
-        for _ in range(3):
+        for _ in range(10):
             live.reset_peak()
             out = parallel(values[0], target=values[1])
             out["loss"].backward()
