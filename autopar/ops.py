@@ -75,14 +75,18 @@ def dot(equation: str, a: Tensor, b: Tensor) -> Tensor:
     return product if plan.result is None else product.permute(plan.result).contiguous()
 
 
-def embedding(weight: Tensor, ids: Tensor, start: int | None = None) -> Tensor:
+def embedding(weight: Tensor, ids: Tensor, start: int | None = None, size: int | None = None) -> Tensor:
     """Rows of `weight` [v, d] for `ids` [...] → [..., d].
 
-    With `start`, `weight` is the part of a table whose first row is `start`, and rows outside of it are zeros: the parts
-    add up to the whole result.
+    With `start`, `weight` is the part of a table of `size` rows whose first row is `start`, and rows outside of it are
+    zeros: the parts add up to the whole result.
+
+    Raises:
+        IndexError, RuntimeError: where an id is no row of the table (on a GPU, as ever, a device-side assertion).
     """
     if start is None:
         return aten.embedding.default(weight, ids)
+    _assert_inside(ids, size, "token ids")
     local, inside = _local_index(ids, start, weight.shape[0])
     return aten.embedding.default(weight, local).mul_(inside.unsqueeze(-1))
 
@@ -107,8 +111,17 @@ def sum_exp(x: Tensor, m: Tensor) -> Tensor:
     return _exp_minus(x, m).sum(-1)
 
 
-def pick(x: Tensor, index: Tensor, start: int = 0) -> Tensor:
-    """``x[..., index − start]`` of `x` [..., v], for `index` [...] → [...]; 0 where that is outside of 0…v−1."""
+def pick(x: Tensor, index: Tensor, ignored: int, start: int = 0, size: int | None = None) -> Tensor:
+    """``x[..., index − start]`` of `x` [..., v], for `index` [...] → [...]; 0 where that is outside of 0…v−1.
+
+    Args:
+        ignored: the index that stands for no class.
+        start, size: where `x` is a part of the classes, its first one and the number of all.
+
+    Raises:
+        RuntimeError: where an index is neither a class nor `ignored`.
+    """
+    _assert_inside(torch.where(index == ignored, 0, index), x.shape[-1] if size is None else size, "labels")
     local, inside = _local_index(index, start, x.shape[-1])
     return x.gather(-1, local.unsqueeze(-1)).squeeze(-1).mul_(inside)
 
@@ -180,6 +193,12 @@ def attention_backward(
     else:
         dq, dk, dv = _plain_backward(grad, q, keys, values, out, lse, bias, is_causal, scale)
     return dq, _sum_heads(dk, k), _sum_heads(dv, v)
+
+
+def _assert_inside(index: Tensor, size: int | None, what: str) -> None:
+    """Without waiting for the device."""
+    if size is not None:
+        torch._assert_async(((index >= 0) & (index < size)).all(), f"{what} must be in 0…{size - 1}")
 
 
 def _local_index(index: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:

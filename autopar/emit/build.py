@@ -22,12 +22,12 @@ from autopar.collective import Collective
 from autopar.emit.choices import PlanIndex, TensorKey, buffer_key, compute_nodes, input_key, output_key, parameter_key, placeholder_keys
 from autopar.emit.legality import check_legal
 from autopar.emit.localize import local_call
-from autopar.errors import EmissionError, Where
+from autopar.errors import EmissionError
 from autopar.kernels import collectives as steps
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.plans import Communication, Plan
-from autopar.rules import call_of, operands_of
+from autopar.rules import call_of, operands_of, where_of
 from autopar.run.program import Program, ProgramTensor
 
 _cast = torch.ops.aten._to_copy.default
@@ -141,10 +141,9 @@ class _Phase:
             self.compute(node, again=True)
             if layout in self.have.get(ref, {}):
                 return self.have[ref][layout]
-        where = Where(str(node.target), node.meta.get("module", ""), node.meta.get("source", ""))
         raise EmissionError(
             f"{self.phase} needs {self.job.key(ref)} as {layout} for {wanted_by}, and nothing in the plan makes it",
-            where=where,
+            where=where_of(node),
             remedy="plan again; the file was changed by hand or belongs to another version",
         )
 

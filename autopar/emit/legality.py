@@ -19,7 +19,7 @@ from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.plans import Communication
 from autopar.redistribute import neighbours
-from autopar.rules import call_of, is_strategy
+from autopar.rules import call_of, is_strategy, where_of
 
 _REMEDY = "plan again; the file was changed by hand or belongs to another model or version"
 
@@ -59,8 +59,7 @@ def _borders(trace: Trace, index: PlanIndex) -> Iterator[tuple[str, tuple[Layout
 
 def _check_strategy(node: fx.Node, strategy: Strategy, mesh: Mesh) -> None:
     if not is_strategy(call_of(node), strategy, mesh.shape):
-        where = Where(str(node.target), node.meta["module"], node.meta["source"])
-        raise PlanError(f"{node.meta['key']} cannot run as {strategy} on mesh {mesh}", where=where, remedy=_REMEDY)
+        raise PlanError(f"{node.meta['key']} cannot run as {strategy} on mesh {mesh}", where=where_of(node), remedy=_REMEDY)
 
 
 def _values(trace: Trace) -> Iterator[tuple[TensorKey, torch.Tensor]]:

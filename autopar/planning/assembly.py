@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -88,8 +90,15 @@ def _entries(draft: Draft) -> Iterable[Entry]:
             time_s=op.strategies[draft.choices.strategies[index]].time_s,
             runner_up=draft.runner_ups.get(index),
             replicated=first is not None and any(is_fallback(m.call) for m in first.members),
-            source=sources.get(first.members[0].node, "") if first else "",
+            source=portable_line(sources.get(first.members[0].node, "")) if first else "",
         )
+
+
+def portable_line(source: str) -> str:
+    """A source line with its file as Python's import path names it, so that a plan is the same on every machine."""
+    roots = [os.path.join(os.path.abspath(root), "") for root in sys.path]
+    root = max((root for root in roots if source.startswith(root)), key=len, default="")
+    return source[len(root) :]
 
 
 def _nodes(draft: Draft, index: int, strategy: int) -> tuple[tuple[NodeChoice, ...], tuple[tuple[int, ...], ...]]:

@@ -6,7 +6,7 @@ product over axes; `localization` says what one rank then calls; `law` proves a 
 
 from __future__ import annotations
 
-from autopar.rules.call import Call, Operand, TensorInfo, call_of, call_on, operands_of
+from autopar.rules.call import Call, Operand, TensorInfo, call_of, call_on, operands_of, where_of
 from autopar.rules.expansion import is_strategy, strategies
 from autopar.rules.localization import Local, Start, localize
 from autopar.rules.notation import AxisOption
@@ -27,4 +27,5 @@ __all__ = [
     "localize",
     "operands_of",
     "strategies",
+    "where_of",
 ]

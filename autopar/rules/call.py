@@ -128,13 +128,18 @@ def op_name(target: Any) -> str:
     return f"{str(target.__module__).removeprefix('autopar.').removeprefix('_')}.{target.__name__}"
 
 
+def where_of(node: fx.Node) -> Where:
+    """The node's op, module and source line, as an error states them."""
+    return Where(op_name(node.target), node.meta.get("module", ""), node.meta.get("source", ""))
+
+
 def call_of(node: fx.Node) -> Call:
     """The call that `node` makes. A getitem has one operand, the result that it takes.
 
     Raises:
         RuleError: where the node is no call, or an operand has no value in ``meta["val"]``.
     """
-    where = Where(op_name(node.target), node.meta.get("module", ""), node.meta.get("source", ""))
+    where = where_of(node)
     if node.op != "call_function" or not callable(node.target):
         raise RuleError(f"node {node.name} is a {node.op}, not a call", where=where, remedy="ask for rules of call_function nodes only")
     found: list[fx.Node] = []

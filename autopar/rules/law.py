@@ -105,9 +105,7 @@ def split(x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int]) -> Parts:
         pieces = {at: _addends(part, reduce_op, size) for at, part in addends.items()}
         addends = {(*at, i): pieces[at][i] for at in addends for i in range(size)}
     ranks = itertools.product(*map(range, mesh_shape))
-    return {
-        rank: addends[tuple(rank[axis] for axis in partial)][_window(x.shape, layout, mesh_shape, rank)].clone() for rank in ranks
-    }
+    return {rank: addends[tuple(rank[axis] for axis in partial)][_window(x.shape, layout, mesh_shape, rank)].clone() for rank in ranks}
 
 
 def _window(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], rank: Coordinate) -> tuple[slice, ...]:

@@ -83,13 +83,15 @@ def _size(name: str) -> Callable[[_Site], Local]:
     return lambda site: site.change(**{name: site.output_shape()})
 
 
-def _start(operand: int, dim: int) -> Callable[[_Site], Local]:
-    """`start` is the first index of a dim of an operand."""
+def _start(operand: int, dim: int, *, sized: bool = False) -> Callable[[_Site], Local]:
+    """`start` is the first index of a dim of an operand, and `size`, where the op takes it, the dim's global size."""
 
     def local(site: _Site) -> Local:
         shape, layout = site.call.inputs[operand].shape, site.strategy.inputs[operand]
         at = dim % len(shape)
-        return site.change(start=site.start(layout, shape[at], at)) if layout.splitters(at) else _same(site)
+        if not layout.splitters(at):
+            return _same(site)
+        return site.change(start=site.start(layout, shape[at], at), **({"size": shape[at]} if sized else {}))
 
     return local
 
@@ -139,8 +141,8 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[_Site], Local]] = {
     **{op: _size("size") for op in (aten.new_full.default, aten.new_empty.default)},
     **{op: _size("input_sizes") for op in (aten.slice_backward.default, aten.select_backward.default)},
     **{op: _mean for op in (aten.mean.dim, aten.mean.default)},
-    ops.embedding: _start(0, 0),
-    ops.pick: _start(0, -1),
+    ops.embedding: _start(0, 0, sized=True),
+    ops.pick: _start(0, -1, sized=True),
     ops.cross_entropy_backward: _start(0, -1),
     ops.embedding_backward: _embedding_backward,
     aten.convolution.default: _convolution,

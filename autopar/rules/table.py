@@ -56,7 +56,9 @@ EMBEDDING: Mapping[Any, f.Family] = {
     aten.embedding.default: Row("_ d, ... -> ... d", FIRST),
     aten.embedding_dense_backward.default: lambda call: parse(
         # scaling by frequency needs the counts of all ids
-        "_ _ d, _ _ -> _ d" if argument(call, "scale_grad_by_freq", False) else "... d, ... -> _ d", call, FIRST
+        "_ _ d, _ _ -> _ d" if argument(call, "scale_grad_by_freq", False) else "... d, ... -> _ d",
+        call,
+        FIRST,
     ),
 }
 

@@ -17,9 +17,10 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from autopar.collective import Collective, Kind
-from autopar.errors import AutoparError, VerificationError, Where
+from autopar.errors import AutoparError, VerificationError
 from autopar.kernels import collectives as steps
 from autopar.mesh import Mesh
+from autopar.rules import where_of
 from autopar.run.program import Program, ProgramTensor
 from autopar.run.splitting import join, reduce, split
 
@@ -119,7 +120,7 @@ def _joined(
             joined[border.name] = join(locals, border.layout, mesh, border.shape, _tolerance(locals[0], tolerance))
         except (AutoparError, RuntimeError) as error:
             node = output.args[0][index + offset]
-            raise VerificationError(f"{border.name!r} cannot be joined from {node_name(node)}: {error}", where=where(node)) from error
+            raise VerificationError(f"{border.name!r} cannot be joined from {node_name(node)}: {error}", where=where_of(node)) from error
     return joined
 
 
@@ -142,11 +143,6 @@ def _promote_dtype(argument: Any, dtype: torch.dtype | None) -> Any:
 def node_name(node: fx.Node) -> str:
     """The node in the user's words where it has a key, else its name in the graph."""
     return str(node.meta.get("key") or node.name)
-
-
-def where(node: fx.Node) -> Where:
-    """The node's op, module and source line."""
-    return Where(str(node.target), node.meta.get("module", ""), node.meta.get("source", ""))
 
 
 class _Run:
@@ -185,7 +181,7 @@ class _Run:
                 return [self._start(rank, *node.args) for rank in self.ranks]
             return self._run_op(node, env)
         except (RuntimeError, ValueError, TypeError, IndexError, AutoparError) as error:
-            raise VerificationError(f"{node_name(node)} fails in the {phase} graph: {error}", where=where(node)) from error
+            raise VerificationError(f"{node_name(node)} fails in the {phase} graph: {error}", where=where_of(node)) from error
 
     def _run_op(self, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
         target: Any = node.target

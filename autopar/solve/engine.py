@@ -159,9 +159,7 @@ class Engine:
         values[columns] = highs.getSolution().col_value
         return Found(values, info.mip_dual_bound)
 
-    def _run(
-        self, cost: Floats, rows: Rows, integer: Columns | None, options: Options, start: Floats | None = None
-    ) -> highspy.Highs:
+    def _run(self, cost: Floats, rows: Rows, integer: Columns | None, options: Options, start: Floats | None = None) -> highspy.Highs:
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(cost), len(rows.lower)
         lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(len(cost)), np.ones(len(cost))

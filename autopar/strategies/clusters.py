@@ -237,7 +237,5 @@ def _cluster(graph: _Graph, names: Iterable[str], outputs: set[Ref]) -> Cluster:
     inside = set(names)
     members = tuple(graph.members[n] for n in names)
     operands = dict.fromkeys(r for m in members for r in m.reads if r[0] not in inside)
-    results = tuple(
-        ref for m in members for ref in m.makes if ref in outputs or any(r not in inside for r in graph.readers.get(ref, []))
-    )
+    results = tuple(ref for m in members for ref in m.makes if ref in outputs or any(r not in inside for r in graph.readers.get(ref, [])))
     return Cluster(members, tuple(operands), results, graph.phase[names[0]], graph.indices[names[0]])

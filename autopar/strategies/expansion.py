@@ -29,6 +29,7 @@ class ClusterStrategy:
     outer: Strategy
     members: tuple[Strategy, ...]
 
+
 @dataclass(frozen=True, slots=True)
 class ClusterClass:
     """All clusters that take one decision, and the strategies they choose from."""

@@ -1,8 +1,8 @@
 """One comparison's material, and its three computations, all in one dtype.
 
-    plain       the user's model, copied and converted, eager forward and backward;
-    traced      the captured normal-form graph, interpreted on one device;
-    program     the emitted graphs, all ranks in lockstep.
+plain       the user's model, copied and converted, eager forward and backward;
+traced      the captured normal-form graph, interpreted on one device;
+program     the emitted graphs, all ranks in lockstep.
 """
 
 from __future__ import annotations

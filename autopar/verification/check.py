@@ -45,10 +45,16 @@ def verify_program(
             model itself computes a part in float32, 1e-4 in float32, 5e-2 in 16-bit types and where a part is in one.
 
     Raises:
-        VerificationError: naming the first node that differs; or where the model or the batch has no values (meta).
+        VerificationError: naming the first node that differs; or where the model or the batch has no values (meta), or the
+            plain loss is no finite number.
     """
     case = Case.of(trace, program, model, args, kwargs, dtype)
     plain, lower = case.run_plain()
+    if not bool(plain.outputs[case.loss].isfinite().all()):
+        raise VerificationError(
+            f"the plain model's loss is {plain.outputs[case.loss].item()}: a comparison with it would say nothing",
+            remedy="verify with a batch and weights that give a finite loss",
+        )
     if dtype is None and lower:
         case, lower = replace(case, computed=min(lower.values(), key=lambda d: d.itemsize)), {}
     try:

@@ -9,7 +9,8 @@ from torch import Tensor, fx
 
 from autopar.errors import LayoutError, VerificationError
 from autopar.layout import Layout
-from autopar.run.lockstep import node_name, where
+from autopar.rules import where_of
+from autopar.run.lockstep import node_name
 from autopar.run.splitting import join
 from autopar.verification.case import Case
 from autopar.verification.comparison import floor_share_of, magnitude, relative_error, tolerance_of
@@ -41,7 +42,7 @@ def diagnose(case: Case, summary: str) -> None:
         except (VerificationError, LayoutError, RuntimeError) as failure:
             error, told = float("inf"), str(failure)
         if error > limit:
-            raise VerificationError(_story(phase, node, layout, told, summary), where=where(node), remedy=_REMEDY)
+            raise VerificationError(_story(phase, node, layout, told, summary), where=where_of(node), remedy=_REMEDY)
 
     case.run_program(check)
 

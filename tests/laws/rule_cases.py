@@ -168,7 +168,7 @@ CASES: Mapping[Any, Case | list[Case]] = {
         lambda s: on(real(s.c, s.d, s.b), ids(s.a, s.c, s.d), s.a, -1, True),
     ],
     ops.sum_exp: lambda s: on(x := real(s.a, s.b, s.c), x.amax(-1)),
-    ops.pick: lambda s: on(real(s.a, s.b, s.c), ids(s.c, s.a, s.b)),
+    ops.pick: lambda s: on(real(s.a, s.b, s.c), ids(s.c, s.a, s.b), -100),
     ops.cross_entropy_backward: softmaxed,
     aten.nll_loss_forward.default: [nll, lambda s: nll(s, 2), lambda s: nll(s, 0)],
     aten.nll_loss_backward.default: [nll_backward, lambda s: nll_backward(s, 0)],

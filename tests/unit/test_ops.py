@@ -70,9 +70,20 @@ def test_embedding_parts_add_up_to_the_whole() -> None:
     weight, ids = torch.randn(10, 4), torch.tensor([[0, 3, 9], [4, 5, 3]])
     whole = ops.embedding(weight, ids)
     assert torch.equal(whole, weight[ids])
-    parts = [ops.embedding(weight[start : start + 4], ids, start) for start in (0, 4, 8)]
+    parts = [ops.embedding(weight[start : start + 4], ids, start, 10) for start in (0, 4, 8)]
     assert torch.equal(sum(parts), whole)
     assert not parts[0][0, 2].any()
+
+
+@pytest.mark.parametrize("wrong", [-1, 10])
+def test_a_part_refuses_an_id_or_a_label_that_the_whole_does_not_have(wrong: int) -> None:
+    ids = torch.tensor([0, wrong])
+    with pytest.raises(RuntimeError, match=r"token ids must be in 0…9"):
+        ops.embedding(torch.randn(5, 4), ids, 5, 10)
+    with pytest.raises(RuntimeError, match=r"labels must be in 0…9"):
+        ops.pick(torch.randn(2, 5), ids, -100, 5, 10)
+    with pytest.raises(RuntimeError, match=r"labels must be in 0…9"):
+        ops.pick(torch.randn(2, 10), ids, -100)
 
 
 @pytest.mark.parametrize("padding_idx", [-1, 3])
@@ -91,7 +102,7 @@ def _cross_entropy(x: Tensor, index: Tensor, splits: tuple[int, ...]) -> tuple[T
     parts = [(start, x[..., start:end]) for start, end in zip(splits, [*splits[1:], x.shape[-1]], strict=True)]
     m = torch.stack([part.amax(-1) for _, part in parts]).amax(0)
     s = sum(ops.sum_exp(part, m) for _, part in parts)
-    loss = s.log() + m - sum(ops.pick(part, index, start) for start, part in parts)
+    loss = s.log() + m - sum(ops.pick(part, index, -100, start, x.shape[-1]) for start, part in parts)
     scale = torch.linspace(0.5, 2, index.numel(), dtype=s.dtype).view(index.shape)
     return loss, torch.cat([ops.cross_entropy_backward(part, m, s, index, scale, start) for start, part in parts], -1)
 
@@ -113,7 +124,7 @@ def test_cross_entropy_in_parts_is_torchs(splits: tuple[int, ...], dtype: torch.
 
 def test_pick_and_backward_ignore_an_index_outside_of_the_vocabulary() -> None:
     x, index = torch.randn(2, 5), torch.tensor([-100, 7])
-    assert not ops.pick(x, index).any()
+    assert not ops.pick(x, index, -100, 0, 10).any()
     m = x.amax(-1)
     grad = ops.cross_entropy_backward(x, m, ops.sum_exp(x, m), index, torch.ones(2))
     torch.testing.assert_close(grad, x.softmax(-1))

@@ -20,6 +20,7 @@ from autopar.hardware import HardwareProfile
 from autopar.kernels import collectives as steps
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, make_plan
+from autopar.run.lockstep import run_lockstep
 from autopar.run.program import Program
 from autopar.verification import Verification, relative_error, verify_program
 
@@ -170,6 +171,26 @@ def test_a_model_on_meta_has_nothing_to_compare(gpt2: Built) -> None:
     model, batch, trace, planned = gpt2
     with pytest.raises(VerificationError, match=r"on meta and have no values, 'transformer\.wte\.weight' first"):
         verify_program(trace, planned.program, copy.deepcopy(model).to("meta"), (), batch)
+
+
+def test_a_loss_that_is_no_number_proves_nothing(gpt2: Built) -> None:
+    model, batch, trace, planned = gpt2
+    broken = copy.deepcopy(model)
+    broken.transformer.ln_f.weight.data.fill_(float("nan"))
+    with pytest.raises(VerificationError, match=r"loss is nan: a comparison with it would say nothing"):
+        verify_program(trace, planned.program, broken, (), batch)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_an_index_that_the_vocabulary_does_not_have_is_an_error_under_a_split_vocabulary_too(gpt2: Built, name: str) -> None:
+    model, batch, trace, planned = gpt2
+    wrong = {**batch, name: torch.full_like(batch[name], 10**6)}
+    with pytest.raises(IndexError):
+        model(**wrong)
+    inputs = [wrong[i.path] for i in trace.inputs]
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    with pytest.raises(VerificationError, match=r"must be in 0…|out of range"):
+        run_lockstep(planned.program, tensors, tensors, inputs)
 
 
 def test_relative_errors_at_their_borders() -> None:

@@ -77,7 +77,7 @@ def _forward(node: fx.Node) -> _Pieces:
     m = step(aten.amax.default, (x, [-1]), dtype=dtype_of(x))
     s = step(ops.sum_exp, (x, m))
     normalizer = step(aten.add.Tensor, (step(aten.log.default, (s,)), m))
-    losses = step(aten.sub.Tensor, (normalizer, step(ops.pick, (x, labels), dtype=dtype_of(x))))
+    losses = step(aten.sub.Tensor, (normalizer, step(ops.pick, (x, labels, ignored), dtype=dtype_of(x))))
     seen = step(aten.ne.Scalar, (labels, ignored), dtype=torch.bool)
     valid = _cast(node, seen, accumulate)
     every = list(range(len(rows)))

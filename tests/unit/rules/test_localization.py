@@ -42,7 +42,7 @@ def test_an_unsharded_vocabulary_has_no_start() -> None:
     ids = torch.zeros(4, dtype=torch.int64)
     found = local((2,), ["R", "S(0)"], ["S(0)"], ops.embedding, torch.ones(8, 2), ids)
     assert (found.args, dict(found.kwargs)) == ((Operand(0), Operand(1)), {})
-    assert local((2,), ["R", "R"], ["S(1)"], ops.pick, torch.ones(4, 4), ids).args == (Operand(0), Operand(1))
+    assert local((2,), ["R", "R"], ["S(1)"], ops.pick, torch.ones(4, 4), ids, -100).args == (Operand(0), Operand(1), -100)
 
 
 def test_the_gradient_of_a_sharded_table_has_local_rows() -> None:
