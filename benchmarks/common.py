@@ -24,6 +24,7 @@ from rich.table import Table
 
 from autopar.hardware import HardwareProfile
 from autopar.version import VERSION
+from benchmarks import zoo
 from benchmarks.models import TINY, ModelSpec
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +39,7 @@ def parser(name: str, description: str, *, batch: int = 8, seq: int = 16, meshes
     made.add_argument("--model", action="append", default=[], help="a known size; may be repeated")
     made.add_argument("--hf", action="append", default=[], metavar="TYPE[/AutoClass]:JSON", help="a Hugging Face configuration")
     made.add_argument("--module", action="append", default=[], metavar="FILE.py:FUNCTION", help="FUNCTION() returns (model, batch)")
+    made.add_argument("--zoo", nargs="*", metavar="NAME", help="models of benchmarks.zoo; all of them where none is named")
     made.add_argument("--mesh", action="append", default=[], help=f"node=4,gpu=8 or a count; by default {' '.join(meshes)}")
     made.add_argument("--batch", type=int, default=batch, help="global batch in samples")
     made.add_argument("--seq", type=int, default=seq, help="sequence length")
@@ -48,6 +50,7 @@ def specs_of(options: argparse.Namespace, default: Sequence[str] = tuple(TINY)) 
     """The models that the flags name."""
     found = [ModelSpec.known(name) for name in options.model] + [ModelSpec.parse_hf(text) for text in options.hf]
     found += [ModelSpec(text, module=text) for text in options.module]
+    found += [ModelSpec.of_zoo(name) for name in (() if options.zoo is None else options.zoo or zoo.NAMES)]
     return found or [ModelSpec.known(name) for name in default]
 
 

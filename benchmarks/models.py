@@ -1,11 +1,11 @@
 """The models that benchmarks run on, as plain data, so that every row builds its model in a process of its own.
 
-`autopar.hf` knows published sizes; here are the four tiny ones beside them, whose 8 heads and batch of 8 suit every mesh.
+`autopar.hf` knows published sizes, `benchmarks.zoo` many architectures; here are four tiny ones of the zoo whose 8 heads and batch of 8
+suit every mesh.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,16 +14,15 @@ import torch
 from torch import nn
 
 from autopar import hf
+from autopar.errors import AutoparError
+from benchmarks import zoo
 
-Batch = dict[str, torch.Tensor]
-_SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
-_TOKENS = {"vocab_size": 128, "max_position_embeddings": 64}
-_GPT2 = {"bos_token_id": 0, "eos_token_id": 0, "n_embd": 64, "n_layer": 2, "n_head": 8, "vocab_size": 128, "n_positions": 64}
+Batch = dict[str, Any]
 TINY: Mapping[str, str] = {
-    "tiny-gpt2": f"gpt2:{json.dumps(_GPT2)}",
-    "tiny-llama": f"llama:{json.dumps({**_SIZES, **_TOKENS, 'num_key_value_heads': 4})}",
-    "tiny-bert": f"bert/AutoModelForMaskedLM:{json.dumps({**_SIZES, **_TOKENS})}",
-    "tiny-vit": f"vit/AutoModelForImageClassification:{json.dumps({**_SIZES, 'image_size': 32, 'patch_size': 8, 'num_labels': 16})}",
+    "tiny-gpt2": zoo.spec_of("gpt2", n_head=8),
+    "tiny-llama": zoo.spec_of("llama", num_attention_heads=8, num_key_value_heads=4),
+    "tiny-bert": zoo.spec_of("bert", num_attention_heads=8),
+    "tiny-vit": zoo.spec_of("vit", num_attention_heads=8, num_labels=16),
 }
 
 
@@ -33,11 +32,13 @@ class ModelSpec:
 
     Attributes:
         name: for tables. text: a spec of `autopar.hf`. module: ``FILE.py:FUNCTION`` instead, which returns (model, batch).
+        zoo: a model of the zoo instead.
     """
 
     name: str
     text: str = ""
     module: str = ""
+    zoo: str = ""
 
     @staticmethod
     def known(name: str) -> ModelSpec:
@@ -55,6 +56,17 @@ class ModelSpec:
         """Read ``TYPE:JSON`` or ``TYPE/AutoClass:JSON``."""
         return ModelSpec(hf.parse(text)[0], text)
 
+    @staticmethod
+    def of_zoo(name: str) -> ModelSpec:
+        """A model of the zoo.
+
+        Raises:
+            AutoparError: where there is none of that name.
+        """
+        if name not in zoo.NAMES:
+            raise AutoparError(f"the zoo has no {name!r}", remedy=f"name one of {', '.join(zoo.NAMES)}")
+        return ModelSpec(name, zoo=name)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -63,9 +75,12 @@ class ModelSpec:
     ) -> tuple[nn.Module, Batch]:
         """The model in training mode without dropout, and a batch of `batch` samples of length `seq`; on meta without values.
 
-        A module's function decides for itself about all of this but the dtype.
+        A model of the zoo has its own length, and a module's function decides for itself about all of this but the dtype.
         """
+        how: dict[str, Any] = {"dtype": dtype, "device": "meta" if meta else "cpu", "batch": batch, "seed": seed}
+        if self.zoo:
+            return zoo.build(self.zoo, **how)
         if not self.module:
-            return hf.build(self.text, dtype=dtype, device="meta" if meta else "cpu", batch=batch, seq=seq, seed=seed)
+            return hf.build(self.text, seq=seq, **how)
         model, made = hf.load_function(self.module)
-        return model.to(dtype), {name: x.to(dtype) if x.is_floating_point() else x for name, x in made.items()}
+        return model.to(dtype), {name: zoo.cast(x, dtype) for name, x in made.items()}

@@ -37,7 +37,7 @@ PROCESS_GROUP_UNITS = {"run", "kernels", "api", "cli"}
 # Placement and tensor types, which make no process group, are words of the vocabulary.
 PLACEMENT_MODULES = ("torch.distributed.tensor",)
 PRIVATE_TORCH_ONLY_IN = "autopar.capture._torch"
-TRANSFORMERS_ONLY_IN = ("autopar.capture._transformers", "autopar.hf")
+TRANSFORMERS_ONLY_IN = ("autopar.capture._transformers", "autopar.hf.building")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 

@@ -1,0 +1,11 @@
+"""Models by name: a Hugging Face configuration, a known size or a function of the user's, each with a batch that fits it.
+
+A *spec* is ``TYPE:JSON`` (``llama:{"hidden_size": 64}``), ``TYPE/AutoClass:JSON`` for another head than the causal LM's, or
+one of the names in `KNOWN`. Nothing is downloaded: a model is built from its configuration, on meta unless asked otherwise.
+transformers is imported at the first build.
+"""
+
+from autopar.hf.building import Built, build
+from autopar.hf.specs import KNOWN, load_function, parse
+
+__all__ = ["KNOWN", "Built", "build", "load_function", "parse"]

@@ -1,0 +1,123 @@
+"""A model from a spec, in training mode, with a batch that fits it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import AutoparError
+from autopar.hf.batches import make_batch
+from autopar.hf.specs import parse
+
+Built = tuple[nn.Module, dict[str, Any]]
+
+# The first of these that the type has.
+_HEADS = (
+    "AutoModelForCausalLM",
+    "AutoModelForImageClassification",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForMaskedLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForSemanticSegmentation",
+    "AutoModelForAudioClassification",
+)
+_READ_ELSEWHERE = ("attn_implementation", "experts_implementation", "decoder_start_token_id")  # known, though no type lists them
+
+
+def build(
+    spec: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "meta",
+    batch: int = 8,
+    seq: int | None = None,
+    image: int = 224,
+    dropout: float | None = 0.0,
+    seed: int = 0,
+) -> Built:
+    """The model of `spec`, in training mode, and a batch with labels: keyword arguments of its forward.
+
+    Weights and batch are drawn from `seed`, or hold nothing on meta.
+
+    Args:
+        batch: samples in the global batch.
+        seq: tokens of a sample; by default 512 or the most that the model has positions for. Images have no length; of a raw
+            sound it is the number of samples.
+        image: side of the images of a type whose configuration names no size.
+        dropout: every dropout that the spec does not set; None for the type's defaults. Whole layers are never dropped.
+
+    Raises:
+        AutoparError: where the spec cannot be read, or names a type, a head or a setting that transformers does not know.
+    """
+    kind, head, settings = parse(spec)
+    config = _config(kind, settings)
+    _quieten(config, settings, dropout)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id or 0  # T5's own, which its configuration leaves to checkpoints
+    builder = _head(kind, head, config)
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(seed)
+        try:
+            model = builder.from_config(config, dtype=dtype)
+        except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+            raise AutoparError(f"transformers cannot build {spec!r}: {error}", remedy="mend the settings, or pass --module") from error
+        example = make_batch(model, builder.__name__, dtype, batch, seq, image)
+    return model.train(), example
+
+
+def _config(kind: str, settings: Mapping[str, Any]) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        default = AutoConfig.for_model(kind)
+    except ValueError as error:
+        raise AutoparError(
+            f"transformers knows no model type {kind!r}", remedy="name one, for example llama, gpt2, bert, vit, t5, mixtral"
+        ) from error
+    for name in settings:  # transformers would keep an unknown one as an attribute that nothing reads
+        if not hasattr(default, name) and name not in _READ_ELSEWHERE:
+            close = difflib.get_close_matches(name, default.to_dict(), n=3, cutoff=0.4)
+            raise AutoparError(
+                f"a {kind} configuration has no setting {name!r}", remedy=f"did you mean {' or '.join(close) or 'another type'}?"
+            )
+    try:
+        return AutoConfig.for_model(kind, **settings)
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise AutoparError(f"transformers cannot build {kind}: {error}", remedy="mend the settings") from error
+
+
+def _quieten(config: Any, settings: Mapping[str, Any], dropout: float | None) -> None:
+    """Set every dropout that the settings do not name, in nested configurations too; nothing random beside it."""
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "model_type"):
+            nested = settings.get(name)
+            _quieten(value, nested if isinstance(nested, Mapping) else {}, dropout)
+        elif name in settings:
+            continue
+        elif name.endswith(("layerdrop", "layer_drop")) and isinstance(value, float):
+            setattr(config, name, 0.0)  # a layer dropped at random is control flow
+        elif name == "apply_spec_augment":
+            setattr(config, name, False)  # masks drawn by numpy in forward
+        elif "drop" in name and isinstance(value, float) and dropout is not None:
+            setattr(config, name, dropout)
+
+
+def _head(kind: str, head: str, config: Any) -> Any:
+    import transformers
+
+    if head:
+        builder = getattr(transformers, head, None)
+        if not head.startswith("AutoModel") or builder is None:
+            raise AutoparError(f"transformers has no class {head!r}", remedy="name one, for example AutoModelForMaskedLM")
+        return builder
+    for name in _HEADS:
+        builder = getattr(transformers, name)
+        if type(config) in builder._model_mapping:
+            return builder
+    raise AutoparError(f"{kind} has none of the heads {', '.join(_HEADS)}", remedy=f"name its head: {kind}/AutoModelFor...:JSON")

@@ -1,0 +1,102 @@
+"""How models are named: ``TYPE:JSON``, a known size, or ``FILE.py:FUNCTION``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from autopar.errors import AutoparError
+
+_SPEC = re.compile(r"^(?P<type>[\w.-]+)(?:/(?P<head>\w+))?(?::(?P<settings>.*))?$", re.DOTALL)
+
+
+def _gpt2(num_layers: int, hidden_size: int, num_heads: int) -> tuple[str, dict[str, Any]]:
+    return "gpt2", {"n_layer": num_layers, "n_embd": hidden_size, "n_head": num_heads}
+
+
+def _llama3(num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int) -> tuple[str, dict[str, Any]]:
+    sizes = {"num_hidden_layers": num_layers, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": 8, "vocab_size": 128256}
+    rope = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+    return "llama", {**sizes, **heads, **rope}
+
+
+def _encoder(kind: str, num_layers: int, hidden_size: int, num_heads: int) -> tuple[str, dict[str, Any]]:
+    sizes = {"num_hidden_layers": num_layers, "hidden_size": hidden_size, "intermediate_size": 4 * hidden_size}
+    return kind, {**sizes, "num_attention_heads": num_heads}
+
+
+# Sizes as published: GPT-2 (Radford et al., 2019), BERT (Devlin et al., 2018), ViT (Dosovitskiy et al., 2020), Llama 3
+# (Grattafiori et al., 2024, table 3).
+KNOWN: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "gpt2": _gpt2(12, 768, 12),
+        "gpt2-medium": _gpt2(24, 1024, 16),
+        "gpt2-large": _gpt2(36, 1280, 20),
+        "gpt2-xl": _gpt2(48, 1600, 25),
+        "llama3-8b": _llama3(32, 4096, 14336, 32),
+        "llama3-70b": _llama3(80, 8192, 28672, 64),
+        "llama3-405b": _llama3(126, 16384, 53248, 128),
+        "bert-base": _encoder("bert/AutoModelForMaskedLM", 12, 768, 12),
+        "bert-large": _encoder("bert/AutoModelForMaskedLM", 24, 1024, 16),
+        "vit-base": _encoder("vit/AutoModelForImageClassification", 12, 768, 12),
+        "vit-large": _encoder("vit/AutoModelForImageClassification", 24, 1024, 16),
+    }
+)
+
+
+def parse(spec: str) -> tuple[str, str, dict[str, Any]]:
+    """(model type, auto class or ``""``, settings) of a spec.
+
+    Raises:
+        AutoparError: where it is neither a known name nor ``TYPE:JSON`` or ``TYPE/AutoClass:JSON``.
+    """
+    if spec in KNOWN:
+        kind, known = KNOWN[spec]
+        return kind.partition("/")[0], kind.partition("/")[2], dict(known)
+    match = _SPEC.match(spec)
+    if match is None or match["settings"] is None:
+        names = ", ".join(KNOWN)
+        raise AutoparError(f"{spec!r} is no model", remedy=f"""write TYPE:JSON, as in llama:'{{"hidden_size": 64}}', or one of {names}""")
+    try:
+        settings = json.loads(match["settings"] or "{}")
+    except ValueError as error:
+        raise AutoparError(
+            f"the settings of {spec!r} are no JSON: {error}", remedy="quote the spec, names and texts in double quotes"
+        ) from error
+    if not isinstance(settings, dict):
+        raise AutoparError(f"the settings of {spec!r} are no JSON object", remedy='write {"name": value, ...}')
+    return match["type"], match["head"] or "", settings
+
+
+def load_function(spec: str) -> tuple[nn.Module, Any]:
+    """(model, batch) as ``FILE.py:FUNCTION`` returns them.
+
+    Raises:
+        AutoparError: where the file or the function is missing, or it returns something else.
+    """
+    file, _, name = spec.rpartition(":")
+    path = Path(file)
+    if not file or not name or not path.is_file():
+        raise AutoparError(f"{spec!r} is no FILE.py:FUNCTION", remedy="name a Python file and a function in it that returns (model, batch)")
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    if module_spec is None or module_spec.loader is None:
+        raise AutoparError(f"{file!r} is no Python file", remedy="name a file that ends in .py")
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    function: Callable[[], Any] | None = getattr(module, name, None)
+    if not callable(function):
+        raise AutoparError(f"{file} has no function {name!r}", remedy="name a function that returns (model, batch)")
+    built = function()
+    if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[0], nn.Module):
+        raise AutoparError(
+            f"{spec} returned {type(built).__name__}, not (model, batch)", remedy="return an nn.Module and its example inputs"
+        )
+    return built
