@@ -37,6 +37,8 @@ from autopar.errors import CaptureError
 
 # A number that differs from an earlier capture would otherwise become symbolic: captures must not depend on each other.
 _STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "specialize_int": True, "specialize_float": True}
+_ATEN = torch.ops.aten
+_CHECKS = frozenset((_ATEN._assert_scalar.default, _ATEN._assert_async.default, _ATEN._assert_async.msg, torch._assert_async, torch._check))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +102,12 @@ def raw_joint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         stack.enter_context(_quiet())
         stack.enter_context(_fake_weights(model, mode))
         stack.enter_context(transformers_under_capture(model, args, kwargs))
-        stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), **_STATIC))
+        stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True, **_STATIC))
         stack.enter_context(mode)
         stack.enter_context(torch.enable_grad())
         try:
             captured = dynamo_graph_capture_for_export(model)(*fake_args, **fake_kwargs)
+            _drop_checks(captured.graph)
             out_leaves, out_spec, loss = _only_the_loss_differentiable(captured, (*fake_args, *fake_kwargs.values()))
             joint = aot_export_joint_with_descriptors(stack, captured, fake_args, fake_kwargs)
         except CaptureError:
@@ -219,6 +222,17 @@ def _only_the_loss_differentiable(captured: Any, inputs: tuple[Any, ...]) -> tup
     output.args = (tuple(returned),)
     graph._codegen.dynamo_bytecode_unflatten = lambda results, _inputs: results
     return leaves, spec, loss
+
+
+def _drop_checks(graph: fx.Graph) -> None:
+    """Erase assertions about a tensor's values, and what was computed for them alone: there are no values to look at."""
+    dead = [node for node in graph.nodes if node.target in _CHECKS]
+    while dead:
+        node = dead.pop()
+        if not node.users and node.op in ("call_function", "call_method"):
+            operands = node.all_input_nodes
+            graph.erase_node(node)
+            dead += [operand for operand in operands if operand not in dead]
 
 
 def _placeholder_kind(desc: Any) -> tuple[str, Any]:

@@ -1,6 +1,7 @@
 """What Hugging Face transformers needs under tracing. Without transformers everything here does nothing.
 
 - Caches have no place in a training graph, and their types stop the export: `use_cache` is off during a capture.
+- Speech encoders (wav2vec2 and its like) switch `requires_grad` of their input on: off during a capture.
 - Models that record outputs install hooks at their first forward; Dynamo cannot trace the installation, so it is done
   before.
 - Masks. In eager, a batch without attention mask and position ids is one sequence per row and needs no mask: attention
@@ -33,6 +34,7 @@ def transformers_under_capture(model: nn.Module, args: tuple[Any, ...], kwargs: 
     """The adaptions above, undone on exit (recording hooks stay: a first forward would have installed them too)."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_caches(model))
+        stack.enter_context(_sounds_without_gradient(model))
         if "transformers" in sys.modules:
             _install_recording_hooks(model)
             stack.enter_context(_masks_by_shape(_positions_are_default(model, args, kwargs)))
@@ -51,6 +53,19 @@ def without_caches(model: nn.Module) -> Iterator[None]:
     finally:
         for config in on:
             config.use_cache = True
+
+
+@contextlib.contextmanager
+def _sounds_without_gradient(model: nn.Module) -> Iterator[None]:
+    """Speech encoders switch `requires_grad` of the sound on, which Dynamo cannot trace and only reentrant checkpointing needs."""
+    switched = [module for module in model.modules() if getattr(module, "_requires_grad", None) is True]
+    try:
+        for module in switched:
+            module._requires_grad = False  # type: ignore[assignment]
+        yield
+    finally:
+        for module in switched:
+            module._requires_grad = True  # type: ignore[assignment]
 
 
 def _install_recording_hooks(model: nn.Module) -> None:
