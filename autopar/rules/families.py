@@ -60,7 +60,7 @@ def reduction(reduce_op: str = "sum", linear: bool = False, whole: bool = False)
     return rule
 
 
-def along(linear: tuple[tuple[int, ...], ...] = (), dim: int = -1) -> Family:
+def along(linear: tuple[tuple[int, ...], ...] = (), dim: int | tuple[int, ...] = -1) -> Family:
     """Ops that work along ``dim`` (softmax, cumsum, flip, cat): it stays whole, all other dims are parallel.
 
     `linear`: sets of operands; ``((),)`` means all operands together. `dim` is the default.
@@ -254,6 +254,13 @@ def new_tensor(call: Call) -> Factors:
     term = tuple(f"d{d}" if target[d : d + 1] == source[d : d + 1] else f"x{d}" for d in range(len(source)))
     loose = frozenset(x for x in term if x not in letters)
     return Factors((term,), (letters,), equal=(loose,))
+
+
+def histogram(call: Call) -> Factors:
+    """histc: counts are partial sums, where the bins' border is not taken from the values."""
+    term = _letters(len(call.inputs[0].shape))
+    has_border = argument(call, "min", 0) < argument(call, "max", 0)
+    return Factors((term if has_border else _whole(term, range(len(term))),), ((WHOLE,),))
 
 
 def getitem(call: Call) -> Factors:

@@ -18,6 +18,7 @@ from autopar import ops
 from autopar.layout import Layout, Strategy, local_range, local_shape
 from autopar.rules.call import NO_TENSOR, Call, argument, replace_arguments
 from autopar.rules.families import dims_of
+from autopar.rules.losses import LOSS_GRADIENTS, LOSSES, MEAN, SUM, mean_loss_part
 
 aten = torch.ops.aten
 
@@ -113,6 +114,21 @@ def _mean(site: _Site) -> Local:
     return Local(mean_part, (call.args[0], tuple(sorted(reduced)), keepdim, count, call.outputs[0].dtype), {})
 
 
+def _mean_loss(operand: int) -> Callable[[_Site], Local]:
+    """Of a mean over all elements of the loss of `operand` and the next one, a rank has its share."""
+
+    def local(site: _Site) -> Local:
+        call = site.call
+        split = any(isinstance(p, Shard) for layout in site.strategy.inputs for p in layout.placements)
+        if argument(call, "reduction", MEAN) != MEAN or not split:
+            return _same(site)
+        count = math.prod(torch.broadcast_shapes(*(info.shape for info in call.inputs[operand : operand + 2])))
+        args, kwargs = replace_arguments(call, {"reduction": SUM})
+        return Local(mean_loss_part, (call.target.__name__.partition(".")[0], count, *args), kwargs)
+
+    return local
+
+
 def _groups(site: _Site, operand: int) -> int:
     """Groups are sharded only where each has one channel."""
     groups = argument(site.call, "groups")
@@ -145,6 +161,8 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[_Site], Local]] = {
     ops.pick: _start(0, -1, sized=True),
     ops.cross_entropy_backward: _start(0, -1),
     ops.embedding_backward: _embedding_backward,
+    **{op: _mean_loss(0) for op in LOSSES},
+    **{op: _mean_loss(1) for op in LOSS_GRADIENTS},
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
 }

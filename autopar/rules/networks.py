@@ -62,6 +62,13 @@ def nll_loss_backward(call: Call) -> Factors:
     return parse(", _, , _,  -> _", call)
 
 
+def weight_norm(call: Call) -> Factors:
+    """_weight_norm_interface and its backward: norms are taken over all dims but one, which is parallel."""
+    dim, rank = argument(call, "dim", 0), len(call.inputs[0].shape)
+    term = " ".join("n" if d == dim % rank else WHOLE for d in range(rank))
+    return parse(f"{', '.join([term] * len(call.inputs))} -> {term}, {term}", call, linear=((0,),) if len(call.inputs) > 2 else ())
+
+
 def attention(call: Call) -> Factors:
     """Batch and heads; the query's sequence dim where no mask is made from positions."""
     q = WHOLE if argument(call, "is_causal", False) else "q"

@@ -16,7 +16,7 @@ import torch
 
 from autopar import ops
 from autopar.rules import families as f
-from autopar.rules import networks
+from autopar.rules import losses, networks
 from autopar.rules.call import Call, KeyedCall, argument
 from autopar.rules.notation import AxisOption, Factors, options, parse, replicated
 
@@ -68,6 +68,8 @@ LOSS: Mapping[Any, f.Family] = {
     ops.cross_entropy_backward: Row("... v, ..., ..., ..., ... -> ... v"),
     aten.nll_loss_forward.default: networks.nll_loss_forward,
     aten.nll_loss_backward.default: networks.nll_loss_backward,
+    **{op: losses.loss for op in losses.LOSSES},
+    **{op: losses.loss_gradient for op in losses.LOSS_GRADIENTS},
 }
 
 NORMS: Mapping[Any, f.Family] = {
@@ -76,8 +78,25 @@ NORMS: Mapping[Any, f.Family] = {
     aten._softmax.default: f.along(),
     aten._log_softmax.default: f.along(),
     aten._safe_softmax.default: f.along(),
+    aten._weight_norm_interface.default: networks.weight_norm,
+    aten._weight_norm_interface_backward.default: networks.weight_norm,
     aten._softmax_backward_data.default: f.along(FIRST),
     aten._log_softmax_backward_data.default: f.along(FIRST),
+}
+
+POOLING: Mapping[Any, f.Family] = {
+    aten.max_pool3d_with_indices.default: Row("... _ _ _ -> ... _ _ _, ... _ _ _"),
+    aten.max_pool3d_with_indices_backward.default: Row("... _ _ _, ... _ _ _, ... _ _ _ -> ... _ _ _", FIRST),
+    **{op: Row("... _ _ -> ... _ _", FIRST) for op in (aten.avg_pool2d.default, aten._adaptive_avg_pool2d.default)},
+    **{op: Row("... _ _ _ -> ... _ _ _", FIRST) for op in (aten.avg_pool3d.default, aten._adaptive_avg_pool3d.default)},
+    **{
+        op: Row("... _ _, ... _ _ -> ... _ _", FIRST)
+        for op in (aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.default)
+    },
+    **{
+        op: Row("... _ _ _, ... _ _ _ -> ... _ _ _", FIRST)
+        for op in (aten.avg_pool3d_backward.default, aten._adaptive_avg_pool3d_backward.default)
+    },
 }
 
 REDUCTIONS: Mapping[Any, f.Family] = {
@@ -106,6 +125,8 @@ REDUCTIONS: Mapping[Any, f.Family] = {
     },
     **{op: f.along() for op in (aten.sort.default, aten.topk.default, aten.flip.default)},
     aten.cumsum.default: f.along(FIRST),
+    aten.roll.default: f.along(FIRST, dim=()),  # without dims it rolls all, flattened
+    aten.histc.default: f.histogram,
     aten.tril.default: f.triangle,
     aten.triu.default: f.triangle,
 }
@@ -190,6 +211,7 @@ POINTWISE_LINEAR: Mapping[Any, f.Family] = {
             aten.tanh_backward.default,
             aten.sigmoid_backward.default,
             aten.threshold_backward.default,
+            aten.softplus_backward.default,
         )
     },
     aten.masked_fill.Scalar: lambda call: f.pointwise(FIRST if argument(call, "value") == 0 else ())(call),
@@ -212,6 +234,7 @@ TABLE: Mapping[Callable[..., Any], f.Family] = {
     **EMBEDDING,
     **LOSS,
     **NORMS,
+    **POOLING,
     **REDUCTIONS,
     **VIEWS,
     **INDEXING,

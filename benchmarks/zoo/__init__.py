@@ -65,7 +65,7 @@ def build(
             else:
                 model, made = _SHORT[name](batch, dropout=dropout, **settings)
         except TypeError as error:
-            raise AutoparError(f"{name} does not take these settings: {error}", remedy="see the arguments of its class in benchmarks/zoo") from error
+            raise AutoparError(f"{name} does not take these settings: {error}", remedy="see its class in benchmarks/zoo") from error
         model = _without_zeros(model.to(dtype).train())
     return model, {key: cast(value, dtype) for key, value in made.items()}
 

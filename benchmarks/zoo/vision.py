@@ -112,7 +112,9 @@ class DiTBlock(nn.Module):
 class DiT(nn.Module):
     """A diffusion transformer (Peebles and Xie, 2022) on latents [b, 4, side, side], conditioned on time and class."""
 
-    def __init__(self, dim: int = 64, layers: int = 2, heads: int = 4, patch: int = 2, side: int = 8, classes: int = 8, dropout: float = 0.0):
+    def __init__(
+        self, dim: int = 64, layers: int = 2, heads: int = 4, patch: int = 2, side: int = 8, classes: int = 8, dropout: float = 0.0
+    ):
         super().__init__()
         self.dim, self.patch, self.side = dim, patch, side
         self.embed, self.classes = nn.Conv2d(4, dim, patch, stride=patch), nn.Embedding(classes, dim)

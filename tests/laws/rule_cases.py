@@ -105,6 +105,36 @@ def nll_backward(s: Any, reduction: int = 1) -> Built:
     return on(grad, *nll(s, reduction)[0], torch.tensor(float(s.a if reduction else 0), dtype=torch.float64))
 
 
+def compared(s: Any, *rest: Any, reduction: int = 1) -> Built:
+    return on(real(s.a, s.b, s.c), torch.rand(s.a, s.b, s.c).double(), *rest, reduction)
+
+
+def compared_backward(s: Any, *rest: Any, reduction: int = 1) -> Built:
+    x, target = torch.rand(s.a, s.b).double(), torch.rand(s.a, s.b).double()
+    return on(real() if reduction else real(s.a, s.b), x, target, *rest, reduction)
+
+
+def pooled(s: Any) -> Built:
+    return on(real(s.a, s.b, 4, 4, 4), [2, 2, 2])
+
+
+def pooled_backward(s: Any) -> Built:
+    (x, size), _ = pooled(s)
+    out, indices = aten.max_pool3d_with_indices.default(x, size)
+    return on(real(*out.shape), x, size, size, [0, 0, 0], [1, 1, 1], False, indices)
+
+
+def normed_weight(s: Any, dim: int) -> Built:
+    shape = [1, 1, 1]
+    shape[dim] = (s.a, s.b, s.c)[dim]
+    return on(real(s.a, s.b, s.c) + 0.125, real(*shape), dim)
+
+
+def normed_weight_backward(s: Any, dim: int) -> Built:
+    (v, g, _), _ = normed_weight(s, dim)
+    return on(real(s.a, s.b, s.c), v, g, aten._weight_norm_interface.default(v, g, dim)[1], dim)
+
+
 DIMS = [lambda s: on(real(s.a, s.b, s.c), [0, 2]), lambda s: on(real(s.a, s.b, s.c), [1], True)]
 DIM = [lambda s: on(real(s.a, s.b, s.c), 1), lambda s: on(real(s.a, s.b, s.c), 1, True)]
 VARIANCE = [
@@ -177,6 +207,35 @@ CASES: Mapping[Any, Case | list[Case]] = {
         lambda s: on(real(s.a, s.b, s.c), [s.b, s.c], None, None, 1e-5),
     ],
     aten.native_layer_norm_backward.default: [normed, lambda s: normed(s, masked=True)],
+    aten.mse_loss.default: [compared, lambda s: compared(s, reduction=0), lambda s: compared(s, reduction=2)],
+    aten.smooth_l1_loss.default: compared,
+    aten.huber_loss.default: compared,
+    aten.soft_margin_loss.default: compared,
+    aten.binary_cross_entropy.default: lambda s: on(torch.rand(s.a, s.b).double(), torch.rand(s.a, s.b).double(), real(s.b), 1),
+    aten.binary_cross_entropy_with_logits.default: [
+        lambda s: compared(s, None, None),
+        lambda s: compared(s, real(s.b, 1), real(s.c).abs()),
+        lambda s: compared(s, None, real(s.c).abs(), reduction=0),
+    ],
+    aten.mse_loss_backward.default: [compared_backward, lambda s: compared_backward(s, reduction=0)],
+    aten.smooth_l1_loss_backward.default: lambda s: on(*compared_backward(s)[0], 0.5),
+    aten.huber_loss_backward.default: lambda s: on(*compared_backward(s)[0], 0.5),
+    aten.soft_margin_loss_backward.default: compared_backward,
+    aten.binary_cross_entropy_backward.default: lambda s: compared_backward(s, real(s.b)),
+    aten._weight_norm_interface.default: [lambda s: normed_weight(s, 0), lambda s: normed_weight(s, 2)],
+    aten._weight_norm_interface_backward.default: [lambda s: normed_weight_backward(s, 0), lambda s: normed_weight_backward(s, 2)],
+    aten.max_pool3d_with_indices.default: pooled,
+    aten.max_pool3d_with_indices_backward.default: pooled_backward,
+    aten.avg_pool2d.default: lambda s: on(real(s.a, s.b, 4, 4), [2, 2]),
+    aten.avg_pool3d.default: pooled,
+    aten._adaptive_avg_pool2d.default: lambda s: on(real(s.a, s.b, 4, 4), [3, 2]),
+    aten._adaptive_avg_pool3d.default: lambda s: on(real(s.a, s.b, 4, 4, 4), [3, 2, 1]),
+    aten.avg_pool2d_backward.default: lambda s: on(real(s.a, s.b, 2, 2), real(s.a, s.b, 4, 4), [2, 2], [2, 2], [0, 0], False, True, None),
+    aten.avg_pool3d_backward.default: lambda s: on(
+        real(s.a, s.b, 2, 2, 2), real(s.a, s.b, 4, 4, 4), [2] * 3, [2] * 3, [0] * 3, False, True, None
+    ),
+    aten._adaptive_avg_pool2d_backward.default: lambda s: on(real(s.a, s.b, 3, 2), real(s.a, s.b, 4, 4)),
+    aten._adaptive_avg_pool3d_backward.default: lambda s: on(real(s.a, s.b, 3, 2, 1), real(s.a, s.b, 4, 4, 4)),
     **dict.fromkeys((aten._softmax.default, aten._log_softmax.default), softmax),
     aten._safe_softmax.default: last,
     **dict.fromkeys((aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), softmax_backward),
@@ -191,6 +250,8 @@ CASES: Mapping[Any, Case | list[Case]] = {
     aten.topk.default: lambda s: on(real(s.a, s.b, s.c), 1, 1),
     aten.flip.default: lambda s: on(real(s.a, s.b, s.c), [0, 2]),
     aten.cumsum.default: last,
+    aten.roll.default: [lambda s: on(real(s.a, s.b, s.c), [1, -1], [0, 2]), lambda s: on(real(s.a, s.b), [1])],
+    aten.histc.default: [lambda s: on(real(s.a, s.b), 4, -1, 1), lambda s: on(real(s.a, s.b), 4)],
     **dict.fromkeys((aten.tril.default, aten.triu.default), cube),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), reshaped),
     aten.squeeze.default: lambda s: on(real(s.a, 1, s.b)),
@@ -266,6 +327,7 @@ CASES: Mapping[Any, Case | list[Case]] = {
     **dict.fromkeys((aten.neg.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default), cube),
     **dict.fromkeys((aten.gelu_backward.default, aten.silu_backward.default), graded),
     **dict.fromkeys((aten.tanh_backward.default, aten.sigmoid_backward.default), graded),
+    aten.softplus_backward.default: lambda s: on(real(s.a, s.b), real(s.a, s.b), 1.0, 0.5),
     aten.threshold_backward.default: lambda s: on(real(s.a, s.b), real(s.a, s.b), 0.5),
     aten.masked_fill.Scalar: [lambda s: on(real(s.a, s.b), real(s.b) > 0, 0), lambda s: on(real(s.a, s.b), real(s.b) > 0, -math.inf)],
     aten.masked_fill.Tensor: lambda s: on(real(s.a, s.b), real(s.b) > 0, real()),

@@ -1,0 +1,53 @@
+"""Losses of two tensors element by element, averaged, summed or neither: the rules, and what a rank computes of an average."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.rules.call import Call, argument, slots
+from autopar.rules.notation import Factors, parse
+
+aten = torch.ops.aten
+MEAN, SUM = 1, 2
+LOSSES = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
+)
+LOSS_GRADIENTS = (
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.soft_margin_loss_backward.default,
+    aten.binary_cross_entropy_backward.default,
+)
+
+
+def loss(call: Call) -> Factors:
+    """Every dim is parallel; a sum over it, or a share of a mean, is partial."""
+    terms = ", ".join("..." for _ in slots(call))
+    return parse(f"{terms} -> {'' if argument(call, 'reduction', MEAN) else '...'}", call)
+
+
+def loss_gradient(call: Call) -> Factors:
+    """Every dim is parallel; the gradient that comes in is a scalar where the loss was."""
+    rest = ", ".join("..." for _ in slots(call)[1:])
+    return parse(f"{'...' if call.inputs[0].shape else ''}, {rest} -> ...", call, linear=((0,),))
+
+
+def mean_loss_part(name: str, count: int, *args: Any, **kwargs: Any) -> Tensor:
+    """A rank's share of a mean loss of `count` elements, or its part of that loss' gradient: the sum's, over `count`.
+
+    Half types are computed in float32, whose range their sums may need.
+    """
+    first = next(a for a in args if isinstance(a, Tensor))
+    half = first.dtype in (torch.float16, torch.bfloat16)
+    wide = tuple(a.float() if half and isinstance(a, Tensor) else a for a in args)
+    result: Tensor = getattr(aten, name).default(*wide, **kwargs)
+    return result.div_(count).to(first.dtype)
