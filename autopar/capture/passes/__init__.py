@@ -15,11 +15,16 @@ from autopar.capture.passes.clean import clean, fold_views
 from autopar.capture.passes.embedding import replace_embeddings
 from autopar.capture.passes.fused import separate_fused_projections
 from autopar.capture.passes.linears import unflatten_products, unflatten_sums
+from autopar.capture.passes.lookups import replace_bags, replace_masked_rows
 from autopar.capture.passes.loss import split_cross_entropy
+from autopar.capture.passes.rejoin import rejoin
 
 PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (
     ("clean", clean),
+    ("parts", rejoin),
     ("embeddings", replace_embeddings),
+    ("bags", replace_bags),
+    ("masked rows", replace_masked_rows),
     ("attention", replace_attention),
     ("loss", split_cross_entropy),
     ("products", unflatten_products),

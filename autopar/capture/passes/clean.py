@@ -90,6 +90,10 @@ def respell(node: fx.Node) -> None:
         node.args = (node.args[0], first, second)
     elif target is aten.slice.Tensor:
         _respell_slice(node)
+    elif target is aten.as_strided.default and _in_order(node, node.args[0]):
+        node.target, node.args, node.kwargs = aten.view.default, (node.args[0], list(shape)), {}
+    elif target is aten.as_strided_scatter.default and _in_order(node, node.args[1]):
+        node.target, node.args, node.kwargs = aten.view.default, (node.args[1], list(shape)), {}
     elif target is aten._to_copy.default and node.kwargs.get("memory_format") in (None, torch.preserve_format) and _stays(node):
         node.kwargs = {"dtype": dtype_of(node)}
 
@@ -99,6 +103,15 @@ def _respell_slice(node: fx.Node) -> None:
     dim = given.get("dim", 0) % len(shape_of(source))
     start, end, _ = slice(given.get("start"), given.get("end")).indices(shape_of(source)[dim])
     node.args = (source, dim, start, end, given.get("step", 1))
+
+
+def _in_order(node: fx.Node, source: fx.Node) -> bool:
+    """Whether ``as_strided(base, size, stride)`` sees all of its contiguous base in order, and so does `source`."""
+    base, other = node.args[0].meta["val"], source.meta["val"]
+    size, stride, *offset = node.args[2 if node.target is aten.as_strided_scatter.default else 1 :]
+    seen = torch.empty_strided(size, stride, device="meta")
+    in_order = base.is_contiguous() and seen.is_contiguous() and not any(offset)
+    return in_order and seen.numel() == base.numel() == other.numel()
 
 
 def _stays(node: fx.Node) -> bool:
