@@ -18,6 +18,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from autopar.random_ops import NUM_PASSES
+
 WorkKind = Literal["matmul", "attention", "attention_backward", "elementwise", "transcendental", "reduction", "indexing", "view"]
 
 
@@ -65,6 +67,8 @@ def work(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     if name in _FLOPS:
         return Work(_FLOPS[name](args, input_infos, output_infos), moved, "matmul")
     kind = _KINDS.get(name, "elementwise")
+    if name in _DRAWS:
+        moved += 8 * NUM_PASSES * _numel(output_infos[0])
     if name in _READS_FEW:  # of the table only the rows asked for are read
         moved = 2 * sum(map(_bytes, output_infos)) + sum(map(_bytes, input_infos[1:]))
     return Work(0, moved, kind)
@@ -156,4 +160,5 @@ _NAMES: Mapping[WorkKind, str] = {
 _KINDS: dict[str, WorkKind] = {f"aten.{name}": kind for kind, names in _NAMES.items() for name in names.split()}
 _KINDS |= {"autopar.ops.sum_exp": "transcendental", "autopar.ops.cross_entropy_backward": "transcendental"}
 _KINDS |= {f"autopar.ops.{name}": "indexing" for name in ("embedding", "embedding_backward", "pick")}
+_DRAWS = {f"autopar.random_ops.{name}" for name in ("keep_mask", "uniform", "normal", "randint")}
 _READS_FEW = {"autopar.ops.embedding", "autopar.ops.pick", "aten.embedding", "aten.gather", "aten.index", "aten.index_select"}

@@ -35,7 +35,7 @@ def execute(
     *,
     dtype: torch.dtype | None = None,
     observe: Callable[[fx.Node, Any], None] | None = None,
-) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Run the traced forward and backward as they stand.
 
     Args:
@@ -46,7 +46,8 @@ def execute(
         observe: called with every node but the output, and its value.
 
     Returns:
-        The outputs in the order of `trace.outputs`, and the gradients by parameter name in the model's own shapes.
+        The outputs in the order of `trace.outputs`, the gradients by parameter name in the model's own shapes, and the new
+        values of mutated buffers by name.
     """
     loss = next(output for output in trace.outputs if output.is_loss)
     seed = torch.ones((), dtype=loss.dtype) if tangent is None else tangent
@@ -56,7 +57,8 @@ def execute(
     with torch.no_grad():
         results = _run(trace.graph, [_cast(value, dtype) for value in values], dtype, observe)
     outputs = tuple(results[: len(trace.outputs)])
-    return outputs, {entry.name: _stored(results[entry.gradient], entry) for entry in trace.parameters if entry.gradient is not None}
+    gradients = {entry.name: _stored(results[entry.gradient], entry) for entry in trace.parameters if entry.gradient is not None}
+    return outputs, gradients, {name: results[position] for name, position in trace.mutated.items()}
 
 
 def _run(

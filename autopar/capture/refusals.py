@@ -65,17 +65,16 @@ def refuse_rebinding(warned: Iterable[str]) -> None:
 
 
 def refuse_random(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first op that draws random numbers; `module` and `source` metadata are expected.
+    """Raise CaptureError at the first op that draws random numbers otherwise than by position (`autopar.random_ops`).
 
-    Random numbers need a generator that gives the same mask under every layout; until a model's draws go through one, a
-    distributed run would differ from the plain one silently.
+    Its numbers would depend on how the tensor is cut, and a distributed run would differ from the plain one silently.
     """
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and _draws(node):
             raise CaptureError(
-                "the graph draws random numbers (active dropout or noise)",
+                f"{node.target} draws random numbers, and has no counterpart that draws the same under every layout",
                 where=Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"]),
-                remedy="set the dropout probabilities to 0, or call model.eval() before capturing",
+                remedy="draw with torch.rand, randn, randint, bernoulli or dropout, whose numbers follow from the element's place",
             )
 
 

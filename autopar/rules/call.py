@@ -61,8 +61,12 @@ class Call:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What rules depend on: equal calls of repeated layers have equal keys."""
-        return self.target, self.args, tuple(sorted(self.kwargs.items())), self.inputs, self.outputs
+        """What rules depend on: equal calls of repeated layers have equal keys.
+
+        Which numbers are drawn (`draw`, see `autopar.random_ops`) differs from layer to layer and bears on no decision.
+        """
+        settings = tuple(sorted(item for item in self.kwargs.items() if item[0] != "draw"))
+        return self.target, self.args, settings, self.inputs, self.outputs
 
 
 class KeyedCall:

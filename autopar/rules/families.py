@@ -256,6 +256,12 @@ def new_tensor(call: Call) -> Factors:
     return Factors((term,), (letters,), equal=(loose,))
 
 
+def drawn(call: Call) -> Factors:
+    """Random numbers by position: every dim of the result is free, the state is whole."""
+    letters = tuple(f"d{d}" for d in range(len(call.outputs[0].shape)))
+    return Factors(((),), (letters,))
+
+
 def histogram(call: Call) -> Factors:
     """histc: counts are partial sums, where the bins' border is not taken from the values."""
     term = _letters(len(call.inputs[0].shape))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from autopar import ops
+from autopar import ops, random_ops
 from autopar.layout import Layout, Strategy, local_range, local_shape
 from autopar.rules.call import NO_TENSOR, Call, argument, replace_arguments
 from autopar.rules.families import dims_of
@@ -97,6 +97,15 @@ def _start(operand: int, dim: int, *, sized: bool = False) -> Callable[[_Site], 
     return local
 
 
+def _drawn(site: _Site) -> Local:
+    """A part of the draw knows where it begins and how large the whole is."""
+    layout, shape = site.strategy.outputs[0], site.call.outputs[0].shape
+    if not any(isinstance(p, Shard) for p in layout.placements):
+        return _same(site)
+    starts = tuple(site.start(layout, size, dim) for dim, size in enumerate(shape))
+    return site.change(shape=site.output_shape(), starts=starts, sizes=shape)
+
+
 def _embedding_backward(site: _Site) -> Local:
     layout = site.strategy.outputs[0]
     if not layout.splitters(0):
@@ -161,6 +170,7 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[_Site], Local]] = {
     ops.pick: _start(0, -1, sized=True),
     ops.cross_entropy_backward: _start(0, -1),
     ops.embedding_backward: _embedding_backward,
+    **{op: _drawn for op in (random_ops.keep_mask, random_ops.uniform, random_ops.normal, random_ops.randint)},
     **{op: _mean_loss(0) for op in LOSSES},
     **{op: _mean_loss(1) for op in LOSS_GRADIENTS},
     aten.convolution.default: _convolution,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autopar import ops
+from autopar import ops, random_ops
 from autopar.rules import families as f
 from autopar.rules import losses, networks
 from autopar.rules.call import Call, KeyedCall, argument
@@ -123,7 +123,7 @@ REDUCTIONS: Mapping[Any, f.Family] = {
             aten.prod.dim_int,
         )
     },
-    **{op: f.along() for op in (aten.sort.default, aten.topk.default, aten.flip.default)},
+    **{op: f.along() for op in (aten.sort.default, aten.argsort.stable, aten.topk.default, aten.flip.default)},
     aten.cumsum.default: f.along(FIRST),
     aten.roll.default: f.along(FIRST, dim=()),  # without dims it rolls all, flattened
     aten.histc.default: f.histogram,
@@ -218,6 +218,11 @@ POINTWISE_LINEAR: Mapping[Any, f.Family] = {
     aten.copy.default: f.pointwise(((1,),)),
 }
 
+RANDOM: Mapping[Any, f.Family] = {
+    **{op: f.drawn for op in (random_ops.keep_mask, random_ops.uniform, random_ops.normal, random_ops.randint)},
+    random_ops.masked_scale: f.pointwise(FIRST),
+}
+
 POINTWISE_UNTAGGED = (
     aten.fill.Scalar,
     aten.fill.Tensor,
@@ -240,6 +245,7 @@ TABLE: Mapping[Callable[..., Any], f.Family] = {
     **INDEXING,
     **FACTORIES,
     **POINTWISE_LINEAR,
+    **RANDOM,
     **{op: POINTWISE for op in POINTWISE_UNTAGGED},
 }
 

@@ -72,6 +72,15 @@ def agree(fact: str, what: str, devices: DeviceMesh) -> None:
         )
 
 
+def first_rank_says(number: int, devices: DeviceMesh) -> int:
+    """The `number` of the mesh's first rank, on all of its ranks."""
+    if devices.size() == 1:
+        return number
+    numbers = [0] * dist.get_world_size()
+    dist.all_gather_object(numbers, number)
+    return numbers[int(devices.mesh.flatten()[0])]
+
+
 def _initialize(mesh: Mesh, device_type: str) -> None:
     backend = "gloo" if device_type == "cpu" else None
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

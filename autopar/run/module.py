@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, DistributedSampler
 
+from autopar import random_ops
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.layout import Layout
 from autopar.run.arguments import Arguments, Results
 from autopar.run.checkpoints import checkpointable
 from autopar.run.clipping import clip_grad_norm_
-from autopar.run.device_mesh import agree, groups_of, mesh_of
+from autopar.run.device_mesh import agree, first_rank_says, groups_of, mesh_of
 from autopar.run.executor import Backend, Batch, Executor, Outputs
 from autopar.run.optimizers import watch_optimizers
 from autopar.run.parameters import Storage
@@ -66,6 +67,8 @@ class ParallelModule(nn.Module):
         self._presented = [Storage.of(t, devices) for t in program.outputs]
         self._names: dict[str, str] = {}
         self._register(model)
+        if any(t.name == random_ops.STATE for t in program.buffers):
+            self.register_buffer(random_ops.STATE, self._first_state(), persistent=False)
         self._executor = Executor(program, groups, backend=backend, batch=batch, outputs=outputs)
         self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
         self._results = Results(program)
@@ -99,6 +102,29 @@ class ParallelModule(nn.Module):
         results: Sequence[Tensor] = _Step.apply(self, inputs, *parameters) if trained else self._run(inputs, parameters, keep=False)[0]
         return self._results.build([self._present(r, s) for r, s in zip(results, self._presented, strict=True)])
 
+    def manual_seed(self, seed: int) -> None:
+        """Begin anew with the random numbers of `seed`, which must be the same on every rank.
+
+        Dropout and all else that is random in the model follows from this seed, the number of calls since, and each
+        element's place in the whole tensor: neither the layout nor the number of ranks matters.
+        """
+        if random_ops.STATE in self._buffers:
+            self.get_buffer(random_ops.STATE).copy_(random_ops.initial_state(seed))
+
+    @property
+    def random_state(self) -> int | None:
+        """The state before the next call; None where the model draws nothing. Save it with a checkpoint to go on as before.
+
+        ``pm.random_state = value`` sets it, on every rank alike.
+        """
+        return int(self.get_buffer(random_ops.STATE)) if random_ops.STATE in self._buffers else None
+
+    @random_state.setter
+    def random_state(self, state: int) -> None:
+        if random_ops.STATE not in self._buffers:
+            raise RuntimeStateError("the model draws no random numbers: it has no random state")
+        self.get_buffer(random_ops.STATE).fill_(state)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns the norm before."""
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
@@ -125,6 +151,11 @@ class ParallelModule(nn.Module):
             size = self.device_mesh.size(axis)
             num_parts, part = num_parts * size, part * size + coordinate[axis]
         return DistributedSampler(dataset, num_replicas=num_parts, rank=part, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+    def _first_state(self) -> Tensor:
+        """That of torch's seed on the mesh's first rank."""
+        seed = first_rank_says(torch.initial_seed(), self.device_mesh)
+        return random_ops.initial_state(seed).to(self.device_mesh.device_type)
 
     def _register(self, model: nn.Module) -> None:
         """Parameters and buffers under the model's names, in its order; tied ones are one object."""

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial
 
-from autopar import ops
+from autopar import ops, random_ops
 from autopar.capture.trace import Trace
 from autopar.rules import AxisOption, Call, TensorInfo, axis_options, call_of, operands_of
 
@@ -34,7 +34,7 @@ _HEADS = frozenset(
         torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default,
     )
 )  # fmt: skip
-_PRODUCTS = _HEADS | {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor}
+_PRODUCTS = _HEADS | {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, random_ops.masked_scale}
 _INDEX = re.compile(r"(?<=\.)\d+(?=[./]|$)")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from autopar import random_ops
 from autopar.capture import Trace
 from autopar.capture._torch import flatten_call, flatten_with_paths
 from autopar.capture._transformers import without_caches
@@ -25,6 +27,7 @@ from autopar.errors import VerificationError
 from autopar.run.lockstep import Lockstep, Observer, run_lockstep
 from autopar.run.program import Program
 from autopar.verification.comparison import Results
+from autopar.verification.drawing import PositionalDraws
 
 # Making numbers in a small dtype, or moving them, loses nothing that a run in a larger one could keep.
 _NO_COMPUTING = ("zeros", "ones", "full", "empty", "arange", "scalar_tensor", "lift_fresh", "view", "reshape", "expand", "detach", "alias")
@@ -64,8 +67,13 @@ class Case:
             )
         floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
         own = min(floating, key=lambda d: d.itemsize, default=torch.get_default_dtype())
-        tensors = {name: x.detach() for name, x in named}
+        tensors = {name: x.detach() for name, x in named} | {random_ops.STATE: random_ops.initial_state(0)}
         return Case(trace, program, model, args, kwargs, tensors, tuple(leaves[i.path] for i in trace.inputs), dtype, dtype or own)
+
+    @property
+    def num_draws(self) -> int:
+        """How often a step draws random numbers."""
+        return sum("draw" in node.kwargs for node in self.trace.graph.nodes)
 
     @property
     def loss(self) -> str:
@@ -76,9 +84,8 @@ class Case:
         return run_lockstep(self.program, self.tensors, self.tensors, self.inputs, dtype=self.dtype, observe=observe)
 
     def run_traced(self, observe: Callable[[fx.Node, Any], None] | None = None) -> Results:
-        """Mutated buffers are not in it."""
-        outputs, gradients = execute(self.trace, self.tensors, self.tensors, self.inputs, dtype=self.dtype, observe=observe)
-        return Results({o.path: x for o, x in zip(self.trace.outputs, outputs, strict=True)}, {}, gradients)
+        outputs, gradients, buffers = execute(self.trace, self.tensors, self.tensors, self.inputs, dtype=self.dtype, observe=observe)
+        return Results({o.path: x for o, x in zip(self.trace.outputs, outputs, strict=True)}, buffers, gradients)
 
     def run_plain(self) -> tuple[Results, dict[str, torch.dtype]]:
         """The plain model's step, and the ops that it computes in a smaller dtype than `computed`, each with that dtype."""
@@ -86,8 +93,9 @@ class Case:
         plain.zero_grad(set_to_none=True)
         watch = _LowerDtypes(self.computed)
         args, kwargs = tree_map(self._promoted, (self.args, dict(self.kwargs)))
+        draws = PositionalDraws(self.tensors[random_ops.STATE])
         with without_caches(plain), torch.enable_grad():
-            with watch:
+            with draws if self.num_draws else nullcontext(), watch:  # the draws themselves are not watched
                 returned = plain(*args, **kwargs)
             outputs = dict(flatten_with_paths(returned)[0])
             outputs[self.loss].backward()
@@ -95,9 +103,14 @@ class Case:
         buffers = dict(plain.named_buffers(remove_duplicate=False))
         results = Results(
             {o.path: outputs[o.path].detach() for o in self.trace.outputs},
-            {name: buffers[name].detach() for name in self.trace.mutated},
+            {name: buffers[name].detach() for name in self.trace.mutated if name != random_ops.STATE},
             {p.name: _gradient(parameters[p.name]) for p in self.trace.parameters if p.requires_grad},
         )
+        if draws.num_draws != self.num_draws:
+            raise VerificationError(
+                f"the plain model draws {draws.num_draws} times, the traced graph {self.num_draws} times: they cannot be compared",
+                remedy="remove random numbers that nothing reads, or report the model",
+            )
         return results, watch.found
 
     def _promoted(self, x: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar import ops
+from autopar import ops, random_ops
 
 aten = torch.ops.aten
 Built = tuple[tuple[Any, ...], dict[str, Any]]
@@ -279,6 +279,12 @@ CASES: Mapping[Any, Case | list[Case]] = {
     aten.stack.default: lambda s: on([real(s.a, s.b), real(s.a, s.b)], -1),
     aten.constant_pad_nd.default: [lambda s: on(real(s.a, s.b), [0, 1], -100.0), lambda s: on(real(s.a, s.b), [0, 0, 1, 1])],
     aten.repeat.default: lambda s: on(real(s.a, s.b), [2, 1, 3]),
+    random_ops.keep_mask: lambda s: on(torch.tensor(7), [s.a, s.b, s.c], 0.5, draw=1),
+    random_ops.uniform: lambda s: on(torch.tensor(7), [s.a, s.b], -1.0, 3.0, torch.float64, draw=1),
+    random_ops.normal: lambda s: on(torch.tensor(7), [s.a, s.b], 0.0, 1.0, torch.float64, draw=0),
+    random_ops.randint: lambda s: on(torch.tensor(7), [s.a, s.b], 0, 9, torch.int64, draw=2),
+    random_ops.masked_scale: lambda s: on(real(s.a, s.b), ids(2, s.a, s.b).bool(), 2.0),
+    aten.argsort.stable: lambda s: on(real(s.a, s.b, s.c), stable=True, dim=1),
     operator.getitem: None,  # below: it takes a result, not a tensor
     aten.index.Tensor: [
         lambda s: on(real(s.a, s.b), [ids(s.a, s.c, 1), ids(s.b, s.d)]),

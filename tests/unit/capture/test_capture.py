@@ -43,7 +43,7 @@ def _net(**settings: Any) -> Net:
 
 
 def _run(trace: Trace, model: nn.Module, *inputs: Tensor, **settings: Any) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    return execute(trace, dict(model.named_parameters()), dict(model.named_buffers()), inputs, **settings)
+    return execute(trace, dict(model.named_parameters()), dict(model.named_buffers()), inputs, **settings)[:2]
 
 
 def _assert_gradients(gradients: dict[str, Tensor], model: nn.Module) -> None:
@@ -162,11 +162,12 @@ def test_the_model_is_as_before_and_captures_do_not_disturb_each_other() -> None
     model = _net()
     before = {name: (id(t), t.clone()) for name, t in [*model.named_parameters(), *model.named_buffers()]}
     first = capture(model, _batch())
-    other = capture(_net(dropout=0.0), _batch(rows=7))
+    other = capture(_net(), _batch(rows=7))
     model.dropout.p = 0.5
-    with pytest.raises(CaptureError):
-        capture(model, _batch())
+    assert capture(model, _batch()).mutated.keys() != first.mutated.keys()
     model.dropout.p = 0.0
+    with pytest.raises(CaptureError):
+        capture(model, _batch()[:1])
     again = capture(model, _batch())
     assert first.fingerprint == again.fingerprint != other.fingerprint
     assert [node.meta["key"] for node in first.graph.nodes] == [node.meta["key"] for node in again.graph.nodes]
@@ -192,19 +193,6 @@ def test_every_node_says_where_it_comes_from() -> None:
     assert dot.meta["phase"] == "backward"
     assert "test_capture.py" in dot.meta["source"] and "self.second(" in dot.meta["source"]
     assert all(isinstance(node.meta["module"], str) and "L[" not in node.meta["module"] for node in trace.graph.nodes)
-
-
-def test_active_dropout_is_refused_with_module_and_line() -> None:
-    with pytest.raises(CaptureError) as refusal:
-        capture(_net(dropout=0.3), _batch())
-    assert "module dropout" in str(refusal.value)
-    assert "test_capture.py" in str(refusal.value) and "self.dropout(" in str(refusal.value)
-    assert "eval()" in refusal.value.remedy
-
-
-def test_noise_is_refused() -> None:
-    with pytest.raises(CaptureError, match="random"):
-        capture(_net(returns=lambda hidden, loss: loss + torch.rand_like(loss)), _batch())
 
 
 def test_control_flow_on_values_is_refused_with_the_line() -> None:

@@ -55,7 +55,7 @@ def test_loss_outputs_and_every_gradient_equal_the_models(family: str, dtype: to
     expected = model(**batch)
     expected.loss.backward()
     inputs = [batch[entry.path] for entry in trace.inputs]
-    outputs, gradients = execute(trace, dict(model.named_parameters()), dict(model.named_buffers()), inputs)
+    outputs, gradients, _ = execute(trace, dict(model.named_parameters()), dict(model.named_buffers()), inputs)
     for entry, output in zip(trace.outputs, outputs, strict=True):
         assert _max_rel(output, expected[entry.path].detach(), 1e-6) < limit, entry.path
     wanted = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -124,7 +124,7 @@ def test_a_fused_projection_stored_the_other_way_and_without_bias_is_seen_by_its
     model, x = GateUp().double(), torch.randn(2, 3, 6).double()
     trace = capture(model, (x,))
     assert [(entry.name, entry.view) for entry in trace.parameters if entry.shape != entry.view] == [("gate_up.weight", (2, 8, 6))]
-    _, gradients = execute(trace, dict(model.named_parameters()), {}, [x])
+    _, gradients, _ = execute(trace, dict(model.named_parameters()), {}, [x])
     model(x).backward()
     torch.testing.assert_close(gradients["gate_up.weight"], model.gate_up.weight.grad)
 
@@ -142,7 +142,7 @@ def test_uneven_parts_stay_as_they_are() -> None:
     model, x = Uneven().double(), torch.randn(2, 3, 6).double()
     trace = capture(model, (x,))
     assert all(entry.shape == entry.view for entry in trace.parameters)
-    _, gradients = execute(trace, dict(model.named_parameters()), {}, [x])
+    _, gradients, _ = execute(trace, dict(model.named_parameters()), {}, [x])
     model(x).backward()
     torch.testing.assert_close(gradients["fused.weight"], model.fused.weight.grad)
 
@@ -163,7 +163,7 @@ def test_attention_written_out_is_dots_over_heads() -> None:
     assert not any(node.target in (aten.bmm.default, aten.mm.default) for node in trace.graph.nodes)
     equations = [node.args[0] for node in trace.graph.nodes if node.target is ops.dot]
     assert sum(len(equation) == len("bhsd,bhtd->bhst") for equation in equations) == 6
-    _, gradients = execute(trace, dict(model.named_parameters()), {}, [x])
+    _, gradients, _ = execute(trace, dict(model.named_parameters()), {}, [x])
     model(x).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
@@ -177,7 +177,7 @@ def test_llama_without_a_mask_is_causal_and_with_one_reads_it() -> None:
     mask[1, :4] = 0
     masked = capture(model, (), {**batch, "attention_mask": mask})
     inputs = [{**batch, "attention_mask": mask}[entry.path] for entry in masked.inputs]
-    outputs, _ = execute(masked, dict(model.named_parameters()), dict(model.named_buffers()), inputs)
+    outputs, *_ = execute(masked, dict(model.named_parameters()), dict(model.named_buffers()), inputs)
     torch.testing.assert_close(outputs[0], model(**batch, attention_mask=mask).loss.detach())
     assert not torch.allclose(outputs[0], model(**batch).loss.detach(), rtol=1e-4)
 
@@ -199,7 +199,7 @@ def test_packed_sequences_are_seen_whichever_way_their_positions_come(how: str) 
     args, kwargs = ((batch["input_ids"], None, positions), {"labels": batch["labels"]}) if how == "by position" else ((), named[how])
     trace = capture(model, args, kwargs)
     known = {**{str(number): value for number, value in enumerate(args)}, **kwargs}
-    outputs, _ = execute(trace, dict(model.named_parameters()), dict(model.named_buffers()), [known[entry.path] for entry in trace.inputs])
+    outputs, *_ = execute(trace, dict(model.named_parameters()), dict(model.named_buffers()), [known[entry.path] for entry in trace.inputs])
     torch.testing.assert_close(outputs[0], inner(**batch, position_ids=positions).loss.detach())
 
 
@@ -252,7 +252,7 @@ def test_two_fused_projections_of_one_activation_are_each_seen_by_their_parts() 
     model, x = _Gates().double(), torch.randn(4, 6, 8, dtype=torch.float64)
     trace = capture(model, (x,))
     assert {e.name for e in trace.parameters if e.view == (2, 4, 8)} == {"left.weight", "right.weight"}
-    _, gradients = execute(trace, dict(model.named_parameters()), {}, [x])
+    _, gradients, _ = execute(trace, dict(model.named_parameters()), {}, [x])
     model(x).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-12, atol=1e-14)
@@ -268,7 +268,7 @@ def test_where_every_label_is_ignored_the_loss_is_nan_and_its_gradient_zero_as_i
             return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
     model, batch = Classifier(), (torch.randn(4, 6, 8), torch.full((4, 6), -100))
-    (loss,), gradients = execute(capture(model, batch), dict(model.named_parameters()), {}, batch)
+    (loss,), gradients, _ = execute(capture(model, batch), dict(model.named_parameters()), {}, batch)
     model(*batch).backward()
     assert loss.isnan()
     assert model.head.weight.grad is not None and not model.head.weight.grad.any()

@@ -1,0 +1,180 @@
+"""Torch's random ops as those of `autopar.random_ops`, which draw by position and read the random state.
+
+A graph that draws gets one more buffer, the state, which every step raises by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar import random_ops
+from autopar.capture.graphs import aten, calls, dtype_of, emit, shape_of, sweep
+
+_Replacement = Callable[[fx.Node, fx.Node], fx.Node | None]
+
+
+def replace_random(graph: fx.Graph) -> fx.Node | None:
+    """Replace the random ops that have a counterpart; the placeholder of the state where there are any, else None.
+
+    What has none stays in the graph.
+    """
+    _replace_dropouts_that_keep_all(graph)
+    drawing = calls(graph, aten.native_dropout.default, *_REPLACEMENTS)
+    if not drawing:
+        return None
+    state = _state(graph)
+    for node in drawing:
+        with graph.inserting_before(node):
+            if node.target is aten.native_dropout.default:
+                _replace_dropout(node, state)
+                continue
+            replacement = _REPLACEMENTS[node.target](node, state)
+            if replacement is not None:
+                node.replace_all_uses_with(replacement)
+    for node in calls(graph, aten.native_dropout_backward.default):
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(emit(node, random_ops.masked_scale, node.args, shape_of(node)))
+    sweep(graph)
+    return state
+
+
+def next_state(graph: fx.Graph, state: fx.Node) -> fx.Node:
+    """The state's new value, as a node before the graph's output."""
+    output = next(iter(reversed(graph.nodes)))
+    with graph.inserting_before(output):
+        return emit(state, aten.add.Scalar, (state, 1), ())
+
+
+def number_draws(graph: fx.Graph) -> None:
+    """Give every draw of the graph its own number, in graph order."""
+    drawing = [node for node in graph.nodes if "draw" in node.kwargs]
+    for number, node in enumerate(drawing):
+        node.kwargs = {**node.kwargs, "draw": number}
+
+
+def _state(graph: fx.Graph) -> fx.Node:
+    """A placeholder behind parameters and buffers: they come first, and inputs after."""
+    first = next(iter(graph.nodes))
+    with graph.inserting_before(first):
+        state = graph.placeholder(random_ops.STATE)
+    sample = first.meta["val"]
+    value = sample.new_empty((), dtype=torch.int64)
+    state.meta.update(phase="forward", module=random_ops.STATE, source="", val=value)
+    return state
+
+
+def _replace_dropouts_that_keep_all(graph: fx.Graph) -> None:
+    for node in calls(graph, aten.native_dropout.default):
+        x, p, train = node.args
+        if train is False or p == 0.0:
+            with graph.inserting_before(node):
+                every = emit(node, aten.ones_like.default, (x,), shape_of(x), dtype=torch.bool, kwargs={"dtype": torch.bool})
+            _replace_results(node, x, every)
+    sweep(graph)
+
+
+def _replace_dropout(node: fx.Node, state: fx.Node) -> None:
+    x, p, _ = node.args
+    mask = _draw(node, state, random_ops.keep_mask, (shape_of(x), float(p)), shape_of(x), torch.bool)
+    dropped = emit(node, random_ops.masked_scale, (x, mask, 1.0 / (1.0 - p) if p < 1.0 else 0.0), shape_of(x), dtype=dtype_of(x))
+    _replace_results(node, dropped, mask)
+
+
+def _replace_results(node: fx.Node, result: fx.Node, mask: fx.Node) -> None:
+    for user in list(node.users):
+        user.replace_all_uses_with(result if user.args[1] == 0 else mask)
+
+
+def _draw(
+    node: fx.Node, state: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], shape: Sequence[int], dtype: torch.dtype
+) -> fx.Node:
+    return emit(node, target, (state, list(args[0]), *args[1:]), shape, dtype=dtype, kwargs={"draw": 0})
+
+
+def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def _shaped(kind: Callable[..., Any], first: float, second: float) -> _Replacement:
+    """``rand``, ``randn`` and their ``_like``: the result's own shape and dtype say all."""
+
+    def replace(node: fx.Node, state: fx.Node) -> fx.Node:
+        shape, dtype = shape_of(node), dtype_of(node)
+        return _draw(node, state, kind, (shape, first, second, dtype), shape, dtype)
+
+    return replace
+
+
+def _between(kind: Callable[..., Any], names: tuple[str, str], defaults: tuple[float, float]) -> _Replacement:
+    """``uniform(x, from, to)`` and ``normal_functional(x, mean, std)``."""
+
+    def replace(node: fx.Node, state: fx.Node) -> fx.Node:
+        shape, dtype = shape_of(node), dtype_of(node)
+        first, second = (_argument(node, i + 1, name, default) for i, (name, default) in enumerate(zip(names, defaults, strict=True)))
+        return _draw(node, state, kind, (shape, first, second, dtype), shape, dtype)
+
+    return replace
+
+
+def _integers(low: int | None, high: int) -> _Replacement:
+    """``randint`` and its kin; `low` and `high` are argument positions."""
+
+    def replace(node: fx.Node, state: fx.Node) -> fx.Node | None:
+        shape, dtype = shape_of(node), dtype_of(node)
+        begin, end = node.args[low] if low is not None else 0, node.args[high]
+        if end - begin > random_ops.LARGEST_RANGE:
+            return None
+        return _draw(node, state, random_ops.randint, (shape, begin, end, dtype), shape, dtype)
+
+    return replace
+
+
+def _bernoulli_p(node: fx.Node, state: fx.Node) -> fx.Node:
+    p, shape = _argument(node, 1, "p", 0.5), shape_of(node)
+    ones = _draw(node, state, random_ops.keep_mask, (shape, 1.0 - p), shape, torch.bool)
+    return emit(node, aten._to_copy.default, (ones,), shape, dtype=dtype_of(node), kwargs={"dtype": dtype_of(node)})
+
+
+def _bernoulli(node: fx.Node, state: fx.Node) -> fx.Node:
+    """The operand holds the probabilities."""
+    shape, probabilities = shape_of(node), node.args[0]
+    drawn = _draw(node, state, random_ops.uniform, (shape, 0.0, 1.0, torch.float32), shape, torch.float32)
+    ones = emit(node, aten.lt.Tensor, (drawn, probabilities), shape, dtype=torch.bool)
+    return emit(node, aten._to_copy.default, (ones,), shape, dtype=dtype_of(node), kwargs={"dtype": dtype_of(node)})
+
+
+def _exponential(node: fx.Node, state: fx.Node) -> fx.Node:
+    """By inversion: −log(1 − u) / rate."""
+    rate, shape, dtype = _argument(node, 1, "lambd", 1.0), shape_of(node), dtype_of(node)
+    drawn = _draw(node, state, random_ops.uniform, (shape, 0.0, 1.0, dtype), shape, dtype)
+    negative = emit(node, aten.neg.default, (drawn,), shape, dtype=dtype)
+    logarithm = emit(node, aten.log1p.default, (negative,), shape, dtype=dtype)
+    return emit(node, aten.div.Tensor, (logarithm, -float(rate)), shape, dtype=dtype)
+
+
+def _permutation(node: fx.Node, state: fx.Node) -> fx.Node:
+    """The order of as many random numbers."""
+    shape = shape_of(node)
+    drawn = _draw(node, state, random_ops.randint, (shape, 0, random_ops.LARGEST_RANGE, torch.int64), shape, torch.int64)
+    order = emit(node, aten.argsort.stable, (drawn,), shape, dtype=torch.int64, kwargs={"stable": True})
+    return emit(node, aten._to_copy.default, (order,), shape, dtype=dtype_of(node), kwargs={"dtype": dtype_of(node)})
+
+
+_REPLACEMENTS: dict[Callable[..., Any], _Replacement] = {
+    **{op: _shaped(random_ops.uniform, 0.0, 1.0) for op in (aten.rand.default, aten.rand_like.default)},
+    **{op: _shaped(random_ops.normal, 0.0, 1.0) for op in (aten.randn.default, aten.randn_like.default)},
+    aten.uniform.default: _between(random_ops.uniform, ("from", "to"), (0.0, 1.0)),
+    aten.normal_functional.default: _between(random_ops.normal, ("mean", "std"), (0.0, 1.0)),
+    aten.randint.default: _integers(None, 0),
+    aten.randint.low: _integers(0, 1),
+    aten.randint_like.default: _integers(None, 1),
+    aten.randint_like.low_dtype: _integers(1, 2),
+    aten.bernoulli.default: _bernoulli,
+    aten.bernoulli.p: _bernoulli_p,
+    aten.exponential.default: _exponential,
+    aten.randperm.default: _permutation,
+}

@@ -1,0 +1,119 @@
+"""The plain model with autopar's own random numbers, so that a program that draws can be compared with it.
+
+Eager torch draws in the order in which the trace numbers its draws; each draw is replaced by the one of that number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar import random_ops
+from autopar.errors import VerificationError
+
+aten = torch.ops.aten
+
+
+class PositionalDraws(TorchDispatchMode):
+    """Replaces every random op by its counterpart in `autopar.random_ops`.
+
+    Attributes:
+        num_draws: how many there were.
+    """
+
+    def __init__(self, state: Tensor) -> None:
+        super().__init__()
+        self.state, self.num_draws = state, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        drawn = _DRAWN.get(func)
+        if drawn is not None:
+            return drawn(self, func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and "dropout_p" not in str(func._schema):
+            raise VerificationError(
+                f"the plain model draws with {func}, which has no counterpart by position", remedy="draw with rand, randn or dropout"
+            )
+        return func(*args, **kwargs)
+
+    def draw(self, kind: Callable[..., Tensor], shape: Any, *settings: Any) -> Tensor:
+        """The next draw."""
+        number, self.num_draws = self.num_draws, self.num_draws + 1
+        return kind(self.state, tuple(shape), *settings, draw=number)
+
+
+Drawn = Callable[[PositionalDraws, Any, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+def _dropout(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    x, p, train = args
+    if train is False or p == 0.0:
+        return func(*args)
+    mask = mode.draw(random_ops.keep_mask, x.shape, p)
+    return random_ops.masked_scale(x, mask, 1.0 / (1.0 - p) if p < 1.0 else 0.0), mask
+
+
+def _made(kind: Callable[..., Tensor], settings: Callable[..., tuple[Any, ...]]) -> Drawn:
+    """An op that makes a tensor of its own; `settings` takes the op's arguments."""
+
+    def run(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        like = func(*args, **kwargs)  # its shape, dtype and device are the counterpart's
+        return mode.draw(kind, like.shape, *settings(*args), like.dtype)
+
+    return run
+
+
+def _written(kind: Callable[..., Tensor], settings: Callable[..., tuple[Any, ...]]) -> Drawn:
+    """An op that fills its operand."""
+
+    def run(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        given = {name: value for name, value in kwargs.items() if name != "generator"}
+        return args[0].copy_(mode.draw(kind, args[0].shape, *settings(*args, **given), args[0].dtype))
+
+    return run
+
+
+def _bernoulli(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return args[0].copy_(mode.draw(random_ops.keep_mask, args[0].shape, 1.0 - (args[1] if len(args) > 1 else kwargs.get("p", 0.5))))
+
+
+def _bernoulli_of(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The last operand holds the probabilities; the first one is written where there are two."""
+    drawn = mode.draw(random_ops.uniform, args[0].shape, 0.0, 1.0, torch.float32) < args[-1]
+    return args[0].copy_(drawn) if len(args) > 1 else drawn.to(args[0].dtype)
+
+
+def _exponential(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    rate = args[1] if len(args) > 1 else kwargs.get("lambd", 1.0)
+    return args[0].copy_(mode.draw(random_ops.uniform, args[0].shape, 0.0, 1.0, args[0].dtype).neg_().log1p_().div_(-rate))
+
+
+def _permutation(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    like = func(*args, **kwargs)
+    return mode.draw(random_ops.randint, like.shape, 0, random_ops.LARGEST_RANGE, torch.int64).argsort(stable=True).to(like.dtype)
+
+
+def _unit(*_: Any) -> tuple[float, float]:
+    return 0.0, 1.0
+
+
+_DRAWN: Mapping[Any, Drawn] = {
+    aten.native_dropout.default: _dropout,
+    aten.bernoulli_.float: _bernoulli,
+    aten.bernoulli_.Tensor: _bernoulli_of,
+    aten.bernoulli.default: _bernoulli_of,
+    **{op: _made(random_ops.uniform, _unit) for op in (aten.rand.default, aten.rand_like.default)},
+    **{op: _made(random_ops.normal, _unit) for op in (aten.randn.default, aten.randn_like.default)},
+    aten.randint.default: _made(random_ops.randint, lambda high, size: (0, high)),
+    aten.randint.low: _made(random_ops.randint, lambda low, high, size: (low, high)),
+    aten.randint_like.default: _made(random_ops.randint, lambda x, high: (0, high)),
+    aten.randint_like.low_dtype: _made(random_ops.randint, lambda x, low, high: (low, high)),
+    aten.uniform_.default: _written(random_ops.uniform, lambda x, low=0.0, high=1.0, **_: (low, high)),
+    aten.normal_.default: _written(random_ops.normal, lambda x, mean=0.0, std=1.0: (mean, std)),
+    aten.exponential_.default: _exponential,
+    aten.randperm.default: _permutation,
+}

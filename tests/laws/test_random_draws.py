@@ -1,0 +1,133 @@
+"""Dropout and every other draw: the same numbers under every layout, mesh and recomputation, and in the plain model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar import random_ops
+from autopar.capture import capture
+from autopar.capture.execute import execute
+from autopar.errors import CaptureError, RuntimeStateError
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from autopar.run.lockstep import run_lockstep
+from autopar.verification import verify_program
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.random_plans import prepare, random_plan
+from benchmarks.zoo import build
+
+PROFILE = HardwareProfile.load("cpu-gloo")
+
+
+class Noisy(nn.Module):
+    """Every kind of draw that has a counterpart; each reaches the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.drop, self.channels = nn.Dropout(0.3), nn.Dropout1d(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.channels(self.drop(torch.relu(self.up(x))))
+        y = self.drop(self.down(h)) + 0.1 * torch.randn_like(x) * torch.rand(x.shape)
+        y = y + torch.bernoulli(x.sigmoid().detach()) * torch.randint(1, 5, (8,)) + torch.empty_like(x).exponential_(2.0)
+        y = y * torch.empty_like(x).uniform_(0.5, 2.0) + torch.empty_like(x).normal_(1.0, 0.1)
+        return y[:, torch.randperm(4)].pow(2).mean()
+
+
+def noisy() -> tuple[nn.Module, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    return Noisy(), {"x": torch.randn(8, 4, 8, generator=generator)}
+
+
+@pytest.mark.parametrize("mesh", ["2", "4", "a=2,b=2", "8"])
+def test_every_kind_of_draw_is_the_plain_models_under_random_layouts(mesh: str) -> None:
+    model, batch = noisy()
+    ready = prepare(model, batch, Mesh.parse(mesh), PROFILE)
+    for seed in range(3):
+        _, program = random_plan(ready, seed, recompute_share=0.5)
+        assert verify_program(ready.trace, program, model, (), batch).max_error < 1e-12
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", pytest.param("t5", marks=pytest.mark.slow), pytest.param("vit", marks=pytest.mark.slow)])
+def test_models_with_dropout_compute_what_the_plain_model_computes_with_the_same_numbers(name: str) -> None:
+    model, batch = build(name, dropout=0.1)
+    ready = prepare(model, batch, Mesh.parse("a=2,b=2"), PROFILE)
+    _, program = random_plan(ready, 0)
+    assert verify_program(ready.trace, program, model, (), batch).ok
+
+
+def test_each_step_draws_anew_and_a_seed_begins_again() -> None:
+    model, batch = noisy()
+    pm = autopar.compile(model, 1, example_inputs=batch)
+    pm.manual_seed(5)
+    first, begun = [pm(**batch).item() for _ in range(3)], pm.random_state
+    assert len(set(first)) == 3
+    rest = [pm(**batch).item() for _ in range(2)]
+    pm.manual_seed(5)
+    assert [pm(**batch).item() for _ in range(3)] == first
+    pm.manual_seed(6)
+    assert pm(**batch).item() not in first
+    pm.random_state = begun
+    assert [pm(**batch).item() for _ in range(2)] == rest
+    assert random_ops.STATE not in pm.state_dict()
+
+
+def test_a_model_that_draws_nothing_has_no_state() -> None:
+    pm = autopar.compile(nn.Sequential(nn.Linear(4, 4), nn.Flatten(0), nn.LayerNorm(16), Mean()), 1, example_inputs=(torch.ones(4, 4),))
+    assert pm.random_state is None
+    with pytest.raises(RuntimeStateError, match="draws no random numbers"):
+        pm.random_state = 3
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
+def test_equal_layers_draw_different_numbers_and_take_one_decision() -> None:
+    model, batch = build("gpt2", dropout=0.1)
+    trace = capture(model, (), batch)
+    draws = [node.kwargs["draw"] for node in trace.graph.nodes if "draw" in node.kwargs]
+    assert draws == list(range(len(draws))) and len(draws) == 7
+    plan = autopar.plan(model, Mesh.parse("2"), example_inputs=batch, hardware="cpu-gloo")
+    masks = [entry for entry in plan.entries if entry.op == "keep_mask"]
+    assert {len(entry.instances) for entry in masks} == {1, 2}
+
+
+def test_lockstep_on_any_mesh_is_the_traced_graph_number_for_number() -> None:
+    model, batch = noisy()
+    tensors = {**dict(model.named_parameters()), random_ops.STATE: random_ops.initial_state(9)}
+    results = []
+    for mesh in ("1", "2", "a=2,b=2", "8"):
+        ready = prepare(model, batch, Mesh.parse(mesh), PROFILE)
+        _, program = random_plan(ready, 1)
+        ran = run_lockstep(program, tensors, tensors, batch, dtype=torch.float64)
+        results.append(ran.outputs)
+        assert ran.buffers[random_ops.STATE] == tensors[random_ops.STATE] + 1
+    traced, *_ = execute(ready.trace, tensors, tensors, list(batch.values()), dtype=torch.float64)
+    for outputs in results:
+        torch.testing.assert_close(next(iter(outputs.values())), traced[0], rtol=1e-12, atol=0)
+
+
+class Unknown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).sum() * torch.multinomial(torch.ones(4), 1).sum()
+
+
+def test_a_draw_without_a_counterpart_is_refused_with_its_line() -> None:
+    with pytest.raises(CaptureError, match="multinomial") as refusal:
+        capture(Unknown(), (torch.ones(2, 4),))
+    assert "torch.multinomial(torch.ones(4), 1)" in str(refusal.value)
