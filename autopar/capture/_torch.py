@@ -1,8 +1,9 @@
 """The only file of capture that leans on torch's private modules: a model in, a raw joint graph out.
 
-`raw_joint` captures with Dynamo, makes the loss the one differentiable result, and lets AOTAutograd trace forward and
-backward together. Everything runs on FakeTensors on the cpu, whatever device the weights are on: a fake ``meta`` model
-silently loses its backward, and fake ``cuda`` tensors need a CUDA build.
+`prepared` makes the model and its arguments fake. `raw_joint` captures with Dynamo, makes the loss the one
+differentiable result, and lets AOTAutograd trace forward and backward together. Everything runs on FakeTensors on the
+cpu, whatever device the weights are on: a fake ``meta`` model silently loses its backward, and fake ``cuda`` tensors
+need a CUDA build.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.utils._pytree as pytree
@@ -28,7 +29,8 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 
 from autopar.capture._transformers import model_loggers, transformers_under_capture
 from autopar.capture.outputs import loss_leaf
@@ -39,6 +41,7 @@ from autopar.errors import CaptureError
 _STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "specialize_int": True, "specialize_float": True}
 _ATEN = torch.ops.aten
 _CHECKS = frozenset((_ATEN._assert_scalar.default, _ATEN._assert_async.default, _ATEN._assert_async.msg, torch._assert_async, torch._check))
+FakeMode: TypeAlias = FakeTensorMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,29 @@ class RawJoint:
     out_spec: Any
 
 
-def new_fake_mode() -> FakeTensorMode:
+def new_fake_mode() -> FakeMode:
     """A mode in which tensors have shapes, dtypes and strides, and no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(value: Any) -> bool:
+    """Whether `value` is a tensor of such a mode."""
+    return isinstance(value, FakeTensor)
+
+
+def fake_like(sample: torch.Tensor, device: torch.device, mode: FakeMode) -> torch.Tensor:
+    """A new fake tensor on `device`, which looks like `sample`, a plain one on meta, and shares its storage."""
+    return FakeTensor(mode, sample, device)
+
+
+def no_modes() -> contextlib.AbstractContextManager[None]:
+    """Plain tensors for a while, whatever modes are on."""
+    return no_dispatch()
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves of a nested structure, in order."""
+    return pytree.tree_leaves(tree)
 
 
 def flatten_with_paths(tree: Any) -> tuple[tuple[tuple[str, Any], ...], Any]:
@@ -87,29 +110,44 @@ def unflatten(leaves: list[Any], spec: Any) -> Any:
     return pytree.tree_unflatten(leaves, spec)
 
 
-def raw_joint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RawJoint:
-    """Capture forward and backward of `model(*args, **kwargs)`. The model is as before afterwards.
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call that can be captured: its arguments as fake tensors, beside the leaves they were made of."""
 
-    Raises:
-        CaptureError: the model has no loss, or Dynamo or AOTAutograd cannot trace it.
-    """
+    mode: FakeMode
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    in_leaves: tuple[tuple[str, Any], ...]
+    in_spec: Any
+
+
+@contextlib.contextmanager
+def prepared(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Prepared]:
+    """Make `model` and a call of it fake for a while; afterwards the model is as before."""
     mode = new_fake_mode()
     in_leaves, in_spec = flatten_call(args, kwargs)
     # Each leaf gets its own fake tensor: Dynamo would merge equal objects (labels=ids), and the graph would read only one.
     fakes = [_fake(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in in_leaves]
     fake_args, fake_kwargs = pytree.tree_unflatten(fakes, in_spec)
+    with _fake_weights(model, mode), transformers_under_capture(model, args, kwargs), torch.enable_grad():
+        yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec)
+
+
+def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
+    """Capture forward and backward of a prepared call.
+
+    Raises:
+        CaptureError: the model has no loss, or Dynamo or AOTAutograd cannot trace it.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
-        stack.enter_context(_fake_weights(model, mode))
-        stack.enter_context(transformers_under_capture(model, args, kwargs))
         stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True, **_STATIC))
-        stack.enter_context(mode)
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(call.mode)
         try:
-            captured = dynamo_graph_capture_for_export(model)(*fake_args, **fake_kwargs)
+            captured = dynamo_graph_capture_for_export(model)(*call.args, **call.kwargs)
             _drop_checks(captured.graph)
-            out_leaves, out_spec, loss = _only_the_loss_differentiable(captured, (*fake_args, *fake_kwargs.values()))
-            joint = aot_export_joint_with_descriptors(stack, captured, fake_args, fake_kwargs)
+            out_leaves, out_spec, loss = _only_the_loss_differentiable(captured, (*call.args, *call.kwargs.values()))
+            joint = aot_export_joint_with_descriptors(stack, captured, call.args, call.kwargs)
         except CaptureError:
             raise
         except Exception as error:  # torch raises many unrelated classes here; every one is a refusal to capture
@@ -122,8 +160,8 @@ def raw_joint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             placeholders=tuple(_placeholder_kind(node.meta["desc"]) for node in module.graph.nodes if node.op == "placeholder"),
             results=tuple(_result_kind(desc) for desc in next(iter(reversed(module.graph.nodes))).meta["desc"]),
             loss=loss,
-            in_leaves=in_leaves,
-            in_spec=in_spec,
+            in_leaves=call.in_leaves,
+            in_spec=call.in_spec,
             out_leaves=out_leaves,
             out_spec=out_spec,
         )
@@ -153,23 +191,28 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 @contextlib.contextmanager
 def _fake_weights(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """Swap every parameter and buffer for a fake one on the cpu, tied ones for one; put the user's own back at the end."""
-    swapped: list[tuple[nn.Module, str, torch.Tensor]] = []
+    swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     fakes: dict[int, torch.Tensor] = {}
     try:
         for module in model.modules():
-            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                if tensor is None:
-                    continue
-                if id(tensor) not in fakes:
-                    fake = _fake(tensor, mode)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-                swapped.append((module, name, tensor))
-                setattr(module, name, fakes[id(tensor)])
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in fakes:
+                        fakes[id(tensor)] = _fake_weight(tensor, mode)
+                    swapped.append((held, name, tensor))
+                    held[name] = fakes[id(tensor)]
         yield
     finally:
-        for module, name, tensor in swapped:
-            setattr(module, name, tensor)
+        for held, name, tensor in swapped:
+            held[name] = tensor
+
+
+def _fake_weight(tensor: torch.Tensor, mode: FakeMode) -> torch.Tensor:
+    sample = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")  # a storage for each
+    fake = fake_like(sample, torch.device("cpu"), mode)
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 @contextlib.contextmanager

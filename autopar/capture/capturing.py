@@ -2,45 +2,92 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autopar.capture._torch import RawJoint, raw_joint
+from autopar import random_ops
+from autopar.capture._torch import RawJoint, prepared, raw_joint
 from autopar.capture.execute import propagate
+from autopar.capture.folding import NotFoldable, Run, Shortened, capture_shortened, renumbered, repeat
 from autopar.capture.graphs import emit, is_tensor, shape_of
 from autopar.capture.labels import assign_keys, label
 from autopar.capture.passes import PASSES
 from autopar.capture.passes.clean import inline_constants
+from autopar.capture.passes.random import next_state, number_draws, replace_random
 from autopar.capture.refusals import refuse_random
-from autopar.capture.trace import Input, Output, Parameter, Trace
+from autopar.capture.trace import Folding, Input, Output, Parameter, Trace
 from autopar.errors import CaptureError
 
 
-def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Trace:
+def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, fold: bool = True) -> Trace:
     """The joint forward and backward graph of `model(*args, **kwargs)`, in normal form.
 
     The model may be on any device, ``meta`` included, and is left as it was. The batch gives shapes and dtypes only.
 
+    Args:
+        fold: capture equal layers a few at a time, and repeat them in the graph; the result is the same. Where it cannot be
+            done the model is captured in full, and the trace's `folding` says why.
+
     Raises:
-        CaptureError: the model has no loss, draws random numbers, or is not one graph; it names the user's line.
+        CaptureError: the model has no loss, draws random numbers that no op of autopar draws, or is not one graph; it names
+            the user's line.
     """
-    raw = raw_joint(model, args, dict(kwargs or {}))
+    with _without_collection(), prepared(model, args, dict(kwargs or {})) as call:
+        refusal = "it was not asked for"
+        if fold:
+            try:
+                shortened = capture_shortened(model, call)
+                return _normal_form(model, shortened.raw, shortened)
+            except NotFoldable as error:
+                refusal = str(error)
+        return replace(_normal_form(model, raw_joint(model, call), None), folding=Folding((), refusal))
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Garbage waits for the end: tracing makes so many lasting objects that going through them takes a third of its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None) -> Trace:
+    """Raw graph → trace; a shortened model's layers are repeated between the passes and what counts nodes.
+
+    Raises:
+        NotFoldable: they cannot be repeated.
+    """
     graph = raw.graph
     label(graph)
+    if shortened is not None:
+        for node in graph.nodes:
+            node.meta["module"] = renumbered(node.meta["module"], shortened.kept)
     inline_constants(graph, raw.constants)
-    aliases = _aliases(model)
-    border = _Border(raw, aliases)
+    border = _Border(raw, _aliases(model))
+    state = replace_random(graph)
     refuse_random(graph)
+    if state is not None:
+        border.add_random_state(state)
     for _, apply in PASSES:
         apply(graph)
     propagate(graph)
+    runs = shortened.runs if shortened is not None else ()
+    border.repeat(runs)
+    number_draws(graph)
     assign_keys(graph)
     graph.lint()
-    return border.trace(model)
+    return replace(border.trace(model), folding=Folding(tuple(map(str, runs)), ""))
 
 
 class _Border:
@@ -57,6 +104,17 @@ class _Border:
         for node, (kind, name) in zip(placeholders, raw.placeholders, strict=True):
             self._enter(node, (kind, self.first.get(name, name)))
         self.results = self._results()
+
+    def add_random_state(self, state: fx.Node) -> None:
+        """The state is a buffer that every step changes."""
+        entry = ("buffer", random_ops.STATE)
+        self.nodes[entry], self.aliases[random_ops.STATE] = state, ()
+        self.results.append((("mutation", random_ops.STATE), next_state(self.graph, state)))
+        output = next(iter(reversed(self.graph.nodes)))
+        output.args = (tuple(node for _, node in self.results),)
+        resting = [node for (kind, _), node in self.nodes.items() if kind in ("parameter", "buffer") and node is not state]
+        if resting:
+            resting[-1].append(state)
 
     def _enter(self, node: fx.Node, kind: tuple[str, Any]) -> None:
         if kind in self.nodes:
@@ -88,11 +146,24 @@ class _Border:
         output.args = (tuple(node for _, node in results),)
         return results
 
+    def repeat(self, runs: Iterable[Run]) -> None:
+        """Repeat the layers of a shortened model's runs in the finished graph.
+
+        Raises:
+            NotFoldable: where they are not alike.
+        """
+        output = next(iter(reversed(self.graph.nodes)))
+        results = dict(zip((kind for kind, _ in self.results), output.args[0], strict=True))
+        for run in runs:
+            self.nodes, results = repeat(run, self.graph, self.nodes, results)
+        self.results = list(results.items())
+
     def trace(self, model: nn.Module) -> Trace:
         """The Trace around the finished graph."""
         positions = {kind: position for position, (kind, _) in enumerate(self.results)}
         final = next(iter(reversed(self.graph.nodes))).args[0]
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+        tensors |= {name: node.meta["val"] for (kind, name), node in self.nodes.items() if kind == "buffer" and name == random_ops.STATE}
         entries = {group: self._parameters(group, tensors, positions) for group in ("parameter", "buffer")}
         paths = dict(enumerate(path for path, _ in self.raw.in_leaves))
         inputs = tuple(Input(paths[kind[1]], *_border(node)) for kind, node in self.nodes.items() if kind[0] == "input")

@@ -68,6 +68,21 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class Folding:
+    """Which layers were captured a few at a time and repeated, or why none were.
+
+    Attributes:
+        runs: the repeated layers in words, one sentence part per run. refusal: why there are none, else ``""``.
+    """
+
+    runs: tuple[str, ...] = ()
+    refusal: str = ""
+
+    def __str__(self) -> str:
+        return f"folded: {'; '.join(self.runs)}" if self.runs else f"in full: {self.refusal}"
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """The captured model.
 
@@ -81,6 +96,7 @@ class Trace:
         constants: flat output position → the non-tensor leaf there.
         settings: flat input position → the non-tensor leaf there, which the graph was specialised to.
         fingerprint: hash of model structure, shapes and dtypes.
+        folding: how repeated layers were captured; the graph is the same either way.
     """
 
     graph: fx.Graph
@@ -95,6 +111,7 @@ class Trace:
     constants: Mapping[int, Any]
     settings: Mapping[int, Any]
     fingerprint: str
+    folding: Folding = Folding()
 
     def node(self, name: str) -> fx.Node:
         """The node of that name."""

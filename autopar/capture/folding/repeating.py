@@ -1,0 +1,141 @@
+"""Repeat the pattern of a run in the joint graph of a shortened model, until it is the full model's.
+
+The graph's labels and names are the full model's already: of the run it holds the first two and the last two units. The
+copies go between; then unit `two` and the backward of unit `one` read their new neighbours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from autopar.capture.folding.runs import Run
+from autopar.capture.folding.units import Border, Kind, Ref, Step, Units, pattern_of
+
+
+def renumbered(path: str, kept: Mapping[str, Sequence[int]]) -> str:
+    """A path of the shortened model as the full model's: ``layers.3.mlp`` → ``layers.31.mlp``."""
+    for container, positions in kept.items():
+        prefix = f"{container}." if container else ""
+        index = re.match(r"\d+", path[len(prefix) :]) if path.startswith(prefix) else None
+        if index:
+            return f"{prefix}{positions[int(index[0])]}{path[len(prefix) + index.end() :]}"
+    return path
+
+
+def repeat(run: Run, graph: fx.Graph, placeholders: Border, results: Border) -> tuple[Border, Border]:
+    """Insert the interior units of `run` into `graph`, whose output lists `results`.
+
+    Args:
+        placeholders, results: the border's nodes by (kind, name), in order.
+
+    Returns:
+        placeholders and results of the longer graph, in the order of a full capture.
+
+    Raises:
+        NotFoldable: the units are not alike; the graph is unchanged then.
+    """
+    return _Repetition(run, graph, placeholders, results).run()
+
+
+class _Repetition:
+    """The copies of one run: `copies[unit][phase]` are nodes in the pattern's order, `own[unit]` its placeholders."""
+
+    def __init__(self, run: Run, graph: fx.Graph, placeholders: Border, results: Border) -> None:
+        self.graph, self.placeholders, self.results = graph, placeholders, results
+        self.units = units = Units(run, graph, placeholders)
+        self.pattern = pattern_of(units, placeholders, results)
+        self.inserted = range(units.one + 1, units.two)
+        interior = (units.one, units.two)
+        self.copies = {unit: {"forward": units.forward[unit], "backward": units.backward[unit]} for unit in interior}
+        self.own: dict[int, dict[tuple[str, str], fx.Node]] = {}
+
+    def run(self) -> tuple[Border, Border]:
+        """Insert everything, and connect it."""
+        for unit in self.inserted:
+            self.copies[unit] = {"forward": [], "backward": []}
+        self._insert_placeholders()
+        first_behind = {"forward": self.units.forward[self.units.two][0], "backward": self.units.backward[self.units.one][0]}
+        orders = {"forward": self.inserted, "backward": reversed(self.inserted)}
+        for phase, steps in (("forward", self.pattern.forward), ("backward", self.pattern.backward)):
+            with self.graph.inserting_before(first_behind[phase]):
+                for unit in orders[phase]:
+                    for step in steps:
+                        self.copies[unit][phase].append(self._node(step, unit))
+        self._redirect()
+        made = {
+            unit: {entry: self.copies[unit][ref.offset[0]][ref.offset[1]] for entry, ref in self.pattern.results} for unit in self.inserted
+        }
+        results = self._joined(self.results, made)
+        output = next(iter(reversed(self.graph.nodes)))
+        output.args = (tuple(results.values()),)
+        return self._joined(self.placeholders, self.own), results
+
+    def _insert_placeholders(self) -> None:
+        for kind in dict.fromkeys(kind for kind, _ in self.pattern.own):
+            rests = [rest for other, rest in self.pattern.own if other == kind]
+            with self.graph.inserting_before(self.placeholders[kind, self.units.path(self.units.two, rests[0])]):
+                for unit in self.inserted:
+                    for rest in rests:
+                        like = self.placeholders[kind, self.units.path(self.units.two, rest)]
+                        node = self.graph.placeholder(like.name)
+                        node.meta = {**like.meta, "module": self.units.path(unit, rest)}
+                        self.own.setdefault(unit, {})[kind, rest] = node
+
+    def _node(self, step: Step, unit: int) -> fx.Node:
+        def operand(ref: Ref) -> fx.Node:
+            match ref.kind:
+                case Kind.HERE:
+                    phase, offset = ref.offset
+                    return self.copies[unit][phase][offset]
+                case Kind.PREVIOUS:
+                    return self.copies[unit - 1]["forward"][ref.offset]
+                case Kind.NEXT:
+                    return self.copies[unit + 1]["backward"][ref.offset]
+                case Kind.OWN:
+                    return self.own[unit][ref.offset]
+
+        def filled(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return operand(value)
+            if isinstance(value, tuple):
+                return tuple([filled(item) for item in value])
+            if isinstance(value, list):
+                return [filled(item) for item in value]
+            if isinstance(value, dict):
+                return {name: filled(item) for name, item in value.items()}
+            if isinstance(value, slice):
+                return slice(filled(value.start), filled(value.stop), filled(value.step))
+            return value
+
+        node = self.graph.create_node("call_function", step.target, filled(step.args), filled(step.kwargs))
+        module = step.home if isinstance(step.home, str) else self.units.path(unit, step.home[1])
+        node.meta = {**step.meta, "module": module}
+        return node
+
+    def _redirect(self) -> None:
+        """Unit two reads the last copy instead of unit one, unit one's backward the first copy's instead of unit two's."""
+        units = self.units
+        before = dict(zip(units.forward[units.one], self.copies[units.two - 1]["forward"], strict=True))
+        behind = dict(zip(units.backward[units.two], self.copies[units.one + 1]["backward"], strict=True))
+        for nodes, moved in ((units.forward[units.two], before), (units.backward[units.two], before), (units.backward[units.one], behind)):
+            for node in nodes:
+                for operand in node.all_input_nodes:
+                    if operand in moved:
+                        node.replace_input_with(operand, moved[operand])
+
+    def _joined(self, border: Border, added: Mapping[int, Mapping[tuple[str, str], fx.Node]]) -> Border:
+        """The border with the entries of the copies before those of unit two."""
+        joined: Border = {}
+        begun: set[str] = set()
+        for (kind, name), node in border.items():
+            home = self.units.home(name) if isinstance(name, str) else None
+            if home and home[0] == self.units.two and kind not in begun:
+                begun.add(kind)
+                for unit in self.inserted:
+                    joined |= {(k, self.units.path(unit, rest)): copy for (k, rest), copy in added.get(unit, {}).items() if k == kind}
+            joined[kind, name] = node
+        return joined

@@ -1,0 +1,196 @@
+"""Find runs of equal layers in a model's lists of modules.
+
+A *list* is a ModuleList or Sequential that is not inside another list's run. A *unit* is `period` neighbouring layers; a
+*run* is several equal units in a row. Layers are equal where everything is equal that could decide what they compute:
+classes, attributes, shapes, dtypes, `requires_grad` and hooks of all their modules. An integer attribute that counts the
+layers (``layer_idx``) does not make them differ: whether it matters is for the check against the full model to find.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+KEPT_FIRST, KEPT_LAST = 2, 2  # units that stay: between two equal neighbours there are enough to see what repeats
+_LEAST_SAVING = 2  # layers: the check costs about as much as capturing one
+_MAX_PERIOD = 8
+_DEPTH = 6  # of nested containers in an attribute
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+Fact = tuple[str, Any]  # (what, its value) of a layer
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Units of equal layers: `period` layers each, `num_units` of them, from position `start` of the list at `path` on."""
+
+    path: str
+    start: int
+    period: int
+    num_units: int
+
+    @property
+    def removed(self) -> range:
+        """Positions of the layers that a shortened model lacks."""
+        return range(self.start + KEPT_FIRST * self.period, self.start + (self.num_units - KEPT_LAST) * self.period)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers in all units."""
+        return self.period * self.num_units
+
+    def __str__(self) -> str:
+        alternating = f", {self.period} kinds in turn" if self.period > 1 else ""
+        return f"{self.num_layers} layers of {self.path or 'the model'}{alternating}"
+
+
+def find_runs(model: nn.Module) -> tuple[tuple[Run, ...], str]:
+    """Runs that are worth folding, outermost lists first; where there is none, why."""
+    owners = Counter(id(tensor) for tensor in _tensors_by_path(model))
+    runs: list[Run] = []
+    reasons: list[str] = []
+    _search(model, "", owners, runs, reasons)
+    return tuple(runs), "" if runs else (reasons[0] if reasons else "no list of modules is long enough to fold")
+
+
+def _search(module: nn.Module, path: str, owners: Counter[int], runs: list[Run], reasons: list[str]) -> None:
+    if _is_list(module):
+        found, reason = _runs_of(module, path, owners)
+        runs += found
+        reasons += [reason] if reason else []
+        if found:
+            return
+    for name, child in module.named_children():
+        _search(child, f"{path}.{name}".lstrip("."), owners, runs, reasons)
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential)) and list(module._modules) == [str(i) for i in range(len(module))]
+
+
+def _tensors_by_path(model: nn.Module) -> Iterator[torch.Tensor]:
+    for _, module in model.named_modules(remove_duplicate=False):
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                yield tensor
+
+
+def _runs_of(layers: nn.Module, path: str, owners: Counter[int]) -> tuple[list[Run], str]:
+    facts = [dict(_facts(layer, owners)) for layer in layers.children()]
+    if len(facts) < KEPT_FIRST + KEPT_LAST + _LEAST_SAVING:
+        return [], ""
+    for counter in _counters(facts):
+        for fact in facts:
+            fact.pop(counter, None)
+    kinds: dict[Any, int] = {}
+    keys = [kinds.setdefault(tuple(fact.items()), len(kinds)) for fact in facts]
+    found = list(_best(keys, 0, len(keys), path))
+    return found, "" if found else _difference(facts, keys, path)
+
+
+def _counters(facts: Sequence[dict[str, Any]]) -> list[str]:
+    """Integer facts that are the layer's position plus a constant."""
+    names = dict.fromkeys(name for fact in facts for name in fact)
+    found = []
+    for name in names:
+        held = [(position, fact[name]) for position, fact in enumerate(facts) if name in fact]
+        if len(held) > 1 and all(type(value) is int for _, value in held) and len({value - position for position, value in held}) == 1:
+            found.append(name)
+    return found
+
+
+def _best(keys: Sequence[int], start: int, end: int, path: str) -> Iterator[Run]:
+    """The run in ``keys[start:end]`` that saves most layers, and those beside it."""
+    best = None
+    for period in range(1, _MAX_PERIOD + 1):
+        position = start
+        while position + period <= end:
+            reach = position + period
+            while reach < end and keys[reach] == keys[reach - period]:
+                reach += 1
+            run = Run(path, position, period, (reach - position) // period)
+            if len(run.removed) >= _LEAST_SAVING and (best is None or len(run.removed) > len(best.removed)):
+                best = run
+            position = max(position + 1, reach - period + 1)
+    if best is not None:
+        yield from _best(keys, start, best.start, path)
+        yield best
+        yield from _best(keys, best.start + best.num_layers, end, path)
+
+
+def _difference(facts: Sequence[dict[str, Any]], keys: Sequence[int], path: str) -> str:
+    """A sentence on why there is no run: the last two neighbours that differ, and in what."""
+    later = max(position for position in range(1, len(keys)) if keys[position] != keys[position - 1])
+    before, after = facts[later - 1], facts[later]
+    names = [name for name in {**before, **after} if before.get(name, ...) != after.get(name, ...)]
+    return f"layers {later - 1} and {later} of {path or 'the model'} differ in {names[0]!r}"
+
+
+def _facts(layer: nn.Module, owners: Counter[int]) -> Iterator[Fact]:
+    inside = {id(module): name for name, module in layer.named_modules()}
+    for name, module in layer.named_modules():
+        yield f"{name} class", type(module)
+        yield f"{name} training", module.training
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for attribute, tensor in tensors.items():
+                yield f"{name} {kind} {attribute}", _tensor_fact(tensor, owners)
+        for attribute, value in vars(module).items():
+            if attribute not in _INTERNAL:
+                yield f"{name}.{attribute}".lstrip("."), _described(value, inside)
+        for hooks in _HOOKS:
+            if vars(module)[hooks]:
+                yield f"{name} {hooks}", tuple(_described(hook, inside) for hook in vars(module)[hooks].values())
+
+
+def _tensor_fact(tensor: torch.Tensor | None, owners: Counter[int]) -> Any:
+    if tensor is None:
+        return None
+    tied = id(tensor) if owners[id(tensor)] > 1 else None  # a tensor that something else has too is like no other
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, tied
+
+
+def _described(value: Any, inside: dict[int, str], depth: int = 0) -> Any:
+    """Something hashable that is equal for values that act alike; identity where nothing better is known."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)):
+        return value if type(value) is int else (type(value), value)
+    if isinstance(value, nn.Module) and id(value) in inside:
+        return "module", inside[id(value)]
+    if depth < _DEPTH:
+        describe = functools.partial(_described, inside=inside, depth=depth + 1)
+        if isinstance(value, (tuple, list)):
+            return (type(value), *map(describe, value))
+        if isinstance(value, dict):
+            return (type(value), *((describe(key), describe(item)) for key, item in value.items()))
+        if isinstance(value, types.MethodType):
+            return "method", id(value.__func__), describe(value.__self__)
+        if isinstance(value, functools.partial):
+            return "partial", describe(value.func), describe(value.args), describe(value.keywords)
+        if isinstance(value, types.FunctionType):
+            return "function", value.__code__, describe(value.__defaults__), describe(_cells(value))
+    return type(value), id(value)
+
+
+def _cells(function: types.FunctionType) -> tuple[Any, ...]:
+    return tuple(cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell))
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+def positions_kept(length: int, runs: Iterable[Run]) -> tuple[int, ...]:
+    """Positions of a list's layers that stay in a shortened model."""
+    removed = {position for run in runs for position in run.removed}
+    return tuple(position for position in range(length) if position not in removed)

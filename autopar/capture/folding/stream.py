@@ -1,0 +1,317 @@
+"""What a model's forward does, op by op, told so that layers can be compared.
+
+A *place* is a unit of a run, or everything outside the runs; a unit lasts from the call of its first layer to the call of
+the next unit's, the last one to its own end. Each op has an offset within its place. An operand is named by where it was
+made, relative to the reader: (units back, offset) within a run, a fixed offset outside, counted from the first or the
+last unit for readers outside. So equal units have equal *entries* (op, operands, other arguments, whether gradients
+are recorded), wherever they stand.
+
+`Recorder` writes the entries of a shortened model, unit by unit. `Follower` runs the full model against them: each
+op must be the one that is expected there, and its results are made from what was recorded, without computing shapes anew.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.capture._torch import FakeMode, fake_like, is_fake, no_modes
+from autopar.capture.folding.runs import KEPT_FIRST, KEPT_LAST, Run
+
+OUTSIDE = -1
+_MOST_ELEMENTS = 64  # of a constant tensor that is compared by value
+_DEVICE = torch.ops.prim.device.default
+_TAG = "_made_at"
+
+
+class NotFoldable(Exception):
+    """Why a model has to be captured in full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Where a layer stands: run, unit (as counted in the model that runs, and in the full one) and position in the unit."""
+
+    run: int
+    unit: int
+    full_unit: int
+    position: int
+    path: str
+
+
+@dataclass(slots=True)
+class Entry:
+    """One op: `what` must be equal, `results` say how to make its results again."""
+
+    what: tuple[Any, ...]
+    results: Any
+
+
+@dataclass
+class Shape:
+    """A strided tensor without data; `sample` is made when it is first needed."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    sample: torch.Tensor | None = None
+
+    def make(self, mode: FakeMode) -> torch.Tensor:
+        if self.sample is None:
+            with no_modes():
+                self.sample = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+        return fake_like(self.sample, self.device, mode)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A result that is the op's own operand (in-place ops): its number among the tensors that the op reads."""
+
+    number: int
+
+
+Place = tuple[int, int]  # run or OUTSIDE, unit
+
+
+@dataclass
+class Story:
+    """The entries of a forward by place, and its results."""
+
+    entries: dict[Place, list[Entry]] = field(default_factory=lambda: defaultdict(list))
+    results: tuple[Any, ...] = ()
+
+
+def tag_weights(model: nn.Module, layers: Mapping[nn.Module, Layer]) -> None:
+    """Name every parameter and buffer: within its layer's unit, or by its path."""
+    home = {id(inner): (layer, name) for module, layer in layers.items() for name, inner in module.named_modules()}
+    for path, module in model.named_modules():
+        layer, prefix = home.get(id(module), (None, path))
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and layer is None:
+                setattr(tensor, _TAG, (OUTSIDE, 0, f"{prefix}.{name}", 0))
+            elif tensor is not None and layer is not None:
+                setattr(tensor, _TAG, ("weight", (layer.run, layer.full_unit), f"{layer.position}.{prefix}.{name}", 0))
+
+
+def tag_inputs(inputs: Sequence[Any]) -> None:
+    """Number the batch's tensors."""
+    for number, tensor in enumerate(inputs):
+        if isinstance(tensor, torch.Tensor):
+            setattr(tensor, _TAG, (OUTSIDE, 0, f"input {number}", 0))
+
+
+class Stream(TorchDispatchMode):
+    """Follows a forward through its places and describes its ops; see the module docstring.
+
+    Args:
+        runs: the runs. layers: their layers, in the model that runs. num_units: units of each run in that model.
+    """
+
+    def __init__(self, runs: Sequence[Run], layers: Mapping[nn.Module, Layer], num_units: Sequence[int], mode: FakeMode) -> None:
+        super().__init__()
+        self.runs, self.layers, self.num_units, self.mode = runs, layers, num_units, mode
+        self.run, self.unit, self.full_unit = OUTSIDE, 0, 0
+        self.offset = 0
+        self.next_layer = [0] * len(runs)  # of each run, the number of the layer that must come
+        self._outside = 0  # offset outside while a run is on
+        self.refusal: NotFoldable | None = None  # kept, should the model catch it
+
+    def refused(self, why: str) -> NotFoldable:
+        """The first refusal."""
+        self.refusal = self.refusal or NotFoldable(why)
+        return self.refusal
+
+    def enter(self, layer: Layer) -> None:
+        """Called before a layer's forward.
+
+        Raises:
+            NotFoldable: the layers are not called one after the other, each once.
+        """
+        number = layer.unit * self.runs[layer.run].period + layer.position
+        if number != self.next_layer[layer.run] or self.run not in (layer.run, OUTSIDE) or (self.run == OUTSIDE) != (number == 0):
+            raise self.refused(f"{layer.path} is not called in turn")
+        self.next_layer[layer.run] += 1
+        if layer.position == 0:
+            if self.run == OUTSIDE:
+                self._outside = self.offset
+            self.move(layer.run, layer.unit, layer.full_unit, 0)
+
+    def leave(self, layer: Layer) -> None:
+        """Called behind a layer's forward; behind the last one of a run begins what is outside."""
+        if self.next_layer[layer.run] == self.num_units[layer.run] * self.runs[layer.run].period:
+            self.move(OUTSIDE, 0, 0, self._outside)
+
+    def move(self, run: int, unit: int, full_unit: int, offset: int) -> None:
+        """Go to another place."""
+        self.run, self.unit, self.full_unit, self.offset = run, unit, full_unit, offset
+
+    def finish(self) -> None:
+        """Raise NotFoldable where a layer was not called, or the model caught a refusal."""
+        if self.refusal is not None:
+            raise self.refusal
+        for run, number in zip(self.runs, self.next_layer, strict=True):
+            if number == 0:
+                raise NotFoldable(f"forward does not call the layers of {run.path or 'the model'}")
+        if self.run != OUTSIDE:
+            raise NotFoldable(f"forward does not call all layers of {self.runs[self.run].path or 'the model'}")
+
+    def described(self, value: Any, tensors: list[torch.Tensor]) -> Any:
+        """An argument, comparable between places; its tensors are appended to `tensors`."""
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            return self._origin(value), value.requires_grad
+        if value is None or isinstance(value, (bool, float, int, str)):
+            return value if type(value) is int else (type(value), value)
+        if isinstance(value, (list, tuple)):
+            return tuple([self.described(item, tensors) for item in value])
+        if isinstance(value, dict):
+            return tuple([(name, self.described(item, tensors)) for name, item in value.items()])
+        return value
+
+    def _origin(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        made = tensor.__dict__.get(_TAG)
+        if made is None:
+            return self._constant(tensor)
+        run, unit, offset, number = made
+        if run == OUTSIDE:
+            return offset, number
+        if run == "weight":
+            run, full_unit = unit
+            return ("own", offset) if (run, full_unit) == (self.run, self.full_unit) else (run, full_unit, offset)
+        if run == self.run:
+            return self.unit - unit, offset, number
+        return run, unit if unit == 0 else unit - self.num_units[run], offset, number
+
+    def _constant(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """A tensor that forward built from numbers, by its values."""
+        if is_fake(tensor) or tensor.numel() > _MOST_ELEMENTS:
+            raise self.refused(f"forward reads a tensor of shape {tuple(tensor.shape)} that is no parameter, buffer, input or result")
+        with no_modes():
+            return "constant", tensor.dtype, tuple(tensor.shape), str(tensor.tolist())
+
+    def tag(self, results: Any) -> None:
+        """Name the tensors that the op at the current offset made; operands keep their names."""
+        for number, result in enumerate(results if isinstance(results, (tuple, list)) else (results,)):
+            if isinstance(result, torch.Tensor) and _TAG not in result.__dict__:
+                setattr(result, _TAG, (self.run, self.unit, self.offset, number))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is _DEVICE and is_fake(args[0]):
+            return args[0].fake_device
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        tensors: list[torch.Tensor] = []
+        what = (func, torch.is_grad_enabled(), self.described(args, tensors), self.described(kwargs, tensors) if kwargs else ())
+        results = self.answer(what, tensors, lambda: func(*args, **(kwargs or {})))
+        self.tag(results)
+        self.offset += 1
+        return results
+
+    def event(self, what: tuple[Any, ...], arguments: Any) -> None:
+        """Something that is no op but decides what backward does."""
+        self.answer((*what, self.described(arguments, [])), [], lambda: None)
+        self.offset += 1
+
+    def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
+        """The op's results."""
+        raise NotImplementedError
+
+
+class Recorder(Stream):
+    """Computes, and writes down; `story` has one list of entries per place."""
+
+    def __init__(self, *context: Any) -> None:
+        super().__init__(*context)
+        self.story = Story()
+
+    def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
+        results = compute()
+        numbers = {id(tensor): number for number, tensor in reversed(list(enumerate(tensors)))}
+        self.story.entries[self.run, self.unit].append(Entry(what, _recorded(results, numbers)))
+        return results
+
+
+class Follower(Stream):
+    """Compares with a story, and computes nothing."""
+
+    def __init__(self, story: Story, *context: Any) -> None:
+        super().__init__(*context)
+        self.story = story
+        self._expected = story.entries[OUTSIDE, 0]
+
+    def move(self, run: int, unit: int, full_unit: int, offset: int) -> None:
+        if self.run != OUTSIDE:
+            self._complete()
+        super().move(run, unit, full_unit, offset)
+        self._expected = self.story.entries[run, 0 if run == OUTSIDE else _counterpart(unit, self.num_units[run])]
+
+    def finish(self) -> None:
+        super().finish()
+        self._complete()
+
+    def _complete(self) -> None:
+        if self.offset < len(self._expected):
+            raise self.refused(f"{self._where()} lacks {_name(self._expected[self.offset])}")
+
+    def _where(self) -> str:
+        if self.run == OUTSIDE:
+            return "the part outside of the layers"
+        run = self.runs[self.run]
+        return f"layer {run.start + self.unit * run.period} of {run.path or 'the model'}"
+
+    def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
+        entry = self._expected[self.offset] if self.offset < len(self._expected) else None
+        if entry is None or entry.what != what:
+            raise self.refused(f"{self._where()} differs from its like in {_name(Entry(what, None))}")
+        return _remade(entry.results, tensors, self.mode)
+
+
+def _counterpart(unit: int, num_units: int) -> int:
+    """The unit of the shortened model that unit `unit` of the full one must equal."""
+    return min(unit, KEPT_FIRST) if unit < num_units - KEPT_LAST else unit - num_units + KEPT_FIRST + KEPT_LAST
+
+
+def _name(entry: Entry) -> str:
+    return str(entry.what[0])
+
+
+def _recorded(results: Any, numbers: Mapping[int, int]) -> Any:
+    if isinstance(results, torch.Tensor):
+        if id(results) in numbers:
+            return Operand(numbers[id(results)])
+        if not is_fake(results) or results.layout is not torch.strided:
+            raise NotFoldable("an op of forward makes no plain tensor")
+        return Shape(tuple(results.shape), results.stride(), results.dtype, results.device)
+    if isinstance(results, (tuple, list)):
+        return type(results)([_recorded(item, numbers) for item in results])
+    return results
+
+
+def _remade(results: Any, tensors: Sequence[torch.Tensor], mode: FakeMode) -> Any:
+    if isinstance(results, Shape):
+        return results.make(mode)
+    if isinstance(results, Operand):
+        return tensors[results.number]
+    if isinstance(results, (tuple, list)):
+        return type(results)([_remade(item, tensors, mode) for item in results])
+    return results
+
+
+def places(runs: Sequence[Run], model: nn.Module, kept: Mapping[str, Sequence[int]]) -> Iterator[tuple[nn.Module, Layer]]:
+    """The layers of all runs in `model`, a full one (`kept` is empty) or a shortened one."""
+    for number, run in enumerate(runs):
+        layers = list(model.get_submodule(run.path).children())
+        positions = kept.get(run.path) or range(len(layers))
+        unit = 0
+        for layer, position in zip(layers, positions, strict=True):
+            full_unit, within = divmod(position - run.start, run.period)
+            if 0 <= full_unit < run.num_units:
+                yield layer, Layer(number, unit, full_unit, within, f"{run.path}.{position}".lstrip("."))
+                unit += within == run.period - 1

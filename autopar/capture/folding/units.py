@@ -1,0 +1,277 @@
+"""A run's units in the joint graph of a shortened model, and what is the same in two that are neighbours.
+
+Forward and backward nodes of a unit lie together: the *slice* of a unit begins at the first node that a module of the
+unit made, and ends where the next slice begins (backward: that of the unit before). The two interior units, `one` and
+`two`, become the pattern of everything between them: node by node they must call the same ops with the same arguments,
+and what they read must be one of
+
+==================  ========================================================
+`HERE`              a node of the same unit
+`PREVIOUS`          a forward node of the unit before
+`NEXT`              (backward) a backward node of the unit behind
+`OWN`               a placeholder of the unit
+an outside node     the same for both, of no unit
+==================  ========================================================
+
+and nobody but the unit and its two neighbours reads what it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.folding.runs import Run
+from autopar.capture.folding.stream import NotFoldable
+
+Border = dict[tuple[str, Any], fx.Node]  # (kind, name) → placeholder or result
+Home = tuple[int, str]  # unit, and the rest of a path: position within the unit and what follows
+
+
+class Kind(Enum):
+    """Where an operand is (see the module docstring)."""
+
+    HERE, PREVIOUS, NEXT, OWN = auto(), auto(), auto(), auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An operand within or beside the unit: (phase, offset) in the unit, offset in a neighbour's slice, (kind, rest) of a placeholder."""
+
+    kind: Kind
+    offset: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A node of the pattern: its arguments hold `Ref` and outside nodes; `home` is its module's, or its full path."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    meta: Mapping[str, Any]
+    home: Home | str
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What is repeated: forward and backward steps, placeholders and results by (kind, rest of the name)."""
+
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    own: tuple[tuple[str, str], ...]
+    results: tuple[tuple[tuple[str, str], Ref], ...]
+
+
+class Units:
+    """The slices of `run` in `graph`, of which the units `one` and `two` are the interior ones."""
+
+    def __init__(self, run: Run, graph: fx.Graph, placeholders: Border) -> None:
+        self.run, self.graph = run, graph
+        self.one, self.two, self.last = 1, run.num_units - 2, run.num_units - 1
+        self._homes: dict[str, Home | None] = {}
+        self.own = {node: (self.home(str(name)), kind) for (kind, name), node in placeholders.items() if kind in ("parameter", "buffer")}
+        self.forward = self._slices("forward", (0, self.one, self.two, self.last))
+        self.backward = self._slices("backward", (self.last, self.two, self.one, 0))
+        self.place = {
+            node: (phase, unit, offset)
+            for phase, slices in (("forward", self.forward), ("backward", self.backward))
+            for unit, nodes in slices.items()
+            for offset, node in enumerate(nodes)
+        }
+
+    def home(self, path: str) -> Home | None:
+        """The unit of a module's or parameter's path, and the rest of it; None outside the run."""
+        if path not in self._homes:
+            self._homes[path] = self._home(path)
+        return self._homes[path]
+
+    def _home(self, path: str) -> Home | None:
+        prefix = f"{self.run.path}." if self.run.path else ""
+        index, dot, rest = path.removeprefix(prefix).partition(".")
+        if not path.startswith(prefix) or not index.isdigit():
+            return None
+        unit, within = divmod(int(index) - self.run.start, self.run.period)
+        return (unit, f"{within}{dot}{rest}") if 0 <= unit < self.run.num_units else None
+
+    def path(self, unit: int, rest: str) -> str:
+        """The path that `home` took apart."""
+        within, dot, inner = rest.partition(".")
+        return f"{self.run.path}.{self.run.start + unit * self.run.period + int(within)}{dot}{inner}".lstrip(".")
+
+    def _slices(self, phase: str, order: Sequence[int]) -> dict[int, list[fx.Node]]:
+        nodes = [node for node in self.graph.nodes if node.op == "call_function" and node.meta["phase"] == phase]
+        found = [self.home(node.meta["module"]) for node in nodes]
+        units = [home[0] if home else None for home in found]
+        if not set(order) <= set(units):
+            missing = next(unit for unit in order if unit not in units)
+            raise NotFoldable(f"the {phase} graph has no nodes of layer {self.run.start + missing * self.run.period} of {self.run.path}")
+        starts = [units.index(unit) for unit in order]
+        final = max(position for position, unit in enumerate(units) if unit is not None)
+        ends = [*starts[1:], final + 1]
+        for start, end, unit in zip(starts, ends, order, strict=True):
+            if start >= end or any(other not in (unit, None) for other in units[start:end]):
+                raise NotFoldable(f"the layers of {self.run.path} are mixed in the {phase} graph")
+        return {unit: nodes[start:end] for start, end, unit in zip(starts, ends, order, strict=True)}
+
+
+def pattern_of(units: Units, placeholders: Border, results: Border) -> Pattern:
+    """What the two interior units have in common.
+
+    Raises:
+        NotFoldable: they differ, or something outside reads them.
+    """
+    _Readers(units, results).check()
+    merge = _Merge(units)
+    own = _equal_border(units, placeholders)
+    forward = tuple(merge.steps(units.forward))
+    backward = tuple(merge.steps(units.backward))
+    made = _equal_border(units, {entry: node for entry, node in results.items() if entry[0] != "output"})
+    found = [(entry, merge.value(results[_full(units, units.one, entry)], results[_full(units, units.two, entry)])) for entry in made]
+    if any(not isinstance(value, Ref) or value.kind is not Kind.HERE for _, value in found):
+        raise NotFoldable(f"a gradient of {units.run.path} is not made in its layer")
+    return Pattern(forward, backward, own, tuple(found))
+
+
+def _full(units: Units, unit: int, entry: tuple[str, str]) -> tuple[str, str]:
+    return entry[0], units.path(unit, entry[1])
+
+
+def _equal_border(units: Units, border: Border) -> tuple[tuple[str, str], ...]:
+    """(kind, rest) of the entries of unit one, where those of unit two are the same and follow directly."""
+    one, two = ([(kind, rest) for kind, rest, unit in _homes(units, border) if unit == wanted] for wanted in (units.one, units.two))
+    if one != two:
+        raise NotFoldable(f"neighbouring layers of {units.run.path} differ in parameters, buffers or gradients")
+    for kind in {kind for kind, _ in one}:
+        order = [unit for other, _, unit in _homes(units, border) if other == kind]
+        start, half = order.index(units.one), order.count(units.one)
+        if order[start : start + 2 * half] != [units.one] * half + [units.two] * half:
+            raise NotFoldable(f"parameters or buffers of {units.run.path} are not in the order of its layers")
+    return tuple(one)
+
+
+def _homes(units: Units, border: Border) -> Iterator[tuple[str, str, int | None]]:
+    """Kind, rest of the name and unit of every entry that has a name."""
+    for kind, name in border:
+        home = units.home(name) if isinstance(name, str) else None
+        yield (kind, home[1], home[0]) if home else (kind, "", None)
+
+
+class _Merge:
+    """Compares the nodes of units one and two, and makes steps of them."""
+
+    def __init__(self, units: Units) -> None:
+        self.units = units
+        self.pairs: dict[fx.Node, fx.Node] = {}  # of what the two read of their neighbours: the same roles
+
+    def steps(self, slices: Mapping[int, Sequence[fx.Node]]) -> Iterator[Step]:
+        """The pattern of one phase."""
+        first, second = slices[self.units.one], slices[self.units.two]
+        if len(first) != len(second):
+            raise self.differ(first[0])
+        for one, two in zip(first, second, strict=True):
+            homes = [self.units.home(node.meta["module"]) for node in (one, two)]
+            rests = [home[1] if home else node.meta["module"] for home, node in zip(homes, (one, two), strict=True)]
+            if one.target is not two.target or rests[0] != rests[1] or _looks(one) != _looks(two):
+                raise self.differ(one)
+            try:
+                args, kwargs = self.value(one.args, two.args), self.value(one.kwargs, two.kwargs)
+            except ValueError:
+                raise self.differ(one) from None
+            yield Step(one.target, args, kwargs, two.meta, homes[0] or rests[0])
+
+    def differ(self, node: fx.Node) -> NotFoldable:
+        """The refusal that names a node of unit one."""
+        return NotFoldable(f"neighbouring layers of {self.units.run.path} differ in {node.target} of {node.meta['module']}")
+
+    def value(self, one: Any, two: Any) -> Any:
+        """Two arguments as one; ValueError where they differ."""
+        if isinstance(one, fx.Node) and isinstance(two, fx.Node):
+            return self._operand(one, two)
+        if type(one) is not type(two):
+            raise ValueError
+        if isinstance(one, (tuple, list)):
+            items = map(self.value, one, two) if len(one) == len(two) else self._unequal()
+            return list(items) if isinstance(one, list) else tuple(items)
+        if isinstance(one, dict):
+            return {name: self.value(one[name], two[name]) for name in one} if one.keys() == two.keys() else self._unequal()
+        if isinstance(one, slice):
+            return slice(*(self.value(getattr(one, end), getattr(two, end)) for end in ("start", "stop", "step")))
+        return one if one == two else self._unequal()
+
+    def _unequal(self) -> Any:
+        raise ValueError
+
+    def _operand(self, one: fx.Node, two: fx.Node) -> Any:
+        units = self.units
+        if one in units.own or two in units.own:
+            (home, kind), (other, _) = units.own.get(one, (None, "")), units.own.get(two, (None, ""))
+            if home is None and one is two:
+                return one
+            if home is None or other is None or home != (units.one, other[1]) or other[0] != units.two:
+                raise ValueError
+            return Ref(Kind.OWN, (kind, home[1]))
+        place, other_place = units.place.get(one), units.place.get(two)
+        if place is None and one is two:
+            return one
+        if place is None or other_place is None or place[0] != other_place[0]:
+            raise ValueError
+        return self._beside(one, two, place, other_place)
+
+    def _beside(self, one: fx.Node, two: fx.Node, place: tuple[str, int, int], other: tuple[str, int, int]) -> Ref:
+        phase, unit, offset = place
+        if (unit, other[1]) == (self.units.one, self.units.two) and offset == other[2]:
+            return Ref(Kind.HERE, (phase, offset))
+        before, behind = (0, self.units.one), (self.units.two, self.units.last)
+        if (unit, other[1]) != (before if phase == "forward" else behind) or self.pairs.setdefault(one, two) is not two:
+            raise ValueError
+        # The offset must be one in an interior unit's slice: forward, two reads one; backward, one reads two.
+        return Ref(Kind.PREVIOUS, other[2]) if phase == "forward" else Ref(Kind.NEXT, offset)
+
+
+def _looks(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    tensors = [
+        (tuple(item.shape), item.stride(), item.dtype) if isinstance(item, torch.Tensor) else item
+        for item in (value if isinstance(value, (tuple, list)) else (value,))
+    ]
+    return type(value).__name__ if isinstance(value, (tuple, list)) else "", tensors, node.meta["source"]
+
+
+class _Readers:
+    """Who reads what the interior units make: they and their neighbours only."""
+
+    def __init__(self, units: Units, results: Border) -> None:
+        self.units = units
+        self.output = next(iter(reversed(units.graph.nodes)))
+        self.results: dict[fx.Node, set[int | None]] = {}
+        for (kind, name), node in results.items():
+            home = units.home(str(name)) if kind != "output" else None
+            self.results.setdefault(node, set()).add(home[0] if home else None)
+
+    def check(self) -> None:
+        """Raise NotFoldable where somebody else reads them."""
+        units = self.units
+        for unit in (units.one, units.two):
+            behind = {units.one: units.two, units.two: units.last}[unit]
+            before = {units.one: 0, units.two: units.one}[unit]
+            for node in units.forward[unit]:
+                self._only(node, unit, {("forward", unit), ("forward", behind), ("backward", unit), ("backward", behind)})
+            for node in units.backward[unit]:
+                self._only(node, unit, {("backward", unit), ("backward", before)})
+        for node, (home, _) in units.own.items():
+            if home and home[0] in (units.one, units.two):
+                self._only(node, home[0], {("forward", home[0]), ("backward", home[0])})
+
+    def _only(self, node: fx.Node, unit: int, allowed: set[tuple[str, int]]) -> None:
+        for user in node.users:
+            own_result = user is self.output and self.results.get(node) == {unit}
+            if not own_result and self.units.place.get(user, ("", 0, 0))[:2] not in allowed:
+                raise NotFoldable(
+                    f"{user.meta.get('module') or 'the model'} reads {node.target} of a layer of {self.units.run.path}, from outside"
+                )
