@@ -14,6 +14,7 @@ from autopar.capture.passes.attention import replace_attention
 from autopar.capture.passes.clean import clean, fold_views
 from autopar.capture.passes.embedding import replace_embeddings
 from autopar.capture.passes.fused import separate_fused_projections
+from autopar.capture.passes.likelihood import split_likelihood
 from autopar.capture.passes.linears import unflatten_products, unflatten_sums
 from autopar.capture.passes.lookups import replace_bags, replace_masked_rows
 from autopar.capture.passes.loss import split_cross_entropy
@@ -27,6 +28,7 @@ PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (
     ("masked rows", replace_masked_rows),
     ("attention", replace_attention),
     ("loss", split_cross_entropy),
+    ("likelihood", split_likelihood),
     ("products", unflatten_products),
     ("sums", unflatten_sums),
     ("views of views", fold_views),
