@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "version", "units"),
     ("mesh", "hardware", "hf"),
     ("layout", "collective"),
-    ("redistribute", "random_ops", "ops"),
+    ("redistribute", "random_ops", "norm_ops", "ops"),
     ("problem",),  # speaks of the layout graphs of redistribute
     ("plans", "constraints", "capture", "rules", "solve", "kernels"),
     ("strategies", "analysis", "run", "breakdown"),

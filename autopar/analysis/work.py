@@ -154,11 +154,13 @@ _NAMES: Mapping[WorkKind, str] = {
     "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm "
     "native_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit_functional _fused_rms_norm "
     "_fused_rms_norm_backward nll_loss_forward nll_loss_backward",
-    "indexing": "embedding embedding_dense_backward index index_put index_select index_add gather scatter scatter_add scatter_reduce "
+    "indexing": "embedding embedding_dense_backward index index_put _unsafe_index _unsafe_index_put "
+    "index_select index_add gather scatter scatter_add scatter_reduce "
     "masked_scatter select_scatter slice_scatter",
 }
 _KINDS: dict[str, WorkKind] = {f"aten.{name}": kind for kind, names in _NAMES.items() for name in names.split()}
 _KINDS |= {"autopar.ops.sum_exp": "transcendental", "autopar.ops.cross_entropy_backward": "transcendental"}
+_KINDS |= {f"autopar.norm_ops.{name}": "reduction" for name in ("channel_sum", "squared_deviation", "scaled_product")}
 _KINDS |= {f"autopar.ops.{name}": "indexing" for name in ("embedding", "embedding_backward", "pick")}
 _DRAWS = {f"autopar.random_ops.{name}" for name in ("keep_mask", "uniform", "normal", "randint")}
 _READS_FEW = {"autopar.ops.embedding", "autopar.ops.pick", "aten.embedding", "aten.gather", "aten.index", "aten.index_select"}

@@ -144,6 +144,17 @@ def _groups(site: _Site, operand: int) -> int:
     return groups if groups == 1 else groups * site.input_shape(operand)[1] // site.call.inputs[operand].shape[1]
 
 
+def _group_norm(operand: int) -> Callable[[_Site], Local]:
+    """Its sizes are arguments; groups are split with their channels."""
+
+    def local(site: _Site) -> Local:
+        batch, channels = site.input_shape(operand)[:2]
+        groups = argument(site.call, "group") * channels // site.call.inputs[operand].shape[1]
+        return site.change(N=batch, C=channels, group=groups)
+
+    return local
+
+
 def _convolution(site: _Site) -> Local:
     return site.change(groups=_groups(site, 0))
 
@@ -173,6 +184,8 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[_Site], Local]] = {
     **{op: _drawn for op in (random_ops.keep_mask, random_ops.uniform, random_ops.normal, random_ops.randint)},
     **{op: _mean_loss(0) for op in LOSSES},
     **{op: _mean_loss(1) for op in LOSS_GRADIENTS},
+    aten.native_group_norm.default: _group_norm(0),
+    aten.native_group_norm_backward.default: _group_norm(1),
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
 }

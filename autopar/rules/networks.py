@@ -19,6 +19,18 @@ def layer_norm_backward(call: Call) -> Factors:
     return parse(f"{operands} -> ... {last}, {last}, {last}", call, linear=((0,),))
 
 
+def group_norm(call: Call) -> Factors:
+    """native_group_norm: batch, and channels by whole groups, whose statistics are [n, groups]."""
+    space, c = " ".join(WHOLE * (len(call.inputs[0].shape) - 2)), WHOLE if argument(call, "group") == 1 else "c"
+    return parse(f"n {c} {space}, {c}, {c} -> n {c} {space}, n {c}, n {c}", call)
+
+
+def group_norm_backward(call: Call) -> Factors:
+    """As `group_norm`; the gradients of weight and bias are partial sums over the batch."""
+    space, c = " ".join(WHOLE * (len(call.inputs[0].shape) - 2)), WHOLE if argument(call, "group") == 1 else "c"
+    return parse(f"n {c} {space}, n {c} {space}, n {c}, n {c}, {c} -> n {c} {space}, {c}, {c}", call, linear=((0,),))
+
+
 def _channels(call: Call) -> tuple[str, str, str, str]:
     """Letters of: input channels, the weight's two channel dims, output channels."""
     groups, transposed = argument(call, "groups"), argument(call, "transposed")

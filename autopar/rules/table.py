@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autopar import ops, random_ops
+from autopar import norm_ops, ops, random_ops
 from autopar.rules import families as f
 from autopar.rules import losses, networks
 from autopar.rules.call import Call, KeyedCall, argument
@@ -75,6 +75,13 @@ LOSS: Mapping[Any, f.Family] = {
 NORMS: Mapping[Any, f.Family] = {
     aten.native_layer_norm.default: networks.layer_norm,
     aten.native_layer_norm_backward.default: networks.layer_norm_backward,
+    aten.native_group_norm.default: networks.group_norm,
+    aten.native_group_norm_backward.default: networks.group_norm_backward,
+    norm_ops.channel_sum: Row("n c ... -> c", FIRST),
+    norm_ops.squared_deviation: Row("n c ..., c -> c"),
+    norm_ops.scaled_product: Row("n c ..., n c ..., c, c -> c", FIRST),
+    norm_ops.normalize: Row("n c ..., c, c, c, c -> n c ..."),
+    norm_ops.normalize_backward: Row("n c ..., n c ..., c, c, c, c, c -> n c ..."),
     aten._softmax.default: f.along(),
     aten._log_softmax.default: f.along(),
     aten._safe_softmax.default: f.along(),
@@ -85,6 +92,8 @@ NORMS: Mapping[Any, f.Family] = {
 }
 
 POOLING: Mapping[Any, f.Family] = {
+    aten.max_pool2d_with_indices.default: Row("... _ _ -> ... _ _, ... _ _"),
+    aten.max_pool2d_with_indices_backward.default: Row("... _ _, ... _ _, ... _ _ -> ... _ _", FIRST),
     aten.max_pool3d_with_indices.default: Row("... _ _ _ -> ... _ _ _, ... _ _ _"),
     aten.max_pool3d_with_indices_backward.default: Row("... _ _ _, ... _ _ _, ... _ _ _ -> ... _ _ _", FIRST),
     **{op: Row("... _ _ -> ... _ _", FIRST) for op in (aten.avg_pool2d.default, aten._adaptive_avg_pool2d.default)},
@@ -163,8 +172,8 @@ VIEWS: Mapping[Any, f.Family] = {
 }
 
 INDEXING: Mapping[Any, f.Family] = {
-    aten.index.Tensor: f.index,
-    aten.index_put.default: f.index_put,
+    **{op: f.index for op in (aten.index.Tensor, aten._unsafe_index.Tensor)},
+    **{op: f.index_put for op in (aten.index_put.default, aten._unsafe_index_put.default)},
     aten.gather.default: f.gather,
     aten.scatter.value: f.scatter(linear=False),
     aten.scatter.src: f.scatter(linear=True),

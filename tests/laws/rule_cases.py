@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar import ops, random_ops
+from autopar import norm_ops, ops, random_ops
 
 aten = torch.ops.aten
 Built = tuple[tuple[Any, ...], dict[str, Any]]
@@ -25,6 +25,24 @@ def ids(high: int, *shape: int) -> torch.Tensor:
 
 def on(*args: Any, **kwargs: Any) -> Built:
     return args, kwargs
+
+
+def grouped(s: Any, per_group: int, affine: bool = True) -> Built:
+    """native_group_norm with as many groups as `s.b`."""
+    channels, weights = s.b * per_group, (real(s.b * per_group), real(s.b * per_group)) if affine else (None, None)
+    return on(real(s.a, channels, s.c, s.d), *weights, s.a, channels, s.c * s.d, s.b, 1e-5)
+
+
+def grouped_backward(s: Any, per_group: int) -> Built:
+    (x, weight, _, *sizes, eps), _ = grouped(s, per_group)
+    _, mean, rstd = aten.native_group_norm.default(x, weight, None, *sizes, eps)
+    return on(real(*x.shape), x, mean, rstd, weight, *sizes, [True, True, True])
+
+
+def pooled2d_backward(s: Any) -> Built:
+    x = real(s.a, s.b, 4, 4)
+    y, indices = aten.max_pool2d_with_indices.default(x, [2, 2])
+    return on(real(*y.shape), x, [2, 2], [2, 2], [0, 0], [1, 1], False, indices)
 
 
 def softmaxed(s: Any) -> Built:
@@ -279,6 +297,20 @@ CASES: Mapping[Any, Case | list[Case]] = {
     aten.stack.default: lambda s: on([real(s.a, s.b), real(s.a, s.b)], -1),
     aten.constant_pad_nd.default: [lambda s: on(real(s.a, s.b), [0, 1], -100.0), lambda s: on(real(s.a, s.b), [0, 0, 1, 1])],
     aten.repeat.default: lambda s: on(real(s.a, s.b), [2, 1, 3]),
+    norm_ops.channel_sum: [lambda s: on(real(s.a, s.b)), lambda s: on(real(s.a, s.b, s.c, s.d))],
+    norm_ops.squared_deviation: lambda s: on(real(s.a, s.b, s.c), real(s.b)),
+    norm_ops.scaled_product: lambda s: on(real(s.a, s.b, s.c), real(s.a, s.b, s.c), real(s.b), real(s.b)),
+    norm_ops.normalize: [
+        lambda s: on(real(s.a, s.b, s.c), real(s.b), real(s.b), real(s.b), real(s.b)),
+        lambda s: on(real(s.a, s.b), real(s.b), real(s.b), None, None),
+    ],
+    norm_ops.normalize_backward: lambda s: on(real(s.a, s.b, s.c), real(s.a, s.b, s.c), *(real(s.b) for _ in range(5)), 24),
+    aten.native_group_norm.default: [lambda s: grouped(s, 1), lambda s: grouped(s, 2, affine=False)],
+    aten.native_group_norm_backward.default: [lambda s: grouped_backward(s, 1), lambda s: grouped_backward(s, 3)],
+    aten.max_pool2d_with_indices.default: lambda s: on(real(s.a, s.b, 4, 4), [2, 2]),
+    aten.max_pool2d_with_indices_backward.default: lambda s: pooled2d_backward(s),
+    aten._unsafe_index.Tensor: lambda s: on(real(s.a, s.b, s.c), [None, ids(s.b, s.d), None]),
+    aten._unsafe_index_put.default: lambda s: on(real(s.a, s.b), [None, torch.randperm(s.b)], real(s.a, s.b), True),
     random_ops.keep_mask: lambda s: on(torch.tensor(7), [s.a, s.b, s.c], 0.5, draw=1),
     random_ops.uniform: lambda s: on(torch.tensor(7), [s.a, s.b], -1.0, 3.0, torch.float64, draw=1),
     random_ops.normal: lambda s: on(torch.tensor(7), [s.a, s.b], 0.0, 1.0, torch.float64, draw=0),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch import fx
 
 from autopar.capture.passes.attention import replace_attention
+from autopar.capture.passes.batch_norm import split_batch_norm
 from autopar.capture.passes.clean import clean, fold_views
 from autopar.capture.passes.embedding import replace_embeddings
 from autopar.capture.passes.fused import separate_fused_projections
@@ -27,6 +28,7 @@ PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (
     ("bags", replace_bags),
     ("masked rows", replace_masked_rows),
     ("attention", replace_attention),
+    ("batch norms", split_batch_norm),
     ("loss", split_cross_entropy),
     ("likelihood", split_likelihood),
     ("products", unflatten_products),
