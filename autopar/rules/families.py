@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 
@@ -197,17 +198,24 @@ def index(call: Call) -> Factors:
 
 
 def index_put(call: Call) -> Factors:
-    """Dims after the last indexed one are parallel: there values and tensor agree at the right. A mask indexes as many dims as
-    it has."""
+    """Dims that are not indexed are parallel where values and tensor agree on them: behind the last indexed one, and before the
+    first where the indexed ones are adjacent. A mask indexes as many dims as it has."""
     shape, values = call.inputs[0].shape, argument(call, "values").index
-    dim, num_indexed = 0, 0
+    dim, rank, spans = 0, 0, []
     for value in argument(call, "indices"):
         info = call.inputs[value.index] if isinstance(value, Operand) else None
-        dim += 1 if info is None or info.dtype.is_signed else len(info.shape)
-        num_indexed = num_indexed if info is None else dim
-    source = tuple(x if d >= num_indexed else WHOLE for d, x in enumerate(_letters(len(shape))))
-    trailing = source[len(shape) - min(len(shape), len(call.inputs[values].shape)) :]
-    value_term = (WHOLE,) * (len(call.inputs[values].shape) - len(trailing)) + trailing
+        taken = 1 if info is None or info.dtype.is_signed else len(info.shape)
+        if info is not None:
+            spans.append((dim, dim + taken))
+            rank = max(rank, len(info.shape) if info.dtype.is_signed else 1)
+        dim += taken
+    adjacent = all(end == start for (_, end), (start, _) in itertools.pairwise(spans))
+    first, last = spans[0][0] if adjacent else 0, spans[-1][1]
+    source = tuple(x if d >= last or d < first else WHOLE for d, x in enumerate(_letters(len(shape))))
+    between = rank if adjacent else rank + last - sum(end - start for start, end in spans)
+    full = source[:first] + (WHOLE,) * between + source[last:]
+    num_dims = len(call.inputs[values].shape)
+    value_term = ((WHOLE,) * num_dims + full)[-num_dims:] if num_dims else ()
     terms = {i: (WHOLE,) * len(info.shape) for i, info in enumerate(call.inputs)} | {0: source, values: value_term}
     return Factors(tuple(terms[i] for i in range(len(call.inputs))), (source,), linear=((0, values),))
 

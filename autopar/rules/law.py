@@ -159,7 +159,8 @@ def _tolerance(call: Call) -> float:
 def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     if a.shape != b.shape:
         return False
-    return torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return torch.allclose(a.to(wide), b.to(wide), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def _broken(call: Call, strategy: Strategy, what: str) -> RuleError:

@@ -18,6 +18,7 @@ from autopar import ops, random_ops
 from autopar.layout import Layout, Strategy, local_range, local_shape
 from autopar.rules.call import NO_TENSOR, Call, argument, replace_arguments
 from autopar.rules.families import dims_of
+from autopar.rules.further import RESIZE_GRADIENTS
 from autopar.rules.losses import LOSS_GRADIENTS, LOSSES, MEAN, SUM, mean_loss_part
 
 aten = torch.ops.aten
@@ -176,6 +177,8 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[_Site], Local]] = {
     **{op: _size("size") for op in (aten.expand.default, aten.new_zeros.default, aten.new_ones.default)},
     **{op: _size("size") for op in (aten.new_full.default, aten.new_empty.default)},
     **{op: _size("input_sizes") for op in (aten.slice_backward.default, aten.select_backward.default)},
+    **{op: _size("input_sizes") for op in (aten.unfold_backward.default, aten.diagonal_backward.default)},
+    **{op: _size("input_size") for op in RESIZE_GRADIENTS},
     **{op: _mean for op in (aten.mean.dim, aten.mean.default)},
     ops.embedding: _start(0, 0, sized=True),
     ops.pick: _start(0, -1, sized=True),

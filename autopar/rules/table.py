@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,24 +17,13 @@ from autopar import norm_ops, ops, random_ops
 from autopar.rules import families as f
 from autopar.rules import losses, networks
 from autopar.rules.call import Call, KeyedCall, argument
-from autopar.rules.notation import AxisOption, Factors, options, parse, replicated
+from autopar.rules.further import FURTHER
+from autopar.rules.notation import AxisOption, options, parse, replicated
+from autopar.rules.rows import BOTH, EITHER, FIRST, Row
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A notation text with its linear slot sets and the reduce op of its partial results."""
-
-    text: str
-    linear: tuple[tuple[int, ...], ...] = ()
-    reduce_op: str = "sum"
-
-    def __call__(self, call: Call) -> Factors:
-        return parse(self.text, call, self.linear, self.reduce_op)
-
-
-FIRST, EITHER, BOTH = ((0,),), ((0,), (1,)), ((0, 1),)
 POINTWISE = f.pointwise()
 
 MATMUL: Mapping[Any, f.Family] = {
@@ -256,6 +244,7 @@ TABLE: Mapping[Callable[..., Any], f.Family] = {
     **POINTWISE_LINEAR,
     **RANDOM,
     **{op: POINTWISE for op in POINTWISE_UNTAGGED},
+    **FURTHER,
 }
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from further_cases import FURTHER_CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rule_cases import CASES as COMMON_CASES
 from rule_cases import (
-    CASES,
     DIMS,
     Built,
     Case,
@@ -41,6 +42,8 @@ from autopar.layout import Layout, Strategy
 from autopar.rules import AxisOption, axis_options, call_on, localization
 from autopar.rules.law import check_option, check_options, check_strategies, check_strategy
 from autopar.rules.table import TABLE
+
+CASES = {**COMMON_CASES, **FURTHER_CASES}
 
 
 @st.composite

@@ -90,6 +90,9 @@ def respell(node: fx.Node) -> None:
         node.args = (node.args[0], first, second)
     elif target is aten.slice.Tensor:
         _respell_slice(node)
+    elif target in (aten.new_empty_strided.default, aten.empty_strided.default):
+        node.target = aten.new_empty.default if target is aten.new_empty_strided.default else aten.empty.memory_format
+        node.args = (*node.args[: len(node.args) - 2], list(shape))
     elif target is aten.as_strided.default and _in_order(node, node.args[0]):
         node.target, node.args, node.kwargs = aten.view.default, (node.args[0], list(shape)), {}
     elif target is aten.as_strided_scatter.default and _in_order(node, node.args[1]):

@@ -1,0 +1,190 @@
+"""Rows of ops that fewer models use: activations without torch's pointwise tag, images, signals, orders, batched algebra."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from autopar.rules import families as f
+from autopar.rules.call import Call, argument
+from autopar.rules.notation import WHOLE, Factors, parse
+from autopar.rules.rows import EITHER, FIRST, Row
+
+aten = torch.ops.aten
+
+
+def index_select(call: Call) -> Factors:
+    """The selected dim is whole, and parallel in the index and the result."""
+    rank = len(call.inputs[0].shape)
+    dim = argument(call, "dim") % max(rank, 1)
+    term = tuple(f"d{d}" for d in range(rank))
+    source = tuple(WHOLE if d == dim else x for d, x in enumerate(term))
+    result = tuple("i" if d == dim else x for d, x in enumerate(term))
+    return Factors((source, ("i",)[: len(call.inputs[1].shape)]), (result,), linear=((0,),))
+
+
+def index_add(linear: bool) -> f.Family:
+    """Into dim `dim` of a tensor, which stays whole, rows of another."""
+
+    def rule(call: Call) -> Factors:
+        rank = len(call.inputs[0].shape)
+        dim = argument(call, "dim") % max(rank, 1)
+        term = tuple(WHOLE if d == dim else f"d{d}" for d in range(rank))
+        return Factors((term, (WHOLE,) * len(call.inputs[1].shape), term), (term,), linear=((0, 2),) if linear else ())
+
+    return rule
+
+
+def searched(call: Call) -> Factors:
+    """searchsorted: each row of values in its own sorted row, or all in one."""
+    return parse("_, ... -> ..." if len(call.inputs[0].shape) == 1 else "... _, ... v -> ... v", call)
+
+
+def columns(call: Call) -> Factors:
+    """im2col and col2im: a channel's windows stay together. A single channel's dim, which is broadcast, has no letter."""
+    (image, _), to_columns = sorted((*call.inputs, *call.outputs), key=lambda i: -len(i.shape)), call.target is aten.im2col.default
+    c = "c" if image.shape[-3] > 1 else WHOLE
+    terms = f"n {c} _ _", f"n {c} _"
+    return parse(f"{terms[0]} -> {terms[1]}" if to_columns else f"{terms[1]} -> {terms[0]}", call, linear=((0,),))
+
+
+def unfold(call: Call) -> Factors:
+    """Windows along ``dimension``, which stays whole, in a new last dim."""
+    rank = len(call.inputs[0].shape)
+    dim = argument(call, "dimension") % max(rank, 1)
+    term = tuple(WHOLE if d == dim else f"d{d}" for d in range(rank))
+    return Factors((term,), ((*term, WHOLE),), linear=((0,),))
+
+
+def unfold_backward(call: Call) -> Factors:
+    """As `unfold`, the other way."""
+    rank = len(call.outputs[0].shape)
+    dim = argument(call, "dim") % max(rank, 1)
+    term = tuple(WHOLE if d == dim else f"d{d}" for d in range(rank))
+    return Factors(((*term, WHOLE),), (term,), linear=((0,),))
+
+
+def diagonal(call: Call) -> Factors:
+    """Two dims become one, all of them whole."""
+    rank = len(call.inputs[0].shape)
+    taken = {argument(call, "dim1", 0) % rank, argument(call, "dim2", 1) % rank}
+    term = tuple(WHOLE if d in taken else f"d{d}" for d in range(rank))
+    return Factors((term,), ((*(x for x in term if x != WHOLE), WHOLE),), linear=((0,),))
+
+
+def diagonal_backward(call: Call) -> Factors:
+    """As `diagonal`, the other way."""
+    rank = len(call.outputs[0].shape)
+    taken = {argument(call, "dim1", 0) % rank, argument(call, "dim2", 1) % rank}
+    term = tuple(WHOLE if d in taken else f"d{d}" for d in range(rank))
+    return Factors(((*(x for x in term if x != WHOLE), WHOLE),), (term,), linear=((0,),))
+
+
+ACTIVATIONS: Mapping[Any, f.Family] = {
+    **{
+        op: f.pointwise(FIRST)
+        for op in (
+            aten.elu_backward.default,
+            aten.leaky_relu_backward.default,
+            aten.hardtanh_backward.default,
+            aten.hardswish_backward.default,
+            aten.hardsigmoid_backward.default,
+            aten.hardshrink_backward.default,
+            aten.softshrink_backward.default,
+            aten.mish_backward.default,
+            aten.log_sigmoid_backward.default,
+            aten._prelu_kernel_backward.default,
+        )
+    },
+    **{op: f.pointwise() for op in (aten.hardswish.default, aten.log_sigmoid_forward.default, aten._prelu_kernel.default)},
+    aten.glu.default: f.along(),
+    aten.glu_backward.default: f.along(FIRST),
+}
+
+_ONE, _TWO, _THREE = "... _", "... _ _", "... _ _ _"
+
+
+RESIZE_GRADIENTS = (
+    aten.upsample_nearest2d_backward.default,
+    aten.upsample_bilinear2d_backward.default,
+    aten.upsample_bicubic2d_backward.default,
+    aten.upsample_nearest3d_backward.default,
+    aten.upsample_trilinear3d_backward.default,
+)
+
+
+def _resized(dims: str, *ops: Any) -> dict[Any, f.Family]:
+    return {op: Row(f"{dims} -> {dims}", FIRST) for op in ops}
+
+
+IMAGES: Mapping[Any, f.Family] = {
+    **_resized(_ONE, aten.reflection_pad1d.default, aten.replication_pad1d.default, aten.upsample_nearest1d.default),
+    **_resized(_TWO, aten.reflection_pad2d.default, aten.replication_pad2d.default, aten.upsample_nearest2d.default),
+    **_resized(_TWO, aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default),
+    **_resized(_TWO, *(op for op in RESIZE_GRADIENTS if "2d" in str(op))),
+    **_resized(_THREE, aten.replication_pad3d.default, aten.upsample_nearest3d.default, aten.upsample_trilinear3d.default),
+    **_resized(_THREE, *(op for op in RESIZE_GRADIENTS if "3d" in str(op))),
+    **_resized(_THREE, aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.native_channel_shuffle.default),
+    aten.reflection_pad1d_backward.default: Row(f"{_ONE}, {_ONE} -> {_ONE}", FIRST),
+    aten.reflection_pad2d_backward.default: Row(f"{_TWO}, {_TWO} -> {_TWO}", FIRST),
+    aten.replication_pad2d_backward.default: Row(f"{_TWO}, {_TWO} -> {_TWO}", FIRST),
+    aten.adaptive_max_pool2d.default: Row(f"{_TWO} -> {_TWO}, {_TWO}"),
+    aten.adaptive_max_pool2d_backward.default: Row(f"{_TWO}, {_TWO}, {_TWO} -> {_TWO}", FIRST),
+    aten.im2col.default: columns,
+    aten.col2im.default: columns,
+    aten.grid_sampler_2d.default: Row("n c _ _, n h w _ -> n c h w", FIRST),
+    aten.grid_sampler_2d_backward.default: Row("n c h w, n c _ _, n h w _ -> n c _ _, n h w _", FIRST),
+}
+
+SIGNALS: Mapping[Any, f.Family] = {
+    **{op: f.along() for op in (aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default)},
+    aten.view_as_real.default: Row("... -> ... _"),
+    aten.view_as_complex.default: Row("... _ -> ..."),
+    **{op: f.pointwise() for op in (aten.polar.default, aten.complex.default, aten._conj.default)},
+    aten.unfold.default: unfold,
+    aten.unfold_backward.default: unfold_backward,
+    aten.diagonal.default: diagonal,
+    aten.diagonal_backward.default: diagonal_backward,
+    aten.unsafe_split.Tensor: f.along(FIRST, dim=0),
+}
+
+ORDERS: Mapping[Any, f.Family] = {
+    **{op: f.along() for op in (aten.argsort.default, aten.cumprod.default, aten.cummax.default, aten.logcumsumexp.default)},
+    **{
+        op: f.reduction(whole=True)
+        for op in (
+            aten.median.dim,
+            aten.std.dim,
+            aten.std_mean.correction,
+            aten.var_mean.dim,
+            aten.norm.ScalarOpt_dim,
+            aten.norm.Scalar,
+            aten.prod.default,
+            aten.median.default,
+        )
+    },
+    **{op: f.reduction() for op in (aten.nansum.default, aten.count_nonzero.dim_IntList)},
+    aten.searchsorted.Tensor: searched,
+    aten.bucketize.Tensor: Row("..., _ -> ..."),
+    aten.index_select.default: index_select,
+    aten.index_add.default: index_add(linear=True),
+    aten.index_copy.default: index_add(linear=True),
+    aten.scatter_reduce.two: f.scatter(linear=False),
+    **{op: f.factory for op in (aten.linspace.default, aten.tril_indices.default, aten.triu_indices.default)},
+}
+
+ALGEBRA: Mapping[Any, f.Family] = {
+    aten.mv.default: Row("m k, k -> m", EITHER),
+    aten.dot.default: Row("k, k -> ", EITHER),
+    aten.addmv.default: Row("m, m _, _ -> m", ((0, 1), (0, 2))),
+    aten._cdist_forward.default: Row("... p _, ... r _ -> ... p r"),
+    aten._cdist_backward.default: Row("... p r, ... p _, ... r _, ... p r -> ... p _", FIRST),
+    aten.linalg_inv_ex.default: Row("... _ _ -> ... _ _, ..."),
+    aten.linalg_cholesky_ex.default: Row("... _ _ -> ... _ _, ..."),
+    aten._linalg_det.default: Row("... _ _ -> ..., ... _ _, ... _"),
+    aten.linalg_cross.default: f.along(EITHER),
+}
+
+FURTHER: Mapping[Any, f.Family] = {**ACTIVATIONS, **IMAGES, **SIGNALS, **ORDERS, **ALGEBRA}
