@@ -20,10 +20,26 @@ def propagate(graph: fx.Graph) -> None:
             if node.op == "placeholder":
                 node.meta["val"] = torch.empty_strided(before.shape, before.stride(), dtype=before.dtype)
             elif node.op == "call_function":
+                if node.target is torch.ops.aten.view.default:
+                    _make_viewable(node)
                 node.meta["val"] = _call(node, lambda operand: operand.meta["val"])
                 if isinstance(before, torch.Tensor):
                     after = node.meta["val"]
                     assert after.shape == before.shape and after.dtype == before.dtype, f"{node.format_node()}: {before} became {after}"
+
+
+def _make_viewable(node: fx.Node) -> None:
+    """Copy what a view reads where its strides do not allow the view; passes think in shapes."""
+    source, shape = node.args
+    try:
+        torch.ops.aten.view.default(source.meta["val"], shape)  # type: ignore[union-attr]
+    except (RuntimeError, ValueError):
+        with node.graph.inserting_before(node):
+            order = {"memory_format": torch.contiguous_format}
+            copy = node.graph.call_function(torch.ops.aten.clone.default, (source,), order)
+        copy.meta = {name: node.meta[name] for name in ("phase", "module", "source")}
+        copy.meta["val"] = _call(copy, lambda operand: operand.meta["val"])
+        node.args = (copy, shape)
 
 
 def execute(

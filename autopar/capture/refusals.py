@@ -38,6 +38,8 @@ def as_capture_error(error: BaseException) -> CaptureError:
     """`error`, raised by torch while it captured, as a CaptureError with the user's line."""
     what = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     text = str(error)
+    raised = re.search(r"Developer debug context: raised exception (.+)", text)
+    what = f"{what.strip()}: {raised[1]}" if raised else what
     remedy = next((remedy for mark, remedy in _REMEDIES.items() if mark.lower() in text.lower()), _DEFAULT_REMEDY)
     source = user_line("".join(_frames(error))) or user_line(text)
     return CaptureError(f"the model cannot be captured as one graph: {what.strip()}", where=Where(source=source), remedy=remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -88,7 +89,11 @@ def _spectrum(sizes: _Sizes) -> dict[str, Tensor]:
 
 
 def _sound(sizes: _Sizes) -> dict[str, Tensor]:
-    return {"input_values": torch.randn(sizes.batch, sizes.seq or 16000).to(sizes.dtype)}
+    """Samples, or of a model that names them, frames of a spectrum."""
+    config = sizes.config
+    framed = hasattr(config, "max_length") and hasattr(config, "num_mel_bins")
+    shape = (config.max_length, config.num_mel_bins) if framed else (sizes.seq or 16000,)
+    return {"input_values": torch.randn(sizes.batch, *shape).to(sizes.dtype)}
 
 
 _INPUTS: Mapping[str, Callable[[_Sizes], dict[str, Tensor]]] = MappingProxyType(
@@ -109,6 +114,6 @@ def _targets(sizes: _Sizes, head: str) -> dict[str, Any]:
         return {"labels": torch.randint(0, num_labels, (*shape, *sizes.sides()))}
     if head.endswith("QuestionAnswering"):
         return {name: torch.randint(0, sizes.length(), shape) for name in ("start_positions", "end_positions")}
-    if head == "AutoModel" and hasattr(sizes.config, "projection_dim"):
+    if head == "AutoModel" and "return_loss" in inspect.signature(sizes.model.forward).parameters:
         return {"return_loss": True}  # pairs of texts and images
     raise AutoparError(f"no labels are known for {head}", remedy=_OWN)

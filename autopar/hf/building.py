@@ -64,7 +64,7 @@ def build(
         torch.manual_seed(seed)
         try:
             model = builder.from_config(config, dtype=dtype)
-        except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError) as error:
             raise AutoparError(f"transformers cannot build {spec!r}: {error}", remedy="mend the settings, or pass --module") from error
         example = make_batch(model, builder.__name__, dtype, batch, seq, image)
     return model.train(), example
@@ -104,8 +104,11 @@ def _quieten(config: Any, settings: Mapping[str, Any], dropout: float | None) ->
             setattr(config, name, 0.0)  # a layer dropped at random is control flow
         elif name == "apply_spec_augment":
             setattr(config, name, False)  # masks drawn by numpy in forward
-        elif "drop" in name and isinstance(value, float) and dropout is not None:
-            setattr(config, name, dropout)
+        elif "drop" in name and dropout is not None:
+            if isinstance(value, float):
+                setattr(config, name, dropout)
+            elif isinstance(value, list | tuple) and all(isinstance(rate, float) for rate in value):
+                setattr(config, name, [dropout] * len(value))
 
 
 def _head(kind: str, head: str, config: Any) -> Any:
@@ -116,7 +119,7 @@ def _head(kind: str, head: str, config: Any) -> Any:
         if not head.startswith("AutoModel") or builder is None:
             raise AutoparError(f"transformers has no class {head!r}", remedy="name one, for example AutoModelForMaskedLM")
         return builder
-    for name in _HEADS:
+    for name in sorted(_HEADS, key=lambda name: config.is_encoder_decoder and "Seq2Seq" not in name):
         builder = getattr(transformers, name)
         if type(config) in builder._model_mapping:
             return builder

@@ -36,6 +36,29 @@ def test_dropout_is_0_unless_the_settings_say_otherwise() -> None:
     assert hf.build('gpt2:{"resid_pdrop": 0.25}')[0].config.resid_pdrop == 0.25
 
 
+def test_dropouts_in_lists_and_in_nested_configurations_are_0_too() -> None:
+    config = hf.build("cvt/AutoModelForImageClassification:{}")[0].config
+    assert config.drop_path_rate == config.drop_rate == [0.0, 0.0, 0.0]
+    nested = hf.build('clip/AutoModel:{"vision_config": {"attention_dropout": 0.5}}', dropout=0.25, seq=8)[0].config
+    assert (nested.vision_config.attention_dropout, nested.text_config.attention_dropout) == (0.5, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("spec", "inputs"),
+    [
+        ("siglip/AutoModel:{}", {"input_ids": (2, 8), "pixel_values": (2, 3, 224, 224), "return_loss": None}),
+        ("whisper:{}", {"input_features": (2, 80, 3000), "labels": (2, 8)}),
+        ("hubert/AutoModelForAudioClassification:{}", {"input_values": (2, 8), "labels": (2,)}),
+        ("audio-spectrogram-transformer/AutoModelForAudioClassification:{}", {"input_values": (2, 1024, 128), "labels": (2,)}),
+        ("segformer/AutoModelForSemanticSegmentation:{}", {"pixel_values": (2, 3, 64, 64), "labels": (2, 64, 64)}),
+        ("bert/AutoModelForQuestionAnswering:{}", {"input_ids": (2, 8), "start_positions": (2,), "end_positions": (2,)}),
+    ],
+)
+def test_a_batch_fits_what_the_model_reads_and_its_head(spec: str, inputs: dict[str, tuple[int, ...] | None]) -> None:
+    _, batch = hf.build(spec, batch=2, seq=8, image=64)
+    assert {name: tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in batch.items()} == inputs
+
+
 @pytest.mark.parametrize(
     ("spec", "kind", "labels"),
     [
