@@ -118,10 +118,20 @@ class Layout:
 
     def divides(self, shape: Sequence[int], mesh_shape: Sequence[int]) -> bool:
         """Whether every dim exists and is split evenly."""
-        for placement in self.placements:
-            if isinstance(placement, Shard) and placement.dim >= len(shape):
-                return False
-        return all(size % self.num_shards(dim, mesh_shape) == 0 for dim, size in enumerate(shape))
+        return self._has_dims_of(shape) and all(size % self.num_shards(dim, mesh_shape) == 0 for dim, size in enumerate(shape))
+
+    def fits(self, shape: Sequence[int], mesh_shape: Sequence[int]) -> bool:
+        """Whether every dim exists and is split evenly, or by a single axis such that only its last part is shorter."""
+        return self._has_dims_of(shape) and all(self._fits_dim(dim, size, mesh_shape) for dim, size in enumerate(shape))
+
+    def _has_dims_of(self, shape: Sequence[int]) -> bool:
+        return not any(isinstance(p, Shard) and p.dim >= len(shape) for p in self.placements)
+
+    def _fits_dim(self, dim: int, size: int, mesh_shape: Sequence[int]) -> bool:
+        num_shards = self.num_shards(dim, mesh_shape)
+        if size % num_shards == 0:
+            return True
+        return max(mesh_shape[axis] for axis in self.splitters(dim)) == num_shards and -(-size // num_shards) * (num_shards - 1) < size
 
 
 def _canonical(placements: tuple[Placement, ...], order: Sequence[int] | None) -> tuple[int, ...]:
@@ -143,17 +153,23 @@ def _canonical(placements: tuple[Placement, ...], order: Sequence[int] | None) -
     return tuple(result)
 
 
-def local_range(size: int, layout: Layout, dim: int, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, int]:
-    """Start and length of the part of a dim of `size` that lies at `coordinate`.
+def part_range(size: int, counts: Sequence[int], coordinates: Sequence[int]) -> tuple[int, int]:
+    """Start and length of a part: `size` cut into as many parts as the first count says, the part there cut again, and so on.
 
     Uneven sizes follow torch's rule (`torch.chunk`): every part has ``ceil(size / n)`` elements until none is left.
     """
     start, length = 0, size
-    for axis in layout.splitters(dim):
-        chunk = -(-length // mesh_shape[axis])
-        begin = min(chunk * coordinate[axis], length)
+    for count, coordinate in zip(counts, coordinates, strict=True):
+        chunk = -(-length // count)
+        begin = min(chunk * coordinate, length)
         start, length = start + begin, min(chunk, length - begin)
     return start, length
+
+
+def local_range(size: int, layout: Layout, dim: int, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, int]:
+    """Start and length of the part of a dim of `size` that lies at `coordinate` (see `part_range`)."""
+    splitters = layout.splitters(dim)
+    return part_range(size, [mesh_shape[axis] for axis in splitters], [coordinate[axis] for axis in splitters])
 
 
 def local_shape(

@@ -146,7 +146,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer: see the module docstring."""
+    """The answer: see the module docstring. `capture` says how repeated layers were captured, or why in full."""
 
     mesh: Mesh
     fingerprint: Fingerprint
@@ -156,6 +156,7 @@ class Plan:
     communications: tuple[Communication, ...]
     prediction: Prediction
     proof: Proof
+    capture: str = ""
 
     def node_choices(self) -> dict[str, Strategy]:
         """Strategy per node key, all instances expanded."""
@@ -282,4 +283,5 @@ def _decode_plan(data: Mapping[str, Any]) -> Plan:
         communications=tuple(map(_communication, data["communications"])),
         prediction=Prediction(**prediction),
         proof=Proof(**{**data["proof"], "covers": tuple(data["proof"]["covers"])}),
+        capture=str(data.get("capture", "")),
     )

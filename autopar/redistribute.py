@@ -85,7 +85,7 @@ def local_bytes(shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh_s
 def neighbours(
     shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh_shape: Sequence[int], reduce_dtype: torch.dtype | None = None
 ) -> list[tuple[Collective, Layout]]:
-    """Every layout that one collective leads to, with even shards only; reductions run in `reduce_dtype` (by default `dtype`)."""
+    """Every layout that one collective leads to and that fits; reductions run in `reduce_dtype` (by default `dtype`)."""
     found: list[tuple[Collective, Layout]] = []
     for axis, placement in enumerate(layout.placements):
         if mesh_shape[axis] == 1:
@@ -94,7 +94,7 @@ def neighbours(
             continue
         for target in _axis_targets(placement, len(shape)):
             after = layout.with_placement(axis, target)
-            if after.divides(shape, mesh_shape):
+            if after.fits(shape, mesh_shape):
                 moved = (reduce_dtype or dtype) if isinstance(placement, Partial) else dtype
                 size = local_bytes(shape, moved, layout, mesh_shape)
                 found.append((_collective(axis, placement, target, str(moved).removeprefix("torch."), size), after))
@@ -268,10 +268,10 @@ def cheapest_chain(
 
 
 def all_layouts(shape: Sequence[int], mesh_shape: Sequence[int]) -> tuple[Layout, ...]:
-    """Every layout without partial sums that splits `shape` evenly; axes of size 1 stay replicated."""
+    """Every layout without partial sums that fits `shape` (see `Layout.fits`); axes of size 1 stay replicated."""
     num_axes = len(mesh_shape)
     dims = [dim for dim, size in enumerate(shape) if size > 1]
     options = [[REPLICATE, *map(Shard, dims)] if mesh_shape[a] > 1 else [REPLICATE] for a in range(num_axes)]
     orders = list(itertools.permutations(range(num_axes)))
     found = (Layout(p, order) for p in itertools.product(*options) for order in orders)
-    return tuple(dict.fromkeys(layout for layout in found if layout.divides(shape, mesh_shape)))
+    return tuple(dict.fromkeys(layout for layout in found if layout.fits(shape, mesh_shape)))

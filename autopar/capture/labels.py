@@ -16,12 +16,17 @@ def label(graph: fx.Graph) -> None:
     """Set ``phase``, ``module`` and ``source`` of every node from what Dynamo and AOTAutograd recorded.
 
     Sums of gradients carry no module; they take that of their latest labelled operand, which is the gradient that joined.
+    The backward of a user's autograd function carries no phase; it comes amid the backward.
     """
     order: dict[fx.Node, int] = {}
+    phase = "forward"
     for position, node in enumerate(graph.nodes):
         order[node] = position
         meta = node.meta
-        phase = "backward" if meta.get("partitioner_tag") == "is_backward" or node.op == "output" else "forward"
+        if node.op == "output":
+            phase = "backward"
+        elif "partitioner_tag" in meta:
+            phase = "backward" if meta["partitioner_tag"].endswith("backward") else "forward"
         stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
         module = _path(next(reversed(stack.values()))[0]) if stack else ""
         source = user_line(meta.get("stack_trace") or "")

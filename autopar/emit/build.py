@@ -84,9 +84,16 @@ class _Job:
         assert self.output is not None
         return list(self.output.args[0])  # type: ignore[arg-type]
 
-    def dtype(self, ref: Ref) -> torch.dtype:
+    def value(self, ref: Ref) -> torch.Tensor:
+        """The traced value, a fake tensor."""
         value = self.nodes[ref[0]].meta["val"]
-        return (value[ref[1]] if isinstance(value, tuple | list) else value).dtype
+        return value[ref[1]] if isinstance(value, tuple | list) else value
+
+    def dtype(self, ref: Ref) -> torch.dtype:
+        return self.value(ref).dtype
+
+    def shape(self, ref: Ref) -> tuple[int, ...]:
+        return tuple(self.value(ref).shape)
 
     def key(self, ref: Ref) -> TensorKey:
         name, result = ref
@@ -172,7 +179,7 @@ class _Phase:
         if wide != own:  # a reduction in a wider dtype than the tensor's
             source = self.graph.call_function(_cast, (source,), {"dtype": wide})
             source.meta.update(meta, key=f"{key}/widen")
-        node = self.graph.call_function(target, (source, *args))
+        node = self.graph.call_function(target, (source, *args), self._length(ref, step))
         node.meta.update(meta, key=f"{key}/{c.kind}", collective=c)
         if wide != own:
             node = self.graph.call_function(_cast, (node,), {"dtype": own})
@@ -180,6 +187,14 @@ class _Phase:
         self.job.emitted.append((self.phase, key, c))
         self.define(ref, step.target, node)
         return node
+
+    def _length(self, ref: Ref, step: Communication) -> dict[str, int]:
+        """How long the dim is that a step joins, where its parts differ in length."""
+        c = step.collective
+        if c.kind not in ("all_gather", "all_to_all"):
+            return {}
+        length = self.job.shape(ref)[c.dim]
+        return {"length": length} if length % step.source.num_shards(c.dim, self.job.mesh.shape) else {}
 
     def compute(self, node: fx.Node, *, again: bool = False) -> None:
         """Emit one compute node with its chosen strategy."""

@@ -88,4 +88,4 @@ def _check_step(tensor: TensorKey, step: Communication, values: dict[TensorKey, 
 
 
 def _fits(layout: Layout, value: torch.Tensor, mesh: Mesh) -> bool:
-    return len(layout.placements) == len(mesh.shape) and layout.divides(value.shape, mesh.shape)
+    return len(layout.placements) == len(mesh.shape) and layout.fits(value.shape, mesh.shape)

@@ -9,7 +9,7 @@ from torch import fx
 
 from autopar.kernels import collectives as steps
 from autopar.layout import Strategy
-from autopar.rules import Call, Operand, Start, localize
+from autopar.rules import Call, Length, Operand, Start, localize
 
 
 def local_call(
@@ -21,9 +21,10 @@ def local_call(
     def resolve(value: Any) -> Any:
         if isinstance(value, Operand):
             return operands[value.index]
-        if isinstance(value, Start):
+        if isinstance(value, Start | Length):
             splitters = tuple((axis, mesh_shape[axis]) for axis in value.layout.splitters(value.dim))
-            return graph.call_function(steps.local_start, (value.dim_size, splitters))
+            place = steps.local_start if isinstance(value, Start) else steps.local_length
+            return graph.call_function(place, (value.dim_size, splitters))
         if isinstance(value, tuple | list):
             return [resolve(v) for v in value]
         return value

@@ -76,6 +76,8 @@ class Explanation(Readable):
         )
         for position, covered in enumerate(proof.covers):
             yield f"{'the bound covers: ' if not position else ' ' * 18}{covered}"
+        if plan.capture:
+            yield f"capture {plan.capture}"
 
     def _parallelism(self) -> list[tuple[str, str, str]]:
         """Per kind of parallelism its share of the step and its modules, the largest share first."""

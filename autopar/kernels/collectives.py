@@ -14,6 +14,9 @@ Memory, with `x` the input and `y` the result (both contiguous): besides them li
     all_reduce, shard   nothing
 A dim is leading where all dims before it have length 1. `x` that is not contiguous costs one more copy. Along an axis of
 size 1 every step returns `x` itself.
+
+Uneven parts. A dim whose length `size` does not divide has a shorter last part (`autopar.layout.part_range`). It is padded for
+the way and cut back after it; each costs a copy. Where a step joins such a dim, `length` says how long it is then.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.errors import LayoutError, RuntimeStateError
+from autopar.layout import part_range
 from autopar.mesh import Mesh
 
 _functional = torch.ops._c10d_functional
@@ -62,16 +66,16 @@ def fake_groups(mesh: Mesh, coordinate: Sequence[int] | None = None) -> Groups:
     return tuple(AxisGroup("", size, index) for size, index in zip(mesh.shape, coordinate, strict=True))
 
 
-def all_gather(x: Tensor, dim: int, axis: int) -> Tensor:
+def all_gather(x: Tensor, dim: int, axis: int, length: int | None = None) -> Tensor:
     """Shard(dim) → Replicate on `axis`, which must be the innermost splitter of `dim`: the parts joined in order."""
     group = _group(axis)
-    return _all_gather(x, dim, group.size, group.name)
+    return _all_gather(x, dim, group.size, group.name, length)
 
 
 def reduce_scatter(x: Tensor, dim: int, reduce_op: str, axis: int) -> Tensor:
     """Partial(reduce_op) → Shard(dim) on `axis`: this rank's part of the reduced tensor."""
     group = _group(axis)
-    return _reduce_scatter(x, dim, reduce_op, group.size, group.name)
+    return _reduce_scatter(x, dim, reduce_op, group.size, group.name, group.coordinate)
 
 
 def all_reduce(x: Tensor, reduce_op: str, axis: int) -> Tensor:
@@ -80,10 +84,10 @@ def all_reduce(x: Tensor, reduce_op: str, axis: int) -> Tensor:
     return _all_reduce(x, reduce_op, group.size, group.name)
 
 
-def all_to_all(x: Tensor, dim: int, to_dim: int, axis: int) -> Tensor:
+def all_to_all(x: Tensor, dim: int, to_dim: int, axis: int, length: int | None = None) -> Tensor:
     """Shard(dim) → Shard(to_dim) on `axis`, which must be the innermost splitter of `dim` and becomes that of `to_dim`."""
     group = _group(axis)
-    return _all_to_all(x, dim, to_dim, group.size, group.name)
+    return _all_to_all(x, dim, to_dim, group.size, group.name, group.coordinate, length)
 
 
 def shard(x: Tensor, dim: int, axis: int) -> Tensor:
@@ -97,10 +101,20 @@ def shard(x: Tensor, dim: int, axis: int) -> Tensor:
 
 
 def local_start(size: int, splitters: tuple[tuple[int, int], ...]) -> int:
-    """The first global index of this rank's part of a dim of `size`, split evenly by (axis, axis size), outermost first."""
-    return start_of(size, splitters, [_group(axis).coordinate for axis, _ in splitters])
+    """The first global index of this rank's part of a dim of `size`, split by (axis, axis size), outermost first."""
+    return _own_range(size, splitters)[0]
 
 
+def local_length(size: int, splitters: tuple[tuple[int, int], ...]) -> int:
+    """The length of this rank's part; arguments as of `local_start`."""
+    return _own_range(size, splitters)[1]
+
+
+def _own_range(size: int, splitters: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+    return range_of(size, splitters, [_group(axis).coordinate for axis, _ in splitters])
+
+
+PLACES: tuple[Callable[..., int], ...] = (local_start, local_length)  # in the order of `range_of`
 STEPS: tuple[Callable[..., Tensor], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, shard)
 
 
@@ -113,9 +127,9 @@ def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup]) -> fx.GraphM
     result = graph.graph_copy(graph_module.graph, {})
     graph.output(result)
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is local_start:
+        if node.op == "call_function" and node.target in PLACES:
             size, splitters = node.args
-            _replace(node, start_of(size, splitters, [groups[axis].coordinate for axis, _ in splitters]))
+            _replace(node, range_of(size, splitters, [groups[axis].coordinate for axis, _ in splitters])[PLACES.index(node.target)])
         elif node.op == "call_function" and node.target in STEPS:
             _bind_step(node, groups)
     return fx.GraphModule(graph_module, graph)
@@ -129,7 +143,9 @@ def _bind_step(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
     elif node.target is shard:
         node.target, node.args, node.kwargs = _shard, (x, *rest, group.size, group.coordinate), {}
     else:
-        node.target, node.args, node.kwargs = _BOUND[node.target], (x, *rest, group.size, group.name), {}
+        known = {"coordinate": group.coordinate, "length": node.kwargs.get("length")}
+        taken = {name: known[name] for name in _BOUND_SETTINGS.get(node.target, ())}
+        node.target, node.args, node.kwargs = _BOUND[node.target], (x, *rest, group.size, group.name), taken
 
 
 _ARGUMENTS = {
@@ -142,7 +158,7 @@ _ARGUMENTS = {
 
 
 def positional(node: fx.Node) -> tuple[Any, ...]:
-    """The step's arguments in order, however the node passes them."""
+    """The step's arguments in order, however the node passes them; not `length`."""
     names = _ARGUMENTS[node.target]
     return (*node.args, *(node.kwargs[name] for name in names[len(node.args) :]))
 
@@ -165,34 +181,44 @@ def _group(axis: int) -> AxisGroup:
     return groups[axis]
 
 
-def start_of(size: int, splitters: Sequence[tuple[int, int]], coordinates: Sequence[int]) -> int:
-    start = 0
-    for (_, axis_size), coordinate in zip(splitters, coordinates, strict=True):
-        size = part_of(size, axis_size)
-        start += size * coordinate
-    return start
+def range_of(size: int, splitters: Sequence[tuple[int, int]], coordinates: Sequence[int]) -> tuple[int, int]:
+    """First index and length of a part of a dim of `size`, split by (axis, axis size)."""
+    return part_range(size, [axis_size for _, axis_size in splitters], coordinates)
 
 
 def part_of(length: int, size: int) -> int:
-    if length % size != 0:
-        raise LayoutError(f"a dim of length {length} cannot be split evenly over {size} ranks", remedy="choose another layout or mesh")
-    return length // size
+    """The length of all parts but the last, which is not longer, and not empty.
+
+    Raises:
+        LayoutError: where it would be empty.
+    """
+    part = -(-length // size)
+    if part * (size - 1) >= length:
+        raise LayoutError(f"a dim of length {length} cannot be split over {size} ranks", remedy="choose another layout or mesh")
+    return part
 
 
 # The bound forms: constants in place of the mesh axis. Helpers take temporaries as arguments, so that nothing here holds
 # them longer than the module docstring says.
 
 
-def _all_gather(x: Tensor, dim: int, size: int, name: str) -> Tensor:
+def _all_gather(x: Tensor, dim: int, size: int, name: str, length: int | None = None) -> Tensor:
     if size == 1:
         return x
+    if length is not None:
+        return _cut(_all_gather(_padded(x, dim, part_of(length, size)), dim, size, name), dim, length)
     shape = (*x.shape[:dim], x.shape[dim] * size, *x.shape[dim + 1 :])
     return _gather_leading(x.contiguous(), size, name).movedim(0, dim).reshape(shape)
 
 
-def _reduce_scatter(x: Tensor, dim: int, reduce_op: str, size: int, name: str) -> Tensor:
+def _reduce_scatter(x: Tensor, dim: int, reduce_op: str, size: int, name: str, coordinate: int) -> Tensor:
     if size == 1:
         return x
+    length = x.shape[dim]
+    part = part_of(length, size)
+    if length % size:
+        scattered = _scatter_leading(_leading_parts(_padded(x, dim, part * size), dim, size), reduce_op, size, name)
+        return _cut(scattered, dim, part_range(length, [size], [coordinate])[1])
     return _scatter_leading(_leading_parts(x, dim, size), reduce_op, size, name)
 
 
@@ -204,10 +230,15 @@ def _all_reduce(x: Tensor, reduce_op: str, size: int, name: str) -> Tensor:
     return _functional.wait_tensor(_functional.all_reduce(x.contiguous(), reduce_op, name))
 
 
-def _all_to_all(x: Tensor, dim: int, to_dim: int, size: int, name: str) -> Tensor:
+def _all_to_all(x: Tensor, dim: int, to_dim: int, size: int, name: str, coordinate: int, length: int | None = None) -> Tensor:
     if size == 1 or dim == to_dim:
         return x
     shape = list(x.shape)
+    if length is not None or shape[to_dim] % size:
+        joined, split = length or shape[dim] * size, shape[to_dim]
+        padded = _padded(_padded(x, dim, part_of(joined, size)), to_dim, part_of(split, size) * size)
+        exchanged = _all_to_all(padded, dim, to_dim, size, name, coordinate)
+        return _cut(_cut(exchanged, dim, joined), to_dim, part_range(split, [size], [coordinate])[1])
     shape[to_dim] = part_of(shape[to_dim], size)
     shape[dim] *= size
     return _exchange_leading(_leading_parts(x, to_dim, size), size, name).movedim(0, dim).reshape(shape)
@@ -216,8 +247,19 @@ def _all_to_all(x: Tensor, dim: int, to_dim: int, size: int, name: str) -> Tenso
 def _shard(x: Tensor, dim: int, size: int, coordinate: int) -> Tensor:
     if size == 1:
         return x
-    part = part_of(x.shape[dim], size)
-    return x.narrow(dim, coordinate * part, part).clone(memory_format=torch.contiguous_format)
+    part_of(x.shape[dim], size)
+    return x.narrow(dim, *part_range(x.shape[dim], [size], [coordinate])).clone(memory_format=torch.contiguous_format)
+
+
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    """Filled up with zeros at the end of `dim`."""
+    missing = length - x.shape[dim]
+    return torch.constant_pad_nd(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
+
+
+def _cut(x: Tensor, dim: int, length: int) -> Tensor:
+    """The first `length` of `dim`, in memory of its own."""
+    return x if x.shape[dim] == length else x.narrow(dim, 0, length).clone(memory_format=torch.contiguous_format)
 
 
 def _leading_parts(x: Tensor, dim: int, size: int) -> Tensor:
@@ -250,6 +292,11 @@ def _exchange_leading(x: Tensor, size: int, name: str) -> Tensor:
     return _functional.wait_tensor(_functional.all_to_all_single(x, [1] * size, [1] * size, name))
 
 
+_BOUND_SETTINGS: dict[Any, tuple[str, ...]] = {
+    all_gather: ("length",),
+    reduce_scatter: ("coordinate",),
+    all_to_all: ("coordinate", "length"),
+}
 _BOUND: dict[Any, Callable[..., Tensor]] = {
     all_gather: _all_gather,
     reduce_scatter: _reduce_scatter,

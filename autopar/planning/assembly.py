@@ -65,6 +65,7 @@ def assemble(draft: Draft, fingerprint: Fingerprint, options: Mapping[str, objec
         communications=tuple(_communications(draft)),
         prediction=_prediction(draft),
         proof=proof,
+        capture=str(draft.trace.folding),
     )
 
 

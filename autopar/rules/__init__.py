@@ -7,14 +7,15 @@ product over axes; `localization` says what one rank then calls; `law` proves a 
 from __future__ import annotations
 
 from autopar.rules.call import Call, Operand, TensorInfo, call_of, call_on, operands_of, where_of
-from autopar.rules.expansion import is_strategy, strategies
-from autopar.rules.localization import Local, Start, localize
+from autopar.rules.expansion import cuts_alike, is_strategy, strategies
+from autopar.rules.localization import Length, Local, Start, localize
 from autopar.rules.notation import AxisOption
 from autopar.rules.table import axis_options, is_fallback
 
 __all__ = [
     "AxisOption",
     "Call",
+    "Length",
     "Local",
     "Operand",
     "Start",
@@ -22,6 +23,7 @@ __all__ = [
     "axis_options",
     "call_of",
     "call_on",
+    "cuts_alike",
     "is_fallback",
     "is_strategy",
     "localize",

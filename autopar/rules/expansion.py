@@ -1,7 +1,10 @@
 """From one mesh axis to all of them: the product of a call's axis options.
 
 Where several axes shard one dim, every order in which they can split it is a strategy of its own, and all operands and
-results take the same order, since the axes split one and the same factor. Only even splits are offered.
+results take the same order, since the axes split one and the same factor.
+
+Splits may be uneven where one axis alone splits a dim, and only the last part is shorter (`Layout.fits`). Then all dims
+that the axis splits must have one size: of sizes 6 and 3 in four, the parts would not belong together.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ _layout = lru_cache(maxsize=65536)(Layout)
 def strategies(call: Call, mesh_shape: Sequence[int]) -> tuple[Strategy, ...]:
     """All strategies of a call on a mesh, replicate-everything first, in a fixed order.
 
-    Every sharded dim of every operand and result is divisible by the sizes of the axes that shard it.
+    Every operand and result fits its layout (`Layout.fits`), and splits of different dims belong together (`cuts_alike`).
     """
     return _strategies(KeyedCall(call), tuple(mesh_shape))
 
@@ -42,18 +45,29 @@ def _strategies(keyed: KeyedCall, mesh_shape: tuple[int, ...]) -> tuple[Strategy
         placements = list(zip(*((*o.inputs, *o.outputs) for o in combination), strict=True))
         for order in _orders(placements, len(mesh_shape)):
             layouts = tuple(_layout(p, order) for p in placements)
-            found[Strategy(layouts[: len(call.inputs)], layouts[len(call.inputs) :])] = None
+            strategy = Strategy(layouts[: len(call.inputs)], layouts[len(call.inputs) :])
+            if cuts_alike(call, strategy, mesh_shape):
+                found[strategy] = None
     return tuple(found)
 
 
 def _fits(combination: Sequence[AxisOption], infos: Sequence[TensorInfo], mesh_shape: Sequence[int]) -> bool:
-    parts: dict[tuple[int, int], int] = {}
-    for option, size in zip(combination, mesh_shape, strict=True):
-        for number, placement in enumerate((*option.inputs, *option.outputs)):
-            if isinstance(placement, Shard):
-                key = (number, placement.dim)
-                parts[key] = parts.get(key, 1) * size
-    return all(infos[number].shape[dim] % count == 0 for (number, dim), count in parts.items())
+    """Whether every tensor fits its layout, whatever the order of the axes."""
+    every = zip(*((*option.inputs, *option.outputs) for option in combination), strict=True)
+    return all(_layout(p).fits(info.shape, mesh_shape) for p, info in zip(every, infos, strict=True))
+
+
+def cuts_alike(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
+    """Whether, on each axis that splits some dim unevenly, all dims that it splits have one size."""
+    tensors = list(zip((*strategy.inputs, *strategy.outputs), (*call.inputs, *call.outputs), strict=True))
+    if all(layout.divides(info.shape, mesh_shape) for layout, info in tensors):
+        return True
+    for axis in range(len(mesh_shape)):
+        split = [(layout, info, p.dim) for layout, info in tensors if isinstance(p := layout.placements[axis], Shard)]
+        uneven = any(info.shape[dim] % layout.num_shards(dim, mesh_shape) for layout, info, dim in split)
+        if uneven and len({info.shape[dim] for _, info, dim in split}) > 1:
+            return False
+    return True
 
 
 def _orders(placements: Sequence[tuple[Placement, ...]], num_axes: int) -> list[tuple[int, ...]]:
@@ -82,6 +96,8 @@ def is_strategy(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bo
     every = axis_options(call)
     offered = all(o in (every if size > 1 else every[:1]) for o, size in zip(combination, mesh_shape, strict=True))
     if not offered or not _fits(combination, (*call.inputs, *call.outputs), mesh_shape):
+        return False
+    if not cuts_alike(call, strategy, mesh_shape):
         return False
     orders = _orders([layout.placements for layout in layouts], num_axes)
     return any(all(_layout(layout.placements, order) == layout for layout in layouts) for order in orders)

@@ -19,7 +19,7 @@ from autopar.errors import RuleError
 from autopar.layout import Layout, Strategy, local_range
 from autopar.rules.call import NO_TENSOR, Call, Operand, op_name
 from autopar.rules.expansion import strategies
-from autopar.rules.localization import Start, localize
+from autopar.rules.localization import Length, Start, localize
 from autopar.rules.notation import AxisOption
 
 Coordinate = tuple[int, ...]
@@ -85,7 +85,7 @@ def run(
     def fill(value: Any) -> Any:
         if isinstance(value, Operand):
             return tensors[value.index]
-        if isinstance(value, Start):
+        if isinstance(value, Start | Length):
             return value.at(mesh_shape, rank)
         return [fill(v) for v in value] if isinstance(value, tuple) else value
 

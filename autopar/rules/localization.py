@@ -38,6 +38,19 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class Length:
+    """Stands in local arguments for the length of this rank's part of a dim of global size `dim_size` that is split unevenly."""
+
+    dim_size: int
+    layout: Layout
+    dim: int
+
+    def at(self, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> int:
+        """The length at a rank's coordinate."""
+        return local_range(self.dim_size, self.layout, self.dim, mesh_shape, coordinate)[1]
+
+
+@dataclass(frozen=True, slots=True)
 class Local:
     """What a rank calls; tensors are `Operand`s as in the call."""
 
@@ -61,11 +74,17 @@ class _Site:
     def __init__(self, call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> None:
         self.call, self.strategy, self.mesh_shape = call, strategy, mesh_shape
 
-    def input_shape(self, number: int) -> tuple[int, ...]:
-        return local_shape(self.call.inputs[number].shape, self.strategy.inputs[number], self.mesh_shape)
+    def input_shape(self, number: int) -> tuple[int | Length, ...]:
+        return self._shape(self.call.inputs[number].shape, self.strategy.inputs[number])
 
-    def output_shape(self, number: int = 0) -> tuple[int, ...]:
-        return local_shape(self.call.outputs[number].shape, self.strategy.outputs[number], self.mesh_shape)
+    def output_shape(self, number: int = 0) -> tuple[int | Length, ...]:
+        return self._shape(self.call.outputs[number].shape, self.strategy.outputs[number])
+
+    def _shape(self, shape: Sequence[int], layout: Layout) -> tuple[int | Length, ...]:
+        """Numbers where all ranks have the same, tokens elsewhere."""
+        largest = local_shape(shape, layout, self.mesh_shape)
+        even = [size % layout.num_shards(dim, self.mesh_shape) == 0 for dim, size in enumerate(shape)]
+        return tuple(n if e else Length(shape[dim], layout, dim) for dim, (n, e) in enumerate(zip(largest, even, strict=True)))
 
     def change(self, **changes: Any) -> Local:
         return Local(self.call.target, *replace_arguments(self.call, changes))
@@ -139,10 +158,14 @@ def _mean_loss(operand: int) -> Callable[[_Site], Local]:
     return local
 
 
-def _groups(site: _Site, operand: int) -> int:
-    """Groups are sharded only where each has one channel."""
-    groups = argument(site.call, "groups")
-    return groups if groups == 1 else groups * site.input_shape(operand)[1] // site.call.inputs[operand].shape[1]
+def _groups(site: _Site, operand: int, name: str = "groups") -> int | Length:
+    """Groups are split with their channels, unevenly only where each has one channel."""
+    groups, channels = argument(site.call, name), site.call.inputs[operand].shape[1]
+    here = site.input_shape(operand)[1]
+    if groups in (1, channels):
+        return here if groups == channels > 1 else groups
+    assert isinstance(here, int), "channels and groups differ in number, so they are split evenly"
+    return groups * here // channels
 
 
 def _group_norm(operand: int) -> Callable[[_Site], Local]:
@@ -150,8 +173,7 @@ def _group_norm(operand: int) -> Callable[[_Site], Local]:
 
     def local(site: _Site) -> Local:
         batch, channels = site.input_shape(operand)[:2]
-        groups = argument(site.call, "group") * channels // site.call.inputs[operand].shape[1]
-        return site.change(N=batch, C=channels, group=groups)
+        return site.change(N=batch, C=channels, group=_groups(site, operand, "group"))
 
     return local
 
@@ -197,7 +219,7 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[_Site], Local]] = {
 def localize(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> Local:
     """Target, args and kwargs that a rank calls on its shards.
 
-    Sizes are those of the rank's shard (all equal, since splits are even); `Start` tokens stand for its first index.
+    Sizes are those of the rank's shard; `Start` tokens stand for its first index, `Length` tokens for sizes that differ.
     """
     site = _Site(call, strategy, mesh_shape)
     return LOCALIZERS.get(call.target, _same)(site)

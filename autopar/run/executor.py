@@ -70,7 +70,7 @@ class Executor:
             # Detached: an output that backward needs must not lead from the saved values back to the graph that holds them.
             local = results[position].detach()
             whole = border.is_loss or self.outputs == "full"
-            results[position] = gather(local, border.layout, self.groups) if whole else local
+            results[position] = gather(local, border.layout, self.groups, border.view) if whole else local
             del local
         return results, saved
 
@@ -97,8 +97,8 @@ class Executor:
         return self._graphs[phase]
 
 
-def gather(local: Tensor, layout: Layout, groups: Groups) -> Tensor:
-    """The whole tensor on every rank: partial sums reduced first, then the shards of each dim from the innermost out."""
+def gather(local: Tensor, layout: Layout, groups: Groups, shape: Sequence[int]) -> Tensor:
+    """The whole tensor of `shape` on every rank: partial sums reduced first, then the shards of each dim from the innermost out."""
     with use_groups(groups):
         for axis, placement in enumerate(layout.placements):
             if isinstance(placement, Partial):
@@ -106,7 +106,8 @@ def gather(local: Tensor, layout: Layout, groups: Groups) -> Tensor:
         for axis in reversed(layout.order):
             placement = layout.placements[axis]
             if isinstance(placement, Shard):
-                local = all_gather(local, placement.dim, axis)
+                uneven = shape[placement.dim] % layout.num_shards(placement.dim, [g.size for g in groups])
+                local = all_gather(local, placement.dim, axis, shape[placement.dim] if uneven else None)
     return local
 
 

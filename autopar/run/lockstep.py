@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from autopar.collective import Collective, Kind
 from autopar.errors import AutoparError, VerificationError
 from autopar.kernels import collectives as steps
+from autopar.layout import part_range
 from autopar.mesh import Mesh
 from autopar.rules import where_of
 from autopar.run.program import Program, ProgramTensor
@@ -177,8 +178,8 @@ class _Run:
                 return [constant for _ in self.ranks]
             if node.target in _KINDS:
                 return self._run_step(phase, node, env)
-            if node.target is steps.local_start:
-                return [self._start(rank, *node.args) for rank in self.ranks]
+            if node.target in steps.PLACES:
+                return [self._range(rank, *node.args)[steps.PLACES.index(node.target)] for rank in self.ranks]
             return self._run_op(node, env)
         except (RuntimeError, ValueError, TypeError, IndexError, AutoparError) as error:
             raise VerificationError(f"{node_name(node)} fails in the {phase} graph: {error}", where=where_of(node)) from error
@@ -204,20 +205,31 @@ class _Run:
         kind, locals = _KINDS[node.target], env[x]
         reduce_op = rest[-1] if kind in ("all_reduce", "reduce_scatter") else ""
         dim, to_dim = rest[0] if kind != "all_reduce" else -1, rest[1] if kind == "all_to_all" else -1
-        if len({tuple(local.shape) for local in locals}) > 1:
-            raise VerificationError(f"ranks bring different shapes: {[tuple(local.shape) for local in locals]}")
         num_bytes = locals[0].numel() * locals[0].element_size()
         dtype = str(locals[0].dtype).removeprefix("torch.")
         self.records.append((phase, node_name(node), Collective(kind, axis, dim, to_dim, reduce_op, dtype, num_bytes)))
         result: list[Any] = [None for _ in self.ranks]
         for group in self.mesh.groups(axis):
-            for rank, part in zip(group, _step(kind, [locals[rank] for rank in group], dim, to_dim, reduce_op), strict=True):
+            parts = [locals[rank] for rank in group]
+            _check_parts(parts, dim if kind in ("all_gather", "all_to_all") else -1, node.kwargs.get("length"))
+            for rank, part in zip(group, _step(kind, parts, dim, to_dim, reduce_op), strict=True):
                 result[rank] = part
         return result
 
-    def _start(self, rank: int, size: int, splitters: tuple[tuple[int, int], ...]) -> int:
+    def _range(self, rank: int, size: int, splitters: tuple[tuple[int, int], ...]) -> tuple[int, int]:
         coordinate = self.mesh.coordinate(rank)
-        return steps.start_of(size, splitters, [coordinate[axis] for axis, _ in splitters])
+        return steps.range_of(size, splitters, [coordinate[axis] for axis, _ in splitters])
+
+
+def _check_parts(parts: Sequence[Tensor], joined: int, length: int | None) -> None:
+    """The ranks of a group bring equal shapes; along the dim that is joined the parts of `length`, where that is said."""
+    shapes = [tuple(part.shape) for part in parts]
+    expected = [shapes[0]] * len(shapes)
+    if length is not None:
+        own = [part_range(length, [len(parts)], [index])[1] for index in range(len(parts))]
+        expected = [(*shapes[0][:joined], n, *shapes[0][joined + 1 :]) for n in own]
+    if shapes != expected:
+        raise VerificationError(f"ranks bring different shapes: {shapes}")
 
 
 def _step(kind: Kind, parts: list[Tensor], dim: int, to_dim: int, reduce_op: str) -> list[Tensor]:
@@ -234,8 +246,7 @@ def _step(kind: Kind, parts: list[Tensor], dim: int, to_dim: int, reduce_op: str
 
 
 def _chunks(x: Tensor, dim: int, size: int) -> list[Tensor]:
-    part = steps.part_of(x.shape[dim], size)
-    return [chunk.contiguous() for chunk in x.split(part, dim)]
+    return [chunk.contiguous() for chunk in x.split(steps.part_of(x.shape[dim], size), dim)]
 
 
 def _of_rank(env: Mapping[fx.Node, list[Any]], rank: int, node: fx.Node) -> Any:

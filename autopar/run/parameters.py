@@ -65,7 +65,8 @@ def placements(shape: Sequence[int], view: Sequence[int], layout: Layout, mesh_s
         later = math.prod(mesh_shape[other] for other in splitters[: splitters.index(axis)] if other > axis)
         result.append(Shard(stored) if before * later == 1 else _StridedShard(stored, split_factor=before * later))
         interleaved |= before > 1
-        if before * later > 1 and sizes[dim] % (later * num_parts):
+        inner = math.prod(view[d] for d in groups[stored] if d > dim)
+        if before * later * inner > 1 and sizes[dim] % (later * num_parts):
             raise LayoutError(f"view dim {dim} of length {sizes[dim]} is not split evenly by layout {layout}")
         sizes[dim] = -(-sizes[dim] // num_parts)
     if interleaved:

@@ -2,7 +2,7 @@
 
 Terms. A cluster *class* is all clusters with the same patterns and the same calls: one decision for all of them. Per-axis
 options of a cluster are the consistent combinations of its members' options (no redistribution inside a cluster);
-strategies are their product over the mesh axes, in every order of the splitters, even splits only.
+strategies are their product over the mesh axes, in every order of the splitters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.capture.trace import Trace
 from autopar.errors import ConstraintError
 from autopar.layout import Layout, Strategy
-from autopar.rules import AxisOption
+from autopar.rules import AxisOption, cuts_alike
 from autopar.strategies.clusters import Cluster, Member, Ref, clusters_of, offered_options
 from autopar.strategies.forced import Forced
 
@@ -126,7 +126,7 @@ def _partial_operands(
 
 
 def expand(cluster: Cluster, options: Sequence[Assignment], mesh_shape: Sequence[int]) -> tuple[ClusterStrategy, ...]:
-    """Strategies over all axes: the product of the options, in every order of the splitters, even splits only."""
+    """Strategies over all axes: the product of the options, in every order of the splitters."""
     shapes = _shapes(cluster)
     replicated = [o for o in options if all(isinstance(p, Replicate) for p in o.values())]
     per_axis = [options if size > 1 else replicated for size in mesh_shape]
@@ -134,9 +134,10 @@ def expand(cluster: Cluster, options: Sequence[Assignment], mesh_shape: Sequence
     for chosen in itertools.product(*per_axis):
         for order in _orders(chosen, shapes):
             layouts = {ref: Layout([option[ref] for option in chosen], order) for ref in shapes}
-            if all(layout.divides(shapes[ref], mesh_shape) for ref, layout in layouts.items()):
+            if all(layout.fits(shapes[ref], mesh_shape) for ref, layout in layouts.items()):
                 strategy = _strategy(cluster, layouts)
-                found.setdefault(strategy.outer, strategy)
+                if all(cuts_alike(m.call, s, mesh_shape) for m, s in zip(cluster.members, strategy.members, strict=True)):
+                    found.setdefault(strategy.outer, strategy)
     return tuple(found.values())
 
 

@@ -48,7 +48,7 @@ CASES = {**COMMON_CASES, **FURTHER_CASES}
 
 @st.composite
 def sizes(draw: st.DrawFn) -> Any:
-    a, b, c, d = (draw(st.sampled_from([1, 2, 3, 4, 6])) for _ in "abcd")
+    a, b, c, d = (draw(st.sampled_from([1, 2, 3, 4, 5, 6])) for _ in "abcd")
     factors = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4))
     shapes = []
     for _ in range(2):

@@ -29,6 +29,11 @@ def test_every_step_allocates_on_fake_groups_what_it_allocates_on_real_ones(fact
     assert [fact["steps"]["memory"] for fact in facts] == [[]] * 4
 
 
+def test_steps_on_dims_that_ranks_do_not_divide_move_every_element_and_allocate_what_is_predicted() -> None:
+    for fact in run_processes(4, str(HERE / "worker_uneven.py"), "run"):
+        assert fact == {"wrong": [], "memory": []}
+
+
 def test_a_bound_step_equals_the_step(facts: Facts) -> None:
     assert [fact["steps"]["bound"] for fact in facts] == [[]] * 4
 

@@ -113,4 +113,5 @@ def made_plan(*, recompute: bool = True) -> Plan:
         proof=Proof(
             step_s, step_s * 0.99, 0.01, 1200, 640, "highs", 2e-3 if recompute else 0.0, ("everything that matters", "one microbatch")
         ),
+        capture="in full: no list of modules is long enough to fold",
     )

@@ -30,7 +30,7 @@ def tell(model: nn.Module, prepared: Prepared, runs: Sequence[Run], kept: Kept) 
     """
     layers = dict(places(runs, model, kept))
     recorder = Recorder(runs, layers, [KEPT_FIRST + KEPT_LAST] * len(runs), prepared.mode)
-    recorder.story.results = _run(model, prepared, recorder)
+    recorder.story.results = _run(model, prepared, recorder, "the shortened model")
     return recorder.story
 
 
@@ -42,7 +42,7 @@ def compare(story: Story, model: nn.Module, prepared: Prepared, runs: Sequence[R
     """
     layers = dict(places(runs, model, {}))
     follower = Follower(story, runs, layers, [run.num_units for run in runs], prepared.mode)
-    if _run(model, prepared, follower) != story.results:
+    if _run(model, prepared, follower, "the model") != story.results:
         raise NotFoldable("what forward returns depends on the number of layers")
 
 
@@ -52,7 +52,7 @@ def tag(model: nn.Module, prepared: Prepared, runs: Sequence[Run]) -> None:
     tag_inputs(leaves_of((prepared.args, prepared.kwargs)))
 
 
-def _run(model: nn.Module, prepared: Prepared, stream: Stream) -> tuple[Any, ...]:
+def _run(model: nn.Module, prepared: Prepared, stream: Stream, name: str) -> tuple[Any, ...]:
     """What forward returns, described; everything else is in the stream."""
     try:
         with _watched(stream), prepared.mode, stream:
@@ -65,7 +65,7 @@ def _run(model: nn.Module, prepared: Prepared, stream: Stream) -> tuple[Any, ...
         if stream.refusal is not None:
             raise stream.refusal from error
         first = next(iter(str(error).splitlines()), "")
-        raise NotFoldable(f"a forward without data fails: {type(error).__name__}: {first}") from error
+        raise NotFoldable(f"a forward of {name} without data fails: {type(error).__name__}: {first}") from error
 
 
 @contextlib.contextmanager

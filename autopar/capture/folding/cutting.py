@@ -6,12 +6,12 @@ import contextlib
 import random
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from autopar.capture.folding.runs import Run, positions_kept
+from autopar.capture.folding.runs import Run, beside, configurations, positions_kept
 
 _COUNTS = re.compile(r"layer|block|depth")
 
@@ -22,7 +22,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
     Tensors keep their identity; what was written into them is not undone (there is nothing in fake ones).
     """
-    holders = [*model.modules(), *_configurations(model)]
+    holders = [*model.modules(), *configurations(model)]
     saved = [(vars(holder), dict(vars(holder))) for holder in holders]
     inner: list[tuple[Any, Any]] = [
         (value, value.copy()) for _, before in saved for value in before.values() if isinstance(value, (list, dict, set))
@@ -64,7 +64,7 @@ def cut(model: nn.Module, runs: Sequence[Run], *, counts: bool) -> Mapping[str, 
         container = model.get_submodule(path)
         layers = list(container._modules.values())
         positions = positions_kept(len(layers), [run for run in runs if run.path == path])
-        for holder in _beside(model, layers):
+        for holder in beside(model, layers):
             _shorten(vars(holder), len(layers), positions, counts)
         vars(container)["_modules"] = type(container._modules)((str(i), layers[position]) for i, position in enumerate(positions))
         kept[path] = positions
@@ -77,22 +77,3 @@ def _shorten(attributes: dict[str, Any], length: int, positions: Sequence[int], 
             attributes[name] = type(value)(value[position] for position in positions)
         elif counts and type(value) is int and value == length and _COUNTS.search(name):
             attributes[name] = len(positions)
-
-
-def _beside(model: nn.Module, layers: Iterable[nn.Module | None]) -> Iterator[object]:
-    """Modules outside of the layers, and all configurations."""
-    inside = {id(module) for layer in layers if layer is not None for module in layer.modules()}
-    yield from (module for module in model.modules() if id(module) not in inside)
-    yield from _configurations(model)
-
-
-def _configurations(model: nn.Module) -> list[Any]:
-    """Objects that modules hold as ``config``, and those of the same name within them (``text_config``), each once."""
-    found: dict[int, Any] = {}
-    waiting = [value for module in model.modules() for name, value in vars(module).items() if name == "config"]
-    while waiting:
-        config = waiting.pop()
-        if id(config) not in found and hasattr(config, "__dict__") and not isinstance(config, type):
-            found[id(config)] = config
-            waiting += [value for name, value in vars(config).items() if "config" in name]
-    return list(found.values())

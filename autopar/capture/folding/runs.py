@@ -57,19 +57,27 @@ def find_runs(model: nn.Module) -> tuple[tuple[Run, ...], str]:
     owners = Counter(id(tensor) for tensor in _tensors_by_path(model))
     runs: list[Run] = []
     reasons: list[str] = []
-    _search(model, "", owners, runs, reasons)
+    _search(_Model(model, owners), model, "", runs, reasons)
     return tuple(runs), "" if runs else (reasons[0] if reasons else "no list of modules is long enough to fold")
 
 
-def _search(module: nn.Module, path: str, owners: Counter[int], runs: list[Run], reasons: list[str]) -> None:
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The model, and how many modules hold each of its tensors (by id)."""
+
+    root: nn.Module
+    owners: Counter[int]
+
+
+def _search(model: _Model, module: nn.Module, path: str, runs: list[Run], reasons: list[str]) -> None:
     if _is_list(module):
-        found, reason = _runs_of(module, path, owners)
+        found, reason = _runs_of(model, module, path)
         runs += found
         reasons += [reason] if reason else []
         if found:
             return
     for name, child in module.named_children():
-        _search(child, f"{path}.{name}".lstrip("."), owners, runs, reasons)
+        _search(model, child, f"{path}.{name}".lstrip("."), runs, reasons)
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -83,17 +91,35 @@ def _tensors_by_path(model: nn.Module) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
-def _runs_of(layers: nn.Module, path: str, owners: Counter[int]) -> tuple[list[Run], str]:
-    facts = [dict(_facts(layer, owners)) for layer in layers.children()]
-    if len(facts) < KEPT_FIRST + KEPT_LAST + _LEAST_SAVING:
+def _runs_of(model: _Model, module: nn.Module, path: str) -> tuple[list[Run], str]:
+    layers = list(module.children())
+    if len(layers) < KEPT_FIRST + KEPT_LAST + _LEAST_SAVING:
         return [], ""
-    for counter in _counters(facts):
-        for fact in facts:
-            fact.pop(counter, None)
-    kinds: dict[Any, int] = {}
-    keys = [kinds.setdefault(tuple(fact.items()), len(kinds)) for fact in facts]
-    found = list(_best(keys, 0, len(keys), path))
-    return found, "" if found else _difference(facts, keys, path)
+    facts = [dict(_facts(layer, model.owners)) for layer in layers]
+    told = [{**fact, **more} for fact, more in zip(facts, _facts_beside(model.root, layers), strict=True)]
+    reason = ""
+    for candidates in (told, facts):  # lists that are as long as there are layers need not be about the layers
+        for counter in _counters(candidates):
+            for fact in candidates:
+                fact.pop(counter, None)
+        kinds: dict[Any, int] = {}
+        keys = [kinds.setdefault(tuple(fact.items()), len(kinds)) for fact in candidates]
+        found = list(_best(keys, 0, len(keys), path))
+        if found:
+            return found, ""
+        reason = _difference(candidates, keys, path)
+    return [], reason
+
+
+def _facts_beside(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """For each layer what lists of the same length say at its position."""
+    facts: list[dict[str, Any]] = [{} for _ in layers]
+    for holder in beside(model, layers):
+        for name, value in vars(holder).items():
+            if type(value) in (list, tuple) and len(value) == len(layers):
+                for fact, item in zip(facts, value, strict=True):
+                    fact[f"{type(holder).__name__}.{name}"] = _described(item, {})
+    return facts
 
 
 def _counters(facts: Sequence[dict[str, Any]]) -> list[str]:
@@ -141,7 +167,9 @@ def _facts(layer: nn.Module, owners: Counter[int]) -> Iterator[Fact]:
         yield f"{name} training", module.training
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for attribute, tensor in tensors.items():
-                yield f"{name} {kind} {attribute}", _tensor_fact(tensor, owners)
+                yield f"{name}.{attribute}".lstrip("."), (kind, *_tensor_fact(tensor))
+                if tensor is not None and owners[id(tensor)] > 1:  # what something else has too is like no other
+                    yield f"{name}.{attribute} (tied)".lstrip("."), id(tensor)
         for attribute, value in vars(module).items():
             if attribute not in _INTERNAL:
                 yield f"{name}.{attribute}".lstrip("."), _described(value, inside)
@@ -150,11 +178,8 @@ def _facts(layer: nn.Module, owners: Counter[int]) -> Iterator[Fact]:
                 yield f"{name} {hooks}", tuple(_described(hook, inside) for hook in vars(module)[hooks].values())
 
 
-def _tensor_fact(tensor: torch.Tensor | None, owners: Counter[int]) -> Any:
-    if tensor is None:
-        return None
-    tied = id(tensor) if owners[id(tensor)] > 1 else None  # a tensor that something else has too is like no other
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, tied
+def _tensor_fact(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    return () if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
 
 def _described(value: Any, inside: dict[int, str], depth: int = 0) -> Any:
@@ -194,3 +219,22 @@ def positions_kept(length: int, runs: Iterable[Run]) -> tuple[int, ...]:
     """Positions of a list's layers that stay in a shortened model."""
     removed = {position for run in runs for position in run.removed}
     return tuple(position for position in range(length) if position not in removed)
+
+
+def beside(model: nn.Module, layers: Iterable[nn.Module | None]) -> Iterator[object]:
+    """Modules outside of the layers, and all configurations."""
+    inside = {id(module) for layer in layers if layer is not None for module in layer.modules()}
+    yield from (module for module in model.modules() if id(module) not in inside)
+    yield from configurations(model)
+
+
+def configurations(model: nn.Module) -> list[Any]:
+    """Objects that modules hold as ``config``, and those of the same name within them (``text_config``), each once."""
+    found: dict[int, Any] = {}
+    waiting = [value for module in model.modules() for name, value in vars(module).items() if name == "config"]
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in found and hasattr(config, "__dict__") and not isinstance(config, type):
+            found[id(config)] = config
+            waiting += [value for name, value in vars(config).items() if "config" in name]
+    return list(found.values())

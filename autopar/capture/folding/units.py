@@ -13,7 +13,7 @@ and what they read must be one of
 an outside node     the same for both, of no unit
 ==================  ========================================================
 
-and nobody but the unit and its two neighbours reads what it makes.
+and nobody but the unit and its neighbour reads what it makes.
 """
 
 from __future__ import annotations
@@ -255,15 +255,16 @@ class _Readers:
             self.results.setdefault(node, set()).add(home[0] if home else None)
 
     def check(self) -> None:
-        """Raise NotFoldable where somebody else reads them."""
+        """Raise NotFoldable where somebody else reads them.
+
+        The backward of unit one is the end of what is repeated: sums of gradients that run through all units leave from it.
+        """
         units = self.units
-        for unit in (units.one, units.two):
-            behind = {units.one: units.two, units.two: units.last}[unit]
-            before = {units.one: 0, units.two: units.one}[unit]
+        for unit, behind in ((units.one, units.two), (units.two, units.last)):
             for node in units.forward[unit]:
-                self._only(node, unit, {("forward", unit), ("forward", behind), ("backward", unit), ("backward", behind)})
-            for node in units.backward[unit]:
-                self._only(node, unit, {("backward", unit), ("backward", before)})
+                self._only(node, unit, {(phase, near) for phase in ("forward", "backward") for near in (unit, behind)})
+        for node in units.backward[units.two]:
+            self._only(node, units.two, {("backward", units.two), ("backward", units.one)})
         for node, (home, _) in units.own.items():
             if home and home[0] in (units.one, units.two):
                 self._only(node, home[0], {("forward", home[0]), ("backward", home[0])})
