@@ -54,6 +54,7 @@ def row(
         "batch": batch,
         "seq": seq,
         "num_nodes": len(trace.graph.nodes),
+        "folding": str(trace.folding),
         "trace_s": trace_s,
         "enumerate_s": seconds["enumerate"],
         "price_s": seconds["price"],

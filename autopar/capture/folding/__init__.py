@@ -2,8 +2,8 @@
 
 ::
 
-    find_runs ─→ cut ─→ tell ─┬→ compare (the full model)     runs.py, cutting.py, stream.py, checking.py
-                              └→ raw_joint ─→ passes ─→ repeat            units.py, repeating.py
+    find_runs ─→ cut ─→ tell ─→ compare with the full model ─→ raw_joint of the short one ─→ passes ─→ repeat
+    runs         cutting  checking, stream, entries             shortened                              units, repeating
 
 A run of equal units is cut to its first two and its last two. The shortened model is captured and brought into normal
 form, and the pattern that its interior units share is repeated in the graph. Two things must hold, or the model
@@ -13,9 +13,9 @@ unit repeated (`compare`); and in the joint graph the interior units are alike a
 
 from __future__ import annotations
 
+from autopar.capture.folding.entries import NotFoldable
 from autopar.capture.folding.repeating import renumbered, repeat
 from autopar.capture.folding.runs import Run
 from autopar.capture.folding.shortened import Shortened, capture_shortened
-from autopar.capture.folding.stream import NotFoldable
 
 __all__ = ["NotFoldable", "Run", "Shortened", "capture_shortened", "renumbered", "repeat"]

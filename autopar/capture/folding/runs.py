@@ -22,7 +22,7 @@ KEPT_FIRST, KEPT_LAST = 2, 2  # units that stay: between two equal neighbours th
 _LEAST_SAVING = 2  # layers: the check costs about as much as capturing one
 _MAX_PERIOD = 8
 _DEPTH = 6  # of nested containers in an attribute
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+_INTERNAL = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Fact = tuple[str, Any]  # (what, its value) of a layer
@@ -47,9 +47,14 @@ class Run:
         """Layers in all units."""
         return self.period * self.num_units
 
+    @property
+    def name(self) -> str:
+        """The list for people: its path, or the model where it is the list itself."""
+        return self.path or "the model"
+
     def __str__(self) -> str:
         alternating = f", {self.period} kinds in turn" if self.period > 1 else ""
-        return f"{self.num_layers} layers of {self.path or 'the model'}{alternating}"
+        return f"{self.num_layers} layers of {self.name}{alternating}"
 
 
 def find_runs(model: nn.Module) -> tuple[tuple[Run, ...], str]:
@@ -157,7 +162,8 @@ def _difference(facts: Sequence[dict[str, Any]], keys: Sequence[int], path: str)
     later = max(position for position in range(1, len(keys)) if keys[position] != keys[position - 1])
     before, after = facts[later - 1], facts[later]
     names = [name for name in {**before, **after} if before.get(name, ...) != after.get(name, ...)]
-    return f"layers {later - 1} and {later} of {path or 'the model'} differ in {names[0]!r}"
+    what = repr(names[0]) if names else "the order of their attributes"
+    return f"layers {later - 1} and {later} of {path or 'the model'} differ in {what}"
 
 
 def _facts(layer: nn.Module, owners: Counter[int]) -> Iterator[Fact]:

@@ -12,9 +12,9 @@ from torch import nn
 from autopar.capture._torch import Prepared, RawJoint, raw_joint
 from autopar.capture.folding.checking import compare, tag, tell
 from autopar.capture.folding.cutting import cut, preserved
+from autopar.capture.folding.entries import NotFoldable
 from autopar.capture.folding.repeating import renumbered
 from autopar.capture.folding.runs import Run, find_runs
-from autopar.capture.folding.stream import NotFoldable
 from autopar.errors import CaptureError
 
 

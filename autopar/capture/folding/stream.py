@@ -12,26 +12,22 @@ op must be the one that is expected there, and its results are made from what wa
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture._torch import FakeMode, fake_like, is_fake, no_modes
+from autopar.capture._torch import FakeMode, is_fake, no_modes
+from autopar.capture.folding.entries import Entry, NotFoldable, Story, recorded, remade
 from autopar.capture.folding.runs import KEPT_FIRST, KEPT_LAST, Run
 
 OUTSIDE = -1
 _MOST_ELEMENTS = 64  # of a constant tensor that is compared by value
 _DEVICE = torch.ops.prim.device.default
 _TAG = "_made_at"
-
-
-class NotFoldable(Exception):
-    """Why a model has to be captured in full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,49 +39,6 @@ class Layer:
     full_unit: int
     position: int
     path: str
-
-
-@dataclass(slots=True)
-class Entry:
-    """One op: `what` must be equal, `results` say how to make its results again."""
-
-    what: tuple[Any, ...]
-    results: Any
-
-
-@dataclass
-class Shape:
-    """A strided tensor without data; `sample` is made when it is first needed."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    sample: torch.Tensor | None = None
-
-    def make(self, mode: FakeMode) -> torch.Tensor:
-        if self.sample is None:
-            with no_modes():
-                self.sample = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
-        return fake_like(self.sample, self.device, mode)
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """A result that is the op's own operand (in-place ops): its number among the tensors that the op reads."""
-
-    number: int
-
-
-Place = tuple[int, int]  # run or OUTSIDE, unit
-
-
-@dataclass
-class Story:
-    """The entries of a forward by place, and its results."""
-
-    entries: dict[Place, list[Entry]] = field(default_factory=lambda: defaultdict(list))
-    results: tuple[Any, ...] = ()
 
 
 def tag_weights(model: nn.Module, layers: Mapping[nn.Module, Layer]) -> None:
@@ -158,9 +111,9 @@ class Stream(TorchDispatchMode):
             raise self.refusal
         for run, number in zip(self.runs, self.next_layer, strict=True):
             if number == 0:
-                raise NotFoldable(f"forward does not call the layers of {run.path or 'the model'}")
+                raise NotFoldable(f"forward does not call the layers of {run.name}")
         if self.run != OUTSIDE:
-            raise NotFoldable(f"forward does not call all layers of {self.runs[self.run].path or 'the model'}")
+            raise NotFoldable(f"forward does not call all layers of {self.runs[self.run].name}")
 
     def described(self, value: Any, tensors: list[torch.Tensor]) -> Any:
         """An argument, comparable between places; its tensors are appended to `tensors`."""
@@ -234,7 +187,7 @@ class Recorder(Stream):
     def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
         results = compute()
         numbers = {id(tensor): number for number, tensor in reversed(list(enumerate(tensors)))}
-        self.story.entries[self.run, self.unit].append(Entry(what, _recorded(results, numbers)))
+        self.story.entries[self.run, self.unit].append(Entry(what, recorded(results, numbers)))
         return results
 
 
@@ -264,13 +217,13 @@ class Follower(Stream):
         if self.run == OUTSIDE:
             return "the part outside of the layers"
         run = self.runs[self.run]
-        return f"layer {run.start + self.unit * run.period} of {run.path or 'the model'}"
+        return f"layer {run.start + self.unit * run.period} of {run.name}"
 
     def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
         entry = self._expected[self.offset] if self.offset < len(self._expected) else None
         if entry is None or entry.what != what:
             raise self.refused(f"{self._where()} differs from its like in {_name(Entry(what, None))}")
-        return _remade(entry.results, tensors, self.mode)
+        return remade(entry.results, tensors, self.mode)
 
 
 def _counterpart(unit: int, num_units: int) -> int:
@@ -280,28 +233,6 @@ def _counterpart(unit: int, num_units: int) -> int:
 
 def _name(entry: Entry) -> str:
     return str(entry.what[0])
-
-
-def _recorded(results: Any, numbers: Mapping[int, int]) -> Any:
-    if isinstance(results, torch.Tensor):
-        if id(results) in numbers:
-            return Operand(numbers[id(results)])
-        if not is_fake(results) or results.layout is not torch.strided:
-            raise NotFoldable("an op of forward makes no plain tensor")
-        return Shape(tuple(results.shape), results.stride(), results.dtype, results.device)
-    if isinstance(results, (tuple, list)):
-        return type(results)([_recorded(item, numbers) for item in results])
-    return results
-
-
-def _remade(results: Any, tensors: Sequence[torch.Tensor], mode: FakeMode) -> Any:
-    if isinstance(results, Shape):
-        return results.make(mode)
-    if isinstance(results, Operand):
-        return tensors[results.number]
-    if isinstance(results, (tuple, list)):
-        return type(results)([_remade(item, tensors, mode) for item in results])
-    return results
 
 
 def places(runs: Sequence[Run], model: nn.Module, kept: Mapping[str, Sequence[int]]) -> Iterator[tuple[nn.Module, Layer]]:

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.folding.entries import NotFoldable
 from autopar.capture.folding.runs import Run
-from autopar.capture.folding.stream import NotFoldable
 
 Border = dict[tuple[str, Any], fx.Node]  # (kind, name) → placeholder or result
 Home = tuple[int, str]  # unit, and the rest of a path: position within the unit and what follows
@@ -110,13 +110,13 @@ class Units:
         units = [home[0] if home else None for home in found]
         if not set(order) <= set(units):
             missing = next(unit for unit in order if unit not in units)
-            raise NotFoldable(f"the {phase} graph has no nodes of layer {self.run.start + missing * self.run.period} of {self.run.path}")
+            raise NotFoldable(f"the {phase} graph has no nodes of layer {self.run.start + missing * self.run.period} of {self.run.name}")
         starts = [units.index(unit) for unit in order]
         final = max(position for position, unit in enumerate(units) if unit is not None)
         ends = [*starts[1:], final + 1]
         for start, end, unit in zip(starts, ends, order, strict=True):
             if start >= end or any(other not in (unit, None) for other in units[start:end]):
-                raise NotFoldable(f"the layers of {self.run.path} are mixed in the {phase} graph")
+                raise NotFoldable(f"the layers of {self.run.name} are mixed in the {phase} graph")
         return {unit: nodes[start:end] for start, end, unit in zip(starts, ends, order, strict=True)}
 
 
@@ -134,7 +134,7 @@ def pattern_of(units: Units, placeholders: Border, results: Border) -> Pattern:
     made = _equal_border(units, {entry: node for entry, node in results.items() if entry[0] != "output"})
     found = [(entry, merge.value(results[_full(units, units.one, entry)], results[_full(units, units.two, entry)])) for entry in made]
     if any(not isinstance(value, Ref) or value.kind is not Kind.HERE for _, value in found):
-        raise NotFoldable(f"a gradient of {units.run.path} is not made in its layer")
+        raise NotFoldable(f"a gradient of {units.run.name} is not made in its layer")
     return Pattern(forward, backward, own, tuple(found))
 
 
@@ -146,12 +146,12 @@ def _equal_border(units: Units, border: Border) -> tuple[tuple[str, str], ...]:
     """(kind, rest) of the entries of unit one, where those of unit two are the same and follow directly."""
     one, two = ([(kind, rest) for kind, rest, unit in _homes(units, border) if unit == wanted] for wanted in (units.one, units.two))
     if one != two:
-        raise NotFoldable(f"neighbouring layers of {units.run.path} differ in parameters, buffers or gradients")
+        raise NotFoldable(f"neighbouring layers of {units.run.name} differ in parameters, buffers or gradients")
     for kind in {kind for kind, _ in one}:
         order = [unit for other, _, unit in _homes(units, border) if other == kind]
         start, half = order.index(units.one), order.count(units.one)
         if order[start : start + 2 * half] != [units.one] * half + [units.two] * half:
-            raise NotFoldable(f"parameters or buffers of {units.run.path} are not in the order of its layers")
+            raise NotFoldable(f"parameters or buffers of {units.run.name} are not in the order of its layers")
     return tuple(one)
 
 
@@ -187,7 +187,7 @@ class _Merge:
 
     def differ(self, node: fx.Node) -> NotFoldable:
         """The refusal that names a node of unit one."""
-        return NotFoldable(f"neighbouring layers of {self.units.run.path} differ in {node.target} of {node.meta['module']}")
+        return NotFoldable(f"neighbouring layers of {self.units.run.name} differ in {node.target} of {node.meta['module']}")
 
     def value(self, one: Any, two: Any) -> Any:
         """Two arguments as one; ValueError where they differ."""
@@ -274,5 +274,5 @@ class _Readers:
             own_result = user is self.output and self.results.get(node) == {unit}
             if not own_result and self.units.place.get(user, ("", 0, 0))[:2] not in allowed:
                 raise NotFoldable(
-                    f"{user.meta.get('module') or 'the model'} reads {node.target} of a layer of {self.units.run.path}, from outside"
+                    f"{user.meta.get('module') or 'the model'} reads {node.target} of a layer of {self.units.run.name}, from outside"
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import random
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
@@ -394,6 +395,20 @@ def test_hooks_for_the_check_are_gone_afterwards() -> None:
     assert seen == (len(torch.nn.modules.module._global_forward_pre_hooks), len(torch.nn.modules.module._global_forward_hooks))
     assert torch.autograd.Function.apply.__func__ is apply and Tensor.register_hook is hook
     assert not torch.compiler.is_compiling()
+    assert gc.isenabled()
+
+
+class Loss(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+@pytest.mark.slow
+def test_a_model_that_is_itself_a_list_is_folded() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, device="meta") for _ in range(8)), Loss())
+    folded = capture(model, (X,))
+    assert str(folded.folding) == "folded: 8 layers of the model"
+    assert_same_trace(folded, capture(model, (X,), fold=False))
 
 
 def lists(**kinds: str) -> nn.Module:
