@@ -141,17 +141,34 @@ def cross_entropy_backward(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale
     return grad.mul_(scale.unsqueeze(-1)).to(x.dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+Heads = tuple[int, int, int]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    q_start: int | None = None,
+    heads: Heads | None = None,
+) -> tuple[Tensor, Tensor]:
     """``softmax(q kᵀ · scale + mask) v`` and the log of the softmax' sum.
 
     Args:
         q: [b, h, s, d]; k, v: [b, g, t, d], where g divides h and query head i reads head i // (h / g).
         mask: added to the scores, or where boolean says what is seen; broadcasts to [b, h, s, t].
         is_causal: query i sees keys 0…i (without a mask).
+        q_start: where `q` is a part of the queries, the place of its first one.
+        heads: where `q` has fewer of the heads than `k` and `v`: its first head, the first head of `k`, and how many query heads
+            read one head of `k`.
 
     Returns:
         out [b, h, s, d] and lse [b, h, s] (float32 for half types).
     """
+    k, v = _read_heads(k, q, heads), _read_heads(v, q, heads)
+    mask, is_causal = _placed(q, k, mask, is_causal, q_start)
     bias = _bias(mask, q.dtype)
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
@@ -177,8 +194,15 @@ def attention_backward(
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
+    q_start: int | None = None,
+    heads: Heads | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, given that of `attention`'s result and what it returned; shapes as there."""
+    """Gradients of q, k and v, given that of `attention`'s result and what it returned; shapes and parts as there."""
+    if heads is not None:
+        own = _read_heads(k, q, heads), _read_heads(v, q, heads)
+        dq, dk, dv = attention_backward(grad, q, *own, out, lse, mask, is_causal, scale, q_start)
+        return dq, _to_heads(dk, k, q, heads), _to_heads(dv, v, q, heads)
+    mask, is_causal = _placed(q, k, mask, is_causal, q_start)
     bias = _bias(mask, q.dtype)
     if q.device.type == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -193,6 +217,45 @@ def attention_backward(
     else:
         dq, dk, dv = _plain_backward(grad, q, keys, values, out, lse, bias, is_causal, scale)
     return dq, _sum_heads(dk, k), _sum_heads(dv, v)
+
+
+def _heads_read(q: Tensor, heads: Heads) -> tuple[int, int, bool]:
+    """First head and number of heads of `k` that q's heads read; whether each is read by equally many, in order."""
+    first, k_first, group = heads
+    low, high = first // group, (first + q.shape[1] - 1) // group + 1
+    aligned = high - low == 1 or (first % group == 0 and q.shape[1] % group == 0)
+    return low - k_first, high - low, aligned
+
+
+def _head_index(q: Tensor, heads: Heads) -> Tensor:
+    first, k_first, group = heads
+    return torch.arange(first, first + q.shape[1], device=q.device).div_(group, rounding_mode="floor").sub_(k_first)
+
+
+def _read_heads(k: Tensor, q: Tensor, heads: Heads | None) -> Tensor:
+    """The heads of `k` that q's heads read: few, or where they are shared unequally, one for each."""
+    if heads is None:
+        return k
+    low, count, aligned = _heads_read(q, heads)
+    return k.narrow(1, low, count) if aligned else k.index_select(1, _head_index(q, heads))
+
+
+def _to_heads(grad: Tensor, k: Tensor, q: Tensor, heads: Heads) -> Tensor:
+    """The gradient of all of `k`, given that of the heads that were read."""
+    whole = torch.zeros_like(k)
+    low, count, aligned = _heads_read(q, heads)
+    if aligned:
+        whole.narrow(1, low, count).copy_(grad)
+        return whole
+    return whole.index_add_(1, _head_index(q, heads), grad)
+
+
+def _placed(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, q_start: int | None) -> tuple[Tensor | None, bool]:
+    """Mask and `is_causal`; the places of a part of the queries are written into the mask."""
+    if q_start is None or not is_causal:
+        return mask, is_causal
+    rows = torch.arange(q_start, q_start + q.shape[2], device=q.device)
+    return rows.unsqueeze(1) >= torch.arange(k.shape[2], device=q.device), False
 
 
 def _assert_inside(index: Tensor, size: int | None, what: str) -> None:

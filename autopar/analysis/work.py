@@ -63,7 +63,8 @@ def work(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     if name in _ATTENTION:
         attention_kind, count = _ATTENTION[name]
         flops = count(args, input_infos, output_infos)
-        return Work(flops // 2 if _is_causal(target, args, kwargs) else flops, moved, attention_kind)
+        query, key = (input_infos if attention_kind == "attention" else input_infos[1:])[:2]
+        return Work(flops - _unseen(flops, query, key) if _is_causal(target, args, kwargs) else flops, moved, attention_kind)
     if name in _FLOPS:
         return Work(_FLOPS[name](args, input_infos, output_infos), moved, "matmul")
     kind = _KINDS.get(name, "elementwise")
@@ -113,6 +114,12 @@ def _dot_flops(args: Sequence[Any], inputs: Infos, outputs: Infos) -> int:
 def _attention_flops(query: Info, key: Info, value: Info) -> int:
     """Scores and their product with the values: [.., s, e] × [.., t, e], then [.., s, t] × [.., t, v]."""
     return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _unseen(flops: int, query: Info, key: Info) -> int:
+    """What a causal mask saves of `flops`: half of the square. The last part of split queries, which the others wait for, sees
+    all keys but the half of its own square."""
+    return flops * query.shape[-2] // (2 * key.shape[-2])
 
 
 def _convolution_flops(args: Sequence[Any], inputs: Infos, outputs: Infos) -> int:

@@ -26,7 +26,7 @@ _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "
 _FIELD = re.compile(r"\{\d+\}")
 GIB = 2**30
 COVERS = (
-    "every layout of every op that the rules offer with even shards, on every mesh axis",
+    "every layout of every op that the rules offer, on every mesh axis; a dim is split unevenly by one axis alone",
     "storage layout of every parameter; gathering it once or again in backward",
     "keeping or recomputing every forward value, in any layout that forward makes",
     "partial sums pass through views, sums and additions, not through products",

@@ -16,8 +16,10 @@ from functools import lru_cache
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from autopar import ops
 from autopar.layout import Layout, Strategy
 from autopar.rules.call import Call, KeyedCall, TensorInfo
+from autopar.rules.networks import heads_nest
 from autopar.rules.notation import AxisOption
 from autopar.rules.table import axis_options
 
@@ -58,7 +60,10 @@ def _fits(combination: Sequence[AxisOption], infos: Sequence[TensorInfo], mesh_s
 
 
 def cuts_alike(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
-    """Whether, on each axis that splits some dim unevenly, all dims that it splits have one size."""
+    """Whether parts of different dims belong together: on each axis that splits some dim unevenly, all dims that it splits
+    have one size, and attention finds its heads."""
+    if call.target in (ops.attention, ops.attention_backward) and not heads_nest(call, strategy):
+        return False
     tensors = list(zip((*strategy.inputs, *strategy.outputs), (*call.inputs, *call.outputs), strict=True))
     if all(layout.divides(info.shape, mesh_shape) for layout, info in tensors):
         return True

@@ -126,6 +126,21 @@ def _drawn(site: _Site) -> Local:
     return site.change(shape=site.output_shape(), starts=starts, sizes=shape)
 
 
+def _attention(query: int) -> Callable[[_Site], Local]:
+    """Parts of the queries know their places; heads that are split without key and value's know which of these they read."""
+
+    def local(site: _Site) -> Local:
+        (q, k), (shape, shared) = site.strategy.inputs[query : query + 2], (site.call.inputs[i].shape for i in (query, query + 1))
+        changes: dict[str, Any] = {}
+        if argument(site.call, "is_causal", False) and q.splitters(2):
+            changes["q_start"] = site.start(q, shape[2], 2)
+        if q.splitters(1) != k.splitters(1):
+            changes["heads"] = (site.start(q, shape[1], 1), site.start(k, shared[1], 1), shape[1] // shared[1])
+        return site.change(**changes)
+
+    return local
+
+
 def _embedding_backward(site: _Site) -> Local:
     layout = site.strategy.outputs[0]
     if not layout.splitters(0):
@@ -202,6 +217,8 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[_Site], Local]] = {
     **{op: _size("input_sizes") for op in (aten.unfold_backward.default, aten.diagonal_backward.default)},
     **{op: _size("input_size") for op in RESIZE_GRADIENTS},
     **{op: _mean for op in (aten.mean.dim, aten.mean.default)},
+    ops.attention: _attention(0),
+    ops.attention_backward: _attention(1),
     ops.embedding: _start(0, 0, sized=True),
     ops.pick: _start(0, -1, sized=True),
     ops.cross_entropy_backward: _start(0, -1),

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from autopar.rules.call import Call, argument, slots
-from autopar.rules.notation import WHOLE, Factors, parse
+from dataclasses import replace
+
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.layout import PARTIAL, REPLICATE, Strategy
+from autopar.rules.call import Call, TensorInfo, argument, slots
+from autopar.rules.notation import WHOLE, AxisOption, Factors, parse
 
 
 def layer_norm(call: Call) -> Factors:
@@ -82,13 +88,34 @@ def weight_norm(call: Call) -> Factors:
 
 
 def attention(call: Call) -> Factors:
-    """Batch and heads; the query's sequence dim where no mask is made from positions."""
-    q = WHOLE if argument(call, "is_causal", False) else "q"
-    return parse(f"b h {q} _, b h _ _, b h _ _, b h {q} _ -> b h {q} _, b h {q}", call)
+    """Batch, heads, and the query's sequence; where query heads share those of key and value, query heads alone as well."""
+    factors = parse("b h q _, b h _ _, b h _ _, b h q _ -> b h q _, b h q", call)
+    return replace(factors, further=_query_heads(call, 0, 1))
 
 
 def attention_backward(call: Call) -> Factors:
-    """As `attention`; over the query's sequence the gradients of key and value are partial sums."""
-    q = WHOLE if argument(call, "is_causal", False) else "q"
-    row = f"b h {q} _"
-    return parse(f"{row}, {row}, b h _ _, b h _ _, {row}, b h {q}, {row} -> {row}, b h _ _, b h _ _", call)
+    """As `attention`; over the query's sequence, and its heads alone, the gradients of key and value are partial sums."""
+    row = "b h q _"
+    factors = parse(f"{row}, {row}, b h _ _, b h _ _, {row}, b h q, {row} -> {row}, b h _ _, b h _ _", call)
+    return replace(factors, further=_query_heads(call, 1, 2))
+
+
+def _query_heads(call: Call, query: int, key: int) -> tuple[AxisOption, ...]:
+    """Split what has the query's number of heads, and repeat what has the key's; a rank reads the heads that it needs."""
+    heads, shared = (call.inputs[i].shape[1] for i in (query, key))
+    if heads == shared:
+        return ()
+
+    def split(number: int, info: TensorInfo) -> Placement:
+        own = number not in (key, key + 1) and len(info.shape) > 2 and info.shape[1] == heads
+        return Shard(1) if own else REPLICATE
+
+    inputs = tuple(split(i, info) for i, info in enumerate(call.inputs))
+    outputs = (Shard(1), PARTIAL, PARTIAL) if key == 2 else (Shard(1), Shard(1))
+    return (AxisOption(inputs, outputs),)
+
+
+def heads_nest(call: Call, strategy: Strategy) -> bool:
+    """Whether the query's heads of every rank read heads of key and value that it has: axes which split both are the outer ones."""
+    query, key = (strategy.inputs[i].splitters(1) for i in ((0, 1) if len(call.outputs) == 2 else (1, 2)))
+    return query[: len(key)] == key

@@ -45,6 +45,7 @@ class Factors:
         equal: per result the letters over which it is computed in full on every rank.
         linear: sets of operand numbers.
         reduce_op: how partial results of contracted letters are reduced.
+        further: options that no letter says.
     """
 
     inputs: tuple[Term, ...]
@@ -52,6 +53,7 @@ class Factors:
     equal: tuple[frozenset[str], ...] = ()
     linear: tuple[tuple[int, ...], ...] = ()
     reduce_op: str = "sum"
+    further: tuple[AxisOption, ...] = ()
 
 
 @lru_cache(maxsize=1024)
@@ -103,7 +105,7 @@ def options(factors: Factors, call: Call) -> tuple[AxisOption, ...]:
     letters = dict.fromkeys(x for term in factors.inputs + factors.outputs for x in term if x != WHOLE)
     found += [option for letter in letters if (option := _shard(letter, factors, call)) is not None]
     found += [option for group in factors.linear if (option := _linear(group, call)) is not None]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys((*found, *factors.further)))
 
 
 def replicated(call: Call) -> AxisOption:

@@ -198,12 +198,16 @@ CASES: Mapping[Any, Case | list[Case]] = {
         lambda s: attended(s, mask=(1, s.b, s.c, s.c)),
         lambda s: attended(s, mask=(s.a, 1, 1, s.c)),
         lambda s: attended(s, causal=True, groups=2),
+        lambda s: attended(s, causal=True, groups=6),
+        lambda s: attended(s, mask=(s.a, s.b * 3, s.c, s.c), groups=3),
     ],
     ops.attention_backward: [
         lambda s: attended_backward(s),
         lambda s: attended_backward(s, causal=True),
         lambda s: attended_backward(s, mask=(s.a, 1, s.c, s.c)),
         lambda s: attended_backward(s, groups=2),
+        lambda s: attended_backward(s, causal=True, groups=6),
+        lambda s: attended_backward(s, mask=(s.a, s.b * 3, s.c, s.c), groups=3),
     ],
     ops.embedding: lambda s: on(real(s.a, s.b), ids(s.a, s.c, s.d)),
     ops.embedding_backward: [

@@ -102,7 +102,10 @@ WRONG: Mapping[str, Wrong] = {
     "a variance taken for a sum": (aten.var.correction, lambda s: on(real(4, 4), [0]), [S0], [P]),
     "layer norm over a sharded dim": (aten.native_layer_norm.default, CASES[aten.native_layer_norm.default][0], [S2, S0, S0], [S2, R, R]),
     "the gradient of a norm's weight not reduced": (aten.native_layer_norm_backward.default, normed, [S0, S0, S0, S0, R, R], [S0, R, R]),
-    "causal attention sharded over the query": (ops.attention, lambda s: attended(s, causal=True), [S2, R, R], [S2, S2]),
+    "causal attention sharded over the keys": (ops.attention, lambda s: attended(s, causal=True), [R, S2, S2], [P, R]),
+    "grouped heads sharded, and their keys' gradients not reduced": (
+        ops.attention_backward, lambda s: attended_backward(s, groups=2), [S1, S1, R, R, S1, S1], [S1, R, R]
+    ),
     "attention sharded over the keys": (ops.attention, attended, [R, S2, S2], [P, R]),
     "a key's gradient not reduced": (ops.attention_backward, attended_backward, [S2, S2, R, R, S2, S2], [S2, R, R]),
     "a view of the inner factor": (aten.view.default, reshaped, [S1], [S0]),
