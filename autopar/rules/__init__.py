@@ -7,10 +7,10 @@ product over axes; `localization` says what one rank then calls; `law` proves a 
 from __future__ import annotations
 
 from autopar.rules.call import Call, Operand, TensorInfo, call_of, call_on, operands_of, where_of
-from autopar.rules.expansion import cuts_alike, is_strategy, strategies
+from autopar.rules.expansion import cuts_alike
+from autopar.rules.knowledge import axis_options, is_fallback, is_strategy, strategies
 from autopar.rules.localization import Length, Local, Start, localize
 from autopar.rules.notation import AxisOption
-from autopar.rules.table import axis_options, is_fallback
 
 __all__ = [
     "AxisOption",

@@ -18,27 +18,19 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar import ops
 from autopar.layout import Layout, Strategy
-from autopar.rules.call import Call, KeyedCall, TensorInfo
+from autopar.rules.call import Call, TensorInfo
 from autopar.rules.networks import heads_nest
 from autopar.rules.notation import AxisOption
-from autopar.rules.table import axis_options
 
 _layout = lru_cache(maxsize=65536)(Layout)
 
 
-def strategies(call: Call, mesh_shape: Sequence[int]) -> tuple[Strategy, ...]:
-    """All strategies of a call on a mesh, replicate-everything first, in a fixed order.
+def expand(call: Call, every: Sequence[AxisOption], mesh_shape: Sequence[int]) -> tuple[Strategy, ...]:
+    """The product over the axes of the options `every` of a call, of which the first replicates everything.
 
     Every operand and result fits its layout (`Layout.fits`), and splits of different dims belong together (`cuts_alike`).
     """
-    return _strategies(KeyedCall(call), tuple(mesh_shape))
-
-
-@lru_cache(maxsize=16384)
-def _strategies(keyed: KeyedCall, mesh_shape: tuple[int, ...]) -> tuple[Strategy, ...]:
-    call = keyed.call
     infos = (*call.inputs, *call.outputs)
-    every = axis_options(call)
     per_axis = [[o for o in every if _fits([o], infos, (size,))] if size > 1 else every[:1] for size in mesh_shape]
     found: dict[Strategy, None] = {}
     for combination in itertools.product(*per_axis):
@@ -87,8 +79,8 @@ def _distinct(placements: tuple[Placement, ...]) -> bool:
     return len(set(dims)) == len(dims)
 
 
-def is_strategy(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
-    """Whether `strategies` offers this one, without listing them all."""
+def is_expansion(call: Call, every: Sequence[AxisOption], strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
+    """Whether `expand` gives this strategy, without listing them all."""
     layouts, num_axes = (*strategy.inputs, *strategy.outputs), len(mesh_shape)
     if (len(strategy.inputs), len(strategy.outputs)) != (len(call.inputs), len(call.outputs)):
         return False
@@ -98,7 +90,6 @@ def is_strategy(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bo
         AxisOption(tuple(i.placements[axis] for i in strategy.inputs), tuple(o.placements[axis] for o in strategy.outputs))
         for axis in range(num_axes)
     ]
-    every = axis_options(call)
     offered = all(o in (every if size > 1 else every[:1]) for o, size in zip(combination, mesh_shape, strict=True))
     if not offered or not _fits(combination, (*call.inputs, *call.outputs), mesh_shape):
         return False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ import torch
 from autopar import norm_ops, ops, random_ops
 from autopar.rules import families as f
 from autopar.rules import losses, networks
-from autopar.rules.call import Call, KeyedCall, argument
+from autopar.rules.call import argument
 from autopar.rules.further import FURTHER
-from autopar.rules.notation import AxisOption, options, parse, replicated
+from autopar.rules.notation import parse
 from autopar.rules.rows import BOTH, EITHER, FIRST, Row
 
 aten = torch.ops.aten
@@ -256,24 +255,3 @@ def rule_of(target: Callable[..., Any]) -> f.Family | None:
     if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
         return POINTWISE
     return None
-
-
-def is_fallback(call: Call) -> bool:
-    """Whether the op has no rule, so that it can only run replicated."""
-    return rule_of(call.target) is None
-
-
-def axis_options(call: Call) -> tuple[AxisOption, ...]:
-    """All options of a call on one mesh axis, replicate-everything first; sizes are not looked at, but dims of size 1 are
-    never sharded. An op without a rule is only replicated.
-
-    Raises:
-        RuleError: where the op's rule does not fit the call.
-    """
-    return _cached_options(KeyedCall(call))
-
-
-@lru_cache(maxsize=16384)
-def _cached_options(keyed: KeyedCall) -> tuple[AxisOption, ...]:
-    rule = rule_of(keyed.call.target)
-    return options(rule(keyed.call), keyed.call) if rule else (replicated(keyed.call),)

@@ -1,0 +1,48 @@
+"""What is known of a call: its options on one mesh axis, its strategies on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from autopar.layout import Strategy
+from autopar.rules.call import Call, KeyedCall
+from autopar.rules.expansion import expand, is_expansion
+from autopar.rules.notation import AxisOption, options, replicated
+from autopar.rules.table import rule_of
+
+
+def is_fallback(call: Call) -> bool:
+    """Whether the op has no rule, so that it can only run replicated."""
+    return rule_of(call.target) is None
+
+
+def axis_options(call: Call) -> tuple[AxisOption, ...]:
+    """All options of a call on one mesh axis, replicate-everything first; sizes are not looked at, but dims of size 1 are
+    never sharded. An op without a rule is only replicated.
+
+    Raises:
+        RuleError: where the op's rule does not fit the call.
+    """
+    return _cached_options(KeyedCall(call))
+
+
+@lru_cache(maxsize=16384)
+def _cached_options(keyed: KeyedCall) -> tuple[AxisOption, ...]:
+    rule = rule_of(keyed.call.target)
+    return options(rule(keyed.call), keyed.call) if rule else (replicated(keyed.call),)
+
+
+def strategies(call: Call, mesh_shape: Sequence[int]) -> tuple[Strategy, ...]:
+    """All strategies of a call on a mesh, replicate-everything first, in a fixed order (see `expansion`)."""
+    return _strategies(KeyedCall(call), tuple(mesh_shape))
+
+
+@lru_cache(maxsize=16384)
+def _strategies(keyed: KeyedCall, mesh_shape: tuple[int, ...]) -> tuple[Strategy, ...]:
+    return expand(keyed.call, axis_options(keyed.call), mesh_shape)
+
+
+def is_strategy(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
+    """Whether `strategies` offers this one, without listing them all."""
+    return is_expansion(call, axis_options(call), strategy, mesh_shape)

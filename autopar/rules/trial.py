@@ -1,0 +1,153 @@
+"""Split → run → join: one strategy of a call, tried on numbers.
+
+The operands are split as a strategy says (a partial sum into random addends), every rank runs the localized call on its
+parts, the results are joined as the strategy says (replicated results must agree) and compared with the whole op.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Shard
+
+from autopar.errors import RuleError
+from autopar.layout import Layout, Strategy, local_range
+from autopar.rules.call import NO_TENSOR, Call, Operand, op_name
+from autopar.rules.localization import Length, Start, localize
+from autopar.rules.notation import AxisOption
+
+Coordinate = tuple[int, ...]
+Parts = dict[Coordinate, torch.Tensor]
+_JOIN: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def check_option(call: Call, inputs: Sequence[torch.Tensor], option: AxisOption, n: int) -> None:
+    """Check one option on an axis of size `n`."""
+    strategy = Strategy(tuple(Layout((p,)) for p in option.inputs), tuple(Layout((p,)) for p in option.outputs))
+    check_strategy(call, inputs, strategy, (n,))
+
+
+def check_strategy(call: Call, inputs: Sequence[torch.Tensor], strategy: Strategy, mesh_shape: Sequence[int]) -> None:
+    """Check one strategy.
+
+    Raises:
+        RuleError: where a rank cannot run the op, replicated results differ, or the joined result is not the whole one.
+    """
+    ranks = list(itertools.product(*map(range, mesh_shape)))
+    parts = [split(x, layout, mesh_shape) for x, layout in zip(inputs, strategy.inputs, strict=True)]
+    local, tolerance = localize(call, strategy, mesh_shape), _tolerance(call)
+    expected = run(call.target, call.args, call.kwargs, inputs, (), ())
+    try:
+        results = {rank: run(local.target, local.args, local.kwargs, [p[rank] for p in parts], mesh_shape, rank) for rank in ranks}
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise _broken(call, strategy, f"a rank cannot run it: {error}") from error
+    for number, whole in enumerate(expected):
+        if call.outputs[number] == NO_TENSOR:
+            continue
+        joined = join({rank: results[rank][number] for rank in ranks}, whole, strategy.outputs[number], mesh_shape, tolerance)
+        if isinstance(joined, str) or not _close(joined, whole, tolerance):
+            raise _broken(call, strategy, joined if isinstance(joined, str) else f"result {number} is not the whole op's")
+
+
+def run(
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    tensors: Sequence[torch.Tensor],
+    mesh_shape: Sequence[int],
+    rank: Coordinate,
+) -> tuple[torch.Tensor, ...]:
+    """Run a call on tensors: operands and starts filled in; always gives a tuple of results."""
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, Operand):
+            return tensors[value.index]
+        if isinstance(value, Start | Length):
+            return value.at(mesh_shape, rank)
+        return [fill(v) for v in value] if isinstance(value, tuple) else value
+
+    if target is operator.getitem:
+        return (tensors[0],)
+    result = target(*map(fill, args), **{k: fill(v) for k, v in kwargs.items()})
+    return tuple(result) if isinstance(result, list | tuple) else (result,)
+
+
+def split(x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int]) -> Parts:
+    """The part of `x` at every coordinate. Partial axes come first, so that ranks which differ only on replicated axes get
+    the same addends."""
+    partial = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Partial)]
+    addends: Parts = {(): x}
+    for axis in partial:
+        reduce_op, size = layout.placements[axis].reduce_op, mesh_shape[axis]
+        pieces = {at: _addends(part, reduce_op, size) for at, part in addends.items()}
+        addends = {(*at, i): pieces[at][i] for at in addends for i in range(size)}
+    ranks = itertools.product(*map(range, mesh_shape))
+    return {rank: addends[tuple(rank[axis] for axis in partial)][_window(x.shape, layout, mesh_shape, rank)].clone() for rank in ranks}
+
+
+def _window(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], rank: Coordinate) -> tuple[slice, ...]:
+    ranges = [local_range(size, layout, dim, mesh_shape, rank) for dim, size in enumerate(shape)]
+    return tuple(slice(start, start + length) for start, length in ranges)
+
+
+def _addends(x: torch.Tensor, reduce_op: str, size: int) -> list[torch.Tensor]:
+    """Random tensors that reduce to `x`; for a sum, of x's own magnitude and none of them zero."""
+    size_of_x = float(x.abs().max()) if x.numel() and x.is_floating_point() else 8.0
+    unit = 2.0 ** math.floor(math.log2(size_of_x) - 2) if 0 < size_of_x < math.inf else 1.0  # a power of two rounds nothing
+    noise = [(torch.randint(1, 9, x.shape) * unit * (-1) ** i).to(x.dtype) for i in range(size)]
+    if reduce_op == "sum":
+        rest = noise[:-1]
+        return [*rest, x - sum(rest, torch.zeros_like(x))]
+    sign = -1 if reduce_op == "max" else 1
+    holder = torch.randint(0, size, x.shape)
+    return [torch.where(holder == i, x, x + sign * n.abs()) for i, n in enumerate(noise)]
+
+
+def join(parts: Parts, whole: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], tolerance: float) -> torch.Tensor | str:
+    """The global tensor, or what is wrong with the parts."""
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Shard):
+            continue
+        merged: Parts = {}
+        for rank, part in parts.items():
+            at = (*rank[:axis], 0, *rank[axis + 1 :])
+            if at not in merged:
+                merged[at] = part
+            elif isinstance(placement, Partial):
+                merged[at] = _JOIN[placement.reduce_op](merged[at], part)
+            elif not _close(merged[at], part, tolerance):
+                return f"ranks disagree on a result that is replicated on axis {axis}"
+        parts = merged
+    result = torch.zeros_like(whole)
+    for rank, part in parts.items():
+        window = _window(whole.shape, layout, mesh_shape, rank)
+        if result[window].shape != part.shape or part.dtype != whole.dtype:
+            return f"a rank has {part.dtype} {tuple(part.shape)} where {whole.dtype} {tuple(result[window].shape)} is due"
+        result[window] = part
+    return result
+
+
+def _tolerance(call: Call) -> float:
+    """Single precision rounds; half precision does too, but where a rule holds only up to that, it is refused."""
+    single = any(info.dtype == torch.float32 for info in (*call.inputs, *call.outputs))
+    return 1e-5 if single else 1e-9
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    if a.shape != b.shape:
+        return False
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return torch.allclose(a.to(wide), b.to(wide), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _broken(call: Call, strategy: Strategy, what: str) -> RuleError:
+    return RuleError(
+        f"strategy {strategy} is wrong on shapes {[info.shape for info in call.inputs]}: {what}",
+        where=call.where if call.where.op else op_name(call.target),
+        remedy="correct the op's row in autopar.rules.table or its local arguments in autopar.rules.localization",
+    )
