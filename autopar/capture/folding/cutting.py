@@ -24,19 +24,20 @@ def preserved(model: nn.Module) -> Iterator[None]:
     """
     holders = [*model.modules(), *configurations(model)]
     saved = [(vars(holder), dict(vars(holder))) for holder in holders]
-    inner: list[tuple[Any, Any]] = [
-        (value, value.copy()) for _, before in saved for value in before.values() if isinstance(value, (list, dict, set))
-    ]
+    inner = [value for _, before in saved for value in before.values() if isinstance(value, (list, dict, set))]
+    filled, empty = [(value, value.copy()) for value in inner if value], [value for value in inner if not value]
     python, numpy = random.getstate(), sys.modules.get("numpy.random")
     drawn = numpy.get_state() if numpy else None
     try:
         yield
     finally:
-        for now, before in saved:
+        for now, held in saved:
             now.clear()
-            now.update(before)
-        for value, before in inner:
+            now.update(held)
+        for value, before in filled:
             _restore(value, before)
+        for value in empty:
+            value.clear()
         random.setstate(python)
         if numpy:
             numpy.set_state(drawn)

@@ -51,6 +51,7 @@ class Ref:
 class Step:
     """A node of the pattern: its arguments hold `Ref` and outside nodes; `home` is its module's, or its full path."""
 
+    name: str
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -183,7 +184,7 @@ class _Merge:
                 args, kwargs = self.value(one.args, two.args), self.value(one.kwargs, two.kwargs)
             except ValueError:
                 raise self.differ(one) from None
-            yield Step(one.target, args, kwargs, two.meta, homes[0] or rests[0])
+            yield Step(two.name, one.target, args, kwargs, two.meta, homes[0] or rests[0])
 
     def differ(self, node: fx.Node) -> NotFoldable:
         """The refusal that names a node of unit one."""
