@@ -25,7 +25,7 @@ from autopar.plans import Plan
 from autopar.problem import Choices
 from autopar.run.memory import trace_peak
 from autopar.run.program import Program
-from autopar.solve import evaluate, solve
+from autopar.solve import REMEDY, Least, choices_or_least, evaluate
 from autopar.strategies import classes_of, resolve
 from autopar.version import VERSION
 
@@ -62,10 +62,12 @@ def make_plan(
         priced = price(trace, classes, mesh, profile, budget_bytes=budget, optimizer=options.optimizer, forced=forced)
     mark = fingerprint(trace, model_name, profile.name, profile.hash, VERSION)
     recorded = options.to_json(profile)
-    reserve, bound = 0, 0.0
+    reserve, bound, smallest = 0, 0.0, 0
     for _ in range(_ROUNDS):
         with clock.phase("solve"):
             choices = _solve(priced, reserve, options)
+            if isinstance(choices, Least):
+                break
             bound = bound or choices.bound_s
         with clock.phase("assemble"):
             evaluation = evaluate(priced.problem, choices.strategies, choices.recomputed, choices.kept)
@@ -78,16 +80,23 @@ def make_plan(
             peak = trace_peak(program, batch=options.batch, outputs=options.outputs).peak_bytes + optimizer_bytes
         if peak <= budget:
             return _finished(draft, plan, program, peak, clock, options, bound)
+        smallest = min(smallest or peak, peak)
         reserve = max(peak - evaluation.static_bytes - max(evaluation.kept_bytes, evaluation.gradient_bytes), int(reserve * 1.05) + 1)
-    raise InfeasibleError(
-        f"no plan was found whose peak fits into {size_text(budget)} per device; the last one needs {size_text(peak)}",
-        remedy="use more devices, a smaller batch or shorter sequence, or pass a larger memory_bytes",
-    )
+    raise _refusal(budget, choices, smallest)
 
 
-def _solve(priced: Priced, reserve: int, options: PlanOptions) -> Choices:
+def _solve(priced: Priced, reserve: int, options: PlanOptions) -> Choices | Least:
     problem = replace(priced.problem, reserve_bytes=reserve)
-    return solve(problem, gap=options.gap, time_limit_s=options.time_limit_s, solver=options.solver)
+    return choices_or_least(problem, gap=options.gap, time_limit_s=options.time_limit_s, solver=options.solver)
+
+
+def _refusal(budget: int, last: Choices | Least, smallest: int) -> InfeasibleError:
+    """Says what is certain: the smallest peak of a plan that was emitted, or, where none was, what any plan needs at least."""
+    if smallest or isinstance(last, Choices):
+        tried = f"; the smallest that was tried needs {size_text(smallest)}"
+        return InfeasibleError(f"no plan was found that fits into {size_text(budget)} per device{tried}", remedy=REMEDY)
+    needed = f"at least {size_text(last.bound_bytes)} is needed, and the transient peak beside it"
+    return InfeasibleError(f"no plan fits into {size_text(budget)} per device: {needed}", remedy=REMEDY)
 
 
 def _finished(draft: Draft, plan: Plan, program: Program, peak: int, clock: _Clock, options: PlanOptions, bound: float) -> Planned:

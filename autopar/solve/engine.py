@@ -28,6 +28,8 @@ _FEASIBLE = 2  # HiGHS' code of a feasible primal solution
 _SIMPLEX: Options = {"solver": "simplex"}
 # The bound is computed from the duals, so an inexact solution costs only its inexactness.
 _INTERIOR: Options = {"solver": "ipx", "run_crossover": "off", "ipm_optimality_tolerance": 1e-5}
+# Strong branching and restarts take most of the time of a tree of few nodes, and seldom help it.
+_QUICK: Options = {"mip_pscost_minreliable": 0, "mip_allow_restart": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class Engine:
             interior: by the interior point method, which dense rows slow down less, instead of the simplex method.
         """
         rows = self.rows if extra is None else self.rows.plus(extra)
-        ended = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit)
+        ended = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit, highspy.HighsModelStatus.kInfeasible)
         highs = self._run(self.cost, rows, None, _INTERIOR if interior else _SIMPLEX)
         if interior and highs.getModelStatus() not in ended:
             highs, interior = self._run(self.cost, rows, None, _SIMPLEX), False
@@ -139,16 +141,25 @@ class Engine:
         return Relaxation(bound, reduced, duals, values if len(values) else np.zeros(len(cost)), exact and len(values) > 0)
 
     def restricted(
-        self, columns: Columns, budget: Rows, *, gap: float, target: float, max_nodes: int, start: Floats | None = None
+        self,
+        columns: Columns,
+        budget: Rows,
+        *,
+        gap: float,
+        target: float,
+        max_nodes: int,
+        start: Floats | None = None,
+        quick: bool = False,
     ) -> Found:
         """Solve the integer program over some columns.
 
         Args:
             gap: stop at this relative gap to the restricted program's own bound. target: stop at this objective.
-            start: a known solution; none that is worse is looked for.
+            start: a known solution; none that is worse is looked for. quick: for solutions rather than a proof.
         """
         rows = self.rows.plus(budget).only(columns)
         options: Options = {"mip_rel_gap": gap, "objective_target": target, "mip_max_nodes": max(max_nodes, 1)}
+        options = {**options, **_QUICK} if quick else options
         highs = self._run(self.cost[columns], rows, self.integer[columns], options, None if start is None else start[columns])
         info = highs.getInfo()
         if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:

@@ -23,12 +23,14 @@ from autopar.solve.evaluate import Evaluation, evaluate
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.memory import BudgetRow, budget_rows
 
-# Restricted programs, from small to large: largest reduced cost of a strategy, and of any other column, as a share of the
-# bound. The price of memory makes near-ties of many versions, so those get more room than strategies. Without budget rows
-# the program is nearly integral, and one over all columns of plans within the gap is solved at once.
-_RUNGS = ((1e-4, 1e-4), (1e-4, 1e-3), (5e-4, 2e-3), (2e-3, 1e-2))
+# Restricted programs over so many columns, those of the smallest reduced cost. Memory makes near-ties of many versions, so
+# shares of the bound say little; and few columns do better than many: beyond some thousands each node takes seconds.
+_RUNGS = (2000, 4000, 8000)
 _RUNG_NODES = 20
-_SMALL, _LARGE = 4000, 16000  # columns: below, one program is cheaper than several; above, a tree of its own pays no longer
+# Without budget rows the program is nearly integral, and one over all columns of plans within the gap is solved at once.
+_FREE_COLUMNS, _LEAST_SHARE = 16000, 1e-4
+_SMALL = 4000  # columns: below, one program over all is cheaper than several
+_TREE = 8000  # columns: above, a tree that is to prove the gap pays no longer
 _NEW_ROWS, _ROUNDS = 3, 8
 
 
@@ -69,8 +71,6 @@ class Search:
         self.program = Formulation(self.problem)
         self.engine = Engine(self.program.model, self.time_limit_s)
         self.rows = budget_rows(self.problem)
-        self.is_strategy = np.zeros(len(self.engine.cost), bool)
-        self.is_strategy[[self.engine.column[v.name] for row in self.program.x for v in row]] = True
 
     def run(self) -> Choices | None:
         """The best plan found, or None.
@@ -95,10 +95,15 @@ class Search:
                 break
         return self._answer()
 
+    @property
+    def bound_s(self) -> float:
+        """Proven lower bound so far, in seconds; 0 where none is known."""
+        return max(self.bound / SCALE, 0.0) if np.isfinite(self.bound) else 0.0
+
     def _answer(self) -> Choices | None:
         if self.best is None:
             return None
-        bound = min(self.bound / SCALE, self.best.objective_s)
+        bound = min(self.bound_s, self.best.objective_s)
         stats = {"timed_out": float(self.engine.timed_out), "budget_rows": float(len(self.active))}
         return replace(
             self.best, bound_s=bound, free_bound_s=min(self.free_bound / SCALE, bound), num_variables=self.program.num_variables,
@@ -129,20 +134,19 @@ class Search:
 
     def _climb(self, relaxation: Relaxation) -> list[int]:
         """Restricted programs, from small to large, until the gap is closed or a plan breaks a row that is not in yet."""
-        rungs = _RUNGS if self.active else ((max(self.gap, _RUNGS[0][0]),) * 2,)
-        for strategy_share, other_share in rungs:
+        for most in _RUNGS if self.active else (_FREE_COLUMNS,):
             if self._close():
                 return []
-            share = np.where(self.is_strategy, strategy_share, other_share)
-            columns = relaxation.reduced <= share * relaxation.bound
-            if len(columns) <= _SMALL:
-                columns[:] = True
-            elif columns.sum() > _LARGE:
-                columns &= relaxation.reduced <= np.partition(relaxation.reduced, _LARGE)[_LARGE]
+            columns = np.ones(len(relaxation.reduced), bool)
+            if len(columns) > max(_SMALL, most):
+                columns = relaxation.reduced <= np.partition(relaxation.reduced, most)[most]
+            if not self.active and len(columns) > _SMALL:
+                columns &= relaxation.reduced <= max(self.gap, _LEAST_SHARE) * relaxation.bound
             target = relaxation.bound / (1 - self.gap) if self.active else -np.inf
             found = self.engine.restricted(
-                columns, self.budget, gap=min(self.gap / 10, 1e-3), target=target, max_nodes=_RUNG_NODES, start=self._start(columns)
-            )
+                columns, self.budget, gap=min(self.gap / 10, 1e-3), target=target, max_nodes=_RUNG_NODES, start=self._start(columns),
+                quick=True,
+            )  # fmt: skip
             broken = self._offer(found.values) if found.values is not None else []
             if broken or columns.all():
                 return broken
@@ -154,7 +158,7 @@ class Search:
             return []
         room = np.inf if self.best is None else self.best.objective_s * SCALE - relaxation.bound
         columns = relaxation.reduced <= room + 1e-9 * abs(relaxation.bound)
-        if self.best is not None and self.gap > 0 and columns.sum() > _LARGE:
+        if self.best is not None and self.gap > 0 and columns.sum() > _TREE:
             return []
         found = self.engine.restricted(
             columns, self.budget, gap=self.gap, target=-np.inf, max_nodes=self.max_nodes, start=self._start(columns)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.errors import InfeasibleError, size_text
 from autopar.problem import Choices, Problem
 from autopar.solve.cbc import solve_with_cbc
-from autopar.solve.least import least_budget
+from autopar.solve.least import Least, least_budget
 from autopar.solve.search import Search
 
 
@@ -19,23 +21,31 @@ def solve(problem: Problem, *, gap: float = 0.01, max_nodes: int = 200, time_lim
         solver: ``highs``, or ``cbc``, which is slower.
 
     Raises:
-        InfeasibleError: with the smallest budget that would do.
+        InfeasibleError: where nothing fits the budget; with the smallest budget that would do.
     """
-    if solver == "cbc":
-        choices = solve_with_cbc(problem, gap, max_nodes, time_limit_s)
-    else:
-        choices = Search(problem, gap, max_nodes, time_limit_s).run()
-    if choices is None:
-        raise infeasible(problem, time_limit_s)
-    return choices
-
-
-def infeasible(problem: Problem, time_limit_s: float = 60.0) -> InfeasibleError:
-    """The error that says how much memory would do."""
-    least, enough = least_budget(problem, time_limit_s)
-    would_do = f", {size_text(enough)} would do" if enough else ""
+    found = choices_or_least(problem, gap=gap, max_nodes=max_nodes, time_limit_s=time_limit_s, solver=solver)
+    if isinstance(found, Choices):
+        return found
+    would_do = f", {size_text(found.size_bytes)} would do" if found.choices else ""
     reserve = f" ({size_text(problem.reserve_bytes)} of it for the transient peak)" if problem.reserve_bytes else ""
-    return InfeasibleError(
-        f"no plan fits into {size_text(problem.budget_bytes)} per device: at least {size_text(least)} is needed{would_do}{reserve}",
-        remedy="use more devices, a smaller batch or shorter sequence, or pass a larger memory_bytes",
-    )
+    needed = f"at least {size_text(found.bound_bytes)} is needed{would_do}{reserve}"
+    raise InfeasibleError(f"no plan fits into {size_text(problem.budget_bytes)} per device: {needed}", remedy=REMEDY)
+
+
+REMEDY = "use more devices, a smaller batch or shorter sequence, or pass a larger memory_bytes"
+
+
+def choices_or_least(problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str) -> Choices | Least:
+    """As `solve`, but where no plan fits, how much memory would do."""
+    if solver == "cbc":
+        choices, bound_s = solve_with_cbc(problem, gap, max_nodes, time_limit_s), 0.0
+    else:
+        search = Search(problem, gap, max_nodes, time_limit_s)
+        choices, bound_s = search.run(), search.bound_s
+    if choices is not None:
+        return choices
+    least = least_budget(problem, time_limit_s)
+    if least.choices is None or least.size_bytes > problem.budget_bytes:
+        return least
+    # The limits ended the search before it found a plan; this one fits, however long it takes.
+    return replace(least.choices, bound_s=min(bound_s, least.choices.objective_s), free_bound_s=0.0, solver=solver)
