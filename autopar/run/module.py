@@ -138,7 +138,7 @@ class ParallelModule(nn.Module):
         """For ``batch="local"``: a sampler that gives this rank's samples, equal on ranks that share samples.
 
         Raises:
-            RuntimeStateError: where inputs do not all split their first dim alike.
+            RuntimeStateError: where inputs do not all split their first dim alike, or unevenly.
         """
         splitters = {tensor.layout.splitters(0) for tensor in self.program.inputs if tensor.shape}
         if len(splitters) != 1:
@@ -150,6 +150,11 @@ class ParallelModule(nn.Module):
         for axis in splitters.pop():
             size = self.device_mesh.size(axis)
             num_parts, part = num_parts * size, part * size + coordinate[axis]
+        if any(tensor.shape[0] % num_parts for tensor in self.program.inputs if tensor.shape):
+            raise RuntimeStateError(
+                f"the batch is split unevenly over {num_parts} ranks: {dict(self.input_layouts)}",
+                remedy='use batch="global", or slice by pm.input_layouts',
+            )
         return DistributedSampler(dataset, num_replicas=num_parts, rank=part, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     def _first_state(self) -> Tensor:

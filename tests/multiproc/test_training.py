@@ -68,3 +68,14 @@ def test_five_steps_with_clipping_follow_the_plain_model(facts: Facts, plans: di
 def test_the_state_dict_of_one_module_makes_another_the_same(facts: Facts, kind: str) -> None:
     for fact in facts:
         assert fact[kind]["state"] == {"keys": "<All keys matched successfully>", "apart": True, "same": True}
+
+
+def test_three_processes_train_a_model_whose_dims_they_do_not_divide() -> None:
+    model, batch = zoo_small.gpt2(dtype=torch.float64)
+    ready = prepare(model, batch, Mesh({"a": 3}), HardwareProfile.load("cpu-gloo"))
+    plan, program = random_plan(ready, 0)
+    assert any("length" in node.kwargs for node in program.forward.graph.nodes)
+    for fact in run_processes(3, str(Path(__file__).parent / "worker_training.py"), "run", {"gpt2": plan.dumps()}):
+        facts = fact["gpt2"]
+        assert facts["sharded"] and facts["state"]["same"] and facts["state"]["apart"]
+        assert max(facts["loss"]) < 2e-6 and max(facts["norm"]) < 1e-5 and facts["parameters"] < 1e-5
