@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from autopar.rules.call import Call, Operand, TensorInfo, call_of, call_on, operands_of, where_of
 from autopar.rules.expansion import cuts_alike
-from autopar.rules.knowledge import axis_options, is_fallback, is_strategy, strategies
+from autopar.rules.knowledge import axis_options, is_discovered, is_fallback, is_strategy, strategies, why_replicated
 from autopar.rules.localization import Length, Local, Start, localize
 from autopar.rules.notation import AxisOption
+from autopar.rules.registration import register, unregister
 
 __all__ = [
     "AxisOption",
@@ -24,10 +25,14 @@ __all__ = [
     "call_of",
     "call_on",
     "cuts_alike",
+    "is_discovered",
     "is_fallback",
     "is_strategy",
     "localize",
     "operands_of",
+    "register",
     "strategies",
+    "unregister",
     "where_of",
+    "why_replicated",
 ]

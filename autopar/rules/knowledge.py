@@ -7,19 +7,30 @@ from functools import lru_cache
 
 from autopar.layout import Strategy
 from autopar.rules.call import Call, KeyedCall
+from autopar.rules.discovery import discover
 from autopar.rules.expansion import expand, is_expansion
-from autopar.rules.notation import AxisOption, options, replicated
+from autopar.rules.notation import AxisOption, options
 from autopar.rules.table import rule_of
 
 
 def is_fallback(call: Call) -> bool:
-    """Whether the op has no rule, so that it can only run replicated."""
-    return rule_of(call.target) is None
+    """Whether the op has no rule, and none was discovered: it can only run replicated."""
+    return rule_of(call.target) is None and not is_discovered(call)
+
+
+def is_discovered(call: Call) -> bool:
+    """Whether the call's options were found by experiment."""
+    return rule_of(call.target) is None and len(discover(call).options) > 1
+
+
+def why_replicated(call: Call) -> str:
+    """Why a call that `is_fallback` has no options."""
+    return discover(call).reason
 
 
 def axis_options(call: Call) -> tuple[AxisOption, ...]:
     """All options of a call on one mesh axis, replicate-everything first; sizes are not looked at, but dims of size 1 are
-    never sharded. An op without a rule is only replicated.
+    never sharded. Those of an op without a rule are discovered, if there are any.
 
     Raises:
         RuleError: where the op's rule does not fit the call.
@@ -30,7 +41,13 @@ def axis_options(call: Call) -> tuple[AxisOption, ...]:
 @lru_cache(maxsize=16384)
 def _cached_options(keyed: KeyedCall) -> tuple[AxisOption, ...]:
     rule = rule_of(keyed.call.target)
-    return options(rule(keyed.call), keyed.call) if rule else (replicated(keyed.call),)
+    return options(rule(keyed.call), keyed.call) if rule else discover(keyed.call).options
+
+
+def forget() -> None:
+    """Ask again for what is known: a rule was added or changed."""
+    _cached_options.cache_clear()
+    _strategies.cache_clear()
 
 
 def strategies(call: Call, mesh_shape: Sequence[int]) -> tuple[Strategy, ...]:

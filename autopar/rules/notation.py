@@ -57,7 +57,8 @@ class Factors:
 
 
 @lru_cache(maxsize=1024)
-def _split(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
+def terms_of(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
+    """The terms of a rule's operands and of its results."""
     left, arrow, right = text.partition("->")
     if not arrow:
         raise RuleError(f"rule {text!r} has no arrow", remedy='write operands -> results, as in "m k, k n -> m n"')
@@ -85,7 +86,7 @@ def parse(text: str, call: Call, linear: tuple[tuple[int, ...], ...] = (), reduc
     Raises:
         RuleError: where the text does not fit the op's operands and results.
     """
-    terms, results = _split(text)
+    terms, results = terms_of(text)
     every = slots(call)
     numbers = every[: len(terms)]
     present = {number: term for number, term in zip(numbers, terms, strict=False) if number is not None}

@@ -247,11 +247,18 @@ TABLE: Mapping[Callable[..., Any], f.Family] = {
 }
 
 
+REGISTERED: dict[Callable[..., Any], f.Family] = {}
+"""Rules that users gave, see `registration`."""
+
+
 def rule_of(target: Callable[..., Any]) -> f.Family | None:
-    """The rule of an op: its row, else torch's pointwise tag, else None."""
+    """The rule of an op: its row, else the user's, else torch's pointwise tag, else None."""
     if target in TABLE:
         return TABLE[target]
-    tags = getattr(target, "tags", ())
-    if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
+    if target in REGISTERED:
+        return REGISTERED[target]
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return None
+    if torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags:
         return POINTWISE
     return None

@@ -40,18 +40,18 @@ def check_strategy(call: Call, inputs: Sequence[torch.Tensor], strategy: Strateg
     """
     ranks = list(itertools.product(*map(range, mesh_shape)))
     parts = [split(x, layout, mesh_shape) for x, layout in zip(inputs, strategy.inputs, strict=True)]
-    local, tolerance = localize(call, strategy, mesh_shape), _tolerance(call)
+    local, tolerance = localize(call, strategy, mesh_shape), tolerance_of(call)
     expected = run(call.target, call.args, call.kwargs, inputs, (), ())
     try:
         results = {rank: run(local.target, local.args, local.kwargs, [p[rank] for p in parts], mesh_shape, rank) for rank in ranks}
-    except (RuntimeError, IndexError, ValueError) as error:
+    except Exception as error:  # a user's op may raise anything
         raise _broken(call, strategy, f"a rank cannot run it: {error}") from error
     for number, whole in enumerate(expected):
         if call.outputs[number] == NO_TENSOR:
             continue
         joined = join({rank: results[rank][number] for rank in ranks}, whole, strategy.outputs[number], mesh_shape, tolerance)
-        if isinstance(joined, str) or not _close(joined, whole, tolerance):
-            raise _broken(call, strategy, joined if isinstance(joined, str) else f"result {number} is not the whole op's")
+        if isinstance(joined, str) or not close(joined, whole, tolerance):
+            raise _broken(call, strategy, joined if isinstance(joined, str) else _difference(number, joined, whole))
 
 
 def run(
@@ -99,12 +99,12 @@ def _addends(x: torch.Tensor, reduce_op: str, size: int) -> list[torch.Tensor]:
     """Random tensors that reduce to `x`; for a sum, of x's own magnitude and none of them zero."""
     size_of_x = float(x.abs().max()) if x.numel() and x.is_floating_point() else 8.0
     unit = 2.0 ** math.floor(math.log2(size_of_x) - 2) if 0 < size_of_x < math.inf else 1.0  # a power of two rounds nothing
-    noise = [(torch.randint(1, 9, x.shape) * unit * (-1) ** i).to(x.dtype) for i in range(size)]
+    noise = [(torch.randint(1, 9, x.shape, device=x.device) * unit * (-1) ** i).to(x.dtype) for i in range(size)]
     if reduce_op == "sum":
         rest = noise[:-1]
         return [*rest, x - sum(rest, torch.zeros_like(x))]
     sign = -1 if reduce_op == "max" else 1
-    holder = torch.randint(0, size, x.shape)
+    holder = torch.randint(0, size, x.shape, device=x.device)
     return [torch.where(holder == i, x, x + sign * n.abs()) for i, n in enumerate(noise)]
 
 
@@ -120,7 +120,7 @@ def join(parts: Parts, whole: torch.Tensor, layout: Layout, mesh_shape: Sequence
                 merged[at] = part
             elif isinstance(placement, Partial):
                 merged[at] = _JOIN[placement.reduce_op](merged[at], part)
-            elif not _close(merged[at], part, tolerance):
+            elif not close(merged[at], part, tolerance):
                 return f"ranks disagree on a result that is replicated on axis {axis}"
         parts = merged
     result = torch.zeros_like(whole)
@@ -132,17 +132,25 @@ def join(parts: Parts, whole: torch.Tensor, layout: Layout, mesh_shape: Sequence
     return result
 
 
-def _tolerance(call: Call) -> float:
+def tolerance_of(call: Call) -> float:
     """Single precision rounds; half precision does too, but where a rule holds only up to that, it is refused."""
     single = any(info.dtype == torch.float32 for info in (*call.inputs, *call.outputs))
     return 1e-5 if single else 1e-9
 
 
-def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    """Whether shapes and values agree, NaNs included."""
     if a.shape != b.shape:
         return False
     wide = torch.complex128 if a.is_complex() else torch.float64
     return torch.allclose(a.to(wide), b.to(wide), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _difference(number: int, joined: torch.Tensor, whole: torch.Tensor) -> str:
+    """What differs most."""
+    apart = (joined.to(torch.complex128) - whole.to(torch.complex128)).abs().nan_to_num(math.inf)
+    at = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
+    return f"result {number} is not the whole op's: {joined[at].item():.6g} where {whole[at].item():.6g} is due, at {list(at)}"
 
 
 def _broken(call: Call, strategy: Strategy, what: str) -> RuleError:

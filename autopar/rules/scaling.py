@@ -1,0 +1,124 @@
+"""Small calls that stand for a large one: the same op and settings on dims of other sizes.
+
+Equal sizes stay equal, and dims of size 1, which are broadcast, stay 1. Whether an integer argument is a size cannot be seen,
+so both are tried; what the op makes of the small operands must have the structure of what it made of the large ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.rules.call import Call, TensorInfo, call_on
+from autopar.rules.samples import RECIPES, tensors_for
+from autopar.rules.trial import run
+
+Trial = tuple[Call, list[torch.Tensor]]
+_SIZES = (8, 10, 14, 16, 20, 22, 26, 28)  # two divides them, and in three parts only the last is shorter
+_LARGEST_RATIO = 8  # sizes in such a ratio may be heads and their groups, or a width and its multiple
+_SMALL, _LARGEST = 2**13, 2**16  # elements of all operands
+
+
+def trials_of(call: Call) -> list[Trial]:
+    """Small calls that the op takes, with operands; empty where there is none. The first has the most telling sizes."""
+    own = _num_elements(call.inputs)
+    for scaled in _scalings(call):
+        if found := _trials(scaled, call):
+            return found + (_trials(call, call) if own <= _SMALL else [])
+    return _trials(call, call) if own <= _LARGEST else []
+
+
+def _num_elements(infos: Sequence[TensorInfo]) -> int:
+    return sum(math.prod(info.shape) for info in infos)
+
+
+def _scalings(call: Call) -> Iterator[Call]:
+    sizes = sorted({size for info in call.inputs for size in info.shape if size > 1})
+    for to in (dict(zip(sizes, _SIZES, strict=False)), _in_ratio(sizes)):
+        infos = tuple(TensorInfo(tuple(to.get(s, s) for s in info.shape), info.dtype) for info in call.inputs)
+        if len(to) == len(sizes) and _num_elements(infos) <= _LARGEST:
+            yield replace(call, inputs=infos)
+            yield replace(call, inputs=infos, args=_resized(call.args, to), kwargs={k: _resized(v, to) for k, v in call.kwargs.items()})
+
+
+def _in_ratio(sizes: Sequence[int]) -> dict[int, int]:
+    """As small as can be, with small ratios kept."""
+    to: dict[int, int] = {}
+    for size in sizes:
+        base = max((s for s in to if size % s == 0 and size // s <= _LARGEST_RATIO), default=0)
+        fresh = next((s for s in _SIZES if s not in to.values()), 0)
+        if base or fresh:
+            to[size] = to[base] * (size // base) if base else fresh
+    return to
+
+
+def _resized(value: Any, to: Mapping[int, int]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_resized(v, to) for v in value)
+    return to.get(value, value) if type(value) is int else value
+
+
+def _trials(small: Call, call: Call) -> list[Trial]:
+    """The small call on every recipe of numbers that the op takes; in double precision where it can be."""
+    found = []
+    bound = _bound(small, call)
+    for infos in dict.fromkeys((_double(small.inputs), small.inputs)):
+        for recipe in RECIPES:
+            tensors = tensors_for(infos, recipe, bound)
+            made = _made(replace(small, inputs=infos), tensors)
+            if made is not None and _same_structure(made, call):
+                found.append((made, tensors))
+        if found:
+            break
+    return found
+
+
+def _bound(small: Call, call: Call) -> int:
+    """What no index may reach: every size that is known, arguments included, of which any may be one."""
+    sizes = [size for info in call.outputs for size in info.shape]
+    return min((n for n in (*sizes, *_integers((small.args, *small.kwargs.values()))) if n > 1), default=2)
+
+
+def _integers(value: Any) -> Iterator[int]:
+    if isinstance(value, tuple):
+        for v in value:
+            yield from _integers(v)
+    elif type(value) is int:
+        yield value
+
+
+def _double(infos: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]:
+    return tuple(replace(i, dtype=torch.float64) if i.dtype.is_floating_point else i for i in infos)
+
+
+def _made(small: Call, tensors: list[torch.Tensor]) -> Call | None:
+    """The call with its results, where it gives numbers, the same ones each time, and leaves its operands alone."""
+    before = [t.clone() for t in tensors]
+    try:
+        first, second = (run(small.target, small.args, small.kwargs, tensors, (), ()) for _ in range(2))
+    except Exception:  # an op that is not known may raise anything: it does not take these operands
+        return None
+    if not all(map(_is_one_answer, first, second)) or not all(map(torch.equal, before, tensors)):
+        return None
+    return replace(small, outputs=call_on(small.target, (), {}, first)[0].outputs)
+
+
+def _is_one_answer(first: Any, second: Any) -> bool:
+    if first is None or second is None:
+        return first is second
+    return isinstance(first, torch.Tensor) and bool(torch.isfinite(first).all()) and torch.equal(first, second)
+
+
+def _same_structure(small: Call, call: Call) -> bool:
+    """Whether sizes correspond: as many results of as many dims, and dims that were equal still are."""
+    if len(small.outputs) != len(call.outputs):
+        return False
+    to: dict[int, int] = {}
+    for a, b in zip((*call.inputs, *call.outputs), (*small.inputs, *small.outputs), strict=True):
+        if len(a.shape) != len(b.shape) or any(to.setdefault(x, y) != y for x, y in zip(a.shape, b.shape, strict=True)):
+            return False
+    return True

@@ -1,0 +1,139 @@
+"""Users' rules: taken where the law holds, refused with the counterexample where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar.rules
+from autopar.errors import RuleError
+from autopar.rules import axis_options, call_on, register, unregister
+from autopar.rules.table import REGISTERED
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("tests_registration::scaled_mm", mutates_args=())
+def scaled_mm(x: Tensor, w: Tensor, scale: float = 2.0) -> Tensor:
+    return (x @ w) * scale
+
+
+@torch.library.custom_op("tests_registration::center", mutates_args=())
+def center(x: Tensor) -> Tensor:
+    """Rows without their mean over the last dim, and how they are averaged over the first."""
+    return (x - x.mean(-1, keepdim=True)).mean(0)
+
+
+@torch.library.custom_op("tests_registration::pick", mutates_args=())
+def pick(x: Tensor, index: Tensor) -> Tensor:
+    return x[index].clone()
+
+
+@torch.library.custom_op("tests_registration::peak", mutates_args=())
+def peak(x: Tensor) -> Tensor:
+    return x.amax(-1)
+
+
+@torch.library.custom_op("tests_registration::fill", mutates_args=("x",))
+def fill(x: Tensor) -> None:
+    x.fill_(1.0)
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    for op in list(REGISTERED):
+        unregister(op)
+
+
+def shown(target: object, *args: object) -> list[str]:
+    result = target(*args)  # type: ignore[operator]
+    options = axis_options(call_on(target, args, {}, result)[0])  # type: ignore[arg-type]
+    return [f"{' '.join(map(str, o.inputs))} -> {' '.join(map(str, o.outputs))}" for o in options]
+
+
+def test_a_right_rule_is_what_the_op_then_has() -> None:
+    register(scaled_mm, "m k, k n -> m n", linear=[(0,), (1,)])
+    target = torch.ops.tests_registration.scaled_mm.default
+    assert shown(target, torch.ones(4, 6), torch.ones(6, 8)) == [
+        "R R -> R", "S(0) R -> S(0)", "S(1) S(0) -> P(sum)", "R S(1) -> S(1)", "P(sum) R -> P(sum)", "R P(sum) -> P(sum)",
+    ]  # fmt: skip
+
+
+def test_the_op_may_be_named_in_three_ways() -> None:
+    for op in (scaled_mm, torch.ops.tests_registration.scaled_mm, torch.ops.tests_registration.scaled_mm.default):
+        register(op, "m k, k n -> m n")
+        unregister(op)
+    with pytest.raises(RuleError, match="no operator"):
+        register(torch.relu, "... -> ...")
+
+
+@pytest.mark.parametrize(
+    ("rule", "linear", "what"),
+    [
+        ("m k, k n -> n m", (), "where|due"),
+        ("m k, k n -> m n", [(0, 1)], "P, P -> P"),
+        ("m k, _ n -> m n", (), "a rank cannot run it"),
+        ("m _, _ n -> m m", (), "is wrong|is due"),
+    ],
+)
+def test_a_wrong_rule_is_refused_with_the_counterexample(rule: str, linear: list[tuple[int, ...]], what: str) -> None:
+    with pytest.raises(RuleError, match=what) as refused:
+        register(scaled_mm, rule, linear=linear)
+    assert "on shapes [(" in str(refused.value) and "strategy" in str(refused.value) and "scaled_mm" in str(refused.value)
+    assert not REGISTERED
+
+
+def test_a_sum_taken_for_an_average_is_refused_with_the_numbers() -> None:
+    with pytest.raises(RuleError, match=r"S\(0\) -> P is wrong on shapes .* where .* is due, at"):
+        register(center, "n _ -> _")
+    register(center, "_ _ -> _", linear=[(0,)])
+
+
+def test_a_maximum_is_reduced_as_one() -> None:
+    with pytest.raises(RuleError, match="is wrong"):
+        register(peak, "n d -> n")
+    register(peak, "n d -> n", reduce_op="max")
+    assert shown(torch.ops.tests_registration.peak.default, torch.ones(4, 6)) == ["R -> R", "S(0) -> S(0)", "S(1) -> P(max)"]
+
+
+def test_examples_stand_in_where_the_schema_does_not_say_enough() -> None:
+    with pytest.raises(RuleError, match="pass examples="):
+        register(pick, "_ d, n -> n d")
+    x, index = torch.zeros(6, 4), torch.tensor([0, 5, 3, 3])
+    register(pick, "_ d, n -> n d", linear=[(0,)], examples=[(x, index)])
+    with pytest.raises(RuleError, match="is wrong"):  # though the example, all zeros, would let it pass
+        register(pick, "v d, n -> n d", examples=[(x, index)])
+    register(pick, "_ d, n -> n d", examples=[{"x": x, "index": index}])
+
+
+def test_a_letter_that_no_example_tries_is_refused() -> None:
+    with pytest.raises(RuleError, match="letter 'd'"):
+        register(pick, "_ d, n -> n d", examples=[(torch.ones(6, 1), torch.tensor([0, 1]))])
+
+
+def test_a_refused_rule_leaves_the_one_before() -> None:
+    register(peak, "n _ -> n")
+    with pytest.raises(RuleError):
+        register(peak, "_ n -> n")
+    assert shown(torch.ops.tests_registration.peak.default, torch.ones(4, 6)) == ["R -> R", "S(0) -> S(0)"]
+
+
+def test_ops_of_the_table_and_ops_that_change_their_operands_cannot_be_registered() -> None:
+    with pytest.raises(RuleError, match="own table"):
+        register(aten.mm.default, "m k, k n -> m n")
+    with pytest.raises(RuleError, match="changes its operands"):
+        register(fill, "... -> ")
+
+
+def test_a_rule_that_does_not_fit_is_refused() -> None:
+    for rule in ("m k -> m", "m k, k n", "m k, k n -> m n, m", "b m k, k n -> m n"):
+        with pytest.raises(RuleError):
+            register(scaled_mm, rule)
+
+
+def test_it_is_public() -> None:
+    assert autopar.rules.register is register
