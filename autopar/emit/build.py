@@ -247,7 +247,6 @@ class _Phase:
         """Write the output node and drop what nobody reads; the forward nodes whose values are saved."""
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code()
-        first = next(iter(self.graph.nodes))
         saved: list[fx.Node] = []
         for source, placeholder in self.saved.items():
             if not placeholder.users:
@@ -256,7 +255,6 @@ class _Phase:
             if tangent is not None:
                 tangent.prepend(placeholder)
             saved.append(source)
-        del first
         return saved
 
 
