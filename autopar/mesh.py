@@ -34,7 +34,7 @@ class Mesh:
         links: names the link of an axis where it does not follow from the stride, ``{"gpu": "inter"}``.
 
     Raises:
-        MeshError: on an empty mesh, a size below 1, a repeated or unknown axis name.
+        MeshError: on an empty mesh, a size below 1, a repeated, unknown or unreadable axis name.
     """
 
     axes: tuple[MeshAxis, ...]
@@ -57,6 +57,8 @@ class Mesh:
         if devices_per_node is None:
             total = math.prod(axis.size for axis in axes)
             devices_per_node = axes[-1].size if len(axes) > 1 else min(total, 8)
+        if devices_per_node < 1:
+            raise MeshError(f"devices_per_node={devices_per_node} is no number of devices", remedy="pass how many ranks share a node")
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "devices_per_node", devices_per_node)
         object.__setattr__(self, "links", tuple(sorted((links or {}).items())))
@@ -127,6 +129,9 @@ def _check_axes(axes: tuple[MeshAxis, ...], links: Mapping[str, str]) -> None:
     if len(set(names)) != len(names):
         raise MeshError(f"mesh axis names repeat: {names}", remedy="give each axis a name of its own")
     for axis in axes:
+        if not axis.name or set(axis.name) & set(",= "):  # the text of a mesh has to read back
+            what = f"mesh axis name {axis.name!r} holds a comma, an equals sign or a space" if axis.name else "a mesh axis has no name"
+            raise MeshError(what, remedy='for example autopar.Mesh({"node": 4, "gpu": 8})')
         if not isinstance(axis.size, int) or axis.size < 1:
             raise MeshError(f"mesh axis {axis.name!r} has size {axis.size!r}", remedy="sizes are integers from 1")
     for name, link in links.items():

@@ -1,0 +1,147 @@
+"""Layouts: the codec, the order of splitters, and the parts that ranks hold."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.errors import LayoutError
+from autopar.layout import PARTIAL, REPLICATE, Layout, Strategy, local_range, local_shape
+
+PLACEMENTS = st.sampled_from([Replicate(), Shard(0), Shard(1), Shard(12), Partial("sum"), Partial("max")])
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    placements = draw(st.lists(PLACEMENTS, min_size=1, max_size=4))
+    return Layout(placements, draw(st.permutations(range(len(placements)))))
+
+
+@given(layouts())
+def test_a_layout_reads_back_what_it_prints_and_equal_layouts_print_alike(layout: Layout) -> None:
+    again = Layout.parse(str(layout))
+    assert again == layout and hash(again) == hash(layout) and str(again) == str(layout)
+
+
+@given(st.lists(PLACEMENTS, min_size=1, max_size=4), st.data())
+def test_the_order_of_axes_counts_only_among_those_that_split_one_dim(placements: list[Placement], data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(placements))))
+    layout = Layout(placements, order)
+    for dim in (0, 1, 12):
+        assert layout.splitters(dim) == tuple(axis for axis in order if placements[axis] == Shard(dim))
+    dims = [p.dim for p in placements if isinstance(p, Shard)]
+    if len(set(dims)) == len(dims):
+        assert layout == Layout(placements) and layout.order == tuple(range(len(placements)))
+
+
+@pytest.mark.parametrize(
+    ("text", "placements", "order"),
+    [
+        ("R", (REPLICATE,), (0,)),
+        ("S(0) R", (Shard(0), REPLICATE), (0, 1)),
+        ("P S(12)", (PARTIAL, Shard(12)), (0, 1)),
+        ("P(max) P(sum)", (Partial("max"), PARTIAL), (0, 1)),
+        ("S(0) S(0)", (Shard(0), Shard(0)), (0, 1)),
+        ("S(0)#0 S(0)#1", (Shard(0), Shard(0)), (0, 1)),
+        ("S(0)#1 S(0)#0", (Shard(0), Shard(0)), (1, 0)),
+        ("S(0)#2 R S(0)#0 S(0)#1", (Shard(0), REPLICATE, Shard(0), Shard(0)), (2, 1, 3, 0)),
+    ],
+)
+def test_the_codec_reads_placements_and_the_rank_of_each_splitter(
+    text: str, placements: tuple[Placement, ...], order: tuple[int, ...]
+) -> None:
+    layout = Layout.parse(text)
+    assert layout.placements == placements
+    assert layout.order == order
+
+
+@pytest.mark.parametrize("text", ["S", "S(-1)", "S(x)", "r", "Q", "S(0", "R,R", "P()", "S(0)#", "S(0)#a"])
+def test_what_is_no_layout_is_refused_by_its_token_with_an_example(text: str) -> None:
+    with pytest.raises(LayoutError, match=r"cannot read '.+' in layout(.|\n)*S\(0\) R"):
+        Layout.parse(f"R {text}")
+
+
+@pytest.mark.parametrize("order", [(0,), (0, 0), (1, 2), (0, 1, 2)])
+def test_an_order_that_is_no_permutation_of_the_axes_is_refused(order: tuple[int, ...]) -> None:
+    with pytest.raises(LayoutError, match="no permutation of 2 axes"):
+        Layout((Shard(0), Shard(0)), order)
+
+
+def test_an_axis_that_newly_splits_a_dim_becomes_its_innermost_splitter() -> None:
+    layout = Layout.parse("R S(0)").with_placement(0, Shard(0))
+    assert str(layout) == "S(0)#1 S(0)#0"
+    assert layout.splitters(0) == (1, 0)
+    assert layout.is_innermost(0) and not layout.is_innermost(1)
+    assert not Layout.parse("R P").is_innermost(0)
+    assert str(layout.with_placement(1, REPLICATE)) == "S(0) R"
+
+
+def test_a_layout_says_whether_it_is_whole_and_whether_it_is_a_partial_sum() -> None:
+    assert Layout.replicated(2) == Layout.parse("R R") and Layout.replicated(2).is_replicated
+    assert not Layout.parse("R S(0)").is_replicated and not Layout.parse("P R").is_replicated
+    assert Layout.parse("P(max) R").has_partial and not Layout.parse("R S(0)").has_partial
+
+
+@pytest.mark.parametrize(
+    ("text", "divides", "fits"),
+    [
+        ("S(0) R", True, True),
+        ("S(0) S(0)", True, True),
+        ("R S(0)", True, True),
+        ("S(1) R", False, True),  # 5 in two: 3 and 2
+        ("R S(1)", False, False),  # 5 in four: 2, 2, 1 and nothing
+        ("S(1) S(1)", False, False),
+        ("S(1) S(0)", False, True),
+        ("S(2) R", False, False),  # there is no such dim
+        ("R P", True, True),
+    ],
+)
+def test_a_layout_divides_or_fits_a_shape_on_a_mesh(text: str, divides: bool, fits: bool) -> None:
+    layout = Layout.parse(text)
+    assert layout.divides((8, 5), (2, 4)) is divides
+    assert layout.fits((8, 5), (2, 4)) is fits
+
+
+@given(size=st.integers(1, 40), parts=st.integers(1, 9))
+def test_one_axis_splits_a_dim_as_torch_chunks_it_and_fits_where_every_rank_gets_something(size: int, parts: int) -> None:
+    layout = Layout((Shard(0),))
+    lengths = [local_shape((size,), layout, (parts,), (c,))[0] for c in range(parts)]
+    chunks = [len(c) for c in torch.arange(size).chunk(parts)]
+    assert lengths == chunks + [0] * (parts - len(chunks))
+    assert layout.fits((size,), (parts,)) is (min(lengths) > 0)
+    assert layout.divides((size,), (parts,)) is (len(set(lengths)) == 1)
+
+
+@given(st.integers(1, 30), st.permutations([0, 1, 2]), st.sampled_from([(2, 3, 2), (4, 1, 2), (3, 3, 1)]))
+def test_the_parts_of_all_ranks_cover_a_dim_once_in_the_order_of_its_splitters(
+    size: int, order: list[int], mesh_shape: tuple[int, ...]
+) -> None:
+    layout = Layout((Shard(0),) * 3, order)
+    covered: list[int] = []
+    # ranks in the order of the splitters, outermost first, hold one part after the other
+    for position in itertools.product(*(range(mesh_shape[axis]) for axis in order)):
+        coordinate = [position[order.index(axis)] for axis in range(3)]
+        start, length = local_range(size, layout, 0, mesh_shape, coordinate)
+        covered += range(start, start + length)
+    assert covered == list(range(size))
+
+
+def test_the_largest_part_is_that_of_the_origin_and_replicas_are_whole() -> None:
+    layout = Layout.parse("S(1) R S(0)#1 S(0)#0")
+    mesh_shape, shape = (2, 3, 2, 2), (8, 5, 3)
+    assert local_shape(shape, layout, mesh_shape) == (2, 3, 3)
+    assert local_shape(shape, layout, mesh_shape, (1, 2, 1, 1)) == (2, 2, 3)
+    every = [local_shape(shape, layout, mesh_shape, c) for c in itertools.product(*map(range, mesh_shape))]
+    assert max(map(math.prod, every)) == math.prod(local_shape(shape, layout, mesh_shape))
+
+
+def test_a_strategy_prints_operands_and_results() -> None:
+    strategy = Strategy((Layout.parse("S(0) R"), Layout.parse("R R")), (Layout.parse("S(0) P"),))
+    assert str(strategy) == "S(0) R, R R -> S(0) P"
