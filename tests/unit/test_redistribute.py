@@ -1,0 +1,243 @@
+"""Redistribution: every chain does to real parts what it says, and is the cheapest there is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial, Shard
+
+from autopar.collective import Collective
+from autopar.errors import LayoutError
+from autopar.layout import Layout, local_shape, part_range
+from autopar.mesh import Mesh
+from autopar.redistribute import (
+    Arc,
+    LayoutGraph,
+    Step,
+    all_layouts,
+    cheapest_chain,
+    cheapest_tree,
+    layout_graph,
+    local_bytes,
+    neighbours,
+)
+from autopar.run.splitting import split
+
+FLOAT = torch.float64
+
+
+def unit_price(_: Collective) -> float:
+    return 1.0
+
+
+def by_bytes(c: Collective) -> float:
+    """A price that prefers small and local steps, so that chains of several steps pay."""
+    return 0.01 if c.kind == "slice" else 1.0 + c.bytes / 64
+
+
+def parts_of(full: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
+    """What every rank holds; partial sums add up to the full tensor, other partial values reduce to it."""
+    plain = Layout([Layout.parse("R").placements[0] if isinstance(p, Partial) else p for p in layout.placements], layout.order)
+    parts = split(full, plain, mesh)
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Partial):
+            for group in mesh.groups(axis):
+                for position, rank in enumerate(group):
+                    if placement.reduce_op == "sum":
+                        share = (position + 1) / sum(range(1, len(group) + 1))
+                        parts[rank] = parts[rank] * share
+                    else:
+                        parts[rank] = parts[rank] - float(position)
+    return parts
+
+
+def run(step: Step, parts: list[Tensor], mesh: Mesh) -> list[Tensor]:
+    """The step on the parts of all ranks, by its words alone: kind, axis, dims and reduce op."""
+    c = step.collective
+    result = list(parts)
+    for group in mesh.groups(c.axis):
+        members = [parts[rank] for rank in group]
+        if c.kind in ("all_gather", "all_to_all"):
+            whole = torch.cat(members, dim=c.dim)
+        elif c.kind == "slice":
+            whole = members[0]
+        else:
+            whole = torch.stack(members).sum(0) if c.reduce_op == "sum" else torch.stack(members).amax(0)
+        for position, rank in enumerate(group):
+            whole_here = parts[rank] if c.kind == "slice" else whole
+            dim = c.to_dim if c.kind == "all_to_all" else c.dim
+            if c.kind in ("all_gather", "all_reduce"):
+                result[rank] = whole_here
+            else:
+                result[rank] = whole_here.narrow(dim, *part_range(whole_here.shape[dim], [len(group)], [position]))
+    return result
+
+
+CASES = [((4, 8), (2, 2)), ((8,), (2, 2)), ((4, 6), (2, 3)), ((6, 4), (4,)), ((5, 6), (2, 3)), ((8, 2), (2, 2, 2))]
+
+
+def pairs(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> list[tuple[Layout, Layout]]:
+    """Some of all pairs of layouts, with partial sums among the sources."""
+    rng = random.Random(str((shape, mesh_shape)))
+    whole = all_layouts(shape, mesh_shape)
+    partial = [Layout([Partial(op), *layout.placements[1:]], layout.order) for layout in whole for op in ("sum", "max")]
+    every = [(a, b) for a in (*whole, *(p for p in partial if p.fits(shape, mesh_shape))) for b in whole if a != b]
+    return rng.sample(every, min(60, len(every)))
+
+
+@pytest.mark.parametrize(("shape", "mesh_shape"), CASES, ids=str)
+def test_a_chain_turns_the_parts_of_one_layout_into_those_of_the_other(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> None:
+    mesh = Mesh({f"a{i}": n for i, n in enumerate(mesh_shape)})
+    full = torch.randn(shape, dtype=FLOAT, generator=torch.Generator().manual_seed(0))
+    for source, target in pairs(shape, mesh_shape):
+        parts, at = parts_of(full, source, mesh), source
+        for step in cheapest_chain(shape, FLOAT, mesh_shape, source, target, by_bytes):
+            assert step.source == at, "one step begins where the one before ended"
+            assert step.collective.bytes == max(p.numel() for p in parts) * FLOAT.itemsize
+            assert step.time_s == by_bytes(step.collective)
+            parts, at = run(step, parts, mesh), step.target
+            assert [tuple(p.shape) for p in parts] == [
+                local_shape(shape, at, mesh_shape, mesh.coordinate(rank)) for rank in range(mesh.num_devices)
+            ]
+        assert at == target
+        for got, wanted in zip(parts, split(full, target, mesh), strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
+def test_only_the_innermost_splitter_of_a_dim_is_gathered_or_moved() -> None:
+    after = {str(layout): c for c, layout in neighbours((8, 8), FLOAT, Layout.parse("S(0) S(0)"), (2, 2))}
+    assert set(after) == {"S(0) R", "S(0) S(1)"}
+    assert after["S(0) R"] == Collective("all_gather", 1, 0, -1, "", "float64", 128)
+    after = {str(layout): c for c, layout in neighbours((8, 8), FLOAT, Layout.parse("S(0)#1 S(0)#0"), (2, 2))}
+    assert set(after) == {"R S(0)", "S(1) S(0)"}
+    assert after["S(1) S(0)"] == Collective("all_to_all", 0, 0, 1, "", "float64", 128)
+
+
+def test_a_newly_split_dim_is_split_innermost_and_only_where_it_fits() -> None:
+    after = [str(layout) for _, layout in neighbours((4, 8), FLOAT, Layout.parse("S(0) R"), (4, 2))]
+    assert after == ["R R", "S(1) R", "S(0) S(1)"], "four rows in four parts cannot be split again"
+    assert neighbours((8, 8), FLOAT, Layout.parse("R S(0)"), (1, 1)) == [], "nothing to do along an axis of size 1"
+
+
+def test_partial_sums_are_reduced_in_the_dtype_asked_for_and_nothing_else_is() -> None:
+    source, target = Layout.parse("P S(1)"), Layout.parse("R R")
+    graph = layout_graph((4, 8), torch.bfloat16, (2, 2), [source], [target], unit_price, torch.float32)
+    kinds = {(arc.collective.kind, arc.collective.dtype, arc.collective.bytes) for arc in graph.arcs}
+    assert ("all_reduce", "float32", 4 * 4 * 4) in kinds and ("all_gather", "bfloat16", 4 * 4 * 2) in kinds
+    assert {dtype for kind, dtype, _ in kinds if kind in ("all_reduce", "reduce_scatter")} == {"float32"}
+    assert {dtype for kind, dtype, _ in kinds if kind in ("all_gather", "all_to_all", "slice")} == {"bfloat16"}
+
+
+def test_a_large_reduction_over_a_fast_and_a_slow_axis_comes_out_hierarchical() -> None:
+    """Reduce-scatter on the fast axis, all-reduce the parts on the slow one, all-gather on the fast one."""
+
+    def price(c: Collective) -> float:
+        moved = {"all_gather": c.bytes * 4, "all_reduce": 2 * c.bytes}.get(c.kind, c.bytes)
+        return 0.0 if c.kind == "slice" else 1.0 + moved * (100.0 if c.axis == 0 else 1.0)
+
+    # a dim must be named by some layout for the way through it to be there
+    source, target = Layout.parse("P P"), Layout.parse("R R")
+    graph = layout_graph((64, 64), FLOAT, (2, 4), [source], [target, Layout.parse("R S(0)")], price)
+    arcs, _ = cheapest_tree(graph, [graph.index[source]], [graph.index[target]])
+    assert [(a.collective.kind, a.collective.axis) for a in arcs] == [("reduce_scatter", 1), ("all_reduce", 0), ("all_gather", 1)]
+
+
+def test_the_layout_graph_holds_what_is_made_and_wanted_with_their_local_bytes() -> None:
+    made, wanted = [Layout.parse("P R"), Layout.parse("S(0) R")], [Layout.parse("R S(1)")]
+    graph = layout_graph((4, 8), FLOAT, (2, 2), made, wanted, unit_price)
+    assert graph.layouts[:3] == (*made, *wanted)
+    assert all(graph.layouts[n] == layout for layout, n in graph.index.items()) and len(graph.index) == len(graph.layouts)
+    assert graph.bytes == tuple(local_bytes((4, 8), FLOAT, layout, (2, 2)) for layout in graph.layouts)
+    outgoing = graph.outgoing()
+    assert sorted(a for arcs in outgoing for a in map(id, arcs)) == sorted(map(id, graph.arcs))
+    assert all(arc.src == n for n, arcs in enumerate(outgoing) for arc in arcs)
+
+
+def test_all_layouts_are_those_that_fit_each_once_in_every_order_of_splitters() -> None:
+    assert list(map(str, all_layouts((4, 4), (2,)))) == ["R", "S(0)", "S(1)"]
+    square = all_layouts((4, 4), (2, 2))
+    assert len(square) == len(set(square)) == 11
+    assert {"S(0) S(0)", "S(0)#1 S(0)#0"} <= set(map(str, square))
+    assert list(map(str, all_layouts((2, 1), (2, 2)))) == ["R R", "R S(0)", "S(0) R"], "two rows are not split in four"
+    assert list(map(str, all_layouts((4,), (2, 1)))) == ["R R", "S(0) R"]
+    assert list(map(str, all_layouts((), (2,)))) == ["R"]
+    assert list(map(str, all_layouts((3,), (2,)))) == ["R", "S(0)"] and list(map(str, all_layouts((5,), (4,)))) == ["R"]
+
+
+# Trees against all trees
+
+
+def random_graph(rng: random.Random) -> LayoutGraph:
+    """Any directed graph: what the layouts are plays no part in a search."""
+    num = rng.randint(3, 6)
+    layouts = tuple(Layout((Shard(d),)) for d in range(num))
+    every = list(itertools.permutations(range(num), 2))
+    ends = rng.sample(every, min(rng.randint(3, 10), len(every)))
+    step = Collective("all_to_all", 0, 0, 1, "", "float32", 4)
+    arcs = tuple(Arc(a, b, step, rng.choice((0.0, 1.0, rng.uniform(0.1, 3.0)))) for a, b in ends)
+    return LayoutGraph(layouts, (4,) * num, arcs, {layout: n for n, layout in enumerate(layouts)})
+
+
+def reached(have: set[int], arcs: tuple[Arc, ...]) -> set[int]:
+    seen = set(have)
+    while more := {a.dst for a in arcs if a.src in seen} - seen:
+        seen |= more
+    return seen
+
+
+def cheapest_by_hand(graph: LayoutGraph, have: set[int], want: set[int]) -> float:
+    sets = (arcs for k in range(len(graph.arcs) + 1) for arcs in itertools.combinations(graph.arcs, k))
+    return min((sum(a.time_s for a in arcs) for arcs in sets if want <= reached(have, arcs)), default=float("inf"))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_tree_is_the_cheapest_of_all_sets_of_steps_that_reach_what_is_wanted(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = random_graph(rng)
+    nodes = range(len(graph.layouts))
+    have, want = set(rng.sample(nodes, rng.randint(1, 2))), set(rng.sample(nodes, rng.randint(1, 3)))
+    best = cheapest_by_hand(graph, have, want)
+    if best == float("inf"):
+        with pytest.raises(LayoutError, match="no chain of collectives leads from"):
+            cheapest_tree(graph, have, want)
+        return
+    arcs, time_s = cheapest_tree(graph, have, want)
+    assert time_s == pytest.approx(best)
+    assert time_s == pytest.approx(sum(a.time_s for a in arcs))
+    ready = set(have)
+    for arc in arcs:
+        assert arc.src in ready and arc.dst not in ready, "each step reads what is there and makes what is not"
+        ready.add(arc.dst)
+    assert want <= ready
+
+
+def test_one_gather_serves_all_readers_and_what_is_at_hand_costs_nothing() -> None:
+    source, split_rows, whole = Layout.parse("S(0)"), Layout.parse("S(1)"), Layout.parse("R")
+    graph = layout_graph((8, 8), FLOAT, (2,), [source], [whole, split_rows], by_bytes)
+    arcs, _ = cheapest_tree(graph, [graph.index[source]], [graph.index[whole], graph.index[split_rows]])
+    assert [a.collective.kind for a in arcs] == ["all_gather", "slice"]
+    assert cheapest_tree(graph, [graph.index[source], graph.index[whole]], [graph.index[whole]]) == ((), 0.0)
+
+
+def test_many_wanted_layouts_are_all_made_and_cost_no_more_than_each_alone() -> None:
+    shape, mesh_shape = (8, 8), (2, 2)
+    layouts = all_layouts(shape, mesh_shape)
+    source = Layout.parse("S(0) S(1)")
+    graph = layout_graph(shape, FLOAT, mesh_shape, [source], layouts, by_bytes)
+    want = [graph.index[layout] for layout in layouts]
+    arcs, time_s = cheapest_tree(graph, [graph.index[source]], want)
+    assert set(want) <= reached({graph.index[source]}, arcs)
+    assert time_s <= sum(cheapest_tree(graph, [graph.index[source]], [w])[1] for w in want)
+    assert len(arcs) == len({a.dst for a in arcs}), "nothing is made twice"
+
+
+def test_without_a_version_at_hand_nothing_can_be_made() -> None:
+    graph = layout_graph((4,), FLOAT, (2,), [Layout.parse("R")], [Layout.parse("S(0)")], unit_price)
+    with pytest.raises(LayoutError, match=r"no version is at hand to make S\(0\) from"):
+        cheapest_tree(graph, [], [graph.index[Layout.parse("S(0)")]])
+    with pytest.raises(LayoutError, match=r"no chain of collectives leads from .*R.* to P"):
+        cheapest_chain((4,), FLOAT, (2,), Layout.parse("R"), Layout.parse("P"), unit_price)
