@@ -21,6 +21,7 @@ from autopar.hardware import HardwareProfile  # noqa: E402
 from autopar.mesh import Mesh  # noqa: E402
 from autopar.plans import Plan  # noqa: E402
 from benchmarks.random_plans import prepare, random_plan  # noqa: E402
+from benchmarks.zoo import build  # noqa: E402
 
 pytestmark = pytest.mark.multiproc
 MESH = Mesh({"a": 2, "b": 2})
@@ -79,3 +80,14 @@ def test_three_processes_train_a_model_whose_dims_they_do_not_divide() -> None:
         facts = fact["gpt2"]
         assert facts["sharded"] and facts["state"]["same"] and facts["state"]["apart"]
         assert max(facts["loss"]) < 2e-6 and max(facts["norm"]) < 1e-5 and facts["parameters"] < 1e-5
+
+
+def test_dropout_is_the_same_on_one_process_and_on_four() -> None:
+    model, batch = build("gpt2", dropout=0.2, dtype=torch.float64)
+    plan, program = random_plan(prepare(model, batch, MESH, HardwareProfile.load("cpu-gloo")), 0)
+    assert program.collectives
+    worker = str(Path(__file__).parent / "worker_dropout.py")
+    (alone,) = run_processes(1, worker, "run", None)
+    together = run_processes(4, worker, "run", plan.dumps())
+    assert len(set(alone)) == 3 and len({tuple(losses) for losses in together}) == 1
+    torch.testing.assert_close(torch.tensor(together[0]), torch.tensor(alone), rtol=2e-6, atol=0)
