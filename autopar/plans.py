@@ -52,6 +52,7 @@ class Entry:
         time_s: compute time of one instance.
         replicated: whether a tensor op runs replicated for want of a rule (reported with its cost).
         source: the user's own line.
+        discovered: the ops among the nodes whose rule was found by experiment.
     """
 
     key: str
@@ -66,6 +67,7 @@ class Entry:
     runner_up: RunnerUp | None
     replicated: bool
     source: str
+    discovered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +263,7 @@ def _instances(data: list[list[int]]) -> tuple[tuple[int, ...], ...]:
 def _entry(data: Mapping[str, Any]) -> Entry:
     runner_up = RunnerUp(**data["runner_up"]) if data["runner_up"] else None
     changed = {"instances": _instances(data["instances"]), "nodes": _choices(data["nodes"]), "recompute": _choices(data["recompute"])}
-    return Entry(**{**data, **changed, "runner_up": runner_up})
+    return Entry(**{**data, **changed, "runner_up": runner_up, "discovered": tuple(data.get("discovered", ()))})
 
 
 def _communication(data: Mapping[str, Any]) -> Communication:

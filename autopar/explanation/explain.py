@@ -98,13 +98,18 @@ class Explanation(Readable):
                 yield escape(part.name), part.main.op, chosen, part.runner_up.strategy, delta
 
     def _replicated(self) -> Iterator[RenderableType]:
-        entries = [entry for part in self.parts for entry in part.entries if entry.replicated]
-        if entries:
-            whole = max(self.plan.prediction.step_s, 1e-30)
-            rows = [(e.op, escape(e.module), share(e.time_s * len(e.instances) / whole), escape(e.source)) for e in entries]
-            yield from table("Ops that run replicated because no rule is known", ("op", "module", ">share of the step", "line"), rows)
+        entries = [entry for part in self.parts for entry in part.entries]
+        columns = ("op", "module", ">share of the step", "line")
+        if rows := [self._cost(entry.op, entry) for entry in entries if entry.replicated]:
+            yield from table("Ops that run replicated because no rule is known", columns, rows)
         elif self.pattern is None:
             yield Text("Every op has a rule: none runs replicated for want of one.")
+        if rows := [self._cost(op, entry) for entry in entries for op in entry.discovered]:
+            yield from table("Ops whose rule was found by experiment", columns, rows)
+
+    def _cost(self, op: str, entry: Entry) -> tuple[str, ...]:
+        whole = max(self.plan.prediction.step_s, 1e-30)
+        return op, escape(entry.module), share(entry.time_s * len(entry.instances) / whole), escape(entry.source)
 
 
 def explain(plan: Plan, *, module: str | None = None) -> Explanation:

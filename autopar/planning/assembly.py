@@ -18,7 +18,8 @@ from autopar.mesh import Mesh
 from autopar.planning.timeline import timeline
 from autopar.plans import Communication, Entry, Fingerprint, Kept, NodeChoice, Plan, Prediction, Proof, RunnerUp
 from autopar.problem import Choices
-from autopar.rules import is_fallback
+from autopar.rules import is_discovered, is_fallback
+from autopar.rules.call import op_name
 from autopar.solve import Evaluation
 from autopar.strategies import Ref, pattern_of
 
@@ -92,6 +93,7 @@ def _entries(draft: Draft) -> Iterable[Entry]:
             runner_up=draft.runner_ups.get(index),
             replicated=first is not None and any(is_fallback(m.call) for m in first.members),
             source=portable_line(sources.get(first.members[0].node, "")) if first else "",
+            discovered=tuple(dict.fromkeys(op_name(m.call.target) for m in first.members if is_discovered(m.call))) if first else (),
         )
 
 

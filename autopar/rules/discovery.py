@@ -40,7 +40,7 @@ _COMMUNICATING = ("_c10d_functional", "c10d", "c10d_functional", "_c10d_function
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """What experiments gave: options, replicate-everything first; where that is the only one, `reason` says why."""
+    """What experiments gave: options, replicate-everything first; where none splits anything, `reason` says why."""
 
     options: tuple[AxisOption, ...]
     reason: str = ""

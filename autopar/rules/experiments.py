@@ -33,7 +33,7 @@ _MOST_OPTIONS = 24
 
 
 def experiment(call: Call, known: Sequence[AxisOption] = (), *, careful: bool = False) -> tuple[tuple[AxisOption, ...], str]:
-    """The options of a call but replicate-everything; where there are none, why.
+    """The options of a call but replicate-everything; where none of them splits it, why.
 
     Args:
         known: what an earlier experiment gave. Where all of it obeys the law, it is the answer.
@@ -49,7 +49,8 @@ def experiment(call: Call, known: Sequence[AxisOption] = (), *, careful: bool = 
         options = _proven(call, known, trials)
         if not known or len(options) < len(known):
             options = _proven(call, _proposals(call, trials[0], careful), trials)
-    return options, "" if options else "no split of it reproduces the whole"
+    is_split = any(isinstance(p, Shard) for option in options for p in option.inputs)
+    return options, "" if is_split else "no split of it reproduces the whole"
 
 
 def _tells(trials: Iterable[Trial]) -> bool:

@@ -14,17 +14,17 @@ from autopar.rules.table import rule_of
 
 
 def is_fallback(call: Call) -> bool:
-    """Whether the op has no rule, and none was discovered: it can only run replicated."""
+    """Whether the op has no rule, and none was discovered that splits it: every rank does all of it."""
     return rule_of(call.target) is None and not is_discovered(call)
 
 
 def is_discovered(call: Call) -> bool:
-    """Whether the call's options were found by experiment."""
-    return rule_of(call.target) is None and len(discover(call).options) > 1
+    """Whether ways to split the call were found by experiment."""
+    return rule_of(call.target) is None and not discover(call).reason
 
 
 def why_replicated(call: Call) -> str:
-    """Why a call that `is_fallback` has no options."""
+    """Why a call that `is_fallback` cannot be split."""
     return discover(call).reason
 
 

@@ -50,6 +50,11 @@ def whole(x: Tensor) -> Tensor:
     return torch.linalg.svdvals(x)
 
 
+@torch.library.custom_op("tests_discovery::backwards", mutates_args=())
+def backwards(x: Tensor) -> Tensor:
+    return x.cumsum(0).flip(0)
+
+
 @torch.library.custom_op("tests_discovery::crashing", mutates_args=())
 def crashing(x: Tensor, y: Tensor) -> Tensor:
     """As kernels do that trust their operands."""
@@ -130,6 +135,11 @@ def test_settings_that_are_sizes_are_found_in_the_small() -> None:
 )
 def test_what_cannot_be_split_is_replicated_and_says_why(made: Any, why: str) -> None:
     assert is_fallback(made()) and len(axis_options(made())) == 1 and why in why_replicated(made())
+
+
+def test_an_op_that_only_passes_partial_sums_is_replicated_all_the_same() -> None:
+    made = call(mine.backwards.default, torch.ones(8))
+    assert shown(made) == ["R -> R", "P(sum) -> P(sum)"] and is_fallback(made) and "no split" in why_replicated(made)
 
 
 def test_an_op_that_kills_the_process_on_parts_that_do_not_belong_together_does_not_kill_ours() -> None:

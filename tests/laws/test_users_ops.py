@@ -1,0 +1,151 @@
+"""Models with ops that autopar has no row for: planned by what experiments find, verified, and said so in the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar import AutoparError, Mesh
+from autopar.errors import PlanError
+from autopar.rules import register, unregister
+from autopar.rules.table import REGISTERED
+
+
+@torch.library.custom_op("tests_users_ops::squash", mutates_args=())
+def squash(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w)
+
+
+@torch.library.custom_op("tests_users_ops::squash_backward", mutates_args=())
+def squash_backward(grad: Tensor, x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    inner = grad * (1 - y * y)
+    return inner @ w.mT, x.mT @ inner
+
+
+@torch.library.custom_op("tests_users_ops::tangled", mutates_args=())
+def tangled(x: Tensor) -> Tensor:
+    """Every element of the result depends on every element of the operand."""
+    return x * torch.tanh(x.flatten().cumsum(0).flip(0).view(x.shape))
+
+
+@torch.library.custom_op("tests_users_ops::tangled_backward", mutates_args=())
+def tangled_backward(grad: Tensor, x: Tensor) -> Tensor:
+    factor = torch.tanh(x.flatten().cumsum(0).flip(0))
+    through = (grad.flatten() * x.flatten() * (1 - factor * factor)).cumsum(0).flip(0)
+    return (grad.flatten() * factor + through).view(x.shape)
+
+
+def _set_up() -> None:
+    squash.register_fake(lambda x, w: x.new_empty(x.shape[0], w.shape[1]))
+    squash_backward.register_fake(lambda grad, x, w, y: (torch.empty_like(x), torch.empty_like(w)))
+    tangled.register_fake(torch.empty_like)
+    tangled_backward.register_fake(lambda grad, x: torch.empty_like(x))
+    squash.register_autograd(
+        lambda ctx, grad: squash_backward(grad, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output),
+    )
+    tangled.register_autograd(
+        lambda ctx, grad: tangled_backward(grad, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+
+
+_set_up()
+
+
+class Made(nn.Module):
+    def __init__(self, op: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.weight, self.op = nn.Parameter(torch.randn(64, 48) / 8), op
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(x, self.weight)
+
+
+class Net(nn.Module):
+    def __init__(self, op: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.up, self.made = nn.Linear(32, 64), Made(op)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.made(self.up(x)).pow(2).sum()
+
+
+def plain(x: Tensor, w: Tensor) -> Tensor:
+    return torch.ops.tests_users_ops.squash(x, w)
+
+
+def knotted(x: Tensor, w: Tensor) -> Tensor:
+    return torch.ops.tests_users_ops.tangled(x @ w)
+
+
+BATCH = {"x": torch.randn(16, 32, generator=torch.Generator().manual_seed(0))}
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    yield
+    for op in list(REGISTERED):
+        unregister(op)
+
+
+def made(model: nn.Module, **options: object) -> autopar.Plan:
+    return autopar.plan(model, Mesh({"a": 2, "b": 2}), example_inputs=BATCH, hardware="cpu-gloo", **options)
+
+
+def ops_of(plan: autopar.Plan) -> tuple[set[str], set[str]]:
+    """Names of the ops whose rule was discovered, and of those that run replicated for want of one."""
+    return {op for e in plan.entries for op in e.discovered}, {e.op for e in plan.entries if e.replicated}
+
+
+def test_ops_without_a_rule_are_discovered_planned_and_verified() -> None:
+    torch.manual_seed(0)
+    model = Net(plain)
+    plan = made(model, strict=True)
+    discovered, replicated = ops_of(plan)
+    assert discovered == {"tests_users_ops.squash.default", "tests_users_ops.squash_backward.default"} and not replicated
+    assert autopar.verify(plan, model, BATCH).ok
+    assert "found by experiment" in str(autopar.explain(plan)) and "tests_users_ops.squash.default" in str(autopar.explain(plan))
+
+
+def test_discovered_splits_are_used() -> None:
+    """Splitting the columns over both axes is forced on the weight: the op has to take it."""
+    torch.manual_seed(0)
+    model = Net(plain)
+    plan = made(model, constraints=(autopar.constraints.layout("made", weight="S(1) S(1)"),))
+    assert any(str(s.inputs[1]) == "S(1) S(1)" for node, s in plan.node_choices().items() if "/squash/" in node)
+    assert autopar.verify(plan, model, BATCH).ok
+
+
+def test_the_plan_file_keeps_what_was_discovered(tmp_path: Path) -> None:
+    plan = made(Net(plain))
+    plan.save(tmp_path / "plan.json")
+    assert autopar.Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_registered_op_is_not_reported() -> None:
+    register(squash, "m _, _ n -> m n")
+    register(squash_backward, "m _, m _, _ _, m _ -> m _, _ _")
+    assert ops_of(made(Net(plain))) == (set(), set())
+
+
+def test_an_op_that_cannot_be_split_runs_replicated_and_says_so() -> None:
+    torch.manual_seed(0)
+    model = Net(knotted)
+    plan = made(model)
+    assert ops_of(plan) == (set(), {"tangled", "tangled_backward"}) and autopar.verify(plan, model, BATCH).ok
+    text = str(autopar.explain(plan))
+    assert "run replicated" in text and "test_users_ops.py" in text and "%" in text
+
+
+def test_strict_refuses_ops_that_run_replicated_with_their_line_and_cost() -> None:
+    with pytest.raises(AutoparError, match="run replicated") as refused:
+        made(Net(knotted), strict=True)
+    assert "made/tangled/forward" in str(refused.value) and "% of the step" in str(refused.value)
+    assert "test_users_ops.py" in str(refused.value) and not isinstance(refused.value, PlanError)
