@@ -139,9 +139,9 @@ def test_a_large_reduction_over_a_fast_and_a_slow_axis_comes_out_hierarchical() 
         moved = {"all_gather": c.bytes * 4, "all_reduce": 2 * c.bytes}.get(c.kind, c.bytes)
         return 0.0 if c.kind == "slice" else 1.0 + moved * (100.0 if c.axis == 0 else 1.0)
 
-    # a dim must be named by some layout for the way through it to be there
+    # the dim is named by some layout, on whatever axis
     source, target = Layout.parse("P P"), Layout.parse("R R")
-    graph = layout_graph((64, 64), FLOAT, (2, 4), [source], [target, Layout.parse("R S(0)")], price)
+    graph = layout_graph((64, 64), FLOAT, (2, 4), [source], [target, Layout.parse("S(0) R")], price)
     arcs, _ = cheapest_tree(graph, [graph.index[source]], [graph.index[target]])
     assert [(a.collective.kind, a.collective.axis) for a in arcs] == [("reduce_scatter", 1), ("all_reduce", 0), ("all_gather", 1)]
 
