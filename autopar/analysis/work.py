@@ -91,7 +91,8 @@ def _describe(target: Callable[..., Any]) -> tuple[str, bool]:
     if isinstance(target, torch._ops.OpOverload):
         name = str(target.overloadpacket)
         return name, target.is_view or name in ("aten._unsafe_view", "aten.reshape")
-    return f"{target.__module__}.{target.__name__}", False
+    unit = ".".join(target.__module__.split(".")[:2])  # as users know it: `autopar.ops`, not the file
+    return f"{unit}.{target.__name__}", False
 
 
 @lru_cache(maxsize=64)

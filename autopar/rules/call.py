@@ -129,7 +129,8 @@ def op_name(target: Any) -> str:
     """The op as users read it: ``aten.mm.default``, ``ops.dot``."""
     if getattr(target, "_schema", None) is not None or not hasattr(target, "__name__"):
         return str(target)
-    return f"{str(target.__module__).removeprefix('autopar.').removeprefix('_')}.{target.__name__}"
+    module = str(target.__module__).removeprefix("autopar.").removeprefix("_").split(".")[0]
+    return f"{module}.{target.__name__}"
 
 
 def where_of(node: fx.Node) -> Where:

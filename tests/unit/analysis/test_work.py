@@ -63,12 +63,15 @@ def test_a_dot_counts_every_letter_once() -> None:
     assert found.flops == 2 * 2 * 3 * 5 * 7 * 11
 
 
-def test_attention_counts_both_products_and_causal_half_of_them() -> None:
+def test_attention_counts_both_products_and_causal_half_of_the_square() -> None:
     q, k, v, out, lse = infos((2, 8, 16, 4), (2, 2, 32, 4), (2, 2, 32, 6), (2, 8, 16, 6), (2, 8, 16))
     full = work(ops.attention, (0, 1, 2, None, False, 0.5), {}, [q, k, v], [out, lse])
     assert full == Work(2 * 2 * 8 * 16 * 32 * (4 + 6), sum(4 * torch.Size(i.shape).numel() for i in (q, k, v, out, lse)), "attention")
     causal = work(ops.attention, (0, 1, 2, None), {"is_causal": True, "scale": 0.5}, [q, k, v], [out, lse])
-    assert causal.flops == full.flops // 2
+    assert causal.flops == full.flops * 3 // 4  # the last 16 of 32 queries see all keys but half of their own square
+    square = infos((2, 8, 32, 4), (2, 2, 32, 4), (2, 2, 32, 6), (2, 8, 32, 6), (2, 8, 32))
+    halves = [work(ops.attention, (0, 1, 2, None, seen, 0.5), {}, square[:3], square[3:]).flops for seen in (False, True)]
+    assert halves[1] == halves[0] // 2
 
 
 def test_attention_s_backward_counts_five_products_for_two() -> None:

@@ -1,146 +1,11 @@
-"""The functions that stand in normal-form graphs beside ATen ops. Each is its own reference: plain calls of ATen.
-
-They exist because their ATen spelling cannot be sharded: `dot` keeps batch and sequence apart where ATen flattens them;
-`embedding` and the pieces of the cross entropy work on a part of the vocabulary, told by `start`, its first index;
-`attention` is one op on every device. None is differentiable: backward is written out in the graph.
-"""
+"""Attention as one op on every device, and on a part of the queries or of the heads."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True)
-class _Dot:
-    """An equation as one matrix product of `first` by `second`: permutations to [batch, rows, inner] and [batch, inner, columns].
-
-    `swapped` says that the left operand is the second factor, as where its own dims come last in the result.
-    """
-
-    swapped: bool
-    first: tuple[int, ...]
-    second: tuple[int, ...]
-    num_batch: int
-    num_rows: int
-    num_inner: int
-    result: tuple[int, ...] | None
-
-
-@lru_cache(maxsize=4096)
-def _dot_plan(equation: str) -> _Dot:
-    left, right, result = (term.strip() for side in equation.split("->") for term in side.split(","))
-    shared = [letter for letter in result if letter in left and letter in right]
-    own = {term: [letter for letter in result if letter in term and letter not in shared] for term in (left, right)}
-    inner = [letter for letter in left if letter in right and letter not in result]
-    expected = len(shared) + len(inner)
-    if len(left) != expected + len(own[left]) or len(right) != expected + len(own[right]):
-        raise ValueError(f"not a product of two operands: {equation!r}")
-    swapped = bool(own[left]) and bool(own[right]) and result.index(own[left][0]) > result.index(own[right][0])
-    first, second = (right, left) if swapped else (left, right)
-    natural = [*shared, *own[first], *own[second]]
-    return _Dot(
-        swapped=swapped,
-        first=tuple(first.index(letter) for letter in (*shared, *own[first], *inner)),
-        second=tuple(second.index(letter) for letter in (*shared, *inner, *own[second])),
-        num_batch=len(shared),
-        num_rows=len(own[first]),
-        num_inner=len(inner),
-        result=None if "".join(natural) == result else tuple(natural.index(letter) for letter in result),
-    )
-
-
-def dot(equation: str, a: Tensor, b: Tensor) -> Tensor:
-    """Product of two tensors by Einstein's convention, ``dot("bsk,nk->bsn", x, weight)``; contiguous in the output's order.
-
-    Each letter is in two of the three terms or in all of them. One `mm` or `bmm`; contiguous operands are not copied.
-    """
-    # a compiler traces through the cache's own function: it folds the equation into constants
-    plan = _dot_plan.__wrapped__(equation) if torch.compiler.is_compiling() else _dot_plan(equation)
-    first, second = (b, a) if plan.swapped else (a, b)
-    first, second = first.permute(plan.first), second.permute(plan.second)
-    batch, rows = first.shape[: plan.num_batch], first.shape[plan.num_batch : plan.num_batch + plan.num_rows]
-    inner, columns = first.shape[plan.num_batch + plan.num_rows :], second.shape[plan.num_batch + plan.num_inner :]
-    shapes = (rows.numel(), inner.numel()), (inner.numel(), columns.numel())
-    if batch:
-        product = torch.bmm(first.reshape(batch.numel(), *shapes[0]), second.reshape(batch.numel(), *shapes[1]))
-    else:
-        product = torch.mm(first.reshape(shapes[0]), second.reshape(shapes[1]))
-    product = product.view((*batch, *rows, *columns))
-    return product if plan.result is None else product.permute(plan.result).contiguous()
-
-
-def embedding(weight: Tensor, ids: Tensor, start: int | None = None, size: int | None = None) -> Tensor:
-    """Rows of `weight` [v, d] for `ids` [...] → [..., d].
-
-    With `start`, `weight` is the part of a table of `size` rows whose first row is `start`, and rows outside of it are
-    zeros: the parts add up to the whole result.
-
-    Raises:
-        IndexError, RuntimeError: where an id is no row of the table (on a GPU, as ever, a device-side assertion).
-    """
-    if start is None:
-        return aten.embedding.default(weight, ids)
-    _assert_inside(ids, size, "token ids")
-    local, inside = _local_index(ids, start, weight.shape[0])
-    return aten.embedding.default(weight, local).mul_(inside.unsqueeze(-1))
-
-
-def embedding_backward(grad: Tensor, ids: Tensor, num_rows: int, start: int | None = None, padding_idx: int = -1) -> Tensor:
-    """Gradient [num_rows, d] of `embedding`'s weight, given that of its result, `grad` [..., d].
-
-    With `start`, that of the part of `num_rows` rows that begins there. The row `padding_idx` of the table gets none.
-    """
-    if start is None:
-        return aten.embedding_dense_backward.default(grad, ids, num_rows, padding_idx, False)
-    local, inside = _local_index(ids, start, num_rows)
-    local = torch.where(inside & (ids != padding_idx), local, -1)  # -1 is the index that the ATen op skips here
-    return aten.embedding_dense_backward.default(grad, local, num_rows, -1, False)
-
-
-def sum_exp(x: Tensor, m: Tensor) -> Tensor:
-    """Σ exp(x − m) over the last dim of `x` [..., v], with `m` [...] → [...], in at least float32.
-
-    With the vocabulary split and `m` the global maximum, the parts add up.
-    """
-    return _exp_minus(x, m).sum(-1)
-
-
-def pick(x: Tensor, index: Tensor, ignored: int, start: int = 0, size: int | None = None) -> Tensor:
-    """``x[..., index − start]`` of `x` [..., v], for `index` [...] → [...]; 0 where that is outside of 0…v−1.
-
-    Args:
-        ignored: the index that stands for no class.
-        start, size: where `x` is a part of the classes, its first one and the number of all.
-
-    Raises:
-        RuntimeError: where an index is neither a class nor `ignored`.
-    """
-    _assert_inside(torch.where(index == ignored, 0, index), x.shape[-1] if size is None else size, "labels")
-    local, inside = _local_index(index, start, x.shape[-1])
-    return x.gather(-1, local.unsqueeze(-1)).squeeze(-1).mul_(inside)
-
-
-def cross_entropy_backward(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0) -> Tensor:
-    """Gradient ``(exp(x − m) / s − onehot(index − start)) · scale`` of the cross entropy, with the shape and dtype of `x`.
-
-    Args:
-        x: logits [..., v], or the part of them whose first class is `start`.
-        m, s: row maximum and `sum_exp` of all logits [...].
-        index: class of each row [...]; an index outside of the vocabulary has no one.
-        scale: gradient of each row's loss [...].
-    """
-    local, inside = _local_index(index, start, x.shape[-1])
-    grad = _exp_minus(x, m).div_(s.unsqueeze(-1))
-    grad.scatter_add_(-1, local.unsqueeze(-1), inside.to(grad.dtype).neg_().unsqueeze(-1))
-    return grad.mul_(scale.unsqueeze(-1)).to(x.dtype)
-
-
 Heads = tuple[int, int, int]
 
 
@@ -256,26 +121,6 @@ def _placed(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, q_start:
         return mask, is_causal
     rows = torch.arange(q_start, q_start + q.shape[2], device=q.device)
     return rows.unsqueeze(1) >= torch.arange(k.shape[2], device=q.device), False
-
-
-def _assert_inside(index: Tensor, size: int | None, what: str) -> None:
-    """Without waiting for the device."""
-    if size is not None:
-        torch._assert_async(((index >= 0) & (index < size)).all(), f"{what} must be in 0…{size - 1}")
-
-
-def _local_index(index: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
-    """`index` − `start` brought into 0…size−1, and where it was inside."""
-    local = index - start
-    inside = (local >= 0) & (local < size)
-    return local.clamp_(0, max(size - 1, 0)), inside
-
-
-def _exp_minus(x: Tensor, m: Tensor) -> Tensor:
-    """exp(x − m) in at least float32, in one temporary of x's size."""
-    shift = m.unsqueeze(-1)
-    difference = x.float().sub_(shift) if x.dtype in (torch.float16, torch.bfloat16) else x - shift
-    return difference.exp_()
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

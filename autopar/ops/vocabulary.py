@@ -1,0 +1,94 @@
+"""Look-ups and losses on a part of the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def embedding(weight: Tensor, ids: Tensor, start: int | None = None, size: int | None = None) -> Tensor:
+    """Rows of `weight` [v, d] for `ids` [...] → [..., d].
+
+    With `start`, `weight` is the part of a table of `size` rows whose first row is `start`, and rows outside of it are
+    zeros: the parts add up to the whole result.
+
+    Raises:
+        IndexError, RuntimeError: where an id is no row of the table (on a GPU, as ever, a device-side assertion).
+    """
+    if start is None:
+        return aten.embedding.default(weight, ids)
+    _assert_inside(ids, size, "token ids")
+    local, inside = _local_index(ids, start, weight.shape[0])
+    return aten.embedding.default(weight, local).mul_(inside.unsqueeze(-1))
+
+
+def embedding_backward(grad: Tensor, ids: Tensor, num_rows: int, start: int | None = None, padding_idx: int = -1) -> Tensor:
+    """Gradient [num_rows, d] of `embedding`'s weight, given that of its result, `grad` [..., d].
+
+    With `start`, that of the part of `num_rows` rows that begins there. The row `padding_idx` of the table gets none.
+    """
+    if start is None:
+        return aten.embedding_dense_backward.default(grad, ids, num_rows, padding_idx, False)
+    local, inside = _local_index(ids, start, num_rows)
+    local = torch.where(inside & (ids != padding_idx), local, -1)  # -1 is the index that the ATen op skips here
+    return aten.embedding_dense_backward.default(grad, local, num_rows, -1, False)
+
+
+def sum_exp(x: Tensor, m: Tensor) -> Tensor:
+    """Σ exp(x − m) over the last dim of `x` [..., v], with `m` [...] → [...], in at least float32.
+
+    With the vocabulary split and `m` the global maximum, the parts add up.
+    """
+    return _exp_minus(x, m).sum(-1)
+
+
+def pick(x: Tensor, index: Tensor, ignored: int, start: int = 0, size: int | None = None) -> Tensor:
+    """``x[..., index − start]`` of `x` [..., v], for `index` [...] → [...]; 0 where that is outside of 0…v−1.
+
+    Args:
+        ignored: the index that stands for no class.
+        start, size: where `x` is a part of the classes, its first one and the number of all.
+
+    Raises:
+        RuntimeError: where an index is neither a class nor `ignored`.
+    """
+    _assert_inside(torch.where(index == ignored, 0, index), x.shape[-1] if size is None else size, "labels")
+    local, inside = _local_index(index, start, x.shape[-1])
+    return x.gather(-1, local.unsqueeze(-1)).squeeze(-1).mul_(inside)
+
+
+def cross_entropy_backward(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0) -> Tensor:
+    """Gradient ``(exp(x − m) / s − onehot(index − start)) · scale`` of the cross entropy, with the shape and dtype of `x`.
+
+    Args:
+        x: logits [..., v], or the part of them whose first class is `start`.
+        m, s: row maximum and `sum_exp` of all logits [...].
+        index: class of each row [...]; an index outside of the vocabulary has no one.
+        scale: gradient of each row's loss [...].
+    """
+    local, inside = _local_index(index, start, x.shape[-1])
+    grad = _exp_minus(x, m).div_(s.unsqueeze(-1))
+    grad.scatter_add_(-1, local.unsqueeze(-1), inside.to(grad.dtype).neg_().unsqueeze(-1))
+    return grad.mul_(scale.unsqueeze(-1)).to(x.dtype)
+
+
+def _assert_inside(index: Tensor, size: int | None, what: str) -> None:
+    """Without waiting for the device."""
+    if size is not None:
+        torch._assert_async(((index >= 0) & (index < size)).all(), f"{what} must be in 0…{size - 1}")
+
+
+def _local_index(index: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
+    """`index` − `start` brought into 0…size−1, and where it was inside."""
+    local = index - start
+    inside = (local >= 0) & (local < size)
+    return local.clamp_(0, max(size - 1, 0)), inside
+
+
+def _exp_minus(x: Tensor, m: Tensor) -> Tensor:
+    """exp(x − m) in at least float32, in one temporary of x's size."""
+    shift = m.unsqueeze(-1)
+    difference = x.float().sub_(shift) if x.dtype in (torch.float16, torch.bfloat16) else x - shift
+    return difference.exp_()
