@@ -284,3 +284,34 @@ def test_a_buffer_that_forward_binds_anew_is_refused_and_one_changed_in_place_is
         return
     with pytest.raises(CaptureError, match=r"binds a buffer or a parameter to a new tensor(.|\n)*in module 1\n(.|\n)*copy_"):
         capture(model, (x,))
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * grad * x.square()
+
+
+class OwnBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Cubed.apply(self.linear(x)).sum()
+
+
+def test_what_a_users_backward_computes_belongs_to_the_backward() -> None:
+    model, x = OwnBackward().double(), torch.randn(3, 4).double()
+    trace = capture(model, (x,))
+    phases = {node.meta["phase"] for node in trace.graph.nodes if node.meta.get("source", "").endswith("return 3 * grad * x.square()")}
+    assert phases == {"backward"}
+    _, gradients = _run(trace, model, x)
+    model(x).backward()
+    _assert_gradients(gradients, model)
