@@ -1,0 +1,337 @@
+"""Rules that are wrong on purpose, by what is wrong with them: WRONG[name] is the op and the row it gets instead of its own;
+MISPLACED[name] the op and the local arguments; UNEVEN[name] the same, right wherever all parts are equal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rule_cases import Built, Case, on, real
+from torch.distributed.tensor import Shard
+
+from autopar import norm_ops, ops, random_ops
+from autopar.layout import local_shape
+from autopar.rules import families as f
+from autopar.rules.call import Call, argument
+from autopar.rules.localization import Local, Start
+from autopar.rules.losses import mean_loss_part
+from autopar.rules.notation import WHOLE, Factors, parse
+from autopar.rules.rows import BOTH, EITHER, FIRST, Row
+
+aten = torch.ops.aten
+
+
+def always(text: str, *linear: tuple[int, ...], reduce_op: str = "sum") -> Row:
+    return Row(text, linear, reduce_op)
+
+
+def inner_factor(call: Call) -> Factors:
+    """A view that keeps the last dim of each group split, as if the leading ones were whole."""
+    right = f.view(call)
+    return Factors((right.inputs[0][1:] + right.inputs[0][:1],), right.outputs, linear=((0,),))
+
+
+def flattened(call: Call) -> Factors:
+    """Any dim of a view that has the size of the one before it."""
+    before, after = call.inputs[0].shape, call.outputs[0].shape
+    letters = [f"d{d}" if d < len(after) and after[d] == size else WHOLE for d, size in enumerate(before)]
+    return Factors((tuple(letters),), (tuple(f"d{d}" for d in range(len(after))),))
+
+
+def kept_in_place(call: Call) -> Factors:
+    """A permutation taken for the identity."""
+    term = tuple(f"d{d}" for d in range(len(call.inputs[0].shape)))
+    return Factors((term,), (term,))
+
+
+def selected(call: Call) -> Factors:
+    """The selected dim taken for the last."""
+    term = tuple(f"d{d}" for d in range(len(call.inputs[0].shape)))
+    return Factors((term,), (term[:-1],) * len(call.outputs))
+
+
+def sliced(call: Call) -> Factors:
+    """A slice that leaves its dim split."""
+    term = tuple(f"d{d}" for d in range(len(call.inputs[0].shape)))
+    return Factors((term,), (term,))
+
+
+def stacked(call: Call) -> Factors:
+    """The new dim taken for the first."""
+    term = tuple(f"d{d}" for d in range(len(call.inputs[0].shape)))
+    return Factors((term,) * len(call.inputs), ((WHOLE, *term),))
+
+
+def appended(call: Call) -> Factors:
+    """The dim along which operands are put together split in all of them."""
+    term = tuple(f"d{d}" for d in range(len(call.inputs[0].shape)))
+    return Factors((term,) * len(call.inputs), (term,))
+
+
+def indexed(call: Call) -> Factors:
+    """The indexed dim split with the index."""
+    right = f.index(call)
+    return Factors((("i0", *right.inputs[0][1:]), *right.inputs[1:]), right.outputs)
+
+
+def gathered(call: Call) -> Factors:
+    """All dims split, that along which it gathers too."""
+    term = tuple(f"d{d}" for d in range(len(call.inputs[0].shape)))
+    return Factors((term, term), (term,))
+
+
+def searched(call: Call) -> Factors:
+    """All dims in order, whether or not there is one row for all."""
+    result = ("d0", WHOLE, WHOLE)[: len(call.outputs[0].shape)]
+    return Factors(tuple(tuple(f"d{d}" for d in range(len(i.shape))) for i in call.inputs), (result,))
+
+
+def spatial_convolution(call: Call) -> Factors:
+    """Rows of pixels split without those that the kernel needs beyond them."""
+    return parse("n _ h _, _ _ _ _, _ -> n _ h _", call)
+
+
+def swapped_channels(call: Call) -> Factors:
+    return parse("n o _ _, o c _ _, _ -> n c _ _", call)
+
+
+def biased_convolution(call: Call) -> Factors:
+    """A bias that every rank adds to its partial sum."""
+    return parse("n c _ _, o c _ _, o -> n o _ _", call)
+
+
+def causal_backward(call: Call) -> Factors:
+    """Gradients of key and value not added over the query's parts."""
+    q = "b h q _"
+    return parse(f"{q}, {q}, b h _ _, b h _ _, {q}, b h q, {q} -> {q}, b h _ =q _, b h _ =q _", call)
+
+
+_AS_POINTWISE = f.pointwise()
+WRONG: Mapping[str, tuple[Any, f.Family]] = {
+    "letters of the result swapped": (aten.mm.default, always("m k, k n -> n m")),
+    "letters of an operand swapped": (aten.mm.default, always("m k, n k -> m n")),
+    "a contraction that every rank has in full": (aten.mm.default, always("m k, k n -> m =k n")),
+    "a contraction that takes the maximum": (aten.mm.default, always("m k, k n -> m n", reduce_op="max")),
+    "a product linear in both together": (aten.mm.default, always("m k, k n -> m n", (0, 1))),
+    "a batch split in one operand only": (aten.bmm.default, always("b m k, _ k n -> b m n")),
+    "a bias that every rank adds": (aten.addmm.default, always("m n, m k, k n -> m n")),
+    "a bias left out of the linear set": (aten.addmm.default, always("m n, m _, _ n -> m n", (1,))),
+    "three operands linear together": (aten.baddbmm.default, always("b m n, b m _, b _ n -> b m n", (0, 1, 2))),
+    "an inner product by its largest part": (aten.dot.default, always("k, k -> ", reduce_op="max")),
+    "an outer dim contracted": (aten.mv.default, always("m k, m -> k")),
+    "pixels split without a halo": (aten.convolution.default, spatial_convolution),
+    "input and output channels swapped": (aten.convolution.default, swapped_channels),
+    "a convolution's bias added to partial sums": (aten.convolution.default, biased_convolution),
+    "a weight's gradient not added over the batch": (
+        aten.convolution_backward.default,
+        always("n o _ _, n _ _ _, o _ _ _ -> n _ _ _, o =n _ _ _, o"),
+    ),
+    "a bias' gradient added over input channels": (
+        aten.convolution_backward.default,
+        always("_ _ _ _, _ c _ _, _ c _ _ -> _ c _ _, _ c _ _, _"),
+    ),
+    "keys split, their softmax taken for a sum": (ops.attention, always("b h _ _, b h k _, b h k _, b h _ k -> b h _ _, b h _")),
+    "heads of the queries without those of the keys": (ops.attention, always("b h _ _, b _ _ _, b _ _ _, b _ _ _ -> b h _ _, b h _")),
+    "a key's gradient not added over queries": (ops.attention_backward, causal_backward),
+    "a look-up's parts reduced by maximum": (ops.embedding, Row("v d, ... -> ... d", FIRST, "max")),
+    "a vocabulary split without its start": (aten.embedding.default, Row("v d, ... -> ... d", FIRST)),
+    "a sum of exponentials by its maximum": (ops.sum_exp, Row("... v, ... -> ...", (), "max")),
+    "a sum of exponentials linear": (ops.sum_exp, Row("... v, ... -> ...", FIRST)),
+    "classes of a likelihood split": (aten.nll_loss_forward.default, lambda call: parse("_ c, _, c -> , ", call)),
+    "a mean over a split batch added up": (aten.nll_loss_forward.default, lambda call: parse("n _, n, _ -> , ", call)),
+    "layer norm over a split dim": (aten.native_layer_norm.default, always("a b c, c, c -> a b c, a b _, a b _")),
+    "a norm's weight gradient not added": (
+        aten.native_layer_norm_backward.default,
+        always("... _, ... _, ... _, ... _, _, _ -> ... _, _ =.1 =.2, _ =.1 =.2"),
+    ),
+    "a norm's backward linear in its operand": (
+        aten.native_layer_norm_backward.default,
+        always("... _, ... _, ... _, ... _, _, _ -> ... _, _, _", (0, 1)),
+    ),
+    "pixels of group norm split": (aten.native_group_norm.default, always("n _ h _, _, _ -> n _ h _, n _, n _")),
+    "statistics of group norm whole": (aten.native_group_norm.default, always("_ c _ _, c, c -> _ c _ _, _ _ =c, _ _ =c")),
+    "softmax over a split dim": (aten._softmax.default, _AS_POINTWISE),
+    "logarithms of softmax over a split dim": (aten._log_softmax.default, _AS_POINTWISE),
+    "softmax linear": (aten._softmax.default, f.along(FIRST)),
+    "softmax' backward linear in both": (aten._softmax_backward_data.default, f.along(BOTH)),
+    "batch statistics by maximum": (norm_ops.channel_sum, Row("n c ... -> c", FIRST, "max")),
+    "squares linear": (norm_ops.squared_deviation, Row("n c ..., c -> c", FIRST)),
+    "a channel's mean left whole": (norm_ops.squared_deviation, Row("n c ..., _ -> c")),
+    "a norm of weights over a split dim": (aten._weight_norm_interface.default, always("a b c, a b c -> a b c, a b c")),
+    "pooling over split pixels": (aten.max_pool2d_with_indices.default, always("n c h _ -> n c h _, n c h _")),
+    "a maximum linear": (aten.amax.default, f.reduction("max", linear=True)),
+    "a maximum added up": (aten.amax.default, f.reduction()),
+    "a minimum by maximum": (aten.amin.default, f.reduction("max")),
+    "a sum by maximum": (aten.sum.dim_IntList, f.reduction("max")),
+    "a reduced dim shifted by one": (
+        aten.sum.dim_IntList,
+        lambda call: parse("a b c -> a", call) if len(call.outputs[0].shape) == 1 else parse("... -> ...", call),
+    ),
+    "variances added up": (aten.var.correction, f.reduction()),
+    "products added up": (aten.prod.dim_int, f.reduction()),
+    "norms added up": (aten.linalg_vector_norm.default, f.reduction()),
+    "logarithms of sums added up": (aten.logsumexp.default, f.reduction()),
+    "places of maxima by maximum": (aten.argmax.default, f.reduction("max")),
+    "a running sum along a split dim": (aten.cumsum.default, _AS_POINTWISE),
+    "an order along a split dim": (aten.sort.default, _AS_POINTWISE),
+    "a flip of parts": (aten.flip.default, _AS_POINTWISE),
+    "a roll of parts": (aten.roll.default, _AS_POINTWISE),
+    "a triangle of parts": (aten.tril.default, _AS_POINTWISE),
+    "counts by maximum": (aten.histc.default, always("a b -> _", reduce_op="max")),
+    "a view that splits the inner factor": (aten.view.default, inner_factor),
+    "a view that splits what stays in place": (aten.view.default, flattened),
+    "a permutation forgotten": (aten.permute.default, kept_in_place),
+    "a transposition forgotten": (aten.transpose.int, kept_in_place),
+    "another dim selected": (aten.select.int, selected),
+    "a slice of parts": (aten.slice.Tensor, sliced),
+    "parts put one after the other, the operands too": (aten.cat.default, appended),
+    "the new dim in another place": (aten.stack.default, stacked),
+    "padding with a number passes partial sums": (aten.constant_pad_nd.default, f.along(FIRST, dim=(0, 1))),
+    "padding of parts": (aten.constant_pad_nd.default, sliced),
+    "a repeated dim split": (aten.repeat.default, lambda call: parse("a b -> _ a b", call)),
+    "an indexed dim split": (aten.index.Tensor, indexed),
+    "a dim gathered from split": (aten.gather.default, gathered),
+    "a dim scattered into split": (aten.scatter_add.default, always("a b, a b, a b -> a b")),
+    "values put without what they are put into": (aten.scatter_add.default, always("_ _, _ _, _ _ -> _ _", (2,))),
+    "a partial sum plus a whole": (aten.add.Tensor, f.pointwise(EITHER)),
+    "a product of partial sums": (aten.mul.Tensor, f.pointwise(BOTH)),
+    "a quotient by a partial sum": (aten.div.Tensor, f.pointwise(EITHER)),
+    "an exponential linear": (aten.exp.default, f.pointwise(FIRST)),
+    "a square linear": (aten.pow.Tensor_Scalar, f.pointwise(FIRST)),
+    "a number added to partial sums": (aten.add.Scalar, f.pointwise(FIRST)),
+    "one branch of a choice linear": (aten.where.self, f.pointwise(((1,), (2,)))),
+    "a mask of numbers that are not zero": (aten.masked_fill.Scalar, f.pointwise(FIRST)),
+    "an activation's gradient linear in both": (aten.gelu_backward.default, f.pointwise(BOTH)),
+    "a product of three linear in all": (aten.addcmul.default, f.pointwise(((0, 1, 2),))),
+    "a loss' gradient over partial sums": (aten.mse_loss_backward.default, lambda call: Factors(
+        tuple((WHOLE,) * len(i.shape) for i in call.inputs), ((WHOLE,) * len(call.outputs[0].shape),), linear=((1,),))),
+    "a loss by its largest part": (aten.mse_loss.default, lambda call: Factors(
+        (("a", "b", "c"),) * 2, (("a", "b", "c")[: len(call.outputs[0].shape)],), reduce_op="max")),
+    "a sorted row split": (aten.searchsorted.Tensor, searched),
+    "spectra of parts": (aten._fft_c2c.default, _AS_POINTWISE),
+    "an inverse of parts": (aten.linalg_inv_ex.default, always("... a _ -> ... a _, ...")),
+    "distances without some coordinates": (aten._cdist_forward.default, always("... p k, ... r k -> ... p r")),
+}  # fmt: skip
+
+
+def _convolved(s: Any) -> Built:
+    """A convolution whose result has as many pixels as its operand."""
+    return on(real(s.a, s.b, 4, 4), real(s.c, s.b, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+
+CASES_OF: Mapping[str, Case] = {
+    "pixels split without a halo": _convolved,
+    "a mask of numbers that are not zero": lambda s: on(real(s.a, s.b), real(s.b) > 0, 2.0),
+}
+"""Where the rows' own cases would not offer the wrong strategy, or not show it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FloorStart(Start):
+    """The start of a part if all parts had the size of the shorter ones."""
+
+    def at(self, mesh_shape: Any, coordinate: Any) -> int:
+        [axis] = self.layout.splitters(self.dim)
+        return self.dim_size // mesh_shape[axis] * coordinate[axis]
+
+
+def _change(site: Any, **changes: Any) -> Local:
+    return site.change(**changes)
+
+
+def _largest(site: Any, number: int = 0) -> tuple[int, ...]:
+    return local_shape(site.call.outputs[number].shape, site.strategy.outputs[number], site.mesh_shape)
+
+
+def _split(site: Any, operand: int = 0) -> bool:
+    return any(isinstance(p, Shard) for p in site.strategy.inputs[operand].placements)
+
+
+def _unplaced_draw(site: Any) -> Local:
+    """Every rank draws the first part."""
+    return _change(site, shape=site.output_shape())
+
+
+def _shrunk_draw(site: Any) -> Local:
+    """Placed in a whole that has the size of a part."""
+    shape = site.call.outputs[0].shape
+    starts = tuple(site.start(site.strategy.outputs[0], size, dim) for dim, size in enumerate(shape))
+    return _change(site, shape=site.output_shape(), starts=starts, sizes=site.output_shape())
+
+
+def _numbered_from(operand: int, dim: int, start: Callable[[Any, int], Any], sized: bool) -> Callable[[Any], Local]:
+    def local(site: Any) -> Local:
+        shape, layout = site.call.inputs[operand].shape, site.strategy.inputs[operand]
+        at = dim % len(shape)
+        if not layout.splitters(at):
+            return _change(site)
+        return _change(site, start=start(site, at), **({"size": shape[at]} if sized else {}))
+
+    return local
+
+
+def _per_rank_mean(site: Any) -> Local:
+    """A rank's own average over the number of ranks."""
+    call = site.call
+    reduced = f.dims_of(argument(call, "dim"), len(call.inputs[0].shape))
+    split = [axis for axis, p in enumerate(site.strategy.inputs[0].placements) if isinstance(p, Shard) and p.dim in reduced]
+    if not split:
+        return _change(site)
+    num_parts = math.prod(site.mesh_shape[axis] for axis in split)
+    return Local(_averaged, (call.args[0], tuple(reduced), bool(argument(call, "keepdim", False)), num_parts), {})
+
+
+def _averaged(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool, num_parts: int) -> torch.Tensor:
+    return x.mean(dim=dims, keepdim=keepdim) / num_parts
+
+
+def _per_rank_loss(site: Any) -> Local:
+    """A mean loss over the number of elements of the largest part times the number of ranks."""
+    call = site.call
+    if argument(call, "reduction", 1) != 1 or not _split(site):
+        return _change(site)
+    layout = site.strategy.inputs[0]
+    count = math.prod(local_shape(call.inputs[0].shape, layout, site.mesh_shape)) * math.prod(site.mesh_shape)
+    replicas = math.prod(n for n, p in zip(site.mesh_shape, layout.placements, strict=True) if not isinstance(p, Shard))
+    return Local(mean_loss_part, ("mse_loss", count // replicas, *call.args[:2], 2), {})
+
+
+def _floor(operand: int, dim: int, sized: bool) -> Callable[[Any], Local]:
+    def start(site: Any, at: int) -> Any:
+        layout = site.strategy.inputs[operand]
+        many = len(layout.splitters(at)) > 1
+        return (Start if many else FloorStart)(site.call.inputs[operand].shape[at], layout, at)
+
+    return _numbered_from(operand, dim, start, sized)
+
+
+MISPLACED: Mapping[str, tuple[Any, Callable[[Any], Local]]] = {
+    "a mask that every rank draws alike": (random_ops.keep_mask, _unplaced_draw),
+    "a draw placed in a whole of the wrong size": (random_ops.uniform, _shrunk_draw),
+    "a vocabulary whose parts all start at 0": (ops.embedding, _numbered_from(0, 0, lambda site, at: 0, True)),
+    "classes that all start at 1": (ops.pick, _numbered_from(0, -1, lambda site, at: 1, True)),
+    "classes that start where the batch does": (
+        ops.cross_entropy_backward,
+        _numbered_from(0, -1, lambda site, at: Start(site.call.inputs[0].shape[0], site.strategy.inputs[0], at), False),
+    ),
+    "an average of parts added up": (aten.mean.dim, lambda site: _change(site)),
+    "groups that stay global": (aten.convolution.default, lambda site: _change(site)),
+    "sizes of group norm that stay global": (aten.native_group_norm.default, lambda site: _change(site)),
+    "a result of the whole size": (aten.expand.default, lambda site: _change(site)),
+    "a mean loss of a part": (aten.mse_loss.default, lambda site: _change(site)),
+}
+UNEVEN: Mapping[str, tuple[Any, Callable[[Any], Local]]] = {
+    "an average of averages": (aten.mean.dim, _per_rank_mean),
+    "a mean loss by the largest part": (aten.mse_loss.default, _per_rank_loss),
+    "a size that is the largest part's": (aten.expand.default, lambda site: _change(site, size=_largest(site))),
+    "a new tensor of the largest part": (aten.new_ones.default, lambda site: _change(site, size=_largest(site))),
+    "a view of the largest part": (
+        aten.view.default,
+        lambda site: Local(aten.reshape.default, (site.call.args[0], _largest(site)), {}),
+    ),
+    "a vocabulary that starts as if parts were equal": (ops.embedding, _floor(0, 0, True)),
+    "classes that start as if parts were equal": (ops.pick, _floor(0, -1, True)),
+}
