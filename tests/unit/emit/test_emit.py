@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from autopar.capture import Trace, capture
 from autopar.emit import emit
 from autopar.errors import EmissionError, PlanError
 from autopar.hardware import HardwareProfile
+from autopar.kernels import collectives as steps
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, make_plan
 from autopar.plans import Plan
@@ -66,6 +68,24 @@ def test_every_emitted_node_knows_its_module_and_phase(planned: tuple[Trace, Pla
         named = [n for n in graph.nodes if n.op == "call_function" and "key" in n.meta]
         assert named
         assert all(n.meta["phase"] == phase and "module" in n.meta for n in named)
+
+
+def test_a_reduction_is_issued_as_soon_as_its_partial_sum_exists_and_a_gather_when_it_is_first_read(planned: tuple[Trace, Planned]) -> None:
+    _, made = planned
+    early = late = 0
+    for graph in (made.program.forward.graph, made.program.backward.graph):
+        nodes = list(graph.nodes)
+        for at, node in enumerate(nodes):
+            if node.target in (steps.reduce_scatter, steps.all_reduce):
+                begun = nodes.index(node.args[0])
+                between = nodes[begun + 1 : at]
+                assert all(n.target in (*steps.STEPS, torch.ops.aten._to_copy.default, operator.getitem) for n in between)
+                early += 1
+            elif node.target is steps.all_gather and node.users:
+                read = min(nodes.index(user) for user in node.users if user.op != "output")
+                assert all(n.target in (*steps.STEPS, *steps.PLACES, torch.ops.aten._to_copy.default) for n in nodes[at + 1 : read])
+                late += 1
+    assert early and late
 
 
 def test_a_plan_of_another_model_is_refused_by_name(planned: tuple[Trace, Planned]) -> None:
