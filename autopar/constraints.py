@@ -14,6 +14,8 @@ from autopar.errors import ConstraintError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 
+KINDS = ("weight", "bias", "storage", "input", "output")
+
 
 @dataclass(frozen=True, slots=True)
 class LayoutConstraint:
@@ -39,7 +41,7 @@ class LayoutConstraint:
         return fnmatchcase(module, self.pattern)
 
     def to_json(self) -> dict[str, Any]:
-        parts = ((name, getattr(self, name)) for name in ("weight", "bias", "storage", "input", "output"))
+        parts = ((name, getattr(self, name)) for name in KINDS)
         return {"pattern": self.pattern, **{name: str(value) for name, value in parts if value is not None}}
 
 
@@ -69,7 +71,7 @@ def check(constraint: LayoutConstraint, mesh: Mesh) -> None:
     Raises:
         ConstraintError: naming the constraint and the mesh.
     """
-    for name in ("weight", "bias", "storage", "input", "output"):
+    for name in KINDS:
         value = getattr(constraint, name)
         if value is not None and len(value.placements) != len(mesh.axes):
             raise ConstraintError(

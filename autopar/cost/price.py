@@ -121,10 +121,13 @@ class _Builder:
         for (pattern, *_), members in groups.items():
             first = members[0]
             wanted = self.forced.storage.get(first.name)
-            layouts = all_layouts(first.view, self.mesh.shape) if wanted is None else (wanted,)
+            layouts = all_layouts(first.view, self.mesh.shape)
+            if wanted is not None:
+                layouts = (wanted,) if not wanted.has_partial and wanted.fits(first.view, self.mesh.shape) else ()
             possible = [layout for layout in layouts if storable(first.shape, first.view, layout, self.mesh.shape)]
             if not possible:
-                raise ConstraintError(f"{first.name} cannot rest as {wanted}", remedy="force a storage layout that splits its dims evenly")
+                what = f"{first.name} of shape {first.shape} cannot rest as {wanted} on mesh {self.mesh}"
+                raise ConstraintError(what, remedy="force a storage layout that splits its dims evenly")
             strategies = tuple(self._storage(first, layout) for layout in possible)
             op = Op(str(pattern), "parameter", "forward", len(members), (), strategies)
             index = self.add(op, Source("parameter", tuple(p.name for p in members), tuple(p.node for p in members)))

@@ -12,6 +12,7 @@ from autopar.errors import AutoparError, ConstraintError
 from autopar.hardware import HardwareProfile
 from autopar.run.executor import Batch, Outputs
 
+SOLVERS = ("highs", "cbc")
 RESERVED_SHARE = 0.1  # of the device's memory, left to the allocator, kernels' workspaces and communication buffers
 
 
@@ -46,6 +47,8 @@ class PlanOptions:
             raise AutoparError(f"memory_bytes={self.memory_bytes} is no budget", remedy="pass bytes per device, for example 80 * 2**30")
         if not 0 <= self.gap < 1:
             raise AutoparError(f"gap={self.gap} is no relative gap", remedy="pass a number from 0 to below 1, for example 0.01")
+        if self.solver not in SOLVERS:
+            raise AutoparError(f"solver {self.solver!r} is not known", remedy=f"pass one of {', '.join(SOLVERS)}")
         for constraint in self.constraints:
             if not isinstance(constraint, LayoutConstraint):
                 raise ConstraintError(f"{constraint!r} is no constraint", remedy="make constraints with autopar.constraints")

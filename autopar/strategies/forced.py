@@ -16,7 +16,7 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from autopar.capture.trace import Parameter, Trace
-from autopar.constraints import LayoutConstraint
+from autopar.constraints import KINDS, LayoutConstraint
 from autopar.errors import ConstraintError
 from autopar.layout import Layout
 from autopar.rules import operands_of
@@ -44,22 +44,33 @@ def resolve(trace: Trace, constraints: Iterable[LayoutConstraint]) -> Forced:
     """Find what every constraint concerns.
 
     Raises:
-        ConstraintError: where a constraint matches nothing, or forces a dim that the tensor does not have.
+        ConstraintError: where a part of a constraint matches nothing, forces a dim that the tensor does not have, or
+            contradicts another on how a parameter rests.
     """
     slots: dict[str, list[Slot]] = {}
     storage: dict[str, Layout] = {}
     for constraint in constraints:
-        found = [*_weights(trace, constraint), *_activations(trace, constraint)]
-        stored = list(_storage(trace, constraint))
-        if not found and not stored:
-            raise ConstraintError(
-                f"the constraint on {constraint.pattern!r} matches nothing in the model",
-                remedy=f"module paths are such as {_examples(trace)}",
-            )
-        for node, slot in found:
-            slots.setdefault(node, []).append(slot)
-        storage.update(stored)
+        for kind in KINDS:
+            layout = getattr(constraint, kind)
+            if layout is None:
+                continue
+            found = list(_storage(trace, constraint)) if kind == "storage" else list(_slots(trace, constraint, kind))
+            if not found:
+                raise ConstraintError(
+                    f"{kind}={str(layout)!r} on {constraint.pattern!r} matches nothing in the model",
+                    remedy=f"module paths are such as {_examples(trace)}",
+                )
+            for name, forced in found:
+                if not isinstance(forced, Layout):
+                    slots.setdefault(name, []).append(forced)
+                elif storage.setdefault(name, forced) != forced:
+                    what = f"{name} is to rest as {storage[name]} and, by {constraint.pattern!r}, as {forced}"
+                    raise ConstraintError(what, remedy="force one storage layout on it")
     return Forced({name: tuple(found) for name, found in slots.items()}, storage)
+
+
+def _slots(trace: Trace, constraint: LayoutConstraint, kind: str) -> Iterable[tuple[str, Slot]]:
+    return _weights(trace, constraint, kind) if kind in ("weight", "bias") else _activations(trace, constraint, kind)
 
 
 def view_layout(layout: Layout, parameter: Parameter) -> Layout:
@@ -91,13 +102,12 @@ def view_layout(layout: Layout, parameter: Parameter) -> Layout:
     return Layout(placements, layout.order)
 
 
-def _weights(trace: Trace, constraint: LayoutConstraint) -> Iterable[tuple[str, Slot]]:
-    wanted = {"weight": constraint.weight, "bias": constraint.bias}
+def _weights(trace: Trace, constraint: LayoutConstraint, kind: str) -> Iterable[tuple[str, Slot]]:
+    layout = getattr(constraint, kind)
     for p in trace.parameters:
         for name in (p.name, *p.aliases):
             module, _, last = name.rpartition(".")
-            layout = wanted.get(last)
-            if layout is None or not constraint.matches(module):
+            if last != kind or not constraint.matches(module):
                 continue
             for reader in trace.node(p.node).users:
                 if reader.op == "call_function" and _scope(reader.meta["module"], constraint):
@@ -107,17 +117,15 @@ def _weights(trace: Trace, constraint: LayoutConstraint) -> Iterable[tuple[str, 
 
 
 def _storage(trace: Trace, constraint: LayoutConstraint) -> Iterable[tuple[str, Layout]]:
-    if constraint.storage is None:
-        return
     for p in trace.parameters:
-        module, _, last = p.name.rpartition(".")
-        if last == "weight" and constraint.matches(module):
-            yield p.name, view_layout(constraint.storage, p)
+        for name in (p.name, *p.aliases):
+            module, _, last = name.rpartition(".")
+            if constraint.storage is not None and last == "weight" and constraint.matches(module):
+                yield p.name, view_layout(constraint.storage, p)
 
 
-def _activations(trace: Trace, constraint: LayoutConstraint) -> Iterable[tuple[str, Slot]]:
-    if constraint.input is None and constraint.output is None:
-        return
+def _activations(trace: Trace, constraint: LayoutConstraint, kind: str) -> Iterable[tuple[str, Slot]]:
+    layout = getattr(constraint, kind)
     inputs = {i.node for i in trace.inputs}
     for node in trace.graph.nodes:
         if node.op != "call_function":
@@ -125,10 +133,10 @@ def _activations(trace: Trace, constraint: LayoutConstraint) -> Iterable[tuple[s
         scope = _scope(node.meta["module"], constraint)
         for i, operand in enumerate(operands_of(node)):
             other = _scope(operand.meta["module"], constraint) if _forward(operand) else ""
-            if constraint.input is not None and scope and other != scope and (_forward(operand) or operand.name in inputs):
-                yield node.name, ("input", i, constraint.input)
-            if constraint.output is not None and other and other != scope and _forward(node):
-                yield operand.name, ("output", 0, constraint.output)
+            if kind == "input" and scope and other != scope and (_forward(operand) or operand.name in inputs):
+                yield node.name, ("input", i, layout)
+            if kind == "output" and other and other != scope and _forward(node):
+                yield operand.name, ("output", 0, layout)
 
 
 def _forward(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from mlp import Mlp, traced
 from torch.distributed.tensor import Shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -35,37 +35,6 @@ H100 = HardwareProfile.load("h100-sxm")
 # Where each further collective costs a lot, gathering and scattering is dearer than one reduction: weights rest whole.
 SLUGGISH = replace(H100, launch_overhead_s=3e-5, hash="sluggish")
 MIB = 2**20
-
-
-class Block(nn.Module):
-    """x + down(relu(up(x)))"""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Mlp(nn.Module):
-    """Equal blocks, and the mean square as the loss."""
-
-    def __init__(self, width: int, hidden: int, num_layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(width, hidden) for _ in range(num_layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.float().pow(2).mean()
-
-
-@cache
-def mlp(width: int, hidden: int, batch: int, num_layers: int = 3) -> Trace:
-    with torch.device("meta"):
-        model, x = Mlp(width, hidden, num_layers).bfloat16(), torch.empty(batch, width, dtype=torch.bfloat16)
-    return capture(model, (), {"x": x})
 
 
 @cache
@@ -121,7 +90,7 @@ def gathered(p: Plan, phase: str) -> int:
 
 
 def test_a_small_batch_through_wide_layers_is_tensor_parallel() -> None:
-    p = plan(mlp(4096, 16384, 64), Mesh(8))
+    p = plan(traced(4096, 16384, 64), Mesh(8))
     up, down = matmuls(p)["layers.{0}.up"], matmuls(p)["layers.{0}.down"]
     # Megatron's pair: columns of the first weight, rows of the second, one reduction after both
     assert list(map(str, (*up.inputs, *up.outputs, *down.inputs, *down.outputs))) == ["R", "S(0)", "S(1)", "S(1)", "S(1)", "P"]
@@ -130,7 +99,7 @@ def test_a_small_batch_through_wide_layers_is_tensor_parallel() -> None:
 
 
 def test_a_large_batch_through_narrow_layers_is_data_parallel() -> None:
-    p = plan(mlp(256, 256, 65536), Mesh(8))
+    p = plan(traced(256, 256, 65536), Mesh(8))
     for s in matmuls(p).values():
         activation, weight = s.inputs
         assert weight.is_replicated
@@ -143,7 +112,7 @@ def test_a_large_batch_through_narrow_layers_is_data_parallel() -> None:
 
 
 def test_with_less_memory_parameters_rest_sharded_and_with_less_still_values_are_recomputed() -> None:
-    trace, mesh = mlp(1024, 4096, 16384, 6), Mesh(8)
+    trace, mesh = traced(1024, 4096, 16384, 6), Mesh(8)
     ample = plan(trace, mesh, SLUGGISH)
     little = plan(trace, mesh, SLUGGISH, 310 * MIB)
     least = plan(trace, mesh, SLUGGISH, 200 * MIB)
@@ -162,14 +131,14 @@ def test_with_less_memory_parameters_rest_sharded_and_with_less_still_values_are
 
 def test_with_too_little_memory_for_anything_planning_is_refused() -> None:
     with pytest.raises(InfeasibleError, match="no plan"):
-        plan(mlp(1024, 4096, 16384, 6), Mesh(8), memory_bytes=40 * MIB)
+        plan(traced(1024, 4096, 16384, 6), Mesh(8), memory_bytes=40 * MIB)
 
 
 BUDGETS = (170, 200, 230, 260, 290, 320, 360, 400, 450, 500)
 
 
 def test_more_memory_never_makes_a_plan_slower() -> None:
-    plans = [plan(mlp(1024, 4096, 16384, 6), Mesh(8), SLUGGISH, budget * MIB) for budget in BUDGETS]
+    plans = [plan(traced(1024, 4096, 16384, 6), Mesh(8), SLUGGISH, budget * MIB) for budget in BUDGETS]
     for budget, p in zip(BUDGETS, plans, strict=True):
         assert p.prediction.peak_bytes <= budget * MIB
     for less, more in pairwise(plans):
@@ -190,7 +159,7 @@ def with_link(profile: HardwareProfile, link: str, factor: float) -> HardwarePro
 @pytest.mark.parametrize("slow", ["a", "b"])
 def test_a_slow_axis_carries_less_than_a_fast_one_and_less_than_if_it_were_fast(slow: str) -> None:
     other = "b" if slow == "a" else "a"
-    trace, axes = mlp(2048, 8192, 32768), {"a": 2 if slow == "a" else 4, "b": 2 if slow == "b" else 4}
+    trace, axes = traced(2048, 8192, 32768), {"a": 2 if slow == "a" else 4, "b": 2 if slow == "b" else 4}
     uneven = plan(trace, Mesh(axes, links={slow: "inter", other: "intra"}))
     even = plan(trace, Mesh(axes, links={slow: "intra", other: "intra"}))
     index = {"a": 0, "b": 1}
@@ -207,7 +176,7 @@ def test_a_slow_axis_carries_less_than_a_fast_one_and_less_than_if_it_were_fast(
     factor=st.sampled_from([1.5, 4.0, 50.0]),
 )
 def test_a_faster_link_never_makes_a_plan_slower(width: int, batch: int, link: str, factor: float) -> None:
-    trace, mesh = mlp(width, 2 * width, batch), Mesh({"node": 2, "gpu": 4})
+    trace, mesh = traced(width, 2 * width, batch), Mesh({"node": 2, "gpu": 4})
     slow, fast = (plan(trace, mesh, with_link(H100, link, f)) for f in (1.0, factor))
     assert fast.prediction.step_s <= slow.prediction.step_s * (1 + PlanOptions().gap)
     assert fast.proof.bound_s <= slow.prediction.step_s
@@ -221,7 +190,7 @@ TWO_AXES = "S(1) S(0)"
 
 
 def test_two_fast_axes_and_a_small_batch_make_two_dimensional_tensor_parallelism() -> None:
-    p = plan(mlp(4096, 4096, 512), Mesh({"a": 4, "b": 4}, links={"a": "intra", "b": "intra"}))
+    p = plan(traced(4096, 4096, 512), Mesh({"a": 4, "b": 4}, links={"a": "intra", "b": "intra"}))
     assert str(matmuls(p)["layers.{0}.up"].inputs[1]) == TWO_AXES
     assert gathered(p, "forward") == gathered(p, "backward") == 0
 

@@ -1,0 +1,143 @@
+"""Constraints on a model: what each kind concerns, and which op cannot meet one."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from mlp import traced
+from torch import nn
+
+from autopar.capture import capture
+from autopar.capture.trace import Parameter, Trace
+from autopar.constraints import LayoutConstraint, layout
+from autopar.errors import ConstraintError
+from autopar.hardware import HardwareProfile
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.planning import PlanOptions, make_plan
+from autopar.plans import Plan
+from autopar.strategies import classes_of, resolve
+from autopar.strategies.forced import view_layout
+
+MESH = Mesh({"a": 2, "b": 2})
+
+
+def trace() -> Trace:
+    return traced(16, 32, 8, num_layers=2, bias=True, dtype=torch.float32)
+
+
+def forced(*constraints: LayoutConstraint) -> Plan:
+    return make_plan(trace(), MESH, HardwareProfile.load("cpu-gloo"), PlanOptions(constraints=constraints)).plan
+
+
+def test_a_forced_weight_is_read_so_in_forward_and_in_backward_and_others_stay_free() -> None:
+    choices = forced(layout("layers.0.up", weight="S(1) S(0)")).node_choices()
+    assert str(choices["layers.0.up/dot/forward/0"].inputs[1]) == "S(1) S(0)"
+    assert str(choices["layers.1.up/dot/forward/0"].inputs[1]) == "R R"
+    found = resolve(trace(), [layout("layers.1.up", weight="S(1) S(0)")])
+    weight = next(p for p in trace().parameters if p.name == "layers.1.up.weight")
+    readers = {n.name for n in trace().node(weight.node).users if n.op == "call_function"}
+    assert set(found.slots) == readers and len(readers) == 2, "the linear, and its input's gradient"
+
+
+def test_a_forced_bias_is_read_so() -> None:
+    choices = forced(layout("layers.*.up", bias="R S(0)")).node_choices()
+    adds = [s for key, s in choices.items() if key.startswith("layers.0.up/add") and "/forward/" in key]
+    assert "R S(0)" in {str(x) for s in adds for x in s.inputs}
+
+
+def test_a_forced_storage_is_where_the_parameter_rests_with_its_gradient() -> None:
+    plan = forced(layout("layers.*.down", storage="S(0)#1 S(0)#0"))
+    rests = {e.key: e.nodes[0].strategy for e in plan.entries if e.kind == "parameter"}
+    assert str(rests["layers.*.down.weight/parameter"]) == "S(0)#1 S(0)#0 -> S(0)#1 S(0)#0"
+
+
+def test_a_forced_input_is_how_the_scope_reads_what_comes_from_outside() -> None:
+    choices = forced(layout("layers.1", input="S(0) S(1)")).node_choices()
+    assert str(choices["layers.1.up/dot/forward/0"].inputs[0]) == "S(0) S(1)"
+    assert str(choices["layers.1/add.Tensor/forward/0"].inputs[0]) == "S(0) S(1)", "the residual comes from outside too"
+    assert str(choices["layers.1.down/dot/forward/0"].inputs[0]) != "S(0) S(1)", "what the scope makes itself stays free"
+
+
+def test_a_forced_output_is_how_the_scope_makes_what_others_read() -> None:
+    choices = forced(layout("layers.0", output="S(1) S(0)")).node_choices()
+    assert str(choices["layers.0/add.Tensor/forward/0"].outputs[0]) == "S(1) S(0)"
+
+
+def test_constraints_split_equal_layers_into_classes_of_their_own() -> None:
+    free = classes_of(trace(), MESH.shape)
+    some = classes_of(trace(), MESH.shape, resolve(trace(), [layout("layers.1.up", weight="R S(0)")]))
+    assert len(some) > len(free)
+    assert sum(len(c.instances) for c in some) == sum(len(c.instances) for c in free)
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias", "storage", "input", "output"])
+def test_a_constraint_that_matches_nothing_is_refused_with_paths_that_there_are(kind: str) -> None:
+    with pytest.raises(ConstraintError, match=rf"{kind}='R R' on 'layer\.\*' matches nothing(.|\n)*such as layers\.0\.up"):
+        resolve(trace(), [layout("layer.*", **{kind: "R R"})])
+
+
+def test_a_part_of_a_constraint_that_matches_nothing_is_not_passed_over() -> None:
+    class NoBias(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(x).mean()
+
+    without = capture(NoBias(), (torch.ones(2, 4),), {})
+    with pytest.raises(ConstraintError, match=r"bias='R' on 'up' matches nothing"):
+        resolve(without, [layout("up", weight="R", bias="R")])
+
+
+def test_a_dim_that_a_parameter_does_not_have_is_refused_with_its_shape() -> None:
+    for constraint in (layout("layers.0.up", weight="S(2) R"), layout("layers.0.up", storage="S(2) R")):
+        with pytest.raises(ConstraintError, match=r"shards dim 2 of layers\.0\.up\.weight, whose shape is \(32, 16\)"):
+            resolve(trace(), [constraint])
+
+
+def test_a_layout_that_no_strategy_of_an_op_has_names_the_op_its_line_and_what_it_could_have() -> None:
+    message = r"no strategy has output 0 of layers\.0/add\.Tensor/forward/0 as 'S\(5\) R'(.|\n)*mlp\.py:\d+(.|\n)*R R; "
+    with pytest.raises(ConstraintError, match=message):
+        forced(layout("layers.0", output="S(5) R"))
+
+
+def test_two_constraints_that_contradict_each_other_name_the_op_and_what_is_left() -> None:
+    message = r"input 1 of layers\.0\.up/dot/\S+ as 'R S\(1\)'(.|\n)*with the other constraints (.|\n)*R S\(0\)"
+    with pytest.raises(ConstraintError, match=message):
+        forced(layout("layers.0.up", weight="R S(0)"), layout("*.up", weight="R S(1)"))
+    with pytest.raises(ConstraintError, match=r"layers\.0\.up\.weight is to rest as R R and, by '\*\.up', as S\(0\) R"):
+        forced(layout("layers.0.up", storage="R R"), layout("*.up", storage="S(0) R"))
+    assert forced(layout("layers.0.up", storage="R R"), layout("*.up", storage="R R"))
+
+
+@pytest.mark.parametrize("storage", ["S(0) S(0)", "P R"])
+def test_a_layout_in_which_a_parameter_cannot_rest_is_refused_by_its_name_and_shape(storage: str) -> None:
+    narrow = traced(6, 10, 8, num_layers=1, dtype=torch.float32)
+    options = PlanOptions(constraints=(layout("layers.*.up", storage=storage),))
+    message = rf"layers\.0\.up\.weight of shape \(10, 6\) cannot rest as {re.escape(storage)} on mesh a=2,b=2"
+    with pytest.raises(ConstraintError, match=message):
+        make_plan(narrow, MESH, HardwareProfile.load("cpu-gloo"), options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "view", "layout", "seen"),
+    [
+        ((8, 4), (8, 4), "S(0) S(1)", "S(0) S(1)"),
+        ((4, 24), (4, 3, 8), "R S(1)", "R S(2)"),  # a fused projection is sharded within q, k and v
+        ((24,), (3, 8), "S(0) R", "S(1) R"),
+        ((24, 4), (3, 8, 4), "S(0)#1 S(0)#0", "S(1)#1 S(1)#0"),
+        ((24, 4), (3, 2, 4, 4), "S(1) S(0)", "S(3) S(2)"),
+        ((1, 4), (1, 4), "S(0) S(1)", "S(0) S(1)"),
+    ],
+)
+def test_a_layout_over_stored_dims_is_one_over_the_last_dims_that_each_is_seen_as(
+    shape: tuple[int, ...], view: tuple[int, ...], layout: str, seen: str
+) -> None:
+    assert math.prod(shape) == math.prod(view)
+    parameter = Parameter("w", (), "w", shape, view, torch.float32, True, 0)
+    assert str(view_layout(Layout.parse(layout), parameter)) == seen
