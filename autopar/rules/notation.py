@@ -142,7 +142,9 @@ def _linear(group: tuple[int, ...], call: Call) -> AxisOption | None:
 
 
 def exact_cast(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether adding before or after a cast is the same: the same dtype (not bool), or a wider float."""
+    """Whether adding before or after a cast is the same: the same dtype (not bool), or a wider float; of complex numbers the
+    parts'."""
+    source, target = (d.to_real() if d.is_complex else d for d in (source, target))
     if source == target:
         return source != torch.bool
     return source.is_floating_point and target.is_floating_point and torch.promote_types(source, target) == target

@@ -119,7 +119,8 @@ REDUCTIONS: Mapping[Any, f.Family] = {
             aten.prod.dim_int,
         )
     },
-    **{op: f.along() for op in (aten.sort.default, aten.argsort.stable, aten.topk.default, aten.flip.default)},
+    **{op: f.along() for op in (aten.sort.default, aten.argsort.stable, aten.topk.default)},
+    aten.flip.default: f.along(FIRST),
     aten.cumsum.default: f.along(FIRST),
     aten.roll.default: f.along(FIRST, dim=()),  # without dims it rolls all, flattened
     aten.histc.default: f.histogram,
