@@ -119,7 +119,7 @@ class Search:
             return None
         prices = relaxation.duals[len(relaxation.duals) - len(self.active) :] / max(self.problem.budget_bytes, 1)
         reserves = [self.rows[r].reserve_bytes for r in self.active]
-        self.price_s_per_byte = float(-prices.sum()) / SCALE
+        self.price_s_per_byte = max(0.0, float(-prices.sum()) / SCALE)
         self.bound = max(self.bound, relaxation.bound)
         self.free_bound = max(self.free_bound, relaxation.bound + float(prices @ np.array(reserves, float)))
         return relaxation

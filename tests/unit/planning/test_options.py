@@ -1,0 +1,48 @@
+"""Options of planning: the budget, what the plan records, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from autopar.constraints import layout
+from autopar.errors import AutoparError
+from autopar.hardware import HardwareProfile
+from autopar.planning import PlanOptions
+
+H100 = HardwareProfile.load("h100-sxm")
+
+
+def test_the_budget_is_what_is_asked_for_or_the_devices_memory_less_a_tenth() -> None:
+    assert PlanOptions(memory_bytes=123).budget(H100) == 123
+    assert PlanOptions().budget(H100) == int(H100.device_memory_bytes * 0.9)
+
+
+def test_the_plan_records_what_bears_on_it_and_no_limit_in_seconds() -> None:
+    options = PlanOptions(memory_bytes=7, optimizer="sgd", constraints=(layout("up", weight="R"),), strict=True, gap=0.5, batch="local")
+    recorded = options.to_json(H100)
+    assert json.loads(json.dumps(recorded)) == recorded == {
+        "memory_bytes": 7, "optimizer": "sgd", "constraints": [{"pattern": "up", "weight": "R"}], "strict": True, "gap": 0.5,
+        "batch": "local", "outputs": "dtensor",
+    }  # fmt: skip
+    assert PlanOptions(time_limit_s=1.0).to_json(H100) == PlanOptions(time_limit_s=2.0).to_json(H100)
+
+
+@pytest.mark.parametrize(
+    ("option", "complaint"),
+    [
+        ({"optimizer": "adamW"}, r"optimizer 'adamW' is not known(.|\n)*adamw, adam, sgd"),
+        ({"memory_bytes": 0}, r"memory_bytes=0 is no budget(.|\n)*bytes per device"),
+        ({"memory_bytes": -5}, "memory_bytes=-5"),
+        ({"gap": 1.0}, r"gap=1\.0 is no relative gap(.|\n)*from 0 to below 1"),
+        ({"gap": -0.1}, r"gap=-0\.1"),
+        ({"gap": float("nan")}, "gap=nan"),
+        ({"solver": "gurobi"}, r"solver 'gurobi' is not known(.|\n)*highs, cbc"),
+        ({"constraints": ("up",)}, r"'up' is no constraint(.|\n)*autopar\.constraints"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused_with_what_to_pass(option: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(AutoparError, match=complaint):
+        PlanOptions(**option)

@@ -1,0 +1,125 @@
+"""The search over plans: budgets, what is told on the way, runner-ups, and refusals that say only what is certain."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from mlp import traced
+
+from autopar.capture.trace import Trace
+from autopar.constraints import layout
+from autopar.cost.price import Priced, price
+from autopar.emit import emit
+from autopar.errors import AutoparError, ConstraintError, InfeasibleError
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from autopar.planning import Planned, PlanOptions, make_plan
+from autopar.planning.runner_up import runner_ups
+from autopar.run.memory import trace_peak
+from autopar.solve import evaluate, solve
+from autopar.strategies import classes_of
+
+MESH = Mesh({"a": 2, "b": 2})
+GLOO = HardwareProfile.load("cpu-gloo")
+KIB = 2**10
+
+
+def trace() -> Trace:
+    return traced(32, 64, 64, num_layers=3, dtype=torch.float32)
+
+
+def planned(**options: object) -> Planned:
+    return make_plan(trace(), MESH, GLOO, PlanOptions(**options))  # type: ignore[arg-type]
+
+
+def priced() -> Priced:
+    return price(trace(), classes_of(trace(), MESH.shape), MESH, GLOO, budget_bytes=2**40)
+
+
+@pytest.mark.parametrize("memory_bytes", [300 * KIB, 120 * KIB, 110 * KIB])
+def test_the_peak_of_the_emitted_program_is_within_the_budget_and_is_what_the_plan_predicts(memory_bytes: int) -> None:
+    made = planned(memory_bytes=memory_bytes)
+    prediction = made.plan.prediction
+    again = trace_peak(emit(trace(), made.plan), outputs="dtensor").peak_bytes + prediction.memory_bytes["optimizer"]
+    assert again == prediction.peak_bytes <= memory_bytes
+    parts = prediction.memory_bytes
+    rest = sum(parts[kind] for kind in ("parameters", "optimizer", "buffers", "inputs"))
+    assert rest + max(parts["activations"], parts["gradients"]) + parts["transient"] == prediction.peak_bytes
+    assert made.program.plan_hash == made.plan.hash
+
+
+def test_memory_that_binds_has_a_price_and_ample_memory_has_none() -> None:
+    assert planned().plan.proof.memory_price_s_per_gib == 0.0
+    assert planned(memory_bytes=110 * KIB).plan.proof.memory_price_s_per_gib > 0.0
+
+
+def test_a_budget_below_what_rests_is_refused_with_a_bound_that_holds() -> None:
+    with pytest.raises(InfeasibleError, match="no plan fits into 8 KiB per device") as refused:
+        planned(memory_bytes=8 * KIB)
+    found = re.search(r"at least (\S+) KiB is needed, and the transient peak beside it", refused.value.what)
+    assert found
+    assert 8 * KIB < float(found[1]) * KIB < planned(memory_bytes=110 * KIB).plan.prediction.peak_bytes
+
+
+def test_a_budget_that_only_the_transient_peak_breaks_is_refused_with_a_peak_that_a_plan_has() -> None:
+    with pytest.raises(InfeasibleError, match="no plan was found that fits into 85 KiB per device") as refused:
+        planned(memory_bytes=85 * KIB)
+    found = re.search(r"the smallest that was tried needs (\S+) KiB", refused.value.what)
+    assert found and float(found[1]) > 85
+    assert "larger memory_bytes" in refused.value.remedy
+
+
+def test_every_phase_is_told_and_timed() -> None:
+    told: list[str] = []
+    made = make_plan(trace(), MESH, GLOO, PlanOptions(), progress=told.append)
+    assert told == ["enumerate", "price", "solve", "assemble", "emit", "memory", "explain"]
+    assert set(made.seconds) == set(told) and all(seconds >= 0 for seconds in made.seconds.values())
+
+
+def test_constraints_are_checked_against_the_mesh_before_anything_is_done() -> None:
+    told: list[str] = []
+    options = PlanOptions(constraints=(layout("layers.*", input="R"),))
+    with pytest.raises(ConstraintError, match="1 placements, mesh a=2,b=2 has 2 axes"):
+        make_plan(trace(), MESH, GLOO, options, progress=told.append)
+    assert not told
+
+
+def test_both_solvers_make_plans_of_one_price() -> None:
+    ours, theirs = planned(gap=0.0), planned(gap=0.0, solver="cbc")
+    assert theirs.plan.proof.solver == "cbc"
+    assert theirs.plan.proof.objective_s == pytest.approx(ours.plan.proof.objective_s)
+
+
+def test_strict_planning_of_a_model_whose_ops_all_have_rules_succeeds() -> None:
+    assert planned(strict=True).plan.options["strict"] is True
+
+
+def test_what_a_runner_up_costs_is_the_exact_price_of_the_change() -> None:
+    problem = priced().problem
+    choices = solve(problem, gap=0.0)
+    now = evaluate(problem, choices.strategies, choices.recomputed).objective_s
+    found = runner_ups(problem, choices)
+    assert found
+    for op, runner_up in found.items():
+        others = [n for n, s in enumerate(problem.ops[op].strategies) if str(s.layouts) == runner_up.strategy]
+        strategies = list(choices.strategies)
+        assert choices.strategies[op] not in others
+        deltas = []
+        for strategies[op] in others:
+            deltas.append(evaluate(problem, strategies, choices.recomputed).objective_s - now)
+        assert min(abs(runner_up.delta_s - delta) for delta in deltas) <= 1e-12
+        assert runner_up.delta_s >= -1e-12, "the plan is optimal"
+
+
+def test_an_optimizer_without_state_needs_less_memory() -> None:
+    with_state, without = planned(optimizer="adamw").plan.prediction, planned(optimizer="none").plan.prediction
+    assert without.memory_bytes["optimizer"] == 0 < with_state.memory_bytes["optimizer"]
+    assert with_state.memory_bytes["optimizer"] == 2 * with_state.memory_bytes["parameters"]
+
+
+def test_a_profile_without_a_links_figures_is_an_error_of_its_own() -> None:
+    with pytest.raises(AutoparError, match="has no link 'inter'"):
+        make_plan(trace(), Mesh({"a": 2, "b": 2}, links={"a": "inter"}), replace(GLOO, links={"intra": GLOO.links["intra"]}), PlanOptions())

@@ -1,0 +1,112 @@
+"""The program as arrays: rows, relaxations with known answers, and bounds that hold whatever the duals are."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pulp
+import pytest
+
+from autopar.solve.engine import Engine, Rows
+
+
+def knapsack() -> pulp.LpProblem:
+    """Minimise −3a − 4b − 5c + d/2 with 2a + 3b + 4c ≤ 5 and d ≥ a, over bits. The best is a, b and d: −6.5."""
+    model = pulp.LpProblem("knapsack", pulp.LpMinimize)
+    a, b, c, d = (model.add_variable(name, 0, 1, pulp.LpBinary) for name in "abcd")
+    model += -3 * a - 4 * b - 5 * c + 0.5 * d
+    model += 2 * a + 3 * b + 4 * c <= 5
+    model += d >= a
+    return model
+
+
+def best(model: pulp.LpProblem) -> float:
+    """By trying every choice of bits."""
+    engine = Engine(model, 60.0)
+    n, dense = len(engine.cost), np.zeros((len(engine.rows.lower), len(engine.cost)))
+    for i, (start, end) in enumerate(itertools.pairwise(engine.rows.starts)):
+        dense[i, engine.rows.indices[start:end]] = engine.rows.values[start:end]
+    found = float("inf")
+    for bits in itertools.product((0.0, 1.0), repeat=n):
+        sides = dense @ np.array(bits)
+        if (sides >= engine.rows.lower - 1e-9).all() and (sides <= engine.rows.upper + 1e-9).all():
+            found = min(found, float(engine.cost @ np.array(bits)))
+    return found
+
+
+def test_rows_are_joined_and_cut_to_some_columns() -> None:
+    rows = Rows.of([([0, 2], [1.0, 2.0], 0.0, 3.0), ([1], [5.0], 1.0, 1.0)])
+    both = rows.plus(Rows.of([([2, 1], [7.0, 8.0], -1.0, 4.0)]))
+    assert both.starts.tolist() == [0, 2, 3, 5]
+    assert both.indices.tolist() == [0, 2, 1, 2, 1] and both.values.tolist() == [1.0, 2.0, 5.0, 7.0, 8.0]
+    assert both.lower.tolist() == [0.0, 1.0, -1.0] and both.upper.tolist() == [3.0, 1.0, 4.0]
+    some = both.only(np.array([False, True, True]))
+    assert some.starts.tolist() == [0, 1, 2, 4]
+    assert some.indices.tolist() == [1, 0, 1, 0] and some.values.tolist() == [2.0, 5.0, 7.0, 8.0]
+
+
+def test_the_engine_reads_the_model_as_it_is() -> None:
+    engine = Engine(knapsack(), 60.0)
+    by_name = dict(zip(engine.names, engine.cost.tolist(), strict=True))
+    assert by_name == {"a": -3.0, "b": -4.0, "c": -5.0, "d": 0.5}
+    assert engine.integer.all()
+    assert sorted(engine.rows.upper.tolist())[0] == 5.0 and sorted(engine.rows.lower.tolist())[-1] == 0.0
+
+
+@pytest.mark.parametrize("interior", [False, True])
+def test_a_relaxation_bounds_the_program_and_its_reduced_costs_bound_what_a_column_costs(interior: bool) -> None:
+    model = knapsack()
+    engine = Engine(model, 60.0)
+    relaxation = engine.relax(interior=interior)
+    assert relaxation is not None and relaxation.exact is not interior
+    assert best(model) == -6.5
+    assert -7.5 <= relaxation.bound <= -6.5 + 1e-6
+    for name in "abcd":
+        with_it = knapsack()
+        with_it += next(v for v in with_it.variables() if v.name == name) == 1
+        assert relaxation.bound + max(0.0, relaxation.reduced[engine.column[name]]) <= best(with_it) + 1e-6
+
+
+def test_whatever_the_duals_are_the_bound_holds() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        model = pulp.LpProblem("random", pulp.LpMinimize)
+        bits = [model.add_variable(f"x{i}", 0, 1, pulp.LpBinary) for i in range(6)]
+        model += pulp.lpSum(rng.uniform(-2, 2) * x for x in bits)
+        model += pulp.lpSum(rng.uniform(-2, 2) * x for x in bits) <= 1
+        model += pulp.lpSum(rng.uniform(-2, 2) * x for x in bits) >= -1
+        model += bits[0] + bits[1] == 1
+        engine, optimum = Engine(model, 60.0), best(model)
+        if optimum == float("inf"):
+            continue
+        for _ in range(5):
+            duals = np.array([rng.uniform(-3, 3) for _ in engine.rows.lower])
+            assert engine._proof(engine.rows, duals, np.zeros(6), False).bound <= optimum + 1e-9
+
+
+def test_a_restricted_program_uses_its_columns_alone_and_honours_further_rows() -> None:
+    engine = Engine(knapsack(), 60.0)
+    nothing = Rows.of([])
+    every = np.ones(4, bool)
+    found = engine.restricted(every, nothing, gap=0.0, target=-np.inf, max_nodes=100)
+    assert found.values is not None
+    assert dict(zip(engine.names, found.values.round().tolist(), strict=True)) == {"a": 1.0, "b": 1.0, "c": 0.0, "d": 1.0}
+    assert found.bound == pytest.approx(-6.5)
+    without_b = every.copy()
+    without_b[engine.column["b"]] = False
+    found = engine.restricted(without_b, nothing, gap=0.0, target=-np.inf, max_nodes=100, quick=True)
+    assert found.values is not None and found.values @ engine.cost == pytest.approx(-5.0)  # c alone
+    at_most_one = Rows.of([([engine.column[n] for n in "abc"], [1.0] * 3, -np.inf, 1.0)])
+    found = engine.restricted(every, at_most_one, gap=0.0, target=-np.inf, max_nodes=100)
+    assert found.values is not None and found.values @ engine.cost == pytest.approx(-5.0)
+
+
+@pytest.mark.parametrize("interior", [False, True])
+def test_a_program_that_nothing_solves_says_so(interior: bool) -> None:
+    engine = Engine(knapsack(), 60.0)
+    impossible = Rows.of([([engine.column[n] for n in "abc"], [1.0] * 3, 4.0, np.inf)])
+    assert engine.relax(impossible, interior=interior) is None
+    found = engine.restricted(np.ones(4, bool), impossible, gap=0.0, target=-np.inf, max_nodes=100)
+    assert found.values is None and found.bound == np.inf
