@@ -1,7 +1,8 @@
 """Which models are captured, and which of their ops have a rule: ``python -m benchmarks.coverage [--zoo NAME ...]``.
 
-The graph is the one that plans are made for: forward and backward in normal form. An op without a rule runs replicated; a node
-without a choice has a rule that offers nothing but that, though an operand of it could be split.
+The graph is the one that plans are made for: forward and backward in normal form. An op without a rule, for which
+experiments find none either, runs replicated; a node without a choice has a rule that offers nothing but that, though an operand
+of it could be split.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from torch import fx
 
 from autopar.capture import capture
 from autopar.errors import AutoparError
-from autopar.rules import Call, axis_options, call_of, is_fallback
+from autopar.rules import Call, axis_options, call_of, is_discovered, is_fallback
 from autopar.rules.call import op_name
 from benchmarks import zoo
 from benchmarks.common import ROOT, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
 
-COLUMNS = ("num_nodes", "num_without_rule", "ops_without_rule", "num_without_choice", "capture_s")
+COLUMNS = ("num_nodes", "num_without_rule", "ops_without_rule", "ops_discovered", "num_without_choice", "capture_s")
 RESULTS = ROOT / "benchmarks" / "results" / "coverage.json"
 
 
@@ -33,7 +34,7 @@ def row(spec: dict[str, str], mesh: str, batch: int, seq: int) -> dict[str, Any]
     except AutoparError as error:
         return {"ok": False, "error": str(error), "captured": False}
     nodes = [node for node in graph.nodes if node.op == "call_function"]
-    without_rule, without_choice = _ops(nodes, is_fallback), _ops(nodes, _has_no_choice)
+    without_rule, without_choice, discovered = (_ops(nodes, wanted) for wanted in (is_fallback, _has_no_choice, is_discovered))
     return {
         "ok": not without_rule,
         "error": None,
@@ -43,6 +44,7 @@ def row(spec: dict[str, str], mesh: str, batch: int, seq: int) -> dict[str, Any]
         "num_without_rule": sum(entry["count"] for entry in without_rule),
         "num_without_choice": sum(entry["count"] for entry in without_choice),
         "ops_without_rule": " ".join(entry["op"] for entry in without_rule),
+        "ops_discovered": " ".join(entry["op"] for entry in discovered),
         "without_rule": without_rule,
         "without_choice": without_choice,
     }

@@ -9,11 +9,9 @@ a child process: what it breaks, nobody needs. If it dies, a second one tries on
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import os
-import resource
 import select
 import signal
 import warnings
@@ -29,7 +27,8 @@ from autopar.rules.call import Call, KeyedCall
 from autopar.rules.experiments import experiment
 from autopar.rules.notation import AxisOption, replicated
 
-_LONGEST_S = 60.0
+_LONGEST_S = 60.0  # that a child may be silent
+_TOO_LONG = '{"options": [], "reason": "experiments with it took too long"}'
 _TAGS = {
     torch.Tag.nondeterministic_seeded: "it draws random numbers",
     torch.Tag.data_dependent_output: "its result depends on values as no tensor does",
@@ -69,8 +68,8 @@ def _discover(keyed: KeyedCall) -> Discovery:
     options: tuple[AxisOption, ...] = ()
     if not reason:
         known = discovered.load(call)
-        text = _in_child(lambda: _question(call, known), _LONGEST_S)
-        options, reason = _answer(text or _in_child(lambda: _question(call, known, careful=True), _LONGEST_S))
+        text = _in_child(lambda: _question(call, known))
+        options, reason = _answer(text or _in_child(lambda: _question(call, known, careful=True)))
         if options and options != known:
             discovered.save(call, options)
     return Discovery((replicated(call), *options), reason)
@@ -89,8 +88,10 @@ def _answer(text: str) -> tuple[tuple[AxisOption, ...], str]:
     return tuple(map(discovered.decode, data["options"])), data["reason"]
 
 
-def _in_child(work: Callable[[], str], longest_s: float) -> str:
-    """The text that `work` gives in a fork of this process; cut off where the fork dies or takes too long."""
+def _in_child(work: Callable[[], str]) -> str:
+    """The text that `work` gives in a fork of this process; empty where the fork dies, or the system has none."""
+    if not hasattr(os, "fork"):
+        return ""
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the child uses none of them
@@ -99,18 +100,19 @@ def _in_child(work: Callable[[], str], longest_s: float) -> str:
         _be_child(work, read, write)
     os.close(write)
     pieces = []
-    while select.select([read], [], [], longest_s)[0] and (piece := os.read(read, 65536)):
+    while (ready := select.select([read], [], [], _LONGEST_S)[0]) and (piece := os.read(read, 65536)):
         pieces.append(piece)
     os.close(read)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)
+    os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return b"".join(pieces).decode()
+    return b"".join(pieces).decode() if ready else _TOO_LONG
 
 
 def _be_child(work: Callable[[], str], read: int, write: int) -> None:
     """Never returns: nothing of the parent's is cleaned up twice."""
     try:
+        import resource  # not on every system
+
         os.close(read)
         faulthandler.disable()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,12 @@ def crashing(x: Tensor, y: Tensor) -> Tensor:
     if x.shape != y.shape:
         os.abort()
     return x * y
+
+
+@torch.library.custom_op("tests_discovery::slow", mutates_args=())
+def slow(x: Tensor) -> Tensor:
+    time.sleep(0.2)
+    return x * 2
 
 
 @torch.library.custom_op("tests_discovery::headed", mutates_args=())
@@ -145,6 +152,12 @@ def test_an_op_that_only_passes_partial_sums_is_replicated_all_the_same() -> Non
 def test_an_op_that_kills_the_process_on_parts_that_do_not_belong_together_does_not_kill_ours() -> None:
     made = call(mine.crashing.default, torch.ones(8, 6), torch.ones(8, 6))
     assert shown(made) == ["R R -> R", "S(0) S(0) -> S(0)", "S(1) S(1) -> S(1)", "P(sum) R -> P(sum)", "R P(sum) -> P(sum)"]
+
+
+def test_an_op_that_takes_too_long_is_replicated(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = call(mine.slow.default, torch.ones(8, 6))
+    monkeypatch.setattr(discovery, "_LONGEST_S", 0.05)
+    assert is_fallback(made) and "too long" in why_replicated(made)
 
 
 def test_experiments_leave_the_random_numbers_of_the_user_alone() -> None:

@@ -1,0 +1,57 @@
+"""What discovery finds in the small holds in the large: options found with every row of the table hidden obey the law on the call
+itself, and most of the table's options are found again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from further_cases import FURTHER_CASES
+from rule_cases import CASES as COMMON_CASES
+from rule_cases import aten
+
+from autopar.rules import axis_options, call_on
+from autopar.rules.discovery import discover
+from autopar.rules.expansion import expand
+from autopar.rules.trial import check_strategy
+
+CASES = {op: cases for op, cases in {**COMMON_CASES, **FURTHER_CASES}.items() if cases and isinstance(op, torch._ops.OpOverload)}
+SIZES = SimpleNamespace(a=16, b=12, c=20, d=24, before=[4, 6], after=[24])
+SOME = (aten.mm.default, aten.amin.default, aten.native_layer_norm_backward.default, aten.index_add.default, aten.cat.default)
+
+
+def counted(op: Any) -> Counter[str]:
+    """How many options the table has, discovery finds, and both have; checks all strategies of those found."""
+    count: Counter[str] = Counter()
+    cases = CASES[op] if isinstance(CASES[op], list) else [CASES[op]]
+    for case in cases:
+        torch.manual_seed(0)
+        args, kwargs = case(SIZES)
+        call, tensors = call_on(op, args, kwargs, op(*args, **kwargs))
+        found, own = discover(call).options, set(axis_options(call)[1:])
+        count += Counter(table=len(own), found=len(found) - 1, both=len(own & set(found)))
+        for mesh_shape in ((2,), (3,), (4,), (2, 2)):
+            for strategy in expand(call, found, mesh_shape):
+                check_strategy(call, tensors, strategy, mesh_shape)
+    return count
+
+
+@pytest.fixture(autouse=True)
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("op", SOME, ids=str)
+def test_what_is_found_in_the_small_holds_in_the_large(op: Any) -> None:
+    count = counted(op)
+    assert count["found"] >= count["both"] == count["table"] > 0
+
+
+@pytest.mark.slow
+def test_all_that_is_found_holds_and_most_of_the_table_is_found() -> None:
+    count = sum((counted(op) for op in CASES), Counter())
+    assert count["both"] >= 0.8 * count["table"], count
