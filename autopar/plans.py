@@ -18,6 +18,7 @@ from autopar.collective import Collective
 from autopar.errors import AutoparError, PlanError
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
+from autopar.typed import mismatch
 
 FORMAT = "autopar-plan"
 VERSION = 1
@@ -198,8 +199,9 @@ class Plan:
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise PlanError(f"cannot read plan {str(path)!r}: {error.strerror}", remedy="check the path; Plan.save writes it") from error
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise PlanError(f"cannot read plan {str(path)!r}: {why}", remedy="check the path; Plan.save writes it") from error
         return Plan.loads(text, str(path))
 
     @staticmethod
@@ -215,16 +217,41 @@ class Plan:
             raise PlanError(f"plan version {data.get('version')!r}, this autopar reads {VERSION}", where=where, remedy="plan again")
         try:
             plan = _decode_plan(data)
-            # A list where a word belongs has no hash, and a pattern that its instances do not fill cannot be expanded.
-            hash((plan.entries, plan.kept, plan.communications))
-            plan.node_choices(), plan.recomputed_choices(), plan.kept_layouts(), plan.steps()
-            return plan
+            wrong = mismatch(plan, Plan, (Layout, Mesh)) or _misfit(plan)
+            if not wrong:  # a pattern that its instances do not fill cannot be expanded
+                plan.node_choices(), plan.recomputed_choices(), plan.kept_layouts(), plan.steps()
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, AutoparError) as error:
             raise PlanError(f"plan is malformed: {type(error).__name__}: {error}", where=where, remedy="plan again") from error
+        if wrong:
+            raise PlanError(f"plan is malformed: {wrong}", where=where, remedy="plan again")
+        return plan
 
     def with_options(self, **options: Any) -> Plan:
         """The same plan with some recorded options changed."""
         return replace(self, options={**self.options, **options})
+
+
+def _misfit(plan: Plan) -> str:
+    """What in a plan of the right types cannot be: layouts or axes of another mesh, decisions about nothing."""
+    num_axes = len(plan.mesh.axes)
+    choices = [choice for e in plan.entries for choice in (*e.nodes, *e.recompute)]
+    layouts = [x for c in choices for x in (*c.strategy.inputs, *c.strategy.outputs)]
+    layouts += [x for k in plan.kept for x in k.layouts] + [x for c in plan.communications for x in (c.source, c.target)]
+    for layout in layouts:
+        if len(layout.placements) != num_axes:
+            return f"layout {str(layout)!r} has {len(layout.placements)} placements, mesh {plan.mesh} has {num_axes} axes"
+    for move in plan.communications:
+        if not 0 <= move.collective.axis < num_axes:
+            return f"{move.node} moves along axis {move.collective.axis}, mesh {plan.mesh} has {num_axes} axes"
+    for key in (*(c.node for c in choices), *(k.node for k in plan.kept), *(c.node for c in plan.communications)):
+        if "/" not in key:
+            return f"{key!r} is no key of a node"
+    for entry in plan.entries:
+        if not entry.nodes or (entry.kind in ("parameter", "buffer", "input") and not entry.nodes[0].strategy.outputs):
+            return f"{entry.key} decides nothing"
+    if not isinstance(plan.options.get("memory_bytes", 0), int) or plan.options.get("memory_bytes") is True:
+        return f"its budget is {plan.options['memory_bytes']!r}"
+    return "" if plan.entries and all(k.layouts for k in plan.kept) else "it holds no decisions, or keeps something in no layout"
 
 
 def _expand(entries: tuple[Entry, ...], which: str) -> Iterator[tuple[str, Strategy]]:

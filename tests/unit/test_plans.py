@@ -1,33 +1,175 @@
-"""A plan's file: damaged ones are refused as such, whatever is wrong with them."""
+"""A plan's file: it comes back as it was; damaged, foreign and other versions' files are refused, and say what is wrong."""
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from made_plan import made_plan
+from mlp import traced
 
+from autopar.api.planning import check_fits
 from autopar.errors import PlanError
-from autopar.plans import Plan
+from autopar.hardware import HardwareProfile
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.planning import PlanOptions, make_plan
+from autopar.plans import FORMAT, VERSION, Plan
 
 Damage = Callable[[dict[str, Any]], object]
-DAMAGES: dict[str, Damage] = {
-    "a field is missing": lambda d: d["entries"][0].pop("kind"),
-    "a name is a number": lambda d: d["entries"][0]["nodes"][0].update(node=7),
-    "a layout is no layout": lambda d: d["entries"][0]["nodes"][0]["strategy"].update(outputs=["S(0) Q"]),
-    "an instance lacks its index": lambda d: next(e for e in d["entries"] if e["instances"][0])["instances"].append([]),
-    "a phase is a list": lambda d: d["communications"][0].update(phase=["forward"]),
-    "a result is a table": lambda d: d["kept"][0].update(result={}),
-    "a mesh axis has no size": lambda d: d["mesh"].clear(),
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "a field is missing": (lambda d: d["entries"][0].pop("kind"), "kind"),
+    "a field is not known": (lambda d: d["proof"].update(certainty=1), "certainty"),
+    "a name is a number": (lambda d: d["entries"][0]["nodes"][0].update(node=7), r"entries\[0\]\.nodes\[0\]\.node is 7, not str"),
+    "a layout is no layout": (lambda d: d["entries"][0]["nodes"][0]["strategy"].update(outputs=["S(0) Q"]), "cannot read 'Q'"),
+    "an instance lacks its index": (lambda d: next(e for e in d["entries"] if e["instances"][0])["instances"].append([]), "IndexError"),
+    "a phase is a list": (lambda d: d["communications"][0].update(phase=["forward"]), r"communications\[0\]\.phase is \['forward'\]"),
+    "a result is a table": (lambda d: d["kept"][0].update(result={}), r"kept\[0\]\.result is \{\}, not int"),
+    "a mesh has no axes": (lambda d: d["mesh"].clear(), "axes"),
+    "a time is a word": (lambda d: d["prediction"].update(step_s="long"), r"prediction\.step_s is 'long', not float"),
+    "a size is true": (lambda d: d["kept"][0].update(bytes=True), r"kept\[0\]\.bytes is True, not int"),
+    "a collective is unknown": (lambda d: d["communications"][1]["collective"].update(kind="gossip"), r"kind is 'gossip', not 'all_g"),
+    "a size by kind is no number": (lambda d: d["prediction"]["memory_bytes"].update(inputs="x"), r"memory_bytes\['inputs'\] is 'x'"),
+    "a bar of the time line is short": (lambda d: d["prediction"]["timeline"][0].pop(), r"timeline\[0\] length is 4, not 5"),
+    "an axis is none of the mesh": (lambda d: d["communications"][0]["collective"].update(axis=2), "axis 2, mesh node=2,gpu=4 has 2 axes"),
+    "a layout is of another mesh": (lambda d: d["kept"][0].update(layouts=["R"]), "'R' has 1 placements, mesh node=2,gpu=4 has 2 axes"),
+    "a key is none": (lambda d: d["kept"][0].update(node="up"), "'up' is no key of a node"),
+    "a decision is about nothing": (lambda d: d["entries"][2].update(nodes=[]), "decides nothing"),
+    "there are no decisions": (lambda d: d.update(entries=[]), "no decisions"),
+    "options are no table": (lambda d: d.update(options=[]), "options is "),
+    "the budget is a word": (lambda d: d["options"].update(memory_bytes="80 GiB"), "its budget is '80 GiB'"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_file_is_refused_as_a_malformed_plan_and_named(damage: Damage) -> None:
+@pytest.mark.parametrize(("damage", "complaint"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_file_is_refused_as_a_malformed_plan_and_named_with_what_is_wrong(damage: Damage, complaint: str) -> None:
     data = json.loads(made_plan().dumps())
     assert Plan.loads(json.dumps(data)) == made_plan()
     damage(data)
-    with pytest.raises(PlanError, match=r"plan is malformed(.|\n)*where: some\.json(.|\n)*plan again"):
+    with pytest.raises(PlanError, match=rf"plan is malformed: .*{complaint}(.|\n)*where: some\.json(.|\n)*plan again"):
         Plan.loads(json.dumps(data), "some.json")
+
+
+def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every table, list and value of the file."""
+    for key in data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
+        yield (*path, key)
+        yield from places(data[key], (*path, key))
+
+
+def test_whatever_one_place_of_the_file_is_changed_to_it_is_refused_or_a_plan() -> None:
+    data = json.loads(made_plan().dumps())
+    num_refused = num_read = 0
+    for path in places(data):
+        for other in (None, "x", 7, []):
+            changed = copy.deepcopy(data)
+            part = changed
+            for key in path[:-1]:
+                part = part[key]
+            part[path[-1]] = other
+            try:
+                plan = Plan.loads(json.dumps(changed))
+            except PlanError:
+                num_refused += 1
+                continue
+            num_read += 1
+            assert Plan.loads(plan.dumps()) == plan
+            assert plan.hash
+    assert num_refused > 5 * num_read > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "plan is no JSON"),
+        ("{", "plan is no JSON"),
+        ("[1, 2]", "no autopar plan"),
+        ('"plan"', "no autopar plan"),
+        ("{}", "no autopar plan"),
+        ('{"format": "autopar-hardware", "version": 1}', "no autopar plan"),
+        (json.dumps({"format": FORMAT}), f"plan version None, this autopar reads {VERSION}"),
+        (json.dumps({"format": FORMAT, "version": VERSION + 1}), f"plan version {VERSION + 1}, this autopar reads {VERSION}"),
+        (json.dumps({"format": FORMAT, "version": VERSION}), "plan is malformed"),
+        (made_plan().dumps()[:-200], "plan is no JSON"),
+    ],
+)
+def test_what_is_no_plan_of_this_version_says_so_and_where(text: str, complaint: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    with pytest.raises(PlanError, match=rf"{complaint}(.|\n)*plan\.json"):
+        Plan.load(file)
+
+
+def test_a_file_that_cannot_be_read_is_refused_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"cannot read plan '.*none\.json': No such file"):
+        Plan.load(tmp_path / "none.json")
+    with pytest.raises(PlanError, match=r"cannot read plan .* directory"):
+        Plan.load(tmp_path)
+    (tmp_path / "weights.bin").write_bytes(bytes(range(128, 256)))
+    with pytest.raises(PlanError, match=r"cannot read plan '.*weights\.bin': it is no text"):
+        Plan.load(tmp_path / "weights.bin")
+
+
+def test_a_plan_comes_back_from_its_file_as_it_was_and_the_file_is_the_same_each_time(tmp_path: Path) -> None:
+    plan = made_plan()
+    plan.save(tmp_path / "a.json")
+    Plan.load(tmp_path / "a.json").save(tmp_path / "b.json")
+    assert Plan.load(tmp_path / "b.json") == plan
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert Plan.load(tmp_path / "b.json").hash == plan.hash
+
+
+def test_the_hash_tells_plans_apart() -> None:
+    plan = made_plan()
+    kept = (replace(plan.kept[0], layouts=(Layout.parse("R R"),)), *plan.kept[1:])
+    others = [made_plan(recompute=False), plan.with_options(strict=True), replace(plan, kept=kept)]
+    assert len({plan.hash, *(other.hash for other in others)}) == 4
+    assert plan.with_options(strict=True).options["optimizer"] == "adamw"
+
+
+def test_choices_kept_layouts_and_steps_are_those_of_every_instance() -> None:
+    plan = made_plan(recompute=True)
+    choices, again = plan.node_choices(), plan.recomputed_choices()
+    ups = [key for key in choices if ".up/dot/forward/0" in key]
+    assert len(ups) == 3 and len({choices[key] for key in ups}) == 1
+    assert set(ups) <= set(again) and len(again) < len(choices)
+    copies = [k for k, layouts in plan.kept_layouts().items() if ".up.weight" in k[0] and list(map(str, layouts)) == ["R S(1)"]]
+    assert sorted(key.split(".")[2] for key, _ in copies) == ["0", "1", "2"]
+    assert len(plan.steps()) == sum(len(c.instances) for c in plan.communications)
+
+
+# Plans of something else
+
+
+def planned(width: int = 8, batch: int = 8, num_layers: int = 2) -> Plan:
+    trace = traced(width, 16, batch, num_layers=num_layers, dtype=torch.float32)
+    return make_plan(trace, Mesh(2), HardwareProfile.load("cpu-gloo"), PlanOptions()).plan
+
+
+def test_a_plan_of_something_else_says_exactly_what_differs() -> None:
+    trace, mesh = traced(8, 16, 8, num_layers=2, dtype=torch.float32), Mesh(2)
+    check_fits(planned(), trace, mesh)
+    with pytest.raises(PlanError, match=r"parameter layers\.2\.down\.weight is in the plan, not in the model"):
+        check_fits(planned(num_layers=3), trace, mesh)
+    with pytest.raises(PlanError, match=r"parameter layers\.1\.up\.weight is in the model, not in the plan"):
+        check_fits(planned(num_layers=1), trace, mesh)
+    for other in (planned(width=4), planned(batch=4)):
+        with pytest.raises(PlanError, match="names agree, but shapes, dtypes, the batch's shape or arguments of ops differ"):
+            check_fits(other, trace, mesh)
+    biased = traced(8, 16, 8, num_layers=2, bias=True, dtype=torch.float32)
+    message = r"parameter layers\.0\.up\.bias is in the model, not in the plan(.|\n)*op layers\.0\.up/add\S+ is in the model"
+    with pytest.raises(PlanError, match=message):
+        check_fits(planned(), biased, mesh)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(4), Mesh({"data": 2}), Mesh({"gpu": 2, "node": 1})])
+def test_a_plan_for_another_mesh_says_for_which(mesh: Mesh) -> None:
+    trace = traced(8, 16, 8, num_layers=2, dtype=torch.float32)
+    with pytest.raises(PlanError, match=f"mesh: the plan is for gpu=2, this is {mesh}(.|\n)*plan again"):
+        check_fits(planned(), trace, mesh)
