@@ -44,19 +44,20 @@ def experiment(call: Call, known: Sequence[AxisOption] = (), *, careful: bool = 
         trials = trials_of(call)
         if not trials:
             return (), "it gave no numbers on small tensors of the CPU, or others the second time"
-        if not _tells(trials):
+        tells = _tells(trials)
+        if not any(tells):
             return (), "its result is the same whatever goes in"
-        options = _proven(call, known, trials)
+        options = _proven(call, known, trials, tells)
         if not known or len(options) < len(known):
-            options = _proven(call, _proposals(call, trials[0], careful), trials)
+            options = _proven(call, _proposals(call, trials[0], careful), trials, tells)
     is_split = any(isinstance(p, Shard) for option in options for p in option.inputs)
     return options, "" if is_split else "no split of it reproduces the whole"
 
 
-def _tells(trials: Iterable[Trial]) -> bool:
-    """Whether no result is one and the same number everywhere, for which a sum, a maximum and a copy could not be told apart."""
+def _tells(trials: Iterable[Trial]) -> list[bool]:
+    """Per result whether it is not one and the same number everywhere, which a sum, a maximum and a copy could all be."""
     results = zip(*(run(call.target, call.args, call.kwargs, tensors, (), ()) for call, tensors in trials), strict=True)
-    return all(_varies(torch.cat([r.flatten() for r in of_trials])) for of_trials in results if None not in of_trials)
+    return [None in of_trials or _varies(torch.cat([r.flatten() for r in of_trials])) for of_trials in results]
 
 
 def _varies(x: torch.Tensor) -> bool:
@@ -138,11 +139,14 @@ def _makes(parts: list[torch.Tensor], whole: torch.Tensor, placement: Placement,
     return not isinstance(joined, str) and close(joined, whole, tolerance)
 
 
-def _proven(call: Call, proposals: Iterable[AxisOption], trials: Sequence[Trial]) -> tuple[AxisOption, ...]:
-    """Those proposals that obey the law; of several for one split of operands, the first."""
+def _proven(call: Call, proposals: Iterable[AxisOption], trials: Sequence[Trial], tells: Sequence[bool]) -> tuple[AxisOption, ...]:
+    """Those proposals that obey the law; of several for one split of operands, the first. A result that tells nothing must be
+    split, which its shape shows."""
     kept: dict[tuple[Placement, ...], AxisOption] = {replicated(call).inputs: replicated(call)}
     for option in proposals:
-        if option.inputs not in kept and len(kept) < _MOST_OPTIONS and _holds(option, trials) and _agrees(option, kept, trials[0]):
+        is_new = option.inputs not in kept and len(kept) < _MOST_OPTIONS
+        shows = all(told or isinstance(p, Shard) for told, p in zip(tells, option.outputs, strict=True))
+        if is_new and shows and _holds(option, trials) and _agrees(option, kept, trials[0]):
             kept[option.inputs] = option
     return tuple(kept.values())[1:]
 

@@ -36,6 +36,17 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.amax(1), x.amin(1)
 
 
+@torch.library.custom_op("tests_discovery::loud", mutates_args=())
+def loud(x: Tensor) -> Tensor:
+    return (x.abs() > 0.5).any(1)
+
+
+@torch.library.custom_op("tests_discovery::checked", mutates_args=())
+def checked(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As many algorithms do, with a status per row that is zero where all is well."""
+    return x.cumsum(1), torch.zeros(x.shape[0], dtype=torch.int32)
+
+
 @torch.library.custom_op("tests_discovery::noise", mutates_args=())
 def noise(x: Tensor) -> Tensor:
     return x + torch.rand_like(x)
@@ -115,6 +126,14 @@ def test_an_average_is_no_sum() -> None:
 
 def test_maxima_and_minima_are_told_apart() -> None:
     assert shown(call(mine.extremes.default, torch.ones(8, 6))) == ["R -> R R", "S(0) -> S(0) S(0)", "S(1) -> P(max) P(min)"]
+
+
+def test_any_is_not_all() -> None:
+    assert shown(call(mine.loud.default, torch.ones(8, 6))) == ["R -> R", "S(0) -> S(0)"]
+
+
+def test_a_result_that_is_always_the_same_can_only_be_split() -> None:
+    assert shown(call(mine.checked.default, torch.ones(8, 6))) == ["R -> R R", "S(0) -> S(0) S(0)"]
 
 
 def test_a_partial_sum_does_not_pass_where_a_cast_would_round_it() -> None:
