@@ -87,7 +87,7 @@ def make_plan(
 
 def _solve(priced: Priced, reserve: int, options: PlanOptions) -> Choices | Least:
     problem = replace(priced.problem, reserve_bytes=reserve)
-    return choices_or_least(problem, gap=options.gap, time_limit_s=options.time_limit_s, solver=options.solver)
+    return choices_or_least(problem, gap=options.gap, time_limit_s=options.time_limit_s, solver=options.solver, bound_only=True)
 
 
 def _refusal(budget: int, last: Choices | Least, smallest: int) -> InfeasibleError:

@@ -35,8 +35,12 @@ class Least:
     choices: Choices | None = None
 
 
-def least_budget(problem: Problem, time_limit_s: float = 60.0) -> Least:
-    """Search for the smallest budget; the one of the problem plays no part."""
+def least_budget(problem: Problem, time_limit_s: float = 60.0, *, bound_only: bool = False) -> Least:
+    """Search for the smallest budget; the one of the problem plays no part.
+
+    Args:
+        bound_only: look for no choices. The bound is then that of the first two rows, and found in a part of the time.
+    """
     program = Formulation(problem)
     most, unit = _most(problem), _unit(problem)
     peak = program.model.add_variable("peak", 0, 1)  # in shares of `most`
@@ -51,6 +55,8 @@ def least_budget(problem: Problem, time_limit_s: float = 60.0) -> Least:
         if relaxation is None:
             break
         bound = max(bound, relaxation.bound)
+        if bound_only:
+            break
         choices, sizes = _plan(problem, program, engine, matrix, relaxation)
         if choices is None:
             break

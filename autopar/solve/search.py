@@ -66,6 +66,7 @@ class Search:
     bound: float = -np.inf
     free_bound: float = -np.inf
     price_s_per_byte: float = 0.0
+    infeasible: bool = False  # proven so
 
     def __post_init__(self) -> None:
         self.program = Formulation(self.problem)
@@ -92,6 +93,7 @@ class Search:
             self.active += broken
             relaxation = self._relax()
             if relaxation is None:
+                self.infeasible = self.best is None
                 break
         return self._answer()
 

@@ -35,16 +35,23 @@ def solve(problem: Problem, *, gap: float = 0.01, max_nodes: int = 200, time_lim
 REMEDY = "use more devices, a smaller batch or shorter sequence, or pass a larger memory_bytes"
 
 
-def choices_or_least(problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str) -> Choices | Least:
-    """As `solve`, but where no plan fits, how much memory would do."""
+def choices_or_least(
+    problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False
+) -> Choices | Least:
+    """As `solve`, but where no plan fits, how much memory would do.
+
+    Args:
+        bound_only: what would do need not be found (`least_budget`) where it is proven that nothing fits.
+    """
+    proven = False
     if solver == "cbc":
         choices, bound_s = solve_with_cbc(problem, gap, max_nodes, time_limit_s), 0.0
     else:
         search = Search(problem, gap, max_nodes, time_limit_s)
-        choices, bound_s = search.run(), search.bound_s
+        choices, bound_s, proven = search.run(), search.bound_s, search.infeasible
     if choices is not None:
         return choices
-    least = least_budget(problem, time_limit_s)
+    least = least_budget(problem, time_limit_s, bound_only=bound_only and proven)
     if least.choices is None or least.size_bytes > problem.budget_bytes:
         return least
     # The limits ended the search before it found a plan; this one fits, however long it takes.
