@@ -67,7 +67,11 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> Layout:
-        """Read the codec's text, the inverse of ``str``."""
+        """Read the codec's text, the inverse of ``str``.
+
+        Raises:
+            LayoutError: where a token cannot be read, or the splitters of a dim are not numbered 0, 1, … all of them.
+        """
         placements: list[Placement] = []
         ranks: list[int] = []
         for token in text.split():
@@ -83,6 +87,11 @@ class Layout:
             else:
                 placements.append(Partial(reduce_op or "sum"))
             ranks.append(int(rank) if rank is not None else -1)
+        for dim in {p.dim for p in placements if isinstance(p, Shard)}:
+            numbered = sorted(rank for rank, p in zip(ranks, placements, strict=True) if isinstance(p, Shard) and p.dim == dim)
+            if set(numbered) != {-1} and numbered != list(range(len(numbered))):
+                remedy = f"number all splitters of dim {dim} from 0, the outermost, or none of them"
+                raise LayoutError(f"layout {text!r} does not say in which order axes split dim {dim}", remedy=remedy)
         order = sorted(range(len(placements)), key=lambda axis: (ranks[axis], axis))
         return Layout(placements, order)
 

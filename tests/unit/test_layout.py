@@ -145,3 +145,9 @@ def test_the_largest_part_is_that_of_the_origin_and_replicas_are_whole() -> None
 def test_a_strategy_prints_operands_and_results() -> None:
     strategy = Strategy((Layout.parse("S(0) R"), Layout.parse("R R")), (Layout.parse("S(0) P"),))
     assert str(strategy) == "S(0) R, R R -> S(0) P"
+
+
+@pytest.mark.parametrize("text", ["S(0)#7", "S(0)#0 S(0)", "S(0)#1 S(0)#1", "S(0)#1 S(0)#2", "S(1)#1 S(0)#0"])
+def test_an_order_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(LayoutError, match=r"does not say in which order axes split dim \d"):
+        Layout.parse(text)
