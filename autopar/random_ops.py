@@ -21,6 +21,7 @@ from torch import Tensor
 STATE = "autopar_random_state"
 _GOLDEN = 0x9E3779B97F4A7C15
 LARGEST_RANGE = 2**31  # of `randint`
+_DIGITS = {torch.float16: 11, torch.bfloat16: 8}  # more would round up to the range's end
 _INNER = 2**31  # inner dims together have at most as many elements
 # What one element costs in eager mode: passes over 32-bit numbers, each of which reads and writes four bytes.
 NUM_PASSES = 25
@@ -56,8 +57,11 @@ def uniform(
     starts: Sequence[int] | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Numbers from [`low`, `high`), in steps of 2⁻²⁴ of the range; arguments as in `keep_mask`."""
-    unit = _unit(_bits(state, shape, draw, starts, sizes))
+    """Numbers from [`low`, `high`), in steps of 2⁻²⁴ of the range, wider where `dtype` has fewer digits; arguments as in `keep_mask`.
+
+    Of [0, 1) the end is never drawn; of another range it may be, by rounding.
+    """
+    unit = _unit(_bits(state, shape, draw, starts, sizes), _DIGITS.get(dtype, 24))
     return unit.mul_(high - low).add_(low).to(dtype)
 
 
@@ -151,6 +155,6 @@ def _signed(value: int, width: int) -> int:
     return (value + 2 ** (width - 1)) % 2**width - 2 ** (width - 1)
 
 
-def _unit(bits: Tensor) -> Tensor:
-    """[0, 1) in steps of 2⁻²⁴, as float32."""
-    return _shifted(bits, 8, 32).to(torch.float32).mul_(2.0**-24)
+def _unit(bits: Tensor, digits: int = 24) -> Tensor:
+    """[0, 1) in steps of 2^−digits, as float32."""
+    return _shifted(bits, 32 - digits, 32).to(torch.float32).mul_(2.0**-digits)

@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.capture import capture
 from autopar.errors import AutoparError
+from autopar.planning.assembly import portable_line
 from autopar.rules import Call, axis_options, call_of, is_discovered, is_fallback
 from autopar.rules.call import op_name
 from benchmarks import zoo
@@ -61,7 +62,7 @@ def _ops(nodes: Iterable[fx.Node], wanted: Callable[[Call], bool]) -> list[dict[
     for node in nodes:
         if wanted(call_of(node)):
             name = op_name(node.target)
-            first = {"op": name, "count": 0, "module": node.meta["module"], "source": node.meta["source"]}
+            first = {"op": name, "count": 0, "module": node.meta["module"], "source": portable_line(node.meta["source"])}
             found.setdefault(name, first)["count"] += 1
     return sorted(found.values(), key=lambda entry: -entry["count"])
 

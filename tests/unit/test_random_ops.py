@@ -90,6 +90,13 @@ def test_rows_are_uncorrelated_where_each_row_has_its_own_keys(monkeypatch: pyte
     assert len({tuple(row) for row in signs.tolist()}) == 4096
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_end_of_the_unit_interval_is_never_drawn(dtype: torch.dtype) -> None:
+    drawn = random_ops.uniform(STATE, (2**20,), 0.0, 1.0, dtype, 0)
+    assert drawn.dtype == dtype and drawn.min() == drawn.min().clamp(0) and drawn.max() < 1
+    assert drawn.float().neg().log1p().isfinite().all()
+
+
 def test_scaling_keeps_what_the_mask_keeps() -> None:
     x, mask = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([True, False, True])
     assert random_ops.masked_scale(x, mask, 2.0).tolist() == [2.0, 0.0, 6.0]
