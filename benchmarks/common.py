@@ -101,6 +101,8 @@ def _commit() -> str:
 def run_rows(name: str, cases: Sequence[Mapping[str, Any]], columns: Sequence[str], json_path: str | None, limit_s: float = 1800.0) -> int:
     """Run ``benchmarks.NAME.row(**case)`` for each case in a process of its own; print a table, write JSON.
 
+    What it returns is a row, or a list of rows where a case has several.
+
     Returns:
         The exit status: 1 where a row is not ok. A row that raises is not ok and carries the error.
     """
@@ -108,12 +110,14 @@ def run_rows(name: str, cases: Sequence[Mapping[str, Any]], columns: Sequence[st
     texts = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn()
     with Progress(*texts, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(name, total=len(cases))
-        for case in cases:
+        for number, case in enumerate(cases, 1):
             progress.update(task, description=f"{name}: {describe(case)}")
-            rows.append(run_row(name, case, limit_s))
+            found = run_case(name, case, limit_s)
+            rows += found
             progress.advance(task)
             if not console.is_terminal:
-                console.print(f"{len(rows)}/{len(cases)} {describe(case)}: {'ok' if rows[-1]['ok'] else 'NOT OK'}", soft_wrap=True)
+                said = "ok" if all(row["ok"] for row in found) else "NOT OK"
+                console.print(f"{number}/{len(cases)} {describe(case)}: {said}", soft_wrap=True)
             if json_path:
                 _write(json_path, rows)
     console.print(_table(name, rows, columns))
@@ -134,20 +138,21 @@ def describe(case: Mapping[str, Any]) -> str:
     return " ".join([case["spec"]["name"], case["mesh"], *plain])
 
 
-def run_row(name: str, case: Mapping[str, Any], limit_s: float) -> Row:
-    """One row, in a process of its own."""
-    row: Row = {"model": case["spec"]["name"], "mesh": case["mesh"], "ok": False, "error": None}
+def run_case(name: str, case: Mapping[str, Any], limit_s: float) -> list[Row]:
+    """The rows of one case, in a process of its own."""
+    base: Row = {"model": case["spec"]["name"], "mesh": case["mesh"], "ok": False, "error": None}
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "row.json"
+        out = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "benchmarks.common", name, json.dumps(case), str(out)]
         surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         start = time.perf_counter()
         try:
             done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=limit_s, check=False)
-            row |= json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {"error": done.stderr.strip()[-2000:]}
+            found = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else [{"error": done.stderr.strip()[-2000:]}]
         except subprocess.TimeoutExpired:
-            row["error"] = f"took longer than {limit_s:.0f} s"
-    return {**row, "row_s": round(time.perf_counter() - start, 2)}
+            found = [{"error": f"took longer than {limit_s:.0f} s"}]
+    case_s = round((time.perf_counter() - start) / len(found), 2)
+    return [{**base, **row, "row_s": case_s} for row in found]
 
 
 def _write(path: str, rows: Sequence[Row]) -> None:
@@ -174,13 +179,18 @@ def show(value: Any) -> str:
 
 
 def main(name: str, case: str, out: str) -> None:
-    """Run one row; what it raises becomes its error."""
+    """Run one case; what it raises becomes its error."""
     torch.set_num_threads(1)
     try:
-        row = importlib.import_module(f"benchmarks.{name}").row(**json.loads(case))
-    except Exception as error:  # whatever it is, it is this row's result
-        row = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-    Path(out).write_text(json.dumps(row), encoding="utf-8")
+        found = importlib.import_module(f"benchmarks.{name}").row(**json.loads(case))
+    except Exception as error:  # whatever it is, it is this case's result
+        found = failed(error)
+    Path(out).write_text(json.dumps(found if isinstance(found, list) else [found]), encoding="utf-8")
+
+
+def failed(error: Exception) -> Row:
+    """The row of what was raised."""
+    return {"ok": False, "error": f"{type(error).__name__}: {error}"}
 
 
 if __name__ == "__main__":

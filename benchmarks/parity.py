@@ -3,6 +3,8 @@
 Mode ``lockstep``: all ranks in one process; largest relative error of loss, outputs and every gradient against the plain model.
 Mode ``gloo``: one process per device; the loss over 20 AdamW steps against the same steps on one process.
 
+``--zoo`` checks the whole zoo in lockstep on meshes of 2, 3 and 4 devices (of 3, splits are uneven) and writes the README's table.
+
 ``--random N`` adds N random legal plans per model and mesh: the planner's own would avoid most layouts. Profiles named
 ``...-frictionless`` make communication cheap, so that even a tiny model's own plan is sharded.
 """
@@ -16,49 +18,56 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.errors import VerificationError
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions, make_plan
 from autopar.plans import Plan
 from autopar.run.program import Program
 from autopar.verification import verify_program
-from benchmarks.common import Row, load_profile, parser, run_rows, specs_of
+from benchmarks import tables
+from benchmarks.common import Row, failed, load_profile, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
 from benchmarks.random_plans import Prepared, prepare, random_plan
 from benchmarks.ranks import run_ranks
 
 MESHES = ("4", "a=2,b=2", "a=2,b=4", "8")
+ZOO_MESHES = ("2", "4", "a=2,b=2", "3")
+ZOO_RANDOM = 5
 COLUMNS = ("plan", "mode", "dtype", "tolerance", "max_rel_err", "traced_rel_err", "num_collectives", "note")
 FLOAT32_PARTS = "model has float32 parts"
 STEPS, LEARNING_RATE = 20, 1e-3
 LOSS_TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 
 
-def make(spec: ModelSpec, mesh: Mesh, plan: str, dtype: torch.dtype, batch: int, seq: int, hardware: str) -> tuple[Prepared, Plan, Program]:
+def make(prepared: Prepared, plan: str, name: str) -> tuple[Plan, Program]:
     """The plan of that name: ``planner`` or ``random-SEED``."""
-    model, data = spec.build(batch=batch, seq=seq, dtype=dtype)
-    prepared = prepare(model, data, mesh, load_profile(hardware))
     if plan.startswith("random-"):
-        return prepared, *random_plan(prepared, int(plan.removeprefix("random-")))
-    planned = make_plan(prepared.trace, mesh, prepared.profile, PlanOptions(), model_name=spec.name)
-    return prepared, planned.plan, planned.program
+        return random_plan(prepared, int(plan.removeprefix("random-")))
+    planned = make_plan(prepared.trace, prepared.mesh, prepared.profile, PlanOptions(), model_name=name)
+    return planned.plan, planned.program
 
 
-def row(spec: dict[str, Any], mesh: str, plan: str, mode: str, dtype: str, batch: int, seq: int, hardware: str) -> Row:
-    """One row of the table."""
-    known = {"plan": plan, "dtype": dtype, "backend": "eager", "mode": mode, "hardware": hardware}
+def row(spec: dict[str, Any], mesh: str, plans: list[str], mode: str, dtypes: list[str], batch: int, seq: int, hardware: str) -> list[Row]:
+    """The rows of one model on one mesh: every plan in every dtype."""
+    built, grid, profile = ModelSpec(**spec), Mesh.parse(mesh), load_profile(hardware)
     measure = _lockstep if mode == "lockstep" else _gloo
-    return {**known, **measure(ModelSpec(**spec), Mesh.parse(mesh), plan, dtype, batch, seq, hardware)}
+    rows = []
+    for dtype in dtypes:
+        # lockstep promotes a model in float32, so that the plan is the one that would run
+        kind: torch.dtype = torch.float32 if mode == "lockstep" else getattr(torch, dtype)
+        model, data = built.build(batch=batch, seq=seq, dtype=kind)
+        prepared = prepare(model, data, grid, profile)
+        for plan in plans:
+            try:
+                found = measure(built, prepared, *make(prepared, plan, built.name), dtype, batch, seq)
+            except Exception as error:  # whatever it is, it is this plan's result
+                found = failed(error)
+            rows.append({"plan": plan, "dtype": dtype, "backend": "eager", "mode": mode, "hardware": hardware, **found})
+    return rows
 
 
-def _lockstep(spec: ModelSpec, mesh: Mesh, plan: str, dtype: str, batch: int, seq: int, hardware: str) -> Row:
-    """The model stays in float32 and is promoted to `dtype`, so that the plan is the one that would run."""
-    prepared, _, program = make(spec, mesh, plan, torch.float32, batch, seq, hardware)
+def _lockstep(spec: ModelSpec, prepared: Prepared, plan: Plan, program: Program, dtype: str, batch: int, seq: int) -> Row:
     model, data = spec.build(batch=batch, seq=seq)
-    try:
-        found = verify_program(prepared.trace, program, model, (), data, dtype=getattr(torch, dtype))
-    except VerificationError as error:
-        return {"ok": False, "error": str(error)}
+    found = verify_program(prepared.trace, program, model, (), data, dtype=getattr(torch, dtype))
     return {
         "ok": found.ok,
         "error": None,
@@ -71,13 +80,12 @@ def _lockstep(spec: ModelSpec, mesh: Mesh, plan: str, dtype: str, batch: int, se
     }
 
 
-def _gloo(spec: ModelSpec, mesh: Mesh, plan: str, dtype: str, batch: int, seq: int, hardware: str) -> Row:
+def _gloo(spec: ModelSpec, prepared: Prepared, plan: Plan, program: Program, dtype: str, batch: int, seq: int) -> Row:
     kind: torch.dtype = getattr(torch, dtype)
-    prepared, made, program = make(spec, mesh, plan, kind, batch, seq, hardware)
     model, data = spec.build(batch=batch, seq=seq, dtype=kind)
     lower = verify_program(prepared.trace, program, model, (), data).lower_parts if dtype == "float64" else ()
     alone = train(model, data)
-    losses = run_ranks(mesh.num_devices, _rank, spec, made.dumps(), dtype, batch, seq)
+    losses = run_ranks(prepared.mesh.num_devices, _rank, spec, plan.dumps(), dtype, batch, seq)
     errors = [max(abs(a - b) / abs(b) for a, b in zip(rank, alone, strict=True)) for rank in losses]
     tolerance = 2e-6 if lower else LOSS_TOLERANCES[dtype]
     return {
@@ -113,25 +121,34 @@ def _rank(rank: int, tell: Any, spec: ModelSpec, plan: str, dtype: str, batch: i
 def main(arguments: list[str]) -> int:
     flags = parser("parity", __doc__ or "", meshes=MESHES)
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
-    flags.add_argument("--random", type=int, default=2, metavar="N", help="random legal plans per model and mesh (default 2)")
-    flags.add_argument("--mode", choices=("lockstep", "gloo", "both"), default="both")
+    flags.add_argument(
+        "--random", type=int, metavar="N", help=f"random legal plans (default 2; {ZOO_RANDOM} for the zoo)"
+    )
+    flags.add_argument("--mode", choices=("lockstep", "gloo", "both"), help="default both; lockstep for the zoo")
     flags.add_argument("--dtype", choices=("float64", "float32"), action="append", help="by default float64 in lockstep, both in gloo")
     flags.add_argument("--hardware", default="cpu-gloo-frictionless")
     options = flags.parse_args(arguments)
-    meshes = [str(Mesh.parse(mesh)) for mesh in options.mesh or MESHES]
-    plans = ["planner", *(f"random-{seed}" for seed in range(options.random))]
+    zoo = options.zoo is not None
+    mode = options.mode or ("lockstep" if zoo else "both")
+    meshes = [str(Mesh.parse(mesh)) for mesh in options.mesh or (ZOO_MESHES if zoo else MESHES)]
+    num_random = (ZOO_RANDOM if zoo else 2) if options.random is None else options.random
+    plans = ["planner", *(f"random-{seed}" for seed in range(num_random))]
     shared = {"batch": options.batch, "seq": options.seq, "hardware": options.hardware}
     cases = []
     for spec in specs_of(options):
         for mesh in meshes:
             base = {"spec": spec.to_json(), "mesh": mesh, **shared}
-            if options.mode != "gloo":
-                cases += [{**base, "plan": p, "mode": "lockstep", "dtype": d} for p in plans for d in options.dtype or ("float64",)]
-            if options.mode != "lockstep" and Mesh.parse(mesh).num_devices == 4:
+            if mode != "gloo":
+                cases.append({**base, "plans": plans, "mode": "lockstep", "dtypes": options.dtype or ["float64"]})
+            if mode != "lockstep" and Mesh.parse(mesh).num_devices == 4:
                 # a random plan too, once: it has layouts that the planner avoids
-                wanted = [("planner", d) for d in options.dtype or ("float64", "float32")] + [(p, "float64") for p in plans[1:2]]
-                cases += [{**base, "plan": p, "mode": "gloo", "dtype": d} for p, d in wanted]
-    return run_rows("parity", cases, COLUMNS, options.json)
+                cases.append({**base, "plans": ["planner"], "mode": "gloo", "dtypes": options.dtype or ["float64", "float32"]})
+                cases.append({**base, "plans": plans[1:2], "mode": "gloo", "dtypes": ["float64"]})
+    whole_zoo = options.zoo == [] and not options.mesh
+    status = run_rows("parity", cases, COLUMNS, options.json or (str(tables.ZOO_RESULTS) if whole_zoo else None))
+    if whole_zoo and not options.json:
+        tables.put_zoo()
+    return status
 
 
 if __name__ == "__main__":
