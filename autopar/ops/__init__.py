@@ -2,18 +2,20 @@
 
 They exist because their ATen spelling cannot be sharded: `dot` keeps batch and sequence apart where ATen flattens them;
 `embedding` and the pieces of the cross entropy work on a part of the vocabulary, told by `start`, its first index;
-`attention` is one op on every device. None is differentiable: backward is written out in the graph.
+`attention` is one op on every device; `constant` is a tensor in the graph's own code. None is differentiable: backward is written out in the graph.
 """
 
 from __future__ import annotations
 
 from autopar.ops.attending import attention, attention_backward
+from autopar.ops.constants import constant
 from autopar.ops.products import dot
 from autopar.ops.vocabulary import cross_entropy_backward, embedding, embedding_backward, pick, sum_exp
 
 __all__ = [
     "attention",
     "attention_backward",
+    "constant",
     "cross_entropy_backward",
     "dot",
     "embedding",

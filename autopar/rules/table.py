@@ -169,6 +169,7 @@ INDEXING: Mapping[Any, f.Family] = {
 }
 
 FACTORIES: Mapping[Any, f.Family] = {
+    ops.constant: f.factory,
     **{
         op: f.factory
         for op in (

@@ -350,6 +350,7 @@ CASES: Mapping[Any, Case | list[Case]] = {
     aten.arange.start_step: lambda s: on(0, s.a, 2),
     **dict.fromkeys((aten.zeros.default, aten.ones.default), lambda s: on([s.a, s.b])),
     aten.full.default: lambda s: on([s.a], 2.0),
+    ops.constant: lambda s: on([1.0, 2.0], [2], torch.float64, torch.device("cpu")),
     aten.empty.memory_format: None,  # has no values to compare
     aten.new_empty.default: None,
     aten.empty_like.default: None,

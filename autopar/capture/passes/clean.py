@@ -11,9 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from autopar import ops
 from autopar.capture.graphs import aten, calls, dtype_of, is_tensor, shape_of, sweep
 from autopar.errors import CaptureError, Where
 
+_MOST_ELEMENTS = 2**14  # of a constant, which stands in the program's code
 _VIEWS = frozenset(
     {
         aten.view.default,
@@ -55,14 +57,16 @@ def fold_views(graph: fx.Graph) -> None:
 
 
 def inline_constants(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> None:
-    """Turn scalars that were built in forward (``torch.tensor(2.0)``) into factories.
+    """Turn tensors that forward built from numbers (``torch.tensor([1.0, 2.0])``) into factories.
+
+    So does a tensor that the model holds as a plain attribute, with the values that it has now; no graph changes it.
 
     Raises:
-        CaptureError: the constant has more than one element: the graph has no place for it.
+        CaptureError: the constant has very many elements, or no values: the graph has no place for it.
     """
     for node in [node for node in graph.nodes if node.op == "get_attr"]:
         value = constants[node.target]
-        if value.numel() != 1 or getattr(value, "fake_mode", None) is not None:
+        if value.numel() > _MOST_ELEMENTS or value.is_meta or getattr(value, "fake_mode", None) is not None:
             reader = next(iter(node.users), node)
             raise CaptureError(
                 f"forward builds a constant tensor of shape {tuple(value.shape)}",
@@ -70,10 +74,17 @@ def inline_constants(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> Non
                 remedy="make it a buffer of the module (register_buffer), or build it with torch.arange, full or ones",
             )
         with graph.inserting_before(node):
-            settings = {"dtype": value.dtype, "device": value.device}
-            factory = graph.call_function(aten.full.default, (list(value.shape), value.item()), settings)
+            factory = _factory(graph, value)
         factory.meta = dict(node.meta, val=value)
         node.replace_all_uses_with(factory)
+
+
+def _factory(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
+    """A call that makes `value`."""
+    settings = {"dtype": value.dtype, "device": value.device}
+    if value.numel() == 1:
+        return graph.call_function(aten.full.default, (list(value.shape), value.item()), settings)
+    return graph.call_function(ops.constant, (value.flatten().tolist(), list(value.shape)), settings)
 
 
 def respell(node: fx.Node) -> None:

@@ -212,9 +212,9 @@ def test_control_flow_on_values_is_refused_with_the_line() -> None:
     [
         (lambda hidden, loss: hidden, "pass labels"),
         (lambda hidden, loss: loss.detach(), "do not detach"),
-        (lambda hidden, loss: (loss * torch.tensor([2.0, 3.0])).sum(), "register_buffer"),
+        (lambda hidden, loss: (loss * torch.tensor([2.0] * 20000)).sum(), "register_buffer"),
     ],
-    ids=["no loss", "detached", "constant"],
+    ids=["no loss", "detached", "large constant"],
 )
 def test_what_cannot_be_trained_is_refused_with_a_remedy(returns: Any, says: str) -> None:
     with pytest.raises(CaptureError) as refusal:
@@ -222,8 +222,18 @@ def test_what_cannot_be_trained_is_refused_with_a_remedy(returns: Any, says: str
     assert says in refusal.value.remedy
 
 
-def test_a_scalar_constant_is_inlined() -> None:
-    model, (x, y) = _net(returns=lambda hidden, loss: loss * torch.tensor(2.5)), _batch()
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda: torch.tensor(2.5),
+        lambda: torch.tensor([[0.1, -3.0], [float("inf"), 1.0]]).clamp(max=4.0).sum(),
+        lambda: torch.where(torch.tensor([True, False]), torch.tensor([3, 2]), 1).sum(),
+        lambda: torch.tensor([]).sum() + 2,
+    ],
+    ids=["a scalar", "a matrix", "a mask", "nothing"],
+)
+def test_a_constant_that_forward_builds_is_in_the_graph(scale: Any) -> None:
+    model, (x, y) = _net(returns=lambda hidden, loss: loss * scale()), _batch()
     outputs, _ = _run(capture(model, (x, y)), model, x, y)
     torch.testing.assert_close(outputs[0], model(x, y).detach())
 
