@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from autopar.errors import AutoparError
 
@@ -35,15 +37,34 @@ class _Sizes:
             )
         return self.seq or min(512, most or 512)
 
+    def vocabulary(self) -> int:
+        """Number of tokens; without a vocabulary a model reads characters, of which these are ASCII."""
+        return getattr(self.text, "vocab_size", None) or 128
+
     def sides(self) -> tuple[int, ...]:
         """Height and width of an image."""
         config = self.config.vision_config if self.reads_images else self.config
-        given = getattr(config, "image_size", None) or self.image
-        return tuple(given) if isinstance(given, list | tuple) else (given,) * 2
+        return _pair(getattr(config, "image_size", None) or self.image)
 
     def channels(self) -> int:
         config = self.config.vision_config if self.reads_images else self.config
         return getattr(config, "num_channels", 3)
+
+    def image_tokens(self) -> int:
+        """Tokens of the text that an image stands for: one for each feature that the model makes of it."""
+        if not hasattr(self.model, "get_image_features"):
+            patches = _pair(self.config.vision_config.patch_size)
+            return math.prod(side // patch for side, patch in zip(self.sides(), patches, strict=True))
+        with torch.device("meta"), torch.no_grad():
+            twin = type(self.model)(self.config).to(self.dtype).eval()
+            features = twin.get_image_features(torch.empty(1, self.channels(), *self.sides(), dtype=self.dtype))
+        pooled = getattr(features, "pooler_output", None)
+        found = tree_leaves(features if pooled is None else pooled)
+        return sum(x.numel() for x in found) // self.text.hidden_size
+
+
+def _pair(sizes: int | Sequence[int]) -> tuple[int, ...]:
+    return (sizes, sizes) if isinstance(sizes, int) else tuple(sizes)
 
 
 def make_batch(model: Any, head: str, dtype: torch.dtype, batch: int, seq: int | None, image: int) -> dict[str, Any]:
@@ -64,16 +85,15 @@ def make_batch(model: Any, head: str, dtype: torch.dtype, batch: int, seq: int |
 
 def _tokens(sizes: _Sizes) -> dict[str, Tensor]:
     """Token ids; of a model that reads images, the first are the image's own."""
-    ids = torch.randint(0, sizes.text.vocab_size, (sizes.batch, sizes.length()))
+    ids = torch.randint(0, sizes.vocabulary(), (sizes.batch, sizes.length()))
     mark = getattr(sizes.config, "image_token_id", None)
-    if mark is None:
+    if mark is None or not sizes.reads_images:
         return {"input_ids": ids}
-    vision = sizes.config.vision_config
-    num_patches = (vision.image_size // vision.patch_size) ** 2
-    if num_patches >= sizes.length():
-        raise AutoparError(f"an image takes {num_patches} tokens, a sample has {sizes.length()}", remedy="pass a larger --seq")
-    ids = torch.where(ids == mark, (mark + 1) % sizes.text.vocab_size, ids)
-    ids[:, :num_patches] = mark
+    num_tokens = sizes.image_tokens()
+    if num_tokens >= sizes.length():
+        raise AutoparError(f"an image takes {num_tokens} tokens, a sample has {sizes.length()}", remedy="pass a larger --seq")
+    ids = torch.where(ids == mark, (mark + 1) % sizes.vocabulary(), ids)
+    ids[:, :num_tokens] = mark
     return {"input_ids": ids}
 
 
@@ -82,10 +102,18 @@ def _pixels(sizes: _Sizes) -> dict[str, Tensor]:
 
 
 def _spectrum(sizes: _Sizes) -> dict[str, Tensor]:
-    """Two frames per source position: the encoder's second convolution halves them."""
+    """Frames of a sound: of the length that the configuration asks for, channels first, or of any length."""
     config = sizes.config
-    frames = 2 * config.max_source_positions
-    return {"input_features": torch.randn(sizes.batch, config.num_mel_bins, frames).to(sizes.dtype)}
+    if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
+        shape = config.num_mel_bins, 2 * config.max_source_positions  # the encoder's second convolution halves them
+    else:
+        names = ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins")
+        width = next((getattr(config, name) for name in names if hasattr(config, name)), None)
+        if width is None:
+            raise AutoparError(f"nothing in the configuration says how wide a {config.model_type} spectrum is", remedy=_OWN)
+        most = getattr(config, "max_source_positions", None) or 512
+        shape = min(sizes.seq or 512, most), width * getattr(config, "input_channels", 1)
+    return {"input_features": torch.randn(sizes.batch, *shape).to(sizes.dtype)}
 
 
 def _sound(sizes: _Sizes) -> dict[str, Tensor]:
@@ -107,7 +135,9 @@ def _targets(sizes: _Sizes, head: str) -> dict[str, Any]:
     if head.endswith("TokenClassification"):
         return {"labels": torch.randint(0, num_labels, (*shape, sizes.length()))}
     if head.endswith(_PER_TOKEN):
-        return {"labels": torch.randint(0, sizes.text.vocab_size, (*shape, sizes.length()))}
+        return {"labels": torch.randint(0, sizes.vocabulary(), (*shape, sizes.length()))}
+    if head.endswith("CTC"):  # shorter than the sound; 0 is mostly the blank
+        return {"labels": torch.randint(1, sizes.vocabulary(), (*shape, 2))}
     if head.endswith(_PER_SAMPLE):
         return {"labels": torch.randint(0, num_labels, shape)}
     if head.endswith("SemanticSegmentation"):

@@ -59,6 +59,7 @@ def build(
     _quieten(config, settings, dropout)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id or 0  # T5's own, which its configuration leaves to checkpoints
+    config.architectures = config.architectures or []  # where a head has several classes, transformers looks for names in it
     builder = _head(kind, head, config)
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)

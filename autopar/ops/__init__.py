@@ -2,7 +2,8 @@
 
 They exist because their ATen spelling cannot be sharded: `dot` keeps batch and sequence apart where ATen flattens them;
 `embedding` and the pieces of the cross entropy work on a part of the vocabulary, told by `start`, its first index;
-`attention` is one op on every device; `constant` is a tensor in the graph's own code. None is differentiable: backward is written out in the graph.
+`attention` is one op on every device; `constant` is a tensor in the graph's own code. None is differentiable: backward is
+written out in the graph.
 """
 
 from __future__ import annotations

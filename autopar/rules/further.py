@@ -82,6 +82,22 @@ def diagonal_backward(call: Call) -> Factors:
     return Factors(((*(x for x in term if x != WHOLE), WHOLE),), (term,), linear=((0,),))
 
 
+def grouped_mm(call: Call) -> Factors:
+    """A product for each group of rows (or of the inner dim), whose ends are the third operand: grouped dims stay whole.
+
+    torch demands that rows begin at multiples of 16 bytes, those of a part too: other dims are split where parts will be so.
+    """
+    first, second = call.inputs[0].shape, call.inputs[1].shape
+    m, k, n = (x if size % 64 == 0 else WHOLE for x, size in (("m", first[-2]), ("k", first[-1]), ("n", second[-1])))
+    text = {
+        (2, 3): f"_ {k}, _ {k} {n}, _ -> _ {n}",
+        (2, 2): f"{m} _, _ {n}, _ -> _ {m} {n}",
+        (3, 2): f"_ {m} {k}, {k} _, _ -> {m} _",
+        (3, 3): f"e {m} {k}, e {k} {n} -> e {m} {n}",
+    }[len(first), len(second)]
+    return parse(text, call, EITHER)
+
+
 ACTIVATIONS: Mapping[Any, f.Family] = {
     **{
         op: f.pointwise(FIRST)
@@ -185,6 +201,7 @@ ALGEBRA: Mapping[Any, f.Family] = {
     aten.linalg_cholesky_ex.default: Row("... _ _ -> ... _ _, ..."),
     aten._linalg_det.default: Row("... _ _ -> ..., ... _ _, ... _"),
     aten.linalg_cross.default: f.along(EITHER),
+    aten._grouped_mm.default: grouped_mm,
 }
 
 FURTHER: Mapping[Any, f.Family] = {**ACTIVATIONS, **IMAGES, **SIGNALS, **ORDERS, **ALGEBRA}

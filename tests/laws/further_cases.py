@@ -48,6 +48,13 @@ def waves(*shape: int) -> torch.Tensor:
     return torch.complex(real(*shape), real(*shape))
 
 
+def grouped(first: tuple[int, ...], second: tuple[int, ...], ends: bool = True) -> Case:
+    def case(s: Any) -> Built:
+        return on(real(*first).float(), real(*second).float(), torch.tensor([4, 4, 16], dtype=torch.int32) if ends else None)
+
+    return case
+
+
 FURTHER_CASES: Mapping[Any, Case | list[Case]] = {
     aten.elu_backward.default: lambda s: on(real(s.a, s.b), 1.0, 1.0, 1.0, False, real(s.a, s.b)),
     aten.leaky_relu_backward.default: lambda s: on(*graded(s)[0], 0.1, False),
@@ -123,5 +130,12 @@ FURTHER_CASES: Mapping[Any, Case | list[Case]] = {
     aten._cdist_forward.default: distances,
     aten._cdist_backward.default: distances_backward,
     **dict.fromkeys((aten.linalg_inv_ex.default, aten.linalg_cholesky_ex.default, aten._linalg_det.default), matrices),
+    aten._grouped_mm.default: [
+        grouped((16, 192), (3, 192, 192)),
+        grouped((192, 16), (16, 192)),
+        grouped((3, 192, 192), (192, 16)),
+        grouped((3, 192, 192), (3, 192, 192), ends=False),
+        grouped((16, 32), (3, 32, 16)),
+    ],
     aten.linalg_cross.default: lambda s: on(real(s.a, 3, s.b), real(s.a, 3, s.b), dim=1),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -51,12 +53,24 @@ def test_dropouts_in_lists_and_in_nested_configurations_are_0_too() -> None:
         ("hubert/AutoModelForAudioClassification:{}", {"input_values": (2, 8), "labels": (2,)}),
         ("audio-spectrogram-transformer/AutoModelForAudioClassification:{}", {"input_values": (2, 1024, 128), "labels": (2,)}),
         ("segformer/AutoModelForSemanticSegmentation:{}", {"pixel_values": (2, 3, 64, 64), "labels": (2, 64, 64)}),
+        ("hubert/AutoModelForCTC:{}", {"input_values": (2, 8), "labels": (2, 2)}),
+        ("speech_to_text:{}", {"input_features": (2, 8, 80), "labels": (2, 8)}),
+        ("deit/AutoModelForImageClassification:{}", {"pixel_values": (2, 3, 224, 224), "labels": (2,)}),
+        ("canine/AutoModelForSequenceClassification:{}", {"input_ids": (2, 8), "labels": (2,)}),
         ("bert/AutoModelForQuestionAnswering:{}", {"input_ids": (2, 8), "start_positions": (2,), "end_positions": (2,)}),
     ],
 )
 def test_a_batch_fits_what_the_model_reads_and_its_head(spec: str, inputs: dict[str, tuple[int, ...] | None]) -> None:
     _, batch = hf.build(spec, batch=2, seq=8, image=64)
     assert {name: tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in batch.items()} == inputs
+
+
+def test_a_text_has_as_many_tokens_of_an_image_as_the_model_makes_features_of_it() -> None:
+    text = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 96}
+    vision = {"image_size": [32, 32], "patch_size": [8, 8], **{name: text[name] for name in text if name != "vocab_size"}}
+    settings = {"text_config": text | {"model_type": "qwen2"}, "vision_config": vision, "image_token_id": 95, "downsample_ratio": 0.5}
+    _, batch = hf.build(f"internvl:{json.dumps(settings)}", device="cpu", batch=2, seq=8)
+    assert (batch["input_ids"] == 95).sum(1).tolist() == [4, 4]  # 4 x 4 patches, halved each way
 
 
 @pytest.mark.parametrize(
