@@ -72,8 +72,8 @@ class Case:
 
     @property
     def num_draws(self) -> int:
-        """How often a step draws random numbers."""
-        return sum("draw" in node.kwargs for node in self.trace.graph.nodes)
+        """How often a step draws random numbers, those included that nothing reads; but not behind the last one that is read."""
+        return 1 + max((node.kwargs["draw"] for node in self.trace.graph.nodes if "draw" in node.kwargs), default=-1)
 
     @property
     def loss(self) -> str:

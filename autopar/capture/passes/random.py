@@ -38,8 +38,20 @@ def replace_random(graph: fx.Graph) -> fx.Node | None:
     for node in calls(graph, aten.native_dropout_backward.default):
         with graph.inserting_before(node):
             node.replace_all_uses_with(emit(node, random_ops.masked_scale, node.args, shape_of(node)))
-    sweep(graph)
+    _count_unread(graph)
     return state
+
+
+def _count_unread(graph: fx.Graph) -> None:
+    """Sweep, and let each draw that is left know how many there were since the one before: eager torch draws those too that
+    nothing reads."""
+    every = [node for node in graph.nodes if "draw" in node.kwargs]
+    sweep(graph)
+    left, step = set(graph.nodes), 0
+    for node in every:
+        step += 1
+        if node in left:
+            node.kwargs, step = {**node.kwargs, "draw": step}, 0
 
 
 def next_state(graph: fx.Graph, state: fx.Node) -> fx.Node:
@@ -50,10 +62,12 @@ def next_state(graph: fx.Graph, state: fx.Node) -> fx.Node:
 
 
 def number_draws(graph: fx.Graph) -> None:
-    """Give every draw of the graph its own number, in graph order."""
-    drawing = [node for node in graph.nodes if "draw" in node.kwargs]
-    for number, node in enumerate(drawing):
-        node.kwargs = {**node.kwargs, "draw": number}
+    """Give every draw of the graph its own number, in graph order, in place of its distance from the one before."""
+    number = -1
+    for node in graph.nodes:
+        if "draw" in node.kwargs:
+            number += node.kwargs["draw"]
+            node.kwargs = {**node.kwargs, "draw": number}
 
 
 def _state(graph: fx.Graph) -> fx.Node:
@@ -92,7 +106,7 @@ def _replace_results(node: fx.Node, result: fx.Node, mask: fx.Node) -> None:
 def _draw(
     node: fx.Node, state: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], shape: Sequence[int], dtype: torch.dtype
 ) -> fx.Node:
-    return emit(node, target, (state, list(args[0]), *args[1:]), shape, dtype=dtype, kwargs={"draw": 0})
+    return emit(node, target, (state, list(args[0]), *args[1:]), shape, dtype=dtype, kwargs={"draw": 1})
 
 
 def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
