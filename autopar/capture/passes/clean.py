@@ -38,6 +38,7 @@ def clean(graph: fx.Graph) -> None:
         if node.op != "call_function" or not is_tensor(node):
             continue
         respell(node)
+        _state_dtype(node)
         simpler = _SIMPLER.get(node.target, _itself)(node)
         if simpler is node and node.target in _VIEWS:
             simpler = seen.setdefault((str(node.target), str(node.args), node.meta["module"], node.meta["phase"]), node)
@@ -110,6 +111,13 @@ def respell(node: fx.Node) -> None:
         node.target, node.args, node.kwargs = aten.view.default, (node.args[1], list(shape)), {}
     elif target is aten._to_copy.default and node.kwargs.get("memory_format") in (None, torch.preserve_format) and _stays(node):
         node.kwargs = {"dtype": dtype_of(node)}
+
+
+def _state_dtype(node: fx.Node) -> None:
+    """A factory says its dtype: left out, it would be the default one of whoever runs the graph."""
+    takes = isinstance(node.target, torch._ops.OpOverload) and any(a.name == "dtype" for a in node.target._schema.arguments)
+    if takes and not node.all_input_nodes and node.kwargs.get("dtype") is None:
+        node.kwargs = {**node.kwargs, "dtype": dtype_of(node)}
 
 
 def _respell_slice(node: fx.Node) -> None:

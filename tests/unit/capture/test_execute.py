@@ -1,10 +1,11 @@
-"""Running a normal-form graph: views of values that another op has laid out differently."""
+"""Running a normal-form graph: views of values that another op has laid out differently, and dtypes that nobody stated."""
 
 from __future__ import annotations
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
+from autopar.capture import capture, execute
 from autopar.capture.execute import propagate
 
 aten = torch.ops.aten
@@ -31,3 +32,23 @@ def test_a_view_that_strides_do_not_allow_reads_a_copy() -> None:
 
 def test_a_view_that_strides_allow_reads_the_value() -> None:
     assert viewed((3, 1)) == [aten.view.default]
+
+
+def test_what_forward_makes_has_the_dtype_it_had_at_capture_whatever_the_default_is_now() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.linear(x) * (1 - torch.ones(4) / 3) + torch.full((4,), 0.1) + torch.zeros(4)).sum()
+
+    model, x = Masked(), torch.randn(3, 4)
+    trace = capture(model, (x,))
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        outputs, _, _ = execute(trace, dict(model.named_parameters()), {}, [x])
+    finally:
+        torch.set_default_dtype(default)
+    torch.testing.assert_close(outputs[0], model(x).detach())
