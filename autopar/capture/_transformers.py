@@ -4,6 +4,8 @@
 - Speech encoders (wav2vec2 and its like) switch `requires_grad` of their input on: off during a capture.
 - Models that record outputs install hooks at their first forward; Dynamo cannot trace the installation, so it is done
   before.
+- Branches. Some models make a mask in eager which under tracing they expect of the caller. Where a model cannot be captured
+  as it is traced, the branches that eager takes are tried.
 - Masks. In eager, a batch without attention mask and position ids is one sequence per row and needs no mask: attention
   runs with ``is_causal=True``. Under tracing, transformers does not dare to look and builds a ``[batch, 1, seq, seq]`` mask
   in every layer. No values need be read to know better: where a transformers model itself is captured and gets no
@@ -66,6 +68,17 @@ def _sounds_without_gradient(model: nn.Module) -> Iterator[None]:
     finally:
         for module in switched:
             module._requires_grad = True  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def branches_of_eager(model: nn.Module) -> Iterator[bool]:
+    """The model's own code is not told that it is traced; gives whether it would ask."""
+    asking = [sys.modules[name] for name in {type(module).__module__ for module in model.modules()} if name.startswith("transformers.")]
+    asking = [module for module in asking if hasattr(module, "is_torchdynamo_compiling")]
+    with contextlib.ExitStack() as stack:
+        for module in asking:
+            stack.enter_context(mock.patch.object(module, "is_torchdynamo_compiling", _not_exporting))
+        yield bool(asking)
 
 
 def _install_recording_hooks(model: nn.Module) -> None:

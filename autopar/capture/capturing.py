@@ -13,7 +13,8 @@ import torch
 from torch import fx, nn
 
 from autopar import random_ops
-from autopar.capture._torch import RawJoint, prepared, raw_joint
+from autopar.capture._torch import Prepared, RawJoint, prepared, raw_joint
+from autopar.capture._transformers import branches_of_eager
 from autopar.capture.execute import propagate
 from autopar.capture.folding import NotFoldable, Run, Shortened, capture_shortened, renumbered, repeat
 from autopar.capture.graphs import emit, is_tensor, shape_of
@@ -40,14 +41,26 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
             the user's line.
     """
     with _without_collection(), prepared(model, args, dict(kwargs or {})) as call:
-        refusal = "it was not asked for"
-        if fold:
-            try:
-                shortened = capture_shortened(model, call)
-                return _normal_form(model, shortened.raw, shortened)
-            except NotFoldable as error:
-                refusal = str(error)
-        return replace(_normal_form(model, raw_joint(model, call), None), folding=Folding((), refusal))
+        try:
+            return _captured(model, call, fold)
+        except CaptureError as refusal:
+            with branches_of_eager(model) as others:
+                if not others:
+                    raise
+                with contextlib.suppress(CaptureError):
+                    return _captured(model, call, fold)
+            raise refusal from refusal.__cause__
+
+
+def _captured(model: nn.Module, call: Prepared, fold: bool) -> Trace:
+    refusal = "it was not asked for"
+    if fold:
+        try:
+            shortened = capture_shortened(model, call)
+            return _normal_form(model, shortened.raw, shortened)
+        except NotFoldable as error:
+            refusal = str(error)
+    return replace(_normal_form(model, raw_joint(model, call), None), folding=Folding((), refusal))
 
 
 @contextlib.contextmanager

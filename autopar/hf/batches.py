@@ -80,6 +80,8 @@ def make_batch(model: Any, head: str, dtype: torch.dtype, batch: int, seq: int |
     inputs = make(sizes)
     if sizes.reads_images and "pixel_values" not in inputs:
         inputs |= _pixels(sizes)
+    if sizes.reads_images and "input_ids" not in inputs and sizes.text is not sizes.config:
+        inputs |= _tokens(sizes)  # a model that reads both may call either its main input
     return {**inputs, **_targets(sizes, head)}
 
 

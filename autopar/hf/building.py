@@ -57,6 +57,8 @@ def build(
     kind, head, settings = parse(spec)
     config = _config(kind, settings)
     _quieten(config, settings, dropout)
+    if config.is_encoder_decoder and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0  # labels are shifted, and what is ignored becomes padding
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id or 0  # T5's own, which its configuration leaves to checkpoints
     config.architectures = config.architectures or []  # where a head has several classes, transformers looks for names in it

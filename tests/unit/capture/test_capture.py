@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -325,3 +327,39 @@ def test_what_a_users_backward_computes_belongs_to_the_backward() -> None:
     _, gradients = _run(trace, model, x)
     model(x).backward()
     _assert_gradients(gradients, model)
+
+
+ASKING = """
+import torch
+from torch import nn
+
+def is_torchdynamo_compiling():
+    return torch.compiler.is_compiling()
+
+class Asking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, mask=None):
+        if mask is None and not is_torchdynamo_compiling():
+            mask = torch.arange(4.0)
+        return (self.linear(x) * mask).sum()
+"""
+
+
+@pytest.mark.parametrize("package", ["transformers", "elsewhere"])
+def test_where_a_transformers_model_cannot_be_captured_as_it_is_traced_its_eager_branches_are(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = ModuleType(f"{package}.asking")
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    exec(ASKING, vars(home))
+    model, x = home.Asking(), torch.randn(3, 4)
+    if package == "elsewhere":
+        with pytest.raises(CaptureError):
+            capture(model, (x,))
+        return
+    outputs, _ = _run(capture(model, (x,)), model, x)
+    torch.testing.assert_close(outputs[0], model(x).detach())
+    assert home.is_torchdynamo_compiling.__name__ == "is_torchdynamo_compiling"
