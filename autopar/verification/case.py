@@ -8,8 +8,8 @@ program     the emitted graphs, all ranks in lockstep.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,17 @@ from autopar.verification.drawing import PositionalDraws
 _NO_COMPUTING = ("zeros", "ones", "full", "empty", "arange", "scalar_tensor", "lift_fresh", "view", "reshape", "expand", "detach", "alias")
 
 
+class PlainModelError(VerificationError):
+    """The plain model cannot be run, or gives no number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """A traced model, its program, and a batch.
 
     Attributes:
         tensors: parameters and buffers by every name. inputs: the trace's inputs, in order.
-        dtype: what floating tensors are converted to, or None. computed: the dtype that is computed in.
+        dtype: what floating tensors are converted to, or None. computed: the dtype that is computed in. own: the model's own.
     """
 
     trace: Trace
@@ -51,6 +55,7 @@ class Case:
     inputs: tuple[Tensor, ...]
     dtype: torch.dtype | None
     computed: torch.dtype
+    own: torch.dtype
 
     @staticmethod
     def of(
@@ -68,7 +73,7 @@ class Case:
         floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
         own = min(floating, key=lambda d: d.itemsize, default=torch.get_default_dtype())
         tensors = {name: x.detach() for name, x in named} | {random_ops.STATE: random_ops.initial_state(0)}
-        return Case(trace, program, model, args, kwargs, tensors, tuple(leaves[i.path] for i in trace.inputs), dtype, dtype or own)
+        return Case(trace, program, model, args, kwargs, tensors, tuple(leaves[i.path] for i in trace.inputs), dtype, dtype or own, own)
 
     @property
     def num_draws(self) -> int:
@@ -94,7 +99,7 @@ class Case:
         watch = _LowerDtypes(self.computed)
         args, kwargs = tree_map(self._promoted, (self.args, dict(self.kwargs)))
         draws = PositionalDraws(self.tensors[random_ops.STATE])
-        with without_caches(plain), torch.enable_grad():
+        with without_caches(plain), torch.enable_grad(), self._refused_by_kernels():
             with draws if self.num_draws else nullcontext(), watch:  # the draws themselves are not watched
                 returned = plain(*args, **kwargs)
             outputs = dict(flatten_with_paths(returned)[0])
@@ -112,6 +117,17 @@ class Case:
                 remedy="remove random numbers that nothing reads, or report the model",
             )
         return results, watch.found
+
+    @contextmanager
+    def _refused_by_kernels(self) -> Iterator[None]:
+        """In another dtype than the model's own some op may have no kernel, or a constant no room; in its own, errors are the model's."""
+        try:
+            yield
+        except (RuntimeError, ValueError, TypeError) as error:
+            if self.dtype is None or self.dtype == self.own:
+                raise
+            said = next(iter(str(error).splitlines()), type(error).__name__)
+            raise PlainModelError(f"the plain model fails: {said}", remedy="verify in the model's own dtype: pass dtype=None") from error
 
     def _promoted(self, x: Any) -> Any:
         return x.to(self.dtype) if self.dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x

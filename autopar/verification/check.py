@@ -4,6 +4,8 @@ It must equal the plain model in loss, outputs, mutated buffers and every gradie
 smaller dtype than asked for (``logits.float()`` in a float64 run), the plain result is only that precise; then the program
 is also held against the traced graph, which computes everything in the dtype asked for, with that dtype's own tolerance. Where
 no dtype is asked for, nothing is more precise than the smallest dtype that the model computes in (under autocast a 16-bit one).
+Where the plain model cannot be run in the dtype asked for (an op of it has no such kernel, a constant of it overflows), the
+comparison is in the model's own, and says so.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from autopar.capture import Trace
 from autopar.errors import VerificationError
 from autopar.run.lockstep import Lockstep
 from autopar.run.program import Program
-from autopar.verification.case import Case
+from autopar.verification.case import Case, PlainModelError
 from autopar.verification.comparison import Results, compare, tolerance_of, tolerance_with
 from autopar.verification.diagnosis import diagnose
 from autopar.verification.report import Verification
@@ -49,13 +51,27 @@ def verify_program(
             plain loss is no finite number.
     """
     case = Case.of(trace, program, model, args, kwargs, dtype)
+    try:
+        return _compared(case, *_plain(case), tolerance)
+    except PlainModelError as error:
+        if dtype is None or dtype == case.own:
+            raise
+        own = replace(case, dtype=None, computed=case.own)
+        return replace(_compared(own, *_plain(own), tolerance), instead_of=f"{str(dtype).removeprefix('torch.')}: {error.what}")
+
+
+def _plain(case: Case) -> tuple[Results, Mapping[str, torch.dtype]]:
     plain, lower = case.run_plain()
     if not bool(plain.outputs[case.loss].isfinite().all()):
-        raise VerificationError(
+        raise PlainModelError(
             f"the plain model's loss is {plain.outputs[case.loss].item()}: a comparison with it would say nothing",
             remedy="verify with a batch and weights that give a finite loss",
         )
-    if dtype is None and lower:
+    return plain, lower
+
+
+def _compared(case: Case, plain: Results, lower: Mapping[str, torch.dtype], tolerance: float | None) -> Verification:
+    if case.dtype is None and lower:
         case, lower = replace(case, computed=min(lower.values(), key=lambda d: d.itemsize)), {}
     try:
         ran = case.run_program()

@@ -248,3 +248,23 @@ def test_a_model_that_computes_parts_in_16_bits_is_held_to_what_those_can(dtype:
     assert found.ok and found.tolerance == 5e-2
     assert (found.traced is None) == (dtype is None)
     assert found.traced is None or found.traced <= 1e-9
+
+
+class FloatOnly(nn.Module):
+    """A model that float64 breaks: its mask is float32, the number for it is the smallest of x's dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(8, dtype=torch.float32).masked_fill(torch.arange(8) > 5, torch.finfo(x.dtype).min)
+        return (self.linear(x) + mask).softmax(-1).pow(2).sum()
+
+
+def test_a_model_that_cannot_be_run_in_float64_is_compared_in_its_own_dtype() -> None:
+    model, batch = FloatOnly(), (torch.randn(8, 8),)
+    trace = capture(model, batch)
+    found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {})
+    assert found.ok and (found.dtype, found.tolerance) == ("float32", 1e-4)
+    assert "cannot be run in float64: the plain model fails: value cannot be converted" in str(found)
