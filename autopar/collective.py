@@ -11,6 +11,7 @@ MPICH", 2005: for each kind the latency of its algorithm for short messages and 
     reduce_scatter  ⌈log₂ n⌉ α + (n−1)/n · b/β         recursive halving; ring
     all_reduce    2 ⌈log₂ n⌉ α + 2 (n−1)/n · b/β       reduce_scatter, then all_gather (Rabenseifner)
     all_to_all      ⌈log₂ n⌉ α + (n−1)/n · b/(ε β)     Bruck; pairwise, which reaches a share ε of a ring's bandwidth
+    halo            α + h/β                            both neighbours at once; h bytes sent to them together
 
 Where the profile has measured points of the kind for n ranks, they are interpolated instead. From points for other ranks,
 m the nearest, t(n, b) = max(formula(n, b), points(m, b · w(n)/w(m)) + (s(n) − s(m)) α), with s the number of steps and w the
@@ -26,8 +27,8 @@ from typing import Any, Literal
 from autopar.errors import HardwareError
 from autopar.hardware import HardwareProfile, Link
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice"]
-KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice")
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "halo", "slice"]
+KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "halo", "slice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,13 @@ class Collective:
     Attributes:
         kind: ``slice`` is the local step Replicate → Shard; it moves nothing between ranks.
         axis: index of the mesh axis.
-        dim: the tensor dim gathered (all_gather), scattered (reduce_scatter, slice), or, for all_to_all, the dim that
-            is sharded before. -1 for all_reduce.
+        dim: the tensor dim gathered (all_gather), scattered (reduce_scatter, slice), extended (halo), or, for all_to_all,
+            the dim that is sharded before. -1 for all_reduce.
         to_dim: for all_to_all the dim that is sharded afterwards, else -1.
         reduce_op: ``sum``, ``max``, ``min`` or ``product`` for the reducing kinds, else empty.
         dtype: element type as text without ``torch.``, for example ``bfloat16``.
         bytes: bytes of the local input of one rank.
+        halo_bytes: for halo what a rank between two others sends them, which is as much as it gets from them.
     """
 
     kind: Kind
@@ -52,6 +54,7 @@ class Collective:
     reduce_op: str
     dtype: str
     bytes: int
+    halo_bytes: int = 0
 
     def output_bytes(self, size: int) -> int:
         """Bytes of the local output of one rank, on an axis of `size` devices."""
@@ -59,7 +62,7 @@ class Collective:
             return self.bytes * size
         if self.kind in ("reduce_scatter", "slice"):
             return self.bytes // size
-        return self.bytes
+        return self.bytes + self.halo_bytes
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -78,6 +81,9 @@ def collective_time(collective: Collective, axis_size: int, link: str, profile: 
         return profile.launch_overhead_s + copies_s
     if link not in profile.links:
         raise HardwareError(f"profile {profile.name!r} has no link {link!r}", remedy=f"links are {', '.join(profile.links)}")
+    if collective.kind == "halo":
+        wire = profile.links[link]
+        return profile.launch_overhead_s + wire.latency_s + collective.halo_bytes / wire.bandwidth_bytes_per_s + copies_s
     size = max(collective.bytes, collective.output_bytes(axis_size))
     return _wire_time(collective.kind, axis_size, size, profile.links[link], profile.launch_overhead_s) + copies_s
 
@@ -90,7 +96,7 @@ def _copied_bytes(collective: Collective, axis_size: int) -> int:
         return collective.bytes
     if collective.kind == "all_to_all":
         return collective.bytes * ((collective.dim > 0) + (collective.to_dim > 0))
-    return collective.output_bytes(axis_size) if collective.kind == "slice" else 0
+    return collective.output_bytes(axis_size) if collective.kind in ("slice", "halo") else 0
 
 
 def _steps(kind: Kind, n: int) -> int:

@@ -8,6 +8,7 @@ Only the innermost splitter of a dim can be gathered without moving other data.
 
 The codec: ``"S(0) R"`` is `Shard(0)` on the first axis, `Replicate()` on the second. Where a dim is split by several axes
 out of mesh order, each of its splitters carries its rank: ``"S(0)#1 S(0)#0"`` splits dim 0 first by the second axis.
+``"S(2)~1~2"`` is a shard with 1 element of the part before it and 2 of the one behind it (`autopar.halo`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.errors import LayoutError
+from autopar.halo import Halo
 
 REPLICATE = Replicate()
 PARTIAL = Partial("sum")
-_TOKEN = re.compile(r"^(?:(R)|P(?:\((\w+)\))?|S\((\d+)\)(?:#(\d+))?)$")
+_TOKEN = re.compile(r"^(?:(R)|P(?:\((\w+)\))?|S\((\d+)\)(?:#(\d+)|~(\d+)~(\d+)(~lowest)?)?)$")
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -57,6 +59,8 @@ class Layout:
 
     def _token(self, axis: int) -> str:
         placement = self.placements[axis]
+        if isinstance(placement, Halo):
+            return str(placement)
         if isinstance(placement, Shard):
             splitters = self.splitters(placement.dim)
             rank = f"#{splitters.index(axis)}" if list(splitters) != sorted(splitters) else ""
@@ -79,9 +83,11 @@ class Layout:
             if match is None:
                 remedy = 'write one of R, S(0), P, P(max) per mesh axis, as in "S(0) R"'
                 raise LayoutError(f"cannot read {token!r} in layout {text!r}", remedy=remedy)
-            replicate, reduce_op, dim, rank = match.groups()
+            replicate, reduce_op, dim, rank, before, after, lowest = match.groups()
             if replicate:
                 placements.append(REPLICATE)
+            elif before is not None:
+                placements.append(Halo(int(dim), int(before), int(after), lowest is not None))
             elif dim is not None:
                 placements.append(Shard(int(dim)))
             else:
@@ -107,6 +113,10 @@ class Layout:
     def has_partial(self) -> bool:
         return any(isinstance(p, Partial) for p in self.placements)
 
+    @property
+    def halos(self) -> tuple[Halo, ...]:
+        return tuple(p for p in self.placements if isinstance(p, Halo))
+
     def splitters(self, dim: int) -> tuple[int, ...]:
         """The axes that split `dim`, outermost first."""
         return tuple(axis for axis in self.order if isinstance(p := self.placements[axis], Shard) and p.dim == dim)
@@ -130,7 +140,10 @@ class Layout:
         return self._has_dims_of(shape) and all(size % self.num_shards(dim, mesh_shape) == 0 for dim, size in enumerate(shape))
 
     def fits(self, shape: Sequence[int], mesh_shape: Sequence[int]) -> bool:
-        """Whether every dim exists and is split evenly, or by a single axis such that only its last part is shorter."""
+        """Whether every dim exists and is split evenly, or by a single axis such that only its last part is shorter.
+
+        With a halo it is split by a single axis, and every part has what its neighbours take of it.
+        """
         return self._has_dims_of(shape) and all(self._fits_dim(dim, size, mesh_shape) for dim, size in enumerate(shape))
 
     def _has_dims_of(self, shape: Sequence[int]) -> bool:
@@ -138,9 +151,16 @@ class Layout:
 
     def _fits_dim(self, dim: int, size: int, mesh_shape: Sequence[int]) -> bool:
         num_shards = self.num_shards(dim, mesh_shape)
-        if size % num_shards == 0:
+        halo = self.halo(dim)
+        if halo is None and size % num_shards == 0:
             return True
-        return max(mesh_shape[axis] for axis in self.splitters(dim)) == num_shards and -(-size // num_shards) * (num_shards - 1) < size
+        alone = num_shards in (1, max((mesh_shape[axis] for axis in self.splitters(dim)), default=1))
+        last = size - -(-size // num_shards) * (num_shards - 1)  # the shortest part; neighbours must have what a halo takes
+        return alone and last >= (max(halo.before, halo.after, 1) if halo else 1)
+
+    def halo(self, dim: int) -> Halo | None:
+        """The halo with which `dim` is split, if any."""
+        return next((p for p in self.halos if p.dim == dim), None)
 
 
 def _canonical(placements: tuple[Placement, ...], order: Sequence[int] | None) -> tuple[int, ...]:
@@ -176,7 +196,7 @@ def part_range(size: int, counts: Sequence[int], coordinates: Sequence[int]) -> 
 
 
 def local_range(size: int, layout: Layout, dim: int, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, int]:
-    """Start and length of the part of a dim of `size` that lies at `coordinate` (see `part_range`)."""
+    """Start and length of the part of a dim of `size` that lies at `coordinate` (see `part_range`), without a halo."""
     splitters = layout.splitters(dim)
     return part_range(size, [mesh_shape[axis] for axis in splitters], [coordinate[axis] for axis in splitters])
 
@@ -186,7 +206,10 @@ def local_shape(
 ) -> tuple[int, ...]:
     """Shape of the local tensor at `coordinate` (by default at the origin, which has the largest part)."""
     coordinate = coordinate if coordinate is not None else (0,) * len(mesh_shape)
-    return tuple(local_range(size, layout, dim, mesh_shape, coordinate)[1] for dim, size in enumerate(shape))
+    lengths = [local_range(size, layout, dim, mesh_shape, coordinate)[1] for dim, size in enumerate(shape)]
+    for halo in layout.halos:
+        lengths[halo.dim] += halo.length
+    return tuple(lengths)
 
 
 @dataclass(frozen=True, slots=True)

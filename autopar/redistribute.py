@@ -7,6 +7,7 @@ Terms. The *layout graph* of a tensor has its layouts as nodes; an *arc* is ONE 
     P    → S(d)  reduce_scatter  the axis becomes the innermost splitter of d
     S(d) → S(e)  all_to_all      only of the innermost splitter of d; the axis becomes the innermost splitter of e
     R    → S(d)  slice           local; the axis becomes the innermost splitter of d
+    S(d) → S(d)~a~b  halo        where the axis alone splits d; nothing leads on from there
 
 A *tree* leads from the layouts a tensor is at hand in to all layouts that are wanted, and pays each arc once, however
 many wanted layouts lie behind it: one all-gather feeds q, k and v. Hierarchical all-reduces (reduce-scatter within the
@@ -21,7 +22,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -29,6 +30,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar.collective import Collective, Kind
 from autopar.errors import LayoutError
+from autopar.halo import Halo
 from autopar.layout import REPLICATE, Layout, local_shape
 
 Price = Callable[[Collective], float]
@@ -83,21 +85,32 @@ def local_bytes(shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh_s
 
 
 def neighbours(
-    shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh_shape: Sequence[int], reduce_dtype: torch.dtype | None = None
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    layout: Layout,
+    mesh_shape: Sequence[int],
+    reduce_dtype: torch.dtype | None = None,
+    halos: Iterable[Halo] = (),
 ) -> list[tuple[Collective, Layout]]:
-    """Every layout that one collective leads to and that fits; reductions run in `reduce_dtype` (by default `dtype`)."""
+    """Every layout that one collective leads to and that fits; reductions run in `reduce_dtype` (by default `dtype`).
+
+    Of the many possible halos, those that are asked for.
+    """
     found: list[tuple[Collective, Layout]] = []
     for axis, placement in enumerate(layout.placements):
         if mesh_shape[axis] == 1:
             continue
-        if isinstance(placement, Shard) and not layout.is_innermost(axis):
+        if isinstance(placement, Halo) or (isinstance(placement, Shard) and not layout.is_innermost(axis)):
             continue
-        for target in _axis_targets(placement, len(shape)):
+        for target in (*_axis_targets(placement, len(shape)), *(h for h in halos if placement == Shard(h.dim))):
             after = layout.with_placement(axis, target)
             if after.fits(shape, mesh_shape):
                 moved = (reduce_dtype or dtype) if isinstance(placement, Partial) else dtype
                 size = local_bytes(shape, moved, layout, mesh_shape)
-                found.append((_collective(axis, placement, target, str(moved).removeprefix("torch."), size), after))
+                collective = _collective(axis, placement, target, str(moved).removeprefix("torch."), size)
+                if collective.kind == "halo":
+                    collective = replace(collective, halo_bytes=local_bytes(shape, moved, after, mesh_shape) - size)
+                found.append((collective, after))
     return found
 
 
@@ -117,6 +130,8 @@ def _collective(axis: int, before: Placement, after: Placement, dtype: str, size
         kind: Kind = "all_reduce" if to < 0 else "reduce_scatter"
         return Collective(kind, axis, to, -1, before.reduce_op, dtype, size)
     assert isinstance(before, Shard)
+    if isinstance(after, Halo):
+        return Collective("halo", axis, to, -1, "", dtype, size)
     if to < 0:
         return Collective("all_gather", axis, before.dim, -1, "", dtype, size)
     return Collective("all_to_all", axis, before.dim, to, "", dtype, size)
@@ -142,9 +157,11 @@ def layout_graph(
     allowed: list[set[Placement]] = []
     for axis in range(len(mesh_shape)):
         here = {layout.placements[axis] for layout in ends} | {REPLICATE}
+        here |= {Shard(p.dim) for p in here if isinstance(p, Halo)}
         if any(isinstance(p, Partial) for p in here):
             here |= {Shard(dim) for dim in dims}
         allowed.append(here)
+    halos = dict.fromkeys(halo for layout in wanted for halo in layout.halos)
     index: dict[Layout, int] = {}
     layouts: list[Layout] = []
     arcs: list[Arc] = []
@@ -154,7 +171,7 @@ def layout_graph(
         layouts.append(layout)
         queue.append(layout)
     for layout in queue:  # grows while it is walked
-        for collective, after in neighbours(shape, dtype, layout, mesh_shape, reduce_dtype):
+        for collective, after in neighbours(shape, dtype, layout, mesh_shape, reduce_dtype, halos):
             if any(p not in ok for p, ok in zip(after.placements, allowed, strict=True)):
                 continue
             if after not in index:

@@ -6,6 +6,7 @@ How a mesh axis works on a part follows from its main op's layouts on that axis,
                  (features), or of the first operand
     heads        attention only: the heads are sharded (dim 1 of ``[batch, heads, sequence, features]``)
     data         dim 0 of the activation, which is the batch, is sharded
+    space        convolution only: a dim from 2 on of ``[batch, channels, space…]`` is
     sequence     dim 1 (2 in attention) is; of a matmul's activation any dim but the first
     replicated   every device on the axis does the same
 
@@ -26,7 +27,7 @@ from torch.distributed.tensor import Partial, Shard
 
 from autopar.layout import Layout, Strategy
 
-PARALLELISMS = ("data", "sequence", "heads", "tensor", "replicated")
+PARALLELISMS = ("data", "sequence", "space", "heads", "tensor", "replicated")
 
 # Main ops by rank: op → (operand that is the activation, operand that is the weight).
 ROLES = {"dot": (0, 1), "convolution": (0, 1), "attention": (0, None), "embedding": (1, 0)}
@@ -51,6 +52,8 @@ def parallelism_of(op: str, strategy: Strategy, axis: int) -> str:
         dim = _dim(strategy.inputs[activation], axis)
         if op == "attention":
             return {None: "replicated", 0: "data", 1: "heads", 2: "sequence"}.get(dim, "tensor")
+        if op == "convolution" and dim is not None and dim >= 2:
+            return "space"
         return "replicated" if dim is None else "data" if dim == 0 else "sequence"
     for layout in (*strategy.outputs[:1], *strategy.inputs[:1]):
         dim = _dim(layout, axis)

@@ -23,6 +23,7 @@ from autopar.emit.choices import PlanIndex, TensorKey, buffer_key, compute_nodes
 from autopar.emit.legality import check_legal
 from autopar.emit.localize import local_call
 from autopar.errors import EmissionError
+from autopar.halo import Halo
 from autopar.kernels import collectives as steps
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
@@ -171,7 +172,7 @@ class _Phase:
 
     def _step(self, ref: Ref, source: fx.Node, step: Communication) -> fx.Node:
         c = step.collective
-        target, args = _STEPS[c.kind](c)
+        target, args = _STEPS[c.kind](c, step.target)
         key, _ = self.job.key(ref)
         source_line = self.job.nodes[ref[0]].meta.get("source", "")
         meta = {"module": step.module, "phase": self.phase, "source": source_line}
@@ -264,12 +265,19 @@ def _reads(node: fx.Node) -> list[Ref]:
     return [(n.name, 0) for n in operands_of(node)]
 
 
-_STEPS: dict[str, Callable[[Collective], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
-    "all_gather": lambda c: (steps.all_gather, (c.dim, c.axis)),
-    "all_reduce": lambda c: (steps.all_reduce, (c.reduce_op, c.axis)),
-    "reduce_scatter": lambda c: (steps.reduce_scatter, (c.dim, c.reduce_op, c.axis)),
-    "all_to_all": lambda c: (steps.all_to_all, (c.dim, c.to_dim, c.axis)),
-    "slice": lambda c: (steps.shard, (c.dim, c.axis)),
+def _halo_arguments(c: Collective, target: Layout) -> tuple[Any, ...]:
+    halo = target.placements[c.axis]
+    assert isinstance(halo, Halo), "only a halo step leads to a halo"
+    return c.dim, halo.before, halo.after, halo.lowest, c.axis
+
+
+_STEPS: dict[str, Callable[[Collective, Layout], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
+    "all_gather": lambda c, _: (steps.all_gather, (c.dim, c.axis)),
+    "all_reduce": lambda c, _: (steps.all_reduce, (c.reduce_op, c.axis)),
+    "reduce_scatter": lambda c, _: (steps.reduce_scatter, (c.dim, c.reduce_op, c.axis)),
+    "all_to_all": lambda c, _: (steps.all_to_all, (c.dim, c.to_dim, c.axis)),
+    "halo": lambda c, target: (steps.halo, _halo_arguments(c, target)),
+    "slice": lambda c, _: (steps.shard, (c.dim, c.axis)),
 }
 
 

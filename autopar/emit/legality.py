@@ -37,7 +37,7 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
                     _check_strategy(node, choices[node.meta["key"]], mesh)
     values = dict(_values(trace))
     for key, layouts, value in _borders(trace, index):
-        if len(layouts) != 1 or layouts[0].has_partial or not _fits(layouts[0], value, mesh):
+        if len(layouts) != 1 or layouts[0].has_partial or layouts[0].halos or not _fits(layouts[0], value, mesh):
             shown = ", ".join(map(str, layouts)) or "no layout"
             raise PlanError(f"{key} of shape {tuple(value.shape)} cannot lie as {shown} on mesh {mesh}", remedy=_REMEDY)
     for (_, tensor), steps in index.steps.items():
@@ -77,7 +77,8 @@ def _check_step(tensor: TensorKey, step: Communication, values: dict[TensorKey, 
         raise PlanError(f"the plan moves {tensor}, which the model does not make", remedy=_REMEDY)
     wide = isinstance(moved, torch.dtype) and torch.promote_types(value.dtype, moved) == moved
     legal = wide and _fits(step.source, value, mesh)
-    if not legal or (step.collective, step.target) not in neighbours(value.shape, value.dtype, step.source, mesh.shape, moved):
+    possible = neighbours(value.shape, value.dtype, step.source, mesh.shape, moved, step.target.halos) if legal else []
+    if (step.collective, step.target) not in possible:
         c = step.collective
         raise PlanError(
             f"no {c.kind} in {c.dtype} on axis {c.axis} leads from {step.source} to {step.target} for {tensor} of {value.dtype} "

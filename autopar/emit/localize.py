@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,9 @@ def local_call(
         if isinstance(value, Start | Length):
             splitters = tuple((axis, mesh_shape[axis]) for axis in value.layout.splitters(value.dim))
             place = steps.local_start if isinstance(value, Start) else steps.local_length
-            return graph.call_function(place, (value.dim_size, splitters))
+            found = graph.call_function(place, (value.dim_size, splitters))
+            before = value.before if isinstance(value, Start) else 0
+            return graph.call_function(operator.sub, (found, before)) if before else found
         if isinstance(value, tuple | list):
             return [resolve(v) for v in value]
         return value

@@ -11,6 +11,7 @@ Memory, with `x` the input and `y` the result (both contiguous): besides them li
     all_gather      dim leading: nothing; else one buffer as large as `y`, while it is copied to `y`
     reduce_scatter  dim leading: nothing; else one copy of `x`, until the reduction has ended
     all_to_all      to_dim not leading: one copy of `x` until it is sent; dim not leading: one buffer as large as `y`
+    halo            what is sent and what is received
     all_reduce, shard   nothing
 A dim is leading where all dims before it have length 1. `x` that is not contiguous costs one more copy. Along an axis of
 size 1 every step returns `x` itself.
@@ -27,14 +28,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from autopar.errors import LayoutError, RuntimeStateError
+from autopar.errors import RuntimeStateError
+from autopar.kernels import bound
 from autopar.layout import part_range
 from autopar.mesh import Mesh
-
-_functional = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +68,32 @@ def fake_groups(mesh: Mesh, coordinate: Sequence[int] | None = None) -> Groups:
 def all_gather(x: Tensor, dim: int, axis: int, length: int | None = None) -> Tensor:
     """Shard(dim) → Replicate on `axis`, which must be the innermost splitter of `dim`: the parts joined in order."""
     group = _group(axis)
-    return _all_gather(x, dim, group.size, group.name, length)
+    return bound.all_gather(x, dim, group.size, group.name, length)
 
 
 def reduce_scatter(x: Tensor, dim: int, reduce_op: str, axis: int) -> Tensor:
     """Partial(reduce_op) → Shard(dim) on `axis`: this rank's part of the reduced tensor."""
     group = _group(axis)
-    return _reduce_scatter(x, dim, reduce_op, group.size, group.name, group.coordinate)
+    return bound.reduce_scatter(x, dim, reduce_op, group.size, group.name, group.coordinate)
 
 
 def all_reduce(x: Tensor, reduce_op: str, axis: int) -> Tensor:
     """Partial(reduce_op) → Replicate on `axis`; a new tensor."""
     group = _group(axis)
-    return _all_reduce(x, reduce_op, group.size, group.name)
+    return bound.all_reduce(x, reduce_op, group.size, group.name)
 
 
 def all_to_all(x: Tensor, dim: int, to_dim: int, axis: int, length: int | None = None) -> Tensor:
     """Shard(dim) → Shard(to_dim) on `axis`, which must be the innermost splitter of `dim` and becomes that of `to_dim`."""
     group = _group(axis)
-    return _all_to_all(x, dim, to_dim, group.size, group.name, group.coordinate, length)
+    return bound.all_to_all(x, dim, to_dim, group.size, group.name, group.coordinate, length)
+
+
+def halo(x: Tensor, dim: int, before: int, after: int, lowest: bool, axis: int) -> Tensor:
+    """Shard(dim) → `Halo` on `axis`, which alone splits `dim`: with the neighbours' elements, and beyond the ends with zeros or
+    the lowest value."""
+    group = _group(axis)
+    return bound.halo(x, dim, before, after, lowest, group.size, group.name, group.coordinate)
 
 
 def shard(x: Tensor, dim: int, axis: int) -> Tensor:
@@ -97,7 +103,7 @@ def shard(x: Tensor, dim: int, axis: int) -> Tensor:
     `size` times what the plan says.
     """
     group = _group(axis)
-    return _shard(x, dim, group.size, group.coordinate)
+    return bound.shard(x, dim, group.size, group.coordinate)
 
 
 def local_start(size: int, splitters: tuple[tuple[int, int], ...]) -> int:
@@ -115,13 +121,14 @@ def _own_range(size: int, splitters: tuple[tuple[int, int], ...]) -> tuple[int, 
 
 
 PLACES: tuple[Callable[..., int], ...] = (local_start, local_length)  # in the order of `range_of`
-STEPS: tuple[Callable[..., Tensor], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, shard)
+STEPS: tuple[Callable[..., Tensor], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, halo, shard)
 
 
 def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup]) -> fx.GraphModule:
     """A copy of the graph module whose steps name process groups and coordinates instead of mesh axes.
 
-    Steps along axes of size 1 vanish and `local_start` becomes a literal. Tensors held by the module are shared.
+    Steps along axes of size 1 vanish (but for `halo`, which pads there) and `local_start` becomes a literal. Tensors held by
+    the module are shared.
     """
     graph = fx.Graph()
     result = graph.graph_copy(graph_module.graph, {})
@@ -138,10 +145,10 @@ def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup]) -> fx.GraphM
 def _bind_step(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
     x, *rest, axis = positional(node)
     group = groups[axis]
-    if group.size == 1:
+    if group.size == 1 and node.target is not halo:
         _replace(node, x)
     elif node.target is shard:
-        node.target, node.args, node.kwargs = _shard, (x, *rest, group.size, group.coordinate), {}
+        node.target, node.args, node.kwargs = bound.shard, (x, *rest, group.size, group.coordinate), {}
     else:
         known = {"coordinate": group.coordinate, "length": node.kwargs.get("length")}
         taken = {name: known[name] for name in _BOUND_SETTINGS.get(node.target, ())}
@@ -153,6 +160,7 @@ _ARGUMENTS = {
     reduce_scatter: ("x", "dim", "reduce_op", "axis"),
     all_reduce: ("x", "reduce_op", "axis"),
     all_to_all: ("x", "dim", "to_dim", "axis"),
+    halo: ("x", "dim", "before", "after", "lowest", "axis"),
     shard: ("x", "dim", "axis"),
 }
 
@@ -186,120 +194,16 @@ def range_of(size: int, splitters: Sequence[tuple[int, int]], coordinates: Seque
     return part_range(size, [axis_size for _, axis_size in splitters], coordinates)
 
 
-def part_of(length: int, size: int) -> int:
-    """The length of all parts but the last, which is not longer, and not empty.
-
-    Raises:
-        LayoutError: where it would be empty.
-    """
-    part = -(-length // size)
-    if part * (size - 1) >= length:
-        raise LayoutError(f"a dim of length {length} cannot be split over {size} ranks", remedy="choose another layout or mesh")
-    return part
-
-
-# The bound forms: constants in place of the mesh axis. Helpers take temporaries as arguments, so that nothing here holds
-# them longer than the module docstring says.
-
-
-def _all_gather(x: Tensor, dim: int, size: int, name: str, length: int | None = None) -> Tensor:
-    if size == 1:
-        return x
-    if length is not None:
-        return _cut(_all_gather(_padded(x, dim, part_of(length, size)), dim, size, name), dim, length)
-    shape = (*x.shape[:dim], x.shape[dim] * size, *x.shape[dim + 1 :])
-    return _gather_leading(x.contiguous(), size, name).movedim(0, dim).reshape(shape)
-
-
-def _reduce_scatter(x: Tensor, dim: int, reduce_op: str, size: int, name: str, coordinate: int) -> Tensor:
-    if size == 1:
-        return x
-    length = x.shape[dim]
-    part = part_of(length, size)
-    if length % size:
-        scattered = _scatter_leading(_leading_parts(_padded(x, dim, part * size), dim, size), reduce_op, size, name)
-        return _cut(scattered, dim, part_range(length, [size], [coordinate])[1])
-    return _scatter_leading(_leading_parts(x, dim, size), reduce_op, size, name)
-
-
-def _all_reduce(x: Tensor, reduce_op: str, size: int, name: str) -> Tensor:
-    if size == 1:
-        return x
-    if not name:
-        return x.new_empty(x.shape)
-    return _functional.wait_tensor(_functional.all_reduce(x.contiguous(), reduce_op, name))
-
-
-def _all_to_all(x: Tensor, dim: int, to_dim: int, size: int, name: str, coordinate: int, length: int | None = None) -> Tensor:
-    if size == 1 or dim == to_dim:
-        return x
-    shape = list(x.shape)
-    if length is not None or shape[to_dim] % size:
-        joined, split = length or shape[dim] * size, shape[to_dim]
-        padded = _padded(_padded(x, dim, part_of(joined, size)), to_dim, part_of(split, size) * size)
-        exchanged = _all_to_all(padded, dim, to_dim, size, name, coordinate)
-        return _cut(_cut(exchanged, dim, joined), to_dim, part_range(split, [size], [coordinate])[1])
-    shape[to_dim] = part_of(shape[to_dim], size)
-    shape[dim] *= size
-    return _exchange_leading(_leading_parts(x, to_dim, size), size, name).movedim(0, dim).reshape(shape)
-
-
-def _shard(x: Tensor, dim: int, size: int, coordinate: int) -> Tensor:
-    if size == 1:
-        return x
-    part_of(x.shape[dim], size)
-    return x.narrow(dim, *part_range(x.shape[dim], [size], [coordinate])).clone(memory_format=torch.contiguous_format)
-
-
-def _padded(x: Tensor, dim: int, length: int) -> Tensor:
-    """Filled up with zeros at the end of `dim`."""
-    missing = length - x.shape[dim]
-    return torch.constant_pad_nd(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
-
-
-def _cut(x: Tensor, dim: int, length: int) -> Tensor:
-    """The first `length` of `dim`, in memory of its own."""
-    return x if x.shape[dim] == length else x.narrow(dim, 0, length).clone(memory_format=torch.contiguous_format)
-
-
-def _leading_parts(x: Tensor, dim: int, size: int) -> Tensor:
-    """[.., d, ..] → [size, .., d / size, ..], contiguous; a view where `dim` is leading and `x` contiguous."""
-    return x.unflatten(dim, (size, part_of(x.shape[dim], size))).movedim(dim, 0).contiguous()
-
-
-def _gather_leading(x: Tensor, size: int, name: str) -> Tensor:
-    """[..] of every rank → [size, ..]."""
-    if not name:
-        return x.new_empty((size, *x.shape))
-    flat = x.view(torch.uint8).view(-1) if x.dtype == torch.bool else x.view(-1)
-    gathered = _functional.wait_tensor(_functional.all_gather_into_tensor(flat, size, name))
-    return gathered.view(x.dtype).view(size, *x.shape)
-
-
-def _scatter_leading(x: Tensor, reduce_op: str, size: int, name: str) -> Tensor:
-    """[size, ..] → the reduced [..] at this rank's index."""
-    if not name:
-        return x.new_empty(x.shape[1:])
-    return _functional.wait_tensor(_functional.reduce_scatter_tensor(x, reduce_op, size, name)).squeeze(0)
-
-
-def _exchange_leading(x: Tensor, size: int, name: str) -> Tensor:
-    """[size, ..]: part i goes to rank i; the result's part i came from rank i."""
-    if not name:
-        return x.new_empty(x.shape)
-    if x.dtype == torch.bool:
-        return _exchange_leading(x.view(torch.uint8), size, name).view(torch.bool)
-    return _functional.wait_tensor(_functional.all_to_all_single(x, [1] * size, [1] * size, name))
-
-
 _BOUND_SETTINGS: dict[Any, tuple[str, ...]] = {
     all_gather: ("length",),
     reduce_scatter: ("coordinate",),
     all_to_all: ("coordinate", "length"),
+    halo: ("coordinate",),
 }
 _BOUND: dict[Any, Callable[..., Tensor]] = {
-    all_gather: _all_gather,
-    reduce_scatter: _reduce_scatter,
-    all_reduce: _all_reduce,
-    all_to_all: _all_to_all,
+    all_gather: bound.all_gather,
+    reduce_scatter: bound.reduce_scatter,
+    all_reduce: bound.all_reduce,
+    all_to_all: bound.all_to_all,
+    halo: bound.halo,
 }

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 COLOURS = {
     "data": "#5b8db8",
     "sequence": "#5aa469",
+    "space": "#3f8f8b",
     "heads": "#a77bb5",
     "tensor": "#e8924a",
     "replicated": "#e3e3e3",

@@ -9,9 +9,10 @@ from __future__ import annotations
 from autopar.rules.call import Call, Operand, TensorInfo, call_of, call_on, operands_of, where_of
 from autopar.rules.expansion import cuts_alike
 from autopar.rules.knowledge import axis_options, is_discovered, is_fallback, is_strategy, strategies, why_replicated
-from autopar.rules.localization import Length, Local, Start, localize
+from autopar.rules.localization import localize
 from autopar.rules.notation import AxisOption
 from autopar.rules.registration import register, unregister
+from autopar.rules.site import Length, Local, Start
 
 __all__ = [
     "AxisOption",

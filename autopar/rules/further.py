@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autopar.rules import families as f
+from autopar.rules import windows
 from autopar.rules.call import Call, argument
 from autopar.rules.notation import WHOLE, Factors, parse
 from autopar.rules.rows import EITHER, FIRST, Row
@@ -123,10 +124,8 @@ _ONE, _TWO, _THREE = "... _", "... _ _", "... _ _ _"
 
 
 RESIZE_GRADIENTS = (
-    aten.upsample_nearest2d_backward.default,
     aten.upsample_bilinear2d_backward.default,
     aten.upsample_bicubic2d_backward.default,
-    aten.upsample_nearest3d_backward.default,
     aten.upsample_trilinear3d_backward.default,
 )
 
@@ -136,16 +135,21 @@ def _resized(dims: str, *ops: Any) -> dict[Any, f.Family]:
 
 
 IMAGES: Mapping[Any, f.Family] = {
-    **_resized(_ONE, aten.reflection_pad1d.default, aten.replication_pad1d.default, aten.upsample_nearest1d.default),
-    **_resized(_TWO, aten.reflection_pad2d.default, aten.replication_pad2d.default, aten.upsample_nearest2d.default),
+    **_resized(_ONE, aten.reflection_pad1d.default, aten.replication_pad1d.default),
+    **_resized(_TWO, aten.reflection_pad2d.default, aten.replication_pad2d.default),
     **_resized(_TWO, aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default),
     **_resized(_TWO, *(op for op in RESIZE_GRADIENTS if "2d" in str(op))),
-    **_resized(_THREE, aten.replication_pad3d.default, aten.upsample_nearest3d.default, aten.upsample_trilinear3d.default),
+    **_resized(_THREE, aten.replication_pad3d.default, aten.upsample_trilinear3d.default),
     **_resized(_THREE, *(op for op in RESIZE_GRADIENTS if "3d" in str(op))),
     **_resized(_THREE, aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.native_channel_shuffle.default),
     aten.reflection_pad1d_backward.default: Row(f"{_ONE}, {_ONE} -> {_ONE}", FIRST),
     aten.reflection_pad2d_backward.default: Row(f"{_TWO}, {_TWO} -> {_TWO}", FIRST),
     aten.replication_pad2d_backward.default: Row(f"{_TWO}, {_TWO} -> {_TWO}", FIRST),
+    aten.upsample_nearest1d.default: windows.nearest(1),
+    aten.upsample_nearest2d.default: windows.nearest(2),
+    aten.upsample_nearest3d.default: windows.nearest(3),
+    aten.upsample_nearest2d_backward.default: windows.nearest(2, gradient=True),
+    aten.upsample_nearest3d_backward.default: windows.nearest(3, gradient=True),
     aten.adaptive_max_pool2d.default: Row(f"{_TWO} -> {_TWO}, {_TWO}"),
     aten.adaptive_max_pool2d_backward.default: Row(f"{_TWO}, {_TWO}, {_TWO} -> {_TWO}", FIRST),
     aten.im2col.default: columns,

@@ -8,55 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import Shard
 
 from autopar import ops, random_ops
-from autopar.layout import Layout, Strategy, local_range, local_shape
-from autopar.rules.call import NO_TENSOR, Call, argument, replace_arguments
+from autopar.layout import Strategy
+from autopar.rules import space
+from autopar.rules.call import Call, argument, replace_arguments
 from autopar.rules.families import dims_of
 from autopar.rules.further import RESIZE_GRADIENTS
 from autopar.rules.losses import LOSS_GRADIENTS, LOSSES, MEAN, SUM, mean_loss_part
+from autopar.rules.site import Local, Site, groups_of, same
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Stands in local arguments for this rank's first global index along a dim of global size `dim_size`."""
-
-    dim_size: int
-    layout: Layout
-    dim: int
-
-    def at(self, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> int:
-        """The index at a rank's coordinate."""
-        return local_range(self.dim_size, self.layout, self.dim, mesh_shape, coordinate)[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Length:
-    """Stands in local arguments for the length of this rank's part of a dim of global size `dim_size` that is split unevenly."""
-
-    dim_size: int
-    layout: Layout
-    dim: int
-
-    def at(self, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> int:
-        """The length at a rank's coordinate."""
-        return local_range(self.dim_size, self.layout, self.dim, mesh_shape, coordinate)[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Local:
-    """What a rank calls; tensors are `Operand`s as in the call."""
-
-    target: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 def mean_part(x: torch.Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -68,68 +34,42 @@ def mean_part(x: torch.Tensor, dims: Sequence[int], keepdim: bool, count: int, d
     return torch.sum(x, dim=tuple(dims), keepdim=keepdim, dtype=wide).div_(count).to(dtype)
 
 
-class _Site:
-    """A call at a strategy on a mesh."""
-
-    def __init__(self, call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> None:
-        self.call, self.strategy, self.mesh_shape = call, strategy, mesh_shape
-
-    def input_shape(self, number: int) -> tuple[int | Length, ...]:
-        return self._shape(self.call.inputs[number].shape, self.strategy.inputs[number])
-
-    def output_shape(self, number: int = 0) -> tuple[int | Length, ...]:
-        return self._shape(self.call.outputs[number].shape, self.strategy.outputs[number])
-
-    def _shape(self, shape: Sequence[int], layout: Layout) -> tuple[int | Length, ...]:
-        """Numbers where all ranks have the same, tokens elsewhere."""
-        largest = local_shape(shape, layout, self.mesh_shape)
-        even = [size % layout.num_shards(dim, self.mesh_shape) == 0 for dim, size in enumerate(shape)]
-        return tuple(n if e else Length(shape[dim], layout, dim) for dim, (n, e) in enumerate(zip(largest, even, strict=True)))
-
-    def change(self, **changes: Any) -> Local:
-        return Local(self.call.target, *replace_arguments(self.call, changes))
-
-    def start(self, layout: Layout, size: int, dim: int) -> Start | int:
-        """The token, or 0 where the dim is not sharded."""
-        return Start(size, layout, dim) if layout.splitters(dim) else 0
-
-
-def _reshape(site: _Site) -> Local:
+def _reshape(site: Site) -> Local:
     """Local operands may have other strides than the whole had, so what was a view may have to copy."""
     return Local(aten.reshape.default, (site.call.args[0], site.output_shape()), {})
 
 
-def _size(name: str) -> Callable[[_Site], Local]:
+def _size(name: str) -> Callable[[Site], Local]:
     """The argument `name` is the shape of the result."""
     return lambda site: site.change(**{name: site.output_shape()})
 
 
-def _start(operand: int, dim: int, *, sized: bool = False) -> Callable[[_Site], Local]:
+def _start(operand: int, dim: int, *, sized: bool = False) -> Callable[[Site], Local]:
     """`start` is the first index of a dim of an operand, and `size`, where the op takes it, the dim's global size."""
 
-    def local(site: _Site) -> Local:
+    def local(site: Site) -> Local:
         shape, layout = site.call.inputs[operand].shape, site.strategy.inputs[operand]
         at = dim % len(shape)
         if not layout.splitters(at):
-            return _same(site)
+            return same(site)
         return site.change(start=site.start(layout, shape[at], at), **({"size": shape[at]} if sized else {}))
 
     return local
 
 
-def _drawn(site: _Site) -> Local:
+def _drawn(site: Site) -> Local:
     """A part of the draw knows where it begins and how large the whole is."""
     layout, shape = site.strategy.outputs[0], site.call.outputs[0].shape
     if not any(isinstance(p, Shard) for p in layout.placements):
-        return _same(site)
+        return same(site)
     starts = tuple(site.start(layout, size, dim) for dim, size in enumerate(shape))
     return site.change(shape=site.output_shape(), starts=starts, sizes=shape)
 
 
-def _attention(query: int) -> Callable[[_Site], Local]:
+def _attention(query: int) -> Callable[[Site], Local]:
     """Parts of the queries know their places; heads that are split without key and value's know which of these they read."""
 
-    def local(site: _Site) -> Local:
+    def local(site: Site) -> Local:
         (q, k), (shape, shared) = site.strategy.inputs[query : query + 2], (site.call.inputs[i].shape for i in (query, query + 1))
         changes: dict[str, Any] = {}
         if argument(site.call, "is_causal", False) and q.splitters(2):
@@ -141,31 +81,31 @@ def _attention(query: int) -> Callable[[_Site], Local]:
     return local
 
 
-def _embedding_backward(site: _Site) -> Local:
+def _embedding_backward(site: Site) -> Local:
     layout = site.strategy.outputs[0]
     if not layout.splitters(0):
-        return _same(site)
+        return same(site)
     return site.change(num_rows=site.output_shape()[0], start=site.start(layout, site.call.outputs[0].shape[0], 0))
 
 
-def _mean(site: _Site) -> Local:
+def _mean(site: Site) -> Local:
     call, shape = site.call, site.call.inputs[0].shape
     reduced = dims_of(argument(call, "dim"), len(shape))
     if not any(isinstance(p, Shard) and p.dim in reduced for p in site.strategy.inputs[0].placements):
-        return _same(site)
+        return same(site)
     count = math.prod(shape[dim] for dim in reduced)
     keepdim = bool(argument(call, "keepdim", False))
     return Local(mean_part, (call.args[0], tuple(sorted(reduced)), keepdim, count, call.outputs[0].dtype), {})
 
 
-def _mean_loss(operand: int) -> Callable[[_Site], Local]:
+def _mean_loss(operand: int) -> Callable[[Site], Local]:
     """Of a mean over all elements of the loss of `operand` and the next one, a rank has its share."""
 
-    def local(site: _Site) -> Local:
+    def local(site: Site) -> Local:
         call = site.call
         split = any(isinstance(p, Shard) for layout in site.strategy.inputs for p in layout.placements)
         if argument(call, "reduction", MEAN) != MEAN or not split:
-            return _same(site)
+            return same(site)
         count = math.prod(torch.broadcast_shapes(*(info.shape for info in call.inputs[operand : operand + 2])))
         args, kwargs = replace_arguments(call, {"reduction": SUM})
         return Local(mean_loss_part, (call.target.__name__.partition(".")[0], count, *args), kwargs)
@@ -173,42 +113,17 @@ def _mean_loss(operand: int) -> Callable[[_Site], Local]:
     return local
 
 
-def _groups(site: _Site, operand: int, name: str = "groups") -> int | Length:
-    """Groups are split with their channels, unevenly only where each has one channel."""
-    groups, channels = argument(site.call, name), site.call.inputs[operand].shape[1]
-    here = site.input_shape(operand)[1]
-    if groups in (1, channels):
-        return here if groups == channels > 1 else groups
-    assert isinstance(here, int), "channels and groups differ in number, so they are split evenly"
-    return groups * here // channels
-
-
-def _group_norm(operand: int) -> Callable[[_Site], Local]:
+def _group_norm(operand: int) -> Callable[[Site], Local]:
     """Its sizes are arguments; groups are split with their channels."""
 
-    def local(site: _Site) -> Local:
+    def local(site: Site) -> Local:
         batch, channels = site.input_shape(operand)[:2]
-        return site.change(N=batch, C=channels, group=_groups(site, operand, "group"))
+        return site.change(N=batch, C=channels, group=groups_of(site, operand, "group"))
 
     return local
 
 
-def _convolution(site: _Site) -> Local:
-    return site.change(groups=_groups(site, 0))
-
-
-def _convolution_backward(site: _Site) -> Local:
-    sizes = argument(site.call, "bias_sizes")
-    if sizes is not None and site.call.outputs[2] != NO_TENSOR:
-        sizes = site.output_shape(2)
-    return site.change(groups=_groups(site, 1), bias_sizes=sizes)
-
-
-def _same(site: _Site) -> Local:
-    return Local(site.call.target, site.call.args, site.call.kwargs)
-
-
-LOCALIZERS: Mapping[Callable[..., Any], Callable[[_Site], Local]] = {
+LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = {
     **{op: _reshape for op in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)},
     **{op: _reshape for op in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)},
     **{op: _size("size") for op in (aten.expand.default, aten.new_zeros.default, aten.new_ones.default)},
@@ -228,8 +143,7 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[_Site], Local]] = {
     **{op: _mean_loss(1) for op in LOSS_GRADIENTS},
     aten.native_group_norm.default: _group_norm(0),
     aten.native_group_norm_backward.default: _group_norm(1),
-    aten.convolution.default: _convolution,
-    aten.convolution_backward.default: _convolution_backward,
+    **space.LOCALIZERS,
 }
 
 
@@ -238,5 +152,5 @@ def localize(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> Local
 
     Sizes are those of the rank's shard; `Start` tokens stand for its first index, `Length` tokens for sizes that differ.
     """
-    site = _Site(call, strategy, mesh_shape)
-    return LOCALIZERS.get(call.target, _same)(site)
+    site = Site(call, strategy, mesh_shape)
+    return LOCALIZERS.get(call.target, same)(site)

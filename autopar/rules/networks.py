@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.layout import PARTIAL, REPLICATE, Strategy
-from autopar.rules.call import Call, TensorInfo, argument, slots
+from autopar.rules.call import Call, TensorInfo, argument
 from autopar.rules.notation import WHOLE, AxisOption, Factors, parse
 
 
@@ -35,33 +35,6 @@ def group_norm_backward(call: Call) -> Factors:
     """As `group_norm`; the gradients of weight and bias are partial sums over the batch."""
     space, c = " ".join(WHOLE * (len(call.inputs[0].shape) - 2)), WHOLE if argument(call, "group") == 1 else "c"
     return parse(f"n {c} {space}, n {c} {space}, n {c}, n {c}, {c} -> n {c} {space}, {c}, {c}", call, linear=((0,),))
-
-
-def _channels(call: Call) -> tuple[str, str, str, str]:
-    """Letters of: input channels, the weight's two channel dims, output channels."""
-    groups, transposed = argument(call, "groups"), argument(call, "transposed")
-    if groups == 1:
-        return ("c", "c", "o", "o") if transposed else ("c", "o", "c", "o")
-    depthwise = groups == call.inputs[slots(call).index(argument(call, "input").index)].shape[1]
-    return ("g", "g", WHOLE, "g") if depthwise else (WHOLE,) * 4
-
-
-def convolution(call: Call) -> Factors:
-    """Batch, output channels, groups where each has one channel, and, without a bias, input channels. Spatial dims stay
-    whole. With a bias a partial sum over input channels would count it once per rank."""
-    space = " ".join(WHOLE * (len(call.inputs[0].shape) - 2))
-    has_bias = argument(call, "bias") is not None
-    x, w0, w1, out = (WHOLE if letter == "c" and has_bias else letter for letter in _channels(call))
-    text = f"n {x} {space}, {w0} {w1} {space}, {out} -> n {out} {space}"
-    return parse(text, call, linear=() if has_bias else ((0,), (1,)))
-
-
-def convolution_backward(call: Call) -> Factors:
-    """As `convolution`; the bias' gradient depends on no input channel."""
-    space = " ".join(WHOLE * (len(call.inputs[0].shape) - 2))
-    x, w0, w1, out = _channels(call)
-    operands = f"n {out} {space}, n {x} {space}, {w0} {w1} {space}"
-    return parse(f"{operands} -> n {x} {space}, {w0} {w1} {space}, {out} =c", call, linear=())
 
 
 def nll_loss_forward(call: Call) -> Factors:

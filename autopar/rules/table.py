@@ -14,7 +14,7 @@ import torch
 
 from autopar import norm_ops, ops, random_ops
 from autopar.rules import families as f
-from autopar.rules import losses, networks
+from autopar.rules import losses, networks, windows
 from autopar.rules.call import argument
 from autopar.rules.further import FURTHER
 from autopar.rules.notation import parse
@@ -31,8 +31,8 @@ MATMUL: Mapping[Any, f.Family] = {
     aten.bmm.default: Row("b m k, b k n -> b m n", EITHER),
     aten.addmm.default: Row("m n, m _, _ n -> m n", ((0, 1), (0, 2))),
     aten.baddbmm.default: Row("b m n, b m _, b _ n -> b m n", ((0, 1), (0, 2))),
-    aten.convolution.default: networks.convolution,
-    aten.convolution_backward.default: networks.convolution_backward,
+    aten.convolution.default: windows.convolution,
+    aten.convolution_backward.default: windows.convolution_backward,
     ops.attention: networks.attention,
     ops.attention_backward: networks.attention_backward,
 }
@@ -79,20 +79,18 @@ NORMS: Mapping[Any, f.Family] = {
 }
 
 POOLING: Mapping[Any, f.Family] = {
-    aten.max_pool2d_with_indices.default: Row("... _ _ -> ... _ _, ... _ _"),
-    aten.max_pool2d_with_indices_backward.default: Row("... _ _, ... _ _, ... _ _ -> ... _ _", FIRST),
-    aten.max_pool3d_with_indices.default: Row("... _ _ _ -> ... _ _ _, ... _ _ _"),
-    aten.max_pool3d_with_indices_backward.default: Row("... _ _ _, ... _ _ _, ... _ _ _ -> ... _ _ _", FIRST),
-    **{op: Row("... _ _ -> ... _ _", FIRST) for op in (aten.avg_pool2d.default, aten._adaptive_avg_pool2d.default)},
-    **{op: Row("... _ _ _ -> ... _ _ _", FIRST) for op in (aten.avg_pool3d.default, aten._adaptive_avg_pool3d.default)},
-    **{
-        op: Row("... _ _, ... _ _ -> ... _ _", FIRST)
-        for op in (aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.default)
-    },
-    **{
-        op: Row("... _ _ _, ... _ _ _ -> ... _ _ _", FIRST)
-        for op in (aten.avg_pool3d_backward.default, aten._adaptive_avg_pool3d_backward.default)
-    },
+    aten.max_pool2d_with_indices.default: windows.max_pool(2),
+    aten.max_pool3d_with_indices.default: windows.max_pool(3),
+    aten.max_pool2d_with_indices_backward.default: windows.max_pool_backward(2),
+    aten.max_pool3d_with_indices_backward.default: windows.max_pool_backward(3),
+    aten.avg_pool2d.default: windows.avg_pool(2),
+    aten.avg_pool3d.default: windows.avg_pool(3),
+    aten.avg_pool2d_backward.default: windows.avg_pool_backward(2),
+    aten.avg_pool3d_backward.default: windows.avg_pool_backward(3),
+    aten._adaptive_avg_pool2d.default: Row("... _ _ -> ... _ _", FIRST),
+    aten._adaptive_avg_pool3d.default: Row("... _ _ _ -> ... _ _ _", FIRST),
+    aten._adaptive_avg_pool2d_backward.default: Row("... _ _, ... _ _ -> ... _ _", FIRST),
+    aten._adaptive_avg_pool3d_backward.default: Row("... _ _ _, ... _ _ _ -> ... _ _ _", FIRST),
 }
 
 REDUCTIONS: Mapping[Any, f.Family] = {

@@ -16,10 +16,12 @@ import torch
 from torch.distributed.tensor import Partial, Shard
 
 from autopar.errors import RuleError
+from autopar.halo import window
 from autopar.layout import Layout, Strategy, local_range
 from autopar.rules.call import NO_TENSOR, Call, Operand, op_name
-from autopar.rules.localization import Length, Start, localize
+from autopar.rules.localization import localize
 from autopar.rules.notation import AxisOption
+from autopar.rules.site import Length, Start
 
 Coordinate = tuple[int, ...]
 Parts = dict[Coordinate, torch.Tensor]
@@ -87,7 +89,16 @@ def split(x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int]) -> Parts:
         pieces = {at: _addends(part, reduce_op, size) for at, part in addends.items()}
         addends = {(*at, i): pieces[at][i] for at in addends for i in range(size)}
     ranks = itertools.product(*map(range, mesh_shape))
-    return {rank: addends[tuple(rank[axis] for axis in partial)][_window(x.shape, layout, mesh_shape, rank)].clone() for rank in ranks}
+    return {rank: _part(addends[tuple(rank[axis] for axis in partial)], layout, mesh_shape, rank).clone() for rank in ranks}
+
+
+def _part(x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], rank: Coordinate) -> torch.Tensor:
+    """What lies at a coordinate, halos included."""
+    for dim in range(x.dim()):
+        start, length = local_range(x.shape[dim], layout, dim, mesh_shape, rank)
+        halo = layout.halo(dim)
+        x = x.narrow(dim, start, length) if halo is None else window(x, halo, start, length)
+    return x
 
 
 def _window(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], rank: Coordinate) -> tuple[slice, ...]:

@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_map
 
 from autopar.collective import Collective, Kind
 from autopar.errors import AutoparError, VerificationError
+from autopar.halo import Halo, window
 from autopar.kernels import collectives as steps
+from autopar.kernels.bound import part_of
 from autopar.layout import part_range
 from autopar.mesh import Mesh
 from autopar.rules import where_of
@@ -32,6 +34,7 @@ _KINDS: dict[Any, Kind] = {
     steps.reduce_scatter: "reduce_scatter",
     steps.all_reduce: "all_reduce",
     steps.all_to_all: "all_to_all",
+    steps.halo: "halo",
     steps.shard: "slice",
 }
 
@@ -206,13 +209,17 @@ class _Run:
         reduce_op = rest[-1] if kind in ("all_reduce", "reduce_scatter") else ""
         dim, to_dim = rest[0] if kind != "all_reduce" else -1, rest[1] if kind == "all_to_all" else -1
         num_bytes = locals[0].numel() * locals[0].element_size()
+        around = Halo(*rest) if kind == "halo" else None
+        halo_bytes = num_bytes // locals[0].shape[dim] * around.length if around else 0
         dtype = str(locals[0].dtype).removeprefix("torch.")
-        self.records.append((phase, node_name(node), Collective(kind, axis, dim, to_dim, reduce_op, dtype, num_bytes)))
+        self.records.append((phase, node_name(node), Collective(kind, axis, dim, to_dim, reduce_op, dtype, num_bytes, halo_bytes)))
         result: list[Any] = [None for _ in self.ranks]
         for group in self.mesh.groups(axis):
             parts = [locals[rank] for rank in group]
-            _check_parts(parts, dim if kind in ("all_gather", "all_to_all") else -1, node.kwargs.get("length"))
-            for rank, part in zip(group, _step(kind, parts, dim, to_dim, reduce_op), strict=True):
+            alike = [part.narrow(dim, 0, 0) for part in parts] if around else parts  # with halos, parts may differ along the dim
+            _check_parts(alike, dim if kind in ("all_gather", "all_to_all") else -1, node.kwargs.get("length"))
+            results = _with_halos(parts, around) if around else _step(kind, parts, dim, to_dim, reduce_op)
+            for rank, part in zip(group, results, strict=True):
                 result[rank] = part
         return result
 
@@ -245,8 +252,15 @@ def _step(kind: Kind, parts: list[Tensor], dim: int, to_dim: int, reduce_op: str
     return [whole] * size if kind == "all_gather" else _chunks(whole, to_dim, size)
 
 
+def _with_halos(parts: list[Tensor], halo: Halo) -> list[Tensor]:
+    """Each part with what it asks of its neighbours."""
+    lengths = [part.shape[halo.dim] for part in parts]
+    whole = torch.cat(parts, dim=halo.dim)
+    return [window(whole, halo, sum(lengths[:i]), length) for i, length in enumerate(lengths)]
+
+
 def _chunks(x: Tensor, dim: int, size: int) -> list[Tensor]:
-    return [chunk.contiguous() for chunk in x.split(steps.part_of(x.shape[dim], size), dim)]
+    return [chunk.contiguous() for chunk in x.split(part_of(x.shape[dim], size), dim)]
 
 
 def _of_rank(env: Mapping[fx.Node, list[Any]], rank: int, node: fx.Node) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
 from autopar.errors import LayoutError, VerificationError
+from autopar.halo import Halo
 from autopar.layout import Layout, local_range
 from autopar.mesh import Mesh
 
@@ -24,11 +25,11 @@ def local_part(full: Tensor, layout: Layout, mesh_shape: Sequence[int], view: Se
     """The part of `full`, seen as `view`, at one coordinate of the mesh; a view where torch can make one.
 
     Raises:
-        LayoutError: where `full` cannot be seen as `view`, or the layout has partial sums.
+        LayoutError: where `full` cannot be seen as `view`, or the layout has partial sums or halos.
     """
     if math.prod(view) != full.numel():
         raise LayoutError(f"a tensor of shape {tuple(full.shape)} cannot be seen as {tuple(view)}")
-    if layout.has_partial:
+    if layout.has_partial or layout.halos:
         raise LayoutError(f"a full tensor has no parts in layout {layout}", remedy="split into shards and replicas only")
     part = full.reshape(tuple(view))
     for dim, size in enumerate(view):
@@ -66,6 +67,8 @@ def join(locals: Sequence[Tensor], layout: Layout, mesh: Mesh, shape: Sequence[i
         placement = layout.placements[axis]
         for group in mesh.groups(axis):
             members = [parts[rank] for rank in group]
+            if isinstance(placement, Halo):
+                members = [m.narrow(placement.dim, placement.before, m.shape[placement.dim] - placement.length) for m in members]
             if isinstance(placement, Shard):
                 merged = torch.cat(members, dim=placement.dim)
             elif isinstance(placement, Partial):

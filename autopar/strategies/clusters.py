@@ -6,7 +6,8 @@ which the indices of repeated layers are written ``{0}``, ``{1}``, ….
 When is a node merged into the cluster of a producer? Only where no choice is lost that could pay: the node is no
 contraction or lookup (before these, a gathered operand can pay for itself); on every axis, whatever placement the
 producer can give, the node accepts; and what it makes is no larger than what it reads, so that redistributing its result
-is never dearer than redistributing its operand. A contraction can be the first node of a cluster, with followers.
+is never dearer than redistributing its operand; and it reads nothing that the cluster may read with a halo, which would be
+another layout. A contraction can be the first node of a cluster, with followers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.distributed.tensor import Partial
 
 from autopar import ops, random_ops
 from autopar.capture.trace import Trace
+from autopar.halo import Halo
 from autopar.rules import AxisOption, Call, TensorInfo, axis_options, call_of, operands_of
 
 Ref = tuple[str, int]  # a tensor: node name, result index
@@ -94,6 +96,7 @@ class _Graph:
     indices: dict[str, tuple[int, ...]] = field(default_factory=dict)
     readers: dict[Ref, list[str]] = field(default_factory=dict)
     options: dict[str, tuple[AxisOption, ...]] = field(default_factory=dict)
+    with_halo: dict[str, frozenset[Ref]] = field(default_factory=dict)  # what a node may read with a halo
     position: dict[str, int] = field(default_factory=dict)
 
 
@@ -126,7 +129,8 @@ def _read(trace: Trace) -> _Graph:
         graph.members[node.name] = Member(node.name, node.meta["key"], pattern, call, reads, makes)
         graph.phase[node.name], graph.indices[node.name] = node.meta["phase"], indices
         graph.position[node.name] = len(graph.position)
-        graph.options[node.name] = _possible_options(graph, call, reads)
+        graph.options[node.name] = options = _possible_options(graph, call, reads)
+        graph.with_halo[node.name] = frozenset(r for o in options for r, p in zip(reads, o.inputs, strict=True) if isinstance(p, Halo))
         for ref in reads:
             graph.readers.setdefault(ref, []).append(node.name)
     return graph
@@ -179,6 +183,8 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: Member, name: str)
     if member.call.target is operator.getitem:
         return True
     if member.call.target in _HEADS:
+        return False
+    if any(graph.with_halo[node].intersection(member.reads) for node in content):
         return False
     from_cluster = [i for i, r in enumerate(member.reads) if r[0] in inside]
     largest = max((_size(member.call.inputs[i]) for i in from_cluster), default=0)

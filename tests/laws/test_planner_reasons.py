@@ -17,11 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlp import Mlp, traced
+from torch import nn
 from torch.distributed.tensor import Shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar.analysis.work import work
+from autopar.breakdown import breakdown
 from autopar.capture import Trace, capture
 from autopar.errors import InfeasibleError
 from autopar.hardware import HardwareProfile
@@ -219,6 +221,33 @@ def test_with_one_sample_norms_are_split_over_the_sequence_and_attention_over_he
     assert {shards(layout) == {1} for layout in (*attention.inputs, *attention.outputs)} == {True}, "[batch, heads, sequence, size]"
     assert str(matmuls(p)["model.layers.{0}.mlp.down_proj"].outputs[0]) == "P", "summed into the split sequence"
     assert any(c.collective.kind == "reduce_scatter" and c.collective.dim == 1 and "down_proj" in c.node for c in p.communications)
+
+
+# Space
+
+
+class Volume(nn.Module):
+    """Three 3D convolutions over one volume."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        sizes = pairwise((1, channels, channels, 2))
+        self.body = nn.Sequential(*(nn.Sequential(nn.Conv3d(a, b, 3, padding=1), nn.ReLU()) for a, b in sizes))
+
+    def forward(self, volume: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.body(volume), target)
+
+
+def test_one_volume_is_split_over_space_with_halos_and_a_batch_is_not() -> None:
+    for batch in (1, 4):
+        with torch.device("meta"):
+            data = {"volume": torch.empty(batch, 1, 64, 64, 64), "target": torch.empty(batch, 64, 64, 64, dtype=torch.int64)}
+            p = plan(capture(Volume(16), (), data), Mesh(4))
+        read = {str(s.inputs[0]) for node, s in forward_ops(p).items() if "/convolution/" in node}
+        assert read == ({"S(2)~1~1"} if batch == 1 else {"S(0)"})
+        assert {part.parallelism for part in breakdown(p) if part.main_op == "convolution"} == {("space",) if batch == 1 else ("data",)}
+        halos = [c for c in p.communications if c.collective.kind == "halo"]
+        assert bool(halos) == (batch == 1) and all(c.time_s > 0 for c in halos)
 
 
 # Recomputation alone: one device

@@ -5,21 +5,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from rule_cases import Built, Case, on, real
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Partial, Shard
 
 from autopar import norm_ops, ops, random_ops
-from autopar.layout import local_shape
+from autopar.halo import Halo
+from autopar.layout import REPLICATE, local_shape
 from autopar.rules import families as f
+from autopar.rules import windows
 from autopar.rules.call import Call, argument
-from autopar.rules.localization import Local, Start
 from autopar.rules.losses import mean_loss_part
-from autopar.rules.notation import WHOLE, Factors, parse
+from autopar.rules.notation import WHOLE, AxisOption, Factors, parse
 from autopar.rules.rows import BOTH, EITHER, FIRST, Row
+from autopar.rules.site import Local, Start, groups_of
 
 aten = torch.ops.aten
 
@@ -94,6 +96,32 @@ def spatial_convolution(call: Call) -> Factors:
     return parse("n _ h _, _ _ _ _, _ -> n _ h _", call)
 
 
+def around(change: Callable[[AxisOption], AxisOption], rule: f.Family) -> f.Family:
+    """A row whose options over space are changed."""
+    return lambda call: replace(factors := rule(call), further=tuple(map(change, factors.further)))
+
+
+def _halos(option: AxisOption, change: Callable[[Halo], Shard], operand: int = 0) -> AxisOption:
+    inputs = (change(p) if i == operand and isinstance(p, Halo) else p for i, p in enumerate(option.inputs))
+    return AxisOption(tuple(inputs), option.outputs)
+
+
+def _one_short(option: AxisOption) -> AxisOption:
+    return _halos(option, lambda h: Halo(h.dim, h.before, h.after - 1))
+
+
+def _zeros_beyond(option: AxisOption) -> AxisOption:
+    return _halos(option, lambda h: Halo(h.dim, h.before, h.after))
+
+
+def _own_gradients(option: AxisOption) -> AxisOption:
+    return _halos(option, lambda h: Shard(h.dim))
+
+
+def _not_added(option: AxisOption) -> AxisOption:
+    return AxisOption(option.inputs, tuple(REPLICATE if isinstance(p, Partial) else p for p in option.outputs))
+
+
 def swapped_channels(call: Call) -> Factors:
     return parse("n o _ _, o c _ _, _ -> n c _ _", call)
 
@@ -123,6 +151,14 @@ WRONG: Mapping[str, tuple[Any, f.Family]] = {
     "an inner product by its largest part": (aten.dot.default, always("k, k -> ", reduce_op="max")),
     "an outer dim contracted": (aten.mv.default, always("m k, m -> k")),
     "pixels split without a halo": (aten.convolution.default, spatial_convolution),
+    "a halo one row short": (aten.convolution.default, around(_one_short, windows.convolution)),
+    "zeros beyond the ends of a maximum": (aten.max_pool2d_with_indices.default, around(_zeros_beyond, windows.max_pool(2))),
+    "a gradient of results without its halo": (aten.convolution_backward.default, around(_own_gradients, windows.convolution_backward)),
+    "a weight's gradient not added over space": (aten.convolution_backward.default, around(_not_added, windows.convolution_backward)),
+    "a maximum's gradient without its halo": (
+        aten.max_pool2d_with_indices_backward.default,
+        around(_own_gradients, windows.max_pool_backward(2)),
+    ),
     "input and output channels swapped": (aten.convolution.default, swapped_channels),
     "a convolution's bias added to partial sums": (aten.convolution.default, biased_convolution),
     "a weight's gradient not added over the batch": (
@@ -222,8 +258,32 @@ def _convolved(s: Any) -> Built:
     return on(real(s.a, s.b, 4, 4), real(s.c, s.b, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
 
+def _convolved_backward(s: Any) -> Built:
+    (x, weight, _, *how), _ = _convolved(s)
+    return on(real(s.a, s.c, 4, 4), x, weight, [s.c], *how, [True, True, True])
+
+
+def _pooled(s: Any) -> Built:
+    """Maxima of negative numbers; as many as there are pixels."""
+    return on(real(s.a, s.b, 4, 4) - 3, [3, 3], [1, 1], [1, 1])
+
+
+def _pooled_backward(s: Any) -> Built:
+    (x, *how), _ = _pooled(s)
+    values, indices = aten.max_pool2d_with_indices.default(x, *how)
+    return on(real(*values.shape), x, *how, [1, 1], False, indices)
+
+
 CASES_OF: Mapping[str, Case] = {
     "pixels split without a halo": _convolved,
+    "a halo one row short": _convolved,
+    "padding beside a halo": _convolved,
+    "zeros beyond the ends of a maximum": _pooled,
+    "indices within a part": _pooled,
+    "pooling over split pixels": lambda s: on(real(s.a, s.b, 4, 4), [3, 3], [1, 1], [1, 1]),
+    "a gradient of results without its halo": _convolved_backward,
+    "a weight's gradient not added over space": _convolved_backward,
+    "a maximum's gradient without its halo": _pooled_backward,
     "a mask of numbers that are not zero": lambda s: on(real(s.a, s.b), real(s.b) > 0, 2.0),
 }
 """Where the rows' own cases would not offer the wrong strategy, or not show it."""
@@ -318,6 +378,8 @@ MISPLACED: Mapping[str, tuple[Any, Callable[[Any], Local]]] = {
         _numbered_from(0, -1, lambda site, at: Start(site.call.inputs[0].shape[0], site.strategy.inputs[0], at), False),
     ),
     "an average of parts added up": (aten.mean.dim, lambda site: _change(site)),
+    "padding beside a halo": (aten.convolution.default, lambda site: site.change(groups=groups_of(site, 0))),
+    "indices within a part": (aten.max_pool2d_with_indices.default, lambda site: site.change(padding=[0, 1])),
     "groups that stay global": (aten.convolution.default, lambda site: _change(site)),
     "sizes of group norm that stay global": (aten.native_group_norm.default, lambda site: _change(site)),
     "a result of the whole size": (aten.expand.default, lambda site: _change(site)),

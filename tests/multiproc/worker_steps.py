@@ -25,6 +25,12 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     **{f"reduce_scatter {op} dim {dim}": (steps.reduce_scatter, (dim, op, 1)) for dim in range(3) for op in ("sum", "max")},
     **{f"all_reduce {op}": (steps.all_reduce, (op, 0)) for op in ("sum", "max", "min", "product")},
     **{f"all_to_all {a} to {b}": (steps.all_to_all, (a, b, 1)) for a in range(3) for b in range(3) if a != b},
+    **{
+        f"halo {b} {a} dim {dim} axis {axis}": (steps.halo, (dim, b, a, False, axis))
+        for dim in range(3)
+        for axis in range(2)
+        for b, a in ((1, 1), (2, 0), (0, 3))
+    },
     **{f"shard dim {dim}": (steps.shard, (dim, 0)) for dim in range(3)},
 }
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from worker_steps import peak
 
+from autopar.halo import Halo, window
 from autopar.kernels import collectives as steps
-from autopar.layout import Layout
+from autopar.layout import Layout, part_range
 from autopar.mesh import Mesh
 from autopar.run.device_mesh import device_mesh, groups_of
 from autopar.run.splitting import local_part
@@ -33,6 +34,10 @@ def run(rank: int) -> dict[str, Any]:
     for dim, length in enumerate(SHAPE):
         cases[f"gather {dim}"] = (steps.all_gather, part(full, dim, rank), (dim, 0, length), full)
         cases[f"shard {dim}"] = (steps.shard, full, (dim, 0), part(full, dim, rank))
+        for halo in (Halo(dim, 1, 1), Halo(dim, 0, 1, lowest=True)):
+            start, own = part_range(SHAPE[dim], [4], [rank])
+            arguments = (dim, halo.before, halo.after, halo.lowest, 0)
+            cases[str(halo)] = (steps.halo, part(full, dim, rank), arguments, window(full, halo, start, own))
         for reduce_op, whole in (("sum", addends.sum(0)), ("max", addends.amax(0))):
             cases[f"{reduce_op} {dim}"] = (steps.reduce_scatter, addends[rank].clone(), (dim, reduce_op, 0), part(whole, dim, rank))
     for dim, to_dim in permutations(range(3), 2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -65,6 +66,14 @@ def test_a_dim_that_is_not_leading_costs_a_local_copy() -> None:
 def test_a_slice_costs_one_local_copy_of_the_part() -> None:
     copy_s = 2 * (GIB // 8) / (H100.memory_bandwidth_bytes_per_s * H100.memory_efficiency["elementwise"])
     assert collective_time(collective("slice", GIB), 8, "inter", H100) == pytest.approx(H100.launch_overhead_s + copy_s)
+
+
+def test_a_halo_costs_its_edges_on_the_wire_and_one_local_copy_whatever_the_number_of_ranks() -> None:
+    halo = replace(collective("halo", GIB, dim=2), halo_bytes=GIB // 16)
+    link = H100.links["inter"]
+    copy_s = 2 * (GIB + GIB // 16) / (H100.memory_bandwidth_bytes_per_s * H100.memory_efficiency["elementwise"])
+    expected = H100.launch_overhead_s + link.latency_s + GIB / 16 / link.bandwidth_bytes_per_s + copy_s
+    assert [collective_time(halo, n, "inter", H100) for n in (2, 64)] == pytest.approx([expected, expected])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.errors import LayoutError
+from autopar.halo import Halo
 from autopar.layout import PARTIAL, REPLICATE, Layout, Strategy, local_range, local_shape
 
 PLACEMENTS = st.sampled_from([Replicate(), Shard(0), Shard(1), Shard(12), Partial("sum"), Partial("max")])
@@ -50,6 +52,7 @@ def test_the_order_of_axes_counts_only_among_those_that_split_one_dim(placements
         ("P(max) P(sum)", (Partial("max"), PARTIAL), (0, 1)),
         ("S(0) S(0)", (Shard(0), Shard(0)), (0, 1)),
         ("S(0)#0 S(0)#1", (Shard(0), Shard(0)), (0, 1)),
+        ("S(2)~1~0 S(3)~0~12~lowest", (Halo(2, 1, 0), Halo(3, 0, 12, lowest=True)), (0, 1)),
         ("S(0)#1 S(0)#0", (Shard(0), Shard(0)), (1, 0)),
         ("S(0)#2 R S(0)#0 S(0)#1", (Shard(0), REPLICATE, Shard(0), Shard(0)), (2, 1, 3, 0)),
     ],
@@ -62,7 +65,32 @@ def test_the_codec_reads_placements_and_the_rank_of_each_splitter(
     assert layout.order == order
 
 
-@pytest.mark.parametrize("text", ["S", "S(-1)", "S(x)", "r", "Q", "S(0", "R,R", "P()", "S(0)#", "S(0)#a"])
+def test_a_halo_is_another_placement_than_the_plain_shard_and_counts_in_the_local_shape() -> None:
+    plain, around = Layout.parse("S(1) R"), Layout.parse("S(1)~2~1 R")
+    assert plain != around and around.halos == (Halo(1, 2, 1),) and not plain.halos
+    assert Halo(1, 2, 1) != Shard(1) and Shard(1) != Halo(1, 2, 1) and len({Halo(1, 2, 1), Halo(1, 2, 1, lowest=True), Shard(1)}) == 3
+    assert local_shape((3, 8), plain, (4, 1)) == (3, 2) and local_shape((3, 8), around, (4, 1)) == (3, 5)
+    assert around.splitters(1) == (0,) and local_range(8, around, 1, (4, 1), (2, 0)) == (4, 2), "a part's own elements"
+    assert pickle.loads(pickle.dumps(Halo(1, 2, 1, lowest=True))) == Halo(1, 2, 1, lowest=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "fits"),
+    [
+        ("S(0)~2~1 R", 8, True),
+        ("S(0)~3~0 R", 8, False),
+        ("S(0)~1~1 S(0)~1~1", 16, False),
+        ("S(0)~1~1 R", 7, True),
+        ("S(0)~2~0 R", 7, False),
+    ],
+)
+def test_a_halo_fits_where_one_axis_splits_the_dim_and_every_part_has_what_its_neighbours_take(text: str, size: int, fits: bool) -> None:
+    assert Layout.parse(text).fits((size, 1), (4, 2)) == fits
+
+
+@pytest.mark.parametrize(
+    "text", ["S", "S(-1)", "S(x)", "r", "Q", "S(0", "R,R", "P()", "S(0)#", "S(0)#a", "S(0)~1", "S(0)~1~1~low", "S(0)~1~1#0"]
+)
 def test_what_is_no_layout_is_refused_by_its_token_with_an_example(text: str) -> None:
     with pytest.raises(LayoutError, match=r"cannot read '.+' in layout(.|\n)*S\(0\) R"):
         Layout.parse(f"R {text}")

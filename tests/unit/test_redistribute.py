@@ -123,6 +123,23 @@ def test_a_newly_split_dim_is_split_innermost_and_only_where_it_fits() -> None:
     assert neighbours((8, 8), FLOAT, Layout.parse("R S(0)"), (1, 1)) == [], "nothing to do along an axis of size 1"
 
 
+def test_a_halo_is_had_from_the_plain_shard_alone_and_leads_nowhere() -> None:
+    halo = Layout.parse("S(1)~2~1 R")
+    graph = layout_graph((4, 16), FLOAT, (4, 2), [Layout.parse("S(0) R")], [halo], unit_price)
+    into = {str(graph.layouts[arc.src]): arc.collective for arc in graph.arcs if graph.layouts[arc.dst] == halo}
+    assert into == {"S(1) R": Collective("halo", 0, 1, -1, "", "float64", 4 * 4 * 8, 4 * 3 * 8)}
+    assert not [arc for arc in graph.arcs if graph.layouts[arc.src] == halo]
+    twice = layout_graph((4, 16), FLOAT, (2, 2), [Layout.parse("S(1) S(1)")], [Layout.parse("S(1)~1~1 R")], unit_price)
+    assert {str(twice.layouts[a.src]) for a in twice.arcs if a.collective.kind == "halo"} == {"S(1) R"}
+
+
+def test_halos_of_two_dims_are_had_one_after_the_other() -> None:
+    source, target = Layout.parse("S(1) S(2)"), Layout.parse("S(1)~1~1 S(2)~0~2")
+    first, second = cheapest_chain((2, 8, 8), FLOAT, (2, 2), source, target, unit_price)
+    assert {first.collective.kind, second.collective.kind} == {"halo"}
+    assert second.collective.bytes == first.collective.bytes + first.collective.halo_bytes, "the corners come with the second"
+
+
 def test_partial_sums_are_reduced_in_the_dtype_asked_for_and_nothing_else_is() -> None:
     source, target = Layout.parse("P S(1)"), Layout.parse("R R")
     graph = layout_graph((4, 8), torch.bfloat16, (2, 2), [source], [target], unit_price, torch.float32)

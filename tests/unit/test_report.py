@@ -9,6 +9,7 @@ import pytest
 from made_plan import made_plan
 from matplotlib.colors import to_hex
 
+from autopar.breakdown.words import PARALLELISMS
 from autopar.errors import AutoparError
 from autopar.report import layouts, memory, report, timeline
 from autopar.report.canvas import COLOURS, MEMORY_COLOURS
@@ -72,3 +73,7 @@ def test_another_suffix_is_an_error_that_names_the_known_ones(tmp_path: Path) ->
 def test_a_folder_that_is_not_there_is_an_error_that_says_where(tmp_path: Path) -> None:
     with pytest.raises(AutoparError, match="No such file"):
         report(made_plan(), tmp_path / "missing" / "plan.png")
+
+
+def test_every_parallelism_has_a_colour() -> None:
+    assert set(PARALLELISMS) <= set(COLOURS)

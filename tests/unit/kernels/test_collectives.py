@@ -18,6 +18,7 @@ from autopar.kernels.collectives import (
     all_to_all,
     bind,
     fake_groups,
+    halo,
     local_start,
     reduce_scatter,
     shard,
@@ -31,6 +32,7 @@ CALLS = {
     reduce_scatter: ((1, "sum", 1), (8, 2, 4)),
     all_reduce: (("sum", 1), (8, 8, 4)),
     all_to_all: ((0, 2, 1), (32, 8, 1)),
+    halo: ((1, 2, 1, False, 1), (8, 11, 4)),
     shard: ((2, 1), (8, 8, 1)),
 }
 
@@ -50,7 +52,7 @@ def test_a_step_on_fake_groups_has_the_shape_of_the_real_one(step: Callable[...,
     assert result.is_contiguous()
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("step", [step for step in STEPS if step is not halo], ids=lambda step: step.__name__)
 def test_along_an_axis_of_size_1_a_step_returns_its_operand_itself_and_binding_removes_it(step: Callable[..., torch.Tensor]) -> None:
     x, groups = torch.ones(2, 2, 2), fake_groups(Mesh({"a": 1, "b": 1}))
     with use_groups(groups):
@@ -125,3 +127,12 @@ def test_steps_run_in_a_graph_that_is_compiled_whole() -> None:
     bound = bind(fx.GraphModule(nn.Module(), graph), fake_groups(MESH))
     compiled: Any = torch.compile(bound, backend="aot_eager", fullgraph=True)
     assert compiled(torch.ones(2, 8))[0].shape == (2, 8)
+
+
+@pytest.mark.parametrize(("lowest", "beyond"), [(False, 0.0), (True, float("-inf"))])
+def test_along_an_axis_of_size_1_all_of_a_halo_lies_beyond_the_ends(lowest: bool, beyond: float) -> None:
+    x, groups = torch.ones(2, 3), fake_groups(Mesh({"a": 1}))
+    expected = torch.tensor([[beyond, 1, 1, 1, beyond, beyond]] * 2)
+    with use_groups(groups):
+        assert torch.equal(halo(x, 1, 1, 2, lowest, 0), expected)
+    assert torch.equal(bind(graph_of(halo, 1, 1, 2, lowest, 0), groups)(x)[0], expected)

@@ -1,0 +1,88 @@
+"""What a rule's local arguments are made of: a call at a strategy on a mesh, and the tokens that stand for a rank's own numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.layout import Layout, Strategy, local_range, local_shape
+from autopar.rules.call import Call, argument, replace_arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Stands in local arguments for this rank's first global index along a dim of global size `dim_size`, less `before`, which
+    lie in its halo."""
+
+    dim_size: int
+    layout: Layout
+    dim: int
+    before: int = 0
+
+    def at(self, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> int:
+        """The index at a rank's coordinate."""
+        return local_range(self.dim_size, self.layout, self.dim, mesh_shape, coordinate)[0] - self.before
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Stands in local arguments for the length of this rank's part of a dim of global size `dim_size` that is split unevenly."""
+
+    dim_size: int
+    layout: Layout
+    dim: int
+
+    def at(self, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> int:
+        """The length at a rank's coordinate."""
+        return local_range(self.dim_size, self.layout, self.dim, mesh_shape, coordinate)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What a rank calls; tensors are `Operand`s as in the call."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class Site:
+    """A call at a strategy on a mesh."""
+
+    def __init__(self, call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> None:
+        self.call, self.strategy, self.mesh_shape = call, strategy, mesh_shape
+
+    def input_shape(self, number: int) -> tuple[int | Length, ...]:
+        return self._shape(self.call.inputs[number].shape, self.strategy.inputs[number])
+
+    def output_shape(self, number: int = 0) -> tuple[int | Length, ...]:
+        return self._shape(self.call.outputs[number].shape, self.strategy.outputs[number])
+
+    def _shape(self, shape: Sequence[int], layout: Layout) -> tuple[int | Length, ...]:
+        """Numbers where all ranks have the same, tokens elsewhere."""
+        largest = local_shape(shape, layout, self.mesh_shape)
+        even = [size % layout.num_shards(dim, self.mesh_shape) == 0 for dim, size in enumerate(shape)]
+        return tuple(n if e else Length(shape[dim], layout, dim) for dim, (n, e) in enumerate(zip(largest, even, strict=True)))
+
+    def change(self, **changes: Any) -> Local:
+        return Local(self.call.target, *replace_arguments(self.call, changes))
+
+    def start(self, layout: Layout, size: int, dim: int) -> Start | int:
+        """The token, or 0 where the dim is not sharded."""
+        return Start(size, layout, dim) if layout.splitters(dim) else 0
+
+
+def groups_of(site: Site, operand: int, name: str = "groups") -> int | Length:
+    """Groups are split with their channels, unevenly only where each has one channel."""
+    groups, channels = argument(site.call, name), site.call.inputs[operand].shape[1]
+    here = site.input_shape(operand)[1]
+    if groups in (1, channels):
+        return here if groups == channels > 1 else groups
+    assert isinstance(here, int), "channels and groups differ in number, so they are split evenly"
+    return groups * here // channels
+
+
+def same(site: Site) -> Local:
+    """The call as it is."""
+    return Local(site.call.target, site.call.args, site.call.kwargs)

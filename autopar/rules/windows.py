@@ -1,0 +1,217 @@
+"""Convolution and pooling: ops that see space through windows, and may be split over it.
+
+A dim of H elements has H' results, each of which sees a window of e elements, ``e = dilation · (kernel − 1) + 1``; windows
+begin every s elements, the first p before the dim. Where ``H = s · H'``, which "same" padding and pooling by a divisor give,
+parts of the dim and of the results begin together on every rank. A rank then needs from its neighbours
+
+    for its results                p elements before its own, max(0, e − p − s) after
+    for the gradient of its own    ⌊(e − 1 − p) / s⌋ of the results' gradients before, ⌈p / s⌉ after
+
+Other dims stay whole, and so do those of transposed convolutions whose windows overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.halo import Halo
+from autopar.layout import PARTIAL, REPLICATE
+from autopar.ops.windows import Edges
+from autopar.rules.call import NO_TENSOR, Call, argument, slots
+from autopar.rules.notation import WHOLE, AxisOption, Factors, parse
+
+aten = torch.ops.aten
+FIRST = ((0,),)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The window of one spatial dim, in elements."""
+
+    extent: int
+    stride: int
+    padding: int
+
+    @property
+    def edges(self) -> Edges:
+        """What a part needs of its neighbours (see the module docstring)."""
+        after = max(0, self.extent - self.padding - self.stride)
+        grad_before = (self.extent - 1 - self.padding) // self.stride
+        return Edges(grad_before, -(-self.padding // self.stride), self.padding, after, self.padding)
+
+
+Windows = tuple[Window | None, ...]
+"""Per spatial dim, None where it must stay whole."""
+
+
+def _shape_of(call: Call, name: str) -> tuple[int, ...]:
+    return call.inputs[argument(call, name).index].shape
+
+
+def each(values: Sequence[int], num: int) -> tuple[int, ...]:
+    """One value per dim, where one may stand for all."""
+    return tuple(values) * num if len(values) == 1 else tuple(values)
+
+
+def _windows(extents: Sequence[int], strides: Sequence[int], paddings: Sequence[int], x: Sequence[int], out: Sequence[int]) -> Windows:
+    found = zip(extents, strides, paddings, x, out, strict=True)
+    return tuple(Window(e, s, p) if size == s * results and results > 1 else None for e, s, p, size, results in found)
+
+
+def convolution_windows(call: Call) -> Windows:
+    """Of a convolution, forward or backward."""
+    backward = call.target is aten.convolution_backward.default
+    x, weight = _shape_of(call, "input")[2:], _shape_of(call, "weight")[2:]
+    out = (_shape_of(call, "grad_output") if backward else call.outputs[0].shape)[2:]
+    num = len(weight)
+    stride, padding, dilation = (each(argument(call, name), num) for name in ("stride", "padding", "dilation"))
+    extents = [d * (k - 1) + 1 for d, k in zip(dilation, weight, strict=True)]
+    if argument(call, "transposed"):  # a result sees one element where windows neither overlap nor leave gaps
+        apart = [e == s and p == 0 and size * s == n for e, s, p, size, n in zip(extents, stride, padding, x, out, strict=True)]
+        return tuple(Window(1, 1, 0) if ok and size > 1 else None for ok, size in zip(apart, x, strict=True))
+    return _windows(extents, stride, padding, x, out)
+
+
+def pooling_windows(call: Call, num: int) -> Windows:
+    """Of a pooling over the last `num` dims, forward or backward."""
+    averages = "avg" in call.target.__name__
+    kernel = each(argument(call, "kernel_size"), num)
+    stride = each(argument(call, "stride", ()) or kernel, num)
+    padding = each(argument(call, "padding", (0,)), num)
+    dilation = (1,) * num if averages else each(argument(call, "dilation", (1,)), num)
+    extents = tuple(d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True))
+    backward = "backward" in call.target.__name__
+    x, out = _shape_of(call, "self")[-num:], (call.inputs[0] if backward else call.outputs[0]).shape[-num:]
+    if averages and any(padding) and not argument(call, "count_include_pad", True):
+        return (None,) * num  # at the ends it divides by less
+    if not argument(call, "ceil_mode", False):
+        return _windows(extents, stride, padding, x, out)
+    # with the last windows reaching beyond the padding: a maximum does not mind, an average divides by less
+    found = zip(_windows(extents, stride, padding, x, out), x, strict=True)
+    ends = lambda w, size: w.extent >= w.padding + w.stride and not (averages and (size + 2 * w.padding - w.extent) % w.stride)  # noqa: E731
+    return tuple(w if w is not None and ends(w, size) else None for w, size in found)
+
+
+def _placed(dim: int, before: int, after: int, lowest: bool = False) -> Shard:
+    return Halo(dim, before, after, lowest) if before or after else Shard(dim)
+
+
+def seen(edges: Edges, dim: int, lowest: bool = False) -> Shard:
+    """How an operand lies whose part's results are wanted."""
+    return _placed(dim, edges.before, edges.after, lowest)
+
+
+def seen_back(edges: Edges, dim: int) -> Shard:
+    """How what belongs to results lies, where the gradient of a part is wanted."""
+    return _placed(dim, edges.grad_before, edges.grad_after)
+
+
+def over_space(call: Call, windows: Windows, place: Callable[[Edges, int], Sequence[Placement]]) -> tuple[AxisOption, ...]:
+    """The options that split one spatial dim. `place` gives the operands' and results' placements, of an operand that is
+    missing and a result that is None none."""
+    rank, num = len(call.inputs[0].shape), len(windows)
+    found = []
+    for i, window in enumerate(windows):
+        if window is not None:
+            placements = tuple(place(window.edges, rank - num + i))
+            found.append(AxisOption(placements[: len(call.inputs)], placements[len(call.inputs) :]))
+    return tuple(found)
+
+
+def _channels(call: Call) -> tuple[str, str, str, str]:
+    """Letters of: input channels, the weight's two channel dims, output channels."""
+    groups, transposed = argument(call, "groups"), argument(call, "transposed")
+    if groups == 1:
+        return ("c", "c", "o", "o") if transposed else ("c", "o", "c", "o")
+    depthwise = groups == call.inputs[slots(call).index(argument(call, "input").index)].shape[1]
+    return ("g", "g", WHOLE, "g") if depthwise else (WHOLE,) * 4
+
+
+def convolution(call: Call) -> Factors:
+    """Batch, output channels, groups where each has one channel, without a bias input channels, and space.
+    With a bias a partial sum over input channels would count it once per rank."""
+    space = " ".join(WHOLE * (len(call.inputs[0].shape) - 2))
+    has_bias = argument(call, "bias") is not None
+    x, w0, w1, out = (WHOLE if letter == "c" and has_bias else letter for letter in _channels(call))
+    factors = parse(f"n {x} {space}, {w0} {w1} {space}, {out} -> n {out} {space}", call, linear=() if has_bias else ((0,), (1,)))
+    others = (REPLICATE,) * (len(call.inputs) - 1)
+    return replace(factors, further=over_space(call, convolution_windows(call), lambda e, d: (seen(e, d), *others, Shard(d))))
+
+
+def convolution_backward(call: Call) -> Factors:
+    """As `convolution`; the bias' gradient depends on no input channel, and over space weight and bias have partial sums."""
+    space = " ".join(WHOLE * (len(call.inputs[0].shape) - 2))
+    x, w0, w1, out = _channels(call)
+    operands = f"n {out} {space}, n {x} {space}, {w0} {w1} {space}"
+    factors = parse(f"{operands} -> n {x} {space}, {w0} {w1} {space}, {out} =c", call, linear=())
+    wants_x, wants_weight = (call.outputs[i] != NO_TENSOR for i in (0, 1))
+
+    def place(edges: Edges, dim: int) -> Sequence[Placement]:
+        grad = seen_back(edges, dim) if wants_x else Shard(dim)
+        operand = seen(edges, dim) if wants_weight else Shard(dim)
+        results = [Shard(dim), PARTIAL, PARTIAL]
+        return grad, operand, REPLICATE, *(p if o != NO_TENSOR else REPLICATE for p, o in zip(results, call.outputs, strict=True))
+
+    return replace(factors, further=over_space(call, convolution_windows(call), place))
+
+
+def _terms(num: int, operands: int, results: int) -> str:
+    term = " ".join(("...", *(WHOLE * num)))
+    return f"{', '.join([term] * operands)} -> {', '.join([term] * results)}"
+
+
+def max_pool(num: int) -> Callable[[Call], Factors]:
+    """max_pool with indices over the last `num` dims: batch, channels, and space."""
+
+    def rule(call: Call) -> Factors:
+        further = over_space(call, pooling_windows(call, num), lambda e, d: (seen(e, d, lowest=True), Shard(d), Shard(d)))
+        return replace(parse(_terms(num, 1, 2), call), further=further)
+
+    return rule
+
+
+def max_pool_backward(num: int) -> Callable[[Call], Factors]:
+    """Its gradient, of operands (gradient, the pooling's operand, indices)."""
+
+    def rule(call: Call) -> Factors:
+        further = over_space(call, pooling_windows(call, num), lambda e, d: (seen_back(e, d), Shard(d), seen_back(e, d), Shard(d)))
+        return replace(parse(_terms(num, 3, 1), call, FIRST), further=further)
+
+    return rule
+
+
+def avg_pool(num: int) -> Callable[[Call], Factors]:
+    """avg_pool over the last `num` dims: batch, channels, and space."""
+
+    def rule(call: Call) -> Factors:
+        further = over_space(call, pooling_windows(call, num), lambda e, d: (seen(e, d), Shard(d)))
+        return replace(parse(_terms(num, 1, 1), call, FIRST), further=further)
+
+    return rule
+
+
+def avg_pool_backward(num: int) -> Callable[[Call], Factors]:
+    """Its gradient, of operands (gradient, the pooling's operand)."""
+
+    def rule(call: Call) -> Factors:
+        further = over_space(call, pooling_windows(call, num), lambda e, d: (seen_back(e, d), Shard(d), Shard(d)))
+        return replace(parse(_terms(num, 2, 1), call, FIRST), further=further)
+
+    return rule
+
+
+def nearest(num: int, *, gradient: bool = False) -> Callable[[Call], Factors]:
+    """Nearest-neighbour resizing: space too, where a dim grows by a whole factor."""
+
+    def rule(call: Call) -> Factors:
+        small, large = (call.outputs[0], call.inputs[0]) if gradient else (call.inputs[0], call.outputs[0])
+        grown = zip(small.shape[-num:], large.shape[-num:], strict=True)
+        letters = " ".join(f"s{i}" if b % a == 0 else WHOLE for i, (a, b) in enumerate(grown))
+        return parse(f"... {letters} -> ... {letters}", call, FIRST)
+
+    return rule
