@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from further_cases import FURTHER_CASES
+from further_cases import FURTHER_CASES, grouped
 from rule_cases import CASES as COMMON_CASES
 from rule_cases import aten, on, real
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,10 +42,18 @@ TELLING = {
     aten.any.default: lambda s: on(real(s.a, s.b) * 0),
 }
 
+# Of the dtype that torch asks for where tensors have no values.
+OTHERWISE = {
+    aten._grouped_mm.default: [
+        grouped((16, 192), (3, 192, 192), dtype=torch.bfloat16),
+        grouped((192, 16), (16, 192), dtype=torch.bfloat16),
+    ],
+}
+
 
 def cases() -> Iterator[tuple[Call, list[torch.Tensor]]]:
     """Calls of all ops of the table that torch has a rule for, with operands."""
-    for op, own in {**COMMON_CASES, **FURTHER_CASES}.items():
+    for op, own in {**COMMON_CASES, **FURTHER_CASES, **OTHERWISE}.items():
         if own and isinstance(op, torch._ops.OpOverload) and has_rule(op):
             for case in [*(own if isinstance(own, list) else [own]), *([TELLING[op]] if op in TELLING else [])]:
                 torch.manual_seed(0)

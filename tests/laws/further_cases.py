@@ -48,9 +48,9 @@ def waves(*shape: int) -> torch.Tensor:
     return torch.complex(real(*shape), real(*shape))
 
 
-def grouped(first: tuple[int, ...], second: tuple[int, ...], ends: bool = True) -> Case:
+def grouped(first: tuple[int, ...], second: tuple[int, ...], ends: bool = True, dtype: torch.dtype = torch.float32) -> Case:
     def case(s: Any) -> Built:
-        return on(real(*first).float(), real(*second).float(), torch.tensor([4, 4, 16], dtype=torch.int32) if ends else None)
+        return on(real(*first).to(dtype), real(*second).to(dtype), torch.tensor([4, 4, 16], dtype=torch.int32) if ends else None)
 
     return case
 
