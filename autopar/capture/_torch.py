@@ -34,7 +34,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from autopar.capture._transformers import model_loggers, transformers_under_capture
 from autopar.capture.outputs import loss_leaf
-from autopar.capture.refusals import as_capture_error, refuse_rebinding
+from autopar.capture.refusals import as_capture_error, rebinding, rebinds
 from autopar.errors import CaptureError
 
 # A number that differs from an earlier capture would otherwise become symbolic: captures must not depend on each other.
@@ -140,7 +140,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         CaptureError: the model has no loss, or Dynamo or AOTAutograd cannot trace it.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_quiet())
+        stack.enter_context(_quiet(model, call))
         stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True, **_STATIC))
         stack.enter_context(call.mode)
         try:
@@ -216,12 +216,19 @@ def _fake_weight(tensor: torch.Tensor, mode: FakeMode) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet(model: nn.Module, call: Prepared) -> Iterator[None]:
     """No warnings of torch's; but where Dynamo warns of side effects, which no program has, those that would be missed are refused."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    refuse_rebinding(str(warning.message) for warning in caught)
+    refusal = rebinding(str(warning.message) for warning in caught)
+    if refusal is not None and rebinds(model, lambda: _call_again(model, call)):
+        raise refusal
+
+
+def _call_again(model: nn.Module, call: Prepared) -> None:
+    with call.mode, torch.no_grad():
+        model(*call.args, **call.kwargs)
 
 
 def _logging_functions() -> set[Any]:

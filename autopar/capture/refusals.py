@@ -6,10 +6,10 @@ import functools
 import os
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autopar.errors import CaptureError, Where
 
@@ -50,8 +50,8 @@ def _frames(error: BaseException) -> Iterable[str]:
     return traceback.format_list(stack) if stack else traceback.format_tb(error.__traceback__)
 
 
-def refuse_rebinding(warned: Iterable[str]) -> None:
-    """Raise CaptureError where Dynamo warns that forward binds a buffer or parameter to a new tensor.
+def rebinding(warned: Iterable[str]) -> CaptureError | None:
+    """The refusal where Dynamo warns that forward may bind a buffer or parameter to a new tensor.
 
     Changes in place are results of the graph; a new tensor under the old name is a side effect outside of it, and would be lost.
     """
@@ -59,11 +59,34 @@ def refuse_rebinding(warned: Iterable[str]) -> None:
         rebound = [source for source in re.findall(r'"([^"]+)"', message) if source.endswith(("._buffers", "._parameters"))]
         if "side effects" in message and rebound:
             path = re.sub(r"\._modules\['([^']+)'\]", r".\1", rebound[0]).partition("]")[2].rpartition(".")[0].lstrip(".")
-            raise CaptureError(
+            return CaptureError(
                 "forward binds a buffer or a parameter to a new tensor, which a program cannot do",
                 where=Where(module=path or "the model itself"),
                 remedy="change it in place: `self.name.copy_(value)` instead of `self.name = value`",
             )
+    return None
+
+
+def rebinds(model: nn.Module, run: Callable[[], object]) -> bool:
+    """Whether `run` leaves another tensor under a parameter's or buffer's name: Dynamo warns of ``self.x = self.x.to(device)`` too.
+
+    Afterwards every module is as before. True where it cannot be run.
+    """
+    before = [(module, dict(vars(module)), dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    try:
+        run()
+        return any(
+            held.keys() != now.keys() or any(now[name] is not tensor for name, tensor in held.items())
+            for module, _, *both in before
+            for held, now in zip(both, (module._parameters, module._buffers), strict=True)
+        )
+    except Exception:  # whatever stops it, nothing is known then
+        return True
+    finally:
+        for module, attributes, parameters, buffers in before:
+            for held, now in ((attributes, vars(module)), (parameters, module._parameters), (buffers, module._buffers)):
+                now.clear()
+                now.update(held)
 
 
 def refuse_random(graph: fx.Graph) -> None:

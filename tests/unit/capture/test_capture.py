@@ -298,6 +298,28 @@ def test_a_buffer_that_forward_binds_anew_is_refused_and_one_changed_in_place_is
         capture(model, (x,))
 
 
+def test_a_buffer_bound_to_itself_or_a_cache_beside_it_is_no_refusal_and_the_model_stays_as_it_was() -> None:
+    class Moved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("scale", torch.arange(4.0))
+            self.cache, self.calls = None, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale = self.scale.to(device=x.device, dtype=x.dtype)
+            self.calls += 1
+            self.cache = self.scale * 2
+            return (self.linear(x) * self.cache).sum()
+
+    model, x = Moved(), torch.randn(3, 4)
+    scale = model.scale
+    trace = capture(model, (x,))
+    assert model.scale is scale and model.cache is None and model.calls == 0
+    outputs, _ = _run(trace, model, x)
+    torch.testing.assert_close(outputs[0], model(x).detach())
+
+
 class Cubed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
