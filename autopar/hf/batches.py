@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.errors import AutoparError
 
+_SAMPLES, _SAMPLES_PER_TOKEN = 16000, 4000  # a second of sound, of which speech fills four tokens
 _OWN = "pass --module FILE.py:FUNCTION, which makes its own batch"
 _PER_TOKEN = ("CausalLM", "MaskedLM", "Seq2SeqLM", "PreTraining", "SpeechSeq2Seq", "ImageTextToText")
 _PER_SAMPLE = ("ImageClassification", "SequenceClassification", "AudioClassification")
@@ -29,7 +30,9 @@ class _Sizes:
         self.reads_images = getattr(self.config, "vision_config", None) is not None
 
     def length(self) -> int:
-        """Tokens of a sample."""
+        """Tokens of a sample; beside a raw sound those of its transcript."""
+        if self.model.main_input_name == "input_values":
+            return max(1, (self.seq or _SAMPLES) // _SAMPLES_PER_TOKEN)
         most = getattr(self.text, "max_position_embeddings", None) or getattr(self.text, "max_target_positions", None) or 0
         if self.seq is not None and 0 < most < self.seq and getattr(self.text, "rope_parameters", None) is None:
             raise AutoparError(
@@ -122,7 +125,7 @@ def _sound(sizes: _Sizes) -> dict[str, Tensor]:
     """Samples, or of a model that names them, frames of a spectrum."""
     config = sizes.config
     framed = hasattr(config, "max_length") and hasattr(config, "num_mel_bins")
-    shape = (config.max_length, config.num_mel_bins) if framed else (sizes.seq or 16000,)
+    shape = (config.max_length, config.num_mel_bins) if framed else (sizes.seq or _SAMPLES,)
     return {"input_values": torch.randn(sizes.batch, *shape).to(sizes.dtype)}
 
 
