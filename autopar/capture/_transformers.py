@@ -3,7 +3,7 @@
 - Caches have no place in a training graph, and their types stop the export: `use_cache` is off during a capture.
 - Speech encoders (wav2vec2 and its like) switch `requires_grad` of their input on: off during a capture.
 - Models that record outputs install hooks at their first forward; Dynamo cannot trace the installation, so it is done
-  before.
+  before. The hooks read a context variable, which it cannot trace either: a plain one takes its place.
 - Branches. Some models make a mask in eager which under tracing they expect of the caller. Where a model cannot be captured
   as it is traced, the branches that eager takes are tried.
 - Masks. In eager, a batch without attention mask and position ids is one sequence per row and needs no mask: attention
@@ -39,6 +39,7 @@ def transformers_under_capture(model: nn.Module, args: tuple[Any, ...], kwargs: 
         stack.enter_context(_sounds_without_gradient(model))
         if "transformers" in sys.modules:
             _install_recording_hooks(model)
+            stack.enter_context(_recorder_in_a_plain_variable())
             stack.enter_context(_masks_by_shape(_positions_are_default(model, args, kwargs)))
         yield
 
@@ -90,6 +91,35 @@ def _install_recording_hooks(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             maybe_install_capturing_hooks(module)
+
+
+class _Variable:
+    """What `contextvars.ContextVar` does, in one thread."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+    def get(self) -> Any:
+        return self.value
+
+    def set(self, value: Any) -> tuple[Any]:
+        before, self.value = self.value, value
+        return (before,)
+
+    def reset(self, token: tuple[Any]) -> None:
+        self.value = token[0]
+
+
+@contextlib.contextmanager
+def _recorder_in_a_plain_variable() -> Iterator[None]:
+    """The hooks ask a context variable who records, and Dynamo cannot read one."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        yield
+        return
+    with mock.patch.object(_active_collector, "context_var", _Variable()):
+        yield
 
 
 def _positions_are_default(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -58,7 +58,8 @@ def execute(
         parameters, buffers: values by name, in the model's own shapes; further names are ignored.
         inputs: in the order of `trace.inputs`.
         tangent: scalar that scales the loss; 1 by default.
-        dtype: compute in this dtype instead: floating tensors and the graph's own casts are changed to it.
+        dtype: compute in this dtype instead: floating tensors and the graph's own casts are changed to it, casts to complex
+            numbers to those of its parts.
         observe: called with every node but the output, and its value.
 
     Returns:
@@ -108,7 +109,9 @@ def _cast(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _cast_dtype(argument: Any, dtype: torch.dtype) -> Any:
-    return dtype if isinstance(argument, torch.dtype) and argument.is_floating_point else argument
+    if isinstance(argument, torch.dtype) and (argument.is_floating_point or argument.is_complex):
+        return dtype.to_complex() if argument.is_complex else dtype
+    return argument
 
 
 def _stored(gradient: torch.Tensor, parameter: Parameter) -> torch.Tensor:

@@ -107,6 +107,8 @@ def _quieten(config: Any, settings: Mapping[str, Any], dropout: float | None) ->
             setattr(config, name, 0.0)  # a layer dropped at random is control flow
         elif name == "apply_spec_augment":
             setattr(config, name, False)  # masks drawn by numpy in forward
+        elif name in ("mask_time_prob", "mask_feature_prob"):
+            setattr(config, name, 0.0)  # the same masks, of types that have no switch
         elif "drop" in name and dropout is not None:
             if isinstance(value, float):
                 setattr(config, name, dropout)

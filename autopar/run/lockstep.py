@@ -141,7 +141,9 @@ def _promote(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _promote_dtype(argument: Any, dtype: torch.dtype | None) -> Any:
-    return dtype if dtype is not None and isinstance(argument, torch.dtype) and argument.is_floating_point else argument
+    if dtype is not None and isinstance(argument, torch.dtype) and (argument.is_floating_point or argument.is_complex):
+        return dtype.to_complex() if argument.is_complex else dtype
+    return argument
 
 
 def node_name(node: fx.Node) -> str:

@@ -22,7 +22,7 @@ from autopar.errors import VerificationError
 from autopar.run.lockstep import Lockstep
 from autopar.run.program import Program
 from autopar.verification.case import Case, PlainModelError
-from autopar.verification.comparison import Results, compare, tolerance_of, tolerance_with
+from autopar.verification.comparison import Results, compare, floor_share_of, floor_share_with, tolerance_of, tolerance_with
 from autopar.verification.diagnosis import diagnose
 from autopar.verification.report import Verification
 
@@ -91,8 +91,9 @@ def _compared(case: Case, plain: Results, lower: Mapping[str, torch.dtype], tole
 def _judge(case: Case, ran: Lockstep, plain: Results, lower: Mapping[str, torch.dtype], tolerance: float | None) -> Verification:
     ours, strict = Results(ran.outputs, ran.buffers, ran.gradients), tolerance_of(case.computed)
     limit = tolerance if tolerance is not None else max(strict, tolerance_with(lower.values()))
-    errors = compare(ours, plain, min((case.computed, *(d for d in lower.values() if d.itemsize < 4)), key=lambda d: d.itemsize))
-    traced = compare(ours, case.run_traced(), case.computed).worst if lower else None
+    share = floor_share_of(case.computed)
+    errors = compare(ours, plain, max(share, floor_share_with(lower.values())))
+    traced = compare(ours, case.run_traced(), share).worst if lower else None
     return Verification(
         ok=errors.worst <= limit and (traced is None or traced <= strict),
         tolerance=limit,

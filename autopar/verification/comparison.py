@@ -19,6 +19,7 @@ TOLERANCE_16_BIT = 5e-2
 TOLERANCE_WITH_LOWER_PARTS = 2e-6  # some roundings of float32, whose mantissa has 24 bits
 _FLOOR_SHARES = {torch.float64: 1e-4, torch.float32: 1e-2}
 _FLOOR_SHARE_16_BIT = 1e-1
+_FLOOR_SHARE_WITH_LOWER_PARTS = 0.5  # times that tolerance 1e-6 of the largest gradient, as where all is in float32
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -34,6 +35,12 @@ def tolerance_with(lower: Iterable[torch.dtype]) -> float:
 def floor_share_of(dtype: torch.dtype) -> float:
     """The floor as a share of the largest magnitude."""
     return _FLOOR_SHARES.get(dtype, _FLOOR_SHARE_16_BIT)
+
+
+def floor_share_with(lower: Iterable[torch.dtype]) -> float:
+    """The floor's share against a model that computes parts in these smaller dtypes."""
+    smallest = min((d.itemsize for d in lower), default=None)
+    return 0.0 if smallest is None else _FLOOR_SHARE_WITH_LOWER_PARTS if smallest >= 4 else _FLOOR_SHARE_16_BIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +65,16 @@ class Errors:
         return max((*self.outputs.values(), *self.buffers.values(), *self.gradients.values()))
 
 
-def compare(ours: Results, reference: Results, dtype: torch.dtype) -> Errors:
-    """Errors of everything that `reference` has; a gradient that `ours` does not have counts as zeros."""
+def compare(ours: Results, reference: Results, share: float) -> Errors:
+    """Errors of everything that `reference` has; a gradient that `ours` does not have counts as zeros.
+
+    Args:
+        share: the gradients' floor as a share of the largest magnitude among them.
+    """
     return Errors(
         _relative(ours.outputs, reference.outputs, 0.0),
         _relative(ours.buffers, reference.buffers, 0.0),
-        _relative(ours.gradients, reference.gradients, floor_share_of(dtype)),
+        _relative(ours.gradients, reference.gradients, share),
     )
 
 
@@ -79,9 +90,10 @@ def relative_error(ours: Tensor | None, reference: Tensor, floor: float = 0.0) -
     """
     if ours is None:
         ours = torch.zeros_like(reference)
-    if ours.shape != reference.shape or ours.is_floating_point() != reference.is_floating_point():
+    kinds = {(x.shape, x.is_floating_point(), x.is_complex()) for x in (ours, reference)}
+    if len(kinds) > 1:
         return float("inf")
-    a, b = ours.detach().to(torch.float64), reference.detach().to(torch.float64)
+    a, b = _wide(ours), _wide(reference)
     differ = ~((a == b) | (a.isnan() & b.isnan()))
     if not bool(differ.any()):
         return 0.0
@@ -92,6 +104,10 @@ def relative_error(ours: Tensor | None, reference: Tensor, floor: float = 0.0) -
 
 def magnitude(x: Tensor) -> float:
     """Largest finite magnitude, 0 where there is none."""
-    values = x.detach().to(torch.float64)
+    values = _wide(x)
     finite = values[values.isfinite()]
     return finite.abs().max().item() if finite.numel() else 0.0
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.detach().to(torch.complex128 if x.is_complex() else torch.float64)

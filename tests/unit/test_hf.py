@@ -38,6 +38,14 @@ def test_dropout_is_0_unless_the_settings_say_otherwise() -> None:
     assert hf.build('gpt2:{"resid_pdrop": 0.25}')[0].config.resid_pdrop == 0.25
 
 
+@pytest.mark.parametrize("kind", ["data2vec-audio", "wav2vec2"])
+def test_a_sound_is_not_masked_at_random(kind: str) -> None:
+    config = hf.build(f"{kind}/AutoModelForAudioClassification:{{}}", seq=800)[0].config
+    assert config.mask_time_prob == config.mask_feature_prob == 0.0
+    asked = hf.build(f'{kind}/AutoModelForAudioClassification:{{"mask_time_prob": 0.25}}', seq=800)[0].config
+    assert asked.mask_time_prob == 0.25
+
+
 def test_dropouts_in_lists_and_in_nested_configurations_are_0_too() -> None:
     config = hf.build("cvt/AutoModelForImageClassification:{}")[0].config
     assert config.drop_path_rate == config.drop_rate == [0.0, 0.0, 0.0]

@@ -268,3 +268,50 @@ def test_a_model_that_cannot_be_run_in_float64_is_compared_in_its_own_dtype() ->
     found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {})
     assert found.ok and (found.dtype, found.tolerance) == ("float32", 1e-4)
     assert "cannot be run in float64: the plain model fails: value cannot be converted" in str(found)
+
+
+class Waves(nn.Module):
+    """Complex numbers in forward and in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.fft.fftn(self.linear(x), dim=(0, 1)).real * torch.empty(8).fill_(self.scale)).pow(2).mean()
+
+
+def test_complex_numbers_are_computed_as_precisely_as_real_ones() -> None:
+    model, batch = Waves(), (torch.randn(8, 8),)
+    trace = capture(model, batch)
+    assert any(dtype.is_complex for n in trace.graph.nodes for dtype in (*n.args, *n.kwargs.values()) if isinstance(dtype, torch.dtype))
+    found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {})
+    assert found.max_error < 1e-13 and found.dtype == "float64"
+
+
+def test_what_an_empty_tensor_holds_is_nobodys_mistake() -> None:
+    model, batch = Waves(), (torch.randn(8, 8),)
+    trace = capture(model, batch)
+    assert any("empty" in str(node.target) for node in trace.graph.nodes)
+    model.scale = 0.25  # now the model is another, though all nodes are right
+    with pytest.raises(VerificationError, match="every node computes what was traced"):
+        verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {})
+
+
+class Shifted(nn.Module):
+    """Softmax does not see the shift, whose gradient is noise; and the model computes it in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.shift = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) + self.shift).float().softmax(-1).pow(2).sum()
+
+
+def test_noise_in_place_of_a_zero_gradient_is_measured_by_what_the_model_computes_in() -> None:
+    torch.manual_seed(0)
+    model, batch = Shifted(), (torch.randn(8, 8),)
+    trace = capture(model, batch)
+    found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {})
+    assert found.ok and found.lower_parts and found.traced is not None and found.traced < 1e-9

@@ -320,6 +320,25 @@ def test_a_buffer_bound_to_itself_or_a_cache_beside_it_is_no_refusal_and_the_mod
     torch.testing.assert_close(outputs[0], model(x).detach())
 
 
+def test_who_records_the_outputs_of_a_transformers_model_can_be_asked_under_capture() -> None:
+    recording = pytest.importorskip("transformers.utils.output_capturing")
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            nobody = recording._active_collector.get() is None
+            return self.linear(x).sum() * (2 if nobody else 3)
+
+    variable = recording._active_collector.context_var
+    model, x = Asks(), torch.randn(3, 4)
+    outputs, _ = _run(capture(model, (x,)), model, x)
+    torch.testing.assert_close(outputs[0], model(x).detach())
+    assert recording._active_collector.context_var is variable
+
+
 class Cubed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -52,3 +52,18 @@ def test_what_forward_makes_has_the_dtype_it_had_at_capture_whatever_the_default
     finally:
         torch.set_default_dtype(default)
     torch.testing.assert_close(outputs[0], model(x).detach())
+
+
+def test_in_float64_complex_numbers_have_parts_in_float64() -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.fft(self.linear(x)).abs().sum()
+
+    model, x = Waves(), torch.randn(3, 8)
+    trace = capture(model, (x,))
+    outputs, _, _ = execute(trace, dict(model.named_parameters()), {}, [x], dtype=torch.float64)
+    torch.testing.assert_close(outputs[0], model.double()(x.double()).detach(), rtol=1e-13, atol=0)
