@@ -108,7 +108,8 @@ class Moment:
     Attributes:
         key: the node that runs, in the user's words.
         held: (variant, number of its instances whose kept versions are live).
-        live: (op, bytes per strategy of it): operands and results of the node that runs, gradients and outputs already there.
+        live: (op, bytes per strategy of it): results that are there and still read, gradients.
+        again: (op, bytes per strategy with which backward runs it again): such results.
         reserve_bytes: what else was seen to be live then, as a constant.
     """
 
@@ -116,6 +117,7 @@ class Moment:
     held: tuple[tuple[int, int], ...]
     live: tuple[tuple[int, tuple[int, ...]], ...]
     reserve_bytes: int = 0
+    again: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

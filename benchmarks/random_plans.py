@@ -63,6 +63,18 @@ def random_plan(
         recompute_share: probability with which a forward op is run again in backward; by default random, often 0.
         recompute_otherwise: run it again with a strategy of its own, by chance, not that of forward.
     """
+    choices, evaluation = random_choices(prepared, seed, loudness, recompute_share, recompute_otherwise)
+    return finish(prepared, choices, evaluation, f"random-{seed}")
+
+
+def random_choices(
+    prepared: Prepared,
+    seed: int,
+    loudness: tuple[float, float] = (0.0, 1.5),
+    recompute_share: float | None = None,
+    recompute_otherwise: bool = False,
+) -> tuple[Choices, Evaluation]:
+    """The choices of `random_plan`, and what they cost."""
     rng = random.Random(seed)
     problem = prepared.priced.problem
     choices = solve(_noisy(problem, rng, _scale_s(problem, rng.uniform(*loudness))), gap=0.05)
@@ -71,8 +83,7 @@ def random_plan(
     if recompute_otherwise:
         recomputed = {op: rng.choice(_without_partial(problem.ops[op]) or [strategy]) for op, strategy in recomputed.items()}
     evaluation = evaluate(problem, choices.strategies, recomputed, kept)
-    chosen = replace(choices, recomputed=recomputed, kept=evaluation.kept, objective_s=evaluation.objective_s)
-    return _finish(prepared, chosen, evaluation, f"random-{seed}")
+    return replace(choices, recomputed=recomputed, kept=evaluation.kept, objective_s=evaluation.objective_s), evaluation
 
 
 def _scale_s(problem: Problem, power: float) -> float:
@@ -113,7 +124,8 @@ def _without_partial(op: Op) -> list[int]:
     return [i for i, each in enumerate(layouts) if not any(layout.has_partial for layout in each)]
 
 
-def _finish(prepared: Prepared, choices: Choices, evaluation: Evaluation, name: str) -> tuple[Plan, Program]:
+def finish(prepared: Prepared, choices: Choices, evaluation: Evaluation, name: str) -> tuple[Plan, Program]:
+    """The plan and program of choices."""
     trace, profile = prepared.trace, prepared.profile
     mark = fingerprint(trace, name, profile.name, profile.hash, VERSION)
     options = {"memory_bytes": AMPLE_BYTES, "optimizer": prepared.priced.optimizer, "batch": "global", "outputs": "dtensor"}

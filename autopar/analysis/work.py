@@ -75,6 +75,11 @@ def work(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     return Work(0, moved, kind)
 
 
+def is_view(target: Callable[..., Any]) -> bool:
+    """Whether the op only makes a view of its first operand."""
+    return _describe(target)[1]
+
+
 def _numel(info: Info) -> int:
     return math.prod(info.shape)
 

@@ -1,18 +1,19 @@
 """The search: trace and mesh in, plan and program out.
 
-The transient peak depends on the order of the emitted program, so it is not in the optimisation: it is re-derived on the
-emitted program, and where the plan is over its budget, the reserve in the budget rows is raised by what was missing and
-the problem is solved again. The first problem has no reserve, so its bound holds for all of them.
+The transient peak depends on the order of the emitted program, so it is re-derived on it, node by node. Where the plan is over
+its budget, these moments become rows of the problem (`autopar.cost.moments`), and it is solved again. The first problem has
+none of them, so its bound holds for all.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from autopar.capture.trace import Trace
 from autopar.constraints import check
+from autopar.cost.moments import Liveness, by_trace_node, explained, over_budget
 from autopar.cost.price import Priced, price
 from autopar.emit import emit
 from autopar.errors import AutoparError, InfeasibleError, size_text
@@ -21,15 +22,16 @@ from autopar.mesh import Mesh
 from autopar.planning.assembly import Draft, assemble, fingerprint
 from autopar.planning.options import PlanOptions
 from autopar.planning.runner_up import runner_ups
-from autopar.plans import Plan
-from autopar.problem import Choices
-from autopar.run.memory import trace_peak
+from autopar.plans import Fingerprint, Plan
+from autopar.problem import Choices, Moment, Problem
+from autopar.run.memory import node_peaks, trace_peak
 from autopar.run.program import Program
 from autopar.solve import REMEDY, Least, choices_or_least, evaluate
 from autopar.strategies import classes_of, resolve
 from autopar.version import VERSION
 
-_ROUNDS = 8  # reserve is raised at most this often; each round either fits or adds what was missing
+_ROUNDS = 12  # each either fits or adds moments at which the plan before did not
+_WASTE = 0.02  # share of the budget: where a plan leaves more unused, moments learnt from it may admit a better one
 Progress = Callable[[str], None]
 
 
@@ -55,39 +57,107 @@ def make_plan(
     for constraint in options.constraints:
         check(constraint, mesh)
     with clock.phase("enumerate"):
-        forced = resolve(trace, options.constraints)
+        forced = resolve(trace, options.constraints, mesh)
         classes = classes_of(trace, mesh.shape, forced)
     with clock.phase("price"):
         budget = options.budget(profile)
         priced = price(trace, classes, mesh, profile, budget_bytes=budget, optimizer=options.optimizer, forced=forced)
     mark = fingerprint(trace, model_name, profile.name, profile.hash, VERSION)
-    recorded = options.to_json(profile)
-    reserve, bound, smallest = 0, 0.0, 0
-    for _ in range(_ROUNDS):
-        with clock.phase("solve"):
-            choices = _solve(priced, reserve, options)
-            if isinstance(choices, Least):
+    job = _Job(trace, mesh, priced, Liveness(trace, priced), options, clock, mark, options.to_json(profile), budget)
+    return _finished(job.best_tried(), clock, options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A plan that was emitted: its peak, and that of every node."""
+
+    draft: Draft
+    plan: Plan
+    program: Program
+    peak_bytes: int
+    bound_s: float
+
+    @property
+    def time_s(self) -> float:
+        return self.draft.evaluation.objective_s
+
+    @property
+    def gap(self) -> float:
+        return (self.time_s - self.bound_s) / self.time_s if self.time_s else 0.0
+
+
+@dataclass
+class _Job:
+    """The rounds of one search: solve, emit, look at the memory, learn moments."""
+
+    trace: Trace
+    mesh: Mesh
+    priced: Priced
+    liveness: Liveness
+    options: PlanOptions
+    clock: _Clock
+    mark: Fingerprint
+    recorded: Mapping[str, object]
+    budget: int
+    moments: dict[str, Moment] = field(default_factory=dict)
+    bound_s: float = 0.0
+
+    def best_tried(self) -> _Tried:
+        """The best plan that fits.
+
+        Raises:
+            InfeasibleError: where none was found.
+        """
+        best: _Tried | None = None
+        certain, smallest = self.liveness.certain(), 0
+        for _ in range(_ROUNDS):
+            with self.clock.phase("solve"):
+                found = _solve(replace(self.priced.problem, moments=(*certain, *self.moments.values())), self.options)
+            choices = found.choices if isinstance(found, Least) else found
+            if choices is None or (isinstance(found, Least) and best is not None):
                 break
-            bound = bound or choices.bound_s
-        with clock.phase("assemble"):
-            evaluation = evaluate(priced.problem, choices.strategies, choices.recomputed, choices.kept)
-            draft = Draft(trace, mesh, priced, choices, evaluation, {})
-            plan = assemble(draft, mark, recorded, bound)
-        with clock.phase("emit"):
-            program = emit(trace, plan)
-        with clock.phase("memory"):
-            optimizer_bytes = plan.prediction.memory_bytes["optimizer"]
-            peak = trace_peak(program, batch=options.batch, outputs=options.outputs).peak_bytes + optimizer_bytes
-        if peak <= budget:
-            return _finished(draft, plan, program, peak, clock, options, bound)
-        smallest = min(smallest or peak, peak)
-        reserve = max(peak - evaluation.static_bytes - max(evaluation.kept_bytes, evaluation.gradient_bytes), int(reserve * 1.05) + 1)
-    raise _refusal(budget, choices, smallest)
+            self.bound_s = self.bound_s or choices.bound_s
+            tried = self._try(choices)
+            if tried.peak_bytes <= self.budget:
+                improved = best is None or tried.time_s < best.time_s
+                best = tried if improved else best
+                wasted = tried.peak_bytes < self.budget * (1 - _WASTE)
+                if not (improved and wasted and self.moments and tried.gap > self.options.gap):
+                    break
+            elif isinstance(found, Least) and smallest and tried.peak_bytes >= smallest:
+                break
+            smallest = min(smallest or tried.peak_bytes, tried.peak_bytes)
+            self._learn(tried)
+        if best is None:
+            raise _refusal(self.budget, found, smallest)
+        return best
+
+    def _try(self, choices: Choices) -> _Tried:
+        with self.clock.phase("assemble"):
+            evaluation = evaluate(self.priced.problem, choices.strategies, choices.recomputed, choices.kept)
+            draft = Draft(self.trace, self.mesh, self.priced, choices, evaluation, {})
+            plan = assemble(draft, self.mark, self.recorded, self.bound_s)
+        with self.clock.phase("emit"):
+            program = emit(self.trace, plan)
+        with self.clock.phase("memory"):
+            peak = trace_peak(program, batch=self.options.batch, outputs=self.options.outputs).peak_bytes
+        return _Tried(draft, plan, program, peak + plan.prediction.memory_bytes["optimizer"], self.bound_s)
+
+    def _learn(self, tried: _Tried) -> None:
+        """Moments at which the plan is over the budget, and those known before as they were in it."""
+        with self.clock.phase("memory"):
+            peaks = node_peaks(tried.program, batch=self.options.batch, outputs=self.options.outputs)
+            seen = {
+                node: (phase, peak + tried.plan.prediction.memory_bytes["optimizer"])
+                for node, phase, peak in by_trace_node(self.liveness, peaks)
+            }
+            wanted = [*self.moments, *over_budget(self.liveness, seen, self.budget)]
+            self.moments = explained(self.liveness, tried.draft.choices, seen, dict.fromkeys(wanted))
 
 
-def _solve(priced: Priced, reserve: int, options: PlanOptions) -> Choices | Least:
-    problem = replace(priced.problem, reserve_bytes=reserve)
-    return choices_or_least(problem, gap=options.gap, time_limit_s=options.time_limit_s, solver=options.solver, bound_only=True)
+def _solve(problem: Problem, options: PlanOptions) -> Choices | Least:
+    only_bound = not any(moment.reserve_bytes for moment in problem.moments)
+    return choices_or_least(problem, gap=options.gap, time_limit_s=options.time_limit_s, solver=options.solver, bound_only=only_bound)
 
 
 def _refusal(budget: int, last: Choices | Least, smallest: int) -> InfeasibleError:
@@ -99,11 +169,12 @@ def _refusal(budget: int, last: Choices | Least, smallest: int) -> InfeasibleErr
     return InfeasibleError(f"no plan fits into {size_text(budget)} per device: {needed}", remedy=REMEDY)
 
 
-def _finished(draft: Draft, plan: Plan, program: Program, peak: int, clock: _Clock, options: PlanOptions, bound: float) -> Planned:
+def _finished(tried: _Tried, clock: _Clock, options: PlanOptions) -> Planned:
+    draft, plan, program, peak = tried.draft, tried.plan, tried.program, tried.peak_bytes
     priced, choices, evaluation = draft.priced, draft.choices, draft.evaluation
     with clock.phase("explain"):
         draft = replace(draft, runner_ups=runner_ups(priced.problem, choices))
-        plan = assemble(draft, plan.fingerprint, plan.options, bound)
+        plan = assemble(draft, plan.fingerprint, plan.options, tried.bound_s)
     replicated = [entry for entry in plan.entries if entry.replicated]
     if options.strict and replicated:
         lines = [f"{e.key} ({e.time_s * len(e.instances) / plan.prediction.step_s:.1%} of the step) at {e.source}" for e in replicated]

@@ -6,13 +6,14 @@ memory, and what the allocator keeps, are not in it.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -100,10 +101,16 @@ def trace_peak(
         coordinate: the rank's place in the mesh, by default the origin.
         train: whether backward runs; else the forward of ``torch.no_grad()``.
     """
+    return _run(program, LiveBytes(), batch, outputs, coordinate, train)
+
+
+def _run(
+    program: Program, memory: LiveBytes, batch: Batch, outputs: Outputs, coordinate: tuple[int, ...] | None = None, train: bool = True
+) -> PeakMemory:
     groups = fake_groups(program.mesh, coordinate)
     place = tuple(group.coordinate for group in groups)
     executor = Executor(program, groups, batch=batch, outputs=outputs)
-    with FakeTensorMode(), LiveBytes() as memory, torch.no_grad():
+    with FakeTensorMode(), memory, torch.no_grad():
         parameters = [_empty(t, program, place) for t in program.parameters]
         buffers = [_empty(t, program, place) for t in program.buffers]
         inputs = [torch.empty(t.shape, dtype=t.dtype) if batch == "global" else _empty(t, program, place) for t in program.inputs]
@@ -120,6 +127,41 @@ def trace_peak(
         final = memory.live_bytes - resident
         del gradients
     return PeakMemory(memory.peak_bytes, resident, kept, final)
+
+
+@dataclass(frozen=True, slots=True)
+class NodePeak:
+    """The peak of live bytes while one node of a program ran."""
+
+    phase: str
+    node: fx.Node
+    peak_bytes: int
+
+
+def node_peaks(program: Program, *, batch: Batch = "global", outputs: Outputs = "full") -> tuple[NodePeak, ...]:
+    """The peak while each node of a step runs, in order, without optimizer state. Counted as `trace_peak` does, whose peak is
+    the largest of these but for what is sliced before the graphs run and gathered after."""
+    memory = LiveBytes()
+    nodes: list[tuple[str, fx.Node]] = []
+    peaks: list[tuple[int, int]] = []  # (node that is about to run, peak since the one before was)
+
+    def watch(number: int) -> None:
+        peaks.append((number, memory.peak_bytes))
+        memory.reset_peak()
+
+    def watched(source: fx.GraphModule, phase: str) -> fx.GraphModule:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(source.graph, {}))
+        for node, original in zip(list(graph.nodes), source.graph.nodes, strict=True):
+            if node.op in ("call_function", "output"):
+                with graph.inserting_before(node):
+                    graph.call_function(watch, (len(nodes),))
+                nodes.append((phase, original))
+        return fx.GraphModule(source, graph)
+
+    forward, backward = watched(program.forward, "forward"), watched(program.backward, "backward")
+    _run(replace(program, forward=forward, backward=backward), memory, batch, outputs)
+    return tuple(NodePeak(*nodes[before], peak) for (before, _), (_, peak) in itertools.pairwise(peaks))
 
 
 def _empty(tensor: ProgramTensor, program: Program, coordinate: tuple[int, ...]) -> Tensor:

@@ -87,7 +87,7 @@ def evaluate(
         own = first.sources if value.resident else ()
         held[v] = sum(value.graph.bytes[n] for n in keep if n not in own)
     kept_bytes = sum(problem.variants[v].count * size for v, size in held.items())
-    resting = tuple(row.size(static, strategies, held) for row in budget_rows(problem))
+    resting = tuple(row.size(static, strategies, recomputed, held) for row in budget_rows(problem))
     communication = sum(problem.variants[v].count * r.time_s for phase in (forward, backward) for v, r in phase.items())
     return Evaluation(compute, communication, kept_bytes, static, gradient, kept_now, forward, backward, resting)
 

@@ -174,7 +174,10 @@ class Formulation:
         graphs = [self.problem.values[variant.value].graph for variant in self.problem.variants]
         held = dict(row.held)
         kept = [(variable, float(held.get(v, 0) * graphs[v].bytes[layout])) for (v, layout), variable in self.keep.items()]
-        return [(self.x[n][s], float(size)) for n, s, size in row.strategy_bytes(self.problem)] + [(v, c) for v, c in kept if c]
+        runs_again = ((self.again[n], sizes) for n, sizes in row.again if n in self.again)
+        again = [(variable, float(c)) for variables, sizes in runs_again for variable, c in zip(variables, sizes, strict=True)]
+        live = [(self.x[n][s], float(size)) for n, s, size in row.strategy_bytes(self.problem)]
+        return live + [(v, c) for v, c in (*kept, *again) if c]
 
     def add_budget(self, row: BudgetRow) -> None:
         """Add a budget row, in shares of the budget."""

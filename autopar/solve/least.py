@@ -74,7 +74,7 @@ def _most(problem: Problem) -> float:
     rows = budget_rows(problem)
     kept = sum(variant.count * sum(problem.values[variant.value].graph.bytes) for variant in problem.variants)
     per_op = [max(op.count * (s.static_bytes + s.gradient_bytes) for s in op.strategies) for op in problem.ops]
-    live = sum(max(sizes) for row in rows for _, sizes in row.live)
+    live = sum(max(sizes) for row in rows for _, sizes in (*row.live, *row.again))
     return float(max(kept + sum(per_op) + live + max(row.reserve_bytes for row in rows), 1))
 
 

@@ -2,7 +2,7 @@
 
     (6) start of backward   Σ static·x + Σ count·bytes(l)·k[v,l] + reserve                       ≤ budget
     (7) end of backward     Σ (static + gradient)·x + reserve                                     ≤ budget
-    (8) each moment         Σ static·x + Σ held·bytes(l)·k[v,l] + Σ live·x + reserve of the moment ≤ budget
+    (8) each moment         Σ static·x + Σ held·bytes(l)·k[v,l] + Σ live·x + Σ again·rc + reserve of the moment ≤ budget
 
 Without reserves each row counts only what is live for certain, so that no plan whose peak fits is cut off.
 """
@@ -19,17 +19,19 @@ KEPT_ROW, GRADIENT_ROW = "start of backward", "end of backward"
 
 @dataclass(frozen=True, slots=True)
 class BudgetRow:
-    """One row: instances held per variant, bytes per strategy of some ops, and a constant."""
+    """One row: instances held per variant, bytes per strategy of some ops and of some that run again, and a constant."""
 
     name: str
     held: tuple[tuple[int, int], ...]
     live: tuple[tuple[int, tuple[int, ...]], ...]
     reserve_bytes: int
+    again: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
-    def size(self, static_bytes: int, strategies: Sequence[int], held_bytes: Mapping[int, int]) -> int:
-        """Left side for given static bytes, strategies and kept bytes per instance of each variant."""
+    def size(self, static_bytes: int, strategies: Sequence[int], recomputed: Mapping[int, int], held_bytes: Mapping[int, int]) -> int:
+        """Left side for given static bytes, strategies, recomputation and kept bytes per instance of each variant."""
         kept = sum(num * held_bytes.get(v, 0) for v, num in self.held)
-        return static_bytes + kept + sum(sizes[strategies[op]] for op, sizes in self.live) + self.reserve_bytes
+        again = sum(sizes[recomputed[op]] for op, sizes in self.again if op in recomputed)
+        return static_bytes + kept + sum(sizes[strategies[op]] for op, sizes in self.live) + again + self.reserve_bytes
 
     def strategy_bytes(self, problem: Problem) -> Iterator[tuple[int, int, int]]:
         """(op, strategy, bytes) with bytes > 0: the coefficients of x."""
@@ -51,7 +53,7 @@ def budget_rows(problem: Problem) -> tuple[BudgetRow, ...]:
         for index, op in enumerate(problem.ops)
         if any(s.gradient_bytes for s in op.strategies)
     )
-    moments = (BudgetRow(m.key, m.held, m.live, m.reserve_bytes) for m in problem.moments)
+    moments = (BudgetRow(m.key, m.held, m.live, m.reserve_bytes, m.again) for m in problem.moments)
     return (
         BudgetRow(KEPT_ROW, kept, (), problem.reserve_bytes),
         BudgetRow(GRADIENT_ROW, (), gradients, problem.reserve_bytes),

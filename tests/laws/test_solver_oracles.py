@@ -77,17 +77,18 @@ def _moment(ops: tuple[Op, ...], rng: random.Random) -> Moment:
     """A point of the step at which one op runs and some instances of what forward made are kept."""
     running = rng.choice((2, 3, 4))
     sizes = tuple(rng.choice((16, 32, 64, 96)) for _ in ops[running].strategies)
-    return Moment(ops[running].key, ((A, rng.choice((1, 2))), (B, 1)), ((running, sizes),), rng.choice((0, 8)))
+    again = tuple((n, tuple(rng.choice((8, 16)) for _ in op.strategies)) for n, op in enumerate(ops) if op.recomputable)
+    return Moment(ops[running].key, ((A, rng.choice((1, 2))), (B, 1)), ((running, sizes),), rng.choice((0, 8)), again)
 
 
-def peak_of(p: Problem, strategies: Chosen, kept: list[int]) -> int:
+def peak_of(p: Problem, strategies: Chosen, recomputed: dict[int, int], kept: list[int]) -> int:
     """The most that rests at the start of backward, at its end, or at a moment; `kept` is bytes per instance of each variant."""
     rows = [(op.count, op.strategies[s]) for op, s in zip(p.ops, strategies, strict=True)]
     static, gradient = (sum(n * getattr(s, name) for n, s in rows) for name in ("static_bytes", "gradient_bytes"))
     sizes = [static + sum(x.count * size for x, size in zip(p.variants, kept, strict=True)) + p.reserve_bytes]
     sizes.append(static + gradient + p.reserve_bytes)
     for m in p.moments:
-        live = sum(size[strategies[op]] for op, size in m.live)
+        live = sum(size[strategies[op]] for op, size in m.live) + sum(size[recomputed[op]] for op, size in m.again if op in recomputed)
         sizes.append(static + sum(num * kept[v] for v, num in m.held) + live + m.reserve_bytes)
     return max(sizes)
 
@@ -116,7 +117,7 @@ class BruteForce:
         compute = sum(self.p.ops[n].count * self.p.ops[n].strategies[s].time_s for n, s in runs)
         options = [self._variant(v, strategies, recomputed) for v in range(len(self.p.variants))]
         for held in itertools.product(*options):
-            yield peak_of(self.p, strategies, [size for size, _ in held]), compute + sum(time for _, time in held)
+            yield peak_of(self.p, strategies, recomputed, [size for size, _ in held]), compute + sum(time for _, time in held)
 
     def _variant(self, v: int, strategies: Chosen, recomputed: dict[int, int]) -> list[Point]:
         """(bytes kept of one instance, communication of all) for every set of versions that may be kept."""
@@ -172,7 +173,7 @@ def needs(p: Problem, found: Choices) -> int:
         own = value.graph.index[p.ops[value.op].strategies[found.strategies[value.op]].layouts.outputs[0]]
         kept = [n for n in found.kept.get(v, ()) if not (value.resident and n == own)]
         sizes.append(sum(value.graph.bytes[n] for n in kept))
-    return peak_of(p, found.strategies, sizes)
+    return peak_of(p, found.strategies, dict(found.recomputed), sizes)
 
 
 FAST = [Case(seed, mesh, m) for mesh, num in ((LINE, 3), (SQUARE, 2)) for seed in range(num) for m in (False, True)]

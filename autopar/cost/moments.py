@@ -1,0 +1,213 @@
+"""Moments: what is live while one node of the step runs, as a budget row of the problem.
+
+A moment is modelled on the order of the trace, which emission keeps: a forward value that is kept lives from its last forward
+reader to its last backward reader, one that is recomputed from its first backward reader to its last, any other from the op
+that makes it to its last reader. What else is live then (gathered versions, buffers of collectives, tensors within a
+cluster) depends on the plan; what was seen of it on an emitted program is the moment's reserve.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from autopar.analysis.work import is_view
+from autopar.capture.trace import Trace
+from autopar.cost.price import Priced
+from autopar.problem import Choices, Moment, Value
+from autopar.run.memory import NodePeak
+from autopar.solve import evaluate
+from autopar.strategies import Ref
+
+_NEVER = -1
+_MOST_NEW = 24  # moments that one round adds: those most over the budget
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """When a tensor is live: positions of nodes in the trace, `_NEVER` where there is none.
+
+    Attributes:
+        made: what makes it. last_forward: its last reader in forward.
+        earliest: the first in backward that could ask for it; an op that runs again, because its own result is asked for, asks
+            for its operands. asked: the first that does if ops run again as late as they can. until: the last that does.
+        is_view: it has no memory of its own. is_gradient: of a parameter.
+    """
+
+    made: int
+    last_forward: int
+    earliest: int
+    asked: int
+    until: int
+    is_view: bool
+    is_gradient: bool
+
+
+@dataclass
+class Liveness:
+    """When each tensor of a trace is live, and from it any moment."""
+
+    trace: Trace
+    priced: Priced
+    positions: dict[str, int] = field(init=False)
+    owner: dict[str, int] = field(init=False)
+    _spans: dict[str, _Span] = field(init=False)
+    _parameter: dict[str, int] = field(init=False)  # gradient's node → the parameter's op
+
+    def __post_init__(self) -> None:
+        nodes = list(self.trace.graph.nodes)
+        self.positions = {node.name: place for place, node in enumerate(nodes)}
+        sources = list(enumerate(self.priced.sources))
+        self.owner = {m.node: i for i, s in sources if s.cluster for c in s.cluster.instances for m in c.members}
+        results = nodes[-1].args[0]
+        named = {p.name: results[p.gradient].name for p in self.trace.parameters if p.gradient is not None}
+        self._parameter = {named[name]: i for i, s in sources if s.kind == "parameter" for name in s.names if name in named}
+        self._spans = {}
+        for node in reversed(nodes[:-1]):
+            self._spans[node.name] = self._span(node)
+
+    def _span(self, node: fx.Node) -> _Span:
+        users = [user for user in node.users if user.op == "call_function"]
+        backward = [self.positions[user.name] for user in users if user.meta["phase"] == "backward"]
+        forward = [user for user in users if user.meta["phase"] == "forward"]
+        again = [self._spans[u.name] for u in forward if self.priced.problem.ops[self.owner[u.name]].recomputable]
+        views = [self._spans[u.name] for u in users if not _owns(u) and u.meta["phase"] == node.meta.get("phase", "forward")]
+        asking = [span.asked for span in again if span.asked >= 0]
+        first = min(backward, default=_NEVER)
+        soonest = [*backward, *(span.earliest for span in (*again, *views) if span.earliest >= 0)]
+        return _Span(
+            made=self.positions[node.name],
+            last_forward=max([_NEVER, *(self.positions[u.name] for u in forward), *(v.last_forward for v in views)]),
+            earliest=min(soonest, default=_NEVER),
+            asked=first if first >= 0 else max(asking, default=_NEVER),
+            until=max([_NEVER, *backward, *asking, *(v.until for v in views)]),  # memory lives on in views of it
+            is_view=node.op == "call_function" and not _owns(node),
+            is_gradient=node.name in self._parameter,
+        )
+
+    def moment(self, node: str, phase: str) -> Moment:
+        """What is live while `node` runs, without reserve."""
+        now = self.positions[node]
+        backward = phase == "backward"
+        held: dict[int, int] = {}
+        live: dict[int, list[int]] = {}
+        again: dict[int, list[int]] = {}
+        problem = self.priced.problem
+        for v, (variant, refs) in enumerate(zip(problem.variants, self.priced.refs, strict=True)):
+            value = problem.values[variant.value]
+            spans = [self._spans[name] for name, _ in refs]
+            if value.phase == "backward":
+                if backward:
+                    self._backward_value(value, spans, refs, now, live)
+                continue
+            held[v] = sum(s.until >= now if backward else 0 <= s.last_forward <= now and s.until >= 0 for s in spans)
+            own = [] if value.resident else [s for s in spans if not s.is_view]
+            if not backward:
+                still = sum(s.made == now or s.made < now < s.last_forward or (s.last_forward == now and s.until < 0) for s in own)
+                _add(live, self._sizes(value), value.op, still)
+            elif problem.ops[value.op].recomputable:
+                _add(again, self._sizes(value), value.op, sum(0 <= s.asked <= now <= s.until for s in own))
+        return Moment(node, tuple((v, n) for v, n in held.items() if n), _frozen(live), 0, _frozen(again))
+
+    def _backward_value(self, value: Value, spans: Sequence[_Span], refs: Sequence[Ref], now: int, live: dict[int, list[int]]) -> None:
+        _add(live, self._sizes(value), value.op, sum(s.made == now or s.made < now <= s.until for s in spans if not s.is_view))
+        for span, (name, _) in zip(spans, refs, strict=True):
+            if span.is_gradient and span.made < now and span.until < now:
+                parameter = self._parameter[name]
+                sizes = [s.gradient_bytes for s in self.priced.problem.ops[parameter].strategies]
+                _add(live, sizes, parameter, 1)
+
+    def _sizes(self, value: Value) -> list[int]:
+        """Bytes of a value as its op makes it, per strategy of the op."""
+        strategies = self.priced.problem.ops[value.op].strategies
+        return [value.graph.bytes[value.graph.index[s.layouts.outputs[value.result]]] for s in strategies]
+
+    def certain(self) -> tuple[Moment, ...]:
+        """What any plan holds while an op of backward runs: the op's results, and each kept value that nothing has asked for yet.
+
+        Of equal ops the one that runs first, when most is held.
+        """
+        problem, found = self.priced.problem, []
+        for index, source in enumerate(self.priced.sources):
+            if source.cluster is None or problem.ops[index].phase == "forward":
+                continue
+            now, node = min((self.positions[m.node], m.node) for c in source.cluster.instances for m in c.members[:1])
+            held = ((v, sum(self._spans[name].earliest >= now for name, _ in refs)) for v, refs in enumerate(self.priced.refs))
+            forward = ((v, n) for v, n in held if n and problem.values[problem.variants[v].value].phase == "forward")
+            made: dict[int, list[int]] = {}
+            for result in problem.ops[index].results:
+                value = problem.values[result]
+                if any(self.positions[name] == now and not self._spans[name].is_view for name in self._names(result)):
+                    _add(made, self._sizes(value), index, 1)
+            if made:
+                found.append(Moment(node, tuple(forward), _frozen(made)))
+        return tuple(found)
+
+    def is_view(self, node: str) -> bool:
+        """Whether a node's result shares the memory of its operand."""
+        return self._spans[node].is_view
+
+    def _names(self, value: int) -> list[str]:
+        """The nodes that make a value."""
+        pairs = zip(self.priced.problem.variants, self.priced.refs, strict=True)
+        return [name for variant, refs in pairs if variant.value == value for name, _ in refs]
+
+
+def _owns(node: fx.Node) -> bool:
+    """Whether a node's result has memory of its own: no view has, but what getitem picks."""
+    return node.target is operator.getitem or not is_view(node.target)  # type: ignore[arg-type]
+
+
+def _add(total: dict[int, list[int]], sizes: Sequence[int], op: int, count: int) -> None:
+    if count:
+        before = total.setdefault(op, [0] * len(sizes))
+        total[op] = [a + count * b for a, b in zip(before, sizes, strict=True)]
+
+
+def _frozen(sizes: Mapping[int, Sequence[int]]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    return tuple((op, tuple(each)) for op, each in sizes.items())
+
+
+Seen = Mapping[str, tuple[str, int]]
+"""By node of the trace: the phase, and the peak that was seen while it ran."""
+
+
+def over_budget(liveness: Liveness, seen: Seen, budget_bytes: int) -> list[str]:
+    """The nodes at which a program is over the budget: of equal nodes of repeated layers the worst, and no more than some,
+    since others come when these hold."""
+    worst: dict[int, tuple[int, str]] = {}
+    for node, (_, peak) in seen.items():
+        op = liveness.owner[node]
+        if peak > budget_bytes and peak > worst.get(op, (0, ""))[0]:
+            worst[op] = (peak, node)
+    return [node for _, node in sorted(worst.values(), reverse=True)[:_MOST_NEW]]
+
+
+def explained(liveness: Liveness, choices: Choices, seen: Seen, nodes: Iterable[str]) -> dict[str, Moment]:
+    """The moments of these nodes, each with the reserve that makes it what was seen of the choices."""
+    moments = {node: liveness.moment(node, seen[node][0]) for node in nodes}
+    problem = replace(liveness.priced.problem, moments=tuple(moments.values()))
+    rows = evaluate(problem, choices.strategies, choices.recomputed, choices.kept).resting_bytes
+    sizes = rows[len(rows) - len(moments) :]
+    return {node: replace(m, reserve_bytes=seen[node][1] - size) for (node, m), size in zip(moments.items(), sizes, strict=True)}
+
+
+def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak]) -> Iterable[tuple[str, str, int]]:
+    """(node of the trace, phase, peak): collectives and recomputed nodes count for the node that comes after them."""
+    keys = {n.meta["key"]: n.name for n in liveness.trace.graph.nodes if n.op == "call_function"}
+    waiting: list[int] = []
+    last: tuple[str, str] | None = None
+    for peak in peaks:
+        waiting.append(peak.peak_bytes)
+        meta = peak.node.meta
+        name = keys.get(meta.get("key", ""))
+        if name is None or meta.get("recomputed") or name not in liveness.owner:
+            continue
+        last = (name, peak.phase)
+        yield *last, max(waiting)
+        waiting = []
+    if waiting and last is not None:
+        yield *last, max(waiting)
