@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware
 from autopar.capture import Trace, capture
-from autopar.constraints import LayoutConstraint
+from autopar.constraints import Constraint
 from autopar.emit import emit
 from autopar.errors import PlanError
 from autopar.hardware import HardwareProfile
@@ -55,7 +55,7 @@ def plan(
     hardware: str | Path | HardwareProfile | None = None,
     memory_bytes: int | None = None,
     optimizer: str = "adamw",
-    constraints: Sequence[LayoutConstraint] = (),
+    constraints: Sequence[Constraint] = (),
     strict: bool = False,
     gap: float = 0.01,
     time_limit_s: float = 60.0,

@@ -1,4 +1,4 @@
-"""What users force: layouts by module pattern. Hard: a strategy that does not meet a constraint is not considered.
+"""Layouts forced by module pattern.
 
 A pattern is a module path with shell wildcards, ``model.layers.*.mlp.up_proj``. Layouts are written in the codec of
 `autopar.layout`, one placement per mesh axis, over the dims of the tensor as the model stores it.
@@ -65,7 +65,7 @@ def layout(
     return LayoutConstraint(pattern, **{name: Layout.parse(value) for name, value in given.items() if value is not None})
 
 
-def check(constraint: LayoutConstraint, mesh: Mesh) -> None:
+def check_layouts(constraint: LayoutConstraint, mesh: Mesh) -> None:
     """That every layout has one placement per mesh axis.
 
     Raises:

@@ -115,8 +115,8 @@ class _Builder:
         """One op per class of equal parameters: the storage layout, in which the gradient arrives as well."""
         groups: dict[tuple[object, ...], list[Parameter]] = {}
         for p in self.trace.parameters:
-            key = (_DIGITS.sub("*", p.name), p.view, p.dtype, p.requires_grad, p.gradient is None, self.forced.storage.get(p.name))
-            groups.setdefault(key, []).append(p)
+            rest = self.forced.storage.get(p.name), self.forced.rests(p.name)
+            groups.setdefault((_DIGITS.sub("*", p.name), p.view, p.dtype, p.requires_grad, p.gradient is None, rest), []).append(p)
         outputs = _output_nodes(self.trace)
         for (pattern, *_), members in groups.items():
             first = members[0]
@@ -124,9 +124,10 @@ class _Builder:
             layouts = all_layouts(first.view, self.mesh.shape)
             if wanted is not None:
                 layouts = (wanted,) if not wanted.has_partial and wanted.fits(first.view, self.mesh.shape) else ()
-            possible = [layout for layout in layouts if storable(first.shape, first.view, layout, self.mesh.shape)]
+            storing = [layout for layout in layouts if storable(first.shape, first.view, layout, self.mesh.shape)]
+            possible = self.forced.resting(first.name, storing)
             if not possible:
-                what = f"{first.name} of shape {first.shape} cannot rest as {wanted} on mesh {self.mesh}"
+                what = f"{first.name} of shape {first.shape} cannot rest as {self.forced.asked(first.name)} on mesh {self.mesh}"
                 raise ConstraintError(what, remedy="force a storage layout that splits its dims evenly")
             strategies = tuple(self._storage(first, layout) for layout in possible)
             op = Op(str(pattern), "parameter", "forward", len(members), (), strategies)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.constraints import LayoutConstraint
+from autopar.constraints import Constraint
 from autopar.cost.price import OPTIMIZERS
 from autopar.errors import AutoparError, ConstraintError
 from autopar.hardware import HardwareProfile
@@ -32,7 +32,7 @@ class PlanOptions:
 
     memory_bytes: int | None = None
     optimizer: str = "adamw"
-    constraints: tuple[LayoutConstraint, ...] = ()
+    constraints: tuple[Constraint, ...] = ()
     strict: bool = False
     gap: float = 0.01
     time_limit_s: float = 60.0
@@ -50,7 +50,7 @@ class PlanOptions:
         if self.solver not in SOLVERS:
             raise AutoparError(f"solver {self.solver!r} is not known", remedy=f"pass one of {', '.join(SOLVERS)}")
         for constraint in self.constraints:
-            if not isinstance(constraint, LayoutConstraint):
+            if not isinstance(constraint, Constraint):
                 raise ConstraintError(f"{constraint!r} is no constraint", remedy="make constraints with autopar.constraints")
 
     def budget(self, profile: HardwareProfile) -> int:

@@ -16,10 +16,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar.capture.trace import Trace
 from autopar.errors import ConstraintError
-from autopar.layout import Layout, Strategy
-from autopar.rules import AxisOption, cuts_alike
+from autopar.layout import REPLICATE, Layout, Strategy
+from autopar.rules import AxisOption, TensorInfo, cuts_alike
 from autopar.strategies.clusters import Cluster, Member, Ref, clusters_of, offered_options
 from autopar.strategies.forced import Forced
+
+Assignment = dict[Ref, Placement]  # on one axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +54,67 @@ def classes_of(trace: Trace, mesh_shape: Sequence[int], forced: Forced | None = 
     clusters = clusters_of(trace)
     groups: dict[tuple[object, ...], list[Cluster]] = {}
     for cluster in clusters:
-        slots = tuple(forced.slots.get(m.node, ()) for m in cluster.members)
+        slots = tuple((forced.slots.get(m.node, ()), forced.named.rows.get(m.node, ())) for m in cluster.members)
         groups.setdefault((*cluster.signature, slots), []).append(cluster)
     partial = _partial_operands(clusters, groups)
     return tuple(
-        ClusterClass(tuple(group), _allowed(group[0], expand(group[0], _joint_options(group[0], partial[signature]), mesh_shape), forced))
+        ClusterClass(tuple(group), _allowed(group[0], _expanded(group[0], partial[signature], mesh_shape, forced), forced))
         for signature, group in groups.items()
     )
+
+
+def _expanded(
+    cluster: Cluster, partial: Sequence[set[Placement]], mesh_shape: Sequence[int], forced: Forced
+) -> tuple[ClusterStrategy, ...]:
+    """The strategies that named plans admit."""
+    options = _joint_options(cluster, partial)
+    replicated = [o for o in options if all(isinstance(p, Replicate) for p in o.values())]
+    per_axis = [_admitted(cluster, options, axis, forced) if size > 1 else replicated for axis, size in enumerate(mesh_shape)]
+    strategies = expand(cluster, per_axis, mesh_shape)
+    if not strategies:
+        raise _refusal(cluster, mesh_shape, forced)
+    return strategies
+
+
+def _admitted(cluster: Cluster, options: Sequence[Assignment], axis: int, forced: Forced) -> Sequence[Assignment]:
+    """The options that have the labels of the rows on this axis."""
+    rows = [(m, row) for m in cluster.members for a, row in forced.named.rows.get(m.node, ()) if a == axis]
+    return [o for o in options if all(row.admits(tuple(o[r] for r in m.reads), tuple(o[r] for r in m.makes)) for m, row in rows)]
+
+
+def _refusal(cluster: Cluster, mesh_shape: Sequence[int], forced: Forced) -> ConstraintError:
+    """Names the first tensor that cannot be split as the rows say."""
+    for reason in (_too_short, _uneven):
+        for member in cluster.members:
+            rows = dict(forced.named.rows.get(member.node, ()))
+            labels = {axis: (*row.inputs, *row.outputs) for axis, row in rows.items()}
+            for i, info in enumerate((*member.call.inputs, *member.call.outputs)):
+                layout = Layout([(labels[axis][i] if axis in labels else None) or REPLICATE for axis in range(len(mesh_shape))])
+                dim = reason(layout, info, mesh_shape)
+                if dim is not None:
+                    parts = layout.num_shards(dim, mesh_shape)
+                    plans = ", ".join(dict.fromkeys(forced.named.plans[axis] for axis in layout.splitters(dim)))
+                    what = (
+                        f"{plans} cannot hold: {member.key} has a tensor of shape {info.shape}, whose dim {dim} would be in {parts} parts"
+                    )
+                    remedy = f"make its length {info.shape[dim]} a multiple of {parts}, or name fewer or smaller axes"
+                    return ConstraintError(what, where=member.call.where, remedy=remedy)
+    first = cluster.members[0]
+    what = f"the named plans cannot hold: {first.key} has no strategy that meets them together"
+    return ConstraintError(what, where=first.call.where, remedy="leave one of them out")
+
+
+def _too_short(layout: Layout, info: TensorInfo, mesh_shape: Sequence[int]) -> int | None:
+    """The first dim that does not fit the layout."""
+    alone = [
+        Layout([p if isinstance(p, Shard) and p.dim == dim else REPLICATE for p in layout.placements]) for dim in range(len(info.shape))
+    ]
+    return next((dim for dim, split in enumerate(alone) if not split.fits(info.shape, mesh_shape)), None)
+
+
+def _uneven(layout: Layout, info: TensorInfo, mesh_shape: Sequence[int]) -> int | None:
+    """The first dim that is split unevenly, where the op wants what is split to belong together."""
+    return next((dim for dim, size in enumerate(info.shape) if size % layout.num_shards(dim, mesh_shape)), None)
 
 
 def _allowed(cluster: Cluster, strategies: tuple[ClusterStrategy, ...], forced: Forced) -> tuple[ClusterStrategy, ...]:
@@ -74,9 +130,6 @@ def _allowed(cluster: Cluster, strategies: tuple[ClusterStrategy, ...], forced: 
                 )
             strategies = kept
     return strategies
-
-
-Assignment = dict[Ref, Placement]
 
 
 def _joint_options(cluster: Cluster, partial: Sequence[set[Placement]]) -> list[Assignment]:
@@ -125,11 +178,9 @@ def _partial_operands(
     return result
 
 
-def expand(cluster: Cluster, options: Sequence[Assignment], mesh_shape: Sequence[int]) -> tuple[ClusterStrategy, ...]:
-    """Strategies over all axes: the product of the options, in every order of the splitters."""
+def expand(cluster: Cluster, per_axis: Sequence[Sequence[Assignment]], mesh_shape: Sequence[int]) -> tuple[ClusterStrategy, ...]:
+    """Strategies over all axes: the product of each one's options, in every order of the splitters."""
     shapes = _shapes(cluster)
-    replicated = [o for o in options if all(isinstance(p, Replicate) for p in o.values())]
-    per_axis = [options if size > 1 else replicated for size in mesh_shape]
     found: dict[Strategy, ClusterStrategy] = {}
     for chosen in itertools.product(*per_axis):
         for order in _orders(chosen, shapes):

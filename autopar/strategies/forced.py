@@ -1,4 +1,4 @@
-"""Constraints, resolved to the nodes and parameters of a trace.
+"""Constraints, resolved to the nodes and parameters of a trace. Named plans are resolved in `autopar.strategies.named`.
 
 A module pattern matches a *scope*: the module and everything below it. ``weight`` concerns every node of the scope that
 reads the parameter, forward or backward. ``input`` concerns tensors of forward that come from outside the scope, wherever
@@ -9,17 +9,19 @@ makes partial sums: force its readers' ``input``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import fx
 from torch.distributed.tensor import Shard
 
 from autopar.capture.trace import Parameter, Trace
-from autopar.constraints import KINDS, LayoutConstraint
+from autopar.constraints import KINDS, Constraint, LayoutConstraint, parallelisms
 from autopar.errors import ConstraintError
 from autopar.layout import Layout
+from autopar.mesh import Mesh
 from autopar.rules import operands_of
+from autopar.strategies.named import Named, Rest, resolve_named
 
 Slot = tuple[str, int, Layout]  # ("input" | "output", operand or result index, layout)
 
@@ -30,26 +32,54 @@ class Forced:
 
     Attributes:
         slots: node name → layouts of its operands and results. storage: parameter name → storage layout.
+        named: what named plans force, axis by axis.
     """
 
     slots: Mapping[str, tuple[Slot, ...]]
     storage: Mapping[str, Layout]
+    named: Named = field(default_factory=Named)
 
     @staticmethod
     def nothing() -> Forced:
         return Forced({}, {})
 
+    def rests(self, parameter: str) -> tuple[Rest, ...]:
+        """How named plans let a parameter rest, the first that can be stored; () where none speaks of it."""
+        return self.named.rests.get(parameter, ())
 
-def resolve(trace: Trace, constraints: Iterable[LayoutConstraint]) -> Forced:
+    def resting(self, parameter: str, layouts: Sequence[Layout]) -> Sequence[Layout]:
+        """Those of the layouts in which a parameter can be stored that named plans let it rest in."""
+        rests = self.rests(parameter)
+        found = ([layout for layout in layouts if _meets(rest, layout)] for rest in rests)
+        return next(filter(None, found), []) if rests else layouts
+
+    def asked(self, parameter: str) -> str:
+        """What is forced on how a parameter rests, in words."""
+        if parameter in self.storage:
+            return str(self.storage[parameter])
+        placements = (
+            "any" if allowed is None else " or ".join(sorted(map(str, allowed))) for allowed in (self.rests(parameter) or ((),))[-1]
+        )
+        return f"{' '.join(placements)}, which {' and '.join(filter(None, dict.fromkeys(self.named.plans)))} ask"
+
+
+def _meets(rest: Rest, layout: Layout) -> bool:
+    return all(allowed is None or placement in allowed for allowed, placement in zip(rest, layout.placements, strict=True))
+
+
+def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forced:
     """Find what every constraint concerns.
 
     Raises:
         ConstraintError: where a part of a constraint matches nothing, forces a dim that the tensor does not have, or
-            contradicts another on how a parameter rests.
+            contradicts another on how a parameter rests; where a named plan cannot hold.
     """
+    constraints = tuple(constraints)
     slots: dict[str, list[Slot]] = {}
     storage: dict[str, Layout] = {}
     for constraint in constraints:
+        if not isinstance(constraint, LayoutConstraint):
+            continue
         for kind in KINDS:
             layout = getattr(constraint, kind)
             if layout is None:
@@ -66,7 +96,8 @@ def resolve(trace: Trace, constraints: Iterable[LayoutConstraint]) -> Forced:
                 elif storage.setdefault(name, forced) != forced:
                     what = f"{name} is to rest as {storage[name]} and, by {constraint.pattern!r}, as {forced}"
                     raise ConstraintError(what, remedy="force one storage layout on it")
-    return Forced({name: tuple(found) for name, found in slots.items()}, storage)
+    named = resolve_named(trace, parallelisms(constraints, mesh), mesh)
+    return Forced({name: tuple(found) for name, found in slots.items()}, storage, named)
 
 
 def _slots(trace: Trace, constraint: LayoutConstraint, kind: str) -> Iterable[tuple[str, Slot]]:

@@ -37,7 +37,7 @@ def test_a_forced_weight_is_read_so_in_forward_and_in_backward_and_others_stay_f
     choices = forced(layout("layers.0.up", weight="S(1) S(0)")).node_choices()
     assert str(choices["layers.0.up/dot/forward/0"].inputs[1]) == "S(1) S(0)"
     assert str(choices["layers.1.up/dot/forward/0"].inputs[1]) == "R R"
-    found = resolve(trace(), [layout("layers.1.up", weight="S(1) S(0)")])
+    found = resolve(trace(), [layout("layers.1.up", weight="S(1) S(0)")], MESH)
     weight = next(p for p in trace().parameters if p.name == "layers.1.up.weight")
     readers = {n.name for n in trace().node(weight.node).users if n.op == "call_function"}
     assert set(found.slots) == readers and len(readers) == 2, "the linear, and its input's gradient"
@@ -69,7 +69,7 @@ def test_a_forced_output_is_how_the_scope_makes_what_others_read() -> None:
 
 def test_constraints_split_equal_layers_into_classes_of_their_own() -> None:
     free = classes_of(trace(), MESH.shape)
-    some = classes_of(trace(), MESH.shape, resolve(trace(), [layout("layers.1.up", weight="R S(0)")]))
+    some = classes_of(trace(), MESH.shape, resolve(trace(), [layout("layers.1.up", weight="R S(0)")], MESH))
     assert len(some) > len(free)
     assert sum(len(c.instances) for c in some) == sum(len(c.instances) for c in free)
 
@@ -77,7 +77,7 @@ def test_constraints_split_equal_layers_into_classes_of_their_own() -> None:
 @pytest.mark.parametrize("kind", ["weight", "bias", "storage", "input", "output"])
 def test_a_constraint_that_matches_nothing_is_refused_with_paths_that_there_are(kind: str) -> None:
     with pytest.raises(ConstraintError, match=rf"{kind}='R R' on 'layer\.\*' matches nothing(.|\n)*such as layers\.0\.up"):
-        resolve(trace(), [layout("layer.*", **{kind: "R R"})])
+        resolve(trace(), [layout("layer.*", **{kind: "R R"})], MESH)
 
 
 def test_a_part_of_a_constraint_that_matches_nothing_is_not_passed_over() -> None:
@@ -91,13 +91,13 @@ def test_a_part_of_a_constraint_that_matches_nothing_is_not_passed_over() -> Non
 
     without = capture(NoBias(), (torch.ones(2, 4),), {})
     with pytest.raises(ConstraintError, match=r"bias='R' on 'up' matches nothing"):
-        resolve(without, [layout("up", weight="R", bias="R")])
+        resolve(without, [layout("up", weight="R", bias="R")], Mesh(2))
 
 
 def test_a_dim_that_a_parameter_does_not_have_is_refused_with_its_shape() -> None:
     for constraint in (layout("layers.0.up", weight="S(2) R"), layout("layers.0.up", storage="S(2) R")):
         with pytest.raises(ConstraintError, match=r"shards dim 2 of layers\.0\.up\.weight, whose shape is \(32, 16\)"):
-            resolve(trace(), [constraint])
+            resolve(trace(), [constraint], MESH)
 
 
 def test_a_layout_that_no_strategy_of_an_op_has_names_the_op_its_line_and_what_it_could_have() -> None:

@@ -1,0 +1,37 @@
+"""What users force. Hard: a strategy that does not meet a constraint is not considered.
+
+`layout` forces layouts by module pattern. `ddp`, `fsdp`, `tensor_parallel` and `megatron` name whole plans of the field on some mesh
+axes, for any model; the axes that they leave stay the planner's.
+"""
+
+from __future__ import annotations
+
+from autopar.constraints.layouts import KINDS, LayoutConstraint, layout
+from autopar.constraints.parallel import (
+    Constraint,
+    Megatron,
+    Parallelism,
+    axes_of,
+    check,
+    ddp,
+    fsdp,
+    megatron,
+    parallelisms,
+    tensor_parallel,
+)
+
+__all__ = [
+    "KINDS",
+    "Constraint",
+    "LayoutConstraint",
+    "Megatron",
+    "Parallelism",
+    "axes_of",
+    "check",
+    "ddp",
+    "fsdp",
+    "layout",
+    "megatron",
+    "parallelisms",
+    "tensor_parallel",
+]

@@ -1,0 +1,181 @@
+"""The named plans (`autopar.constraints`) on a trace: which label every tensor has on which axis, and how parameters may rest.
+
+Data parallelism starts from the batch, dim 0 of the inputs. Tensor parallelism starts from weights: at first every product of a
+whole activation and a weight is split by columns, and every large enough table by rows; where a split tensor is read by an op that
+does not read it as it lies (a norm, a sum with the residual stream), or is read by none, the products that are to blame try another
+dim of their weight, then stay whole; and the walk begins again. Equal products of repeated layers are judged together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar import ops
+from autopar.capture.trace import Parameter, Trace
+from autopar.constraints import Parallelism, axes_of
+from autopar.errors import ConstraintError
+from autopar.layout import REPLICATE
+from autopar.mesh import Mesh
+from autopar.rules import axis_options, where_of
+from autopar.strategies.clusters import Ref
+from autopar.strategies.reading import Read, product_of, read
+from autopar.strategies.spreading import Policy, Row, Spread, spread
+
+Rest = tuple[frozenset[Placement] | None, ...]  # per mesh axis the placements with which a parameter may rest; None is any
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What named plans force.
+
+    Attributes:
+        rows: node name → (axis, row) of each axis that a plan speaks of.
+        rests: parameter name → how it may rest, the first that can be stored. plans: per axis the plan in words, or "".
+    """
+
+    rows: Mapping[str, tuple[tuple[int, Row], ...]] = field(default_factory=dict)
+    rests: Mapping[str, tuple[Rest, ...]] = field(default_factory=dict)
+    plans: tuple[str, ...] = ()
+
+
+def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Named:
+    """Apply plans to a trace.
+
+    Raises:
+        ConstraintError: naming the op that a plan cannot split.
+    """
+    plans = tuple(plans)
+    if not plans:
+        return Named()
+    graph = read(trace)
+    rows: dict[str, list[tuple[int, Row]]] = {}
+    words = [""] * len(mesh.axes)
+    rests: dict[str, list[frozenset[Placement] | None]] = {p.name: [None] * len(mesh.axes) for p in trace.parameters}
+    sharded: list[int] = []
+    for plan in plans:
+        axes = [axis for axis in axes_of(plan, mesh) if mesh.shape[axis] > 1]
+        if not axes:
+            continue
+        found = _tensor_parallel(graph, plan) if plan.name == "tensor_parallel_1d" else _data_parallel(graph, plan)
+        sharded += axes if plan.name == "fsdp" else []
+        for axis in axes:
+            words[axis] = str(plan)
+            for name, row in found.rows.items():
+                rows.setdefault(name, []).append((axis, row))
+            for p in trace.parameters:
+                rests[p.name][axis] = frozenset((_resting(plan, p, found),))
+    allowed = {p.name: _alternatives(p, rests[p.name], sharded) for p in trace.parameters}
+    return Named({name: tuple(sorted(r, key=lambda x: x[0])) for name, r in rows.items()}, allowed, tuple(words))
+
+
+def _resting(plan: Parallelism, p: Parameter, found: Spread) -> Placement:
+    return found.labels.get((p.node, 0), REPLICATE) if plan.name == "tensor_parallel_1d" else REPLICATE
+
+
+def _alternatives(p: Parameter, rest: Sequence[frozenset[Placement] | None], axes: Sequence[int]) -> tuple[Rest, ...]:
+    """With any dim split over each of `axes`; where that cannot be stored over fewer of them, at last over none."""
+    shards = frozenset(Shard(dim) for dim, size in enumerate(p.view) if size > 1)
+    subsets = [some for count in range(len(axes), -1, -1) for some in itertools.combinations(axes, count)]
+    return tuple(tuple(shards if axis in some else allowed for axis, allowed in enumerate(rest)) for some in subsets)
+
+
+def _data_parallel(graph: Read, plan: Parallelism) -> Spread:
+    """Every input is split over its dim 0, and all that follows from them."""
+    inputs = [i for i in graph.trace.inputs if i.shape]
+    batch = inputs[0].shape[0] if inputs else 0
+    split = {i.node: Shard(0) for i in inputs if i.shape[0] == batch and batch > 1}
+    if not split:
+        what = f"{plan}: no input has a batch to split; its dim 0 would be it"
+        raise ConstraintError(what, remedy="plan with more than one sample in the batch, or without the constraint")
+    found = spread(graph, Policy(split, slices=True, sums=True))
+    if found.failure is not None:
+        _refuse(graph, plan, found.failure.node, "the batch is split over it, and it has no way to compute on a part of the batch")
+    return found
+
+
+@dataclass(slots=True)
+class _Columns:
+    """What is tried: per product pattern the dims of its weight that are left to try, the first of them now."""
+
+    dims: dict[str, list[int]]
+    tables: dict[Ref, Placement]
+
+
+def _tensor_parallel(graph: Read, plan: Parallelism) -> Spread:
+    """Column and row products, found by trying: see the module docstring."""
+    nodes = [n for n in graph.trace.graph.nodes if n.op == "call_function" and product_of(graph, n) is not None]
+    tried = _Columns({graph.pattern(n): _column_dims(graph, n) for n in reversed(nodes)}, _tables(graph))
+    while True:
+        columns = {n.name: Shard(dims[0]) for n in nodes if (dims := tried.dims[graph.pattern(n)])}
+        found = spread(graph, Policy({}, tried.tables, columns))
+        if found.failure is not None:
+            blamed = found.failure.sources
+            if not blamed:
+                _refuse(graph, plan, found.failure.node, "it does not read what the linears before it make in parts")
+        else:
+            blamed = frozenset(graph.pattern(n) for n in nodes if n.name in columns and not _ends_well(graph, n, found))
+        if not blamed:
+            break
+        _try_next(graph, nodes, tried, blamed)
+    if not found.contracted:
+        what = f"{plan}: there is no chain from one linear to another that could be split"
+        raise ConstraintError(what, remedy="leave the constraint out for this model")
+    return found
+
+
+def _try_next(graph: Read, nodes: Sequence[fx.Node], tried: _Columns, blamed: frozenset[str]) -> None:
+    """The blamed products take their next dim, if any; a table that one of them reads as its weight stays whole with it."""
+    for pattern in blamed:
+        if tried.dims.get(pattern):
+            tried.dims[pattern].pop(0)
+            continue
+        # split because its weight is a table that is split: the table is to blame
+        weights = {product_of(graph, n)[1] for n in nodes if graph.pattern(n) == pattern}  # type: ignore[index]
+        if not weights & tried.tables.keys():
+            raise AssertionError(f"{pattern} is blamed, but nothing of it is left to try")
+        tried.tables = {ref: label for ref, label in tried.tables.items() if ref not in weights}
+
+
+def _column_dims(graph: Read, node: fx.Node) -> list[int]:
+    """Dims of a product's weight that only the weight and the result have, the last first."""
+    product = product_of(graph, node)
+    assert product is not None
+    x, weight = (graph.reads[node.name].index(ref) for ref in product)
+    options = axis_options(graph.calls[node.name])
+    dims = {o.inputs[weight].dim for o in options if o.inputs[x] == REPLICATE and isinstance(o.inputs[weight], Shard)}  # type: ignore[attr-defined]
+    return sorted(dims, reverse=True)
+
+
+def _tables(graph: Read) -> dict[Ref, Placement]:
+    """Tables that are looked up by ids of the batch and have more rows than columns, to be split by rows."""
+    found: dict[Ref, Placement] = {}
+    for node in graph.trace.graph.nodes:
+        if node.op == "call_function" and node.target is ops.embedding and node.meta["phase"] == "forward":
+            table, ids = graph.reads[node.name][:2]
+            rows, columns = graph.calls[node.name].inputs[0].shape
+            if graph.is_weight(table[0]) and ids[0] in graph.on_batch and rows > columns:
+                found[table] = Shard(0)
+    return found
+
+
+def _ends_well(graph: Read, node: fx.Node, found: Spread) -> bool:
+    """Whether what the product makes in parts is contracted, or scored by a cross entropy and large enough to be worth it."""
+    if found.labels.get((node.name, 0)) == REPLICATE:
+        return True  # it is a row product here, or whole
+    pattern = graph.pattern(node)
+    if pattern in found.contracted:
+        return True
+    features, classes = graph.calls[node.name].inputs[0].shape[-1], graph.calls[node.name].outputs[0].shape[-1]
+    return pattern in found.scored and classes > features
+
+
+def _refuse(graph: Read, plan: Parallelism, name: str, why: str) -> None:
+    node = graph.trace.node(name)
+    what = f"{plan} cannot hold: {node.meta['key']} refuses, {why}"
+    raise ConstraintError(what, where=where_of(node), remedy="leave the constraint out, or name other axes for it")

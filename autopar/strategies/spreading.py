@@ -1,0 +1,245 @@
+"""One mesh axis over a whole graph: from how a few tensors lie on it to how all do.
+
+Terms. A *label* says how a tensor lies on the axis: split (`Shard`) or *whole* (`Replicate`). A partial sum counts as whole: where it
+is summed is the planner's. A *row* is what is forced on a node: the labels of its operands and results, None where it is free.
+
+The graph is walked forward, then backward, in its own order. Every node takes the option of its rule that reads what is there as it
+lies. A weight lies as its first reader asks. Other constants stay free: nothing has to be moved for them.
+
+A whole tensor that is *made split* by a product with a split weight carries its *source*, the product's pattern, and so do all
+that are split because of it, down to where they are contracted. Where nothing reads a split tensor as it lies, its sources are what
+is to blame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar import ops
+from autopar.halo import Halo
+from autopar.layout import REPLICATE
+from autopar.rules import AxisOption
+from autopar.strategies.clusters import Ref, offered_options
+from autopar.strategies.reading import Read, product_of
+
+LOSS_SUMS = frozenset((ops.sum_exp, ops.pick, torch.ops.aten.amax.default))  # what a cross entropy takes of its logits
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Labels of a node's operands and results; None is free."""
+
+    inputs: tuple[Placement | None, ...]
+    outputs: tuple[Placement | None, ...]
+
+    def admits(self, inputs: tuple[Placement, ...], outputs: tuple[Placement, ...]) -> bool:
+        """Whether placements have these labels."""
+        pairs = zip((*self.inputs, *self.outputs), (*inputs, *outputs), strict=True)
+        return all(label is None or label_of(placement) == label for label, placement in pairs)
+
+
+def label_of(placement: Placement) -> Placement:
+    """The label of a placement."""
+    return REPLICATE if isinstance(placement, Partial) else placement
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the walk starts from, and what it may do.
+
+    Attributes:
+        inputs: batch tensor → label; those that are not here stay free, and what depends on them alone.
+        weights: tensor → label of weights that are settled beforehand.
+        columns: product node → label of its weight, taken where the product's other operand is whole.
+        slices: a whole tensor may be read split.
+        sums: forward may sum over a split dim anywhere; else only in products and cross entropies.
+    """
+
+    inputs: Mapping[str, Placement]
+    weights: Mapping[Ref, Placement] = field(default_factory=dict)
+    columns: Mapping[str, Placement] = field(default_factory=dict)
+    slices: bool = False
+    sums: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A node that reads no split tensor as it lies, and the sources of those it cannot."""
+
+    node: str
+    sources: frozenset[str]
+
+
+@dataclass(slots=True)
+class Spread:
+    """How all tensors lie on the axis.
+
+    Attributes:
+        rows: per node that is forced. labels: per tensor that is not free.
+        sources: per split tensor. contracted, scored: sources of what ended in a product, in a cross entropy.
+        failure: where the walk stopped, if it did.
+    """
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    labels: dict[Ref, Placement] = field(default_factory=dict)
+    sources: dict[Ref, frozenset[str]] = field(default_factory=dict)
+    contracted: set[str] = field(default_factory=set)
+    scored: set[str] = field(default_factory=set)
+    failure: Failure | None = None
+
+
+def spread(graph: Read, policy: Policy) -> Spread:
+    """Walk the graph: see the module docstring."""
+    return _Walk(graph, policy).run()
+
+
+class _Walk:
+    def __init__(self, graph: Read, policy: Policy) -> None:
+        self.graph, self.policy, self.found = graph, policy, Spread()
+        self.labels = self.found.labels
+        self.free = {i.node for i in graph.trace.inputs if i.node not in policy.inputs}
+
+    def run(self) -> Spread:
+        self.labels.update({(name, 0): label for name, label in self.policy.inputs.items()})
+        self.labels[self.graph.trace.tangent, 0] = REPLICATE
+        for ref, label in self.policy.weights.items():
+            self.demand(ref, label)
+        for node in self.graph.trace.graph.nodes:
+            if node.op != "call_function" or node.name not in self.graph.on_batch:
+                continue
+            if self._is_free(node):
+                self.free.add(node.name)
+                continue
+            self._settle_column(node)
+            option = self._choose(node)
+            if option is not None and self._may_sum(node, option):
+                self._take(node, option)
+            elif node.name not in self.graph.on_parameters:  # a mask or an index that is not split: readers take their part
+                self.free.add(node.name)
+            else:
+                self.found.failure = Failure(node.name, self._blamed(node))
+                break
+        return self.found
+
+    def _is_free(self, node: fx.Node) -> bool:
+        """Whether all that it reads of the batch is free."""
+        graph = self.graph
+        return node.name not in graph.on_parameters and all(n in self.free for n, _ in graph.reads[node.name] if n in graph.on_batch)
+
+    def _settle_column(self, node: fx.Node) -> None:
+        wanted, product = self.policy.columns.get(node.name), product_of(self.graph, node)
+        if wanted is not None and product is not None and self.labels.get(product[0]) == REPLICATE:
+            self.demand(product[1], wanted)
+
+    def _state(self, ref: Ref) -> Placement | None:
+        """The label with which it is there; None where it is free or open."""
+        return None if ref[0] in self.free else self.labels.get(ref)
+
+    def _choose(self, node: fx.Node) -> AxisOption | None:
+        scored = [(score, i, o) for i, o in enumerate(self._options(node)) if (score := self._score(node, o)) is not None]
+        return min(scored, key=lambda s: s[:2])[2] if scored else None
+
+    def _options(self, node: fx.Node) -> tuple[AxisOption, ...]:
+        options = offered_options(self.graph.calls[node.name])
+        options = tuple(o for o in options if not any(isinstance(p, Halo) for p in (*o.inputs, *o.outputs)))
+        product = None if self.policy.slices else product_of(self.graph, node)
+        if product is None or node.name in self.policy.columns or self.labels.get(product[0]) != REPLICATE:
+            return options
+        return tuple(o for o in options if not any(isinstance(p, Shard) for p in o.outputs))
+
+    def _score(self, node: fx.Node, option: AxisOption) -> tuple[int, ...] | None:
+        """What the option costs: weights gathered, gradients that lie otherwise than their parameter, whole tensors sliced, free
+        ones split. None where it does not read what is there."""
+        gathers = slices = spreads = 0
+        for ref, placement in zip(self.graph.reads[node.name], option.inputs, strict=True):
+            label, split = self._state(ref), isinstance(placement, Shard)
+            if ref[0] in self.graph.on_batch and ref[0] not in self.free:
+                if isinstance(label, Shard) and placement != label:
+                    return None
+                if not isinstance(label, Shard) and split and not self.policy.slices:
+                    return None
+                slices += split and not isinstance(label, Shard)
+            elif isinstance(placement, Partial):
+                return None
+            elif label is None:
+                spreads += split
+            else:
+                gathers += isinstance(label, Shard) and placement != label
+                slices += not isinstance(label, Shard) and split
+        wanted = self.labels.get((self.graph.gradient_of.get(node.name, ""), 0))
+        wrong = wanted is not None and label_of(option.outputs[0]) != wanted
+        made = sum(isinstance(p, Shard) for p in option.outputs)
+        return gathers, wrong, slices, spreads + made
+
+    def _may_sum(self, node: fx.Node, option: AxisOption) -> bool:
+        if self.policy.sums or node.meta["phase"] != "forward" or not any(isinstance(p, Shard) for p in option.inputs):
+            return True
+        return node.target in (ops.dot, *LOSS_SUMS, ops.embedding) or any(isinstance(p, Shard) for p in option.outputs)
+
+    def _take(self, node: fx.Node, option: AxisOption) -> None:
+        labels: list[Placement | None] = []
+        carried: set[str] = set()
+        for ref, placement in zip(self.graph.reads[node.name], option.inputs, strict=True):
+            label = label_of(placement)
+            if self.graph.is_weight(ref[0]):
+                self.demand(ref, label)
+            labels.append(label if ref[0] in self.graph.on_parameters or self._state(ref) is not None else None)
+            carried |= self.found.sources.get(ref, frozenset()) if isinstance(label, Shard) else set()
+        outputs = tuple(map(label_of, option.outputs))
+        self.found.rows[node.name] = Row(tuple(labels), outputs)
+        self.labels.update({(node.name, i): label for i, label in enumerate(outputs)})
+        split = any(isinstance(label, Shard) for label in outputs)
+        if split and not carried:
+            carried = {self.graph.pattern(node)}
+        for i, label in enumerate(outputs):
+            if isinstance(label, Shard):
+                self.found.sources[node.name, i] = frozenset(carried)
+        if not split and node.meta["phase"] == "forward":
+            (self.found.scored if node.target in LOSS_SUMS else self.found.contracted).update(carried)
+
+    def demand(self, ref: Ref, label: Placement) -> None:
+        """Settle how a weight lies, and what it is made of; one that cannot be made so is made whole."""
+        if ref in self.labels:
+            return
+        self.labels[ref] = label
+        call = self.graph.calls.get(ref[0])
+        if call is None:
+            return
+        options = [o for o in offered_options(call) if not any(isinstance(p, Partial | Halo) for p in (*o.inputs, *o.outputs))]
+        fitting = [o for o in options if o.outputs[ref[1]] == label]
+        option = min(fitting, key=lambda o: self._strain(ref[0], o)) if fitting else options[0]
+        for other, placement in zip(self.graph.reads[ref[0]], option.inputs, strict=True):
+            if self.graph.is_weight(other[0]):
+                self.demand(other, placement)
+        self.labels.update({(ref[0], i): placement for i, placement in enumerate(option.outputs)})
+        inputs = tuple(p if self.graph.is_weight(r[0]) else None for r, p in zip(self.graph.reads[ref[0]], option.inputs, strict=True))
+        self.found.rows[ref[0]] = Row(inputs, option.outputs)
+
+    def _strain(self, name: str, option: AxisOption) -> tuple[int, int]:
+        """Weights that lie otherwise, and constants of other kinds that would have to be split."""
+        pairs = list(zip(self.graph.reads[name], option.inputs, strict=True))
+        otherwise = sum(self.labels.get(ref, placement) != placement for ref, placement in pairs if self.graph.is_weight(ref[0]))
+        return otherwise, sum(isinstance(p, Shard) for ref, p in pairs if not self.graph.is_weight(ref[0]))
+
+    def _blamed(self, node: fx.Node) -> frozenset[str]:
+        """The sources of those split operands that the best option does not read as they lie."""
+        best: frozenset[str] | None = None
+        for option in self._options(node):
+            sources: set[str] = set()
+            for ref, placement in zip(self.graph.reads[node.name], option.inputs, strict=True):
+                label = self._state(ref)
+                if isinstance(label, Shard) and placement != label:
+                    sources |= self.found.sources.get(ref, frozenset())
+                if label == REPLICATE and isinstance(placement, Shard) and ref[0] in self.graph.on_batch:
+                    break
+            else:
+                summed = not self._may_sum(node, option)
+                if not summed and (best is None or len(sources) < len(best)):
+                    best = frozenset(sources)
+        return best or frozenset()
