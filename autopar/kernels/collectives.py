@@ -28,6 +28,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from autopar.errors import RuntimeStateError
@@ -124,11 +125,12 @@ PLACES: tuple[Callable[..., int], ...] = (local_start, local_length)  # in the o
 STEPS: tuple[Callable[..., Tensor], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, halo, shard)
 
 
-def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup]) -> fx.GraphModule:
+def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup], device: str | None = None) -> fx.GraphModule:
     """A copy of the graph module whose steps name process groups and coordinates instead of mesh axes.
 
-    Steps along axes of size 1 vanish (but for `halo`, which pads there) and `local_start` becomes a literal. Tensors held by
-    the module are shared.
+    Graphs are captured on the CPU; ops that name a device make their tensors on `device` instead, where one is given. Steps
+    along axes of size 1 vanish (but for `halo`, which pads there) and `local_start` becomes a literal. Tensors held by the
+    module are shared.
     """
     graph = fx.Graph()
     result = graph.graph_copy(graph_module.graph, {})
@@ -139,6 +141,8 @@ def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup]) -> fx.GraphM
             _replace(node, range_of(size, splitters, [groups[axis].coordinate for axis, _ in splitters])[PLACES.index(node.target)])
         elif node.op == "call_function" and node.target in STEPS:
             _bind_step(node, groups)
+        elif device is not None and node.kwargs.get("device") is not None:
+            node.kwargs = {**node.kwargs, "device": torch.device(device)}
     return fx.GraphModule(graph_module, graph)
 
 

@@ -36,12 +36,21 @@ class Executor:
         backend: ``"inductor"`` compiles the graphs at their first run; without a C++ compiler it warns and runs eagerly.
         batch: whether inputs come whole (``"global"``) or as this rank's part (``"local"``).
         outputs: whether outputs are gathered (``"full"``) or stay local; the loss is always whole.
+        device: type of the device that the tensors are on, for those that the graphs make themselves.
     """
 
     def __init__(
-        self, program: Program, groups: Groups, *, backend: Backend = "eager", batch: Batch = "global", outputs: Outputs = "full"
+        self,
+        program: Program,
+        groups: Groups,
+        *,
+        backend: Backend = "eager",
+        batch: Batch = "global",
+        outputs: Outputs = "full",
+        device: str = "cpu",
     ) -> None:
         self.program, self.groups, self.batch, self.outputs = program, groups, batch, outputs
+        self._device = device
         self._backend = usable_backend(backend)
         self._graphs: dict[str, Boxed] = {}
         index = {tensor.name: position for position, tensor in enumerate(program.buffers)}
@@ -90,7 +99,7 @@ class Executor:
     def _graph(self, phase: str) -> Boxed:
         if phase not in self._graphs:
             source = self.program.backward if phase == "backward" else self.program.forward
-            bound = bind(source, self.groups)
+            bound = bind(source, self.groups, self._device)
             if phase == "inference":
                 _drop_saved(bound, self.program.num_saved)
             self._graphs[phase] = boxed(bound) if self._backend == "eager" else _compiled(bound)

@@ -69,7 +69,7 @@ class ParallelModule(nn.Module):
         self._register(model)
         if any(t.name == random_ops.STATE for t in program.buffers):
             self.register_buffer(random_ops.STATE, self._first_state(), persistent=False)
-        self._executor = Executor(program, groups, backend=backend, batch=batch, outputs=outputs)
+        self._executor = Executor(program, groups, backend=backend, batch=batch, outputs=outputs, device=devices.device_type)
         self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
         self._results = Results(program)
         self._loss = next((i for i, t in enumerate(program.outputs) if t.is_loss), None)
