@@ -26,9 +26,11 @@ from autopar.hardware import HardwareProfile
 from autopar.version import VERSION
 from benchmarks import zoo
 from benchmarks.models import TINY, ModelSpec
+from benchmarks.zoo import unseen
 
 ROOT = Path(__file__).parent.parent
 Row = dict[str, Any]
+LIMIT_S = 1800.0  # per case
 FRICTIONLESS = "frictionless"
 
 
@@ -40,6 +42,7 @@ def parser(name: str, description: str, *, batch: int = 8, seq: int = 16, meshes
     made.add_argument("--hf", action="append", default=[], metavar="TYPE[/AutoClass]:JSON", help="a Hugging Face configuration")
     made.add_argument("--module", action="append", default=[], metavar="FILE.py:FUNCTION", help="FUNCTION() returns (model, batch)")
     made.add_argument("--zoo", nargs="*", metavar="NAME", help="models of benchmarks.zoo; all of them where none is named")
+    made.add_argument("--unseen", nargs="*", metavar="NAME", help="architectures outside the zoo; all of the list where none is named")
     made.add_argument("--mesh", action="append", default=[], help=f"node=4,gpu=8 or a count; by default {' '.join(meshes)}")
     made.add_argument("--batch", type=int, default=batch, help="global batch in samples")
     made.add_argument("--seq", type=int, default=seq, help="sequence length")
@@ -51,6 +54,7 @@ def specs_of(options: argparse.Namespace, default: Sequence[str] = tuple(TINY)) 
     found = [ModelSpec.known(name) for name in options.model] + [ModelSpec.parse_hf(text) for text in options.hf]
     found += [ModelSpec(text, module=text) for text in options.module]
     found += [ModelSpec.of_zoo(name) for name in (() if options.zoo is None else options.zoo or zoo.NAMES)]
+    found += [ModelSpec.of_unseen(name) for name in (() if options.unseen is None else options.unseen or unseen.NAMES)]
     return found or [ModelSpec.known(name) for name in default]
 
 
@@ -98,7 +102,7 @@ def _commit() -> str:
     return found.stdout.strip()
 
 
-def run_rows(name: str, cases: Sequence[Mapping[str, Any]], columns: Sequence[str], json_path: str | None, limit_s: float = 1800.0) -> int:
+def run_rows(name: str, cases: Sequence[Mapping[str, Any]], columns: Sequence[str], json_path: str | None, limit_s: float = LIMIT_S) -> int:
     """Run ``benchmarks.NAME.row(**case)`` for each case in a process of its own; print a table, write JSON.
 
     What it returns is a row, or a list of rows where a case has several.

@@ -16,6 +16,7 @@ from torch import nn
 from autopar import hf
 from autopar.errors import AutoparError
 from benchmarks import zoo
+from benchmarks.zoo import unseen
 
 Batch = dict[str, Any]
 TINY: Mapping[str, str] = {
@@ -32,13 +33,14 @@ class ModelSpec:
 
     Attributes:
         name: for tables. text: a spec of `autopar.hf`. module: ``FILE.py:FUNCTION`` instead, which returns (model, batch).
-        zoo: a model of the zoo instead.
+        zoo: a model of the zoo instead. unseen: one of `benchmarks.zoo.unseen`.
     """
 
     name: str
     text: str = ""
     module: str = ""
     zoo: str = ""
+    unseen: str = ""
 
     @staticmethod
     def known(name: str) -> ModelSpec:
@@ -67,6 +69,17 @@ class ModelSpec:
             raise AutoparError(f"the zoo has no {name!r}", remedy=f"name one of {', '.join(zoo.NAMES)}")
         return ModelSpec(name, zoo=name)
 
+    @staticmethod
+    def of_unseen(name: str) -> ModelSpec:
+        """An architecture outside the zoo.
+
+        Raises:
+            AutoparError: where the list has none of that name.
+        """
+        if name not in unseen.NAMES:
+            raise AutoparError(f"the list has no {name!r}", remedy=f"name one of {', '.join(unseen.NAMES)}")
+        return ModelSpec(name, unseen=name)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -80,6 +93,8 @@ class ModelSpec:
         how: dict[str, Any] = {"dtype": dtype, "device": "meta" if meta else "cpu", "batch": batch, "seed": seed}
         if self.zoo:
             return zoo.build(self.zoo, **how)
+        if self.unseen:
+            return unseen.build(self.unseen, **how)
         if not self.module:
             return hf.build(self.text, seq=seq, **how)
         model, made = hf.load_function(self.module)

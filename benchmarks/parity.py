@@ -4,6 +4,7 @@ Mode ``lockstep``: all ranks in one process; largest relative error of loss, out
 Mode ``gloo``: one process per device; the loss over 20 AdamW steps against the same steps on one process.
 
 ``--zoo`` checks the whole zoo in lockstep on meshes of 2, 3 and 4 devices (of 3, splits are uneven) and writes the README's table.
+``--unseen`` checks a list of architectures outside the zoo, on one mesh, under the planner's plan and a random one.
 
 ``--random N`` adds N random legal plans per model and mesh: the planner's own would avoid most layouts. Profiles named
 ``...-frictionless`` make communication cheap, so that even a tiny model's own plan is sharded.
@@ -24,7 +25,7 @@ from autopar.plans import Plan
 from autopar.run.program import Program
 from autopar.verification import verify_program
 from benchmarks import tables
-from benchmarks.common import Row, failed, load_profile, parser, run_rows, specs_of
+from benchmarks.common import LIMIT_S, Row, failed, load_profile, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
 from benchmarks.random_plans import Prepared, prepare, random_plan
 from benchmarks.ranks import run_ranks
@@ -32,6 +33,8 @@ from benchmarks.ranks import run_ranks
 MESHES = ("4", "a=2,b=2", "a=2,b=4", "8")
 ZOO_MESHES = ("2", "4", "a=2,b=2", "3")
 ZOO_RANDOM = 5
+UNSEEN_MESHES, UNSEEN_RANDOM = ("a=2,b=2",), 1
+UNSEEN_LIMIT_S = 300.0  # per model; what takes longer has failed
 COLUMNS = ("plan", "mode", "dtype", "tolerance", "max_rel_err", "traced_rel_err", "num_collectives", "note")
 FLOAT32_PARTS = "model has float32 parts"
 STEPS, LEARNING_RATE = 20, 1e-3
@@ -76,7 +79,7 @@ def _lockstep(spec: ModelSpec, prepared: Prepared, plan: Plan, program: Program,
         "traced_rel_err": found.traced,
         "worst": found.worst,
         "num_collectives": found.num_collectives,
-        "note": FLOAT32_PARTS if found.lower_parts else "",
+        "note": f"not in {dtype}: {found.instead_of}" if found.instead_of else FLOAT32_PARTS if found.lower_parts else "",
     }
 
 
@@ -122,16 +125,17 @@ def main(arguments: list[str]) -> int:
     flags = parser("parity", __doc__ or "", meshes=MESHES)
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
     flags.add_argument(
-        "--random", type=int, metavar="N", help=f"random legal plans (default 2; {ZOO_RANDOM} for the zoo)"
+        "--random", type=int, metavar="N", help=f"random legal plans (default 2; {ZOO_RANDOM} for the zoo, {UNSEEN_RANDOM} for --unseen)"
     )
     flags.add_argument("--mode", choices=("lockstep", "gloo", "both"), help="default both; lockstep for the zoo")
     flags.add_argument("--dtype", choices=("float64", "float32"), action="append", help="by default float64 in lockstep, both in gloo")
     flags.add_argument("--hardware", default="cpu-gloo-frictionless")
     options = flags.parse_args(arguments)
-    zoo = options.zoo is not None
-    mode = options.mode or ("lockstep" if zoo else "both")
-    meshes = [str(Mesh.parse(mesh)) for mesh in options.mesh or (ZOO_MESHES if zoo else MESHES)]
-    num_random = (ZOO_RANDOM if zoo else 2) if options.random is None else options.random
+    zoo, unseen = options.zoo is not None, options.unseen is not None
+    mode = options.mode or ("lockstep" if zoo or unseen else "both")
+    default_meshes, default_random = (ZOO_MESHES, ZOO_RANDOM) if zoo else (UNSEEN_MESHES, UNSEEN_RANDOM) if unseen else (MESHES, 2)
+    meshes = [str(Mesh.parse(mesh)) for mesh in options.mesh or default_meshes]
+    num_random = default_random if options.random is None else options.random
     plans = ["planner", *(f"random-{seed}" for seed in range(num_random))]
     shared = {"batch": options.batch, "seq": options.seq, "hardware": options.hardware}
     cases = []
@@ -144,8 +148,9 @@ def main(arguments: list[str]) -> int:
                 # a random plan too, once: it has layouts that the planner avoids
                 cases.append({**base, "plans": ["planner"], "mode": "gloo", "dtypes": options.dtype or ["float64", "float32"]})
                 cases.append({**base, "plans": plans[1:2], "mode": "gloo", "dtypes": ["float64"]})
-    whole_zoo = options.zoo == [] and not options.mesh
-    status = run_rows("parity", cases, COLUMNS, options.json or (str(tables.ZOO_RESULTS) if whole_zoo else None))
+    whole_zoo, whole_list = options.zoo == [] and not options.mesh, options.unseen == [] and not zoo
+    results = options.json or (str(tables.ZOO_RESULTS) if whole_zoo else str(tables.UNSEEN_RESULTS) if whole_list else None)
+    status = run_rows("parity", cases, COLUMNS, results, limit_s=UNSEEN_LIMIT_S if unseen else LIMIT_S)
     if whole_zoo and not options.json:
         tables.put_zoo()
     return status

@@ -11,7 +11,7 @@ from autopar.errors import AutoparError
 from benchmarks.common import ROOT, Row
 
 README = ROOT / "README.md"
-ZOO_RESULTS = ROOT / "benchmarks" / "results" / "zoo.json"
+ZOO_RESULTS, UNSEEN_RESULTS = (ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("zoo", "unseen"))
 
 
 def parity_table(rows: Sequence[Row]) -> str:
