@@ -29,14 +29,14 @@ from autopar.halo import Halo
 from autopar.rules import AxisOption, Call, TensorInfo, axis_options, call_of, operands_of
 
 Ref = tuple[str, int]  # a tensor: node name, result index
-_HEADS = frozenset(
+HEADS = frozenset(
     (
         ops.dot, ops.attention, ops.attention_backward, ops.embedding, ops.embedding_backward,
         torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default,
         torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default,
     )
 )  # fmt: skip
-_PRODUCTS = _HEADS | {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, random_ops.masked_scale}
+_PRODUCTS = HEADS | {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, random_ops.masked_scale}
 _INDEX = re.compile(r"(?<=\.)\d+(?=[./]|$)")
 
 
@@ -182,7 +182,7 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: Member, name: str)
     inside = set(content)
     if member.call.target is operator.getitem:
         return True
-    if member.call.target in _HEADS:
+    if member.call.target in HEADS:
         return False
     if any(graph.with_halo[node].intersection(member.reads) for node in content):
         return False

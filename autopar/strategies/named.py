@@ -109,7 +109,7 @@ class _Columns:
 
 def _tensor_parallel(graph: Read, plan: Parallelism) -> Spread:
     """Column and row products, found by trying: see the module docstring."""
-    nodes = [n for n in graph.trace.graph.nodes if n.op == "call_function" and product_of(graph, n) is not None]
+    nodes = [n for n in graph.nodes.values() if product_of(graph, n) is not None]
     tried = _Columns({graph.pattern(n): _column_dims(graph, n) for n in reversed(nodes)}, _tables(graph))
     while True:
         columns = {n.name: Shard(dims[0]) for n in nodes if (dims := tried.dims[graph.pattern(n)])}
@@ -155,8 +155,8 @@ def _column_dims(graph: Read, node: fx.Node) -> list[int]:
 def _tables(graph: Read) -> dict[Ref, Placement]:
     """Tables that are looked up by ids of the batch and have more rows than columns, to be split by rows."""
     found: dict[Ref, Placement] = {}
-    for node in graph.trace.graph.nodes:
-        if node.op == "call_function" and node.target is ops.embedding and node.meta["phase"] == "forward":
+    for node in graph.nodes.values():
+        if node.target is ops.embedding and node.meta["phase"] == "forward":
             table, ids = graph.reads[node.name][:2]
             rows, columns = graph.calls[node.name].inputs[0].shape
             if graph.is_weight(table[0]) and ids[0] in graph.on_batch and rows > columns:
@@ -176,6 +176,6 @@ def _ends_well(graph: Read, node: fx.Node, found: Spread) -> bool:
 
 
 def _refuse(graph: Read, plan: Parallelism, name: str, why: str) -> None:
-    node = graph.trace.node(name)
+    node = graph.nodes[name]
     what = f"{plan} cannot hold: {node.meta['key']} refuses, {why}"
     raise ConstraintError(what, where=where_of(node), remedy="leave the constraint out, or name other axes for it")

@@ -15,7 +15,7 @@ from torch import fx
 from autopar import ops
 from autopar.capture.trace import Trace
 from autopar.rules import Call, call_of, operands_of
-from autopar.strategies.clusters import Ref, pattern_of
+from autopar.strategies.clusters import HEADS, Ref, pattern_of
 
 _SAME_SHAPE = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default))
 
@@ -25,16 +25,19 @@ class Read:
     """A trace, and what depends on what in it.
 
     Attributes:
-        calls, reads: per compute node its call and the tensors that it reads.
+        nodes, calls, reads: per compute node its name, its call and the tensors that it reads.
         on_batch, on_parameters: names of the nodes that depend on inputs or the loss' tangent, and on parameters.
+        masked: forward nodes, no products or lookups, that join weights with what depends on the batch alone: a bias with a mask.
         gradient_of: node that makes a parameter's gradient, or a part of the sum that it is → the parameter's placeholder.
     """
 
     trace: Trace
+    nodes: Mapping[str, fx.Node]
     calls: Mapping[str, Call]
     reads: Mapping[str, tuple[Ref, ...]]
     on_batch: frozenset[str]
     on_parameters: frozenset[str]
+    masked: frozenset[str]
     gradient_of: Mapping[str, str]
 
     def is_weight(self, name: str) -> bool:
@@ -48,20 +51,26 @@ class Read:
 
 def read(trace: Trace) -> Read:
     """Read a trace."""
+    nodes = {node.name: node for node in trace.graph.nodes if node.op == "call_function"}
     calls: dict[str, Call] = {}
     reads: dict[str, tuple[Ref, ...]] = {}
     on_batch = {i.node for i in trace.inputs} | {trace.tangent}
     on_parameters = {p.node for p in trace.parameters}
-    for node in trace.graph.nodes:
-        if node.op == "call_function":
-            operands = operands_of(node)
-            calls[node.name] = call_of(node)
-            index = int(node.args[1]) if node.target is operator.getitem else 0  # type: ignore[arg-type]
-            reads[node.name] = tuple((operand.name, index) for operand in operands)
-            for names in (on_batch, on_parameters):
-                if any(operand.name in names for operand in operands):
-                    names.add(node.name)
-    return Read(trace, calls, reads, frozenset(on_batch), frozenset(on_parameters), _gradients(trace))
+    for name, node in nodes.items():
+        operands = operands_of(node)
+        calls[name] = call_of(node)
+        index = int(node.args[1]) if node.target is operator.getitem else 0  # type: ignore[arg-type]
+        reads[name] = tuple((operand.name, index) for operand in operands)
+        for names in (on_batch, on_parameters):
+            if any(operand.name in names for operand in operands):
+                names.add(name)
+    masked: set[str] = set()
+    for name, node in nodes.items():
+        operands = {operand.name for operand in operands_of(node)}
+        joins = name in on_batch and name in on_parameters and node.meta["phase"] == "forward" and node.target not in HEADS
+        if joins and not any(operand in on_batch and operand in on_parameters and operand not in masked for operand in operands):
+            masked.add(name)
+    return Read(trace, nodes, calls, reads, frozenset(on_batch), frozenset(on_parameters), frozenset(masked), _gradients(trace))
 
 
 def _gradients(trace: Trace) -> dict[str, str]:

@@ -104,14 +104,15 @@ class _Walk:
         self.graph, self.policy, self.found = graph, policy, Spread()
         self.labels = self.found.labels
         self.free = {i.node for i in graph.trace.inputs if i.node not in policy.inputs}
+        self.wholly: dict[Ref, set[str]] = {}  # tensor → nodes that read it whole
 
     def run(self) -> Spread:
         self.labels.update({(name, 0): label for name, label in self.policy.inputs.items()})
         self.labels[self.graph.trace.tangent, 0] = REPLICATE
         for ref, label in self.policy.weights.items():
             self.demand(ref, label)
-        for node in self.graph.trace.graph.nodes:
-            if node.op != "call_function" or node.name not in self.graph.on_batch:
+        for node in self.graph.nodes.values():
+            if node.name not in self.graph.on_batch or self._is_weight(node.name):
                 continue
             if self._is_free(node):
                 self.free.add(node.name)
@@ -122,15 +123,30 @@ class _Walk:
                 self._take(node, option)
             elif node.name not in self.graph.on_parameters:  # a mask or an index that is not split: readers take their part
                 self.free.add(node.name)
+                self._release(node.name)
             else:
                 self.found.failure = Failure(node.name, self._blamed(node))
                 break
         return self.found
 
+    def _is_weight(self, name: str) -> bool:
+        """Where the batch is whole, weights that it only masks are made as they are asked for, too."""
+        return self.graph.is_weight(name) or (not self.policy.inputs and name in self.graph.masked)
+
+    def _is_activation(self, name: str) -> bool:
+        """Whether it depends on the batch and lies as the walk found."""
+        return name in self.graph.on_batch and name not in self.free and not self._is_weight(name)
+
     def _is_free(self, node: fx.Node) -> bool:
         """Whether all that it reads of the batch is free."""
         graph = self.graph
         return node.name not in graph.on_parameters and all(n in self.free for n, _ in graph.reads[node.name] if n in graph.on_batch)
+
+    def _release(self, name: str) -> None:
+        """What a free node is made of may be made in any way: a mask comes whole more cheaply than it is gathered."""
+        for ref in self.graph.reads[name]:
+            if ref[0] in self.graph.on_batch and self.found.rows.pop(ref[0], None) is not None:
+                self._release(ref[0])
 
     def _settle_column(self, node: fx.Node) -> None:
         wanted, product = self.policy.columns.get(node.name), product_of(self.graph, node)
@@ -159,7 +175,7 @@ class _Walk:
         gathers = slices = spreads = 0
         for ref, placement in zip(self.graph.reads[node.name], option.inputs, strict=True):
             label, split = self._state(ref), isinstance(placement, Shard)
-            if ref[0] in self.graph.on_batch and ref[0] not in self.free:
+            if self._is_activation(ref[0]):
                 if isinstance(label, Shard) and placement != label:
                     return None
                 if not isinstance(label, Shard) and split and not self.policy.slices:
@@ -183,17 +199,17 @@ class _Walk:
         return node.target in (ops.dot, *LOSS_SUMS, ops.embedding) or any(isinstance(p, Shard) for p in option.outputs)
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
-        labels: list[Placement | None] = []
         carried: set[str] = set()
         for ref, placement in zip(self.graph.reads[node.name], option.inputs, strict=True):
             label = label_of(placement)
-            if self.graph.is_weight(ref[0]):
+            if self._is_weight(ref[0]):
                 self.demand(ref, label)
-            labels.append(label if ref[0] in self.graph.on_parameters or self._state(ref) is not None else None)
+            elif isinstance(label, Shard) and self._state(ref) == REPLICATE:
+                for name, other in (self._made_split(ref, label, node.name) or {}).items():
+                    self._settle(name, other)
             carried |= self.found.sources.get(ref, frozenset()) if isinstance(label, Shard) else set()
+        self._settle(node.name, option)
         outputs = tuple(map(label_of, option.outputs))
-        self.found.rows[node.name] = Row(tuple(labels), outputs)
-        self.labels.update({(node.name, i): label for i, label in enumerate(outputs)})
         split = any(isinstance(label, Shard) for label in outputs)
         if split and not carried:
             carried = {self.graph.pattern(node)}
@@ -202,6 +218,35 @@ class _Walk:
                 self.found.sources[node.name, i] = frozenset(carried)
         if not split and node.meta["phase"] == "forward":
             (self.found.scored if node.target in LOSS_SUMS else self.found.contracted).update(carried)
+
+    def _settle(self, name: str, option: AxisOption) -> None:
+        """Write down an option as the node's row."""
+        reads = self.graph.reads[name]
+        labels = [
+            label_of(placement) if ref[0] in self.graph.on_parameters or self._state(ref) is not None else None
+            for ref, placement in zip(reads, option.inputs, strict=True)
+        ]
+        outputs = tuple(map(label_of, option.outputs))
+        self.found.rows[name] = Row(tuple(labels), outputs)
+        self.labels.update({(name, i): label for i, label in enumerate(outputs)})
+        for ref, label in zip(reads, labels, strict=True):
+            readers = self.wholly.setdefault(ref, set())
+            (readers.add if label == REPLICATE else readers.discard)(name)
+
+    def _made_split(self, ref: Ref, label: Placement, reader: str) -> dict[str, AxisOption] | None:
+        """Options with which a tensor that was to be made whole, and is read by nothing else so, is made split instead, and those with
+        which the tensors that it is made of are; None where it can only be sliced where it is read."""
+        name = ref[0]
+        made_here = name in self.found.rows and self._is_activation(name) and self.labels[ref] == REPLICATE
+        if not made_here or not isinstance(label, Shard) or self.wholly.get(ref, set()) - {reader}:
+            return None
+        for option in self._options(self.graph.nodes[name]):
+            if option.outputs[ref[1]] == label and not any(isinstance(p, Partial) for p in option.inputs):
+                operands = list(zip(self.graph.reads[name], option.inputs, strict=True))
+                if all(self._state(other) in (None, placement, REPLICATE) for other, placement in operands):
+                    further = [self._made_split(o, p, name) or {} for o, p in operands if self._state(o) not in (None, p)]
+                    return {node: made for changes in further for node, made in changes.items()} | {name: option}
+        return None
 
     def demand(self, ref: Ref, label: Placement) -> None:
         """Settle how a weight lies, and what it is made of; one that cannot be made so is made whole."""
@@ -215,17 +260,17 @@ class _Walk:
         fitting = [o for o in options if o.outputs[ref[1]] == label]
         option = min(fitting, key=lambda o: self._strain(ref[0], o)) if fitting else options[0]
         for other, placement in zip(self.graph.reads[ref[0]], option.inputs, strict=True):
-            if self.graph.is_weight(other[0]):
+            if self._is_weight(other[0]):
                 self.demand(other, placement)
         self.labels.update({(ref[0], i): placement for i, placement in enumerate(option.outputs)})
-        inputs = tuple(p if self.graph.is_weight(r[0]) else None for r, p in zip(self.graph.reads[ref[0]], option.inputs, strict=True))
+        inputs = tuple(p if self._is_weight(r[0]) else None for r, p in zip(self.graph.reads[ref[0]], option.inputs, strict=True))
         self.found.rows[ref[0]] = Row(inputs, option.outputs)
 
     def _strain(self, name: str, option: AxisOption) -> tuple[int, int]:
         """Weights that lie otherwise, and constants of other kinds that would have to be split."""
         pairs = list(zip(self.graph.reads[name], option.inputs, strict=True))
-        otherwise = sum(self.labels.get(ref, placement) != placement for ref, placement in pairs if self.graph.is_weight(ref[0]))
-        return otherwise, sum(isinstance(p, Shard) for ref, p in pairs if not self.graph.is_weight(ref[0]))
+        otherwise = sum(self.labels.get(ref, placement) != placement for ref, placement in pairs if self._is_weight(ref[0]))
+        return otherwise, sum(isinstance(p, Shard) for ref, p in pairs if not self._is_weight(ref[0]))
 
     def _blamed(self, node: fx.Node) -> frozenset[str]:
         """The sources of those split operands that the best option does not read as they lie."""
@@ -236,7 +281,7 @@ class _Walk:
                 label = self._state(ref)
                 if isinstance(label, Shard) and placement != label:
                     sources |= self.found.sources.get(ref, frozenset())
-                if label == REPLICATE and isinstance(placement, Shard) and ref[0] in self.graph.on_batch:
+                if label == REPLICATE and isinstance(placement, Shard) and self._is_activation(ref[0]):
                     break
             else:
                 summed = not self._may_sum(node, option)
