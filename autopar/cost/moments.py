@@ -175,6 +175,26 @@ Seen = Mapping[str, tuple[str, int]]
 """By node of the trace: the phase, and the peak that was seen while it ran."""
 
 
+def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: int) -> Seen:
+    """Peaks by node of the trace: those of collectives and of what runs again count for the node that comes after them.
+
+    Args:
+        resting_bytes: what rests beside the program's own tensors (the optimizer's state).
+    """
+    keys = {n.meta["key"]: n.name for n in liveness.trace.graph.nodes if n.op == "call_function"}
+    seen: dict[str, tuple[str, int]] = {}
+    waiting, last = 0, ""
+    for peak in peaks:
+        waiting = max(waiting, peak.peak_bytes)
+        name = keys.get(peak.node.meta.get("key", ""), "")
+        if name in liveness.owner and not peak.node.meta.get("recomputed"):
+            seen[name], waiting, last = (peak.phase, waiting + resting_bytes), 0, name
+    if last:  # what comes after the last node counts for it
+        phase, before = seen[last]
+        seen[last] = phase, max(before, waiting + resting_bytes)
+    return seen
+
+
 def over_budget(liveness: Liveness, seen: Seen, budget_bytes: int) -> list[str]:
     """The nodes at which a program is over the budget: of equal nodes of repeated layers the worst, and no more than some,
     since others come when these hold."""
@@ -193,21 +213,3 @@ def explained(liveness: Liveness, choices: Choices, seen: Seen, nodes: Iterable[
     rows = evaluate(problem, choices.strategies, choices.recomputed, choices.kept).resting_bytes
     sizes = rows[len(rows) - len(moments) :]
     return {node: replace(m, reserve_bytes=seen[node][1] - size) for (node, m), size in zip(moments.items(), sizes, strict=True)}
-
-
-def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak]) -> Iterable[tuple[str, str, int]]:
-    """(node of the trace, phase, peak): collectives and recomputed nodes count for the node that comes after them."""
-    keys = {n.meta["key"]: n.name for n in liveness.trace.graph.nodes if n.op == "call_function"}
-    waiting: list[int] = []
-    last: tuple[str, str] | None = None
-    for peak in peaks:
-        waiting.append(peak.peak_bytes)
-        meta = peak.node.meta
-        name = keys.get(meta.get("key", ""))
-        if name is None or meta.get("recomputed") or name not in liveness.owner:
-            continue
-        last = (name, peak.phase)
-        yield *last, max(waiting)
-        waiting = []
-    if waiting and last is not None:
-        yield *last, max(waiting)

@@ -147,12 +147,9 @@ class _Job:
         """Moments at which the plan is over the budget, and those known before as they were in it."""
         with self.clock.phase("memory"):
             peaks = node_peaks(tried.program, batch=self.options.batch, outputs=self.options.outputs)
-            seen = {
-                node: (phase, peak + tried.plan.prediction.memory_bytes["optimizer"])
-                for node, phase, peak in by_trace_node(self.liveness, peaks)
-            }
-            wanted = [*self.moments, *over_budget(self.liveness, seen, self.budget)]
-            self.moments = explained(self.liveness, tried.draft.choices, seen, dict.fromkeys(wanted))
+            seen = by_trace_node(self.liveness, peaks, tried.plan.prediction.memory_bytes["optimizer"])
+            wanted = dict.fromkeys([*self.moments, *over_budget(self.liveness, seen, self.budget)])
+            self.moments = explained(self.liveness, tried.draft.choices, seen, wanted)
 
 
 def _solve(problem: Problem, options: PlanOptions) -> Choices | Least:
