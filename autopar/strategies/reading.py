@@ -61,14 +61,14 @@ def read(trace: Trace) -> Read:
         calls[name] = call_of(node)
         index = int(node.args[1]) if node.target is operator.getitem else 0  # type: ignore[arg-type]
         reads[name] = tuple((operand.name, index) for operand in operands)
-        for names in (on_batch, on_parameters):
-            if any(operand.name in names for operand in operands):
-                names.add(name)
+        for depending in (on_batch, on_parameters):
+            if any(operand.name in depending for operand in operands):
+                depending.add(name)
     masked: set[str] = set()
     for name, node in nodes.items():
-        operands = {operand.name for operand in operands_of(node)}
+        names = {operand.name for operand in operands_of(node)}
         joins = name in on_batch and name in on_parameters and node.meta["phase"] == "forward" and node.target not in HEADS
-        if joins and not any(operand in on_batch and operand in on_parameters and operand not in masked for operand in operands):
+        if joins and not any(other in on_batch and other in on_parameters and other not in masked for other in names):
             masked.add(name)
     return Read(trace, nodes, calls, reads, frozenset(on_batch), frozenset(on_parameters), frozenset(masked), _gradients(trace))
 

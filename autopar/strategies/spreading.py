@@ -150,12 +150,15 @@ class _Walk:
 
     def _settle_column(self, node: fx.Node) -> None:
         wanted, product = self.policy.columns.get(node.name), product_of(self.graph, node)
-        if wanted is not None and product is not None and self.labels.get(product[0]) == REPLICATE:
+        if wanted is not None and product is not None and self._is_whole(product[0]):
             self.demand(product[1], wanted)
 
     def _state(self, ref: Ref) -> Placement | None:
         """The label with which it is there; None where it is free or open."""
         return None if ref[0] in self.free else self.labels.get(ref)
+
+    def _is_whole(self, ref: Ref) -> bool:
+        return self._state(ref) in (None, REPLICATE)
 
     def _choose(self, node: fx.Node) -> AxisOption | None:
         scored = [(score, i, o) for i, o in enumerate(self._options(node)) if (score := self._score(node, o)) is not None]
@@ -165,7 +168,7 @@ class _Walk:
         options = offered_options(self.graph.calls[node.name])
         options = tuple(o for o in options if not any(isinstance(p, Halo) for p in (*o.inputs, *o.outputs)))
         product = None if self.policy.slices else product_of(self.graph, node)
-        if product is None or node.name in self.policy.columns or self.labels.get(product[0]) != REPLICATE:
+        if product is None or node.name in self.policy.columns or not self._is_whole(product[0]):
             return options
         return tuple(o for o in options if not any(isinstance(p, Shard) for p in o.outputs))
 
