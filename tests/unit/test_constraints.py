@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.constraints import KINDS, LayoutConstraint, check, layout
+from autopar.constraints import (
+    KINDS,
+    Constraint,
+    LayoutConstraint,
+    Megatron,
+    check,
+    ddp,
+    fsdp,
+    layout,
+    megatron,
+    parallelisms,
+    tensor_parallel,
+)
 from autopar.errors import ConstraintError, LayoutError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -51,3 +63,77 @@ def test_a_layout_needs_one_placement_per_mesh_axis_and_the_constraint_is_named(
     check(constraint, Mesh({"a": 2, "b": 2}))
     with pytest.raises(ConstraintError, match=rf"{kind}='S\(0\) R' on 'net.head' has 2 placements, mesh gpu=4 has 1 axes"):
         check(constraint, Mesh(4))
+
+
+MESH = Mesh({"node": 4, "gpu": 8})
+
+
+def _resolved(*given: Constraint, mesh: Mesh = MESH) -> list[tuple[str, tuple[str, ...] | None]]:
+    return [(plan.name, plan.axes) for plan in parallelisms(given, mesh)]
+
+
+def test_named_plans_are_for_the_axes_that_they_name_or_for_all() -> None:
+    assert _resolved(ddp()) == [("ddp", ("node", "gpu"))]
+    assert _resolved(fsdp("node"), tensor_parallel("1d", axes=("gpu",))) == [("fsdp", ("node",)), ("tensor_parallel_1d", ("gpu",))]
+    assert _resolved(layout("up", weight="R R")) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (megatron(tp=8), [("tensor_parallel_1d", ("gpu",)), ("ddp", ("node",))]),
+        (megatron(tp=8, dp=4, zero=3), [("tensor_parallel_1d", ("gpu",)), ("fsdp", ("node",))]),
+        (megatron(tp=4), [("tensor_parallel_1d", ("node",)), ("ddp", ("gpu",))]),
+        (megatron(tp=32), [("tensor_parallel_1d", ("node", "gpu"))]),
+        (megatron(dp=32), [("ddp", ("node", "gpu"))]),
+        (megatron(tp="node", dp=("gpu",)), [("tensor_parallel_1d", ("node",)), ("ddp", ("gpu",))]),
+    ],
+    ids=str,
+)
+def test_megatron_finds_its_axes_by_their_sizes(given: Megatron, expected: list[tuple[str, tuple[str, ...]]]) -> None:
+    assert _resolved(given) == expected
+
+
+def test_of_axes_of_one_size_the_last_is_the_tensor_axis() -> None:
+    assert _resolved(megatron(tp=2), mesh=Mesh({"a": 2, "b": 2})) == [("tensor_parallel_1d", ("b",)), ("ddp", ("a",))]
+    assert _resolved(megatron(tp=4), mesh=Mesh({"a": 2, "b": 2, "c": 2})) == [("tensor_parallel_1d", ("b", "c")), ("ddp", ("a",))]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (megatron(tp=3), r"megatron\(tp=3, dp=None, zero=0\): no axes of mesh node=4,gpu=8 make 3 devices"),
+        (megatron(tp=8, dp=2), r"does not fill mesh node=4,gpu=8: beside the tensor axes it has 4 devices(.|\n)*dp=4"),
+        (megatron(tp="gpu", dp="gpu"), r"does not fill mesh"),
+        (ddp("tensor"), r"ddp\(axes=\['tensor'\]\): mesh node=4,gpu=8 has no axis 'tensor'(.|\n)*its axes are node, gpu"),
+        (megatron(tp="tensor"), r"has no axis 'tensor'"),
+    ],
+    ids=str,
+)
+def test_a_named_plan_that_does_not_fit_the_mesh_is_refused(given: Constraint, says: str) -> None:
+    with pytest.raises(ConstraintError, match=says):
+        check(given, MESH)
+
+
+def test_two_plans_for_one_axis_are_refused_with_both_named() -> None:
+    with pytest.raises(ConstraintError, match=r"fsdp\(axes=\['gpu'\]\) and ddp\(\) both speak of axis 'gpu'(.|\n)*name the axes of each"):
+        _resolved(ddp(), fsdp("gpu"))
+
+
+def test_stages_and_kinds_that_are_not_there_are_refused_and_what_is_there_is_named() -> None:
+    for zero in (1, 2, 4):
+        with pytest.raises(ConstraintError, match=rf"zero={zero}\): a parameter rests in one layout(.|\n)*pass zero=3"):
+            megatron(tp=2, zero=zero)
+    with pytest.raises(ConstraintError, match=r"tensor_parallel\('2d'\) is not there(.|\n)*\"1d\""):
+        tensor_parallel("2d", axes=("a", "b"))
+    with pytest.raises(ConstraintError, match=r"0 is no number of devices"):
+        megatron(tp=0)
+    for axes in ((), (3,)):
+        with pytest.raises(ConstraintError, match=r"are no names of mesh axes"):
+            ddp(axes)  # type: ignore[arg-type]
+
+
+def test_a_plan_records_what_was_asked() -> None:
+    assert fsdp("node").to_json() == {"plan": "fsdp", "axes": ["node"]}
+    assert tensor_parallel(axes="gpu").to_json() == {"plan": "tensor_parallel_1d", "axes": ["gpu"]}
+    assert megatron(tp=8, dp="node", zero=3).to_json() == {"plan": "megatron", "tp": 8, "dp": ["node"], "zero": 3}

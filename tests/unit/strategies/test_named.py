@@ -1,0 +1,156 @@
+"""Named plans on a trace: which products are split by columns and by rows, what stays whole, and who refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo_small
+from torch import nn
+
+from autopar import constraints, hf
+from autopar.capture import Trace, capture
+from autopar.constraints import Constraint
+from autopar.errors import ConstraintError
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from autopar.planning import Planned, PlanOptions, make_plan
+from autopar.strategies import resolve
+from autopar.strategies.reading import product_of, read
+from autopar.verification import verify_program
+
+TENSOR = constraints.tensor_parallel("1d", axes="gpu")
+
+
+class Block(nn.Module):
+    """x + down(relu(up(x))), with a norm of choice between."""
+
+    def __init__(self, norm: nn.Module | None = None, *, inner: int = 16) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, inner), nn.Linear(inner, 8), norm or nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.down(self.norm(torch.relu(self.up(x))))).pow(2).mean()
+
+
+class Sides(nn.Module):
+    """Two chains beside each other: a gate that is multiplied, and a linear that ends in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down, self.alone = (nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+        return (y + torch.tanh(self.alone(y))).pow(2).mean()
+
+
+def traced(model: nn.Module, *shape: int) -> Trace:
+    return capture(model, (torch.ones(*(shape or (4, 8))),), {})
+
+
+def products(trace: Trace) -> dict[str, str]:
+    """Module of each product with a weight → placements of both and of what it makes; what is free is read whole."""
+    rows = resolve(trace, [TENSOR], Mesh(2)).named.rows
+    graph = read(trace)
+    words = {None: "R"}
+    return {
+        node.meta["module"]: " ".join(str(words.get(label, label)) for label in (*rows[name][0][1].inputs, *rows[name][0][1].outputs))
+        for name, node in graph.nodes.items()
+        if product_of(graph, node)
+    }
+
+
+def planned(trace: Trace, constraint: Constraint, mesh: Mesh) -> Planned:
+    return make_plan(trace, mesh, HardwareProfile.load("h100-sxm"), PlanOptions(constraints=(constraint,)))
+
+
+def test_of_a_chain_of_two_the_first_is_split_by_columns_and_the_last_by_rows() -> None:
+    assert products(traced(Block())) == {"up": "R S(0) S(1)", "down": "S(1) S(1) R"}
+
+
+def test_what_a_norm_stands_between_stays_whole_and_so_does_what_ends_in_the_loss() -> None:
+    with pytest.raises(ConstraintError, match="there is no chain from one linear to another"):
+        products(traced(Block(nn.LayerNorm(16))))
+    assert products(traced(Sides())) == {"gate": "R S(0) S(1)", "up": "R S(0) S(1)", "down": "S(1) S(1) R", "alone": "R R R"}
+
+
+def test_a_sum_over_the_split_dim_beside_a_product_is_a_norm_too() -> None:
+    with pytest.raises(ConstraintError, match="there is no chain"):
+        products(traced(Block(nn.RMSNorm(16))))
+
+
+def test_a_head_of_fewer_classes_than_features_stays_whole() -> None:
+    model, batch = zoo_small.vit(num_layers=1)
+    assert products(capture(model, (), batch))["classifier"] == "R R R"
+
+
+def test_keys_of_one_head_stay_whole_where_queries_of_several_are_split() -> None:
+    model, batch = zoo_small.llama(num_layers=1, num_key_value_heads=1)
+    trace = capture(model, (), batch)
+    found = products(trace)
+    block = "model.layers.0.self_attn."
+    assert found[f"{block}q_proj"] == "R S(0) S(2)" and found[f"{block}o_proj"] == "S(2) S(1) R"
+    assert found[f"{block}k_proj"] == found[f"{block}v_proj"] == "R R R"
+    assert verify_program(trace, planned(trace, TENSOR, Mesh(2)).program, model, (), batch).ok
+
+
+def test_a_bias_of_attention_is_split_by_heads_though_a_mask_is_added_to_it() -> None:
+    spec = 't5:{"num_layers": 1, "num_decoder_layers": 1, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "vocab_size": 96}'
+    model, batch = hf.build(spec, batch=2, seq=8)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    found = resolve(capture(model, (), batch), [TENSOR], Mesh(2)).named.rests
+    biases = [rests for name, rests in found.items() if "relative_attention_bias" in name]
+    assert len(biases) == 2 and all(str(next(iter(rests[0][0] or ()))) == "S(1)" for rests in biases)
+
+
+def test_heads_that_the_axes_do_not_divide_are_refused_by_the_op_that_makes_them() -> None:
+    model, batch = zoo_small.llama(num_layers=1)
+    message = (
+        r"tensor_parallel\(1d, axes=\['gpu'\]\) cannot hold: model\.layers\.0\.self_attn/view/forward/1"
+        r" has a tensor of shape \(4, 12, 2, 8\), whose dim 2 would be in 4 parts(.|\n)*op aten\.view\.default in module"
+        r" model\.layers\.0\.self_attn(.|\n)*a multiple of 4"
+    )
+    with pytest.raises(ConstraintError, match=message):
+        planned(capture(model, (), batch), TENSOR, Mesh(4))
+
+
+def test_a_batch_smaller_than_the_axes_is_refused_by_the_first_op_that_reads_it() -> None:
+    message = r"ddp\(axes=\['gpu'\]\) cannot hold: up/dot/forward/0 has a tensor of shape \(4, 8\), whose dim 0 would be in 8 parts"
+    with pytest.raises(ConstraintError, match=message):
+        planned(traced(Block()), constraints.ddp(), Mesh(8))
+    with pytest.raises(ConstraintError, match=r"no input has a batch to split"):
+        planned(traced(Block(), 1, 8), constraints.ddp(), Mesh(2))
+
+
+def test_an_op_that_mixes_samples_and_has_no_rule_for_it_refuses_data_parallelism() -> None:
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x).sort(dim=0).values[0].mean()
+
+    message = (
+        r"ddp\(axes=\['gpu'\]\) cannot hold: /sort\S*/forward/0 refuses, the batch is split over it(.|\n)*op aten\.sort(.|\n)*test_named"
+    )
+    with pytest.raises(ConstraintError, match=message):
+        planned(traced(Sorted()), constraints.ddp(), Mesh(2))
+
+
+def test_a_layout_that_contradicts_a_named_plan_is_refused_with_what_is_left() -> None:
+    options = PlanOptions(constraints=(TENSOR, constraints.layout("up", weight="S(1)")))
+    with pytest.raises(ConstraintError, match=r"no strategy has input 1 of up/dot/forward/0 as 'S\(1\)'(.|\n)*can be one of: S\(0\)"):
+        make_plan(traced(Block()), Mesh(2), HardwareProfile.load("h100-sxm"), options)
+
+
+def test_a_fused_projection_cannot_rest_split_by_two_axes_and_says_so() -> None:
+    model, batch = zoo_small.gpt2(num_layers=1)
+    forced = constraints.tensor_parallel("1d", axes=("a", "b"))
+    with pytest.raises(ConstraintError, match=r"c_attn\.weight of shape \(32, 96\) cannot rest as S\(2\) S\(2\), which tensor_parallel\S*"):
+        planned(capture(model, (), batch), forced, Mesh({"a": 2, "b": 2}))
+
+
+def test_axes_of_one_device_ask_for_nothing() -> None:
+    forced = resolve(traced(Block()), [constraints.ddp("a"), constraints.tensor_parallel("1d", axes="b")], Mesh({"a": 1, "b": 2}))
+    assert {axis for rows in forced.named.rows.values() for axis, _ in rows} == {1}
