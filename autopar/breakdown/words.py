@@ -85,6 +85,7 @@ def over(words: Sequence[str], names: Sequence[str], known: Iterable[str]) -> st
 _DIMS: Mapping[str, tuple[str, ...]] = {
     "weight": ("rows", "columns"),
     "activation": ("batch", "sequence", "features"),
+    "image": ("batch", "channels", "space 0", "space 1", "space 2"),
 }
 
 
@@ -92,7 +93,7 @@ def in_words(layout: Layout, names: Sequence[str], role: str) -> str:
     """A layout in words: ``rows over gpu, then node``; splitters of one dim come outermost first.
 
     Args:
-        role: ``weight`` or ``activation``, which say what the dims are called.
+        role: ``weight``, ``activation`` or ``image``, which say what the dims are called.
     """
     return ", ".join(_words(layout, names, _DIMS[role])) or "whole"
 
@@ -100,7 +101,9 @@ def in_words(layout: Layout, names: Sequence[str], role: str) -> str:
 def _words(layout: Layout, names: Sequence[str], dims: Sequence[str]) -> Iterator[str]:
     for dim in sorted({p.dim for p in layout.placements if isinstance(p, Shard)}):
         called = dims[dim] if dim < len(dims) else f"dim {dim}"
-        yield f"{called} over {', then '.join(names[axis] for axis in layout.splitters(dim))}"
+        halo = layout.halo(dim)
+        around = f" with a halo of {halo.before} and {halo.after}" if halo else ""
+        yield f"{called} over {', then '.join(names[axis] for axis in layout.splitters(dim))}{around}"
     sums = [names[axis] for axis, p in enumerate(layout.placements) if isinstance(p, Partial)]
     if sums:
         yield f"partial over {' and '.join(sums)}"

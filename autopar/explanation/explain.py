@@ -142,11 +142,15 @@ def _memory(plan: Plan) -> str:
     return f"{size(plan.prediction.peak_bytes)}{of} per device: {' + '.join(filter(None, (resting, either, passing)))}"
 
 
+_OVER_SPACE = ("convolution", "max_pool", "avg_pool", "upsample")
+
+
 def _layouts(part: Part, names: tuple[str, ...]) -> tuple[str, ...]:
     large = [w for w in part.weights if w.name != "bias"] or list(part.weights)
     weights = [f"{w.name}: {_change((w.storage, *w.compute), names, 'weight')}" for w in large]
     shown = tuple(layout for layout in (part.enters, part.leaves) if layout is not None)
-    return escape(part.name), str(len(part.instances)), "\n".join(weights), _change(shown, names, "activation") if shown else ""
+    role = "image" if part.main_op.startswith(_OVER_SPACE) else "activation"
+    return escape(part.name), str(len(part.instances)), "\n".join(weights), _change(shown, names, role) if shown else ""
 
 
 def _change(layouts: tuple[Layout, ...], names: tuple[str, ...], role: str) -> str:

@@ -99,6 +99,7 @@ def test_of_a_real_plan_the_parts_add_up_too(memory_bytes: int | None) -> None:
         ("S(0) P", "activation", "batch over node, partial over gpu"),
         ("S(3) R", "activation", "dim 3 over node"),
         ("R R", "activation", "whole"),
+        ("S(1) S(3)~1~2", "image", "channels over node, space 1 over gpu with a halo of 1 and 2"),
     ],
 )
 def test_layouts_are_said_in_words_outermost_splitter_first(layout: str, role: str, said: str) -> None:
