@@ -6,8 +6,9 @@ which the indices of repeated layers are written ``{0}``, ``{1}``, ….
 When is a node merged into the cluster of a producer? Only where no choice is lost that could pay: the node is no
 contraction or lookup (before these, a gathered operand can pay for itself); on every axis, whatever placement the
 producer can give, the node accepts; and what it makes is no larger than what it reads, so that redistributing its result
-is never dearer than redistributing its operand; and it reads nothing that the cluster may read with a halo, which would be
-another layout. A contraction can be the first node of a cluster, with followers.
+is never dearer than redistributing its operand; its own operands leave it no choice (a tensor made like another may lie in
+any way, and several such would multiply the cluster's strategies); and it reads nothing that the cluster may read with a halo,
+which would be another layout. A contraction can be the first node of a cluster, with followers.
 """
 
 from __future__ import annotations
@@ -192,7 +193,12 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: Member, name: str)
         return False
     if any(r[0] in graph.members and r[0] not in inside and _depends(graph, r[0], inside) for r in member.reads):
         return False
-    return all(_accepts_all(graph, member, name, i, from_cluster) for i in from_cluster)
+    return _follows(graph.options[name]) and all(_accepts_all(graph, member, name, i, from_cluster) for i in from_cluster)
+
+
+def _follows(options: Sequence[AxisOption]) -> bool:
+    """Whether the placements of the operands decide those of the results."""
+    return len({option.inputs for option in options}) == len(options)
 
 
 def _accepts_all(graph: _Graph, member: Member, name: str, operand: int, from_cluster: Sequence[int]) -> bool:

@@ -3,7 +3,8 @@
 Data parallelism starts from the batch, dim 0 of the inputs. Tensor parallelism starts from weights: at first every product of a
 whole activation and a weight is split by columns, and every large enough table by rows; where a split tensor is read by an op that
 does not read it as it lies (a norm, a sum with the residual stream), or is read by none, the products that are to blame try another
-dim of their weight, then stay whole; and the walk begins again. Equal products of repeated layers are judged together.
+dim of their weight, then stay whole; and the walk begins again. Equal products of repeated layers are judged together. A norm over a
+split dim shows in backward at the latest: what it sums there is whole, and meets what is split.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _data_parallel(graph: Read, plan: Parallelism) -> Spread:
     if not split:
         what = f"{plan}: no input has a batch to split; its dim 0 would be it"
         raise ConstraintError(what, remedy="plan with more than one sample in the batch, or without the constraint")
-    found = spread(graph, Policy(split, slices=True, sums=True))
+    found = spread(graph, Policy(split, slices=True))
     if found.failure is not None:
         _refuse(graph, plan, found.failure.node, "the batch is split over it, and it has no way to compute on a part of the batch")
     return found

@@ -58,14 +58,12 @@ class Policy:
         weights: tensor → label of weights that are settled beforehand.
         columns: product node → label of its weight, taken where the product's other operand is whole.
         slices: a whole tensor may be read split.
-        sums: forward may sum over a split dim anywhere; else only in products and cross entropies.
     """
 
     inputs: Mapping[str, Placement]
     weights: Mapping[Ref, Placement] = field(default_factory=dict)
     columns: Mapping[str, Placement] = field(default_factory=dict)
     slices: bool = False
-    sums: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +117,7 @@ class _Walk:
                 continue
             self._settle_column(node)
             option = self._choose(node)
-            if option is not None and self._may_sum(node, option):
+            if option is not None:
                 self._take(node, option)
             elif node.name not in self.graph.on_parameters:  # a mask or an index that is not split: readers take their part
                 self.free.add(node.name)
@@ -195,11 +193,6 @@ class _Walk:
         wrong = wanted is not None and label_of(option.outputs[0]) != wanted
         made = sum(isinstance(p, Shard) for p in option.outputs)
         return gathers, wrong, slices, spreads + made
-
-    def _may_sum(self, node: fx.Node, option: AxisOption) -> bool:
-        if self.policy.sums or node.meta["phase"] != "forward" or not any(isinstance(p, Shard) for p in option.inputs):
-            return True
-        return node.target in (ops.dot, *LOSS_SUMS, ops.embedding) or any(isinstance(p, Shard) for p in option.outputs)
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
         carried: set[str] = set()
@@ -287,7 +280,5 @@ class _Walk:
                 if label == REPLICATE and isinstance(placement, Shard) and self._is_activation(ref[0]):
                     break
             else:
-                summed = not self._may_sum(node, option)
-                if not summed and (best is None or len(sources) < len(best)):
-                    best = frozenset(sources)
+                best = frozenset(sources) if best is None or len(sources) < len(best) else best
         return best or frozenset()

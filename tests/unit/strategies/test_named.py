@@ -41,7 +41,7 @@ class Sides(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x + self.down(torch.sigmoid(self.gate(x)) * self.up(x))
-        return (y + torch.tanh(self.alone(y))).pow(2).mean()
+        return y.pow(2).mean() + torch.tanh(self.alone(y)).mean()
 
 
 def traced(model: nn.Module, *shape: int) -> Trace:
@@ -74,9 +74,17 @@ def test_what_a_norm_stands_between_stays_whole_and_so_does_what_ends_in_the_los
     assert products(traced(Sides())) == {"gate": "R S(0) S(1)", "up": "R S(0) S(1)", "down": "S(1) S(1) R", "alone": "R R R"}
 
 
-def test_a_sum_over_the_split_dim_beside_a_product_is_a_norm_too() -> None:
+class Spelled(nn.Module):
+    """A norm as models spell it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize("norm", [Spelled(), nn.RMSNorm(16), nn.Softmax(-1)], ids=lambda norm: type(norm).__name__)
+def test_a_sum_over_the_split_dim_beside_a_product_is_a_norm_too(norm: nn.Module) -> None:
     with pytest.raises(ConstraintError, match="there is no chain"):
-        products(traced(Block(nn.RMSNorm(16))))
+        products(traced(Block(norm)))
 
 
 def test_a_head_of_fewer_classes_than_features_stays_whole() -> None:
@@ -136,6 +144,30 @@ def test_an_op_that_mixes_samples_and_has_no_rule_for_it_refuses_data_parallelis
     )
     with pytest.raises(ConstraintError, match=message):
         planned(traced(Sorted()), constraints.ddp(), Mesh(2))
+
+
+def test_a_mask_comes_whole_rather_than_that_it_is_gathered() -> None:
+    model, batch = zoo_small.bert(num_layers=1)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    plan = planned(capture(model, (), batch), constraints.ddp(), Mesh(2))
+    assert {c.kind for _, _, c in plan.program.collectives} <= {"all_reduce", "slice"}
+
+
+def test_what_is_made_of_a_scalar_is_made_in_parts_where_the_batch_is_split() -> None:
+    class Smoothed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(8, 6)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.net(x), labels, label_smoothing=0.1)
+
+    model, batch = Smoothed(), {"x": torch.randn(4, 8), "labels": torch.tensor([0, 5, 2, 1])}
+    trace = capture(model, (), batch)
+    plan = planned(trace, constraints.ddp(), Mesh(2))
+    assert verify_program(trace, plan.program, model, (), batch).ok
+    expanded = [s for key, s in plan.plan.node_choices().items() if "expand/backward" in key]
+    assert expanded and all(str(s.outputs[0]) == "S(0)" for s in expanded)
 
 
 def test_a_layout_that_contradicts_a_named_plan_is_refused_with_what_is_left() -> None:
