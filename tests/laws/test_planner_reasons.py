@@ -268,10 +268,10 @@ def test_recomputation_on_one_device_is_as_good_as_what_was_measured_of_others()
 
     parameters = sum(math.prod(p.shape) * p.dtype.itemsize for p in trace.parameters)
     seen = []
-    for per_sample in (189.4, 142.1, 115.0):
+    for per_sample in (189.4, 142.1, 115.0, 95.0):
         budget = parameters + int(per_sample * num_samples * MIB)
         p = plan(trace, Mesh(1), HardwareProfile.load("cpu-gloo"), budget, "none")
         assert p.prediction.peak_bytes <= budget
         seen.append(sum(map(flops, p.recomputed_choices())) / sum(map(flops, nodes)))
     assert seen[0] == 0.0
-    assert 0.0 < seen[1] <= 0.06 < seen[2] <= 0.109
+    assert 0.0 < seen[1] <= 0.055 < seen[2] <= 0.109 < seen[3] <= 0.155

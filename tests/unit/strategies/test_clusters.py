@@ -9,6 +9,7 @@ import pytest
 import torch
 import zoo_small
 from mlp import traced
+from torch import nn
 
 from autopar import ops
 from autopar.capture import capture
@@ -141,3 +142,33 @@ def test_two_axes_split_one_dim_in_both_orders_and_all_tensors_in_the_same() -> 
     assert {"S(0) S(0), R R -> S(0) S(0)", "S(0)#1 S(0)#0, R R -> S(0)#1 S(0)#0"} <= offered
     assert {"S(1) S(1), S(1) S(1) -> P P", "S(1)#1 S(1)#0, S(1)#1 S(1)#0 -> P P"} <= offered
     assert not any("S(0) S(0)" in text and "#" in text for text in offered)
+
+
+class Bands(nn.Module):
+    """Repeated rows added up, whose gradients are written into zeros made like them; and a halo's operand that a follower reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.conv(torch.relu(self.conv(x))))
+        rows = torch.tensor([*range(16)] * 2)
+        return sum(y[:, :, rows.roll(i)].square().mean() for i in range(3))  # type: ignore[return-value]
+
+
+def test_a_tensor_made_like_another_may_lie_in_any_way_and_follows_no_cluster() -> None:
+    trace = capture(Bands(), (), {"x": torch.randn(4, 4, 16, 16)})
+    members = [[m.call.target for m in cluster.members] for cluster in clusters_of(trace)]
+    made_alike = [torch.ops.aten.new_zeros.default, torch.ops.aten.zeros_like.default]
+    assert any(target in made_alike for targets in members for target in targets), "the model has one"
+    assert not any(target in made_alike for targets in members for target in targets[1:])
+    assert max(len(c.strategies) for c in classes_of(trace, MESH)) < 200
+
+
+def test_what_a_convolution_may_read_with_a_halo_no_follower_of_it_reads_without() -> None:
+    trace = capture(Bands(), (), {"x": torch.randn(4, 4, 16, 16)})
+    backward = [c for c in classes_of(trace, (2,)) if c.first.members[0].call.target == torch.ops.aten.convolution_backward.default]
+    assert backward
+    for found in backward:
+        assert any(halo.dim >= 2 for s in found.strategies for layout in s.outer.inputs for halo in layout.halos), "space is a choice"
