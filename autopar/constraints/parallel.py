@@ -66,8 +66,9 @@ def ddp(axes: Axes | None = None) -> Parallelism:
 
     The batch is dim 0 of the inputs. Each parameter's gradient is summed over the axes once, by an all-reduce, a tied one's too:
     2Ψ(P−1)/P elements a step (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020; an
-    all-reduce's volume as in Rajbhandari et al., "ZeRO", 2020, section 7.1). Beside it the loss, and what the model itself
-    sums over its batch.
+    all-reduce's volume as in Rajbhandari et al., "ZeRO", 2020, section 7.1). Over several axes it is reduced axis by axis, or
+    scattered, reduced and gathered, as the planner likes. A gradient that is read through a lookup is summed before it: positions, a
+    relative bias. Beside these the loss, and what the model itself sums over its batch.
 
     Raises (when a model is planned):
         ConstraintError: naming the first op that cannot be split over the batch, or not into so many parts.
@@ -93,14 +94,21 @@ def tensor_parallel(kind: str = "1d", *, axes: Axes) -> Parallelism:
     """Tensor parallelism of linears over `axes`; the residual stream, and all else, is whole on them.
 
     ``"1d"`` is Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019,
-    section 3. In each chain from one linear to the next that no op interrupts (attention by heads, an MLP, a gated one), the
-    first linears' weights are split by columns (what they make), the last's by rows (what they contract). A table of more rows
-    than columns that is looked up by ids of the batch is split by rows, and so is a head of more classes than features whose
-    cross entropy is the loss. Weights rest as they are used. With b samples of s tokens of h features, elements a step:
+    section 3. In each chain from one linear to the next that every op between can compute in parts (attention by heads, an MLP,
+    a gated one), the first linears' weights are split by columns (what they make), the last's by rows (what they contract). A
+    table of more rows than columns that is looked up by ids of the batch is split by rows, and so is a head of more classes than
+    features whose cross entropy is the loss. Other linears stay whole, such as those before a norm, and so do keys and values of
+    a single head; where an op is the reason, the log names both. Weights rest as they are used. With b samples of s tokens of h
+    features, elements a step:
 
         attention, MLP    one all-reduce of b·s·h in forward and one in backward, each: 2·2·b·s·h(P−1)/P for either
         embedding         one all-reduce of b·s·h in forward, none in backward
         head and loss     one all-reduce of b·s·h in backward; in forward three of b·s (maximum, sum and the label's logit)
+
+    The one in backward sums what queries, keys and values add to the gradient of their input. Where the model's backward adds
+    these to the residual's one by one (BERT), they are three. Cross-attention adds one in forward and one in backward, and one
+    more for the encoder's output, all layers together. Scales that all heads share (a norm of queries) have gradients of their
+    size to sum.
 
     Raises:
         ConstraintError: on another kind than ``"1d"``. When a model is planned: where nothing can be split, or naming the op that

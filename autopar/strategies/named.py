@@ -4,12 +4,14 @@ Data parallelism starts from the batch, dim 0 of the inputs. Tensor parallelism 
 whole activation and a weight is split by columns, and every large enough table by rows; where a split tensor is read by an op that
 does not read it as it lies (a norm, a sum with the residual stream), or is read by none, the products that are to blame try another
 dim of their weight, then stay whole; and the walk begins again. Equal products of repeated layers are judged together. A norm over a
-split dim shows in backward at the latest: what it sums there is whole, and meets what is split.
+split dim shows in backward at the latest: what it sums there is whole, and meets what is split. What stays whole for an op is logged.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +30,7 @@ from autopar.strategies.clusters import Ref
 from autopar.strategies.reading import Read, product_of, read
 from autopar.strategies.spreading import Policy, Row, Spread, spread
 
+log = logging.getLogger("autopar")
 Rest = tuple[frozenset[Placement] | None, ...]  # per mesh axis the placements with which a parameter may rest; None is any
 
 
@@ -102,10 +105,16 @@ def _data_parallel(graph: Read, plan: Parallelism) -> Spread:
 
 @dataclass(slots=True)
 class _Columns:
-    """What is tried: per product pattern the dims of its weight that are left to try, the first of them now."""
+    """What is tried.
+
+    Attributes:
+        dims: per product pattern the dims of its weight that are left to try, the first of them now.
+        tables: which are split by rows. whole: products that stay whole → the node that does not read what they make in parts.
+    """
 
     dims: dict[str, list[int]]
     tables: dict[Ref, Placement]
+    whole: dict[str, str] = field(default_factory=dict)
 
 
 def _tensor_parallel(graph: Read, plan: Parallelism) -> Spread:
@@ -115,32 +124,41 @@ def _tensor_parallel(graph: Read, plan: Parallelism) -> Spread:
     while True:
         columns = {n.name: Shard(dims[0]) for n in nodes if (dims := tried.dims[graph.pattern(n)])}
         found = spread(graph, Policy({}, tried.tables, columns))
-        if found.failure is not None:
-            blamed = found.failure.sources
-            if not blamed:
-                _refuse(graph, plan, found.failure.node, "it does not read what the linears before it make in parts")
+        failure = found.failure
+        if failure is not None:
+            if not _try_next(graph, nodes, tried, failure.sources, failure.node):
+                _refuse(graph, plan, failure.node, "it does not read what the ops before it make in parts")
         else:
-            blamed = frozenset(graph.pattern(n) for n in nodes if n.name in columns and not _ends_well(graph, n, found))
-        if not blamed:
-            break
-        _try_next(graph, nodes, tried, blamed)
+            ends = frozenset(graph.pattern(n) for n in nodes if n.name in columns and not _ends_well(graph, n, found))
+            if not _try_next(graph, nodes, tried, ends, ""):
+                break
     if not found.contracted:
         what = f"{plan}: there is no chain from one linear to another that could be split"
         raise ConstraintError(what, remedy="leave the constraint out for this model")
+    if tried.whole:
+        places = {
+            graph.nodes[by].meta["key"]: re.sub(r"\{\d+\}", "*", pattern.partition("/")[0]) for pattern, by in sorted(tried.whole.items())
+        }
+        whole = ", ".join(f"{module} (for {key})" for key, module in places.items())
+        log.warning("%s leaves whole what an op does not read in parts: %s", plan, whole)
     return found
 
 
-def _try_next(graph: Read, nodes: Sequence[fx.Node], tried: _Columns, blamed: frozenset[str]) -> None:
-    """The blamed products take their next dim, if any; a table that one of them reads as its weight stays whole with it."""
+def _try_next(graph: Read, nodes: Sequence[fx.Node], tried: _Columns, blamed: frozenset[str], by: str) -> bool:
+    """The blamed products take their next dim, if any, or stay whole for the node `by`; a table that one of them reads as its weight
+    stays whole with it. False where nothing is left to try."""
+    changed = False
     for pattern in blamed:
         if tried.dims.get(pattern):
             tried.dims[pattern].pop(0)
-            continue
-        # split because its weight is a table that is split: the table is to blame
-        weights = {product_of(graph, n)[1] for n in nodes if graph.pattern(n) == pattern}  # type: ignore[index]
-        if not weights & tried.tables.keys():
-            raise AssertionError(f"{pattern} is blamed, but nothing of it is left to try")
-        tried.tables = {ref: label for ref, label in tried.tables.items() if ref not in weights}
+            changed = True
+        else:  # split because its weight is a table that is split
+            weights = {product_of(graph, n)[1] for n in nodes if graph.pattern(n) == pattern}  # type: ignore[index]
+            changed |= bool(weights & tried.tables.keys())
+            tried.tables = {ref: label for ref, label in tried.tables.items() if ref not in weights}
+        if by and not tried.dims.get(pattern):
+            tried.whole[pattern] = by
+    return changed
 
 
 def _column_dims(graph: Read, node: fx.Node) -> list[int]:

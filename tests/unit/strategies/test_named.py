@@ -87,6 +87,14 @@ def test_a_sum_over_the_split_dim_beside_a_product_is_a_norm_too(norm: nn.Module
         products(traced(Block(norm)))
 
 
+def test_linears_that_stay_whole_for_an_op_are_named_with_it_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = zoo_small.bert(num_layers=2)
+    with caplog.at_level("WARNING", logger="autopar"):
+        products(capture(model, (), batch))
+    names = "cls.predictions.transform.dense (for cls.predictions.transform.LayerNorm/native_layer_norm/forward/0)"
+    assert [r.getMessage() for r in caplog.records] == [f"{TENSOR} leaves whole what an op does not read in parts: {names}"]
+
+
 def test_a_head_of_fewer_classes_than_features_stays_whole() -> None:
     model, batch = zoo_small.vit(num_layers=1)
     assert products(capture(model, (), batch))["classifier"] == "R R R"
