@@ -124,16 +124,15 @@ class Moment:
 class Problem:
     """Everything the solver sees.
 
-    `budget_bytes` bounds, per device, static bytes plus kept bytes plus `reserve_bytes`, static plus gradient bytes plus
-    `reserve_bytes`, and static bytes plus what is live at each moment. Without reserves these are lower bounds of the peak;
-    the peak itself is re-derived on the emitted order, and what was missing comes back as a reserve.
+    `budget_bytes` bounds, per device, static bytes plus kept bytes, static plus gradient bytes, and static bytes plus what is
+    live at each moment. Without moments these are lower bounds of the peak; the peak itself is re-derived on the emitted order,
+    and what was missing comes back as moments with their reserves.
     """
 
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     variants: tuple[Variant, ...]
     budget_bytes: int
-    reserve_bytes: int = 0
     moments: tuple[Moment, ...] = ()
 
 

@@ -1,8 +1,8 @@
 """The budget rows: what each point of the step is known to hold, against the memory of a device.
 
-    (6) start of backward   Σ static·x + Σ count·bytes(l)·k[v,l] + reserve                       ≤ budget
-    (7) end of backward     Σ (static + gradient)·x + reserve                                     ≤ budget
-    (8) each moment         Σ static·x + Σ held·bytes(l)·k[v,l] + Σ live·x + Σ again·rc + reserve of the moment ≤ budget
+    (6) start of backward   Σ static·x + Σ count·bytes(l)·k[v,l]                                  ≤ budget
+    (7) end of backward     Σ (static + gradient)·x                                               ≤ budget
+    (8) each moment         Σ static·x + Σ held·bytes(l)·k[v,l] + Σ live·x + Σ again·rc + reserve  ≤ budget
 
 Without reserves each row counts only what is live for certain, so that no plan whose peak fits is cut off.
 """
@@ -55,7 +55,7 @@ def budget_rows(problem: Problem) -> tuple[BudgetRow, ...]:
     )
     moments = (BudgetRow(m.key, m.held, m.live, m.reserve_bytes, m.again) for m in problem.moments)
     return (
-        BudgetRow(KEPT_ROW, kept, (), problem.reserve_bytes),
-        BudgetRow(GRADIENT_ROW, (), gradients, problem.reserve_bytes),
+        BudgetRow(KEPT_ROW, kept, (), 0),
+        BudgetRow(GRADIENT_ROW, (), gradients, 0),
         *moments,
     )

@@ -27,8 +27,7 @@ def solve(problem: Problem, *, gap: float = 0.01, max_nodes: int = 200, time_lim
     if isinstance(found, Choices):
         return found
     would_do = f", {size_text(found.size_bytes)} would do" if found.choices else ""
-    reserve = f" ({size_text(problem.reserve_bytes)} of it for the transient peak)" if problem.reserve_bytes else ""
-    needed = f"at least {size_text(found.bound_bytes)} is needed{would_do}{reserve}"
+    needed = f"at least {size_text(found.bound_bytes)} is needed{would_do}"
     raise InfeasibleError(f"no plan fits into {size_text(problem.budget_bytes)} per device: {needed}", remedy=REMEDY)
 
 

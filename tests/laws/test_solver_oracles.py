@@ -70,7 +70,7 @@ def problem(seed: int, mesh: tuple[int, ...] = LINE, *, moments: bool = False) -
         values.append(Value(ops[op].key, op, 0, ops[op].phase, graph, op < 2))
         variants.append(Variant(op, ops[op].count, readers))
     seen = tuple(_moment(ops, rng) for _ in range(3)) if moments else ()
-    return Problem(ops, tuple(values), tuple(variants), AMPLE, rng.choice((0, 24)) if moments else 0, seen)
+    return Problem(ops, tuple(values), tuple(variants), AMPLE, seen)
 
 
 def _moment(ops: tuple[Op, ...], rng: random.Random) -> Moment:
@@ -85,8 +85,8 @@ def peak_of(p: Problem, strategies: Chosen, recomputed: dict[int, int], kept: li
     """The most that rests at the start of backward, at its end, or at a moment; `kept` is bytes per instance of each variant."""
     rows = [(op.count, op.strategies[s]) for op, s in zip(p.ops, strategies, strict=True)]
     static, gradient = (sum(n * getattr(s, name) for n, s in rows) for name in ("static_bytes", "gradient_bytes"))
-    sizes = [static + sum(x.count * size for x, size in zip(p.variants, kept, strict=True)) + p.reserve_bytes]
-    sizes.append(static + gradient + p.reserve_bytes)
+    sizes = [static + sum(x.count * size for x, size in zip(p.variants, kept, strict=True))]
+    sizes.append(static + gradient)
     for m in p.moments:
         live = sum(size[strategies[op]] for op, size in m.live) + sum(size[recomputed[op]] for op, size in m.again if op in recomputed)
         sizes.append(static + sum(num * kept[v] for v, num in m.held) + live + m.reserve_bytes)

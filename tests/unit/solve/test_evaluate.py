@@ -113,11 +113,11 @@ def test_the_time_of_one_variant_is_its_share_of_the_communication() -> None:
 
 def test_the_budget_rows_are_what_rests_when_backward_begins_when_it_ends_and_at_each_moment() -> None:
     moment = Moment("b", ((1, 1),), ((2, (10, 20)), (0, (1, 2))), 5)
-    p = replace(problem(), moments=(moment,), reserve_bytes=100)
+    p = replace(problem(), moments=(moment,))
     rows = budget_rows(p)
     assert [row.name for row in rows] == [KEPT_ROW, GRADIENT_ROW, "b"]
     e = evaluate(p, (1, 0, 1))
     static = 2 * 3 * HALF
-    assert e.resting_bytes == (static + 2 * (FULL + HALF) + 100, static + 2 * HALF + 100, static + HALF + 20 + 2 + 5)
+    assert e.resting_bytes == (static + 2 * (FULL + HALF), static + 2 * HALF, static + HALF + 20 + 2 + 5)
     assert fits(replace(p, budget_bytes=max(e.resting_bytes)), e)
     assert not fits(replace(p, budget_bytes=max(e.resting_bytes) - 1), e)
