@@ -109,6 +109,10 @@ def test_fully_sharded_parameters_are_gathered_once_and_their_gradients_scattere
     (Rajbhandari et al., 2020, section 7.1; the gradient of a lookup by position is summed before it)."""
     plan = planned(kind, LINE, constraints.fsdp())
     assert "R" not in storage(plan).values()
+    whole, rests = planned(kind, LINE, constraints.ddp()).plan.prediction.memory_bytes, plan.plan.prediction.memory_bytes
+    total = sum(n * count for n, count in sizes(kind).items())
+    assert (whole["parameters"], whole["optimizer"]) == (4 * total, 8 * total), "AdamW in float32"
+    assert (rests["parameters"], rests["optimizer"]) == (4 * total / 2, 8 * total / 2)
     assert moved(plan, "forward", "all_gather") == sizes(kind)
     assert not moved(plan, "backward", "all_gather")
     lookups = {"gpt2": [S * H], "bert": [S * H], "t5": [32 * 4] * 2}.get(kind, [])
