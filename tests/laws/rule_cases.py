@@ -248,14 +248,18 @@ CASES: Mapping[Any, Case | list[Case]] = {
     aten._weight_norm_interface_backward.default: [lambda s: normed_weight_backward(s, 0), lambda s: normed_weight_backward(s, 2)],
     aten.max_pool3d_with_indices.default: pooled,
     aten.max_pool3d_with_indices_backward.default: pooled_backward,
-    aten.avg_pool2d.default: lambda s: on(real(s.a, s.b, 4, 4), [2, 2]),
-    aten.avg_pool3d.default: pooled,
+    aten.avg_pool2d.default: [lambda s: on(real(s.a, s.b, 4, 4), [2, 2]), lambda s: on(real(s.a, s.b, 4, 4), [3, 3], [1, 1], [1, 1])],
+    aten.avg_pool3d.default: [pooled, lambda s: on(real(s.a, s.b, 4, 2, 2), [3, 1, 1], [1, 1, 1], [1, 0, 0])],
     aten._adaptive_avg_pool2d.default: lambda s: on(real(s.a, s.b, 4, 4), [3, 2]),
     aten._adaptive_avg_pool3d.default: lambda s: on(real(s.a, s.b, 4, 4, 4), [3, 2, 1]),
-    aten.avg_pool2d_backward.default: lambda s: on(real(s.a, s.b, 2, 2), real(s.a, s.b, 4, 4), [2, 2], [2, 2], [0, 0], False, True, None),
-    aten.avg_pool3d_backward.default: lambda s: on(
-        real(s.a, s.b, 2, 2, 2), real(s.a, s.b, 4, 4, 4), [2] * 3, [2] * 3, [0] * 3, False, True, None
-    ),
+    aten.avg_pool2d_backward.default: [
+        lambda s: on(real(s.a, s.b, 2, 2), real(s.a, s.b, 4, 4), [2, 2], [2, 2], [0, 0], False, True, None),
+        lambda s: on(real(s.a, s.b, 4, 4), real(s.a, s.b, 4, 4), [3, 3], [1, 1], [1, 1], False, True, None),
+    ],
+    aten.avg_pool3d_backward.default: [
+        lambda s: on(real(s.a, s.b, 2, 2, 2), real(s.a, s.b, 4, 4, 4), [2] * 3, [2] * 3, [0] * 3, False, True, None),
+        lambda s: on(real(s.a, s.b, 4, 2, 2), real(s.a, s.b, 4, 2, 2), [3, 1, 1], [1] * 3, [1, 0, 0], False, True, None),
+    ],
     aten._adaptive_avg_pool2d_backward.default: lambda s: on(real(s.a, s.b, 3, 2), real(s.a, s.b, 4, 4)),
     aten._adaptive_avg_pool3d_backward.default: lambda s: on(real(s.a, s.b, 3, 2, 1), real(s.a, s.b, 4, 4, 4)),
     **dict.fromkeys((aten._softmax.default, aten._log_softmax.default), softmax),
