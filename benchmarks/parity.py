@@ -127,7 +127,7 @@ def main(arguments: list[str]) -> int:
     flags.add_argument(
         "--random", type=int, metavar="N", help=f"random legal plans (default 2; {ZOO_RANDOM} for the zoo, {UNSEEN_RANDOM} for --unseen)"
     )
-    flags.add_argument("--mode", choices=("lockstep", "gloo", "both"), help="default both; lockstep for the zoo")
+    flags.add_argument("--mode", choices=("lockstep", "gloo", "both"), help="default both; lockstep for --zoo and --unseen")
     flags.add_argument("--dtype", choices=("float64", "float32"), action="append", help="by default float64 in lockstep, both in gloo")
     flags.add_argument("--hardware", default="cpu-gloo-frictionless")
     options = flags.parse_args(arguments)
@@ -147,7 +147,7 @@ def main(arguments: list[str]) -> int:
             if mode != "lockstep" and Mesh.parse(mesh).num_devices == 4:
                 # a random plan too, once: it has layouts that the planner avoids
                 cases.append({**base, "plans": ["planner"], "mode": "gloo", "dtypes": options.dtype or ["float64", "float32"]})
-                cases.append({**base, "plans": plans[1:2], "mode": "gloo", "dtypes": ["float64"]})
+                cases += [{**base, "plans": [p], "mode": "gloo", "dtypes": ["float64"]} for p in plans[1:2]]
     whole_zoo, whole_list = options.zoo == [] and not options.mesh, options.unseen == [] and not zoo
     results = options.json or (str(tables.ZOO_RESULTS) if whole_zoo else str(tables.UNSEEN_RESULTS) if whole_list else None)
     status = run_rows("parity", cases, COLUMNS, results, limit_s=UNSEEN_LIMIT_S if unseen else LIMIT_S)

@@ -69,7 +69,7 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """A plan that was emitted: its peak, and that of every node."""
+    """A plan that was emitted: its peak, optimizer's state included, and the bound that holds for all plans."""
 
     draft: Draft
     plan: Plan
