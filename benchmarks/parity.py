@@ -108,7 +108,8 @@ def train(model: Any, data: dict[str, torch.Tensor]) -> list[float]:
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = model(**data)["loss"]
+        result = model(**data)
+        loss = result if isinstance(result, torch.Tensor) else result[0 if isinstance(result, tuple) else "loss"]
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
