@@ -127,6 +127,11 @@ class Problem:
     `budget_bytes` bounds, per device, static bytes plus kept bytes, static plus gradient bytes, and static bytes plus what is
     live at each moment. Without moments these are lower bounds of the peak; the peak itself is re-derived on the emitted order,
     and what was missing comes back as moments with their reserves.
+
+    Attributes:
+        num_in_flight: how many microbatches' kept values are held at once where there are several (`accumulates`): beside the
+            one that is running, the others' at every moment.
+        accumulates: whether gradients of earlier microbatches are held while the next one runs.
     """
 
     ops: tuple[Op, ...]
@@ -134,6 +139,8 @@ class Problem:
     variants: tuple[Variant, ...]
     budget_bytes: int
     moments: tuple[Moment, ...] = ()
+    num_in_flight: int = 1
+    accumulates: bool = False
 
 
 @dataclass(frozen=True, slots=True)

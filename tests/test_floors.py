@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("redistribute", "random_ops", "norm_ops", "ops"),
     ("problem",),  # speaks of the layout graphs of redistribute
     ("plans", "constraints", "capture", "rules", "solve", "kernels"),
-    ("strategies", "analysis", "run", "breakdown"),
+    ("strategies", "analysis", "run", "breakdown", "stages"),
     ("cost", "emit"),
     ("planning", "verification", "certificate", "explanation"),
     ("report",),  # its page holds the explanation's tables

@@ -181,8 +181,9 @@ class _Border:
         paths = dict(enumerate(path for path, _ in self.raw.in_leaves))
         inputs = tuple(Input(paths[kind[1]], *_border(node)) for kind, node in self.nodes.items() if kind[0] == "input")
         leaves = self.raw.out_leaves
+        tangent = next(node.name for kind, node in self.nodes.items() if kind[0] == "tangent")
         outputs = tuple(
-            Output(leaves[kind[1]][0], *_border(final[position]), is_loss=kind[1] == self.raw.loss)
+            Output(leaves[kind[1]][0], *_border(final[position]), kind[1] == self.raw.loss, tangent if kind[1] == self.raw.loss else "")
             for kind, position in positions.items()
             if kind[0] == "output"
         )
@@ -192,7 +193,6 @@ class _Border:
             buffers=entries["buffer"],
             inputs=inputs,
             outputs=outputs,
-            tangent=next(node.name for kind, node in self.nodes.items() if kind[0] == "tangent"),
             mutated={kind[1]: position for kind, position in positions.items() if kind[0] == "mutation"},
             in_spec=self.raw.in_spec,
             out_spec=self.raw.out_spec,

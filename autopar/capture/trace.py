@@ -7,9 +7,13 @@ Every node carries in ``node.meta``:
     ``source``  the user's own source line, or ``""``,
     ``key``     a stable unique name: module path, op, phase and ordinal among equals.
 
-Placeholders come in the order parameters, buffers, inputs, tangent. The graph's output is one flat tuple: model outputs
-first (in the order of `outputs`), then one gradient per parameter that has one (in the order of `parameters`), then the
-new values of mutated buffers.
+Placeholders come in the order parameters, buffers, inputs, tangents. The graph's output is one flat tuple: outputs first (in the
+order of `outputs`), then one gradient per parameter that has one (in the order of `parameters`), then the new values of mutated
+buffers, then one gradient per input that has one.
+
+The trace of a pipeline stage is a trace like any other. What it gets from the stage before, and hands to the stage after, are
+inputs and outputs that *cross*: an input that crosses may have a gradient, which goes back; an output that crosses may have a
+tangent, which comes back.
 """
 
 from __future__ import annotations
@@ -48,23 +52,40 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A tensor of the batch: its path in (args, kwargs), its placeholder, shape and dtype."""
+    """A tensor of the batch, or one that crosses from the stage before.
+
+    Attributes:
+        path: its path in (args, kwargs); the key of the node that makes it where it crosses.
+        node: its placeholder.
+        crosses: whether it comes from the stage before. gradient: index of its gradient in the graph's output tuple, or None.
+    """
 
     path: str
     node: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    crosses: bool = False
+    gradient: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor that the model returns: its path in the returned structure, and whether it is the loss."""
+    """A tensor that the model returns, or one that crosses to the stage after.
+
+    Attributes:
+        path: its path in the returned structure; the key of the node that makes it where it crosses.
+        node: the node that makes it. is_loss: whether it is the model's loss.
+        tangent: name of its tangent's placeholder, ``""`` where it has none.
+        crosses: whether it goes to the stage after.
+    """
 
     path: str
     node: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_loss: bool
+    tangent: str = ""
+    crosses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +110,6 @@ class Trace:
     Attributes:
         graph: the joint graph in normal form.
         parameters, buffers, inputs, outputs: what goes in and out, in graph order.
-        tangent: name of the loss' tangent placeholder.
         mutated: buffer name → index in the graph's output tuple of its new value.
         in_spec: pytree spec of (args, kwargs); out_spec: of the model's return value (leaves that are no tensors are
             kept in `constants` by flat position).
@@ -104,7 +124,6 @@ class Trace:
     buffers: tuple[Parameter, ...]
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
-    tangent: str
     mutated: Mapping[str, int]
     in_spec: Any
     out_spec: Any
@@ -112,6 +131,11 @@ class Trace:
     settings: Mapping[int, Any]
     fingerprint: str
     folding: Folding = Folding()
+
+    @property
+    def differentiable(self) -> tuple[Output, ...]:
+        """The outputs that have a tangent, in the order of the tangents' placeholders."""
+        return tuple(o for o in self.outputs if o.tangent)
 
     def node(self, name: str) -> fx.Node:
         """The node of that name."""

@@ -6,15 +6,16 @@ The map between the problem's ops and the trace stays in `Priced`, so that answe
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
 from autopar.analysis.work import work
-from autopar.capture.trace import Parameter, Trace
+from autopar.capture.trace import Input, Output, Parameter, Trace
 from autopar.collective import Collective, collective_time
 from autopar.cost.compute import compute_time
 from autopar.errors import ConstraintError
@@ -40,12 +41,32 @@ class Source:
     Attributes:
         kind: as in `Op.kind`. names: parameter, buffer, input or output names of the instances (not for compute).
         nodes: placeholder or read node per instance (not for compute). cluster: the class (compute only).
+        crosses: whether it crosses between stages.
     """
 
     kind: OpKind
     names: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
     cluster: ClusterClass | None = None
+    crosses: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """How tensors cross between stages.
+
+    Attributes:
+        latency_s, bandwidth_bytes_per_s: of the link between neighbouring stages, one direction; the stage that receives waits.
+        layouts: path of what crosses → the layout it crosses in, where that is settled.
+    """
+
+    latency_s: float = 0.0
+    bandwidth_bytes_per_s: float = math.inf
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+
+    def time_s(self, num_bytes: int) -> float:
+        """Of sending so many bytes to a neighbour."""
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +118,8 @@ class _Builder:
     profile: HardwareProfile
     optimizer: str
     forced: Forced
+    crossing: Crossing
+    num_microbatches: int
     ops: list[Op] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     made: dict[Ref, tuple[int, int]] = field(default_factory=dict)  # tensor → (op, result)
@@ -141,26 +164,42 @@ class _Builder:
     def _storage(self, p: Parameter, layout: Layout) -> OpStrategy:
         size = local_bytes(p.view, p.dtype, layout, self.mesh.shape)
         state, traffic = OPTIMIZERS[self.optimizer] if p.gradient is not None else (0, 0)
-        step_s = traffic * size / self.profile.memory_bandwidth_bytes_per_s
+        step_s = traffic * size / self.profile.memory_bandwidth_bytes_per_s / self.num_microbatches
         has_gradient = p.gradient is not None
         gradient = (layout,) if has_gradient else ()
         return OpStrategy(Strategy(gradient, (layout,)), step_s, size * (1 + state), size if has_gradient else 0)
 
     def placeholders(self) -> None:
-        """Buffers and the tangent are replicated; inputs come in any layout (a rank copies only its own part)."""
+        """Buffers and the loss' tangent are replicated; inputs come in any layout (a rank copies only its own part), those that
+        cross in the layout in which their gradient goes back."""
         replicated = Layout.replicated(len(self.mesh.axes))
         for b in self.trace.buffers:
             size = local_bytes(b.view, b.dtype, replicated, self.mesh.shape)
             self._placeholder("buffer", b.name, b.node, TensorInfo(b.view, b.dtype), (OpStrategy(Strategy((), (replicated,)), 0.0, size),))
+        gradients = _output_nodes(self.trace)
         for i in self.trace.inputs:
-            strategies = []
-            for layout in all_layouts(i.shape, self.mesh.shape):
-                size = local_bytes(i.shape, i.dtype, layout, self.mesh.shape)
+            self._placeholder("input", i.path, i.node, TensorInfo(i.shape, i.dtype), self._arriving(i))
+            if i.gradient is not None:
+                self.read((gradients[i.gradient].name, 0), len(self.ops) - 1, 0, "backward")
+        for loss in (o for o in self.trace.differentiable if not o.crosses):
+            tangent = (OpStrategy(Strategy((), (replicated,)), 0.0),)
+            self._placeholder("input", "tangent", loss.tangent, TensorInfo(loss.shape, loss.dtype), tangent, phase="backward")
+
+    def _arriving(self, i: Input) -> tuple[OpStrategy, ...]:
+        """One strategy per layout."""
+        strategies = []
+        for layout in self._crossing(i) if i.crosses else all_layouts(i.shape, self.mesh.shape):
+            size = local_bytes(i.shape, i.dtype, layout, self.mesh.shape)
+            if i.crosses:  # held like an activation, not like the batch
+                strategies.append(OpStrategy(Strategy((layout,) if i.gradient is not None else (), (layout,)), self.crossing.time_s(size)))
+            else:
                 strategies.append(OpStrategy(Strategy((), (layout,)), size / self.profile.memory_bandwidth_bytes_per_s, size))
-            self._placeholder("input", i.path, i.node, TensorInfo(i.shape, i.dtype), tuple(strategies))
-        loss = next(o for o in self.trace.outputs if o.is_loss)
-        tangent = (OpStrategy(Strategy((), (replicated,)), 0.0),)
-        self._placeholder("input", "tangent", self.trace.tangent, TensorInfo(loss.shape, loss.dtype), tangent, phase="backward")
+        return tuple(strategies)
+
+    def _crossing(self, border: Input | Output) -> Iterable[Layout]:
+        """The layouts in which a tensor may cross: the one that is asked for, else all."""
+        wanted = self.crossing.layouts.get(border.path)
+        return all_layouts(border.shape, self.mesh.shape) if wanted is None else (wanted,)
 
     def _placeholder(
         self, kind: OpKind, name: str, node: str, info: TensorInfo, strategies: tuple[OpStrategy, ...], phase: Phase = "forward"
@@ -197,16 +236,32 @@ class _Builder:
         return OpStrategy(strategy.outer, sum(call_time(m.call, s, self.mesh.shape, self.profile) for m, s in members))
 
     def outputs(self) -> None:
-        """The loss is wanted whole; other outputs in any layout without partial sums; new buffer values replicated."""
+        """The loss is wanted whole; other outputs in any layout without partial sums; new buffer values replicated. The tangent of
+        an output that crosses arrives in the layout in which the output left."""
         replicated = Layout.replicated(len(self.mesh.axes))
         nodes = _output_nodes(self.trace)
-        wanted = [(o.path, nodes[i].name, o.is_loss) for i, o in enumerate(self.trace.outputs)]
+        for o in self.trace.outputs:
+            if o.crosses:
+                self._leaving(o)
+        wanted = [(o.path, nodes[i].name, o.is_loss) for i, o in enumerate(self.trace.outputs) if not o.crosses]
         wanted += [(name, nodes[i].name, True) for name, i in self.trace.mutated.items()]
         for path, node, whole in wanted:
             layouts = (replicated,) if whole else all_layouts(self.infos[node, 0].shape, self.mesh.shape)
             strategies = tuple(OpStrategy(Strategy((layout,), ()), 0.0) for layout in layouts)
             index = self.add(Op(path, "output", "forward", 1, (), strategies), Source("output", (path,), (node,)))
             self.read((node, 0), index, 0, "forward")
+
+    def _leaving(self, o: Output) -> None:
+        strategies = []
+        for layout in self._crossing(o):
+            arrives_s = self.crossing.time_s(local_bytes(o.shape, o.dtype, layout, self.mesh.shape)) if o.tangent else 0.0
+            strategies.append(OpStrategy(Strategy((layout,), (layout,) if o.tangent else ()), arrives_s))
+        source = Source("output", (o.path,), (o.node,), crosses=True)
+        index = self.add(Op(o.path, "output", "forward", 1, (), tuple(strategies)), source)
+        self.read((o.node, 0), index, 0, "forward")
+        if o.tangent:
+            self.made[o.tangent, 0] = (index, 0)
+            self.infos[o.tangent, 0] = TensorInfo(o.shape, o.dtype)
 
     def values(self) -> tuple[list[Value], list[Variant], list[tuple[Ref, ...]]]:
         """Fold tensors into values by what makes them, and into variants by what reads them."""
@@ -221,9 +276,10 @@ class _Builder:
         price = price_collectives(self.mesh, self.profile)
         for (op, result), by_uses in groups.items():
             graph = self._layout_graph(op, result, next(iter(by_uses.values()))[0], {u for uses in by_uses for u in uses}, price)
-            resident = self.sources[op].kind != "compute"
+            resident = self.sources[op].kind != "compute" and not self.sources[op].crosses
             key = f"{self.ops[op].key}#{result}"
-            values.append(Value(key, op, result, self.ops[op].phase, graph, resident))
+            phase: Phase = "backward" if self.ops[op].kind == "output" else self.ops[op].phase
+            values.append(Value(key, op, result, phase, graph, resident))
             for uses, members in by_uses.items():
                 variants.append(Variant(len(values) - 1, len(members), uses))
                 refs.append(tuple(members))
@@ -248,9 +304,18 @@ def price(
     budget_bytes: int,
     optimizer: str = "adamw",
     forced: Forced | None = None,
+    crossing: Crossing | None = None,
+    num_microbatches: int = 1,
+    num_in_flight: int = 1,
 ) -> Priced:
-    """Price everything: see the module docstring."""
-    builder = _Builder(trace, mesh, profile, optimizer, forced or Forced.nothing())
+    """Price everything: see the module docstring.
+
+    Args:
+        crossing: how tensors cross between stages, for the trace of a stage.
+        num_microbatches: how many steps of the trace one optimizer step takes; the optimizer's time is shared among them.
+        num_in_flight: how many microbatches a stage holds the kept values of.
+    """
+    builder = _Builder(trace, mesh, profile, optimizer, forced or Forced.nothing(), crossing or Crossing(), num_microbatches)
     builder.parameters()
     builder.placeholders()
     builder.clusters(classes)
@@ -264,7 +329,7 @@ def price(
         replace(op, results=tuple(results.get(i, ())), recomputable=op.recomputable and i not in borders)
         for i, op in enumerate(builder.ops)
     )
-    problem = Problem(ops, tuple(values), tuple(variants), budget_bytes)
+    problem = Problem(ops, tuple(values), tuple(variants), budget_bytes, (), num_in_flight, num_microbatches > 1)
     return Priced(problem, tuple(builder.sources), tuple(refs), optimizer)
 
 

@@ -10,7 +10,7 @@ backward comes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,13 +53,12 @@ def emit(trace: Trace, plan: Plan) -> Program:
         forward.compute(node)
     results = forward.results()
     backward.earlier = forward
-    tangent = backward.graph.placeholder("tangent")
-    backward.define((trace.tangent, 0), Layout.replicated(len(plan.mesh.axes)), tangent)
+    tangents = backward.tangents()
     for node in compute_nodes(trace, "backward"):
         backward.compute(node)
     gradients = backward.gradients()
-    saved = backward.close(gradients, tangent)
-    forward.close([*results, *saved], None)
+    saved = backward.close(gradients, tangents)
+    forward.close([*results, *saved], ())
     return _program(job, plan, forward, backward, len(saved))
 
 
@@ -121,6 +120,17 @@ class _Phase:
             here = self.graph.placeholder(node)
             here.meta.update(key=key, module=name, phase=self.phase)
             self.define((node, 0), chosen[key].outputs[0], here)
+
+    def tangents(self) -> list[fx.Node]:
+        """One placeholder per output that has a tangent."""
+        found = []
+        for o in self.job.trace.differentiable:
+            key = self.job.placeholder_keys[o.tangent]
+            here = self.graph.placeholder("tangent" if o.is_loss else o.tangent)
+            here.meta.update(key=key, module="", phase=self.phase)
+            self.define((o.tangent, 0), self.job.index.chosen[key].outputs[0], here)
+            found.append(here)
+        return found
 
     def define(self, ref: Ref, layout: Layout, node: fx.Node) -> None:
         """The tensor is at hand in this layout; shrinking collectives from it are issued at once."""
@@ -235,16 +245,20 @@ class _Phase:
         return [self.get((node.name, 0), chosen[key].inputs[0], key) for key, node in wanted]
 
     def gradients(self) -> list[fx.Node]:
-        """One gradient per parameter that has one, in its storage layout."""
+        """One gradient per parameter that has one, in its storage layout; then one per input that has one, as the input lies."""
         nodes, chosen = self.job.results(), self.job.index.chosen
         found = []
         for p in self.job.trace.parameters:
             if p.gradient is not None:
                 key = parameter_key(p.name)
                 found.append(self.get((nodes[p.gradient].name, 0), chosen[key].inputs[0], key))
+        for i in self.job.trace.inputs:
+            if i.gradient is not None:
+                key = input_key(i.path)
+                found.append(self.get((nodes[i.gradient].name, 0), chosen[key].inputs[0], key))
         return found
 
-    def close(self, results: list[fx.Node], tangent: fx.Node | None) -> list[fx.Node]:
+    def close(self, results: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]:
         """Write the output node and drop what nobody reads; the forward nodes whose values are saved."""
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code()
@@ -253,8 +267,8 @@ class _Phase:
             if not placeholder.users:
                 self.graph.erase_node(placeholder)
                 continue
-            if tangent is not None:
-                tangent.prepend(placeholder)
+            if tangents:
+                tangents[0].prepend(placeholder)
             saved.append(source)
         return saved
 
@@ -288,10 +302,20 @@ def _program(job: _Job, plan: Plan, forward: _Phase, backward: _Phase, num_saved
         has_gradient = p.gradient is not None
         return ProgramTensor(p.name, p.shape, p.view, p.dtype, chosen[key].outputs[0], p.aliases, p.requires_grad, has_gradient)
 
-    inputs = tuple(ProgramTensor(i.path, i.shape, i.shape, i.dtype, chosen[input_key(i.path)].outputs[0]) for i in trace.inputs)
+    inputs = tuple(
+        ProgramTensor(
+            i.path, i.shape, i.shape, i.dtype, chosen[input_key(i.path)].outputs[0],
+            has_gradient=i.gradient is not None, crosses=i.crosses,
+        )
+        for i in trace.inputs
+    )  # fmt: skip
     outputs = tuple(
-        ProgramTensor(o.path, o.shape, o.shape, o.dtype, chosen[output_key(o.path)].inputs[0], is_loss=o.is_loss) for o in trace.outputs
-    )
+        ProgramTensor(
+            o.path, o.shape, o.shape, o.dtype, chosen[output_key(o.path)].inputs[0],
+            has_gradient=bool(o.tangent), is_loss=o.is_loss, crosses=o.crosses,
+        )
+        for o in trace.outputs
+    )  # fmt: skip
     return Program(
         mesh=plan.mesh,
         forward=fx.GraphModule({}, forward.graph),

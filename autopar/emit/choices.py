@@ -1,7 +1,8 @@
 """A plan, looked up by node and tensor: what emission asks of it.
 
 Keys. Compute nodes have the trace's own keys; placeholders and outputs are keyed by what the user calls them:
-``NAME/parameter``, ``NAME/buffer``, ``PATH/input``, ``PATH/output``.
+``NAME/parameter``, ``NAME/buffer``, ``PATH/input``, ``PATH/output``. What crosses between stages lies as its gradient does: the
+decision on an input that crosses is also on its gradient, that on an output that crosses also on its tangent.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def placeholder_keys(trace: Trace) -> dict[str, str]:
     keys = {p.node: parameter_key(p.name) for p in trace.parameters}
     keys |= {b.node: buffer_key(b.name) for b in trace.buffers}
     keys |= {i.node: input_key(i.path) for i in trace.inputs}
-    return {**keys, trace.tangent: input_key("tangent")}
+    return keys | {o.tangent: output_key(o.path) if o.crosses else input_key("tangent") for o in trace.differentiable}
 
 
 @dataclass(frozen=True, slots=True)

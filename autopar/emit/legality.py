@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autopar.capture.trace import Trace
-from autopar.emit.choices import PlanIndex, TensorKey, output_key, parameter_key, placeholder_keys
+from autopar.emit.choices import PlanIndex, TensorKey, input_key, output_key, parameter_key, placeholder_keys
 from autopar.errors import PlanError, Where
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
@@ -52,6 +52,7 @@ def _borders(trace: Trace, index: PlanIndex) -> Iterator[tuple[str, tuple[Layout
         yield key, index.chosen[key].outputs, nodes[name].meta["val"]
     results = next(iter(reversed(trace.graph.nodes))).args[0]
     named = [(p.gradient, parameter_key(p.name)) for p in trace.parameters if p.gradient is not None]
+    named += [(i.gradient, input_key(i.path)) for i in trace.inputs if i.gradient is not None]
     named += [(i, output_key(o.path)) for i, o in enumerate(trace.outputs)] + [(i, output_key(n)) for n, i in trace.mutated.items()]
     for position, key in named:
         yield key, index.chosen[key].inputs, results[position].meta["val"]

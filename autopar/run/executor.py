@@ -78,21 +78,25 @@ class Executor:
         for position, border in enumerate(self.program.outputs):
             # Detached: an output that backward needs must not lead from the saved values back to the graph that holds them.
             local = results[position].detach()
-            whole = border.is_loss or self.outputs == "full"
+            whole = border.is_loss or (self.outputs == "full" and not border.crosses)
             results[position] = gather(local, border.layout, self.groups, border.view) if whole else local
             del local
         return results, saved
 
-    def backward(self, saved: list[Any], tangent: Tensor) -> list[Tensor]:
-        """One gradient per parameter that has one, local as the graph sees it; empties `saved`."""
-        saved.append(tangent)
-        del tangent
+    def backward(self, saved: list[Any], tangents: list[Tensor]) -> list[Tensor]:
+        """One gradient per parameter that has one, then per input that has one, local as the graph sees it.
+
+        Args:
+            saved, tangents: emptied. One tangent per output that has one.
+        """
+        saved += tangents
+        tangents.clear()
         return list(self._graph("backward")(saved))
 
     def _localize(self, x: Tensor, position: int) -> Tensor:
-        if self.batch == "local":
-            return x
         border = self.program.inputs[position]
+        if self.batch == "local" or border.crosses:
+            return x
         sizes, coordinate = [g.size for g in self.groups], [g.coordinate for g in self.groups]
         return local_part(x, border.layout, sizes, border.view, coordinate).contiguous()
 

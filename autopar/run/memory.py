@@ -113,17 +113,21 @@ def _run(
     with FakeTensorMode(), memory, torch.no_grad():
         parameters = [_empty(t, program, place) for t in program.parameters]
         buffers = [_empty(t, program, place) for t in program.buffers]
-        inputs = [torch.empty(t.shape, dtype=t.dtype) if batch == "global" else _empty(t, program, place) for t in program.inputs]
+        given = [batch == "global" and not t.crosses for t in program.inputs]
+        inputs = [
+            torch.empty(t.shape, dtype=t.dtype) if whole else _empty(t, program, place)
+            for t, whole in zip(program.inputs, given, strict=True)
+        ]
         resident = memory.live_bytes
         memory.reset_peak()
         results, saved = executor.forward(parameters, buffers, inputs, keep=train)
         kept = memory.live_bytes - resident
         gradients = []
-        if train and any(t.has_gradient for t in program.parameters):
-            loss = next(r for r, t in zip(results, program.outputs, strict=True) if t.is_loss)
-            tangent = torch.ones_like(loss)  # autograd holds it until backward ends, and so does this name
-            gradients = executor.backward(saved, tangent)
-            del tangent
+        if train and any(t.has_gradient for t in (*program.parameters, *program.inputs)):
+            # autograd, or the schedule, holds tangents until backward ends, and so does this name
+            tangents = [torch.ones_like(r) for r, t in zip(results, program.outputs, strict=True) if t.has_gradient]
+            gradients = executor.backward(saved, list(tangents))
+            del tangents
         final = memory.live_bytes - resident
         del gradients
     return PeakMemory(memory.peak_bytes, resident, kept, final)

@@ -237,7 +237,7 @@ class ParallelModule(nn.Module):
     def _gradients(self, saved: list[Any], tangent: Tensor) -> tuple[DTensor | None, ...]:
         """One per parameter of the program."""
         with torch.autocast(self.device_mesh.device_type, enabled=False):  # the caller may be under it
-            gradients = iter(self._executor.backward(saved, tangent))
+            gradients = iter(self._executor.backward(saved, [tangent]))
         return tuple(self._storages[t.name].wrap(next(gradients)) if t.has_gradient else None for t in self.program.parameters)
 
     def _present(self, result: Tensor, storage: Storage) -> Tensor:

@@ -1,8 +1,9 @@
 """A `Program`: what a plan is emitted into. Local shapes, explicit collectives, forward and backward apart.
 
-The forward graph takes the local parameters, buffers and inputs, and returns one flat tuple: the model's outputs, the
-new values of mutated buffers, then the saved values. The backward graph takes the saved values and the loss' tangent and
-returns one gradient per parameter that has one, each in the parameter's storage layout.
+The forward graph takes the local parameters, buffers and inputs, and returns one flat tuple: the outputs, the new values of
+mutated buffers, then the saved values. The backward graph takes the saved values and a tangent per output that has one (the
+loss; what crosses to the stage after) and returns one gradient per parameter that has one, each in the parameter's storage
+layout, then one per input that has one (what crosses from the stage before), as the input lies.
 
 Nodes are aten ops, the functions of `autopar.ops`, and the steps of `autopar.kernels.collectives`, which name mesh axes
 by index; `autopar.run` binds these to process groups, the lockstep interpreter runs them over a list of virtual ranks.
@@ -30,8 +31,9 @@ class ProgramTensor:
         shape: global shape as the user knows it.
         view: global shape in the graph (see `autopar.capture.trace.Parameter.view`); equal to `shape` for inputs and outputs.
         layout: layout over the dims of `view`. For parameters this is the storage layout.
-        has_gradient: whether the backward graph returns its gradient.
+        has_gradient: whether the backward graph returns its gradient; for outputs, whether it takes its tangent.
         is_loss: outputs only.
+        crosses: whether it comes from the stage before, or goes to the stage after; always local.
     """
 
     name: str
@@ -43,6 +45,7 @@ class ProgramTensor:
     requires_grad: bool = False
     has_gradient: bool = False
     is_loss: bool = False
+    crosses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Program:
 
     Attributes:
         forward: placeholders in the order parameters, buffers, inputs.
-        backward: placeholders in the order saved values, tangent.
+        backward: placeholders in the order saved values, tangents.
         num_saved: how many of the forward's last results are saved for backward.
         mutated: names of the buffers whose new values follow the outputs, in order.
         in_spec, out_spec, constants, settings: as in `autopar.capture.trace.Trace`.

@@ -4,6 +4,9 @@
     (7) end of backward     Σ (static + gradient)·x                                               ≤ budget
     (8) each moment         Σ static·x + Σ held·bytes(l)·k[v,l] + Σ live·x + Σ again·rc + reserve  ≤ budget
 
+With f microbatches in flight, f − 1 of them are held in full in (8), and f in (6); where gradients accumulate over microbatches, the sum
+so far is held in all three beside what (7) counts for the one that is running.
+
 Without reserves each row counts only what is live for certain, so that no plan whose peak fits is cut off.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.problem import Problem
+from autopar.problem import Moment, Problem
 
 KEPT_ROW, GRADIENT_ROW = "start of backward", "end of backward"
 
@@ -47,15 +50,25 @@ class BudgetRow:
 
 def budget_rows(problem: Problem) -> tuple[BudgetRow, ...]:
     """All budget rows: (6), (7), then one per moment."""
-    kept = tuple((v, variant.count) for v, variant in enumerate(problem.variants))
+    others = problem.num_in_flight - 1
+    kept = tuple((v, variant.count * (1 + others)) for v, variant in enumerate(problem.variants))
     gradients = tuple(
         (index, tuple(op.count * s.gradient_bytes for s in op.strategies))
         for index, op in enumerate(problem.ops)
         if any(s.gradient_bytes for s in op.strategies)
     )
-    moments = (BudgetRow(m.key, m.held, m.live, m.reserve_bytes, m.again) for m in problem.moments)
+    sums = gradients if problem.accumulates else ()
+    moments = (BudgetRow(m.key, _held(problem, m, others), (*m.live, *sums), m.reserve_bytes, m.again) for m in problem.moments)
     return (
-        BudgetRow(KEPT_ROW, kept, (), 0),
-        BudgetRow(GRADIENT_ROW, (), gradients, 0),
+        BudgetRow(KEPT_ROW, kept, sums, 0),
+        BudgetRow(GRADIENT_ROW, (), (*gradients, *sums), 0),
         *moments,
     )
+
+
+def _held(problem: Problem, moment: Moment, others: int) -> tuple[tuple[int, int], ...]:
+    """Instances held at a moment, those of the other microbatches in flight among them."""
+    if not others:
+        return moment.held
+    now = dict(moment.held)
+    return tuple((v, now.get(v, 0) + variant.count * others) for v, variant in enumerate(problem.variants))

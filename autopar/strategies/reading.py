@@ -54,7 +54,7 @@ def read(trace: Trace) -> Read:
     nodes = {node.name: node for node in trace.graph.nodes if node.op == "call_function"}
     calls: dict[str, Call] = {}
     reads: dict[str, tuple[Ref, ...]] = {}
-    on_batch = {i.node for i in trace.inputs} | {trace.tangent}
+    on_batch = {i.node for i in trace.inputs} | {o.tangent for o in trace.differentiable}
     on_parameters = {p.node for p in trace.parameters}
     for name, node in nodes.items():
         operands = operands_of(node)

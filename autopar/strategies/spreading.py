@@ -106,7 +106,7 @@ class _Walk:
 
     def run(self) -> Spread:
         self.labels.update({(name, 0): label for name, label in self.policy.inputs.items()})
-        self.labels[self.graph.trace.tangent, 0] = REPLICATE
+        self.labels.update({(o.tangent, 0): REPLICATE for o in self.graph.trace.differentiable})
         for ref, label in self.policy.weights.items():
             self.demand(ref, label)
         for node in self.graph.nodes.values():

@@ -35,9 +35,7 @@ class Mlp(nn.Module):
 
 
 @cache
-def traced(
-    width: int, hidden: int, batch: int, num_layers: int = 3, bias: bool = False, dtype: torch.dtype = torch.bfloat16
-) -> Trace:
+def traced(width: int, hidden: int, batch: int, num_layers: int = 3, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> Trace:
     """The model captured on meta, with a batch of [batch, width]."""
     with torch.device("meta"):
         model, x = Mlp(width, hidden, num_layers, bias).to(dtype), torch.empty(batch, width, dtype=dtype)

@@ -49,4 +49,11 @@ def _border(trace: Trace) -> Iterator[Any]:
     for group in (trace.parameters, trace.buffers, trace.inputs, trace.outputs):
         for entry in group:
             yield {name: getattr(entry, name) for name in entry.__dataclass_fields__ if name != "node"}, number[entry.node]
-    yield number[trace.tangent], dict(trace.mutated), trace.in_spec, trace.out_spec, dict(trace.constants), dict(trace.settings)
+    yield (
+        [number[o.tangent] for o in trace.differentiable],
+        dict(trace.mutated),
+        trace.in_spec,
+        trace.out_spec,
+        dict(trace.constants),
+        dict(trace.settings),
+    )

@@ -1,0 +1,184 @@
+"""`cut`: one trace into the traces of its stages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autopar.capture.trace import Input, Output, Parameter, Trace
+from autopar.stages.crossing import Boundary, boundaries
+from autopar.stages.placing import Placing, place
+
+_add = torch.ops.aten.add.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A trace in stages.
+
+    Attributes:
+        stages: one trace per stage. Equal nodes have the names and keys that they have in the whole trace.
+        boundaries: what crosses from each stage to the next.
+        shared: parameter name → the stages that hold it, for parameters that several hold. Each has a part of the gradient; their sum,
+            once per step, is the gradient.
+    """
+
+    stages: tuple[Trace, ...]
+    boundaries: tuple[Boundary, ...]
+    shared: dict[str, tuple[int, ...]]
+
+
+def cut(trace: Trace, positions: Sequence[int]) -> Cut:
+    """Cut a trace before the forward nodes at `positions`, which are distinct (`autopar.stages.points`).
+
+    Raises:
+        CutError: where the model cannot be cut there, saying which op refuses.
+    """
+    placing = place(trace, positions)
+    crossing = boundaries(trace, placing, len(positions) + 1)
+    stages = tuple(_Stage(trace, placing, crossing, s, tuple(positions)).build() for s in range(len(positions) + 1))
+    return Cut(stages, crossing, {name: held for name, held in placing.holders.items() if len(held) > 1})
+
+
+@dataclass
+class _Stage:
+    """One stage's trace while it is built."""
+
+    trace: Trace
+    placing: Placing
+    crossing: tuple[Boundary, ...]
+    number: int
+    positions: tuple[int, ...]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    env: dict[str, fx.Node] = field(default_factory=dict)  # name in the whole trace → node here
+    results: list[fx.Node] = field(default_factory=list)
+
+    def build(self) -> Trace:
+        nodes = {n.name: n for n in self.trace.graph.nodes}
+        flat = next(iter(reversed(self.trace.graph.nodes))).args[0]
+        before = self.crossing[self.number - 1] if self.number else Boundary((), ())
+        after = self.crossing[self.number] if self.number < len(self.crossing) else Boundary((), ())
+        self._needed = self._find_needed(nodes, flat, after, before)
+        self._placeholders(nodes, before, after)
+        for node in self.trace.graph.nodes:
+            if node.op == "call_function" and node.name in self._needed and node.name not in self.env:
+                self._copy(node)
+        return self._finish(nodes, flat, before, after)
+
+    def _mine(self, name: str) -> bool:
+        return self.placing.stage.get(name) == self.number
+
+    def _find_needed(self, nodes: dict[str, fx.Node], flat: Sequence[fx.Node], after: Boundary, before: Boundary) -> set[str]:
+        """What this stage runs: its own nodes, and the copied ones that these, its outputs and its buffers read."""
+        arriving = {*before.values, *after.gradients} - {""}
+        needed = {n for n in nodes if self._mine(n)} - arriving
+        last = self.number == len(self.crossing)
+        needed |= {flat[i].name for i in range(len(self.trace.outputs)) if last and flat[i].name in self.placing.copied}
+        stack = sorted(needed)
+        read: set[str] = set()
+        while stack:
+            for operand in nodes[stack.pop()].all_input_nodes:
+                read.add(operand.name)
+                if operand.name in self.placing.copied and operand.name not in needed:
+                    needed.add(operand.name)
+                    stack.append(operand.name)
+        for name, index in self.trace.mutated.items():  # a buffer's new value comes with the buffer
+            buffer = next(b.node for b in self.trace.buffers if b.name == name)
+            value = flat[index].name
+            others = [u.name for u in nodes[buffer].users if u.name != value]
+            home = not others and self.placing.homes.get(value) == self.number
+            if value in self.placing.copied and (home or buffer in read):
+                needed.add(value)
+        return needed
+
+    def _placeholders(self, nodes: dict[str, fx.Node], before: Boundary, after: Boundary) -> None:
+        read = {o.name for name in self._needed for o in nodes[name].all_input_nodes}
+        held = {p.node for p in self.trace.parameters if self.number in self.placing.holders[p.name]}
+        for entries in (self.trace.parameters, self.trace.buffers, self.trace.inputs):
+            for entry in entries:
+                if entry.node in held or (entry.node in read and not any(entry.node == p.node for p in self.trace.parameters)):
+                    self._placeholder(nodes[entry.node])
+        for name in before.values:
+            self._placeholder(nodes[name])
+        for o in self.trace.differentiable:
+            if self._mine(o.node):
+                self._placeholder(nodes[o.tangent])
+        for name in after.gradients:
+            if name:
+                self._placeholder(nodes[name])
+
+    def _placeholder(self, node: fx.Node) -> None:
+        here = self.graph.create_node("placeholder", node.name, name=node.name)
+        here.meta = dict(node.meta)
+        self.env[node.name] = here
+
+    def _copy(self, node: fx.Node) -> None:
+        here = self.graph.node_copy(node, lambda operand: self.env[operand.name])
+        assert here.name == node.name, "names are unique in the whole trace"
+        self.env[node.name] = here
+
+    def _finish(self, nodes: dict[str, fx.Node], flat: Sequence[fx.Node], before: Boundary, after: Boundary) -> Trace:
+        outputs = [o for i, o in enumerate(self.trace.outputs) if flat[i].name in self.env and self._returns(flat[i].name)]
+        self.results = [self.env[o.node] for o in outputs]
+        for name, gradient in zip(after.values, after.gradients, strict=True):
+            shape, dtype = tuple(nodes[name].meta["val"].shape), nodes[name].meta["val"].dtype
+            outputs.append(Output(_key(nodes[name]), name, shape, dtype, False, gradient, crosses=True))
+            self.results.append(self.env[name])
+        parameters = tuple(self._parameter(p, flat) for p in self.trace.parameters if p.node in self.env)
+        mutated = {name: self._add_result(flat[i].name) for name, i in self.trace.mutated.items() if flat[i].name in self.env}
+        inputs = [i for i in self.trace.inputs if i.node in self.env]
+        for name, gradient in zip(before.values, before.gradients, strict=True):
+            shape, dtype = tuple(nodes[name].meta["val"].shape), nodes[name].meta["val"].dtype
+            index = self._add_result(gradient) if gradient else None
+            inputs.append(Input(_key(nodes[name]), name, shape, dtype, crosses=True, gradient=index))
+        self.graph.output(tuple(self.results))
+        text = f"{self.trace.fingerprint} stage {self.number} of cuts {self.positions}"
+        return Trace(
+            graph=self.graph,
+            parameters=parameters,
+            buffers=tuple(b for b in self.trace.buffers if b.node in self.env),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            mutated=mutated,
+            in_spec=self.trace.in_spec,
+            out_spec=self.trace.out_spec,
+            constants=self.trace.constants,
+            settings=self.trace.settings,
+            fingerprint=hashlib.sha256(text.encode()).hexdigest(),
+            folding=self.trace.folding,
+        )
+
+    def _returns(self, name: str) -> bool:
+        """Whether this stage returns a model's output: the one that makes it, the last one where all could."""
+        return self._mine(name) or (name in self.placing.copied and self.number == len(self.crossing))
+
+    def _add_result(self, name: str) -> int:
+        self.results.append(self.env[name])
+        return len(self.results) - 1
+
+    def _parameter(self, p: Parameter, flat: Sequence[fx.Node]) -> Parameter:
+        index = None
+        if p.name in self.placing.terms:
+            own = [self.env[t.name] for t in self.placing.terms[p.name] if self._mine(t.name)]
+            index = self._sum(own) if own else None
+        elif p.gradient is not None:
+            index = self._add_result(flat[p.gradient].name)
+        return Parameter(p.name, p.aliases, p.node, p.shape, p.view, p.dtype, p.requires_grad, index)
+
+    def _sum(self, terms: Sequence[fx.Node]) -> int:
+        """The result's index of a sum of gradients."""
+        total = terms[0]
+        for ordinal, term in enumerate(terms[1:]):
+            like = total
+            total = self.graph.call_function(_add, (total, term))
+            total.meta = {**like.meta, "key": f"{like.meta['module']}/add/backward/{ordinal} of {terms[0].name}"}
+        self.results.append(total)
+        return len(self.results) - 1
+
+
+def _key(node: fx.Node) -> str:
+    return str(node.meta["key"])

@@ -1,0 +1,233 @@
+"""Which stage runs which node.
+
+Forward nodes go by their position; those that depend on no parameter (masks, positions, numbers of labels) are *copied*: every stage
+that needs one computes it itself from the batch. Backward flows from the last stage to the first. At each boundary a backward
+node is *late* (in a later stage) or *early*. A reader of a forward value that stays on one side is on that side, a parameter's gradient
+is where the parameter is; of all ways to place the others, which add and reshape gradients, the one is taken that moves the fewest
+bytes over the boundary: a minimum cut.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import networkx as nx
+import torch
+from torch import fx
+
+from autopar.capture.trace import Trace
+from autopar.errors import EmissionError
+from autopar.rules import where_of
+from autopar.stages.points import forward_nodes
+
+_add = torch.ops.aten.add.Tensor
+_NO_CARRIER = 2**60  # dearer than all that can cross
+_Kind = tuple[tuple[int, ...], torch.dtype | None]
+
+
+class CutError(EmissionError):
+    """The model cannot be cut there; says which op refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Where each node runs.
+
+    Attributes:
+        stage: node name → stage, tangents included; not for copied nodes and other placeholders.
+        copied: nodes that every stage computes itself where it needs them. homes: where they would be by their position.
+        holders: parameter name → the stages that read it.
+        terms: parameter name → the nodes whose sum is its gradient, for parameters that several stages hold.
+        dropped: the additions of these terms, which no stage runs.
+    """
+
+    stage: Mapping[str, int]
+    copied: frozenset[str]
+    homes: Mapping[str, int]
+    holders: Mapping[str, tuple[int, ...]]
+    terms: Mapping[str, tuple[fx.Node, ...]]
+    dropped: frozenset[str]
+
+
+def place(trace: Trace, positions: Sequence[int]) -> Placing:
+    """Place all nodes for cuts at `positions`.
+
+    Raises:
+        CutError: where a value would have to flow backwards.
+    """
+    return _Placer(trace, sorted(positions)).run()
+
+
+@dataclass
+class _Placer:
+    trace: Trace
+    positions: Sequence[int]
+    stage: dict[str, int] = field(default_factory=dict)
+    copied: set[str] = field(default_factory=set)
+    last_reader: dict[str, int] = field(default_factory=dict)  # forward node → latest stage that reads it in forward
+    homes: dict[str, int] = field(default_factory=dict)  # forward node → stage by its position, copied ones too
+
+    def run(self) -> Placing:
+        self._forward()
+        holders = self._holders()
+        terms, dropped = self._terms(holders)
+        backward = [n for n in self._calls("backward") if n.name not in dropped and n.name not in self.copied]
+        pinned = self._pinned(holders, terms)
+        late: set[str] = set()
+        stages: dict[str, int] = {n.name: 0 for n in backward}
+        for boundary in reversed(range(len(self.positions))):
+            late = self._late(backward, boundary, late, pinned)
+            for name in late:
+                stages[name] = max(stages[name], boundary + 1)
+        return Placing(self.stage | stages, frozenset(self.copied), self.homes, holders, terms, frozenset(dropped))
+
+    def _calls(self, phase: str) -> list[fx.Node]:
+        return [n for n in self.trace.graph.nodes if n.op == "call_function" and n.meta["phase"] == phase]
+
+    def _forward(self) -> None:
+        outside = {p.node for p in self.trace.parameters} | {o.tangent for o in self.trace.differentiable}
+        for node in self.trace.graph.nodes:
+            if node.op == "call_function" and any(operand.name in outside for operand in node.all_input_nodes):
+                outside.add(node.name)
+            elif node.op == "call_function":
+                self.copied.add(node.name)
+        for position, node in enumerate(forward_nodes(self.trace)):
+            self.homes[node.name] = bisect_right(self.positions, position)
+            if node.name in self.copied:
+                continue
+            together = node.target is operator.getitem
+            self.stage[node.name] = self.stage[node.args[0].name] if together else self.homes[node.name]
+        for node in forward_nodes(self.trace):
+            for operand in node.all_input_nodes:
+                if node.name in self.stage and operand.name in self.stage:
+                    self.last_reader[operand.name] = max(self.last_reader.get(operand.name, 0), self.stage[node.name])
+        made_by = {o.tangent: o.node for o in self.trace.differentiable}
+        self.stage.update({tangent: self.stage[node] for tangent, node in made_by.items()})
+
+    def _holders(self) -> dict[str, tuple[int, ...]]:
+        """A parameter that only backward reads is where that is; one that nothing reads, in the first stage."""
+        nodes = {n.name: n for n in self.trace.graph.nodes}
+        found = {}
+        for p in self.trace.parameters:
+            reading = {self.stage[user.name] for user in nodes[p.node].users if user.name in self.stage}
+            found[p.name] = tuple(sorted(reading)) or (0,)
+        return found
+
+    def _terms(self, holders: Mapping[str, Sequence[int]]) -> tuple[dict[str, tuple[fx.Node, ...]], set[str]]:
+        results = next(iter(reversed(self.trace.graph.nodes))).args[0]
+        terms: dict[str, tuple[fx.Node, ...]] = {}
+        dropped: set[str] = set()
+        for p in self.trace.parameters:
+            if len(holders[p.name]) > 1 and p.gradient is not None:
+                terms[p.name] = tuple(_addends(results[p.gradient], dropped))
+        return terms, dropped
+
+    def _pinned(self, holders: Mapping[str, Sequence[int]], terms: Mapping[str, Sequence[fx.Node]]) -> dict[str, int]:
+        """Nodes whose stage is settled: gradients are where their parameter is."""
+        nodes = {n.name: n for n in self.trace.graph.nodes}
+        results = next(iter(reversed(self.trace.graph.nodes))).args[0]
+        pinned = {}
+        for p in self.trace.parameters:
+            if p.gradient is None:
+                continue
+            if p.name not in terms:
+                pinned[results[p.gradient].name] = holders[p.name][0]
+                continue
+            readers = {u.meta["module"]: self.stage[u.name] for u in nodes[p.node].users if u.name in self.stage}
+            for term in terms[p.name]:
+                if term.meta["module"] in readers:
+                    pinned[term.name] = readers[term.meta["module"]]
+        return pinned
+
+    def _late(self, backward: Sequence[fx.Node], boundary: int, after: set[str], pinned: Mapping[str, int]) -> set[str]:
+        """The backward nodes that run behind the boundary, `after` (behind the next one) among them."""
+        names = {n.name for n in backward}
+        late, early = set(after), set[str]()
+        for node in backward:
+            for side in self._sides(node, boundary, pinned):
+                (late if side else early).add(node.name)
+        for node in reversed(backward):  # what a late node reads is late
+            if node.name in late:
+                late |= {operand.name for operand in node.all_input_nodes if operand.name in names}
+        for node in backward:  # what reads an early node is early
+            if any(operand.name in early for operand in node.all_input_nodes):
+                early.add(node.name)
+        for node in backward:
+            if node.name in late and node.name in early:
+                what = f"{node.meta['key']} needs values from both sides of a cut, against the flow of backward"
+                raise CutError(what, where=where_of(node), remedy="cut elsewhere: between layers that pass on one stream")
+        free = [n for n in backward if n.name not in late | early]
+        behind = {o.tangent for o in self.trace.differentiable if self.stage[o.tangent] > boundary}
+        crossing = (
+            n for n in forward_nodes(self.trace) if self.stage.get(n.name, boundary + 1) <= boundary < self.last_reader.get(n.name, 0)
+        )
+        carriers = {_kind(n) for n in crossing}
+        return late | _cheapest(free, late | behind, names | behind, carriers)
+
+    def _sides(self, node: fx.Node, boundary: int, pinned: Mapping[str, int]) -> Iterable[bool]:
+        """True for each reason to run behind the boundary, False for each not to."""
+        if node.name in pinned:
+            yield pinned[node.name] > boundary
+        if node.target is operator.getitem:
+            return
+        for operand in node.all_input_nodes:
+            made = self.stage.get(operand.name)
+            if made is None or operand.op == "placeholder":
+                continue
+            if made > boundary:
+                yield True
+            elif self.last_reader.get(operand.name, made) <= boundary:
+                yield False
+
+
+def _addends(node: fx.Node, dropped: set[str]) -> Iterable[fx.Node]:
+    """The terms of a sum of gradients; the additions go into `dropped`."""
+    plain = node.target is _add and all(isinstance(a, fx.Node) for a in node.args) and not node.kwargs
+    if plain and all(a.meta.get("phase") == "backward" for a in node.args) and len(node.users) <= 1:  # type: ignore[union-attr]
+        dropped.add(node.name)
+        for addend in node.args:
+            yield from _addends(addend, dropped)  # type: ignore[arg-type]
+    else:
+        yield node
+
+
+def _cheapest(free: Sequence[fx.Node], late: set[str], all_names: set[str], carriers: set[_Kind]) -> set[str]:
+    """Of the nodes that may be on either side, those that are late when the fewest bytes cross.
+
+    Each node is an edge of its bytes, cut where its value crosses, which it only does where a forward value of its shape does. No
+    late node reads an early one.
+    """
+    graph = nx.DiGraph()
+    undecided = {n.name for n in free}
+    around = {n.name: n for node in free for n in (node, *node.all_input_nodes, *node.users) if n.name in all_names}
+    around |= {u.name: u for n in list(around.values()) for u in n.users if u.name in all_names}
+    for name, node in around.items():
+        into, out = (name, "in"), (name, "out")
+        graph.add_edge(into, out, capacity=_bytes(node) if _kind(node) in carriers else _NO_CARRIER)
+        if name in late:
+            graph.add_edge("late", into)
+        elif name not in undecided:
+            graph.add_edge(into, "early")
+        for operand in node.all_input_nodes:
+            if operand.name in around:
+                graph.add_edge((operand.name, "out"), into)
+                graph.add_edge(into, (operand.name, "in"))
+    if "late" not in graph:
+        return set()
+    if "early" not in graph:
+        return {n.name for n in free}
+    _, (behind, _) = nx.minimum_cut(graph, "late", "early")
+    return {n.name for n in free if (n.name, "in") in behind}
+
+
+def _kind(node: fx.Node) -> _Kind:
+    value = node.meta["val"]
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else ((), None)
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return int(value.numel() * value.element_size())
