@@ -97,6 +97,18 @@ class Mesh:
         starts = [rank for rank in range(self.num_devices) if self.coordinate(rank)[axis] == 0]
         return tuple(tuple(start + k * stride for k in range(size)) for start in starts)
 
+    def without(self, name: str) -> Mesh:
+        """The mesh of the other axes, whose links are what they were; of one device where there is no other.
+
+        Raises:
+            MeshError: where there is no axis of that name.
+        """
+        if name not in self.names:
+            raise MeshError(f"mesh {self} has no axis {name!r}", remedy=f"its axes are {', '.join(self.names)}")
+        links = {axis.name: self.link(index) for index, axis in enumerate(self.axes) if axis.name != name}
+        left = [axis for axis in self.axes if axis.name != name]
+        return Mesh(left or {"device": 1}, devices_per_node=self.devices_per_node, links=links)
+
     def to_json(self) -> dict[str, Any]:
         return {"axes": [[a.name, a.size] for a in self.axes], "devices_per_node": self.devices_per_node, "links": dict(self.links)}
 

@@ -148,8 +148,33 @@ class Fingerprint:
 
 
 @dataclass(frozen=True, slots=True)
+class Pipeline:
+    """How a plan works through microbatches, in stages.
+
+    Attributes:
+        axis: name of the mesh axis along which the stages lie, ``""`` where one stage on the whole mesh runs once per microbatch.
+        positions: the cuts, as positions among the forward nodes. modules: the part of the model with which each later stage begins.
+        schedule: its name in torch.distributed.pipelining. num_in_flight: per stage, microbatches whose kept values it holds.
+        independent: whether the user promised that samples do not depend on each other.
+        stages: one plan per stage, over the mesh without the axis; its prediction is that of one microbatch, with the stage's peak.
+    """
+
+    axis: str
+    positions: tuple[int, ...]
+    modules: tuple[str, ...]
+    num_microbatches: int
+    schedule: str
+    num_in_flight: tuple[int, ...]
+    independent: bool
+    stages: tuple[Plan, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer: see the module docstring. `capture` says how repeated layers were captured, or why in full."""
+    """The answer: see the module docstring. `capture` says how repeated layers were captured, or why in full.
+
+    A plan with a `pipeline` has its decisions in the plans of its stages.
+    """
 
     mesh: Mesh
     fingerprint: Fingerprint
@@ -160,6 +185,7 @@ class Plan:
     prediction: Prediction
     proof: Proof
     capture: str = ""
+    pipeline: Pipeline | None = None
 
     def node_choices(self) -> dict[str, Strategy]:
         """Strategy per node key, all instances expanded."""
@@ -233,6 +259,8 @@ class Plan:
 
 def _misfit(plan: Plan) -> str:
     """What in a plan of the right types cannot be: layouts or axes of another mesh, decisions about nothing."""
+    if plan.pipeline is not None:
+        return _misfit_of_stages(plan, plan.pipeline)
     num_axes = len(plan.mesh.axes)
     choices = [choice for e in plan.entries for choice in (*e.nodes, *e.recompute)]
     layouts = [x for c in choices for x in (*c.strategy.inputs, *c.strategy.outputs)]
@@ -252,6 +280,23 @@ def _misfit(plan: Plan) -> str:
     if not isinstance(plan.options.get("memory_bytes", 0), int) or plan.options.get("memory_bytes") is True:
         return f"its budget is {plan.options['memory_bytes']!r}"
     return "" if plan.entries and all(k.layouts for k in plan.kept) else "it holds no decisions, or keeps something in no layout"
+
+
+def _misfit_of_stages(plan: Plan, pipeline: Pipeline) -> str:
+    num = len(pipeline.stages)
+    sizes = {axis.name: axis.size for axis in plan.mesh.axes} | {"": 1}
+    if pipeline.axis not in sizes or not num or num % sizes[pipeline.axis]:
+        return f"{num} stages do not lie along axis {pipeline.axis!r} of mesh {plan.mesh}"
+    if {len(pipeline.positions), len(pipeline.modules)} != {num - 1} or len(pipeline.num_in_flight) != num or pipeline.num_microbatches < 1:
+        return "its pipeline's cuts are not one less than its stages"
+    mesh = plan.mesh.without(pipeline.axis) if pipeline.axis else plan.mesh
+    for stage in pipeline.stages:
+        if stage.mesh != mesh or stage.pipeline is not None:
+            return f"a stage is for mesh {stage.mesh}, not {mesh}"
+        wrong = _misfit(stage)
+        if wrong:
+            return wrong
+    return "" if not plan.entries else "it has decisions beside those of its stages"
 
 
 def _expand(entries: tuple[Entry, ...], which: str) -> Iterator[tuple[str, Strategy]]:
@@ -313,4 +358,12 @@ def _decode_plan(data: Mapping[str, Any]) -> Plan:
         prediction=Prediction(**prediction),
         proof=Proof(**{**data["proof"], "covers": tuple(data["proof"]["covers"])}),
         capture=str(data.get("capture", "")),
+        pipeline=_decode_pipeline(data.get("pipeline")),
     )
+
+
+def _decode_pipeline(data: Mapping[str, Any] | None) -> Pipeline | None:
+    if data is None:
+        return None
+    lists = {name: tuple(data[name]) for name in ("positions", "modules", "num_in_flight")}
+    return Pipeline(**{**data, **lists, "stages": tuple(map(_decode_plan, data["stages"]))})

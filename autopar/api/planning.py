@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware
+from autopar.api.tracing import batch_size, program_of, trace_part
 from autopar.capture import Trace, capture
-from autopar.constraints import Constraint
-from autopar.emit import emit
-from autopar.errors import PlanError
+from autopar.constraints import Constraint, Pipelined, check
+from autopar.errors import ConstraintError, InfeasibleError, PlanError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, make_plan
+from autopar.planning import Planned, PlanOptions, make_plan, make_staged_plan
 from autopar.plans import Plan
 from autopar.run.executor import Batch, Outputs
 from autopar.verification import Verification, verify_program
 
 log = logging.getLogger("autopar")
+_MOST_NUMBERS = 3  # of microbatches that are tried
 
 
 def plan_call(
@@ -37,7 +38,52 @@ def plan_call(
     profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or default_hardware())
     chosen = PlanOptions(**{**options, "constraints": tuple(options.get("constraints", ()))})
     trace = capture(model, args, kwargs)
-    return trace, make_plan(trace, as_mesh(mesh), profile, chosen, model_name=type(model).__name__)
+    name = type(model).__name__
+    wishes = [c for c in chosen.constraints if isinstance(c, Pipelined)]
+    if len(wishes) > 1:
+        raise ConstraintError(f"{wishes[0]} and {wishes[1]} both cut the model", remedy="pass one of them")
+    if not wishes and chosen.num_microbatches in (1, "auto"):
+        return trace, make_plan(trace, as_mesh(mesh), profile, chosen, model_name=name)
+    wish = wishes[0] if wishes else Pipelined("", None, "1f1b", None, independent=False)
+
+    def search(num: int) -> Planned:
+        part, how = trace_part(model, trace, args, kwargs, num, independent=wish.independent)
+        return make_staged_plan(trace, part, how, as_mesh(mesh), profile, chosen, wish, model_name=name)
+
+    return trace, _fastest(search, _numbers(wish, chosen, as_mesh(mesh), batch_size(args, kwargs)))
+
+
+def _numbers(wish: Pipelined, options: PlanOptions, mesh: Mesh, samples: int) -> list[int]:
+    """The numbers of microbatches to try: what is asked for; else divisors of the batch from the number of stages to 8 times that."""
+    asked = wish.microbatches or (options.num_microbatches if isinstance(options.num_microbatches, int) else None)
+    if asked is not None:
+        return [asked]
+    check(wish, mesh)
+    stages = mesh.shape[mesh.names.index(wish.axis)]
+    divisors = [n for n in range(1, samples + 1) if samples % n == 0]
+    return [n for n in divisors if stages <= n <= 8 * stages][:_MOST_NUMBERS] or [divisors[-1]]
+
+
+def _fastest(search: Callable[[int], Planned], numbers: Sequence[int]) -> Planned:
+    """The fastest plan over some numbers of microbatches.
+
+    Raises:
+        InfeasibleError: of the last number, where none has a plan that fits.
+    """
+    best: Planned | None = None
+    refusal: InfeasibleError | None = None
+    for num in numbers:
+        try:
+            found = search(num)
+        except InfeasibleError as error:
+            refusal = error
+            continue
+        if best is None or found.plan.prediction.step_s < best.plan.prediction.step_s:
+            best = found
+    if best is None:
+        assert refusal is not None, "there is a number to try"
+        raise refusal
+    return best
 
 
 def plan_model(
@@ -59,6 +105,7 @@ def plan(
     strict: bool = False,
     gap: float = 0.01,
     time_limit_s: float = 60.0,
+    num_microbatches: int | Literal["auto"] = "auto",
     batch: Batch = "global",
     outputs: Outputs = "dtensor",
 ) -> Plan:
@@ -73,6 +120,8 @@ def plan(
         constraints: what is forced (`autopar.constraints`).
         strict: refuse ops that run replicated for want of a rule.
         gap: relative distance between plan and proven bound at which the search stops; time_limit_s: a safety net.
+        num_microbatches: into how many microbatches the batch is cut, one after another; ``"auto"``: one, and in a pipeline
+            (`autopar.constraints.pipeline`) the planner's choice.
         batch, outputs: as in `compile`.
 
     Raises:
@@ -81,6 +130,7 @@ def plan(
     return plan_model(
         model, mesh, example_inputs=example_inputs, hardware=hardware, memory_bytes=memory_bytes, optimizer=optimizer,
         constraints=constraints, strict=strict, gap=gap, time_limit_s=time_limit_s, batch=batch, outputs=outputs,
+        num_microbatches=num_microbatches,
     )[1].plan  # fmt: skip
 
 
@@ -103,12 +153,13 @@ def check_fits(plan: Plan, trace: Trace, mesh: Mesh) -> None:
 
 
 def _model_differences(plan: Plan, trace: Trace) -> list[str]:
-    planned = {key.removesuffix("/parameter") for key in plan.node_choices() if key.endswith("/parameter")}
+    plans = plan.pipeline.stages if plan.pipeline else (plan,)
+    planned = {key.removesuffix("/parameter") for p in plans for key in p.node_choices() if key.endswith("/parameter")}
     here = {p.name for p in trace.parameters}
     lines = [f"parameter {name} is in the plan, not in the model" for name in sorted(planned - here)[:5]]
     lines += [f"parameter {name} is in the model, not in the plan" for name in sorted(here - planned)[:5]]
     nodes = {n.meta["key"] for n in trace.graph.nodes if n.op == "call_function"}
-    entries = {c.node.format(*i) for e in plan.entries if e.kind == "compute" for c in e.nodes for i in e.instances}
+    entries = {c.node.format(*i) for p in plans for e in p.entries if e.kind == "compute" for c in e.nodes for i in e.instances}
     lines += [f"op {key} is in the plan, not in the model" for key in sorted(entries - nodes)[:5]]
     lines += [f"op {key} is in the model, not in the plan" for key in sorted(nodes - entries)[:5]]
     return lines or ["model: names agree, but shapes, dtypes, the batch's shape or arguments of ops differ"]
@@ -131,4 +182,4 @@ def verify(
     args, kwargs = as_call(batch)
     trace = capture(model, args, kwargs)
     check_fits(plan, trace, plan.mesh)
-    return verify_program(trace, emit(trace, plan), model, args, kwargs, dtype=dtype, tolerance=tolerance)
+    return verify_program(trace, program_of(plan, model, trace, args, kwargs), model, args, kwargs, dtype=dtype, tolerance=tolerance)

@@ -1,7 +1,7 @@
 """What users force. Hard: a strategy that does not meet a constraint is not considered.
 
 `layout` forces layouts by module pattern. `ddp`, `fsdp`, `tensor_parallel` and `megatron` name whole plans of the field on some mesh
-axes, for any model; the axes that they leave stay the planner's.
+axes, for any model; the axes that they leave stay the planner's. `pipeline` cuts the model into stages along an axis.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from autopar.constraints.parallel import (
     parallelisms,
     tensor_parallel,
 )
+from autopar.constraints.pipelines import SCHEDULES, Pipelined, pipeline
 
 __all__ = [
     "KINDS",
+    "SCHEDULES",
     "Constraint",
     "LayoutConstraint",
     "Megatron",
     "Parallelism",
+    "Pipelined",
     "axes_of",
     "check",
     "ddp",
@@ -33,5 +36,6 @@ __all__ = [
     "layout",
     "megatron",
     "parallelisms",
+    "pipeline",
     "tensor_parallel",
 ]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autopar.constraints.layouts import LayoutConstraint, check_layouts
+from autopar.constraints.pipelines import Pipelined
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 
@@ -58,7 +59,7 @@ class Megatron:
         return f"megatron(tp={_text(self.tp)}, dp={_text(self.dp)}, zero={self.zero})"
 
 
-Constraint = LayoutConstraint | Parallelism | Megatron
+Constraint = LayoutConstraint | Parallelism | Megatron | Pipelined
 
 
 def ddp(axes: Axes | None = None) -> Parallelism:
@@ -149,6 +150,8 @@ def check(constraint: Constraint, mesh: Mesh) -> None:
     """
     if isinstance(constraint, LayoutConstraint):
         check_layouts(constraint, mesh)
+    elif isinstance(constraint, Pipelined):
+        mesh.without(constraint.axis)
     else:
         list(parallelisms([constraint], mesh))
 
@@ -161,7 +164,7 @@ def parallelisms(constraints: Iterable[Constraint], mesh: Mesh) -> Iterator[Para
     """
     claimed: dict[str, Parallelism] = {}
     for constraint in constraints:
-        if isinstance(constraint, LayoutConstraint):
+        if isinstance(constraint, LayoutConstraint | Pipelined):
             continue
         for plan in _parts(constraint, mesh) if isinstance(constraint, Megatron) else (constraint,):
             names = tuple(mesh.names[axis] for axis in axes_of(plan, mesh))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from autopar.constraints import Constraint
 from autopar.cost.price import OPTIMIZERS
@@ -27,6 +27,7 @@ class PlanOptions:
         strict: refuse plans that run a tensor op replicated because no rule is known.
         gap: relative distance of incumbent and bound at which the search stops. time_limit_s: a safety net per solve.
         solver: ``highs`` or ``cbc``.
+        num_microbatches: into how many microbatches a step's batch is cut, or ``"auto"``.
         batch, outputs: as in `autopar.compile`; they bear on the peak.
     """
 
@@ -37,6 +38,7 @@ class PlanOptions:
     gap: float = 0.01
     time_limit_s: float = 60.0
     solver: str = "highs"
+    num_microbatches: int | Literal["auto"] = "auto"
     batch: Batch = "global"
     outputs: Outputs = "dtensor"
 
@@ -45,6 +47,9 @@ class PlanOptions:
             raise AutoparError(f"optimizer {self.optimizer!r} is not known", remedy=f"pass one of {', '.join(OPTIMIZERS)}")
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise AutoparError(f"memory_bytes={self.memory_bytes} is no budget", remedy="pass bytes per device, for example 80 * 2**30")
+        if self.num_microbatches != "auto" and not (isinstance(self.num_microbatches, int) and self.num_microbatches >= 1):
+            what = f"num_microbatches={self.num_microbatches!r} is no number of microbatches"
+            raise AutoparError(what, remedy='pass a number from 1, or "auto"')
         if not 0 <= self.gap < 1:
             raise AutoparError(f"gap={self.gap} is no relative gap", remedy="pass a number from 0 to below 1, for example 0.01")
         if self.solver not in SOLVERS:
@@ -65,6 +70,7 @@ class PlanOptions:
             "constraints": [c.to_json() for c in self.constraints],
             "strict": self.strict,
             "gap": self.gap,
+            "num_microbatches": self.num_microbatches,
             "batch": self.batch,
             "outputs": self.outputs,
         }

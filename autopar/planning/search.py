@@ -25,7 +25,7 @@ from autopar.planning.runner_up import runner_ups
 from autopar.plans import Fingerprint, Plan
 from autopar.problem import Choices, Moment, Problem
 from autopar.run.memory import node_peaks, trace_peak
-from autopar.run.program import Program
+from autopar.run.program import Program, StagedProgram
 from autopar.solve import REMEDY, Least, choices_or_least, evaluate
 from autopar.strategies import classes_of, resolve
 from autopar.version import VERSION
@@ -40,8 +40,13 @@ class Planned:
     """A plan, the program it is emitted into, and how long each phase took (seconds by name)."""
 
     plan: Plan
-    program: Program
+    program: Program | StagedProgram
     seconds: dict[str, float]
+
+    def stage_program(self) -> Program:
+        """The program of a plan without a pipeline."""
+        assert isinstance(self.program, Program), "this plan has stages, each with a program of its own"
+        return self.program
 
 
 def make_plan(
@@ -53,7 +58,7 @@ def make_plan(
         ConstraintError: where a constraint matches nothing or no strategy meets it.
         InfeasibleError: where nothing fits the memory; says what would.
     """
-    clock = _Clock(progress)
+    clock = Clock(progress)
     for constraint in options.constraints:
         check(constraint, mesh)
     with clock.phase("enumerate"):
@@ -63,19 +68,25 @@ def make_plan(
         budget = options.budget(profile)
         priced = price(trace, classes, mesh, profile, budget_bytes=budget, optimizer=options.optimizer, forced=forced)
     mark = fingerprint(trace, model_name, profile.name, profile.hash, VERSION)
-    job = _Job(trace, mesh, priced, Liveness(trace, priced), options, clock, mark, options.to_json(profile), budget)
-    return _finished(job.best_tried(), clock, options)
+    job = Job(trace, mesh, priced, Liveness(trace, priced), options, clock, mark, options.to_json(profile), budget)
+    return finished(job.best_tried(), clock, options)
 
 
 @dataclass(frozen=True, slots=True)
-class _Tried:
-    """A plan that was emitted: its peak, optimizer's state included, and the bound that holds for all plans."""
+class Tried:
+    """A plan that was emitted, and the bound that holds for all plans.
+
+    Attributes:
+        peak_bytes: its peak, `beside_bytes` included. beside_bytes: what is held beside the run of one microbatch: the optimizer's
+            state, what other microbatches in flight keep, the gradients' sum so far.
+    """
 
     draft: Draft
     plan: Plan
     program: Program
     peak_bytes: int
     bound_s: float
+    beside_bytes: int
 
     @property
     def time_s(self) -> float:
@@ -87,7 +98,7 @@ class _Tried:
 
 
 @dataclass
-class _Job:
+class Job:
     """The rounds of one search: solve, emit, look at the memory, learn moments."""
 
     trace: Trace
@@ -95,20 +106,21 @@ class _Job:
     priced: Priced
     liveness: Liveness
     options: PlanOptions
-    clock: _Clock
+    clock: Clock
     mark: Fingerprint
     recorded: Mapping[str, object]
     budget: int
+    other_bytes: int = 0  # of the batch's other microbatches
     moments: dict[str, Moment] = field(default_factory=dict)
     bound_s: float = 0.0
 
-    def best_tried(self) -> _Tried:
+    def best_tried(self) -> Tried:
         """The best plan that fits.
 
         Raises:
             InfeasibleError: where none was found.
         """
-        best: _Tried | None = None
+        best: Tried | None = None
         certain, smallest = self.liveness.certain(), 0
         for _ in range(_ROUNDS):
             with self.clock.phase("solve"):
@@ -132,7 +144,7 @@ class _Job:
             raise _refusal(self.budget, found, smallest)
         return best
 
-    def _try(self, choices: Choices) -> _Tried:
+    def _try(self, choices: Choices) -> Tried:
         with self.clock.phase("assemble"):
             evaluation = evaluate(self.priced.problem, choices.strategies, choices.recomputed, choices.kept)
             draft = Draft(self.trace, self.mesh, self.priced, choices, evaluation, {})
@@ -140,14 +152,17 @@ class _Job:
         with self.clock.phase("emit"):
             program = emit(self.trace, plan)
         with self.clock.phase("memory"):
-            peak = trace_peak(program, batch=self.options.batch, outputs=self.options.outputs).peak_bytes
-        return _Tried(draft, plan, program, peak + plan.prediction.memory_bytes["optimizer"], self.bound_s)
+            peak = trace_peak(program, batch=self.options.batch, outputs=self.options.outputs)
+        problem = self.priced.problem
+        beside = self.other_bytes + plan.prediction.memory_bytes["optimizer"] + (problem.num_in_flight - 1) * peak.saved_bytes
+        beside += plan.prediction.memory_bytes["gradients"] if problem.accumulates else 0
+        return Tried(draft, plan, program, peak.peak_bytes + beside, self.bound_s, beside)
 
-    def _learn(self, tried: _Tried) -> None:
+    def _learn(self, tried: Tried) -> None:
         """Moments at which the plan is over the budget, and those known before as they were in it."""
         with self.clock.phase("memory"):
             peaks = node_peaks(tried.program, batch=self.options.batch, outputs=self.options.outputs)
-            seen = by_trace_node(self.liveness, peaks, tried.plan.prediction.memory_bytes["optimizer"])
+            seen = by_trace_node(self.liveness, peaks, tried.beside_bytes)
             wanted = dict.fromkeys([*self.moments, *over_budget(self.liveness, seen, self.budget)])
             self.moments = explained(self.liveness, tried.draft.choices, seen, wanted)
 
@@ -166,7 +181,7 @@ def _refusal(budget: int, last: Choices | Least, smallest: int) -> InfeasibleErr
     return InfeasibleError(f"no plan fits into {size_text(budget)} per device: {needed}", remedy=REMEDY)
 
 
-def _finished(tried: _Tried, clock: _Clock, options: PlanOptions) -> Planned:
+def finished(tried: Tried, clock: Clock, options: PlanOptions) -> Planned:
     draft, plan, program, peak = tried.draft, tried.plan, tried.program, tried.peak_bytes
     priced, choices, evaluation = draft.priced, draft.choices, draft.evaluation
     with clock.phase("explain"):
@@ -182,7 +197,7 @@ def _finished(tried: _Tried, clock: _Clock, options: PlanOptions) -> Planned:
     return Planned(plan, replace(program, plan_hash=plan.hash), clock.seconds)
 
 
-class _Clock:
+class Clock:
     """Seconds by phase; tells `progress` what is going on."""
 
     def __init__(self, progress: Progress) -> None:
@@ -191,7 +206,7 @@ class _Clock:
         self._name = ""
         self._start = 0.0
 
-    def phase(self, name: str) -> _Clock:
+    def phase(self, name: str) -> Clock:
         self._name = name
         return self
 

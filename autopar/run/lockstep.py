@@ -84,31 +84,31 @@ def run_lockstep(
     values = [parameters[t.name] for t in program.parameters] + [buffers[t.name] for t in program.buffers]
     values += [by_path[t.name] for t in program.inputs]
     borders = (*program.parameters, *program.buffers, *program.inputs)
-    operands = [split(_promote(x, dtype), t.layout, program.mesh, t.view) for x, t in zip(values, borders, strict=True)]
-    run = _Run(program.mesh, dtype, observe)
+    operands = [split(promote(x, dtype), t.layout, program.mesh, t.view) for x, t in zip(values, borders, strict=True)]
+    run = Ranks(program.mesh, dtype, observe)
     with torch.no_grad():
         results = run(program.forward, "forward", operands)
         mutated = [t for name in program.mutated for t in program.buffers if t.name == name]
         first, last = len(program.outputs), len(program.outputs) + len(mutated)
-        outputs = _joined(program.forward, results[:first], program.outputs, program.mesh, tolerance)
-        new_buffers = _joined(program.forward, results[first:last], mutated, program.mesh, tolerance, first)
+        outputs = joined(program.forward, results[:first], program.outputs, program.mesh, tolerance)
+        new_buffers = joined(program.forward, results[first:last], mutated, program.mesh, tolerance, first)
         trained = [t for t in program.parameters if t.has_gradient]
         gradients: dict[str, Tensor] = {}
         if trained:
             saved = results[len(results) - program.num_saved :]
             del results, operands
             saved.append(_tangents(program, tangent, dtype))
-            gradients = _joined(program.backward, run(program.backward, "backward", saved), trained, program.mesh, tolerance)
+            gradients = joined(program.backward, run(program.backward, "backward", saved), trained, program.mesh, tolerance)
     return Lockstep(outputs, gradients, new_buffers, tuple(run.records))
 
 
 def _tangents(program: Program, tangent: float, dtype: torch.dtype | None) -> list[Tensor]:
     loss = next(t for t in program.outputs if t.is_loss)
-    one = _promote(torch.full(loss.shape, tangent, dtype=loss.dtype), dtype)
+    one = promote(torch.full(loss.shape, tangent, dtype=loss.dtype), dtype)
     return [one] * program.mesh.num_devices
 
 
-def _joined(
+def joined(
     graph_module: fx.GraphModule,
     results: Sequence[list[Any]],
     borders: Sequence[ProgramTensor],
@@ -118,14 +118,14 @@ def _joined(
 ) -> dict[str, Tensor]:
     """The named full tensors; an error names the node that made the result."""
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
-    joined = {}
+    found = {}
     for index, (border, locals) in enumerate(zip(borders, results, strict=True)):
         try:
-            joined[border.name] = join(locals, border.layout, mesh, border.shape, _tolerance(locals[0], tolerance))
+            found[border.name] = join(locals, border.layout, mesh, border.shape, _tolerance(locals[0], tolerance))
         except (AutoparError, RuntimeError) as error:
             node = output.args[0][index + offset]
             raise VerificationError(f"{border.name!r} cannot be joined from {node_name(node)}: {error}", where=where_of(node)) from error
-    return joined
+    return found
 
 
 def _tolerance(x: Tensor, tolerance: float | None) -> float:
@@ -134,7 +134,7 @@ def _tolerance(x: Tensor, tolerance: float | None) -> float:
     return {torch.float64: 1e-11, torch.float32: 1e-5}.get(x.dtype, 1e-2)
 
 
-def _promote(value: Any, dtype: torch.dtype | None) -> Any:
+def promote(value: Any, dtype: torch.dtype | None) -> Any:
     if dtype is not None and isinstance(value, Tensor) and value.is_floating_point():
         return value.to(dtype)
     return value
@@ -151,7 +151,7 @@ def node_name(node: fx.Node) -> str:
     return str(node.meta.get("key") or node.name)
 
 
-class _Run:
+class Ranks:
     """Runs graphs over lists of ranks and records their communication steps."""
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype | None, observe: Observer | None) -> None:
@@ -179,7 +179,7 @@ class _Run:
     def _run_node(self, graph_module: fx.GraphModule, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
         try:
             if node.op == "get_attr":
-                constant = _promote(_attribute(graph_module, node), self.dtype)
+                constant = promote(_attribute(graph_module, node), self.dtype)
                 return [constant for _ in self.ranks]
             if node.target in _KINDS:
                 return self._run_step(phase, node, env)
@@ -201,7 +201,7 @@ class _Run:
             key = tuple(id(env[operand][rank]) for operand in operands)
             if key not in results:
                 here = fx.node.map_arg((args, kwargs), partial(_of_rank, env, rank))
-                results[key] = tree_map(lambda x: _promote(x, self.dtype), target(*here[0], **here[1]))
+                results[key] = tree_map(lambda x: promote(x, self.dtype), target(*here[0], **here[1]))
             by_rank.append(results[key])
         return by_rank
 

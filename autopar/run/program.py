@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.trace import Trace
+from autopar.errors import RuntimeStateError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 
@@ -76,3 +78,81 @@ class Program:
     collectives: tuple[tuple[str, str, Any], ...]
     plan_hash: str = ""
     settings: Mapping[int, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """How a batch is worked through (`autopar.analysis.microbatches` infers it and says why it is so).
+
+    Attributes:
+        num: how many. inputs: path of each input that is cut → the dim it is cut along.
+        outputs: path → what a microbatch's output is of the batch's: (``whole`` | ``split`` | ``sum`` | ``mean`` | ``count``, dim).
+        loss: path of the loss.
+        count: from the inputs `count_inputs` of a microbatch, whole, to the weight of its loss; None where all weigh alike.
+    """
+
+    num: int
+    inputs: Mapping[str, int]
+    outputs: Mapping[str, tuple[str, int]]
+    loss: str
+    count: fx.GraphModule | None = None
+    count_inputs: tuple[str, ...] = ()
+
+    def split(self, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """The inputs of each microbatch.
+
+        Raises:
+            RuntimeStateError: where a batch does not divide.
+        """
+        parts: list[dict[str, torch.Tensor]] = [dict(inputs) for _ in range(self.num)]
+        for path, dim in self.inputs.items():
+            whole = inputs[path]
+            if whole.shape[dim] % self.num:
+                what = f"input {path!r} has {whole.shape[dim]} samples, which are not {self.num} equal microbatches"
+                raise RuntimeStateError(what, remedy="pass batches of the size that was planned")
+            for part, value in zip(parts, whole.chunk(self.num, dim), strict=True):
+                part[path] = value
+        return parts
+
+    def weights(self, parts: list[dict[str, torch.Tensor]]) -> list[float]:
+        """The weight of each microbatch's loss; 0 for one that has nothing to count."""
+        kind, _ = self.outputs[self.loss]
+        if self.count is None:
+            return [1.0 if kind == "sum" else 1.0 / self.num] * self.num
+        with torch.no_grad():
+            counts = [float(self.count(*(part[path] for path in self.count_inputs))) for part in parts]
+        total = sum(counts)
+        return [count / total if total else 1.0 / self.num for count in counts]
+
+    def join(self, path: str, parts: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+        """The batch's output from the microbatches'. A term of weight 0 may be no number."""
+        kind, dim = self.outputs[path]
+        if kind == "split":
+            return torch.cat(parts, dim)
+        if kind == "whole":
+            return parts[-1]
+        share = weights if kind == "count" else [1.0 if kind == "sum" else 1.0 / self.num] * self.num
+        terms = [part * weight for part, weight in zip(parts, share, strict=True) if weight]
+        return torch.stack(terms).sum(0) if terms else parts[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedProgram:
+    """The programs of all stages of a pipeline, or of the one stage that is run once per microbatch.
+
+    Attributes:
+        mesh: the whole mesh. axis: name of the axis along which the stages lie, ``""`` for one stage on the whole mesh.
+        trace: of one microbatch, without stages.
+        stages: one program per stage, on the mesh without the axis; equal names cross between neighbours.
+        schedule: name of the schedule in torch.distributed.pipelining.
+        shared: parameter name → the stages that hold it; the sum of their gradients is the gradient.
+    """
+
+    mesh: Mesh
+    axis: str
+    trace: Trace
+    stages: tuple[Program, ...]
+    microbatches: Microbatches
+    schedule: str
+    shared: Mapping[str, tuple[int, ...]]
+    plan_hash: str = ""

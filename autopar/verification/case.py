@@ -20,12 +20,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar import random_ops
 from autopar.capture import Trace
-from autopar.capture._torch import flatten_call, flatten_with_paths
+from autopar.capture._torch import flatten_call, flatten_with_paths, unflatten
 from autopar.capture._transformers import without_caches
 from autopar.capture.execute import execute
 from autopar.errors import VerificationError
 from autopar.run.lockstep import Lockstep, Observer, run_lockstep
-from autopar.run.program import Program
+from autopar.run.lockstep_staged import run_staged
+from autopar.run.program import Program, StagedProgram
 from autopar.verification.comparison import Results
 from autopar.verification.drawing import PositionalDraws
 
@@ -47,7 +48,7 @@ class Case:
     """
 
     trace: Trace
-    program: Program
+    program: Program | StagedProgram
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -59,7 +60,12 @@ class Case:
 
     @staticmethod
     def of(
-        trace: Trace, program: Program, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype | None
+        trace: Trace,
+        program: Program | StagedProgram,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        dtype: torch.dtype | None,
     ) -> Case:
         """Raises `VerificationError` where a tensor has no values."""
         leaves = dict(flatten_call(args, dict(kwargs))[0])
@@ -85,7 +91,15 @@ class Case:
         """The loss' output path."""
         return next(o.path for o in self.trace.outputs if o.is_loss)
 
+    @property
+    def num_draws_apart(self) -> int:
+        """Into how many microbatches the batch is cut, each with random numbers of its own; 1 where nothing is drawn."""
+        return self.program.microbatches.num if isinstance(self.program, StagedProgram) and self.num_draws else 1
+
     def run_program(self, observe: Observer | None = None) -> Lockstep:
+        if isinstance(self.program, StagedProgram):
+            by_path = {i.path: x for i, x in zip(self.trace.inputs, self.inputs, strict=True)}
+            return run_staged(self.program, self.tensors, self.tensors, by_path, dtype=self.dtype, observe=observe)
         return run_lockstep(self.program, self.tensors, self.tensors, self.inputs, dtype=self.dtype, observe=observe)
 
     def run_traced(self, observe: Callable[[fx.Node, Any], None] | None = None) -> Results:
@@ -93,12 +107,34 @@ class Case:
         return Results({o.path: x for o, x in zip(self.trace.outputs, outputs, strict=True)}, buffers, gradients)
 
     def run_plain(self) -> tuple[Results, dict[str, torch.dtype]]:
-        """The plain model's step, and the ops that it computes in a smaller dtype than `computed`, each with that dtype."""
+        """The plain model's step, and the ops that it computes in a smaller dtype than `computed`, each with that dtype.
+
+        Where microbatches draw random numbers, the plain model is run on each, with the numbers that it draws.
+        """
+        if self.num_draws_apart == 1:
+            return self._run_plain(self.args, self.kwargs, self.tensors[random_ops.STATE])
+        assert isinstance(self.program, StagedProgram), "only programs with stages have microbatches"
+        leaves, spec = flatten_call(self.args, dict(self.kwargs))
+        how, found = self.program.microbatches, dict[str, torch.dtype]()
+        parts = how.split({path: x for path, x in leaves if isinstance(x, Tensor)})
+        weights = how.weights(parts)
+        steps: list[Results] = []
+        for number, part in enumerate(parts):
+            args, kwargs = unflatten([part.get(path, leaf) for path, leaf in leaves], spec)
+            step, lower = self._run_plain(args, kwargs, self.tensors[random_ops.STATE] + number)
+            found |= lower
+            steps.append(step)
+        outputs = {path: how.join(path, [step.outputs[path] for step in steps], weights) for path in steps[0].outputs}
+        pairs = [(step, weight) for step, weight in zip(steps, weights, strict=True) if weight]
+        gradients = {name: torch.stack([step.gradients[name] * weight for step, weight in pairs]).sum(0) for name in steps[0].gradients}
+        return Results(outputs, steps[-1].buffers, gradients), found
+
+    def _run_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Tensor) -> tuple[Results, dict[str, torch.dtype]]:
         plain = copy.deepcopy(self.model)._apply(self._promoted)  # Module.to would make complex buffers real
         plain.zero_grad(set_to_none=True)
         watch = _LowerDtypes(self.computed)
-        args, kwargs = tree_map(self._promoted, (self.args, dict(self.kwargs)))
-        draws = PositionalDraws(self.tensors[random_ops.STATE])
+        args, kwargs = tree_map(self._promoted, (args, dict(kwargs)))
+        draws = PositionalDraws(state)
         with without_caches(plain), torch.enable_grad(), self._refused_by_kernels():
             with draws if self.num_draws else nullcontext(), watch:  # the draws themselves are not watched
                 returned = plain(*args, **kwargs)

@@ -20,7 +20,7 @@ from torch import nn
 from autopar.capture import Trace
 from autopar.errors import VerificationError
 from autopar.run.lockstep import Lockstep
-from autopar.run.program import Program
+from autopar.run.program import Program, StagedProgram
 from autopar.verification.case import Case, PlainModelError
 from autopar.verification.comparison import Results, compare, floor_share_of, floor_share_with, tolerance_of, tolerance_with
 from autopar.verification.diagnosis import diagnose
@@ -29,7 +29,7 @@ from autopar.verification.report import Verification
 
 def verify_program(
     trace: Trace,
-    program: Program,
+    program: Program | StagedProgram,
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -93,7 +93,7 @@ def _judge(case: Case, ran: Lockstep, plain: Results, lower: Mapping[str, torch.
     limit = tolerance if tolerance is not None else max(strict, tolerance_with(lower.values()))
     share = floor_share_of(case.computed)
     errors = compare(ours, plain, max(share, floor_share_with(lower.values())))
-    traced = compare(ours, case.run_traced(), share).worst if lower else None
+    traced = compare(ours, case.run_traced(), share).worst if lower and case.num_draws_apart == 1 else None
     return Verification(
         ok=errors.worst <= limit and (traced is None or traced <= strict),
         tolerance=limit,

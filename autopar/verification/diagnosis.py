@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
+from autopar.capture import Trace
+from autopar.capture.execute import execute
 from autopar.errors import LayoutError, VerificationError
 from autopar.layout import Layout
 from autopar.rules import where_of
 from autopar.run.lockstep import node_name
+from autopar.run.program import StagedProgram
 from autopar.run.splitting import join
 from autopar.verification.case import Case
 from autopar.verification.comparison import floor_share_of, magnitude, relative_error, tolerance_of
@@ -27,17 +31,24 @@ def diagnose(case: Case, summary: str) -> None:
     def remember(node: fx.Node, value: Any) -> None:
         values[node.name] = tuple(value) if isinstance(value, tuple | list) else (value,)
 
-    case.run_traced(remember)
-    floors = _floors(case, values)
+    trace = _run_reference(case, remember)
+    floors = _floors(trace, values, case.computed)
     limit = tolerance_of(case.computed)
+    mesh = case.program.stages[0].mesh if isinstance(case.program, StagedProgram) else case.program.mesh
+    seen: set[fx.Node] = set()
 
     def check(phase: str, node: fx.Node, locals: list[Any]) -> None:
+        if node in seen:  # in a later microbatch
+            return
+        seen.add(node)
         if node.op == "placeholder" or "holds" not in node.meta or not isinstance(locals[0], Tensor) or "empty" in str(node.target):
             return  # an empty tensor holds anything
         (name, result), layout = node.meta["holds"]
+        if name not in values:  # a part of a gradient that stages share
+            return
         reference = values[name][result]
         try:
-            error = relative_error(join(locals, layout, case.program.mesh, reference.shape, limit), reference, floors[name])
+            error = relative_error(join(locals, layout, mesh, reference.shape, limit), reference, floors[name])
             told = f"its relative error is {error:.2e}"
         except (VerificationError, LayoutError, RuntimeError) as failure:
             error, told = float("inf"), str(failure)
@@ -50,14 +61,27 @@ def diagnose(case: Case, summary: str) -> None:
 _REMEDY = "if the program was changed by hand, look at this node and at what it reads; if not, report the model"
 
 
-def _floors(case: Case, values: dict[str, tuple[Any, ...]]) -> dict[str, float]:
+def _run_reference(case: Case, remember: Callable[[fx.Node, Any], None]) -> Trace:
+    """Run the traced graph, of the first microbatch where there are several; the graph that was run."""
+    if not isinstance(case.program, StagedProgram):
+        case.run_traced(remember)
+        return case.trace
+    how, part = case.program.microbatches, case.program.trace
+    parts = how.split({i.path: x for i, x in zip(case.trace.inputs, case.inputs, strict=True)})
+    tangent = torch.tensor(how.weights(parts)[0], dtype=case.computed)
+    inputs = [parts[0][i.path] for i in part.inputs]
+    execute(part, case.tensors, case.tensors, inputs, tangent, dtype=case.dtype, observe=remember)
+    return part
+
+
+def _floors(trace: Trace, values: dict[str, tuple[Any, ...]], dtype: torch.dtype) -> dict[str, float]:
     """What cancels is only as precise as what went in: a share of the largest magnitude that a node reads."""
 
     def largest(parts: Iterable[Any]) -> float:
         return max((magnitude(part) for part in parts if isinstance(part, Tensor)), default=0.0)
 
-    sizes, share = {name: largest(parts) for name, parts in values.items()}, floor_share_of(case.computed)
-    nodes = [node for node in case.trace.graph.nodes if node.op != "output"]
+    sizes, share = {name: largest(parts) for name, parts in values.items()}, floor_share_of(dtype)
+    nodes = [node for node in trace.graph.nodes if node.op != "output"]
     return {node.name: share * max((sizes[n.name] for n in node.all_input_nodes), default=0.0) for node in nodes}
 
 

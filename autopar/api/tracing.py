@@ -1,0 +1,77 @@
+"""Tracing for plans with microbatches: the batch, one microbatch of it, and how the one makes the other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from autopar.analysis.microbatches import Microbatching, microbatching
+from autopar.capture import Trace, capture
+from autopar.emit import emit, emit_staged
+from autopar.errors import ConstraintError
+from autopar.plans import Plan
+from autopar.run.program import Program, StagedProgram
+from autopar.stages import Cut, cut
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Samples in a call's batch: the first dim that most tensors have.
+
+    Raises:
+        ConstraintError: where no tensor has a dim.
+    """
+    sizes = Counter(leaf.shape[0] for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor) and leaf.ndim)
+    if not sizes:
+        raise ConstraintError("no input has a batch dim to cut into microbatches", remedy="pass num_microbatches=1")
+    return max(sizes, key=lambda size: (sizes[size], size))
+
+
+def microbatch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int) -> Call:
+    """The call on the first of `num` microbatches.
+
+    Raises:
+        ConstraintError: where the batch does not divide.
+    """
+    size = batch_size(args, kwargs)
+    if size % num:
+        raise ConstraintError(
+            f"a batch of {size} samples is not {num} equal microbatches",
+            remedy=f"pass a number that divides {size}, or another batch",
+        )
+
+    def first(leaf: Any) -> Any:
+        return leaf[: size // num] if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size else leaf
+
+    return tree_map(first, args), tree_map(first, dict(kwargs))
+
+
+def trace_part(
+    model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int, *, independent: bool = False
+) -> tuple[Trace, Microbatching]:
+    """The trace of one microbatch, and how `num` of them make the batch.
+
+    Raises:
+        ConstraintError: where the batch does not divide, or samples depend on each other.
+    """
+    part = capture(model, *microbatch_of(args, kwargs, num))
+    return part, microbatching(whole, part, num, independent=independent)
+
+
+def program_of(plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program | StagedProgram:
+    """What a plan is emitted into; `whole` is the trace of the call.
+
+    Raises:
+        PlanError, EmissionError: where the plan does not fit the model.
+    """
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return emit(whole, plan)
+    part, how = trace_part(model, whole, args, kwargs, pipeline.num_microbatches, independent=pipeline.independent)
+    made = cut(part, pipeline.positions) if pipeline.positions else Cut((part,), (), {})
+    return emit_staged(part, made, how, plan)

@@ -1,0 +1,54 @@
+"""`pipeline`: stages along a mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import ConstraintError
+
+SCHEDULES = ("1f1b", "gpipe")
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelined:
+    """Stages along an axis; see `pipeline`."""
+
+    axis: str
+    microbatches: int | None
+    schedule: str
+    cuts: tuple[str, ...] | None
+    independent: bool
+
+    def to_json(self) -> dict[str, Any]:
+        cuts = None if self.cuts is None else list(self.cuts)
+        words = {"axis": self.axis, "microbatches": self.microbatches, "schedule": self.schedule, "cuts": cuts}
+        return {"plan": "pipeline", **words, "independent": self.independent}
+
+    def __str__(self) -> str:
+        return f"pipeline({self.axis!r}, microbatches={self.microbatches}, schedule={self.schedule!r})"
+
+
+def pipeline(
+    axis: str, *, microbatches: int | None = None, schedule: str = "1f1b", cuts: Sequence[str] | None = None, independent: bool = False
+) -> Pipelined:
+    """Cut the model into as many stages as `axis` has devices, which work on different microbatches at the same time.
+
+    Args:
+        axis: name of a mesh axis; the others shard what each stage computes.
+        microbatches: into how many the batch is cut; by default the planner's choice.
+        schedule: ``"1f1b"`` (Narayanan et al., "PipeDream", 2019, as Megatron-LM runs it: as many microbatches in flight as there are
+            stages from here to the last), or ``"gpipe"`` (Huang et al., 2019: all in flight).
+        cuts: module paths with which the later stages begin, ``["model.layers.8"]``; by default the planner's choice.
+        independent: a promise that no sample depends on another, where the planner cannot see it (tokens sorted by expert).
+
+    Raises:
+        ConstraintError: on another schedule or no number. When a model is planned: where the axis is not in the mesh, the batch does
+            not divide, samples depend on each other, or the model cannot be cut there; naming the op that refuses.
+    """
+    if schedule not in SCHEDULES:
+        raise ConstraintError(f"schedule {schedule!r} is not known", remedy=f"pass one of {', '.join(SCHEDULES)}")
+    if microbatches is not None and microbatches < 1:
+        raise ConstraintError(f"microbatches={microbatches} is no number of microbatches", remedy="pass a number from 1")
+    return Pipelined(axis, microbatches, schedule, None if cuts is None else tuple(cuts), independent)

@@ -1,0 +1,55 @@
+"""`emit_staged`: a plan with a pipeline into the programs of its stages."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopar.analysis.microbatches import Microbatching
+from autopar.capture.trace import Trace
+from autopar.emit.build import emit
+from autopar.errors import EmissionError
+from autopar.plans import Plan
+from autopar.run.program import Microbatches, StagedProgram
+from autopar.stages import Cut
+
+
+def emit_staged(part: Trace, cut: Cut, how: Microbatching, plan: Plan) -> StagedProgram:
+    """Turn a plan with a pipeline into one program per stage.
+
+    Args:
+        part: the trace of one microbatch. cut: the same in stages. how: how microbatches make the batch.
+
+    Raises:
+        PlanError, EmissionError: as `emit`; where neighbours do not agree on the layout in which something crosses.
+    """
+    pipeline = plan.pipeline
+    assert pipeline is not None, "the plan has stages"
+    programs = tuple(emit(stage, staged) for stage, staged in zip(cut.stages, pipeline.stages, strict=True))
+    for number in range(len(programs) - 1):
+        leaving = {t.name: t.layout for t in programs[number].outputs if t.crosses}
+        arriving = {t.name: t.layout for t in programs[number + 1].inputs if t.crosses}
+        for name in sorted(leaving.keys() | arriving.keys()):
+            if leaving.get(name) != arriving.get(name):
+                what = f"{name} leaves stage {number} as {leaving.get(name)} and arrives at the next as {arriving.get(name)}"
+                raise EmissionError(what, remedy="plan again; the file was changed by hand or belongs to another version")
+    outputs = {path: (label.kind, label.dim) for path, label in how.outputs.items()}
+    loss = next(o.path for o in part.outputs if o.is_loss)
+    count, paths = _count(part, how.count) if how.count else (None, ())
+    microbatches = Microbatches(how.num, how.inputs, outputs, loss, count, paths)
+    return StagedProgram(plan.mesh, pipeline.axis, part, programs, microbatches, pipeline.schedule, cut.shared, plan.hash)
+
+
+def _count(part: Trace, name: str) -> tuple[fx.GraphModule, tuple[str, ...]]:
+    """The graph from a microbatch's inputs to the node that weighs its loss, and the paths of these inputs."""
+    wanted = {name}
+    for node in reversed(part.graph.nodes):
+        if node.name in wanted:
+            wanted |= {operand.name for operand in node.all_input_nodes}
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    inputs = {i.node: i.path for i in part.inputs}
+    for node in part.graph.nodes:
+        if node.name in wanted:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(env[part.node(name)])
+    paths = tuple(inputs[node.name] for node in part.graph.nodes if node.op == "placeholder" and node.name in wanted)
+    return fx.GraphModule({}, graph), paths

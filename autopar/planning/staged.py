@@ -1,0 +1,278 @@
+"""The search over pipelines: a microbatch's trace, cut into stages, each planned as a whole model is.
+
+1. The model is planned once without stages on the mesh that is left, with memory as if there were no limit. That says what each part
+   costs and in which layout values cross most cheaply, and its bound is one for all cuts: V seconds a microbatch over all stages
+   are at least V/S for the slowest, and so a step of M microbatches takes at least V + (M − 1)·V/S.
+2. Cuts that balance the parts (`autopar.planning.units`); then each stage's own problem, with its microbatches in flight. Stages that
+   are alike are solved once.
+3. With what the stages really take, parts are weighed anew and cut again, as long as that is faster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.analysis.microbatches import Microbatching
+from autopar.capture.trace import Trace
+from autopar.constraints import Pipelined, check
+from autopar.cost.moments import Liveness
+from autopar.cost.price import Crossing, Priced, price
+from autopar.emit import emit_staged
+from autopar.errors import ConstraintError, InfeasibleError
+from autopar.hardware import HardwareProfile
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.planning.assembly import fingerprint
+from autopar.planning.options import PlanOptions
+from autopar.planning.schedules import num_in_flight, step_time
+from autopar.planning.search import Clock, Job, Planned, Progress, finished
+from autopar.planning.units import Unit, balanced, units_of, usable_points
+from autopar.plans import Fingerprint, Pipeline, Plan, Prediction, Proof
+from autopar.problem import Choices
+from autopar.solve import Evaluation, evaluate, solve
+from autopar.stages import Cut, CutPoint, cut
+from autopar.stages.placing import Placing
+from autopar.strategies import Forced, classes_of, resolve
+from autopar.version import VERSION
+
+_ROUNDS = 3  # of cutting anew
+_NO_LIMIT = 2**60
+COVERS = (
+    "every cut between layers, for this axis, number of microbatches and schedule; memory counts for each stage's plan, not for the bound",
+    "per stage, every layout of every op, storage of every parameter, recomputation and kept versions (see the stages' proofs)",
+    "(M − 1) · max τ + Σ τ for times τ of a microbatch, forward and backward, per stage; the optimizer shared among microbatches",
+    "equal nodes of repeated layers take one decision in a stage; the bound takes one for all stages",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """The plan of one microbatch without stages and without a limit of memory."""
+
+    priced: Priced
+    choices: Choices
+    evaluation: Evaluation
+    points: tuple[CutPoint, ...]
+    placing: Placing
+    units: tuple[Unit, ...]
+
+
+@dataclass
+class StagedSearch:
+    """The search for one axis and one number of microbatches.
+
+    Attributes:
+        part: the trace of one microbatch. how: how microbatches make the batch. batch_bytes: of the whole batch.
+    """
+
+    part: Trace
+    how: Microbatching
+    batch_bytes: int
+    mesh: Mesh
+    profile: HardwareProfile
+    options: PlanOptions
+    wish: Pipelined
+    model_name: str
+    model_fingerprint: str
+    clock: Clock
+    left: Mesh = field(init=False)
+    num_stages: int = field(init=False)
+    forced: Forced = field(init=False)
+    crossing: Crossing = field(init=False)
+    known: dict[object, Planned] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.left = self.mesh.without(self.wish.axis) if self.wish.axis else self.mesh
+        self.num_stages = self.mesh.shape[self.mesh.names.index(self.wish.axis)] if self.wish.axis else 1
+        self.forced = resolve(self.part, [c for c in self.options.constraints if not isinstance(c, Pipelined)], self.left)
+        link = self.profile.links.get(self.mesh.link(self.mesh.names.index(self.wish.axis))) if self.wish.axis else None
+        self.crossing = Crossing(link.latency_s, link.bandwidth_bytes_per_s) if link else Crossing()
+
+    def run(self) -> Planned:
+        """The best plan found.
+
+        Raises:
+            ConstraintError: where the model cannot be cut. InfeasibleError: where a stage does not fit.
+        """
+        flying = num_in_flight(self.wish.schedule, self.num_stages, self.how.num)
+        whole = self._whole()
+        first = self._asked(whole) if self.wish.cuts is not None else balanced(whole.units, flying, self.options.budget(self.profile))
+        best = self._planned(whole, first, flying)
+        for _ in range(_ROUNDS if self.wish.cuts is None and self.num_stages > 1 else 0):
+            again = balanced(_reweighed(whole.units, first, best[1]), flying, self.options.budget(self.profile))
+            if again == first:
+                break
+            try:
+                other = self._planned(whole, again, flying)
+            except InfeasibleError:
+                break
+            if step_time(other[1], self.how.num) >= step_time(best[1], self.how.num):
+                break
+            first, best = again, other
+        return self._assembled(whole, first, flying, *best)
+
+    def _whole(self) -> _Whole:
+        with self.clock.phase("enumerate"):
+            classes = classes_of(self.part, self.left.shape, self.forced)
+            points, placing = usable_points(self.part) if self.num_stages > 1 else ((), _one_stage(self.part))
+        with self.clock.phase("price"):
+            priced = price(
+                self.part, classes, self.left, self.profile, budget_bytes=_NO_LIMIT, optimizer=self.options.optimizer,
+                forced=self.forced, num_microbatches=self.how.num,
+            )  # fmt: skip
+        with self.clock.phase("solve"):
+            choices = solve(priced.problem, gap=self.options.gap, time_limit_s=self.options.time_limit_s, solver=self.options.solver)
+            evaluation = evaluate(priced.problem, choices.strategies, choices.recomputed, choices.kept)
+        units = units_of(placing, len(points) + 1, priced, choices, evaluation)
+        return _Whole(priced, choices, evaluation, points, placing, units)
+
+    def _asked(self, whole: _Whole) -> tuple[int, ...]:
+        """The cuts that the user asks for, as indices of units."""
+        modules = {point.module: index + 1 for index, point in enumerate(whole.points)}
+        wanted = self.wish.cuts or ()
+        unknown = [name for name in wanted if name not in modules]
+        if unknown or len(wanted) != self.num_stages - 1:
+            what = (
+                f"{self.wish}: no cut at {unknown[0]!r}" if unknown else f"{self.wish} has {len(wanted)} cuts for {self.num_stages} stages"
+            )
+            raise ConstraintError(what, remedy=f"the model can be cut at {', '.join(modules)}")
+        return tuple(sorted(modules[name] for name in wanted))
+
+    def _planned(self, whole: _Whole, cuts: Sequence[int], flying: Sequence[int]) -> tuple[tuple[Planned, ...], tuple[float, ...], Cut]:
+        """Every stage's plan for these cuts, and its time."""
+        positions = [whole.points[index - 1].position for index in cuts]
+        with self.clock.phase("cut"):
+            made = cut(self.part, positions) if positions else Cut((self.part,), (), {})
+        crossing = replace(self.crossing, layouts=self._crossing_layouts(whole, made))
+        storage: dict[str, Layout] = dict(self.forced.storage)
+        found: list[Planned] = []
+        for number, stage in enumerate(made.stages):
+            planned = self._stage(stage, crossing, replace(self.forced, storage=storage), flying[number], number)
+            found.append(planned)
+            for tensor in planned.stage_program().parameters:
+                if tensor.name in made.shared:  # its copies are updated alike, so they rest alike
+                    storage[tensor.name] = tensor.layout
+        return tuple(found), tuple(planned.plan.proof.objective_s for planned in found), made
+
+    def _stage(self, stage: Trace, crossing: Crossing, forced: Forced, flying: int, number: int) -> Planned:
+        with self.clock.phase("enumerate"):
+            classes = classes_of(stage, self.left.shape, forced)
+        with self.clock.phase("price"):
+            budget = self.options.budget(self.profile)
+            priced = price(
+                stage, classes, self.left, self.profile, budget_bytes=budget, optimizer=self.options.optimizer, forced=forced,
+                crossing=crossing, num_microbatches=self.how.num, num_in_flight=flying,
+            )  # fmt: skip
+        mark = self._mark(stage.fingerprint)
+        own = sum(math.prod(i.shape) * i.dtype.itemsize for i in stage.inputs if not i.crosses)
+        whole_inputs = self.batch_bytes if self.options.batch == "global" else 0
+        job = Job(
+            stage, self.left, priced, Liveness(stage, priced), self.options, self.clock, mark, {}, budget,
+            other_bytes=max(whole_inputs - own, 0),
+        )  # fmt: skip
+        try:
+            return finished(job.best_tried(), self.clock, self.options)
+        except InfeasibleError as error:
+            raise InfeasibleError(f"stage {number} of {self.num_stages}: {error.what}", remedy=error.remedy) from error
+
+    def _crossing_layouts(self, whole: _Whole, made: Cut) -> Mapping[str, Layout]:
+        """Per crossing value the layout of the fewest bytes among those that the plan of the whole makes of it."""
+        variants = {name: v for v, refs in enumerate(whole.priced.refs) for name, _ in refs}
+        keys = {n.name: n.meta["key"] for n in self.part.graph.nodes if n.op == "call_function"}
+        found: dict[str, Layout] = {}
+        for boundary in made.boundaries:
+            for name in boundary.values:
+                v = variants.get(name)
+                if v is None:  # inside a cluster of the whole
+                    continue
+                graph = whole.priced.problem.values[whole.priced.problem.variants[v].value].graph
+                moves = whole.evaluation.forward[v]
+                plain = [n for n in (*moves.sources, *moves.wanted) if not graph.layouts[n].has_partial and not graph.layouts[n].halos]
+                if plain:
+                    found[keys[name]] = graph.layouts[min(plain, key=lambda n: graph.bytes[n])]
+        return found
+
+    def _mark(self, model: str) -> Fingerprint:
+        return replace(fingerprint(self.part, self.model_name, self.profile.name, self.profile.hash, VERSION), model=model)
+
+    def _assembled(
+        self, whole: _Whole, cuts: Sequence[int], flying: Sequence[int], stages: tuple[Planned, ...], times: tuple[float, ...], made: Cut
+    ) -> Planned:
+        """The plan of all stages."""
+        objective = step_time(times, self.how.num)
+        least = whole.choices.bound_s
+        bound = min(least + (self.how.num - 1) * least / self.num_stages, objective)
+        plans = tuple(planned.plan for planned in stages)
+        slowest = plans[max(range(len(times)), key=times.__getitem__)]
+        fullest = max(plans, key=lambda p: p.prediction.peak_bytes)
+        points = [whole.points[index - 1] for index in cuts]
+        pipeline = Pipeline(
+            self.wish.axis, tuple(p.position for p in points), tuple(p.module for p in points), self.how.num, self.wish.schedule,
+            tuple(flying), self.wish.independent, plans,
+        )  # fmt: skip
+        prediction = Prediction(
+            objective, slowest.prediction.compute_s * self.how.num, slowest.prediction.communication_s * self.how.num,
+            fullest.prediction.peak_bytes, fullest.prediction.memory_bytes, (),
+        )  # fmt: skip
+        proof = Proof(
+            objective, bound, (objective - bound) / objective if objective else 0.0,
+            whole.choices.num_variables + sum(p.proof.num_variables for p in plans),
+            whole.choices.num_constraints + sum(p.proof.num_constraints for p in plans),
+            whole.choices.solver, max(p.proof.memory_price_s_per_gib for p in plans), COVERS,
+        )  # fmt: skip
+        plan = Plan(
+            self.mesh, self._mark(self.model_fingerprint), self.options.to_json(self.profile), (), (), (), prediction, proof,
+            str(self.part.folding), pipeline,
+        )  # fmt: skip
+        with self.clock.phase("emit"):
+            program = emit_staged(self.part, made, self.how, plan)
+        return Planned(plan, program, self.clock.seconds)
+
+
+def _one_stage(trace: Trace) -> Placing:
+    names = [n.name for n in trace.graph.nodes if n.op == "call_function"]
+    return Placing(dict.fromkeys(names, 0), frozenset(), {}, {p.name: (0,) for p in trace.parameters}, {}, frozenset())
+
+
+def _reweighed(units: Sequence[Unit], cuts: Sequence[int], times: Sequence[float]) -> tuple[Unit, ...]:
+    """Units with the times that their stages really take."""
+    edges = [0, *cuts, len(units)]
+    found: list[Unit] = []
+    for (first, last), time_s in zip(itertools.pairwise(edges), times, strict=True):
+        guessed = sum(unit.time_s for unit in units[first:last])
+        found += [replace(unit, time_s=unit.time_s * time_s / guessed if guessed else time_s) for unit in units[first:last]]
+    return tuple(found)
+
+
+def make_staged_plan(
+    whole: Trace,
+    part: Trace,
+    how: Microbatching,
+    mesh: Mesh,
+    profile: HardwareProfile,
+    options: PlanOptions,
+    wish: Pipelined,
+    *,
+    model_name: str = "",
+    progress: Progress = lambda _: None,
+) -> Planned:
+    """Plan a pipeline, or one stage that works through microbatches.
+
+    Args:
+        whole, part: the traces of the batch and of one microbatch. how: how the one makes the other. wish: the pipeline's axis,
+            ``""`` for one stage on the whole mesh.
+
+    Raises:
+        ConstraintError: where a constraint cannot hold, or the model cannot be cut. InfeasibleError: where a stage does not fit.
+    """
+    for constraint in options.constraints:
+        check(constraint, mesh)
+    if wish.schedule == "1f1b" and wish.axis and how.num < mesh.shape[mesh.names.index(wish.axis)]:
+        what = f"{how.num} microbatches are fewer than the stages along {wish.axis!r}, which 1F1B does not run"
+        raise ConstraintError(what, remedy='use more microbatches, or schedule="gpipe"')
+    batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
+    search = StagedSearch(part, how, batch_bytes, mesh, profile, options, wish, model_name, whole.fingerprint, Clock(progress))
+    return search.run()

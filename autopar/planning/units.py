@@ -1,0 +1,117 @@
+"""Units: what lies between two neighbouring places to cut, with the time and memory it takes in a plan of the whole model.
+
+A plan of the whole model without stages says what each unit costs; from that the cuts are chosen. Stages are then planned for
+themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.capture.trace import Trace
+from autopar.cost.price import Priced
+from autopar.errors import ConstraintError
+from autopar.problem import Choices
+from autopar.solve import Evaluation
+from autopar.stages import CutPoint, cut_points
+from autopar.stages.placing import CutError, Placing, place
+
+_SLOWER_WITH_RECOMPUTATION = 4 / 3  # forward again, of forward and twice as much backward
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Per device and microbatch: time, bytes at rest (gradients included), bytes kept for backward."""
+
+    time_s: float = 0.0
+    static_bytes: int = 0
+    kept_bytes: int = 0
+
+
+def usable_points(trace: Trace) -> tuple[tuple[CutPoint, ...], Placing]:
+    """The places at which the model can be cut, and where everything is if it is cut at all of them.
+
+    Raises:
+        ConstraintError: where there is none.
+    """
+    points = [p for p in cut_points(trace) if _cuttable(trace, p)]
+    while points:
+        try:
+            return tuple(points), place(trace, [p.position for p in points])
+        except CutError:  # each alone can be cut, but not all together
+            points = points[::2] if len(points) > 1 else []
+    raise ConstraintError("the model has no place to cut it into stages", remedy="use the axis for data or tensor parallelism")
+
+
+def _cuttable(trace: Trace, point: CutPoint) -> bool:
+    try:
+        place(trace, [point.position])
+    except CutError:
+        return False
+    return True
+
+
+def units_of(placing: Placing, num_units: int, priced: Priced, choices: Choices, evaluation: Evaluation) -> tuple[Unit, ...]:
+    """What each unit costs in these choices for the whole model."""
+    time_s, static, kept = [0.0] * num_units, [0] * num_units, [0] * num_units
+    homes = {name: held[0] for name, held in placing.holders.items()}
+    nodes = {**{name: unit for name, unit in placing.stage.items()}}
+    for op, source, s in zip(priced.problem.ops, priced.sources, choices.strategies, strict=True):
+        strategy = op.strategies[s]
+        if source.cluster is not None:
+            for cluster in source.cluster.instances:
+                time_s[nodes.get(cluster.members[0].node, 0)] += strategy.time_s
+        elif source.kind == "parameter":
+            for name, node in zip(source.names, source.nodes, strict=True):
+                unit = nodes[node] = homes[name]
+                time_s[unit] += strategy.time_s
+                static[unit] += strategy.static_bytes + strategy.gradient_bytes
+    for v, refs in enumerate(priced.refs):
+        value = priced.problem.values[priced.problem.variants[v].value]
+        size = sum(value.graph.bytes[n] for n in evaluation.kept[v])
+        for name, _ in refs:
+            unit = nodes.get(name, 0)
+            time_s[unit] += evaluation.forward[v].time_s + evaluation.backward[v].time_s
+            kept[unit] += size
+    return tuple(Unit(*each) for each in zip(time_s, static, kept, strict=True))
+
+
+def balanced(units: Sequence[Unit], in_flight: Sequence[int], budget_bytes: int) -> tuple[int, ...]:
+    """The cuts, as indices of the units that begin later stages, whose slowest stage is fastest; of those whose sum of squares is
+    least. A stage that does not fit as it is counts as recomputing; one whose parameters alone do not fit is avoided.
+
+    Raises:
+        ConstraintError: where there are fewer units than stages.
+    """
+    num, num_stages = len(units), len(in_flight)
+    if num < num_stages:
+        what = f"the model has {num} parts between places to cut, and {num_stages} stages are asked for"
+        raise ConstraintError(what, remedy="use a shorter pipeline axis")
+    sums = [(0.0, 0, 0)]
+    for unit in units:
+        t, s, k = sums[-1]
+        sums.append((t + unit.time_s, s + unit.static_bytes, k + unit.kept_bytes))
+
+    def cost(first: int, last: int, stage: int) -> float:
+        time_s, static, kept = (b - a for a, b in zip(sums[first], sums[last], strict=True))
+        if static > budget_bytes:
+            return time_s * 1e3 * static / budget_bytes
+        return time_s * (_SLOWER_WITH_RECOMPUTATION if static + in_flight[stage] * kept > budget_bytes else 1.0)
+
+    best: list[dict[int, tuple[float, float, tuple[int, ...]]]] = [{0: (0.0, 0.0, ())}]
+    for stage in range(num_stages):
+        row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for last in range(stage + 1, num - (num_stages - stage - 1) + 1):
+            options = []
+            for first, (worst, squares, cuts) in best[stage].items():
+                if first < last:
+                    here = cost(first, last, stage)
+                    options.append((max(worst, here), squares + here * here, (*cuts, first) if stage else cuts))
+            if options:
+                row[last] = min(options)
+        best.append(row)
+    worst, _, cuts = best[num_stages][num]
+    assert math.isfinite(worst), "some cut is always possible"
+    return cuts

@@ -1,0 +1,120 @@
+"""The lockstep interpreter for pipelines: all stages and all microbatches, every rank of a stage in one process.
+
+Microbatch by microbatch: forward through the stages, then backward through them in reverse. Schedules change when a stage works on
+which microbatch, not what it computes, and each adds up its gradients in the order of microbatches, as here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar import random_ops
+from autopar.run.lockstep import Lockstep, Observer, Ranks, Record, joined, promote
+from autopar.run.program import Program, StagedProgram
+from autopar.run.splitting import split
+
+Locals = list[Any]  # one tensor per rank of a stage
+
+
+def run_staged(
+    program: StagedProgram,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    *,
+    tangent: float = 1.0,
+    dtype: torch.dtype | None = None,
+    observe: Observer | None = None,
+    tolerance: float | None = None,
+) -> Lockstep:
+    """Run a step of all microbatches; arguments as in `autopar.run.lockstep.run_lockstep`, inputs by path.
+
+    Raises:
+        VerificationError: where replicas differ, or a node fails; names the node, its module and source.
+    """
+    parts = program.microbatches.split(inputs)
+    weights = program.microbatches.weights(parts)
+    stages = [_Stage(p, parameters, dtype, observe, tolerance) for p in program.stages]
+    state = {name: value for name, value in buffers.items()}
+    outputs: dict[str, list[Tensor]] = {}
+    new_buffers: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for part, weight in zip(parts, weights, strict=True):
+            crossing: dict[str, Locals] = {}
+            for stage in stages:
+                own, crossing, changed = stage.forward(part, crossing, state)
+                new_buffers |= changed
+                for path, value in own.items():
+                    outputs.setdefault(path, []).append(value)
+            if random_ops.STATE in new_buffers:
+                state[random_ops.STATE] = new_buffers[random_ops.STATE]
+            returning: dict[str, Locals] = {}
+            for stage in reversed(stages):
+                returning = stage.backward(returning, weight * tangent)
+        gradients: dict[str, Tensor] = {}
+        for stage in stages:
+            for name, value in stage.joined_gradients().items():
+                gradients[name] = gradients[name] + value if name in gradients else value
+    whole = {path: program.microbatches.join(path, values, weights) for path, values in outputs.items()}
+    records: tuple[Record, ...] = tuple(record for stage in stages for record in stage.run.records)
+    return Lockstep(whole, gradients, new_buffers, records)
+
+
+class _Stage:
+    """One stage's ranks: its parameters, what waits for backward, and the sum of its gradients."""
+
+    def __init__(
+        self,
+        program: Program,
+        parameters: Mapping[str, Tensor],
+        dtype: torch.dtype | None,
+        observe: Observer | None,
+        tolerance: float | None,
+    ) -> None:
+        self.program, self.dtype, self.tolerance = program, dtype, tolerance
+        self.run = Ranks(program.mesh, dtype, observe)
+        self.parameters = [split(promote(parameters[t.name], dtype), t.layout, program.mesh, t.view) for t in program.parameters]
+        self.saved: list[Locals] = []
+        self.sums: list[Locals] | None = None
+
+    def forward(
+        self, part: Mapping[str, Tensor], crossing: Mapping[str, Locals], state: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Locals], dict[str, Tensor]]:
+        """The model's outputs of this stage, what crosses to the next by path, and new buffers."""
+        p = self.program
+        operands = [*self.parameters]
+        operands += [split(promote(state[t.name], self.dtype), t.layout, p.mesh, t.view) for t in p.buffers]
+        for t in p.inputs:
+            operands.append(crossing[t.name] if t.crosses else split(promote(part[t.name], self.dtype), t.layout, p.mesh, t.view))
+        results = self.run(p.forward, "forward", operands)
+        mutated = [t for name in p.mutated for t in p.buffers if t.name == name]
+        num = len(p.outputs)
+        self.saved = results[len(results) - p.num_saved :]
+        leaving = {t.name: r for t, r in zip(p.outputs, results, strict=False) if t.crosses}
+        own = [t for t in p.outputs if not t.crosses]
+        outputs = joined(p.forward, results[: len(own)], own, p.mesh, self.tolerance)
+        changed = joined(p.forward, results[num : num + len(mutated)], mutated, p.mesh, self.tolerance, num)
+        return outputs, leaving, changed
+
+    def backward(self, returning: Mapping[str, Locals], weight: float) -> dict[str, Locals]:
+        """Adds up gradients; what goes back to the stage before, by path."""
+        p = self.program
+        tangents = [returning[t.name] if t.crosses else self._loss_tangent(t.shape, t.dtype, weight) for t in p.outputs if t.has_gradient]
+        results = self.run(p.backward, "backward", [*self.saved, *tangents])
+        num = sum(t.has_gradient for t in p.parameters)
+        if self.sums is None:
+            self.sums = results[:num]
+        else:
+            self.sums = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(self.sums, results[:num], strict=True)]
+        return {t.name: r for t, r in zip((t for t in p.inputs if t.has_gradient), results[num:], strict=True)}
+
+    def joined_gradients(self) -> dict[str, Tensor]:
+        trained = [t for t in self.program.parameters if t.has_gradient]
+        return joined(self.program.backward, self.sums or [], trained, self.program.mesh, self.tolerance) if trained else {}
+
+    def _loss_tangent(self, shape: tuple[int, ...], dtype: torch.dtype, weight: float) -> Locals:
+        return [promote(torch.full(shape, weight, dtype=dtype), self.dtype)] * self.program.mesh.num_devices
