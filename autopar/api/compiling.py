@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh
 from autopar.api.planning import check_fits, plan_call
+from autopar.api.tracing import program_of
 from autopar.capture import Trace, capture
-from autopar.emit import emit
 from autopar.errors import PlanError, RuntimeStateError
 from autopar.hardware import HardwareProfile
 from autopar.planning import Planned
@@ -24,7 +24,8 @@ from autopar.plans import Plan
 from autopar.run.device_mesh import device_mesh
 from autopar.run.executor import Backend, Batch, Outputs
 from autopar.run.module import ParallelModule
-from autopar.run.program import Program
+from autopar.run.program import Program, StagedProgram
+from autopar.run.staged_module import StagedModule
 
 log = logging.getLogger("autopar")
 
@@ -40,7 +41,7 @@ def compile(
     outputs: Outputs = "dtensor",
     hardware: str | Path | HardwareProfile | None = None,
     **options: Any,
-) -> ParallelModule | Deferred:
+) -> ParallelModule | StagedModule | Deferred:
     """Turn a model into a distributed one: plan (or take a plan), emit, and shard the parameters.
 
     Call it on every rank. Rank 0 plans, the others take its plan. With one device no launcher is needed.
@@ -124,22 +125,23 @@ class Deferred(nn.Module):
                 return getattr(self._ready(name), name)
             raise
 
-    def _ready(self, wish: str) -> ParallelModule:
+    def _ready(self, wish: str) -> ParallelModule | StagedModule:
         if self._waiting is not None:
             raise RuntimeStateError(
                 f"{wish} asked for before the first call: the model is not planned yet",
                 remedy="call the model once first, or pass example_inputs=batch to autopar.compile and it is planned at once",
             )
         module = self.module
-        assert isinstance(module, ParallelModule)
+        assert isinstance(module, ParallelModule | StagedModule)
         return module
 
 
-def _build(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParallelModule:
+def _build(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParallelModule | StagedModule:
     mesh = order.mesh
     devices = mesh if isinstance(mesh, DeviceMesh) else device_mesh(as_mesh(mesh), _device_type(order.model))
     plan, program = _plan_together(order, args, kwargs)
-    module = ParallelModule(program, devices, order.model, **order.build)
+    build: Callable[..., ParallelModule | StagedModule] = StagedModule if isinstance(program, StagedProgram) else ParallelModule
+    module = build(program, devices, order.model, **order.build)
     object.__setattr__(module, "plan", plan)
     return module
 
@@ -151,7 +153,7 @@ def _device_type(model: nn.Module) -> str:
     return types.pop() if types else ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _plan_together(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Program]:
+def _plan_together(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Program | StagedProgram]:
     """Rank 0 plans and broadcasts the plan's text (or its error); every rank emits from it."""
     plan = Plan.load(order.plan) if isinstance(order.plan, str | Path) else order.plan
     if plan is None and (not dist.is_initialized() or dist.get_world_size() == 1):
@@ -161,7 +163,7 @@ def _plan_together(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, An
         plan = _from_rank_zero(order, args, kwargs)
     trace = capture(order.model, args, kwargs)
     check_fits(plan, trace, as_mesh(order.mesh))
-    return plan, emit(trace, plan)
+    return plan, program_of(plan, order.model, trace, args, kwargs)
 
 
 def _plan_here(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Trace, Planned]:

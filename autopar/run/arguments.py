@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import RuntimeStateError
 from autopar.kernels.collectives import Groups
 from autopar.layout import local_shape
-from autopar.run.program import Program, ProgramTensor
+from autopar.run.program import Program, ProgramTensor, StagedProgram
 
 
 class Arguments:
@@ -28,7 +28,12 @@ class Arguments:
     """
 
     def __init__(
-        self, program: Program, signature: inspect.Signature | None, batch: Literal["global", "local"], groups: Groups, device_type: str
+        self,
+        program: Program | StagedProgram,
+        signature: inspect.Signature | None,
+        batch: Literal["global", "local"],
+        groups: Groups,
+        device_type: str,
     ) -> None:
         self._spec, self._signature, self._device_type, self._settings = program.in_spec, signature, device_type, program.settings
         args, kwargs = pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec)
@@ -119,7 +124,7 @@ _REMEDY = "call it as in example_inputs, with a batch of the same shapes and dty
 class Results:
     """Puts a program's outputs and constants into the structure that the model returns."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program | StagedProgram) -> None:
         self._spec, self._constants = program.out_spec, program.constants
         paths = _paths(pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec))
         positions = {path: position for position, path in enumerate(paths)}

@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.kernels.collectives import AxisGroup, all_reduce, use_groups
@@ -27,11 +29,38 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     if not gradients:
         return torch.tensor(0.0)
     total = _norm(gradients, float(norm_type))
+    _scale(gradients, max_norm, total)
+    return total
+
+
+@torch.no_grad()
+def clip_over_stages(
+    parameters: Sequence[tuple[Tensor, bool]], max_norm: float, norm_type: float, pipeline: dist.ProcessGroup | None, devices: DeviceMesh
+) -> Tensor:
+    """As `clip_grad_norm_`, over the parameters of all stages.
+
+    Args:
+        parameters: each with whether it counts here; one that several stages hold counts in one.
+        pipeline: the ranks at this place in all stages. devices: the stage's mesh.
+    """
+    counted = [p.grad for p, counts in parameters if counts and p.grad is not None]
+    here = _norm(counted, float(norm_type)) if counted else torch.tensor(0.0)
+    total = here.double().to(devices.device_type)
+    if pipeline is not None and math.isinf(norm_type):
+        dist.all_reduce(total, dist.ReduceOp.MAX, pipeline)
+    elif pipeline is not None:
+        total = total.pow(norm_type)
+        dist.all_reduce(total, dist.ReduceOp.SUM, pipeline)
+        total = total.pow(1.0 / norm_type)
+    _scale([p.grad for p, _ in parameters if p.grad is not None], max_norm, total)
+    return total.to(here.dtype)
+
+
+def _scale(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for gradient in gradients:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         local.mul_(scale.to(local.dtype))
-    return total
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -52,6 +52,32 @@ def groups_of(devices: DeviceMesh) -> Groups:
     return tuple(AxisGroup(devices.get_group(a).group_name, size, coordinate[a]) for a, size in enumerate(sizes))
 
 
+def stage_devices(devices: DeviceMesh, axis: str) -> tuple[DeviceMesh, dist.ProcessGroup | None, int]:
+    """The part of a mesh that runs one stage: its DeviceMesh, the ranks at this place in all stages, and this stage's number.
+
+    Args:
+        axis: the axis along which stages lie; ``""`` for one stage on the whole mesh.
+
+    Raises:
+        MeshError: where the mesh has no such axis.
+    """
+    if not axis:
+        return devices, None, 0
+    names = devices.mesh_dim_names or ()
+    if axis not in names:
+        raise MeshError(f"the mesh has no axis {axis!r}", remedy=f"name its dims as in the plan; they are {names or 'not named'}")
+    others = tuple(name for name in names if name != axis)
+    number = devices.get_local_rank(axis)
+    return (devices[others] if others else _alone(devices)), devices.get_group(axis), number
+
+
+def _alone(devices: DeviceMesh) -> DeviceMesh:
+    """The mesh of this rank alone."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]  # every rank makes all, in one order
+    rank = dist.get_rank()
+    return DeviceMesh.from_group(groups[rank], devices.device_type, mesh=[rank], mesh_dim_names=("device",))
+
+
 def agree(fact: str, what: str, devices: DeviceMesh) -> None:
     """Make sure that all ranks of the mesh hold the same `fact`.
 

@@ -18,20 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from autopar import random_ops
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.layout import Layout
 from autopar.run.arguments import Arguments, Results
-from autopar.run.checkpoints import checkpointable
 from autopar.run.clipping import clip_grad_norm_
-from autopar.run.device_mesh import agree, first_rank_says, groups_of, mesh_of
+from autopar.run.device_mesh import agree, groups_of, mesh_of
 from autopar.run.executor import Backend, Batch, Executor, Outputs
-from autopar.run.optimizers import watch_optimizers
+from autopar.run.holder import Holder
 from autopar.run.parameters import Storage
-from autopar.run.program import Program, ProgramTensor
+from autopar.run.program import Program
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Holder):
     """The program of one stage on this rank.
 
     Args:
@@ -57,28 +55,19 @@ class ParallelModule(nn.Module):
         backend: Backend = "eager",
         both_modes: bool = False,
     ) -> None:
-        super().__init__()
         if mesh_of(devices).shape != program.mesh.shape:
             raise MeshError(f"the program is for mesh {program.mesh}, not {mesh_of(devices)}", remedy="plan for the mesh that is there")
         agree(program.plan_hash, "plan", devices)
         groups = groups_of(devices)
-        self.program, self.device_mesh, self._outputs = program, devices, outputs
-        self._storages = {t.name: Storage.of(t, devices) for t in (*program.parameters, *program.buffers)}
+        super().__init__((*program.parameters, *program.buffers), devices, model)
+        self.program, self._outputs = program, outputs
         self._presented = [Storage.of(t, devices) for t in program.outputs]
-        self._names: dict[str, str] = {}
-        self._register(model)
-        if any(t.name == random_ops.STATE for t in program.buffers):
-            self.register_buffer(random_ops.STATE, self._first_state(), persistent=False)
         self._executor = Executor(program, groups, backend=backend, batch=batch, outputs=outputs, device=devices.device_type)
         self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
         self._results = Results(program)
         self._loss = next((i for i, t in enumerate(program.outputs) if t.is_loss), None)
         self._captured_mode = None if both_modes else model.training
         self._made_under = _autocast(devices.device_type)
-        self.training = model.training
-        self.register_state_dict_post_hook(_state_dict_hook)
-        self.register_load_state_dict_pre_hook(_load_state_dict_hook)
-        watch_optimizers(self.parameters())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns.
@@ -101,29 +90,6 @@ class ParallelModule(nn.Module):
         trained = torch.is_grad_enabled() and self._loss is not None and self._trains(parameters)
         results: Sequence[Tensor] = _Step.apply(self, inputs, *parameters) if trained else self._run(inputs, parameters, keep=False)[0]
         return self._results.build([self._present(r, s) for r, s in zip(results, self._presented, strict=True)])
-
-    def manual_seed(self, seed: int) -> None:
-        """Begin anew with the random numbers of `seed`, which must be the same on every rank.
-
-        Dropout and all else that is random in the model follows from this seed, the number of calls since, and each
-        element's place in the whole tensor: neither the layout nor the number of ranks matters.
-        """
-        if random_ops.STATE in self._buffers:
-            self.get_buffer(random_ops.STATE).copy_(random_ops.initial_state(seed))
-
-    @property
-    def random_state(self) -> int | None:
-        """The state before the next call; None where the model draws nothing. Save it with a checkpoint to go on as before.
-
-        ``pm.random_state = value`` sets it, on every rank alike.
-        """
-        return int(self.get_buffer(random_ops.STATE)) if random_ops.STATE in self._buffers else None
-
-    @random_state.setter
-    def random_state(self, state: int) -> None:
-        if random_ops.STATE not in self._buffers:
-            raise RuntimeStateError("the model draws no random numbers: it has no random state")
-        self.get_buffer(random_ops.STATE).fill_(state)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns the norm before."""
@@ -156,67 +122,6 @@ class ParallelModule(nn.Module):
                 remedy='use batch="global", or slice by pm.input_layouts',
             )
         return DistributedSampler(dataset, num_replicas=num_parts, rank=part, shuffle=shuffle, seed=seed, drop_last=drop_last)
-
-    def _first_state(self) -> Tensor:
-        """That of torch's seed on the mesh's first rank."""
-        seed = first_rank_says(torch.initial_seed(), self.device_mesh)
-        return random_ops.initial_state(seed).to(self.device_mesh.device_type)
-
-    def _register(self, model: nn.Module) -> None:
-        """Parameters and buffers under the model's names, in its order; tied ones are one object."""
-        made: dict[int, tuple[Any, str]] = {}
-        known = {name: t for t in (*self.program.parameters, *self.program.buffers) for name in (t.name, *t.aliases)}
-        for path, module in model.named_modules(remove_duplicate=False):
-            prefix = f"{path}." if path else ""
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                if id(parameter) not in made:
-                    made[id(parameter)] = self._parameter(prefix + name, parameter, known)
-                stored, self._names[prefix + name] = made[id(parameter)]
-                self._container(path).register_parameter(name, stored)
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                if id(buffer) not in made:
-                    made[id(buffer)] = self._buffer(prefix + name, buffer, known)
-                stored, self._names[prefix + name] = made[id(buffer)]
-                self._container(path).register_buffer(name, stored, persistent=name not in module._non_persistent_buffers_set)
-
-    def _container(self, path: str) -> nn.Module:
-        module: nn.Module = self
-        for name in path.split(".") if path else ():
-            if name not in module._modules:
-                module.add_module(name, nn.Module())
-            module = module.get_submodule(name)
-        return module
-
-    def _parameter(self, name: str, full: nn.Parameter, known: Mapping[str, ProgramTensor]) -> tuple[nn.Parameter, str]:
-        storage = self._storage(name, full, known)
-        return nn.Parameter(storage.distribute(full.detach()), requires_grad=full.requires_grad), storage.tensor.name
-
-    def _buffer(self, name: str, full: Tensor, known: Mapping[str, ProgramTensor]) -> tuple[Tensor, str]:
-        """A replicated buffer is a plain tensor, a sharded one a DTensor."""
-        storage = self._storage(name, full, known)
-        stored = storage.distribute(full.detach())
-        return (stored.to_local() if storage.tensor.layout.is_replicated else stored), storage.tensor.name
-
-    def _storage(self, name: str, full: Tensor, known: Mapping[str, ProgramTensor]) -> Storage:
-        """How it is stored; what the program does not read is replicated."""
-        shape = tuple(full.shape)
-        tensor = known.get(name) or ProgramTensor(name, shape, shape, full.dtype, Layout.replicated(len(self.program.mesh.shape)))
-        if tensor.shape != shape or tensor.dtype != full.dtype:
-            raise RuntimeStateError(
-                f"{name!r} is {full.dtype} {shape}, the program was made for {tensor.dtype} {tensor.shape}",
-                remedy="plan for this model, or build the model as it was when it was planned",
-            )
-        if full.device.type not in ("meta", "cpu", self.device_mesh.device_type):
-            raise MeshError(
-                f"{name!r} is on {full.device}, the mesh on {self.device_mesh.device_type}",
-                remedy=f"move the model to cpu or {self.device_mesh.device_type}, or leave it on meta",
-            )
-        return self._storages.setdefault(tensor.name, Storage.of(tensor, self.device_mesh))
-
-    def _stored(self, name: str) -> Tensor:
-        path, _, leaf = name.rpartition(".")
-        stored: Tensor = getattr(self.get_submodule(path), leaf)
-        return stored
 
     def _trains(self, parameters: Iterable[Tensor]) -> bool:
         for parameter, tensor in zip(parameters, self.program.parameters, strict=True):
@@ -275,19 +180,3 @@ def _autocast(device_type: str) -> str:
     if not torch.is_autocast_enabled(device_type):
         return "no autocast"
     return f"autocast to {torch.get_autocast_dtype(device_type)}"
-
-
-def _state_dict_hook(module: ParallelModule, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    for name in module._names:
-        if prefix + name in state:
-            state[prefix + name] = checkpointable(state[prefix + name])
-
-
-def _load_state_dict_hook(module: ParallelModule, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Full tensors become this rank's part; torch reports shapes that differ."""
-    for name, stored in module._names.items():
-        value, storage = state.get(prefix + name), module._storages[stored]
-        if isinstance(value, DTensor) or not isinstance(value, Tensor) or tuple(value.shape) != storage.tensor.shape:
-            continue
-        if isinstance(module._stored(name), DTensor):
-            state[prefix + name] = storage.distribute(value.to(storage.tensor.dtype))

@@ -156,3 +156,35 @@ class StagedProgram:
     schedule: str
     shared: Mapping[str, tuple[int, ...]]
     plan_hash: str = ""
+
+    @property
+    def inputs(self) -> tuple[ProgramTensor, ...]:
+        """The whole batch's inputs."""
+        cut = self.microbatches.inputs
+        return tuple(self._whole(i.path, i.shape, i.dtype, cut.get(i.path, -1)) for i in self.trace.inputs)
+
+    @property
+    def outputs(self) -> tuple[ProgramTensor, ...]:
+        """The whole batch's outputs."""
+        dims = {path: dim if kind == "split" else -1 for path, (kind, dim) in self.microbatches.outputs.items()}
+        return tuple(self._whole(o.path, o.shape, o.dtype, dims[o.path]) for o in self.trace.outputs)
+
+    def _whole(self, path: str, shape: tuple[int, ...], dtype: torch.dtype, dim: int) -> ProgramTensor:
+        whole = tuple(size * self.microbatches.num if d == dim else size for d, size in enumerate(shape))
+        return ProgramTensor(path, whole, whole, dtype, Layout.replicated(len(self.mesh.shape)), is_loss=path == self.microbatches.loss)
+
+    @property
+    def in_spec(self) -> Any:
+        return self.trace.in_spec
+
+    @property
+    def out_spec(self) -> Any:
+        return self.trace.out_spec
+
+    @property
+    def constants(self) -> Mapping[int, Any]:
+        return self.trace.constants
+
+    @property
+    def settings(self) -> Mapping[int, Any]:
+        return self.trace.settings

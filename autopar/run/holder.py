@@ -1,0 +1,159 @@
+"""`Holder`: a module that holds a program's parameters and buffers under the model's names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar import random_ops
+from autopar.errors import MeshError, RuntimeStateError
+from autopar.layout import Layout
+from autopar.run.checkpoints import checkpointable
+from autopar.run.device_mesh import first_rank_says
+from autopar.run.optimizers import watch_optimizers
+from autopar.run.parameters import Storage
+from autopar.run.program import ProgramTensor
+
+
+class Holder(nn.Module):
+    """Parameters as DTensors, buffers, and their state dict, under the model's names.
+
+    Args:
+        tensors: parameters and buffers that the program reads.
+        devices: the mesh that they lie on.
+        model: gives values, names and the train/eval flag; it may be on meta, and is not kept.
+        world: the whole mesh, where `devices` is a part of it.
+        elsewhere: names that only other ranks' programs read, which are not held here. What no program reads is held replicated.
+
+    Raises:
+        MeshError: where a parameter is on a device of another kind. RuntimeStateError: where the model is not the program's.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[ProgramTensor],
+        devices: DeviceMesh,
+        model: nn.Module,
+        elsewhere: Collection[str] = (),
+        world: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        self.device_mesh, self._world = devices, world or devices
+        self._num_axes = len(devices.shape)
+        self._storages = {t.name: Storage.of(t, devices) for t in tensors}
+        self._names: dict[str, str] = {}
+        self._register(model, {name: t for t in tensors for name in (t.name, *t.aliases)}, elsewhere)
+        if any(t.name == random_ops.STATE for t in tensors):
+            self.register_buffer(random_ops.STATE, self._first_state(), persistent=False)
+        self.training = model.training
+        self.register_state_dict_post_hook(_state_dict_hook)
+        self.register_load_state_dict_pre_hook(_load_state_dict_hook)
+        watch_optimizers(self.parameters())
+
+    def manual_seed(self, seed: int) -> None:
+        """Begin anew with the random numbers of `seed`, which must be the same on every rank.
+
+        Dropout and all else that is random in the model follows from this seed, the number of calls since, and each
+        element's place in the whole tensor: neither the layout nor the number of ranks matters.
+        """
+        if random_ops.STATE in self._buffers:
+            self.get_buffer(random_ops.STATE).copy_(random_ops.initial_state(seed))
+
+    @property
+    def random_state(self) -> int | None:
+        """The state before the next call; None where the model draws nothing. Save it with a checkpoint to go on as before.
+
+        ``pm.random_state = value`` sets it, on every rank alike.
+        """
+        return int(self.get_buffer(random_ops.STATE)) if random_ops.STATE in self._buffers else None
+
+    @random_state.setter
+    def random_state(self, state: int) -> None:
+        if random_ops.STATE not in self._buffers:
+            raise RuntimeStateError("the model draws no random numbers: it has no random state")
+        self.get_buffer(random_ops.STATE).fill_(state)
+
+    def _first_state(self) -> Tensor:
+        """That of torch's seed on the mesh's first rank."""
+        seed = first_rank_says(torch.initial_seed(), self._world)
+        return random_ops.initial_state(seed).to(self.device_mesh.device_type)
+
+    def _register(self, model: nn.Module, known: Mapping[str, ProgramTensor], elsewhere: Collection[str]) -> None:
+        """Parameters and buffers under the model's names, in its order; tied ones are one object."""
+        made: dict[int, tuple[Any, str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if prefix + name in elsewhere:
+                    continue
+                if id(parameter) not in made:
+                    made[id(parameter)] = self._parameter(prefix + name, parameter, known)
+                stored, self._names[prefix + name] = made[id(parameter)]
+                self._container(path).register_parameter(name, stored)
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                if prefix + name in elsewhere:
+                    continue
+                if id(buffer) not in made:
+                    made[id(buffer)] = self._buffer(prefix + name, buffer, known)
+                stored, self._names[prefix + name] = made[id(buffer)]
+                self._container(path).register_buffer(name, stored, persistent=name not in module._non_persistent_buffers_set)
+
+    def _container(self, path: str) -> nn.Module:
+        module: nn.Module = self
+        for name in path.split(".") if path else ():
+            if name not in module._modules:
+                module.add_module(name, nn.Module())
+            module = module.get_submodule(name)
+        return module
+
+    def _parameter(self, name: str, full: nn.Parameter, known: Mapping[str, ProgramTensor]) -> tuple[nn.Parameter, str]:
+        storage = self._storage(name, full, known)
+        return nn.Parameter(storage.distribute(full.detach()), requires_grad=full.requires_grad), storage.tensor.name
+
+    def _buffer(self, name: str, full: Tensor, known: Mapping[str, ProgramTensor]) -> tuple[Tensor, str]:
+        """A replicated buffer is a plain tensor, a sharded one a DTensor."""
+        storage = self._storage(name, full, known)
+        stored = storage.distribute(full.detach())
+        return (stored.to_local() if storage.tensor.layout.is_replicated else stored), storage.tensor.name
+
+    def _storage(self, name: str, full: Tensor, known: Mapping[str, ProgramTensor]) -> Storage:
+        """How it is stored; what the program does not read is replicated."""
+        shape = tuple(full.shape)
+        tensor = known.get(name) or ProgramTensor(name, shape, shape, full.dtype, Layout.replicated(self._num_axes))
+        if tensor.shape != shape or tensor.dtype != full.dtype:
+            raise RuntimeStateError(
+                f"{name!r} is {full.dtype} {shape}, the program was made for {tensor.dtype} {tensor.shape}",
+                remedy="plan for this model, or build the model as it was when it was planned",
+            )
+        if full.device.type not in ("meta", "cpu", self.device_mesh.device_type):
+            raise MeshError(
+                f"{name!r} is on {full.device}, the mesh on {self.device_mesh.device_type}",
+                remedy=f"move the model to cpu or {self.device_mesh.device_type}, or leave it on meta",
+            )
+        return self._storages.setdefault(tensor.name, Storage.of(tensor, self.device_mesh))
+
+    def _stored(self, name: str) -> Tensor:
+        path, _, leaf = name.rpartition(".")
+        stored: Tensor = getattr(self.get_submodule(path), leaf)
+        return stored
+
+
+def _state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name in module._names:
+        if prefix + name in state:
+            state[prefix + name] = checkpointable(state[prefix + name])
+
+
+def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Full tensors become this rank's part; torch reports shapes that differ."""
+    for name, stored in module._names.items():
+        value, storage = state.get(prefix + name), module._storages[stored]
+        if isinstance(value, DTensor) or not isinstance(value, Tensor) or tuple(value.shape) != storage.tensor.shape:
+            continue
+        if isinstance(module._stored(name), DTensor):
+            state[prefix + name] = storage.distribute(value.to(storage.tensor.dtype))
