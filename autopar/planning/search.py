@@ -26,6 +26,7 @@ from autopar.plans import Fingerprint, Plan
 from autopar.problem import Choices, Moment, Problem
 from autopar.run.memory import node_peaks, trace_peak
 from autopar.run.program import Program, StagedProgram
+from autopar.run.stage_memory import trace_stage_peak
 from autopar.solve import REMEDY, Least, choices_or_least, evaluate
 from autopar.strategies import classes_of, resolve
 from autopar.version import VERSION
@@ -73,6 +74,19 @@ def make_plan(
 
 
 @dataclass(frozen=True, slots=True)
+class Schedule:
+    """What a stage is planned for.
+
+    Attributes:
+        name: of the schedule. batch_bytes: of the whole batch, which is there during the whole step.
+    """
+
+    name: str
+    num_microbatches: int
+    batch_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tried:
     """A plan that was emitted, and the bound that holds for all plans.
 
@@ -110,7 +124,7 @@ class Job:
     mark: Fingerprint
     recorded: Mapping[str, object]
     budget: int
-    other_bytes: int = 0  # of the batch's other microbatches
+    schedule: Schedule | None = None  # of a stage
     moments: dict[str, Moment] = field(default_factory=dict)
     bound_s: float = 0.0
 
@@ -152,11 +166,15 @@ class Job:
         with self.clock.phase("emit"):
             program = emit(self.trace, plan)
         with self.clock.phase("memory"):
-            peak = trace_peak(program, batch=self.options.batch, outputs=self.options.outputs)
-        problem = self.priced.problem
-        beside = self.other_bytes + plan.prediction.memory_bytes["optimizer"] + (problem.num_in_flight - 1) * peak.saved_bytes
-        beside += plan.prediction.memory_bytes["gradients"] if problem.accumulates else 0
-        return Tried(draft, plan, program, peak.peak_bytes + beside, self.bound_s, beside)
+            alone = trace_peak(program, batch=self.options.batch, outputs=self.options.outputs).peak_bytes
+            s = self.schedule
+            peak = alone if s is None else s.batch_bytes + self._stage_peak(s, program)
+        optimizer = plan.prediction.memory_bytes["optimizer"]
+        return Tried(draft, plan, program, peak + optimizer, self.bound_s, peak - alone + optimizer)
+
+    def _stage_peak(self, schedule: Schedule, program: Program) -> int:
+        in_flight = self.priced.problem.num_in_flight
+        return trace_stage_peak(program, schedule.name, in_flight, schedule.num_microbatches, self.options.outputs).peak_bytes
 
     def _learn(self, tried: Tried) -> None:
         """Moments at which the plan is over the budget, and those known before as they were in it."""

@@ -28,7 +28,7 @@ from autopar.mesh import Mesh
 from autopar.planning.assembly import fingerprint
 from autopar.planning.options import PlanOptions
 from autopar.planning.schedules import num_in_flight, step_time
-from autopar.planning.search import Clock, Job, Planned, Progress, finished
+from autopar.planning.search import Clock, Job, Planned, Progress, Schedule, finished
 from autopar.planning.units import Unit, balanced, units_of, usable_points
 from autopar.plans import Fingerprint, Pipeline, Plan, Prediction, Proof
 from autopar.problem import Choices
@@ -167,11 +167,9 @@ class StagedSearch:
                 crossing=crossing, num_microbatches=self.how.num, num_in_flight=flying,
             )  # fmt: skip
         mark = self._mark(stage.fingerprint)
-        own = sum(math.prod(i.shape) * i.dtype.itemsize for i in stage.inputs if not i.crosses)
-        whole_inputs = self.batch_bytes if self.options.batch == "global" else 0
         job = Job(
             stage, self.left, priced, Liveness(stage, priced), self.options, self.clock, mark, {}, budget,
-            other_bytes=max(whole_inputs - own, 0),
+            Schedule(self.wish.schedule, self.how.num, self.batch_bytes),
         )  # fmt: skip
         try:
             return finished(job.best_tried(), self.clock, self.options)

@@ -28,6 +28,7 @@ from autopar.run.device_mesh import agree, groups_of, mesh_of, stage_devices
 from autopar.run.executor import Backend, Batch, Executor, Outputs
 from autopar.run.holder import Holder
 from autopar.run.program import StagedProgram
+from autopar.run.stage_work import StageWork
 from autopar.run.stage_worker import StageWorker
 
 _SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -76,7 +77,7 @@ class StagedModule(Holder):
         executor = Executor(stage, groups, backend=backend, batch=batch, outputs=outputs, device=devices.device_type)
         device = torch.device(devices.device_type, torch.cuda.current_device() if devices.device_type == "cuda" else None)
         self._kept = [t for t in program.outputs if outputs == "full" or t.is_loss]
-        self._worker = StageWorker(stage, executor, number, len(program.stages), device, group)
+        self._work = StageWork(stage, executor, device)
         self._schedule = self._make_schedule()
         self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
         self._results = Results(program)
@@ -117,19 +118,20 @@ class StagedModule(Holder):
 
     def _make_schedule(self) -> Any:
         """None for a single stage, whose microbatches come one after another."""
-        if len(self.program.stages) == 1:
+        if self._group is None:
             return None
         num = self.program.microbatches.num
-        return _SCHEDULES[self.program.schedule](self._worker, num, loss_fn=lambda output, _: output, scale_grads=False)
+        worker = StageWorker(self._work, self.stage_number, len(self.program.stages), self._group)
+        return _SCHEDULES[self.program.schedule](worker, num, loss_fn=lambda output, _: output, scale_grads=False)
 
     def _step(
         self, parts: list[dict[str, Tensor]], weights: list[float], parameters: Sequence[Tensor], *, keep: bool
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """The batch's outputs by path, and this stage's gradients, both the same on all ranks that should have them."""
-        worker, how = self._worker, self.program.microbatches
+        work, how = self._work, self.program.microbatches
         locals = [self._storages[t.name].local(p.detach()) for p, t in zip(parameters, self.stage.parameters, strict=True)]
         buffers = [self._storages[t.name].local(self.get_buffer(t.name)) for t in self.stage.buffers]
-        worker.begin([t.name for t in self._kept], locals, buffers, parts, [weight * self.loss_scale for weight in weights], keep=keep)
+        work.begin([t.name for t in self._kept], locals, buffers, parts, [weight * self.loss_scale for weight in weights], keep=keep)
         if keep and self._schedule is not None:
             with torch.enable_grad():  # the schedule insists, though nothing runs through autograd
                 self._schedule.step(target=torch.zeros(how.num), return_outputs=False)
@@ -137,18 +139,25 @@ class StagedModule(Holder):
             for number in range(how.num):
                 self._forward(number)
                 if keep:
-                    worker.backward_one_chunk(number)
-        own = {path: how.join(path, values, weights) for path, values in worker.outputs.items()}
-        gradients = worker.finish()
+                    work.backward(number)
+        own = {path: how.join(path, values, weights) for path, values in work.outputs.items()}
+        gradients = work.finish()
         if keep:
             self._add_shared(gradients)
         return self._spread(own), gradients
 
     def _forward(self, number: int) -> None:
         """One microbatch forward, without a schedule."""
-        _wait(self._worker.get_fwd_recv_ops(number))
-        self._worker.forward_one_chunk(number)
-        _wait(self._worker.get_fwd_send_ops(number))
+        self._pass(dist.irecv, self._work.arriving(number), -1)
+        self._work.forward(number)
+        self._pass(dist.isend, self._work.leaving(number), 1)
+
+    def _pass(self, kind: Any, tensors: Sequence[Tensor], step: int) -> None:
+        if tensors:
+            assert self._group is not None, "several stages have a group"
+            peer = dist.get_global_rank(self._group, self.stage_number + step)
+            for work in dist.batch_isend_irecv([dist.P2POp(kind, tensor, peer, self._group) for tensor in tensors]):
+                work.wait()
 
     def _add_shared(self, gradients: list[Tensor]) -> None:
         """The first stage that holds a parameter adds up all parts of its gradient, in order, and sends the sum back."""
@@ -209,8 +218,3 @@ class _Published(torch.autograd.Function):
             for gradient in gradients:
                 gradient.mul_(factor)
         return (None, None, None, *ctx.module._wrapped(gradients))
-
-
-def _wait(moves: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(moves) if moves else ():
-        work.wait()

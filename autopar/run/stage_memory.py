@@ -1,0 +1,122 @@
+"""The peak of a stage under its schedule: the stage's work on fake tensors, in the order and with the names held of the real schedule.
+
+What torch's schedules hold in local variables is held here in the same ones: the buffers of the last receive, the tensors of the last send.
+Beyond two microbatches in flight each further one adds what it saves, and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.capture._torch import FakeTensorMode
+from autopar.kernels.collectives import fake_groups
+from autopar.layout import local_shape
+from autopar.run.executor import Executor, Outputs
+from autopar.run.memory import LiveBytes
+from autopar.run.program import Program
+from autopar.run.stage_work import StageWork
+
+_SIMULATED = 2  # microbatches in flight
+
+
+@dataclass(frozen=True, slots=True)
+class StagePeak:
+    """Live tensor bytes of a stage on one rank, without the optimizer's state and the batch, which is the user's.
+
+    Attributes:
+        peak_bytes: over a step of all microbatches, parameters and buffers included. held_bytes: what each one in flight holds.
+    """
+
+    peak_bytes: int
+    held_bytes: int
+
+
+def trace_stage_peak(program: Program, schedule: str, num_in_flight: int, num_microbatches: int, outputs: Outputs) -> StagePeak:
+    """Predict the memory of a stage by running its schedule on fake tensors.
+
+    Args:
+        num_in_flight: of this stage under this schedule. outputs: as in `autopar.run.staged_module`.
+    """
+    flying = min(num_in_flight, _SIMULATED)
+    num = flying if schedule == "gpipe" else min(num_microbatches, flying + 1)
+    memory = LiveBytes()
+    with FakeTensorMode(), torch.no_grad():
+        work, tensors = _work(program, outputs)
+        parts = [{t.name: torch.empty(t.shape, dtype=t.dtype) for t in program.inputs if not t.crosses} for _ in range(num)]
+        with memory:
+            memory.register(tensors)
+            parameters, buffers = tensors[: len(program.parameters)], tensors[len(program.parameters) :]
+            collected = {t.name for t in program.outputs if outputs == "full" or t.is_loss}
+            work.begin((), parameters, buffers, parts, [1.0] * num, keep=True)
+            held = _held(work, memory, sends=schedule == "gpipe")
+            work.begin(collected, parameters, buffers, parts, [1.0] * num, keep=True)
+            memory.reset_peak()
+            if schedule == "gpipe":
+                _gpipe(work, num)
+            else:
+                _one_forward_one_backward(work, num, flying)
+            work.finish()
+    return StagePeak(memory.peak_bytes + (num_in_flight - flying) * held, held)
+
+
+def _work(program: Program, outputs: Outputs) -> tuple[StageWork, list[Tensor]]:
+    """The stage's work on one rank, its parameters and buffers."""
+    groups = fake_groups(program.mesh)
+    place = tuple(group.coordinate for group in groups)
+    executor = Executor(program, groups, outputs="full" if outputs == "full" else "local")
+    tensors = (*program.parameters, *program.buffers)
+    empty = [torch.empty(local_shape(t.view, t.layout, program.mesh.shape, place), dtype=t.dtype) for t in tensors]
+    return StageWork(program, executor, torch.device("cpu")), empty
+
+
+def _held(work: StageWork, memory: LiveBytes, *, sends: bool) -> int:
+    """What one microbatch holds after its forward; under GPipe what it sent is held until the end."""
+    before = memory.live_bytes
+    work.arriving(0)
+    work.forward(0)
+    sent = work.leaving(0)
+    if not sends:
+        sent = []
+    held = memory.live_bytes - before
+    del sent
+    return held
+
+
+# The names below are those of torch's schedules, for what they hold.
+
+
+def _gpipe(work: StageWork, num: int) -> None:
+    fwd_sends_to_wait, bwd_sends_to_wait = [], []
+    for number in range(num):
+        ops = work.arriving(number)
+        work.forward(number)
+        ops = work.leaving(number)
+        fwd_sends_to_wait.append(ops)
+    for number in range(num):
+        ops = work.arriving_back(number)
+        work.backward(number)
+        ops = work.leaving_back(number)
+        bwd_sends_to_wait.append(ops)
+
+
+def _one_forward_one_backward(work: StageWork, num: int, warmup: int) -> None:
+    fwd_sends: list[Tensor] = []
+    bwd_sends: list[Tensor] = []
+    forwarded = 0
+    for forwarded in range(1, warmup + 1):
+        fwd_recvs = work.arriving(forwarded - 1)
+        work.forward(forwarded - 1)
+        fwd_sends = work.leaving(forwarded - 1)
+    for number in range(num):
+        bwd_recvs = work.arriving_back(number)
+        work.backward(number)
+        bwd_sends = work.leaving_back(number)
+        if forwarded < num:
+            fwd_recvs = work.arriving(forwarded)
+            work.forward(forwarded)
+            fwd_sends = work.leaving(forwarded)
+            forwarded += 1
+    del fwd_recvs, fwd_sends, bwd_recvs, bwd_sends

@@ -1,0 +1,135 @@
+"""One rank's work in a pipeline: what a schedule asks of a stage, microbatch by microbatch, without communication.
+
+A schedule says when to receive, run forward, send, run backward. `StageWork` does each on the graphs of its stage; nothing runs through
+autograd. Buffers for what arrives are made when they are asked for and go with their last reader, so that no more than the
+microbatches in flight are held. `StageWorker` puts it under the schedules of torch.distributed.pipelining;
+`autopar.run.stage_memory` under one on fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.layout import local_shape
+from autopar.run.executor import Executor
+from autopar.run.program import Program, ProgramTensor
+
+
+class StageWork:
+    """A stage's program on this rank; `executor` runs it."""
+
+    def __init__(self, program: Program, executor: Executor, device: torch.device) -> None:
+        self.program, self.executor, self.device = program, executor, device
+        self._coordinate = [g.coordinate for g in executor.groups]
+        self._arriving = [t for t in program.inputs if t.crosses]
+        self._leaving = [t for t in program.outputs if t.crosses]
+        self._trained = sum(t.has_gradient for t in program.parameters)
+
+    def begin(
+        self,
+        wanted: Collection[str],
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        parts: Sequence[Mapping[str, Tensor]],
+        weights: Sequence[float],
+        *,
+        keep: bool,
+    ) -> None:
+        """Before a step.
+
+        Args:
+            wanted: paths of the outputs that are collected.
+            parameters, buffers: local tensors as the graphs see them. parts: the inputs of each microbatch, by path.
+            weights: tangent of each microbatch's loss. keep: whether backward follows.
+        """
+        self._parameters, self._buffers, self._parts, self._weights, self._keep = parameters, buffers, parts, weights, keep
+        self.outputs: dict[str, list[Tensor]] = {t.name: [] for t in self.program.outputs if not t.crosses and t.name in wanted}
+        self.gradients: list[Tensor] = []
+        self._received: dict[int, list[Tensor]] = {}
+        self._made: dict[int, list[Tensor]] = {}
+        self._saved: dict[int, list[Any]] = {}
+        self._tangents: dict[int, list[Tensor]] = {}
+        self._returning: dict[int, list[Tensor]] = {}
+
+    def finish(self) -> list[Tensor]:
+        """After a step: one gradient per parameter that has one. Lets go of everything."""
+        gradients = self.gradients
+        self.begin((), (), (), (), (), keep=False)
+        return gradients
+
+    def arriving(self, number: int) -> list[Tensor]:
+        """Buffers for what comes from the stage before."""
+        self._received[number] = [self._empty(t) for t in self._arriving]
+        return self._received[number]
+
+    def leaving(self, number: int) -> list[Tensor]:
+        """What goes to the stage after."""
+        return self._made.pop(number, [])
+
+    def arriving_back(self, number: int) -> list[Tensor]:
+        """Buffers for the gradients of what left."""
+        self._tangents[number] = [self._empty(t) for t in self._leaving if t.has_gradient]
+        return self._tangents[number]
+
+    def leaving_back(self, number: int) -> list[Tensor]:
+        """The gradients of what arrived."""
+        return self._returning.pop(number, [])
+
+    def forward(self, number: int) -> None:
+        """Run forward on one microbatch."""
+        received = iter(self._received.pop(number, []))
+        part = self._parts[number]
+        inputs = [next(received) if t.crosses else part[t.name] for t in self.program.inputs]
+        del received
+        with torch.no_grad():
+            outputs, saved = self.executor.forward(self._parameters, self._buffers, inputs, keep=self._keep)
+        del inputs
+        for tensor, value in zip(self.program.outputs, outputs, strict=True):
+            if tensor.name in self.outputs:
+                self.outputs[tensor.name].append(value)
+        self._made[number] = [v.contiguous() for t, v in zip(self.program.outputs, outputs, strict=True) if t.crosses]
+        if self._keep:
+            self._saved[number] = saved
+
+    def backward(self, number: int) -> None:
+        """Run backward on one microbatch and add up its gradients."""
+        arrived = iter(self._tangents.pop(number, []))
+        tangents = [
+            next(arrived) if t.crosses else torch.full(t.shape, self._weights[number], dtype=t.dtype, device=self.device)
+            for t in self.program.outputs
+            if t.has_gradient
+        ]
+        del arrived
+        with torch.no_grad():
+            results = self.executor.backward(self._saved.pop(number), tangents)
+            self._returning[number] = [g.contiguous() for g in results[self._trained :]]
+            del results[self._trained :]
+            if self.gradients:
+                for total, gradient in zip(self.gradients, results, strict=True):
+                    total.add_(gradient)
+            else:  # a gradient may share memory with another, or with what the graph was given
+                self.gradients = _apart(results)
+
+    def _empty(self, tensor: ProgramTensor) -> Tensor:
+        shape = local_shape(tensor.view, tensor.layout, self.program.mesh.shape, self._coordinate)
+        return torch.empty(shape, dtype=tensor.dtype, device=self.device)
+
+
+def _apart(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients, each with memory of its own, so that each can be added to."""
+    seen: set[int] = set()
+    result = []
+    for gradient in gradients:
+        key = gradient.untyped_storage()._cdata
+        own = (
+            key not in seen
+            and gradient.is_contiguous()
+            and gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+        )
+        seen.add(key)
+        result.append(gradient if own else gradient.clone())
+    return result
