@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -175,7 +175,10 @@ def _node_labels(node: fx.Node, here: fx.Node, labels: Mapping[tuple[str, int], 
     reads = [labels[operand.name, 0] for operand in operands_of(node)]
     if any(label.kind == "count" for label in reads) and len({r for r in reads if r.kind not in ("whole", "split")}) > 1:
         raise _refusal(node, num, "it joins terms that weigh differently")
-    found = _special(node, call, part, reads, num) or _by_rule(call, part, reads, num)
+    if any(r.kind == "place" for r in reads):
+        found = _by_place(call, part, reads, num)
+    else:
+        found = _special(node, call, part, reads, num) or _by_rule(call, part, reads, num)
     if found is None:
         shown = ", ".join(f"{r.kind}{r.dim if r.kind == 'split' else ''}" for r in reads)
         raise _refusal(node, num, f"its rule does not admit operands that are {shown} of the batch's")
@@ -192,8 +195,6 @@ def _special(node: fx.Node, call: Call, part: Call, reads: list[Label], num: int
     averages = call.target in _MEANS or (call.target in LOSSES and call.kwargs.get("reduction", _third(call)) == MEAN)
     if averages and alike and any(r.kind == "split" for r in reads) and call.outputs == part.outputs:
         return (MEAN_OF,) if all(r.kind in ("split", "whole") for r in reads) else None
-    if any(r.kind == "place" for r in reads):
-        return _by_place(call, part, reads, num)
     if call.target is aten.arange.default and call.args == (part.args[0] * num,) and dict(call.kwargs) == dict(part.kwargs):
         return (Label("place", 0),)
     if call.target is aten.div.Tensor and reads == [SUM_OF, SUM_OF]:
@@ -275,3 +276,38 @@ def _plain(value: Any) -> Any:
 def _refusal(node: fx.Node, num: int, why: str) -> ConstraintError:
     what = f"the batch cannot be worked through in {num} microbatches: at {node.meta['key']} {why}"
     return ConstraintError(what, where=where_of(node), remedy="pass num_microbatches=1; samples of this model depend on each other there")
+
+
+def for_single_samples(like: Microbatching, made_from: Trace, part: Trace, num: int) -> Microbatching:
+    """How `num` microbatches of one sample make a batch.
+
+    A graph of one sample lacks ops that do nothing to it, and cannot be compared with that of the batch. Labels do not depend on how many
+    samples there are, so they are those of two microbatches of two samples; only the node that weighs the loss has to be found anew.
+
+    Args:
+        like: of batches of two samples, whose trace is `made_from`. part: the trace of one sample.
+    """
+    return replace(like, num=num, count=_counterpart(made_from, like.count, part) if like.count else "")
+
+
+def _counterpart(trace: Trace, name: str, other: Trace) -> str:
+    """The node of another trace that is reached from its loss as `name` is from this one's."""
+    stack: list[tuple[fx.Node, tuple[int, ...]]] = [(_loss(trace), ())]
+    seen: set[fx.Node] = set()
+    while stack:
+        node, path = stack.pop()
+        if node.name == name:
+            found = _loss(other)
+            for step in path:
+                found = found.all_input_nodes[step]
+            if found.target is not node.target:
+                break
+            return found.name
+        if node not in seen:
+            seen.add(node)
+            stack += [(operand, (*path, step)) for step, operand in enumerate(node.all_input_nodes)]
+    raise ConstraintError("the loss of one sample is computed otherwise than that of two", remedy="use microbatches of two samples or more")
+
+
+def _loss(trace: Trace) -> fx.Node:
+    return trace.node(next(o.node for o in trace.outputs if o.is_loss))

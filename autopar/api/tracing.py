@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autopar.analysis.microbatches import Microbatching, microbatching
+from autopar.analysis.microbatches import Microbatching, for_single_samples, microbatching
 from autopar.capture import Trace, capture
 from autopar.emit import emit, emit_staged
 from autopar.errors import ConstraintError
@@ -60,7 +61,20 @@ def trace_part(
         ConstraintError: where the batch does not divide, or samples depend on each other.
     """
     part = capture(model, *microbatch_of(args, kwargs, num))
+    if num > 1 and batch_size(args, kwargs) == num:
+        four, two = (capture(model, *_of_samples(args, kwargs, samples)) for samples in (4, 2))
+        return part, for_single_samples(microbatching(four, two, 2, independent=independent), two, part, num)
     return part, microbatching(whole, part, num, independent=independent)
+
+
+def _of_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int) -> Call:
+    """The call on so many copies of the first sample."""
+    size = batch_size(args, kwargs)
+
+    def copies(leaf: Any) -> Any:
+        return torch.cat([leaf[:1]] * num) if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size else leaf
+
+    return tree_map(copies, args), tree_map(copies, dict(kwargs))
 
 
 def program_of(plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program | StagedProgram:

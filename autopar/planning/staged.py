@@ -266,8 +266,12 @@ def make_staged_plan(
     Raises:
         ConstraintError: where a constraint cannot hold, or the model cannot be cut. InfeasibleError: where a stage does not fit.
     """
-    for constraint in options.constraints:
-        check(constraint, mesh)
+    if wish.axis:
+        check(wish, mesh)
+    left = mesh.without(wish.axis) if wish.axis else mesh
+    for constraint in options.constraints:  # all but the pipeline speak of what a stage runs on
+        if not isinstance(constraint, Pipelined):
+            check(constraint, left)
     if wish.schedule == "1f1b" and wish.axis and how.num < mesh.shape[mesh.names.index(wish.axis)]:
         what = f"{how.num} microbatches are fewer than the stages along {wish.axis!r}, which 1F1B does not run"
         raise ConstraintError(what, remedy='use more microbatches, or schedule="gpipe"')

@@ -82,6 +82,7 @@ class _Placer:
             late = self._late(backward, boundary, late, pinned)
             for name in late:
                 stages[name] = max(stages[name], boundary + 1)
+        self._check_parameters(stages, holders)
         return Placing(self.stage | stages, frozenset(self.copied), self.homes, holders, terms, frozenset(dropped))
 
     def _calls(self, phase: str) -> list[fx.Node]:
@@ -126,21 +127,28 @@ class _Placer:
         return terms, dropped
 
     def _pinned(self, holders: Mapping[str, Sequence[int]], terms: Mapping[str, Sequence[fx.Node]]) -> dict[str, int]:
-        """Nodes whose stage is settled: gradients are where their parameter is."""
+        """Nodes whose stage is settled: gradients of a parameter, and what reads it in backward, are where it is; where several stages
+        hold it, with the reader of the same module."""
         nodes = {n.name: n for n in self.trace.graph.nodes}
         results = next(iter(reversed(self.trace.graph.nodes))).args[0]
         pinned = {}
         for p in self.trace.parameters:
-            if p.gradient is None:
-                continue
-            if p.name not in terms:
-                pinned[results[p.gradient].name] = holders[p.name][0]
-                continue
             readers = {u.meta["module"]: self.stage[u.name] for u in nodes[p.node].users if u.name in self.stage}
-            for term in terms[p.name]:
-                if term.meta["module"] in readers:
-                    pinned[term.name] = readers[term.meta["module"]]
+            bound = [u for u in nodes[p.node].users if u.op != "output" and u.meta["phase"] == "backward" and u.name not in self.copied]
+            bound += terms[p.name] if p.name in terms else [results[p.gradient]] if p.gradient is not None else []
+            for node in bound:
+                held = holders[p.name]
+                if len(held) == 1 or node.meta["module"] in readers:
+                    pinned[node.name] = held[0] if len(held) == 1 else readers[node.meta["module"]]
         return pinned
+
+    def _check_parameters(self, stages: Mapping[str, int], holders: Mapping[str, Sequence[int]]) -> None:
+        names = {p.node: p.name for p in self.trace.parameters}
+        for node in self.trace.graph.nodes:
+            for operand in node.all_input_nodes if node.name in stages else ():
+                if operand.name in names and stages[node.name] not in holders[names[operand.name]]:
+                    what = f"{node.meta['key']} would read {names[operand.name]!r} in a stage that does not hold it"
+                    raise CutError(what, where=where_of(node), remedy="cut elsewhere")
 
     def _late(self, backward: Sequence[fx.Node], boundary: int, after: set[str], pinned: Mapping[str, int]) -> set[str]:
         """The backward nodes that run behind the boundary, `after` (behind the next one) among them."""

@@ -104,7 +104,10 @@ WRONG: Mapping[str, Wrong] = {
     "the gradient of a norm's weight not reduced": (aten.native_layer_norm_backward.default, normed, [S0, S0, S0, S0, R, R], [S0, R, R]),
     "causal attention sharded over the keys": (ops.attention, lambda s: attended(s, causal=True), [R, S2, S2], [P, R]),
     "grouped heads sharded, and their keys' gradients not reduced": (
-        ops.attention_backward, lambda s: attended_backward(s, groups=2), [S1, S1, R, R, S1, S1], [S1, R, R]
+        ops.attention_backward,
+        lambda s: attended_backward(s, groups=2),
+        [S1, S1, R, R, S1, S1],
+        [S1, R, R],
     ),
     "attention sharded over the keys": (ops.attention, attended, [R, S2, S2], [P, R]),
     "a key's gradient not reduced": (ops.attention_backward, attended_backward, [S2, S2, R, R, S2, S2], [S2, R, R]),

@@ -1,0 +1,145 @@
+"""Law: microbatches, weighed as inferred from the graphs, make the batch's loss, outputs and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar import random_ops
+from autopar.analysis.microbatches import Microbatching, microbatching
+from autopar.api.tracing import microbatch_of
+from autopar.capture import Trace, capture
+from autopar.capture._torch import flatten_call
+from autopar.capture.execute import execute
+from autopar.emit.staged import _count
+from autopar.errors import AutoparError, ConstraintError
+from autopar.run.program import Microbatches
+from benchmarks import zoo
+
+NUM = 4
+
+
+def traced(model: nn.Module, batch: dict[str, Any], **how: Any) -> tuple[Trace, Trace, Microbatching]:
+    whole = capture(model, (), batch)
+    part = capture(model, *microbatch_of((), batch, NUM))
+    return whole, part, microbatching(whole, part, NUM, **how)
+
+
+def error(model: nn.Module, batch: dict[str, Any], **how: Any) -> float:
+    """The largest error of outputs and gradients that microbatches make, in float64, against the whole batch's."""
+    whole, part, inferred = traced(model, batch, **how)
+    tensors = {n: x.detach() for n, x in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]}
+    tensors = {n: x.double() if x.is_floating_point() else x for n, x in tensors.items()} | {random_ops.STATE: random_ops.initial_state(0)}
+    leaves = dict(flatten_call((), batch)[0])
+    inputs = {i.path: leaves[i.path].double() if leaves[i.path].is_floating_point() else leaves[i.path] for i in whole.inputs}
+    expected, gradients, _ = execute(whole, tensors, tensors, list(inputs.values()), dtype=torch.float64)
+    count, paths = _count(part, inferred.count) if inferred.count else (None, ())
+    loss = next(o.path for o in whole.outputs if o.is_loss)
+    outputs = {path: (label.kind, label.dim) for path, label in inferred.outputs.items()}
+    batches = Microbatches(NUM, inferred.inputs, outputs, loss, count, paths)
+    parts = batches.split(inputs)
+    weights = batches.weights(parts)
+    made: dict[str, list[Tensor]] = {}
+    sums: dict[str, Tensor] = {}
+    for one, weight in zip(parts, weights, strict=True):
+        got, grads, _ = execute(
+            part, tensors, tensors, [one[i.path] for i in part.inputs], torch.tensor(weight, dtype=torch.float64), dtype=torch.float64
+        )
+        for o, x in zip(part.outputs, got, strict=True):
+            made.setdefault(o.path, []).append(x)
+        sums = {n: sums[n] + g if n in sums else g for n, g in grads.items()}
+    scale = max(float(g.abs().max()) for g in gradients.values())
+    worst = max(float((sums[n] - g).abs().max()) for n, g in gradients.items()) / scale
+    for o, x in zip(whole.outputs, expected, strict=True):
+        worst = max(worst, float((batches.join(o.path, made[o.path], weights) - x).abs().max()) / float(x.abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "vit", "dlrm", "unet2d"])
+def test_microbatches_make_the_batch(name: str) -> None:
+    model, batch = zoo.build(name)
+    assert error(model, batch) < 1e-12
+
+
+def test_labels_that_are_ignored_weigh_nothing_however_they_lie() -> None:
+    model, batch = zoo.build("gpt2")
+    labels = torch.full_like(batch["labels"], -100)
+    labels[0, :5], labels[3, 2:] = 7, 3  # the third and fourth microbatch have no label at all
+    assert error(model, {**batch, "labels": labels}) < 1e-12
+
+
+class Head(nn.Module):
+    """A linear layer and some loss of its result."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.linear, self.loss = nn.Linear(3, 5), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.loss(self.linear(x), y)}
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {"x": torch.randn(8, 3, generator=generator), "y": torch.randn(8, 5, generator=generator)}
+
+
+LOSSES = {
+    "sum": (lambda z, y: ((z - y) ** 2).sum(), "sum"),
+    "mean": (lambda z, y: ((z - y) ** 2).mean(), "mean"),
+    "mse": (F.mse_loss, "mean"),
+    "per sample": (lambda z, y: ((z - y) ** 2).sum() / z.shape[0], "mean"),
+    "a constant divisor": (lambda z, y: ((z - y) ** 2).sum() / 3.0, "sum"),
+    "two means": (lambda z, y: F.mse_loss(z, y) + 0.1 * z.abs().mean(), "mean"),
+    "sum of means": (lambda z, y: ((z - y) ** 2).mean(1).sum(), "sum"),
+    "one sample's weight": (lambda z, y: (z * y).mean(0).sum() * 2.0, "mean"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_every_kind(name: str) -> None:
+    loss, kind = LOSSES[name]
+    assert traced(Head(loss), batch())[2].outputs["loss"].kind == kind
+    assert error(Head(loss), batch()) < 1e-12
+
+
+COUPLED = {
+    "a sum and a mean": lambda z, y: ((z - y) ** 2).sum() + z.abs().mean(),
+    "a maximum over the batch": lambda z, y: (z - z.amax(0)).sum(),
+    "a product of samples": lambda z, y: (z @ z.t()).sum(),
+    "a mean that is subtracted": lambda z, y: ((z - z.mean(0)) ** 2).sum(),
+    "a square of a mean": lambda z, y: z.mean().square(),
+    "a position in the batch": lambda z, y: (z.sum(1) * torch.arange(z.shape[0])).sum(),
+    "a sum and a regulariser": lambda z, y: (z * y).sum() + (torch.ones(5) * 2).sum() * z.sum().square(),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_losses_that_couple_samples_are_refused(name: str) -> None:
+    with pytest.raises(ConstraintError, match="cannot be worked through in 4 microbatches: at "):
+        traced(Head(COUPLED[name]), batch())
+
+
+@pytest.mark.parametrize(("name", "op"), [("cnn", "features.1"), ("clip", "/dot/forward"), ("mixtral", "/forward/")])
+def test_models_that_couple_samples_are_refused_and_the_op_named(name: str, op: str) -> None:
+    model, data = zoo.build(name)
+    with pytest.raises(AutoparError, match=op):
+        traced(model, data)
+
+
+def test_a_promise_is_recorded_where_it_was_needed() -> None:
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return (z.sort(0).values * 0 + z * y).sum()  # the sort couples samples and adds nothing
+
+    _, _, inferred = traced(Head(loss), batch(), independent=True)
+    assert any("sort" in key for key in inferred.promised)
+    assert error(Head(loss), batch(), independent=True) < 1e-12
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConstraintError, match="8 samples is not 3 equal microbatches"):
+        microbatch_of((), batch(), 3)

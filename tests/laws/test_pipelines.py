@@ -1,0 +1,145 @@
+"""Pipelines equal the plain model: stages × data × tensor parallelism, all ranks in lockstep; and their plans are sound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.api.planning import plan_model
+from autopar.constraints import fsdp, layout, pipeline, tensor_parallel
+from autopar.errors import ConstraintError, EmissionError, InfeasibleError, MeshError, VerificationError
+from autopar.planning import Planned
+from autopar.planning.schedules import num_in_flight, step_time
+from autopar.plans import Plan
+from autopar.run.program import StagedProgram
+from benchmarks import zoo
+
+MESH = autopar.Mesh({"stage": 2, "data": 2, "tensor": 2})
+EXPERT = (fsdp("data"), tensor_parallel(axes="tensor"))
+
+
+def planned(name: str, mesh: autopar.Mesh, *constraints: Any, **options: Any) -> tuple[Planned, torch.nn.Module, dict[str, Any]]:
+    settings = options.pop("settings", {})
+    model, batch = zoo.build(name, batch=8, **settings)
+    made = plan_model(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=constraints, **options)[1]
+    return made, model, batch
+
+
+# Llama: one stream. GPT-2: tied weights, fused projections, dropout. T5: a decoder that reads the encoder's end, one table thrice.
+@pytest.mark.parametrize(
+    ("name", "settings", "microbatches"),
+    [("llama", {}, 4), ("gpt2", {"dropout": 0.1}, 2), ("t5", {}, 4)],
+)
+def test_stages_with_data_and_tensor_parallelism_equal_the_plain_model(name: str, settings: dict[str, Any], microbatches: int) -> None:
+    made, model, batch = planned(name, MESH, pipeline("stage", microbatches=microbatches), *EXPERT, settings=settings)
+    report = autopar.verify(made.plan, model, batch)
+    assert report.ok
+    assert report.num_collectives > 0
+    assert isinstance(made.program, StagedProgram)
+    for stage in made.program.stages:
+        kinds = {c.kind for _, _, c in stage.collectives}
+        assert "all_gather" in kinds and {"all_reduce", "reduce_scatter"} & kinds  # of parameters; of gradients and partial sums
+
+
+@pytest.mark.parametrize(("name", "axes"), [("unet2d", {"stage": 2, "data": 2}), ("gpt2", {"data": 2, "stage": 4}), ("bert", {"stage": 3})])
+def test_skips_more_stages_and_other_axes(name: str, axes: dict[str, int]) -> None:
+    settings = {"num_hidden_layers": 4} if name != "unet2d" else {}
+    num = 4 if axes["stage"] != 3 else 8
+    made, model, batch = planned(name, autopar.Mesh(axes), pipeline("stage", microbatches=num), settings=settings)
+    assert autopar.verify(made.plan, model, batch).ok
+
+
+def test_one_stage_may_work_through_microbatches() -> None:
+    made, model, batch = planned("llama", autopar.Mesh({"data": 2}), fsdp("data"), num_microbatches=4)
+    assert made.plan.pipeline is not None and made.plan.pipeline.axis == "" and len(made.plan.pipeline.stages) == 1
+    assert autopar.verify(made.plan, model, batch).ok
+
+
+def test_microbatches_need_less_memory() -> None:
+    whole = planned("gpt2", autopar.Mesh({"data": 1}))[0].plan.prediction
+    parts = planned("gpt2", autopar.Mesh({"data": 1}), num_microbatches=8)[0].plan.prediction
+    assert parts.memory_bytes["activations"] * 7 < whole.memory_bytes["activations"]
+    assert parts.peak_bytes < whole.peak_bytes
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[Planned, torch.nn.Module, dict[str, Any]]:
+    return planned("llama", MESH, pipeline("stage", microbatches=4), *EXPERT, settings={"num_hidden_layers": 4})
+
+
+def test_a_plan_is_read_back_as_it_was_written_and_is_the_same_each_time(llama: tuple[Planned, Any, Any]) -> None:
+    plan = llama[0].plan
+    assert Plan.loads(plan.dumps()) == plan
+    again = planned("llama", MESH, pipeline("stage", microbatches=4), *EXPERT, settings={"num_hidden_layers": 4})[0]
+    assert again.plan.dumps() == plan.dumps()
+
+
+def test_the_step_is_that_of_the_schedule(llama: tuple[Planned, Any, Any]) -> None:
+    plan = llama[0].plan
+    pipe = plan.pipeline
+    assert pipe is not None
+    assert plan.prediction.step_s == step_time([p.prediction.step_s for p in pipe.stages], 4)
+    assert plan.proof.bound_s <= plan.proof.objective_s == plan.prediction.step_s
+    assert pipe.num_in_flight == num_in_flight("1f1b", 2, 4) == (2, 1)
+    assert plan.prediction.peak_bytes == max(p.prediction.peak_bytes for p in pipe.stages)
+
+
+def test_neighbours_agree_on_what_crosses(llama: tuple[Planned, Any, Any]) -> None:
+    program = llama[0].program
+    assert isinstance(program, StagedProgram)
+    first, last = program.stages
+    leaving = {t.name: (t.layout, t.shape, t.has_gradient) for t in first.outputs if t.crosses}
+    assert leaving == {t.name: (t.layout, t.shape, t.has_gradient) for t in last.inputs if t.crosses}
+    assert len(leaving) == 1
+
+
+def test_a_plan_whose_stages_disagree_is_refused(llama: tuple[Planned, Any, Any]) -> None:
+    made, model, batch = llama
+    text = made.plan.dumps()
+    pipe = made.plan.pipeline
+    assert pipe is not None
+    crossing = next(i for i in pipe.stages[1].entries if i.kind == "input" and i.module)
+    assert text.count(crossing.key) > 0
+    swapped = Plan.loads(text.replace(f'"num_microbatches": {4}', '"num_microbatches": 2'))
+    with pytest.raises((EmissionError, autopar.AutoparError)):
+        autopar.verify(swapped, model, batch)
+
+
+def test_a_wrong_weight_of_a_microbatch_is_found(llama: tuple[Planned, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.run.program import Microbatches
+
+    made, model, batch = llama
+    right = Microbatches.weights
+    monkeypatch.setattr(Microbatches, "weights", lambda self, parts: [1.01 * right(self, parts)[0], *right(self, parts)[1:]])
+    with pytest.raises(VerificationError):
+        autopar.verify(made.plan, model, batch)
+
+
+def test_cuts_by_name_and_what_refuses() -> None:
+    mesh = autopar.Mesh({"stage": 2})
+    settings = {"num_hidden_layers": 4}
+    made = planned("llama", mesh, pipeline("stage", microbatches=4, cuts=["model.layers.1"]), settings=settings)[0]
+    assert made.plan.pipeline is not None and made.plan.pipeline.modules == ("model.layers.1",)
+    with pytest.raises(ConstraintError, match=r"no cut at 'model\.layers\.9'"):
+        planned("llama", mesh, pipeline("stage", microbatches=4, cuts=["model.layers.9"]), settings=settings)
+    with pytest.raises(ConstraintError, match="1F1B"):
+        planned("llama", autopar.Mesh({"stage": 4}), pipeline("stage", microbatches=2), settings=settings)
+    with pytest.raises(MeshError, match="has no axis 'pipe'"):
+        planned("llama", mesh, pipeline("pipe", microbatches=2), settings=settings)
+    with pytest.raises(ConstraintError, match="stages are asked for"):
+        planned("llama", autopar.Mesh({"stage": 8}), pipeline("stage", microbatches=8))
+    with pytest.raises(InfeasibleError, match="stage 0 of 2"):
+        planned("llama", mesh, pipeline("stage", microbatches=4), settings=settings, memory_bytes=300_000)
+
+
+def test_a_forced_layout_holds_in_the_stage_that_has_the_op() -> None:
+    mesh = autopar.Mesh({"stage": 2, "tensor": 2})
+    force = layout("model.layers.*.mlp.up_proj", weight="S(0)")
+    made = planned("llama", mesh, pipeline("stage", microbatches=4), force, settings={"num_hidden_layers": 4})[0]
+    assert made.plan.pipeline is not None
+    for stage in made.plan.pipeline.stages:
+        used = [c for e in stage.entries for c in e.nodes if "mlp.up_proj/dot/forward" in c.node]
+        assert used and all(str(c.strategy.inputs[1]) == "S(0)" for c in used)
