@@ -6,12 +6,14 @@ The map between the problem's ops and the trace stays in `Priced`, so that answe
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
+from torch.distributed.tensor import Shard
 
 from autopar.analysis.work import work
 from autopar.capture.trace import Parameter, Trace
@@ -223,11 +225,26 @@ class _Builder:
             graph = self._layout_graph(op, result, next(iter(by_uses.values()))[0], {u for uses in by_uses for u in uses}, price)
             resident = self.sources[op].kind != "compute"
             key = f"{self.ops[op].key}#{result}"
-            values.append(Value(key, op, result, self.ops[op].phase, graph, resident))
+            readers = [use for uses in by_uses for use in uses if use.phase == "forward"]
+            values.append(Value(key, op, result, self.ops[op].phase, graph, resident, self._keepable(op, result, graph, readers)))
             for uses, members in by_uses.items():
                 variants.append(Variant(len(values) - 1, len(members), uses))
                 refs.append(tuple(members))
         return values, variants, refs
+
+    def _keepable(self, op: int, result: int, graph: LayoutGraph, uses: Sequence[Use]) -> frozenset[int] | None:
+        """On a grid, the layouts that are split the furthest over its axes, of those in which forward makes or reads the value."""
+        cluster, named = self.sources[op].cluster, self.forced.named
+        free = cluster is not None and cluster.first.results[result][0] not in named.rows
+        if not named.grid or free or self.sources[op].kind in ("input", "buffer") or self.ops[op].phase == "backward":
+            return None
+        layouts = [s.layouts.outputs[result] for s in self.ops[op].strategies]
+        layouts += [s.layouts.inputs[u.operand] for u in uses for s in self.ops[u.op].strategies]
+        split = {
+            graph.index[at]: math.prod(self.mesh.shape[axis] for axis in named.grid if isinstance(at.placements[axis], Shard))
+            for at in layouts
+        }
+        return frozenset(index for index, parts in split.items() if parts == max(split.values()))
 
     def _layout_graph(self, op: int, result: int, ref: Ref, uses: set[Use], price: Callable[[Collective], float]) -> LayoutGraph:
         info = self.infos[ref]

@@ -49,8 +49,8 @@ class Forced:
 
     def resting(self, parameter: str, layouts: Sequence[Layout]) -> Sequence[Layout]:
         """Those of the layouts in which a parameter can be stored that named plans let it rest in."""
-        rests = self.rests(parameter)
-        found = ([layout for layout in layouts if _meets(rest, layout)] for rest in rests)
+        rests, gathered = self.rests(parameter), self.named.gathered.get(parameter, frozenset())
+        found = ([layout for layout in layouts if _meets(rest, layout) and _can_gather(gathered, layout)] for rest in rests)
         return next(filter(None, found), []) if rests else layouts
 
     def asked(self, parameter: str) -> str:
@@ -65,6 +65,12 @@ class Forced:
 
 def _meets(rest: Rest, layout: Layout) -> bool:
     return all(allowed is None or placement in allowed for allowed, placement in zip(rest, layout.placements, strict=True))
+
+
+def _can_gather(axes: frozenset[int], layout: Layout) -> bool:
+    """Whether these axes can be gathered and the others stay: of each dim they are the innermost splitters."""
+    splitters = ([axis in axes for axis in layout.splitters(p.dim)] for p in layout.placements if isinstance(p, Shard))
+    return all(found == sorted(found) for found in splitters)
 
 
 def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forced:
