@@ -6,9 +6,9 @@ one device sends, by rings: a collective over one axis of what is a whole of x e
 linear and step, tensor by tensor.
 
 Every parameter rests split over both or all three axes of the q's, with its gradient and optimizer's state; every activation is made
-and kept until backward split over all axes. What a product reads gathered is not kept: backward gathers it again. Of what is less
-than 1/P there is: a vector that cannot be stored split so many times (of a fused projection, the bias) rests split less; sums per
-token, such as a norm's, are whole on the axis whose features they sum.
+and kept until backward split over all axes, P times. What a product reads gathered is not kept: backward gathers it again. Split
+less are parameters that cannot be stored split so often, such as a fused projection's bias (their gradients are all-reduced on the
+axes left); sums per token, whole on the axis whose features they sum; and what does not depend on the batch.
 
 **2d**, axes (a, b): SUMMA (van de Geijn and Watts, 1997) as in Xu and You, "An Efficient 2D Method for Training Super-Large Deep
 Learning Models", 2021 (Optimus). X rests [n on a, k on b], n by samples, and W [k on a, m on b]; Y is made [n on a, m on b].
@@ -17,9 +17,9 @@ Learning Models", 2021 (Optimus). X rests [n on a, k on b], n by samples, and W 
     X         all-gather on b       all-gather on b (for W's gradient), reduce-scatter on b (its gradient): 3·(nk/q)(q−1)/q
     W         all-gather on a       all-gather on a (for X's gradient), reduce-scatter on a (its gradient): 3·(km/q)(q−1)/q
 
-Together 3(nk + km)(q−1)/q², as in the paper; its broadcasts to a whole row are one all-gather. Of linears that read the same X (q, k
-and v; gate and up) each paper's layer counts its own; here X is gathered once in each phase, and their gradients of X are summed before
-one reduce-scatter where the model's backward sums them before anything else.
+Together 3(nk + km)(q−1)/q², as in the paper; its broadcasts in a row of devices, of q parts in turn, are here one all-gather. The
+papers count each linear's X; here one that several read (q, k and v; gate and up) is gathered once in each phase, and what they add to
+its gradient is scattered once where the model's backward adds that up first (BERT's does not). So it is in all three.
 
 **2.5d**, axes (a, b, d), d of any size: Solomonik and Demmel, "Communication-Optimal Parallel 2.5D Matrix Multiplication", 2011, as in
 Wang et al., "Tesseract: Parallelize the Tensor Parallelism Efficiently", 2021. As 2d on (a, b) with the samples split over d as well:
@@ -37,7 +37,24 @@ back what the first one read.
     W         all-gather on i         all-gather on i, reduce-scatter on i: 3·(km/q²)(q−1)/q
     Y         reduce-scatter on j     all-gather on j (of its gradient): 2·(nm/q²)(q−1)/q
 
-Together (3nk + 3km + 2nm)(q−1)/q³; the paper gathers Y's gradient for either product, 3nm.
+Together (3nk + 3km + 2nm)(q−1)/q³; the paper gathers Y's gradient for either product, 3nm. Of a chain of an odd number of linears
+beside the residual stream, the result is moved to where the stream is.
+
+A parameter that is gathered on one axis can rest with others on its dim where that axis splits it innermost; of a fused projection
+only the mesh's last can. So of a model with such in 3d, name the mesh's last axis as i.
+
+Beside the linears, with h features of the stream (n stands for n/d in 2.5d):
+
+    bias of m             2d: gathered on a, its gradient scattered, (m/q)(q−1)/q either; 3d: on i and j, (m/q)(1 − 1/q²)
+    norm in parts         its sum all-reduced on b, n/q, in 3d on j, n/q²: one in forward and one in backward (RMS norms as models spell
+                          them); its scale is gathered as a bias is, in backward again, and the gradient scattered
+    norm as one op        cannot sum over split features: tokens are split instead, which the log says. In 2d its x comes, and the
+                          gradient of x goes, by an all-to-all on b, (nh/q²)(q−1)/q each; in 3d what it makes goes to features again
+                          and back in backward, in all five on j of (nh/q³)(q−1)/q. Its scale and bias are gathered on all axes
+    table of v rows       rests by features on b (j); gathered on a, and its gradient scattered there, (vh/q)(q−1)/q each; in 3d on
+                          i and l, (vh/q)(1 − 1/q²) each. One that is the head's weight too lies as the head asks, split by rows on b
+                          (l): its sums are scattered, (nh/q)(q−1)/q, in 3d (nh/q²)(q−1)/q, and their gradient gathered
+    loss                  a head is a linear; its cross entropy all-reduces three of n/q on b, in 3d of n/q² on l
 """
 
 from __future__ import annotations
