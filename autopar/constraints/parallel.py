@@ -19,6 +19,7 @@ from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 
 Axes = str | Sequence[str]
+Recompute = Literal["none", "full", "selective"]
 PlanName = Literal["ddp", "fsdp", "tensor_parallel_1d", "tensor_parallel_2d", "tensor_parallel_2.5d", "tensor_parallel_3d"]
 
 
@@ -55,13 +56,16 @@ class Megatron:
     tp: int | tuple[str, ...]
     dp: int | tuple[str, ...] | None
     zero: int
+    recompute: Recompute | None = None
 
     def to_json(self) -> dict[str, Any]:
         words = {name: list(value) if isinstance(value, tuple) else value for name, value in (("tp", self.tp), ("dp", self.dp))}
-        return {"plan": "megatron", **words, "zero": self.zero}
+        again = {} if self.recompute is None else {"recompute": self.recompute}
+        return {"plan": "megatron", **words, "zero": self.zero, **again}
 
     def __str__(self) -> str:
-        return f"megatron(tp={_text(self.tp)}, dp={_text(self.dp)}, zero={self.zero})"
+        again = "" if self.recompute is None else f", recompute={self.recompute!r}"
+        return f"megatron(tp={_text(self.tp)}, dp={_text(self.dp)}, zero={self.zero}{again})"
 
 
 Constraint = LayoutConstraint | Parallelism | Megatron
@@ -131,7 +135,7 @@ def tensor_parallel(kind: str = "1d", *, axes: Axes) -> Parallelism:
     return Parallelism(f"tensor_parallel_{kind}", names)  # type: ignore[arg-type]
 
 
-def megatron(*, tp: int | Axes = 1, dp: int | Axes | None = None, zero: int = 0) -> Megatron:
+def megatron(*, tp: int | Axes = 1, dp: int | Axes | None = None, zero: int = 0, recompute: Recompute | None = None) -> Megatron:
     """Megatron's plan: `tensor_parallel` of degree `tp` and data parallelism of degree `dp`; together the whole mesh.
 
     Args:
@@ -140,17 +144,25 @@ def megatron(*, tp: int | Axes = 1, dp: int | Axes | None = None, zero: int = 0)
             must be the size.
         zero: 0 as `ddp`, 3 as `fsdp` over the data axes. 1 and 2 are refused: they shard the optimizer's state and the gradient
             but not the parameter, and here these three rest in one layout. Where memory allows it, 3 moves what they move.
+        recompute: what backward runs again: ``none``, ``full``: all that it reads of a layer but what crosses between layers, or
+            ``selective``: in attention what lies around the softmax (Korthikanti et al., "Reducing Activation Recomputation in Large
+            Transformer Models", 2022, section 5), no more in either; by default what the planner likes. With ``full`` a layer keeps
+            its input, b·s·h elements, and what it gathers or reduces for what is run again it does again: one all-reduce of b·s·h
+            more in backward over the tensor axes, attention's. ``selective`` keeps no tensor of [heads, s, s].
 
     Volumes are those of the two plans, with the batch and the parameters that are left on a device: each rank of a tensor group
     has b/dp samples, and all-reduces gradients of the part of the parameters that it holds.
 
     Raises:
-        ConstraintError: on a stage that is not there. When a model is planned: where the axes are not in the mesh.
+        ConstraintError: on a stage or a recomputation that is not there. When a model is planned: where the axes are not in the mesh,
+            or there is no attention to run again.
     """
     if zero not in (0, 3):
         what = f"megatron(zero={zero}): a parameter rests in one layout with its gradient and optimizer state, so stages are 0 and 3"
         raise ConstraintError(what, remedy="pass zero=3, which moves no more than stages 1 and 2 where gathered copies fit, or zero=0")
-    return Megatron(_degree(tp), None if dp is None else _degree(dp), zero)
+    if recompute not in (None, "none", "full", "selective"):
+        raise ConstraintError(f"megatron(recompute={recompute!r}) is not there", remedy='pass "none", "full" or "selective"')
+    return Megatron(_degree(tp), None if dp is None else _degree(dp), zero, recompute)
 
 
 def check(constraint: Constraint, mesh: Mesh) -> None:

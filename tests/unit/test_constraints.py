@@ -126,6 +126,8 @@ def test_stages_and_kinds_that_are_not_there_are_refused_and_what_is_there_is_na
             megatron(tp=2, zero=zero)
     with pytest.raises(ConstraintError, match=r"tensor_parallel\('4d'\) is not there(.|\n)*\"1d\", \"2d\", \"2.5d\" or \"3d\""):
         tensor_parallel("4d", axes=("a", "b"))
+    with pytest.raises(ConstraintError, match=r"megatron\(recompute='all'\) is not there(.|\n)*\"none\", \"full\" or \"selective\""):
+        megatron(recompute="all")  # type: ignore[arg-type]
     with pytest.raises(ConstraintError, match=r"0 is no number of devices"):
         megatron(tp=0)
     for axes in ((), (3,)):
@@ -161,6 +163,7 @@ def test_the_sides_of_a_grid_are_equal_and_in_the_mesh_and_its_depth_is_free() -
 
 
 def test_a_plan_records_what_was_asked() -> None:
+    assert megatron(tp=8, recompute="full").to_json()["recompute"] == "full"
     assert tensor_parallel("2.5d", axes=("b", "a", "d")).to_json() == {"plan": "tensor_parallel_2.5d", "axes": ["b", "a", "d"]}
     assert fsdp("node").to_json() == {"plan": "fsdp", "axes": ["node"]}
     assert tensor_parallel(axes="gpu").to_json() == {"plan": "tensor_parallel_1d", "axes": ["gpu"]}
