@@ -65,14 +65,18 @@ class Case:
 
 
 LARGE = {"h": 72, "k": 24, "f": 72, "v": 108}  # which nine devices can split
-CASES = (
-    Case("llama", "2d"),
-    Case("llama", "2d", q=3, b=6, **LARGE),
-    Case("llama", "2.5d", d=3, b=6),
-    Case("llama", "3d"),
-    Case("gpt2", "2d", f=128),
-    Case("gpt2", "3d", f=128),
-)
+FAST = (Case("llama", "2d"), Case("llama", "2.5d", d=3, b=6), Case("llama", "3d"), Case("gpt2", "2d", f=128))
+SLOW = (Case("llama", "2d", q=3, b=6, **LARGE), Case("gpt2", "2.5d", f=128), Case("gpt2", "3d", f=128))
+OTHERS = (Case("vit", "2d"), *(Case(model, grid) for model in ("vit", "bert") for grid in ("2.5d", "3d")), Case("bert", "2d"))
+
+
+def slow(cases: Iterable[Case]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+CASES = [*FAST, *slow(SLOW)]
+LLAMAS = [*(case for case in FAST if case.model == "llama"), *slow(SLOW[:1])]
+EVERY = [*CASES, OTHERS[0], *slow(OTHERS[1:])]
 
 
 @cache
@@ -209,9 +213,12 @@ def square(case: Case) -> Table:
             table.thrice(parameter, "a", ring(Fraction(k * m, q), q, times))
             table.moves("backward", f"gradient of {parameter}", "d", 2 * ring(Fraction(k * m, q * q), d, times))
             if case.model == "gpt2" and name == "attn.c_attn":  # cannot be stored split twice: summed over the samples
-                table.moves("backward", f"gradient of {name}.bias", "", 2 * ring(Fraction(m, q), q, times))
+                table.moves(
+                    "backward", f"gradient of {name}.bias", "", 2 * (ring(Fraction(m, q), q, times) + ring(Fraction(m, q), d, times))
+                )
             elif case.model == "gpt2" and name != module:
                 table.twice(f"{name}.bias", "", ring(Fraction(m, q), q, times))
+                table.moves("backward", f"gradient of {name}.bias", "", 2 * ring(Fraction(m, q * q), d, times))
     table.moves("forward", "sums", "b", 3 * 2 * ring(n / q, q))  # the loss
     for axis, size in (("a", q), ("d", d)):
         table.moves("forward", "sums", axis, 2 * 2 * ring(1, size))
@@ -233,15 +240,18 @@ def llama_square(case: Case) -> Table:
 
 
 def gpt2_square(case: Case) -> Table:
-    q, h, n, table = case.q, case.h, case.n, square(case)
+    q, d, h, table = case.q, case.d if case.grid == "2.5d" else 1, case.h, square(case)
+    n = Fraction(case.n, d)
     for name, times in (("h.ln_1", LAYERS), ("h.ln_2", LAYERS), ("transformer.ln_f", 1)):
         for part in ("weight", "bias"):
             table.thrice(f"{name}.{part}", "", ring(h, q * q, times))
+            table.moves("backward", f"gradient of {name}.{part}", "", 2 * ring(Fraction(h, q * q), d, times))
         for phase in ("forward", "backward"):
-            table.moves(phase, "for norms", "b", ring(Fraction(n * h, q * q), q, times))
-    table.twice("Y of transformer.wte", "b", ring(Fraction(n * h, q), q))
+            table.moves(phase, "for norms", "b", ring(n * h / (q * q), q, times))
+    table.twice("Y of transformer.wte", "b", ring(n * h / q, q))
     table.moves("forward", "transformer.wpe.weight", "a", ring(Fraction(S * h, q), q))
-    table.moves("backward", "sums", "a", 2 * ring(Fraction(S * h, q), q))
+    for axis, size in (("a", q), ("d", d)):  # positions' gradients are summed before their lookup's backward
+        table.moves("backward", "sums", axis, 2 * ring(Fraction(S * h, q), size))
     return table
 
 
@@ -294,6 +304,7 @@ FORMULAS: Mapping[tuple[str, str], Callable[[Case], Table]] = {
     ("llama", "2d"): llama_square,
     ("llama", "2.5d"): llama_square,
     ("gpt2", "2d"): gpt2_square,
+    ("gpt2", "2.5d"): gpt2_square,
     ("llama", "3d"): llama_cube,
     ("gpt2", "3d"): gpt2_cube,
 }
@@ -307,16 +318,13 @@ def test_every_tensor_sends_what_its_formula_says(case: Case) -> None:
     assert not wrong, "\n".join(f"{key}: found, expected {tuple(map(str, value))}" for key, value in sorted(wrong.items()))
 
 
-OTHERS = (Case("vit", "2d"), Case("bert", "3d"))
-
-
-@pytest.mark.parametrize("case", [*CASES, *OTHERS], ids=str)
+@pytest.mark.parametrize("case", EVERY, ids=str)
 def test_a_grid_computes_what_the_model_does(case: Case) -> None:
     trace, model, batch = captured(case)
     assert verify_program(trace, planned(case).program, model, (), batch).ok
 
 
-@pytest.mark.parametrize("case", [*CASES, *OTHERS], ids=str)
+@pytest.mark.parametrize("case", EVERY, ids=str)
 def test_parameters_with_their_states_rest_in_as_many_parts_as_the_grid_without_its_depth_has(case: Case) -> None:
     """But for those that so many parts do not divide, and a fused projection's bias, which cannot be stored split so often."""
     parts = case.num_devices // (case.d if case.grid == "2.5d" else 1)
@@ -353,7 +361,7 @@ def test_activations_are_kept_for_backward_in_as_many_parts_as_there_are_devices
     assert seen > 20
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.model == "llama"], ids=str)
+@pytest.mark.parametrize("case", LLAMAS, ids=str)
 def test_what_a_llama_keeps_for_backward_is_its_formula(case: Case) -> None:
     """Each tensor that backward reads, once: in a layer two norms' results before and after their scale, q, k, v, attention's result
     as made and as its linear reads it, the log of its sums, two sums with the residual, four tensors of the MLP."""
@@ -369,7 +377,7 @@ def test_what_a_llama_keeps_for_backward_is_its_formula(case: Case) -> None:
     assert plan.prediction.memory_bytes["activations"] - of_labels == 4 * elements
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.model == "llama"], ids=str)
+@pytest.mark.parametrize("case", LLAMAS, ids=str)
 def test_of_linears_that_share_nothing_the_papers_volumes_are_met(case: Case) -> None:
     """o_proj and down_proj. 2d: Xu and You, 2021: 3(nk + km)(q−1)/q². 2.5d: the same with n/d, and gradients summed over the depth.
     3d: Bian et al., 2021, gather Y's gradient for each of two products: (3nk + 3km + 3nm)(q−1)/q³; here once: 2nm."""

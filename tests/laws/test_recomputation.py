@@ -25,7 +25,7 @@ from autopar.verification import verify_program
 
 LAYERS, B, S, H, DATA = 2, zoo_small.BATCH, zoo_small.SEQUENCE, 32, 2
 MESH, PROFILE = Mesh({"data": DATA, "tensor": 2}), HardwareProfile.load("h100-sxm")
-KINDS = ("llama", "eager", "gpt2")  # eager: attention in several ops
+KINDS = ("llama", "eager", pytest.param("gpt2", marks=pytest.mark.slow))  # eager: attention in several ops
 
 
 @cache

@@ -151,3 +151,33 @@ def test_a_model_without_linears_is_refused() -> None:
 def test_sides_of_one_device_ask_for_nothing() -> None:
     forced = resolve(traced(Chain(1))[0], [SQUARE], Mesh({"a": 1, "b": 1, "c": 2}))
     assert not forced.named.rows and not forced.named.grid
+
+
+@pytest.mark.parametrize(("order", "rests"), [("ijl", "R S(0) S(2)"), pytest.param("jli", "S(0) S(2) S(0)", marks=pytest.mark.slow)])
+def test_a_fused_projection_rests_split_over_samples_only_where_these_can_be_gathered_alone(order: str, rests: str) -> None:
+    model, batch = zoo_small.gpt2(num_layers=1)
+    trace = capture(model, (), batch)
+    program = planned(trace, CUBE, Mesh(dict.fromkeys(order, 2))).program
+    assert {str(p.layout) for p in program.parameters if p.name.endswith("c_attn.weight")} == {rests}
+    moved = {(c.kind, order[c.axis]) for _, key, c in program.collectives if key.endswith("c_attn.weight/parameter")}
+    assert moved == ({("all_gather", "i")} if order == "jli" else set())
+
+
+class Twice(nn.Module):
+    """What the second linear makes is read as it is, and transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.second(torch.relu(self.first(x)))
+        return torch.relu(y).pow(2).mean() + torch.tanh(y.transpose(1, 2)).pow(2).mean()
+
+
+def test_partial_sums_that_several_read_are_scattered_once() -> None:
+    trace, model, batch = traced(Twice(), 8, 4, 8)
+    program = planned(trace, CUBE).program
+    scattered = [key for phase, key, c in program.collectives if (phase, c.kind, c.axis) == ("forward", "reduce_scatter", 1)]
+    assert scattered == ["second/dot/forward/0"]
+    assert verify_program(trace, program, model, (), batch).ok
