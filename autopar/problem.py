@@ -37,6 +37,8 @@ class Value:
         graph: all layouts it may take (as produced, as read, or on the way) and the collectives between them.
         resident: layouts' bytes are counted elsewhere (a parameter rests in its storage layout), so keeping the
             produced layout until backward is free.
+        keepable: layouts in which it may be kept until backward; None is any that forward has it in. Where forward has it in
+            none of these, backward makes it again.
     """
 
     key: str
@@ -45,6 +47,7 @@ class Value:
     phase: Phase
     graph: LayoutGraph
     resident: bool = False
+    keepable: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from autopar.constraints.grids import GRIDS, check_grid
 from autopar.constraints.layouts import LayoutConstraint, check_layouts
 from autopar.constraints.pipelines import Pipelined
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 
 Axes = str | Sequence[str]
-PlanName = Literal["ddp", "fsdp", "tensor_parallel_1d"]
+Recompute = Literal["none", "full", "selective"]
+PlanName = Literal["ddp", "fsdp", "tensor_parallel_1d", "tensor_parallel_2d", "tensor_parallel_2.5d", "tensor_parallel_3d"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,8 @@ class Parallelism:
     """One plan of the field on some mesh axes.
 
     Attributes:
-        name: ``ddp``, ``fsdp`` or ``tensor_parallel_1d``.
-        axes: names of mesh axes; None for all of them.
+        name: ``ddp``, ``fsdp`` or ``tensor_parallel_`` and its kind.
+        axes: names of mesh axes, of a grid in its order; None for all of them.
     """
 
     name: PlanName
@@ -38,9 +40,14 @@ class Parallelism:
         return {"plan": self.name, "axes": None if self.axes is None else list(self.axes)}
 
     def __str__(self) -> str:
-        arguments = ["1d"] if self.name == "tensor_parallel_1d" else []
+        arguments = [] if self.kind is None else [self.kind]
         arguments += [] if self.axes is None else [f"axes={list(self.axes)}"]
-        return f"{self.name.removesuffix('_1d')}({', '.join(arguments)})"
+        return f"{self.name.removesuffix('_' + arguments[0]) if self.kind else self.name}({', '.join(arguments)})"
+
+    @property
+    def kind(self) -> str | None:
+        """Of tensor parallelism: ``1d``, ``2d``, ``2.5d`` or ``3d``."""
+        return self.name.rpartition("_")[2] if self.name.startswith("tensor_parallel") else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +57,16 @@ class Megatron:
     tp: int | tuple[str, ...]
     dp: int | tuple[str, ...] | None
     zero: int
+    recompute: Recompute | None = None
 
     def to_json(self) -> dict[str, Any]:
         words = {name: list(value) if isinstance(value, tuple) else value for name, value in (("tp", self.tp), ("dp", self.dp))}
-        return {"plan": "megatron", **words, "zero": self.zero}
+        again = {} if self.recompute is None else {"recompute": self.recompute}
+        return {"plan": "megatron", **words, "zero": self.zero, **again}
 
     def __str__(self) -> str:
-        return f"megatron(tp={_text(self.tp)}, dp={_text(self.dp)}, zero={self.zero})"
+        again = "" if self.recompute is None else f", recompute={self.recompute!r}"
+        return f"megatron(tp={_text(self.tp)}, dp={_text(self.dp)}, zero={self.zero}{again})"
 
 
 Constraint = LayoutConstraint | Parallelism | Megatron | Pipelined
@@ -92,7 +102,8 @@ def fsdp(axes: Axes | None = None) -> Parallelism:
 
 
 def tensor_parallel(kind: str = "1d", *, axes: Axes) -> Parallelism:
-    """Tensor parallelism of linears over `axes`; the residual stream, and all else, is whole on them.
+    """Tensor parallelism of linears over `axes`. Of ``"2d"``, ``"2.5d"`` and ``"3d"`` says `autopar.constraints.grids` what lies
+    where and what moves: there axes are named in the grid's order. In ``"1d"`` the residual stream, and all else, is whole.
 
     ``"1d"`` is Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019,
     section 3. In each chain from one linear to the next that every op between can compute in parts (attention by heads, an MLP,
@@ -112,15 +123,20 @@ def tensor_parallel(kind: str = "1d", *, axes: Axes) -> Parallelism:
     size to sum.
 
     Raises:
-        ConstraintError: on another kind than ``"1d"``. When a model is planned: where nothing can be split, or naming the op that
-            cannot be split into so many parts, such as the view of a projection as heads.
+        ConstraintError: on a kind that is not there, or a grid with another number of axes. When a model is planned: where the
+            sides of a grid differ in size, where nothing can be split, or naming the op that cannot be split, or not into so many
+            parts, such as the view of a projection as heads.
     """
-    if kind != "1d":
-        raise ConstraintError(f"tensor_parallel({kind!r}) is not there", remedy='pass "1d"')
-    return Parallelism("tensor_parallel_1d", _names(axes))
+    names = _names(axes) or ()
+    if kind not in ("1d", *GRIDS):
+        raise ConstraintError(f"tensor_parallel({kind!r}) is not there", remedy='pass "1d", "2d", "2.5d" or "3d"')
+    if kind in GRIDS and len(set(names)) != GRIDS[kind]:
+        what = f"tensor_parallel({kind!r}) is for {GRIDS[kind]} mesh axes, axes={list(names)} names {len(set(names))}"
+        raise ConstraintError(what, remedy="name each side of the grid once, as in tensor_parallel('2d', axes=('a', 'b'))")
+    return Parallelism(f"tensor_parallel_{kind}", names)  # type: ignore[arg-type]
 
 
-def megatron(*, tp: int | Axes = 1, dp: int | Axes | None = None, zero: int = 0) -> Megatron:
+def megatron(*, tp: int | Axes = 1, dp: int | Axes | None = None, zero: int = 0, recompute: Recompute | None = None) -> Megatron:
     """Megatron's plan: `tensor_parallel` of degree `tp` and data parallelism of degree `dp`; together the whole mesh.
 
     Args:
@@ -129,17 +145,25 @@ def megatron(*, tp: int | Axes = 1, dp: int | Axes | None = None, zero: int = 0)
             must be the size.
         zero: 0 as `ddp`, 3 as `fsdp` over the data axes. 1 and 2 are refused: they shard the optimizer's state and the gradient
             but not the parameter, and here these three rest in one layout. Where memory allows it, 3 moves what they move.
+        recompute: what backward runs again: ``none``, ``full``: all that it reads of a layer but what crosses between layers, or
+            ``selective``: in attention what lies around the softmax (Korthikanti et al., "Reducing Activation Recomputation in Large
+            Transformer Models", 2022, section 5), no more in either; by default what the planner likes. With ``full`` a layer keeps
+            its input, b·s·h elements, and what it gathers or reduces for what is run again it does again: one all-reduce of b·s·h
+            more in backward over the tensor axes, attention's. ``selective`` keeps no tensor of [heads, s, s].
 
     Volumes are those of the two plans, with the batch and the parameters that are left on a device: each rank of a tensor group
     has b/dp samples, and all-reduces gradients of the part of the parameters that it holds.
 
     Raises:
-        ConstraintError: on a stage that is not there. When a model is planned: where the axes are not in the mesh.
+        ConstraintError: on a stage or a recomputation that is not there. When a model is planned: where the axes are not in the mesh,
+            or there is no attention to run again.
     """
     if zero not in (0, 3):
         what = f"megatron(zero={zero}): a parameter rests in one layout with its gradient and optimizer state, so stages are 0 and 3"
         raise ConstraintError(what, remedy="pass zero=3, which moves no more than stages 1 and 2 where gathered copies fit, or zero=0")
-    return Megatron(_degree(tp), None if dp is None else _degree(dp), zero)
+    if recompute not in (None, "none", "full", "selective"):
+        raise ConstraintError(f"megatron(recompute={recompute!r}) is not there", remedy='pass "none", "full" or "selective"')
+    return Megatron(_degree(tp), None if dp is None else _degree(dp), zero, recompute)
 
 
 def check(constraint: Constraint, mesh: Mesh) -> None:
@@ -168,6 +192,9 @@ def parallelisms(constraints: Iterable[Constraint], mesh: Mesh) -> Iterator[Para
             continue
         for plan in _parts(constraint, mesh) if isinstance(constraint, Megatron) else (constraint,):
             names = tuple(mesh.names[axis] for axis in axes_of(plan, mesh))
+            if plan.kind is not None and plan.kind in GRIDS:
+                check_grid(str(plan), plan.kind, plan.axes or (), mesh)
+                names = plan.axes or ()
             for name in names:
                 if name in claimed:
                     what = f"{constraint} and {claimed[name]} both speak of axis {name!r}"

@@ -18,6 +18,7 @@ from autopar.analysis.work import work
 from autopar.capture.trace import Input, Output, Parameter, Trace
 from autopar.collective import Collective, collective_time
 from autopar.cost.compute import compute_time
+from autopar.cost.keeping import is_never_kept, may_run_again, split_furthest
 from autopar.errors import ConstraintError
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy, local_shape
@@ -223,7 +224,14 @@ class _Builder:
                 for operand, ref in enumerate(cluster.operands):
                     self.read(ref, index, operand, phase)
 
-    def borders(self, classes: Sequence[ClusterClass]) -> set[int]:
+    def settle_recomputation(self, classes: Sequence[ClusterClass]) -> None:
+        """Which ops backward may run again."""
+        borders = self._borders(classes)
+        for i, (op, source) in enumerate(zip(self.ops, self.sources, strict=True)):
+            may = op.recomputable and i not in borders and source.cluster is not None and may_run_again(source.cluster, self.forced)
+            self.ops[i] = replace(op, recomputable=may)
+
+    def _borders(self, classes: Sequence[ClusterClass]) -> set[int]:
         """Ops whose result another layer reads in forward. These are not recomputed: a chain of recomputed layers would be
         run, and held, all at once when backward first asks for its end, and nothing would be saved."""
         forward = [cluster for c in classes for cluster in c.instances if c.first.phase == "forward"]
@@ -279,11 +287,24 @@ class _Builder:
             resident = self.sources[op].kind != "compute" and not self.sources[op].crosses
             key = f"{self.ops[op].key}#{result}"
             phase: Phase = "backward" if self.ops[op].kind == "output" else self.ops[op].phase
-            values.append(Value(key, op, result, phase, graph, resident))
+            readers = [use for uses in by_uses for use in uses if use.phase == "forward"]
+            values.append(Value(key, op, result, phase, graph, resident, self._keepable(op, result, graph, readers)))
             for uses, members in by_uses.items():
                 variants.append(Variant(len(values) - 1, len(members), uses))
                 refs.append(tuple(members))
         return values, variants, refs
+
+    def _keepable(self, op: int, result: int, graph: LayoutGraph, uses: Sequence[Use]) -> frozenset[int] | None:
+        """None where constraints demand it; on a grid, of those in which forward makes or reads the value, those split the furthest."""
+        cluster, named = self.sources[op].cluster, self.forced.named
+        if cluster is not None and self.ops[op].recomputable and is_never_kept(cluster, result, self.forced):
+            return frozenset()
+        free = cluster is not None and cluster.first.results[result][0] not in named.rows
+        if not named.grid or free or self.sources[op].kind in ("input", "buffer") or self.ops[op].phase == "backward":
+            return None
+        layouts = [s.layouts.outputs[result] for s in self.ops[op].strategies]
+        layouts += [s.layouts.inputs[u.operand] for u in uses for s in self.ops[u.op].strategies]
+        return split_furthest(graph, layouts, named.grid, self.mesh.shape)
 
     def _layout_graph(self, op: int, result: int, ref: Ref, uses: set[Use], price: Callable[[Collective], float]) -> LayoutGraph:
         info = self.infos[ref]
@@ -320,15 +341,12 @@ def price(
     builder.placeholders()
     builder.clusters(classes)
     builder.outputs()
+    builder.settle_recomputation(classes)
     values, variants, refs = builder.values()
     results: dict[int, list[int]] = {}
     for index, value in enumerate(values):
         results.setdefault(value.op, []).append(index)
-    borders = builder.borders(classes)
-    ops = tuple(
-        replace(op, results=tuple(results.get(i, ())), recomputable=op.recomputable and i not in borders)
-        for i, op in enumerate(builder.ops)
-    )
+    ops = tuple(replace(op, results=tuple(results.get(i, ()))) for i, op in enumerate(builder.ops))
     problem = Problem(ops, tuple(values), tuple(variants), budget_bytes, (), num_in_flight, num_microbatches > 1)
     return Priced(problem, tuple(builder.sources), tuple(refs), optimizer)
 

@@ -69,7 +69,7 @@ def evaluate(
 
     Args:
         strategies: strategy index per op. recomputed: strategy index per op that backward runs again.
-        kept: per variant, the layouts that may be kept; by default every version that forward makes.
+        kept: per variant, the layouts that may be kept; by default every keepable version that forward makes.
     """
     recomputed = recomputed or {}
     compute = sum(op.count * op.strategies[s].time_s for op, s in zip(problem.ops, strategies, strict=True))
@@ -111,7 +111,7 @@ def _variant(
     wanted_later |= {graph.index[demand(problem, u, recomputed)] for u in now if u.op in recomputed}
     if not wanted_later:
         return first, Redistribution((), (), (), 0.0), ()
-    versions = {made, *wanted}
+    versions = {made, *wanted} if value.keepable is None else {made, *wanted} & value.keepable
     allowed = versions if kept is None else versions & set(kept.get(v, ()))
     sources = set(allowed)
     if value.resident:

@@ -13,6 +13,7 @@ layers cost one block of variables.
         supply(l)   = k[v,l] + Σ_s rc[producer,s: makes l]                             backward readers of forward values
                       (+ the producer's own layout where the value is resident: parameters, inputs)
     k[v,l] ∈ {0,1}    version l is kept for backward     k[v,l] ≤ supply(l) + Σ_{c forward} demand(c,l)           (4)
+                      (where the value is not keepable in l there is none)
     rc[n,s] ∈ {0,1}   backward runs n again with s       Σ_s rc[n,s] ≤ 1; its operands are backward readers        (5)
     budget rows (6), (7), (8): see `autopar.solve.memory`
 
@@ -133,9 +134,11 @@ class Formulation:
         for layout in versions:
             free = value.resident and layout in supply
             made = supply.get(layout, []) + [t for demand in now for t in demand.get(layout, [])]
-            self.keep[v, layout] = keep = self._binary(f"k{v}_{layout}")
-            self._row(_merged([(keep, 1), *((variable, -c) for variable, c in made)]), pulp.LpConstraintLE, 0)
-            found[layout] = [(keep, 1), *(supply[layout] if free else [])]
+            found[layout] = list(supply[layout]) if free else []
+            if value.keepable is None or layout in value.keepable:
+                self.keep[v, layout] = keep = self._binary(f"k{v}_{layout}")
+                self._row(_merged([(keep, 1), *((variable, -c) for variable, c in made)]), pulp.LpConstraintLE, 0)
+                found[layout].append((keep, 1))
         if value.op in self.again:
             for layout, terms in self._supply(v, self.again[value.op]).items():
                 found[layout] = found.get(layout, []) + terms

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -101,13 +101,13 @@ class _Graph:
     position: dict[str, int] = field(default_factory=dict)
 
 
-def clusters_of(trace: Trace) -> tuple[Cluster, ...]:
-    """Merge the trace's nodes into clusters, in topological order of their first member."""
+def clusters_of(trace: Trace, apart: Container[str] = ()) -> tuple[Cluster, ...]:
+    """Merge the trace's nodes into clusters, in topological order of their first member; those in `apart` into no producer's."""
     graph = _read(trace)
     home = {name: name for name in graph.members}  # node → first node of its cluster
     content = {name: [name] for name in graph.members}
     for name, member in graph.members.items():
-        for root in dict.fromkeys(home[r[0]] for r in member.reads if r[0] in home):
+        for root in dict.fromkeys(home[r[0]] for r in member.reads if r[0] in home and name not in apart):
             if root != home[name] and _mergeable(graph, content[root], member, name):
                 content[root] += content.pop(home[name])
                 for node in content[root]:

@@ -51,7 +51,7 @@ def classes_of(trace: Trace, mesh_shape: Sequence[int], forced: Forced | None = 
         ConstraintError: where no strategy of an op meets what is forced on it; names the op and what it could do.
     """
     forced = forced or Forced.nothing()
-    clusters = clusters_of(trace)
+    clusters = clusters_of(trace, forced.named.apart)
     groups: dict[tuple[object, ...], list[Cluster]] = {}
     for cluster in clusters:
         slots = tuple((forced.slots.get(m.node, ()), forced.named.rows.get(m.node, ())) for m in cluster.members)

@@ -16,12 +16,13 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from autopar.capture.trace import Parameter, Trace
-from autopar.constraints import KINDS, Constraint, LayoutConstraint, parallelisms
+from autopar.constraints import KINDS, Constraint, LayoutConstraint, Megatron, Recompute, parallelisms
 from autopar.errors import ConstraintError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.rules import operands_of
 from autopar.strategies.named import Named, Rest, resolve_named
+from autopar.strategies.softmax import around_softmax
 
 Slot = tuple[str, int, Layout]  # ("input" | "output", operand or result index, layout)
 
@@ -33,11 +34,15 @@ class Forced:
     Attributes:
         slots: node name → layouts of its operands and results. storage: parameter name → storage layout.
         named: what named plans force, axis by axis.
+        recompute: what backward runs again (`autopar.constraints.megatron`), None where it is the planner's.
+        softmax: the nodes that selective recomputation runs again.
     """
 
     slots: Mapping[str, tuple[Slot, ...]]
     storage: Mapping[str, Layout]
     named: Named = field(default_factory=Named)
+    recompute: Recompute | None = None
+    softmax: frozenset[str] = frozenset()
 
     @staticmethod
     def nothing() -> Forced:
@@ -49,8 +54,8 @@ class Forced:
 
     def resting(self, parameter: str, layouts: Sequence[Layout]) -> Sequence[Layout]:
         """Those of the layouts in which a parameter can be stored that named plans let it rest in."""
-        rests = self.rests(parameter)
-        found = ([layout for layout in layouts if _meets(rest, layout)] for rest in rests)
+        rests, gathered = self.rests(parameter), self.named.gathered.get(parameter, frozenset())
+        found = ([layout for layout in layouts if _meets(rest, layout) and _can_gather(gathered, layout)] for rest in rests)
         return next(filter(None, found), []) if rests else layouts
 
     def asked(self, parameter: str) -> str:
@@ -65,6 +70,12 @@ class Forced:
 
 def _meets(rest: Rest, layout: Layout) -> bool:
     return all(allowed is None or placement in allowed for allowed, placement in zip(rest, layout.placements, strict=True))
+
+
+def _can_gather(axes: frozenset[int], layout: Layout) -> bool:
+    """Whether these axes can be gathered and the others stay: of each dim they are the innermost splitters."""
+    splitters = ([axis in axes for axis in layout.splitters(p.dim)] for p in layout.placements if isinstance(p, Shard))
+    return all(found == sorted(found) for found in splitters)
 
 
 def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forced:
@@ -97,7 +108,11 @@ def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forc
                     what = f"{name} is to rest as {storage[name]} and, by {constraint.pattern!r}, as {forced}"
                     raise ConstraintError(what, remedy="force one storage layout on it")
     named = resolve_named(trace, parallelisms(constraints, mesh), mesh)
-    return Forced({name: tuple(found) for name, found in slots.items()}, storage, named)
+    recompute = next((c.recompute for c in constraints if isinstance(c, Megatron) and c.recompute), None)
+    softmax = around_softmax(trace) if recompute == "selective" else frozenset[str]()
+    if recompute == "selective" and not softmax:
+        raise ConstraintError("recompute='selective': the model has no attention", remedy="pass recompute='full', or leave it out")
+    return Forced({name: tuple(found) for name, found in slots.items()}, storage, named, recompute, softmax)
 
 
 def _slots(trace: Trace, constraint: LayoutConstraint, kind: str) -> Iterable[tuple[str, Slot]]:

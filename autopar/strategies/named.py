@@ -27,6 +27,7 @@ from autopar.layout import REPLICATE
 from autopar.mesh import Mesh
 from autopar.rules import axis_options, where_of
 from autopar.strategies.clusters import Ref
+from autopar.strategies.grids import SIDES, walk_sides
 from autopar.strategies.reading import Read, product_of, read
 from autopar.strategies.spreading import Policy, Row, Spread, spread
 
@@ -41,11 +42,17 @@ class Named:
     Attributes:
         rows: node name → (axis, row) of each axis that a plan speaks of.
         rests: parameter name → how it may rest, the first that can be stored. plans: per axis the plan in words, or "".
+        grid: axes of grids, over which activations are kept until backward split as far as forward has them.
+        gathered: parameter name → axes over which it is gathered alone, so that they are to be the innermost splitters.
+        apart: nodes that read an operand otherwise than it is made.
     """
 
     rows: Mapping[str, tuple[tuple[int, Row], ...]] = field(default_factory=dict)
     rests: Mapping[str, tuple[Rest, ...]] = field(default_factory=dict)
     plans: tuple[str, ...] = ()
+    grid: tuple[int, ...] = ()
+    gathered: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    apart: frozenset[str] = frozenset()
 
 
 def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Named:
@@ -61,32 +68,57 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
     rows: dict[str, list[tuple[int, Row]]] = {}
     words = [""] * len(mesh.axes)
     rests: dict[str, list[frozenset[Placement] | None]] = {p.name: [None] * len(mesh.axes) for p in trace.parameters}
-    sharded: list[int] = []
+    sharded: dict[str, list[int]] = {p.name: [] for p in trace.parameters}
+    grid: list[int] = []
+    apart: set[str] = set()
     for plan in plans:
-        axes = [axis for axis in axes_of(plan, mesh) if mesh.shape[axis] > 1]
-        if not axes:
-            continue
-        found = _tensor_parallel(graph, plan) if plan.name == "tensor_parallel_1d" else _data_parallel(graph, plan)
-        sharded += axes if plan.name == "fsdp" else []
-        for axis in axes:
+        for axis, found in _spreads(graph, plan, mesh).items():
             words[axis] = str(plan)
+            grid += [axis] if plan.kind in SIDES else []
+            apart |= found.apart
             for name, row in found.rows.items():
                 rows.setdefault(name, []).append((axis, row))
             for p in trace.parameters:
-                rests[p.name][axis] = frozenset((_resting(plan, p, found),))
-    allowed = {p.name: _alternatives(p, rests[p.name], sharded) for p in trace.parameters}
-    return Named({name: tuple(sorted(r, key=lambda x: x[0])) for name, r in rows.items()}, allowed, tuple(words))
+                label = found.labels.get((p.node, 0), REPLICATE) if plan.kind else REPLICATE
+                rests[p.name][axis] = frozenset((label,))
+                if label == REPLICATE and (plan.name == "fsdp" or _is_side(plan, mesh, axis)):
+                    sharded[p.name].append(axis)
+    allowed = {p.name: _alternatives(p, rests[p.name], sharded[p.name], apart=bool(grid)) for p in trace.parameters}
+    sorted_rows = {name: tuple(sorted(r, key=lambda x: x[0])) for name, r in rows.items()}
+    gathered = {name: frozenset(axes).intersection(grid) for name, axes in sharded.items()}
+    return Named(sorted_rows, allowed, tuple(words), tuple(grid), gathered, frozenset(apart))
 
 
-def _resting(plan: Parallelism, p: Parameter, found: Spread) -> Placement:
-    return found.labels.get((p.node, 0), REPLICATE) if plan.name == "tensor_parallel_1d" else REPLICATE
+def _spreads(graph: Read, plan: Parallelism, mesh: Mesh) -> dict[int, Spread]:
+    """Per axis of more than one device how tensors lie on it."""
+    axes = [axis for axis in axes_of(plan, mesh) if mesh.shape[axis] > 1]
+    if not axes:
+        return {}
+    if plan.kind is None or plan.kind not in SIDES:
+        return dict.fromkeys(axes, _tensor_parallel(graph, plan) if plan.kind else _data_parallel(graph, plan))
+    samples, sides = _data_parallel(graph, plan), walk_sides(graph, plan)
+    for found in sides.values():
+        if found.failure is not None:
+            _refuse(graph, plan, found.failure.node, "it reads no split of what the ops before it make in parts")
+    named = dict(zip(plan.axes or (), SIDES[plan.kind], strict=True))
+    return {axis: sides[side] if (side := named[mesh.names[axis]]) else samples for axis in axes}
 
 
-def _alternatives(p: Parameter, rest: Sequence[frozenset[Placement] | None], axes: Sequence[int]) -> tuple[Rest, ...]:
-    """With any dim split over each of `axes`; where that cannot be stored over fewer of them, at last over none."""
+def _is_side(plan: Parallelism, mesh: Mesh, axis: int) -> bool:
+    """Whether parameters rest split over this axis of a grid: over all but the depth."""
+    return plan.kind in SIDES and mesh.names[axis] in (plan.axes or ())[: 2 if plan.kind == "2.5d" else None]
+
+
+def _alternatives(p: Parameter, rest: Sequence[frozenset[Placement] | None], axes: Sequence[int], *, apart: bool) -> tuple[Rest, ...]:
+    """With any dim split over each of `axes`; where that cannot be stored over fewer of them, at last over none.
+
+    `apart`: dims that no other axis splits come first.
+    """
     shards = frozenset(Shard(dim) for dim, size in enumerate(p.view) if size > 1)
+    taken = frozenset(placement for axis, allowed in enumerate(rest) if axis not in axes for placement in allowed or ())
     subsets = [some for count in range(len(axes), -1, -1) for some in itertools.combinations(axes, count)]
-    return tuple(tuple(shards if axis in some else allowed for axis, allowed in enumerate(rest)) for some in subsets)
+    choices = ((some, dims) for some in subsets for dims in ((shards - taken, shards) if apart and shards - taken else (shards,)))
+    return tuple(tuple(dims if axis in some else allowed for axis, allowed in enumerate(rest)) for some, dims in choices)
 
 
 def _data_parallel(graph: Read, plan: Parallelism) -> Spread:

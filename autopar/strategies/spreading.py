@@ -81,6 +81,7 @@ class Spread:
     Attributes:
         rows: per node that is forced. labels: per tensor that is not free.
         sources: per split tensor. contracted, scored: sources of what ended in a product, in a cross entropy.
+        apart: nodes that read an operand otherwise than it is made.
         failure: where the walk stopped, if it did.
     """
 
@@ -89,15 +90,16 @@ class Spread:
     sources: dict[Ref, frozenset[str]] = field(default_factory=dict)
     contracted: set[str] = field(default_factory=set)
     scored: set[str] = field(default_factory=set)
+    apart: set[str] = field(default_factory=set)
     failure: Failure | None = None
 
 
 def spread(graph: Read, policy: Policy) -> Spread:
     """Walk the graph: see the module docstring."""
-    return _Walk(graph, policy).run()
+    return Walk(graph, policy).run()
 
 
-class _Walk:
+class Walk:
     def __init__(self, graph: Read, policy: Policy) -> None:
         self.graph, self.policy, self.found = graph, policy, Spread()
         self.labels = self.found.labels

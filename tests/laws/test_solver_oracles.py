@@ -125,9 +125,12 @@ class BruteForce:
         touching = (variant.value, *(use.op for use in variant.uses))  # here value v is made by op v
         key = (v, *((n, strategies[n], recomputed.get(n)) for n in touching))
         if key not in self._known:
-            alone = replace(self.p, variants=(variant,), moments=())
+            values = tuple(replace(value, keepable=None) for value in self.p.values)
+            alone = replace(self.p, values=values, variants=(variant,), moments=())
             made = evaluate(alone, strategies).forward[0]
             versions = sorted({*made.sources, *made.wanted})
+            keepable = self.p.values[variant.value].keepable
+            versions = [n for n in versions if keepable is None or n in keepable]
             found: list[Point] = []
             for kept in itertools.chain.from_iterable(itertools.combinations(versions, k) for k in range(len(versions) + 1)):
                 try:
@@ -204,6 +207,21 @@ def test_a_budget_is_refused_exactly_where_no_plan_fits_and_the_figures_of_the_r
     assert found.size_bytes <= least * 1.01, "a budget that would do, and not much more than that"
     enough = solve(case.problem(found.size_bytes), gap=0.0)
     assert needs(case.problem(), enough) <= found.size_bytes
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_keepable", [0, 1, 2])
+def test_where_few_versions_may_be_kept_the_plan_keeps_no_other_and_is_the_best_of_those(seed: int, num_keepable: int) -> None:
+    free = Case(seed).problem()
+    allowed = frozenset(range(num_keepable))
+    few = replace(free, values=tuple(replace(value, keepable=allowed) if i in (A, B) else value for i, value in enumerate(free.values)))
+    for budget, best in BruteForce(few).front():
+        p = replace(few, budget_bytes=budget)
+        found = solve(p, gap=0.0)
+        assert found.objective_s == pytest.approx(best) and needs(p, found) <= budget
+        assert {n for v in (A, B) for n in found.kept.get(v, ())} <= allowed
+        assert num_keepable or set(found.recomputed) == {A, B}, "what may not be kept at all runs again"
+    assert solve(few).objective_s >= solve(free).bound_s
 
 
 @pytest.mark.parametrize("case", FAST[::2], ids=str)

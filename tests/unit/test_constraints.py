@@ -124,8 +124,10 @@ def test_stages_and_kinds_that_are_not_there_are_refused_and_what_is_there_is_na
     for zero in (1, 2, 4):
         with pytest.raises(ConstraintError, match=rf"zero={zero}\): a parameter rests in one layout(.|\n)*pass zero=3"):
             megatron(tp=2, zero=zero)
-    with pytest.raises(ConstraintError, match=r"tensor_parallel\('2d'\) is not there(.|\n)*\"1d\""):
-        tensor_parallel("2d", axes=("a", "b"))
+    with pytest.raises(ConstraintError, match=r"tensor_parallel\('4d'\) is not there(.|\n)*\"1d\", \"2d\", \"2.5d\" or \"3d\""):
+        tensor_parallel("4d", axes=("a", "b"))
+    with pytest.raises(ConstraintError, match=r"megatron\(recompute='all'\) is not there(.|\n)*\"none\", \"full\" or \"selective\""):
+        megatron(recompute="all")  # type: ignore[arg-type]
     with pytest.raises(ConstraintError, match=r"0 is no number of devices"):
         megatron(tp=0)
     for axes in ((), (3,)):
@@ -133,7 +135,36 @@ def test_stages_and_kinds_that_are_not_there_are_refused_and_what_is_there_is_na
             ddp(axes)  # type: ignore[arg-type]
 
 
+def test_a_grid_has_its_number_of_axes_each_once() -> None:
+    for kind, axes, says in (
+        ("2d", "a", "is for 2 mesh axes(.|\n)*names 1"),
+        ("3d", ("a", "b"), "is for 3 .*names 2"),
+        ("2d", ("a", "a"), "is .* names 1"),
+    ):
+        with pytest.raises(ConstraintError, match=rf"tensor_parallel\('{kind}'\) {says}"):
+            tensor_parallel(kind, axes=axes)
+
+
+def test_the_sides_of_a_grid_are_equal_and_in_the_mesh_and_its_depth_is_free() -> None:
+    mesh = Mesh({"a": 2, "b": 2, "c": 4})
+    assert _resolved(tensor_parallel("2d", axes=("b", "a")), mesh=mesh) == [("tensor_parallel_2d", ("b", "a"))]
+    assert _resolved(tensor_parallel("2.5d", axes=("a", "b", "c")), mesh=mesh) == [("tensor_parallel_2.5d", ("a", "b", "c"))]
+    for kind, axes, sizes in (
+        ("2d", ("a", "c"), "a=2, c=4"),
+        ("2.5d", ("c", "a", "b"), "c=4, a=2"),
+        ("3d", ("a", "b", "c"), "a=2, b=2, c=4"),
+    ):
+        with pytest.raises(ConstraintError, match=rf"sides of its grid are to be equal, in mesh a=2,b=2,c=4 they are {sizes}"):
+            check(tensor_parallel(kind, axes=axes), mesh)
+    with pytest.raises(ConstraintError, match=r"tensor_parallel\(2d, axes=\['a', 'x'\]\): mesh a=2,b=2,c=4 has no axis 'x'"):
+        check(tensor_parallel("2d", axes=("a", "x")), mesh)
+    with pytest.raises(ConstraintError, match=r"both speak of axis 'a'"):
+        _resolved(tensor_parallel("2d", axes=("a", "b")), ddp("a"), mesh=mesh)
+
+
 def test_a_plan_records_what_was_asked() -> None:
+    assert megatron(tp=8, recompute="full").to_json()["recompute"] == "full"
+    assert tensor_parallel("2.5d", axes=("b", "a", "d")).to_json() == {"plan": "tensor_parallel_2.5d", "axes": ["b", "a", "d"]}
     assert fsdp("node").to_json() == {"plan": "fsdp", "axes": ["node"]}
     assert tensor_parallel(axes="gpu").to_json() == {"plan": "tensor_parallel_1d", "axes": ["gpu"]}
     assert megatron(tp=8, dp="node", zero=3).to_json() == {"plan": "megatron", "tp": 8, "dp": ["node"], "zero": 3}
