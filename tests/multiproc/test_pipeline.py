@@ -1,0 +1,58 @@
+"""Pipelines on two and four gloo processes follow the plain model: loss, clipped gradients, parameters, evaluation, state."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+import zoo_small  # noqa: E402
+from harness import run_processes  # noqa: E402
+
+import autopar  # noqa: E402
+from autopar.constraints import fsdp, pipeline, tensor_parallel  # noqa: E402
+
+pytestmark = pytest.mark.multiproc
+WORKER = str(Path(__file__).parent / "worker_pipeline.py")
+
+
+def text(kind: str, mesh: dict[str, int], *constraints: Any, **options: Any) -> tuple[str, str]:
+    model, batch = getattr(zoo_small, kind)(dtype=torch.float64)
+    return kind, autopar.plan(
+        model, autopar.Mesh(mesh), example_inputs=batch, hardware="cpu-gloo", constraints=constraints, **options
+    ).dumps()
+
+
+def check(facts: list[dict[str, Any]], plans: dict[str, Any], *, staged: bool = True) -> None:
+    for name in plans:
+        for fact in (f[name] for f in facts):
+            # 2e-6: both models compute their loss in float32, whatever their weights are.
+            assert max(fact["loss"]) < 2e-6 and max(fact["norm"]) < 2e-6 and fact["clipped"]
+            assert fact["parameters"] < 1e-5 and fact["logits"] < 1e-4 and fact["scaled"] < 1e-6
+            assert fact["all held"] and fact["not all here"] == staged and fact["state"]
+
+
+def test_two_stages() -> None:
+    plans = {
+        "tied": text("gpt2", {"stage": 2}, pipeline("stage", microbatches=4)),
+        "gpipe": text("llama", {"stage": 2}, pipeline("stage", microbatches=2, schedule="gpipe")),
+    }
+    check(run_processes(2, WORKER, "run", plans), plans)
+
+
+def test_four_processes_in_two_stages() -> None:
+    plans = {
+        "tensor": text("llama", {"stage": 2, "tensor": 2}, pipeline("stage", microbatches=2), tensor_parallel(axes="tensor")),
+        "data": text("gpt2", {"data": 2, "stage": 2}, pipeline("stage", microbatches=2), fsdp("data")),
+    }
+    check(run_processes(4, WORKER, "run", plans), plans)
+
+
+def test_microbatches_without_stages() -> None:
+    plans = {"accumulated": text("gpt2", {"data": 2}, fsdp("data"), num_microbatches=2)}
+    check(run_processes(2, WORKER, "run", plans), plans, staged=False)
