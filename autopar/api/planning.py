@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,19 +11,19 @@ import torch
 from torch import nn
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware
-from autopar.api.tracing import batch_size, program_of, trace_part
+from autopar.api.choosing import Chooser
+from autopar.api.tracing import program_of
 from autopar.capture import Trace, capture
-from autopar.constraints import Constraint, Pipelined, check
-from autopar.errors import ConstraintError, InfeasibleError, PlanError
+from autopar.constraints import Constraint
+from autopar.errors import PlanError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, make_plan, make_staged_plan
+from autopar.planning import Planned, PlanOptions
 from autopar.plans import Plan
 from autopar.run.executor import Batch, Outputs
 from autopar.verification import Verification, verify_program
 
 log = logging.getLogger("autopar")
-_MOST_NUMBERS = 3  # of microbatches that are tried
 
 
 def plan_call(
@@ -38,52 +38,7 @@ def plan_call(
     profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or default_hardware())
     chosen = PlanOptions(**{**options, "constraints": tuple(options.get("constraints", ()))})
     trace = capture(model, args, kwargs)
-    name = type(model).__name__
-    wishes = [c for c in chosen.constraints if isinstance(c, Pipelined)]
-    if len(wishes) > 1:
-        raise ConstraintError(f"{wishes[0]} and {wishes[1]} both cut the model", remedy="pass one of them")
-    if not wishes and chosen.num_microbatches in (1, "auto"):
-        return trace, make_plan(trace, as_mesh(mesh), profile, chosen, model_name=name)
-    wish = wishes[0] if wishes else Pipelined("", None, "1f1b", None, independent=False)
-
-    def search(num: int) -> Planned:
-        part, how = trace_part(model, trace, args, kwargs, num, independent=wish.independent)
-        return make_staged_plan(trace, part, how, as_mesh(mesh), profile, chosen, wish, model_name=name)
-
-    return trace, _fastest(search, _numbers(wish, chosen, as_mesh(mesh), batch_size(args, kwargs)))
-
-
-def _numbers(wish: Pipelined, options: PlanOptions, mesh: Mesh, samples: int) -> list[int]:
-    """The numbers of microbatches to try: what is asked for; else divisors of the batch from the number of stages to 8 times that."""
-    asked = wish.microbatches or (options.num_microbatches if isinstance(options.num_microbatches, int) else None)
-    if asked is not None:
-        return [asked]
-    check(wish, mesh)
-    stages = mesh.shape[mesh.names.index(wish.axis)]
-    divisors = [n for n in range(1, samples + 1) if samples % n == 0]
-    return [n for n in divisors if stages <= n <= 8 * stages][:_MOST_NUMBERS] or [divisors[-1]]
-
-
-def _fastest(search: Callable[[int], Planned], numbers: Sequence[int]) -> Planned:
-    """The fastest plan over some numbers of microbatches.
-
-    Raises:
-        InfeasibleError: of the last number, where none has a plan that fits.
-    """
-    best: Planned | None = None
-    refusal: InfeasibleError | None = None
-    for num in numbers:
-        try:
-            found = search(num)
-        except InfeasibleError as error:
-            refusal = error
-            continue
-        if best is None or found.plan.prediction.step_s < best.plan.prediction.step_s:
-            best = found
-    if best is None:
-        assert refusal is not None, "there is a number to try"
-        raise refusal
-    return best
+    return trace, Chooser(model, trace, args, kwargs, as_mesh(mesh), profile, chosen).plan()
 
 
 def plan_model(

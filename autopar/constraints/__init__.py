@@ -18,6 +18,7 @@ from autopar.constraints.parallel import (
     fsdp,
     megatron,
     parallelisms,
+    pipeline_in,
     tensor_parallel,
 )
 from autopar.constraints.pipelines import SCHEDULES, Pipelined, pipeline
@@ -39,5 +40,6 @@ __all__ = [
     "megatron",
     "parallelisms",
     "pipeline",
+    "pipeline_in",
     "tensor_parallel",
 ]

@@ -58,15 +58,19 @@ class Megatron:
     dp: int | tuple[str, ...] | None
     zero: int
     recompute: Recompute | None = None
+    pp: int | str = 1
+    microbatches: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         words = {name: list(value) if isinstance(value, tuple) else value for name, value in (("tp", self.tp), ("dp", self.dp))}
         again = {} if self.recompute is None else {"recompute": self.recompute}
-        return {"plan": "megatron", **words, "zero": self.zero, **again}
+        stages = {} if self.pp == 1 else {"pp": self.pp, "microbatches": self.microbatches}
+        return {"plan": "megatron", **words, "zero": self.zero, **again, **stages}
 
     def __str__(self) -> str:
         again = "" if self.recompute is None else f", recompute={self.recompute!r}"
-        return f"megatron(tp={_text(self.tp)}, dp={_text(self.dp)}, zero={self.zero}{again})"
+        stages = "" if self.pp == 1 else f", pp={self.pp!r}, microbatches={self.microbatches}"
+        return f"megatron(tp={_text(self.tp)}, dp={_text(self.dp)}, zero={self.zero}{again}{stages})"
 
 
 Constraint = LayoutConstraint | Parallelism | Megatron | Pipelined
@@ -136,8 +140,17 @@ def tensor_parallel(kind: str = "1d", *, axes: Axes) -> Parallelism:
     return Parallelism(f"tensor_parallel_{kind}", names)  # type: ignore[arg-type]
 
 
-def megatron(*, tp: int | Axes = 1, dp: int | Axes | None = None, zero: int = 0, recompute: Recompute | None = None) -> Megatron:
-    """Megatron's plan: `tensor_parallel` of degree `tp` and data parallelism of degree `dp`; together the whole mesh.
+def megatron(
+    *,
+    tp: int | Axes = 1,
+    dp: int | Axes | None = None,
+    zero: int = 0,
+    recompute: Recompute | None = None,
+    pp: int | str = 1,
+    microbatches: int | None = None,
+) -> Megatron:
+    """Megatron's plan: `tensor_parallel` of degree `tp`, data parallelism of degree `dp`, `pipeline` of `pp` stages; together the whole
+    mesh.
 
     Args:
         tp, dp: numbers of devices, or names of axes. By number, `tp` takes the last axes whose sizes give it as their product
@@ -150,6 +163,7 @@ def megatron(*, tp: int | Axes = 1, dp: int | Axes | None = None, zero: int = 0,
             Transformer Models", 2022, section 5), no more in either; by default what the planner likes. With ``full`` a layer keeps
             its input, b·s·h elements, and what it gathers or reduces for what is run again it does again: one all-reduce of b·s·h
             more in backward over the tensor axes, attention's. ``selective`` keeps no tensor of [heads, s, s].
+        pp: number of stages, or the name of their axis; by number the first axis of that size. microbatches: as in `pipeline`.
 
     Volumes are those of the two plans, with the batch and the parameters that are left on a device: each rank of a tensor group
     has b/dp samples, and all-reduces gradients of the part of the parameters that it holds.
@@ -163,7 +177,36 @@ def megatron(*, tp: int | Axes = 1, dp: int | Axes | None = None, zero: int = 0,
         raise ConstraintError(what, remedy="pass zero=3, which moves no more than stages 1 and 2 where gathered copies fit, or zero=0")
     if recompute not in (None, "none", "full", "selective"):
         raise ConstraintError(f"megatron(recompute={recompute!r}) is not there", remedy='pass "none", "full" or "selective"')
-    return Megatron(_degree(tp), None if dp is None else _degree(dp), zero, recompute)
+    if not isinstance(pp, str) and pp < 1:
+        raise ConstraintError(f"megatron(pp={pp}) is no number of stages", remedy="pass a number from 1, or the name of an axis")
+    return Megatron(_degree(tp), None if dp is None else _degree(dp), zero, recompute, pp, microbatches)
+
+
+def pipeline_in(constraints: Iterable[Constraint], mesh: Mesh) -> Pipelined | None:
+    """The pipeline that is asked for, by `pipeline` or `megatron`.
+
+    Raises:
+        ConstraintError: where two are, or no axis has the size that is asked for.
+    """
+    found: list[Pipelined] = []
+    for constraint in constraints:
+        if isinstance(constraint, Pipelined):
+            found.append(constraint)
+        elif isinstance(constraint, Megatron) and constraint.pp != 1:
+            found.append(Pipelined(_stage_axis(constraint, mesh), constraint.microbatches, "1f1b", None, independent=False))
+    if len(found) > 1:
+        raise ConstraintError(f"{found[0]} and {found[1]} both cut the model", remedy="pass one of them")
+    return found[0] if found else None
+
+
+def _stage_axis(constraint: Megatron, mesh: Mesh) -> str:
+    if isinstance(constraint.pp, str):
+        return constraint.pp
+    for axis in mesh.axes:
+        if axis.size == constraint.pp:
+            return axis.name
+    what = f"{constraint}: no axis of mesh {mesh} has {constraint.pp} devices"
+    raise ConstraintError(what, remedy="plan for a mesh with an axis of that size, or name the axis: pp='node'")
 
 
 def check(constraint: Constraint, mesh: Mesh) -> None:
@@ -175,7 +218,8 @@ def check(constraint: Constraint, mesh: Mesh) -> None:
     if isinstance(constraint, LayoutConstraint):
         check_layouts(constraint, mesh)
     elif isinstance(constraint, Pipelined):
-        mesh.without(constraint.axis)
+        if constraint.axis is not None:
+            mesh.without(constraint.axis)
     else:
         list(parallelisms([constraint], mesh))
 

@@ -15,7 +15,7 @@ SCHEDULES = ("1f1b", "gpipe")
 class Pipelined:
     """Stages along an axis; see `pipeline`."""
 
-    axis: str
+    axis: str | None
     microbatches: int | None
     schedule: str
     cuts: tuple[str, ...] | None
@@ -31,12 +31,17 @@ class Pipelined:
 
 
 def pipeline(
-    axis: str, *, microbatches: int | None = None, schedule: str = "1f1b", cuts: Sequence[str] | None = None, independent: bool = False
+    axis: str | None = None,
+    *,
+    microbatches: int | None = None,
+    schedule: str = "1f1b",
+    cuts: Sequence[str] | None = None,
+    independent: bool = False,
 ) -> Pipelined:
     """Cut the model into as many stages as `axis` has devices, which work on different microbatches at the same time.
 
     Args:
-        axis: name of a mesh axis; the others shard what each stage computes.
+        axis: name of a mesh axis; the others shard what each stage computes. By default the planner tries every axis, and none.
         microbatches: into how many the batch is cut; by default the planner's choice.
         schedule: ``"1f1b"`` (Narayanan et al., "PipeDream", 2019, as Megatron-LM runs it: as many microbatches in flight as there are
             stages from here to the last), or ``"gpipe"`` (Huang et al., 2019: all in flight).

@@ -88,19 +88,13 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A plan that was emitted, and the bound that holds for all plans.
-
-    Attributes:
-        peak_bytes: its peak, `beside_bytes` included. beside_bytes: what is held beside the run of one microbatch: the optimizer's
-            state, what other microbatches in flight keep, the gradients' sum so far.
-    """
+    """A plan that was emitted: its peak, optimizer's state included, and the bound that holds for all plans."""
 
     draft: Draft
     plan: Plan
     program: Program
     peak_bytes: int
     bound_s: float
-    beside_bytes: int
 
     @property
     def time_s(self) -> float:
@@ -166,11 +160,11 @@ class Job:
         with self.clock.phase("emit"):
             program = emit(self.trace, plan)
         with self.clock.phase("memory"):
-            alone = trace_peak(program, batch=self.options.batch, outputs=self.options.outputs).peak_bytes
-            s = self.schedule
-            peak = alone if s is None else s.batch_bytes + self._stage_peak(s, program)
-        optimizer = plan.prediction.memory_bytes["optimizer"]
-        return Tried(draft, plan, program, peak + optimizer, self.bound_s, peak - alone + optimizer)
+            if self.schedule is not None:
+                peak = self.schedule.batch_bytes + self._stage_peak(self.schedule, program)
+            else:
+                peak = trace_peak(program, batch=self.options.batch, outputs=self.options.outputs).peak_bytes
+        return Tried(draft, plan, program, peak + plan.prediction.memory_bytes["optimizer"], self.bound_s)
 
     def _stage_peak(self, schedule: Schedule, program: Program) -> int:
         in_flight = self.priced.problem.num_in_flight
@@ -180,7 +174,10 @@ class Job:
         """Moments at which the plan is over the budget, and those known before as they were in it."""
         with self.clock.phase("memory"):
             peaks = node_peaks(tried.program, batch=self.options.batch, outputs=self.options.outputs)
-            seen = by_trace_node(self.liveness, peaks, tried.beside_bytes)
+            beside = tried.plan.prediction.memory_bytes["optimizer"]
+            if self.schedule is not None:  # what the schedule holds beside the microbatch that runs
+                beside = tried.peak_bytes - max(peak.peak_bytes for peak in peaks)
+            seen = by_trace_node(self.liveness, peaks, beside)
             wanted = dict.fromkeys([*self.moments, *over_budget(self.liveness, seen, self.budget)])
             self.moments = explained(self.liveness, tried.draft.choices, seen, wanted)
 

@@ -48,6 +48,10 @@ COVERS = (
 )
 
 
+class TooSlow(Exception):
+    """No plan of these stages and microbatches is as fast as is asked for; its argument is the bound in seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Whole:
     """The plan of one microbatch without stages and without a limit of memory."""
@@ -78,17 +82,19 @@ class StagedSearch:
     model_name: str
     model_fingerprint: str
     clock: Clock
+    limit_s: float = math.inf
+    axis: str = field(init=False)
     left: Mesh = field(init=False)
     num_stages: int = field(init=False)
     forced: Forced = field(init=False)
     crossing: Crossing = field(init=False)
-    known: dict[object, Planned] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.left = self.mesh.without(self.wish.axis) if self.wish.axis else self.mesh
-        self.num_stages = self.mesh.shape[self.mesh.names.index(self.wish.axis)] if self.wish.axis else 1
+        self.axis = self.wish.axis or ""
+        self.left = self.mesh.without(self.axis) if self.axis else self.mesh
+        self.num_stages = self.mesh.shape[self.mesh.names.index(self.axis)] if self.axis else 1
         self.forced = resolve(self.part, [c for c in self.options.constraints if not isinstance(c, Pipelined)], self.left)
-        link = self.profile.links.get(self.mesh.link(self.mesh.names.index(self.wish.axis))) if self.wish.axis else None
+        link = self.profile.links.get(self.mesh.link(self.mesh.names.index(self.axis))) if self.axis else None
         self.crossing = Crossing(link.latency_s, link.bandwidth_bytes_per_s) if link else Crossing()
 
     def run(self) -> Planned:
@@ -96,9 +102,13 @@ class StagedSearch:
 
         Raises:
             ConstraintError: where the model cannot be cut. InfeasibleError: where a stage does not fit.
+            TooSlow: where no plan beats `limit_s`.
         """
         flying = num_in_flight(self.wish.schedule, self.num_stages, self.how.num)
         whole = self._whole()
+        bound = whole.choices.bound_s * (1 + (self.how.num - 1) / self.num_stages)
+        if bound >= self.limit_s:
+            raise TooSlow(bound)
         first = self._asked(whole) if self.wish.cuts is not None else balanced(whole.units, flying, self.options.budget(self.profile))
         best = self._planned(whole, first, flying)
         for _ in range(_ROUNDS if self.wish.cuts is None and self.num_stages > 1 else 0):
@@ -208,7 +218,7 @@ class StagedSearch:
         fullest = max(plans, key=lambda p: p.prediction.peak_bytes)
         points = [whole.points[index - 1] for index in cuts]
         pipeline = Pipeline(
-            self.wish.axis, tuple(p.position for p in points), tuple(p.module for p in points), self.how.num, self.wish.schedule,
+            self.axis, tuple(p.position for p in points), tuple(p.module for p in points), self.how.num, self.wish.schedule,
             tuple(flying), self.wish.independent, plans,
         )  # fmt: skip
         prediction = Prediction(
@@ -256,15 +266,17 @@ def make_staged_plan(
     *,
     model_name: str = "",
     progress: Progress = lambda _: None,
+    limit_s: float = math.inf,
 ) -> Planned:
     """Plan a pipeline, or one stage that works through microbatches.
 
     Args:
         whole, part: the traces of the batch and of one microbatch. how: how the one makes the other. wish: the pipeline's axis,
-            ``""`` for one stage on the whole mesh.
+            ``""`` for one stage on the whole mesh. limit_s: a plan that is no faster is not wanted.
 
     Raises:
         ConstraintError: where a constraint cannot hold, or the model cannot be cut. InfeasibleError: where a stage does not fit.
+        TooSlow: where the bound shows that no plan beats the limit.
     """
     if wish.axis:
         check(wish, mesh)
@@ -276,5 +288,5 @@ def make_staged_plan(
         what = f"{how.num} microbatches are fewer than the stages along {wish.axis!r}, which 1F1B does not run"
         raise ConstraintError(what, remedy='use more microbatches, or schedule="gpipe"')
     batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
-    search = StagedSearch(part, how, batch_bytes, mesh, profile, options, wish, model_name, whole.fingerprint, Clock(progress))
+    search = StagedSearch(part, how, batch_bytes, mesh, profile, options, wish, model_name, whole.fingerprint, Clock(progress), limit_s)
     return search.run()

@@ -36,12 +36,16 @@ def usable_points(trace: Trace) -> tuple[tuple[CutPoint, ...], Placing]:
     Raises:
         ConstraintError: where there is none.
     """
-    points = [p for p in cut_points(trace) if _cuttable(trace, p)]
+    points = list(cut_points(trace))
+    tried = False
     while points:
         try:
             return tuple(points), place(trace, [p.position for p in points])
-        except CutError:  # each alone can be cut, but not all together
-            points = points[::2] if len(points) > 1 else []
+        except CutError:
+            if tried:  # each alone can be cut, but not all together
+                points = points[::2] if len(points) > 1 else []
+            else:
+                points, tried = [p for p in points if _cuttable(trace, p)], True
     raise ConstraintError("the model has no place to cut it into stages", remedy="use the axis for data or tensor parallelism")
 
 

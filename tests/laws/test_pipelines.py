@@ -120,7 +120,7 @@ def test_a_wrong_weight_of_a_microbatch_is_found(llama: tuple[Planned, Any, Any]
 
 def test_cuts_by_name_and_what_refuses() -> None:
     mesh = autopar.Mesh({"stage": 2})
-    settings = {"num_hidden_layers": 4}
+    settings = {"num_hidden_layers": 3}
     made = planned("llama", mesh, pipeline("stage", microbatches=4, cuts=["model.layers.1"]), settings=settings)[0]
     assert made.plan.pipeline is not None and made.plan.pipeline.modules == ("model.layers.1",)
     with pytest.raises(ConstraintError, match=r"no cut at 'model\.layers\.9'"):
@@ -143,3 +143,23 @@ def test_a_forced_layout_holds_in_the_stage_that_has_the_op() -> None:
     for stage in made.plan.pipeline.stages:
         used = [c for e in stage.entries for c in e.nodes if "mlp.up_proj/dot/forward" in c.node]
         assert used and all(str(c.strategy.inputs[1]) == "S(0)" for c in used)
+
+
+def test_a_free_pipeline_is_never_slower_than_none() -> None:
+    mesh = autopar.Mesh({"node": 2})
+    alone = planned("llama", mesh)[0].plan
+    free = planned("llama", mesh, pipeline())[0].plan
+    assert free.pipeline is None and free.prediction.step_s == alone.prediction.step_s  # so small a model only waits
+
+
+def test_megatron_names_the_whole_plan() -> None:
+    force = autopar.constraints.megatron(pp=2, tp="tensor", dp="data", zero=3, recompute="full", microbatches=4)
+    made, model, batch = planned("llama", MESH, force, settings={"num_hidden_layers": 4})
+    pipe = made.plan.pipeline
+    assert pipe is not None and (pipe.axis, pipe.num_microbatches) == ("stage", 4)
+    assert all(any(entry.recompute for entry in stage.entries) for stage in pipe.stages)
+    assert autopar.verify(made.plan, model, batch).ok
+    with pytest.raises(ConstraintError, match=r"no axis of mesh .* has 3 devices"):
+        planned("llama", MESH, autopar.constraints.megatron(pp=3, tp="tensor", dp="data"))
+    with pytest.raises(ConstraintError, match="both cut the model"):
+        planned("llama", MESH, force, pipeline("data"))

@@ -1,0 +1,94 @@
+"""Which pipelines are tried: what is asked for, or every axis and some numbers of microbatches, pruned by their bounds."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from autopar.api.tracing import batch_size, trace_part
+from autopar.capture import Trace
+from autopar.constraints import Pipelined, check, pipeline_in
+from autopar.errors import AutoparError, ConstraintError, InfeasibleError
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from autopar.planning import Planned, PlanOptions, TooSlow, make_plan, make_staged_plan
+
+log = logging.getLogger("autopar")
+_MOST_NUMBERS = 3  # of microbatches per axis
+_MOST_ROUNDS = 8  # microbatches per stage: beyond, the pipeline waits for less than an eighth of its time
+
+
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """A captured call that is to be planned; `plan` finds the fastest plan among those tried."""
+
+    model: nn.Module
+    trace: Trace
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    mesh: Mesh
+    profile: HardwareProfile
+    options: PlanOptions
+
+    def plan(self) -> Planned:
+        """The plan.
+
+        Raises:
+            ConstraintError, InfeasibleError: of the last that was tried, where none has a plan.
+        """
+        asked = pipeline_in(self.options.constraints, self.mesh)
+        if asked is None and self.options.num_microbatches in (1, "auto"):
+            return self._without()
+        if asked is not None and asked.axis is not None:
+            check(asked, self.mesh)
+        wish = asked or Pipelined("", None, "1f1b", None, independent=False)
+        best: Planned | None = None
+        refusal: AutoparError | None = None
+        for axis, num in self._candidates(wish):
+            limit_s = math.inf if best is None else best.plan.prediction.step_s
+            try:
+                found = self._without() if num == 0 else self._staged(wish, axis, num, limit_s)
+            except TooSlow as error:
+                log.info("no plan of %d microbatches along %r is faster: at least %.4g s", num, axis, error.args[0])
+                continue
+            except (InfeasibleError, ConstraintError) as error:
+                log.info("no plan of %d microbatches along %r: %s", num, axis, error.what)
+                refusal = error
+                continue
+            if best is None or found.plan.prediction.step_s < best.plan.prediction.step_s:
+                best = found
+        if best is None:
+            assert refusal is not None, "there is something to try"
+            raise refusal
+        return best
+
+    def _without(self) -> Planned:
+        kept = tuple(c for c in self.options.constraints if not isinstance(c, Pipelined))
+        options = self.options if len(kept) == len(self.options.constraints) else replace(self.options, constraints=kept)
+        return make_plan(self.trace, self.mesh, self.profile, options, model_name=type(self.model).__name__)
+
+    def _staged(self, wish: Pipelined, axis: str, num: int, limit_s: float) -> Planned:
+        here = replace(wish, axis=axis)
+        part, how = trace_part(self.model, self.trace, self.args, self.kwargs, num, independent=here.independent)
+        return make_staged_plan(
+            self.trace, part, how, self.mesh, self.profile, self.options, here, model_name=type(self.model).__name__, limit_s=limit_s
+        )
+
+    def _candidates(self, wish: Pipelined) -> Iterator[tuple[str, int]]:
+        """(axis, number of microbatches); 0 for no pipeline at all."""
+        asked = wish.microbatches or (self.options.num_microbatches if isinstance(self.options.num_microbatches, int) else None)
+        free = wish.axis is None
+        if free and asked is None:
+            yield "", 0
+        axes = [axis.name for axis in self.mesh.axes if axis.size > 1] if wish.axis is None else [wish.axis]
+        samples = batch_size(self.args, self.kwargs)
+        for axis in axes:
+            stages = self.mesh.shape[self.mesh.names.index(axis)] if axis else 1
+            divisors = [n for n in range(1, samples + 1) if samples % n == 0]
+            numbers = [n for n in divisors if stages <= n <= _MOST_ROUNDS * stages][-_MOST_NUMBERS:]
+            yield from ((axis, num) for num in ([asked] if asked is not None else numbers or divisors[-1:]))
