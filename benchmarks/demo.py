@@ -101,9 +101,7 @@ def alone(steps: int, told: Told) -> Run:
 
 def rank(number: int, tell: Told, steps: int) -> Run:
     """One of the processes: the same loop around the compiled model."""
-    module = autopar.compile(
-        build(), MESH, example_inputs=batches(1)[0], hardware="cpu-gloo", memory_bytes=BUDGET_BYTES, optimizer="adamw"
-    )
+    module = autopar.compile(build(), MESH, example_inputs=batches(1)[0], hardware="cpu-gloo", memory_bytes=BUDGET_BYTES, optimizer="adamw")
     found = train(module, steps, tell if number == 0 else lambda _: None)
     return Run(*found, plan=module.plan.dumps())  # type: ignore[operator, union-attr]
 

@@ -1,0 +1,80 @@
+"""Pipelines over the zoo: each model cut into stages, every rank in lockstep against the plain model in float64.
+
+Where samples depend on each other (batch statistics, contrastive losses, tokens sorted by expert) there is one microbatch, and the row says
+which op refused more. Stages are cut where the planner likes; data parallelism is forced on the other axis where the model admits it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+import autopar
+from autopar.api.planning import plan_model
+from autopar.constraints import ddp, pipeline
+from autopar.errors import ConstraintError
+from autopar.planning import Planned
+from autopar.run.program import StagedProgram
+from benchmarks import zoo
+from benchmarks.common import Row, parser, run_rows, specs_of
+from benchmarks.models import ModelSpec
+
+MESHES = ("stage=2,data=2",)
+MICROBATCHES = 2
+COLUMNS = ("microbatches", "stages", "cuts", "crossing", "num_collectives", "gap", "max_rel_err", "note")
+
+
+def row(spec: dict[str, Any], mesh: str, hardware: str, batch: int, seq: int) -> Row:
+    """One model on one mesh; its first axis has the stages."""
+    model, example = ModelSpec(**spec).build(batch=batch, seq=seq)
+    made, note = _planned(model, example, autopar.Mesh.parse(mesh), hardware)
+    pipe, program = made.plan.pipeline, made.program
+    assert pipe is not None and isinstance(program, StagedProgram), "a pipeline was asked for"
+    report = autopar.verify(made.plan, model, example)
+    return {
+        "ok": report.ok,
+        "error": None,
+        "microbatches": pipe.num_microbatches,
+        "stages": len(pipe.stages),
+        "cuts": list(pipe.modules),
+        "crossing": [sum(t.crosses for t in stage.outputs) for stage in program.stages[:-1]],
+        "num_collectives": report.num_collectives,
+        "gap": made.plan.proof.gap,
+        "tolerance": report.tolerance,
+        "max_rel_err": report.max_error,
+        "traced_rel_err": report.traced,
+        "note": note,
+    }
+
+
+def _planned(model: nn.Module, batch: Any, mesh: autopar.Mesh, hardware: str) -> tuple[Planned, str]:
+    """The plan with the most that the model admits, and what it does not admit."""
+    stage, data = mesh.names
+    refused: list[str] = []
+    for num in (MICROBATCHES, 1):
+        schedule = "1f1b" if num > 1 else "gpipe"
+        for others in ((ddp(data),), ()):
+            force = (pipeline(stage, microbatches=num, schedule=schedule), *others)
+            try:
+                return plan_model(model, mesh, example_inputs=batch, hardware=hardware, constraints=force)[1], "; ".join(refused)
+            except ConstraintError as error:
+                refused.append(error.what.split(": at ")[-1] if "microbatches" in error.what else f"ddp: {error.what}")
+                if "microbatches" in error.what:
+                    break
+    raise ConstraintError("; ".join(refused))
+
+
+def main(arguments: list[str]) -> int:
+    flags = parser("pipelines", __doc__ or "", meshes=MESHES)
+    flags.add_argument("--hardware", default="h100-sxm")
+    options = flags.parse_args(arguments)
+    specs = specs_of(options, ()) or [ModelSpec.of_zoo(name) for name in zoo.NAMES]
+    shared = {"hardware": options.hardware, "batch": options.batch, "seq": options.seq}
+    cases = [{"spec": spec.to_json(), "mesh": mesh, **shared} for spec in specs for mesh in options.mesh or MESHES]
+    return run_rows("pipelines", cases, COLUMNS, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
