@@ -19,6 +19,7 @@ from autopar.constraints.parallel import (
     parallelisms,
     tensor_parallel,
 )
+from autopar.constraints.reading import read_constraint
 
 __all__ = [
     "KINDS",
@@ -33,5 +34,6 @@ __all__ = [
     "layout",
     "megatron",
     "parallelisms",
+    "read_constraint",
     "tensor_parallel",
 ]
