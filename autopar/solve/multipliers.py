@@ -21,6 +21,7 @@ from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, KEEP, SCALE, SHARE, F
 
 _DIGITS = 5  # significant: of Llama-3 8B's bound 5e-5 is lost, 4e-4 with one less
 _LEAST = 1e-7  # share of the largest cost: what is worth less is worth nothing
+_LEAST_PRICE = 1e-5  # share of the largest price of memory: below stands what is left of an inexact solution
 
 
 def multipliers(program: Formulation, engine: Engine, duals: Floats, budget: Rows, prices: dict[str, float]) -> Multipliers:
@@ -34,7 +35,8 @@ def multipliers(program: Formulation, engine: Engine, duals: Floats, budget: Row
     least = _LEAST * float(np.abs(engine.cost).max(initial=0.0))
     known = np.where((kinds == FLOW) & (duals > least), duals, 0.0)
     known = np.array([_rounded(y / SCALE) for y in known]) * SCALE
-    worth = np.array([_rounded(y / SCALE) if y < -least else 0.0 for y in prices.values()]) * SCALE
+    few = min(prices.values(), default=0.0) * _LEAST_PRICE
+    worth = np.array([_rounded(y / SCALE) if y < min(few, -least) else 0.0 for y in prices.values()]) * SCALE
     bound, _, _ = proof(engine.cost, engine.rows.plus(budget), np.concatenate([_completed(engine, kinds, known, budget, worth), worth]))
     potentials = {key[1:]: _rounded(y / SCALE) for key, y in zip(program.keys, known.tolist(), strict=True) if y}
     memory = {name: _rounded(-y / SCALE) for name, y in zip(prices, worth.tolist(), strict=True) if y}
