@@ -120,7 +120,8 @@ class Decisions:
                 yield Finding("layouts", f"no rule lets it run {when}as {choice.strategy}", key)
             if key in self.parameters:
                 p, at = self.parameters[key], choice.strategy.outputs[0]
-                if not storable(p.shape, p.view, at, sizes) or any(rest != at for rest in choice.strategy.inputs):
+                fits = at.fits(p.view, sizes) and not at.has_partial and not at.halos and storable(p.shape, p.view, at, sizes)
+                if not fits or any(rest != at for rest in choice.strategy.inputs):
                     illegal = True
                     yield Finding("layouts", f"it cannot rest as {at} with its gradient as {_listed(choice.strategy)}", key)
         if not offered and not illegal:
