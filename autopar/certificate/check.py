@@ -100,10 +100,11 @@ class _Job:
             num_nodes=len(self.facts.keys), num_steps=len(plan.steps()),
         )  # fmt: skip
         decisions = Decisions(plan, self.trace, self.facts, self.priced, plan.mesh, self.profile)
-        strangers = list(decisions.strangers())
+        walk = Walk(self.facts, self.claims, plan.mesh, self.profile)
+        strangers = [*decisions.strangers(), *walk.strangers()]
         if strangers:
             return replace(report, findings=(*strangers, *found))
-        found = [*decisions.findings(), *Walk(self.facts, self.claims, plan.mesh, self.profile).findings(), *found]
+        found = [*decisions.findings(), *walk.findings(), *found]
         if not any(f.claim == "layouts" for f in found):
             compute_s, communication_s = step_s(plan, decisions)
             report = replace(report, step_s=compute_s + communication_s)

@@ -68,8 +68,11 @@ class Decisions:
 
     def _arity(self, entry: Entry) -> Iterator[Finding]:
         """Each strategy has as many layouts as the node has tensors, so that they can be looked up."""
+        if not entry.instances:
+            yield Finding("layouts", "it stands for no nodes", entry.key)
+            return
         for choice in (*entry.nodes, *entry.recompute):
-            key = choice.node.format(*entry.instances[0]) if entry.instances else ""
+            key = choice.node.format(*entry.instances[0])
             if key in self.facts.nodes:
                 call = call_of(self.facts.nodes[key])
                 expected = (len(call.inputs), len(call.outputs))

@@ -31,14 +31,17 @@ class Walk:
     profile: HardwareProfile
     _times: dict[object, float] = field(default_factory=dict)
 
-    def findings(self) -> Iterator[Finding]:
-        """What does not hold."""
+    def strangers(self) -> Iterator[Finding]:
+        """Tensors that the plan speaks of and the model does not make; nothing can be derived of them."""
         for (tensor, phase), steps in self.claims.steps.items():
             if tensor not in self.facts.tensors or phase not in ("forward", "backward"):
                 yield Finding("moves", f"{len(steps)} collectives are of a tensor that the model does not make in {phase}", _name(*tensor))
         for tensor in self.claims.kept:
             if tensor not in self.facts.tensors:
                 yield Finding("kept values", "the model makes no such tensor", _name(*tensor))
+
+    def findings(self) -> Iterator[Finding]:
+        """What does not hold."""
         for each in self.facts.tensors.values():
             yield from self._tensor(each)
 

@@ -76,6 +76,9 @@ def memory(plan: Plan, program: Program, facts: Facts, sizes: Mapping[str, int])
     """The peak, optimizer's state included, and what is claimed of memory and does not hold."""
     found: list[Finding] = []
     for k in plan.kept:
+        if not k.instances:
+            found.append(Finding("kept values", "it stands for no tensors", k.node))
+            continue
         tensor = facts.tensors[k.node.format(*k.instances[0]), k.result]
         held = sum(held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in k.layouts)
         if held != k.bytes:
