@@ -53,9 +53,9 @@ def led_to(source: Layout, step: Collective, wanted: Layout) -> Layout | None:
         case "all_gather":
             after = whole if gathers else None
         case "all_to_all":
-            after = Shard(step.to_dim) if gathers and step.to_dim not in (-1, step.dim) else None
+            after = Shard(step.to_dim) if gathers and step.to_dim >= 0 and step.to_dim != step.dim else None
         case "all_reduce":
-            after = whole if reduces and at is None else None
+            after = whole if reduces and step.dim == -1 else None
         case "reduce_scatter":
             after = at if reduces else None
         case "slice":
@@ -63,7 +63,7 @@ def led_to(source: Layout, step: Collective, wanted: Layout) -> Layout | None:
         case "halo":
             asked = wanted.placements[step.axis]
             after = asked if gathers and isinstance(asked, Halo) and asked.dim == step.dim else None
-    if after is None or (step.to_dim >= 0) != (step.kind == "all_to_all") or bool(step.reduce_op) != isinstance(before, Partial):
+    if after is None or (step.to_dim != -1) != (step.kind == "all_to_all") or bool(step.reduce_op) != isinstance(before, Partial):
         return None
     placements = (*source.placements[: step.axis], after, *source.placements[step.axis + 1 :])
     return Layout(placements, [*(a for a in source.order if a != step.axis), step.axis])

@@ -318,7 +318,7 @@ def test_whatever_number_of_a_plan_is_changed_the_plan_is_refused(
         part = changed
         for key in path[:-1]:
             part = part[key]
-        part[path[-1]] = part[path[-1]] * 2 + 1
+        part[path[-1]] = part[path[-1]] * 2 + 3
         try:
             other = Plan.loads(json.dumps(changed))
         except autopar.AutoparError:

@@ -146,11 +146,13 @@ def test_a_plan_records_what_was_asked() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        layout("*.up_proj", weight="R S(0)", bias="R R", storage="S(0) R", input="S(0) R", output="R R"), layout("m", weight="S(0)#1 S(0)#0"),
-        ddp(), fsdp("node"), fsdp(("a", "b")), tensor_parallel(axes="gpu"), megatron(), megatron(tp=8, dp=4), megatron(tp="gpu", dp="node", zero=3),
+        layout("*.up_proj", weight="R S(0)", bias="R R", storage="S(0) R", input="S(0) R", output="R R"),
+        layout("m", weight="S(0)#1 S(0)#0"),
+        *(ddp(), fsdp("node"), fsdp(("a", "b")), tensor_parallel(axes="gpu")),
+        *(megatron(), megatron(tp=8, dp=4), megatron(tp="gpu", dp="node", zero=3)),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_a_plan_records_is_read_back(asked: Constraint) -> None:
     assert read_constraint(json.loads(json.dumps(asked.to_json()))) == asked
 
@@ -158,12 +160,12 @@ def test_what_a_plan_records_is_read_back(asked: Constraint) -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        {}, {"plan": "zero", "axes": None}, {"plan": "ddp"}, {"plan": "ddp", "axes": 3}, {"plan": "ddp", "axes": None, "more": 1},
-        {"plan": "megatron", "tp": 0, "dp": None, "zero": 0}, {"plan": "megatron", "tp": 2}, {"pattern": "m"}, {"pattern": "m", "weight": "Q"},
-        {"pattern": "m", "colour": "R"}, 3,
+        *({}, 3, {"pattern": "m"}, {"pattern": "m", "weight": "Q"}, {"pattern": "m", "colour": "R"}),
+        *({"plan": "zero", "axes": None}, {"plan": "ddp"}, {"plan": "ddp", "axes": 3}, {"plan": "ddp", "axes": None, "more": 1}),
+        *({"plan": "megatron", "tp": 0, "dp": None, "zero": 0}, {"plan": "megatron", "tp": 2}),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_no_record_of_a_constraint_is_refused(record: Any) -> None:
     with pytest.raises(ConstraintError, match="is no record of a constraint"):
         read_constraint(record)
