@@ -270,7 +270,8 @@ def _misfit(plan: Plan) -> str:
     for move in plan.communications:
         if not 0 <= move.collective.axis < num_axes:
             return f"{move.node} moves along axis {move.collective.axis}, mesh {plan.mesh} has {num_axes} axes"
-    for key in (*(c.node for c in choices), *(k.node for k in plan.kept), *(c.node for c in plan.communications)):
+    priced = [key for p in plan.proof.potentials for key in (p.node, p.reader)]
+    for key in (*(c.node for c in choices), *(k.node for k in plan.kept), *(c.node for c in plan.communications), *priced):
         if "/" not in key:
             return f"{key!r} is no key of a node"
     for entry in plan.entries:
