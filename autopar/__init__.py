@@ -24,6 +24,11 @@ True
 Net on mesh node=2,gpu=2 (4 devices), cpu-gloo, optimizer adamw
 ...
 
+What a plan claims is checked without the solver: legality, every collective, memory, time, and the bound by arithmetic alone:
+
+>>> autopar.check(plan, Net(), batch).ok
+True
+
 All ranks of the emitted program, in one process, give what the plain model gives, every gradient included:
 
 >>> autopar.verify(plan, Net(), batch).ok
@@ -31,7 +36,7 @@ True
 """
 
 from autopar import constraints
-from autopar.api import compile, plan, verify
+from autopar.api import check, compile, plan, verify
 from autopar.errors import AutoparError
 from autopar.explanation import diff, explain
 from autopar.hardware import HardwareProfile
@@ -47,6 +52,7 @@ __all__ = [
     "Mesh",
     "Plan",
     "__version__",
+    "check",
     "compile",
     "constraints",
     "diff",

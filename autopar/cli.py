@@ -1,6 +1,6 @@
-"""The command line: ``autopar plan|explain|diff|verify|profile|report|run``.
+"""The command line: ``autopar plan|explain|diff|check|verify|profile|report|run``.
 
-`plan`, `explain`, `diff` and `report` need no process group and no GPU. What autopar refuses is printed without a traceback,
+`plan`, `explain`, `diff`, `check` and `report` need no process group and no GPU. What autopar refuses is printed without a traceback,
 and the command exits with 1.
 """
 
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autopar import hf
-from autopar.api import as_call, verify
+from autopar.api import as_call, check, verify
 from autopar.capture import capture
 from autopar.errors import AutoparError, PlanError
 from autopar.explanation import diff, explain
@@ -102,6 +102,28 @@ def explain_command(
 def diff_command(first: PlanFile, second: PlanFile) -> None:
     """What changed from one plan to another, module by module."""
     _show(diff(Plan.load(first), Plan.load(second)))
+
+
+@app.command("check")
+def check_command(
+    plan: PlanFile,
+    hf: Hf = None,
+    model: ModelName = None,
+    module: Module = None,
+    batch: Batch = 8,
+    seq: Seq = None,
+    dtype: Dtype = "bfloat16",
+    hardware: Annotated[str | None, typer.Option(help="Name or path of a profile; by default the one that the plan names.")] = None,
+) -> None:
+    """Certify a plan without a solver: legality, every collective, memory, time, and the bound by arithmetic alone."""
+    loaded = Plan.load(plan)
+    with _progress("building the model") as tell:
+        network, example = _build(hf, model, module, batch, seq, dtype, "meta")
+        tell("deriving every claim anew")
+        found = check(loaded, network, example, hardware=hardware)
+    _say(str(found))
+    if not found.ok:
+        raise typer.Exit(1)
 
 
 @app.command("verify")

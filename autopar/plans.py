@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +122,32 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class Potential:
+    """What the layouts of a tensor are worth to one of its readers, for all tensors that have the same readers: multipliers of
+    the proof (`autopar.certificate.bound`).
+
+    Attributes:
+        node, result: the first of these tensors. reader, operand: its reader in the first of the reader's instances.
+        phase: ``backward`` too where backward runs a forward reader again. values_s: layout → seconds, where it is worth any.
+    """
+
+    node: str
+    result: int
+    reader: str
+    operand: int
+    phase: str
+    values_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Proof:
-    """Incumbent, bound, and what the bound covers."""
+    """Incumbent, bound, and what the bound covers.
+
+    Attributes:
+        certified_bound_s: what the multipliers prove of `bound_s` by arithmetic alone (`autopar.check`); the search may prove more.
+        potentials: multipliers of tensors. memory_s: what the whole budget is worth at a point of the step: ``start of
+            backward``, ``end of backward``, or while a node runs.
+    """
 
     objective_s: float
     bound_s: float
@@ -133,6 +157,9 @@ class Proof:
     solver: str
     memory_price_s_per_gib: float
     covers: tuple[str, ...]
+    certified_bound_s: float = 0.0
+    potentials: tuple[Potential, ...] = ()
+    memory_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +298,8 @@ def _misfit(plan: Plan) -> str:
     for move in plan.communications:
         if not 0 <= move.collective.axis < num_axes:
             return f"{move.node} moves along axis {move.collective.axis}, mesh {plan.mesh} has {num_axes} axes"
-    for key in (*(c.node for c in choices), *(k.node for k in plan.kept), *(c.node for c in plan.communications)):
+    priced = [key for p in plan.proof.potentials for key in (p.node, p.reader)]
+    for key in (*(c.node for c in choices), *(k.node for k in plan.kept), *(c.node for c in plan.communications), *priced):
         if "/" not in key:
             return f"{key!r} is no key of a node"
     for entry in plan.entries:
@@ -343,6 +371,11 @@ def _communication(data: Mapping[str, Any]) -> Communication:
     return Communication(**{**data, **changed, "instances": _instances(data["instances"]), "collective": Collective(**data["collective"])})
 
 
+def _proof(data: Mapping[str, Any]) -> Proof:
+    potentials = tuple(Potential(**p) for p in data.get("potentials", ()))
+    return Proof(**{**data, "covers": tuple(data["covers"]), "potentials": potentials})
+
+
 def _decode_plan(data: Mapping[str, Any]) -> Plan:
     prediction = {**data["prediction"], "timeline": tuple(tuple(row) for row in data["prediction"]["timeline"])}
     kept = tuple(
@@ -356,7 +389,7 @@ def _decode_plan(data: Mapping[str, Any]) -> Plan:
         kept=kept,
         communications=tuple(map(_communication, data["communications"])),
         prediction=Prediction(**prediction),
-        proof=Proof(**{**data["proof"], "covers": tuple(data["proof"]["covers"])}),
+        proof=_proof(data["proof"]),
         capture=str(data.get("capture", "")),
         pipeline=_decode_pipeline(data.get("pipeline")),
     )

@@ -147,6 +147,22 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
+class Multipliers:
+    """A lower bound and what proves it by arithmetic alone (weak duality, `autopar.solve.multipliers`).
+
+    Attributes:
+        bound_s: what they prove of every choice the problem admits.
+        potentials_s: (variant, 1 where backward reads what forward made else 0, the reader's position in `uses`, layout) → what the
+            layout is worth to the reader, all instances of the variant together; 0 where there is none.
+        memory_s: budget row (`autopar.solve.memory`) → what the whole budget is worth there; 0 where there is none.
+    """
+
+    bound_s: float
+    potentials_s: Mapping[tuple[int, int, int, int], float]
+    memory_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Choices:
     """The solver's answer.
 
@@ -159,6 +175,7 @@ class Choices:
         num_variables, num_constraints: size of the program that was solved.
         solver: which solver answered.
         memory_price_s_per_byte: dual of the budget row in the relaxation (0 where memory is ample).
+        multipliers: what of the bound is proven by arithmetic alone; None where the solver gives no duals.
     """
 
     strategies: tuple[int, ...]
@@ -172,6 +189,7 @@ class Choices:
     solver: str = ""
     memory_price_s_per_byte: float = 0.0
     stats: Mapping[str, float] = field(default_factory=dict)
+    multipliers: Multipliers | None = None
 
     @property
     def gap(self) -> float:

@@ -2,7 +2,7 @@
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware
 from autopar.api.compiling import Deferred, compile
-from autopar.api.planning import check_fits, plan, plan_model, verify
+from autopar.api.planning import check, check_fits, plan, plan_model, verify
 
 __all__ = [
     "Deferred",
@@ -10,6 +10,7 @@ __all__ = [
     "MeshLike",
     "as_call",
     "as_mesh",
+    "check",
     "check_fits",
     "compile",
     "default_hardware",

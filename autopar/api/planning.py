@@ -14,6 +14,7 @@ from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_h
 from autopar.api.choosing import Chooser
 from autopar.api.tracing import program_of
 from autopar.capture import Trace, capture
+from autopar.certificate import Certificate, certify
 from autopar.constraints import Constraint
 from autopar.errors import PlanError
 from autopar.hardware import HardwareProfile
@@ -138,3 +139,23 @@ def verify(
     trace = capture(model, args, kwargs)
     check_fits(plan, trace, plan.mesh)
     return verify_program(trace, program_of(plan, model, trace, args, kwargs), model, args, kwargs, dtype=dtype, tolerance=tolerance)
+
+
+def check(plan: Plan, model: nn.Module, batch: Example, *, hardware: str | Path | HardwareProfile | None = None) -> Certificate:
+    """Certify a plan without a solver: that it is legal, costs and holds what it says, and is as close to the best as it says.
+
+    Everything is derived anew from the model, whose weights may be on meta, and the profile; `verify` is what runs the plan.
+
+    Args:
+        hardware: as in `plan`; by default the profile that the plan names.
+
+    Raises:
+        CaptureError: where the model cannot be captured.
+        HardwareError: where the profile is not here under the name that the plan has: pass its path.
+        PlanError: where the plan has a pipeline.
+    """
+    if plan.pipeline is not None:
+        what = "the plan has a pipeline, and certificates are of plans without: schedules and what crosses are not derived anew"
+        raise PlanError(what, remedy="autopar.verify runs all of its stages against the model")
+    profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or plan.fingerprint.profile)
+    return certify(capture(model, *as_call(batch)), plan, profile)

@@ -22,6 +22,7 @@ from autopar.constraints.parallel import (
     tensor_parallel,
 )
 from autopar.constraints.pipelines import SCHEDULES, Pipelined, pipeline
+from autopar.constraints.reading import read_constraint
 
 __all__ = [
     "KINDS",
@@ -41,5 +42,6 @@ __all__ = [
     "parallelisms",
     "pipeline",
     "pipeline_in",
+    "read_constraint",
     "tensor_parallel",
 ]

@@ -20,10 +20,11 @@ from autopar.errors import AutoparError, InfeasibleError, size_text
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning.assembly import Draft, assemble, fingerprint
+from autopar.planning.multipliers import certified
 from autopar.planning.options import PlanOptions
 from autopar.planning.runner_up import runner_ups
 from autopar.plans import Fingerprint, Plan
-from autopar.problem import Choices, Moment, Problem
+from autopar.problem import Choices, Moment, Multipliers, Problem
 from autopar.run.memory import node_peaks, trace_peak
 from autopar.run.program import Program, StagedProgram
 from autopar.run.stage_memory import trace_stage_peak
@@ -121,6 +122,7 @@ class Job:
     schedule: Schedule | None = None  # of a stage
     moments: dict[str, Moment] = field(default_factory=dict)
     bound_s: float = 0.0
+    multipliers: Multipliers | None = None
 
     def best_tried(self) -> Tried:
         """The best plan that fits.
@@ -136,7 +138,9 @@ class Job:
             choices = found.choices if isinstance(found, Least) else found
             if choices is None or (isinstance(found, Least) and best is not None):
                 break
-            self.bound_s = self.bound_s or choices.bound_s
+            # what was learnt holds reserves, which hold for the plans that it was learnt from only
+            self.bound_s = self.bound_s or (choices.free_bound_s if self.moments else choices.bound_s)
+            self.multipliers = self.multipliers if self.moments else choices.multipliers  # others hold under learnt moments only
             tried = self._try(choices)
             if tried.peak_bytes <= self.budget:
                 improved = best is None or tried.time_s < best.time_s
@@ -157,6 +161,7 @@ class Job:
             evaluation = evaluate(self.priced.problem, choices.strategies, choices.recomputed, choices.kept)
             draft = Draft(self.trace, self.mesh, self.priced, choices, evaluation, {})
             plan = assemble(draft, self.mark, self.recorded, self.bound_s)
+            plan = replace(plan, proof=certified(plan.proof, draft, self.multipliers))
         with self.clock.phase("emit"):
             program = emit(self.trace, plan)
         with self.clock.phase("memory"):
@@ -201,7 +206,7 @@ def finished(tried: Tried, clock: Clock, options: PlanOptions) -> Planned:
     priced, choices, evaluation = draft.priced, draft.choices, draft.evaluation
     with clock.phase("explain"):
         draft = replace(draft, runner_ups=runner_ups(priced.problem, choices))
-        plan = assemble(draft, plan.fingerprint, plan.options, tried.bound_s)
+        plan = replace(assemble(draft, plan.fingerprint, plan.options, tried.bound_s), proof=plan.proof)
     replicated = [entry for entry in plan.entries if entry.replicated]
     if options.strict and replicated:
         lines = [f"{e.key} ({e.time_s * len(e.instances) / plan.prediction.step_s:.1%} of the step) at {e.source}" for e in replicated]

@@ -113,32 +113,25 @@ class Engine:
         lower, upper = -_INF if lower is None else lower, _INF if upper is None else upper
         return [self.column[v.name] for v, _ in items], [c for _, c in items], lower, upper
 
-    def relax(self, extra: Rows | None = None, *, interior: bool = False) -> Relaxation | None:
+    def relax(self, extra: Rows | None = None, *, interior: bool = False, cost: Floats | None = None) -> Relaxation | None:
         """Solve the relaxation with some more rows; None where it is infeasible.
 
         Args:
             interior: by the interior point method, which dense rows slow down less, instead of the simplex method.
+            cost: of the columns, instead of the program's own.
         """
+        cost = self.cost if cost is None else cost
         rows = self.rows if extra is None else self.rows.plus(extra)
         ended = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit, highspy.HighsModelStatus.kInfeasible)
-        highs = self._run(self.cost, rows, None, _INTERIOR if interior else _SIMPLEX)
+        highs = self._run(cost, rows, None, _INTERIOR if interior else _SIMPLEX)
         if interior and highs.getModelStatus() not in ended:
-            highs, interior = self._run(self.cost, rows, None, _SIMPLEX), False
+            highs, interior = self._run(cost, rows, None, _SIMPLEX), False
         if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             return None
         solution = highs.getSolution()
-        return self._proof(rows, np.array(solution.row_dual), np.array(solution.col_value), not interior)
-
-    def _proof(self, rows: Rows, duals: Floats, values: Floats, exact: bool) -> Relaxation:
-        cost = self.cost
-        duals = duals if len(duals) == len(rows.lower) else np.zeros(len(rows.lower))
-        duals = np.where(np.isinf(rows.lower), np.minimum(duals, 0.0), duals)
-        duals = np.where(np.isinf(rows.upper), np.maximum(duals, 0.0), duals)
-        side = np.where(duals > 0, rows.lower, rows.upper)
-        weights = rows.values * np.repeat(duals, np.diff(rows.starts))
-        reduced = cost - np.bincount(rows.indices, weights=weights, minlength=len(cost))
-        bound = float((duals * np.where(duals == 0, 0.0, side)).sum() + np.minimum(reduced, 0.0).sum())
-        return Relaxation(bound, reduced, duals, values if len(values) else np.zeros(len(cost)), exact and len(values) > 0)
+        bound, reduced, duals = proof(cost, rows, np.array(solution.row_dual))
+        values = np.array(solution.col_value)
+        return Relaxation(bound, reduced, duals, values if len(values) else np.zeros(len(cost)), not interior and len(values) > 0)
 
     def restricted(
         self,
@@ -193,3 +186,15 @@ class Engine:
         highs.run()
         self.timed_out |= highs.getModelStatus() == highspy.HighsModelStatus.kTimeLimit
         return highs
+
+
+def proof(cost: Floats, rows: Rows, duals: Floats) -> tuple[float, Floats, Floats]:
+    """Weak duality (see the module): the bound, the reduced costs d, and the duals with wrong signs set to 0."""
+    duals = duals if len(duals) == len(rows.lower) else np.zeros(len(rows.lower))
+    duals = np.where(np.isinf(rows.lower), np.minimum(duals, 0.0), duals)
+    duals = np.where(np.isinf(rows.upper), np.maximum(duals, 0.0), duals)
+    side = np.where(duals > 0, rows.lower, rows.upper)
+    weights = rows.values * np.repeat(duals, np.diff(rows.starts))
+    reduced = cost - np.bincount(rows.indices, weights=weights, minlength=len(cost))
+    bound = float((duals * np.where(duals == 0, 0.0, side)).sum() + np.minimum(reduced, 0.0).sum())
+    return bound, reduced, duals

@@ -40,6 +40,8 @@ from autopar.solve.memory import BudgetRow
 SCALE = 1e6  # objective in microseconds: keeps coefficients near 1 for the solver's tolerances
 Terms = list[tuple[pulp.LpVariable, float]]
 Demand = dict[int, Terms]  # layout → variables
+RowKey = tuple[int, ...]  # number of the formula, then the indices that stand in it: what a row is, whatever its position
+CHOOSE, SHARE, FLOW, KEEP, AGAIN, BUDGET = 1, 2, 3, 4, 5, 6
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Formulation:
     x: list[list[pulp.LpVariable]] = field(default_factory=list)
     again: dict[int, list[pulp.LpVariable]] = field(default_factory=dict)
     keep: dict[tuple[int, int], pulp.LpVariable] = field(default_factory=dict)
+    keys: list[RowKey] = field(default_factory=list)
     _objective: Terms = field(default_factory=list)
     _count: int = 0
 
@@ -79,19 +82,20 @@ class Formulation:
             self._objective.append((variable, cost_s * SCALE))
         return variable
 
-    def _row(self, terms: Terms, sense: int, right: float, name: str | None = None) -> None:
-        self.model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, name, right))
+    def _row(self, key: RowKey, terms: Terms, sense: int, right: float) -> None:
+        self.keys.append(key)
+        self.model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, None, right))
 
     def _strategies(self) -> None:
         """Rows (1) and (5)."""
         useful = _worth_recomputing(self.problem)
         for n, op in enumerate(self.problem.ops):
             self.x.append([self._binary(f"x{n}_{s}") for s in range(len(op.strategies))])
-            self._row([(v, 1) for v in self.x[n]], pulp.LpConstraintEQ, 1)
+            self._row((CHOOSE, n), [(v, 1) for v in self.x[n]], pulp.LpConstraintEQ, 1)
             rows = [self.x[n]]
             if n in useful:
                 self.again[n] = [self._binary(f"rc{n}_{s}") for s in range(len(op.strategies))]
-                self._row([(v, 1) for v in self.again[n]], pulp.LpConstraintLE, 1)
+                self._row((AGAIN, n), [(v, 1) for v in self.again[n]], pulp.LpConstraintLE, 1)
                 rows.append(self.again[n])
             self._objective += [
                 (variable, op.count * s.time_s * SCALE) for row in rows for variable, s in zip(row, op.strategies, strict=True) if s.time_s
@@ -117,13 +121,14 @@ class Formulation:
         value = self.problem.values[variant.value]
         graph = value.graph
         supply = self._supply(v, self.x[value.op])
-        now = [self._demand(u, graph, self.x[u.op]) for u in variant.uses if u.phase == value.phase]
-        later = [self._demand(u, graph, self.x[u.op]) for u in variant.uses if u.phase != value.phase]
-        again = [u for u in variant.uses if u.phase == value.phase and u.op in self.again]
-        later += [self._demand(u, graph, self.again[u.op]) for u in again]
-        self._flows(graph, variant.count, supply, now)
+        uses = list(enumerate(variant.uses))
+        now = {i: self._demand(u, graph, self.x[u.op]) for i, u in uses if u.phase == value.phase}
+        later = {i: self._demand(u, graph, self.x[u.op]) for i, u in uses if u.phase != value.phase}
+        again = [(i, u) for i, u in uses if u.phase == value.phase and u.op in self.again]
+        later |= {i: self._demand(u, graph, self.again[u.op]) for i, u in again}
+        self._flows((v, 0), supply, now)
         if later:
-            self._flows(graph, variant.count, self._later_supply(v, supply, now), later)
+            self._flows((v, 1), self._later_supply(v, supply, [*now.values()]), later)
 
     def _later_supply(self, v: int, supply: Demand, now: list[Demand]) -> Demand:
         """Row (4), and what backward finds."""
@@ -137,31 +142,35 @@ class Formulation:
             found[layout] = list(supply[layout]) if free else []
             if value.keepable is None or layout in value.keepable:
                 self.keep[v, layout] = keep = self._binary(f"k{v}_{layout}")
-                self._row(_merged([(keep, 1), *((variable, -c) for variable, c in made)]), pulp.LpConstraintLE, 0)
+                self._row((KEEP, v, layout), _merged([(keep, 1), *((variable, -c) for variable, c in made)]), pulp.LpConstraintLE, 0)
                 found[layout].append((keep, 1))
         if value.op in self.again:
             for layout, terms in self._supply(v, self.again[value.op]).items():
                 found[layout] = found.get(layout, []) + terms
         return found
 
-    def _flows(self, graph: LayoutGraph, count: int, supply: Demand, demands: list[Demand]) -> None:
-        """Rows (2) and (3) for all readers of one phase."""
-        arcs = _useful(graph, supply.keys(), {layout for demand in demands for layout in demand})
-        prices = [count * graph.arcs[a].time_s for a in arcs]
+    def _flows(self, group: RowKey, supply: Demand, demands: dict[int, Demand]) -> None:
+        """Rows (2) and (3) for the readers of variant `group[0]`: in its own phase, or (`group[1]` is 1) in backward what forward
+        made. Demands are by the reader's position in `uses`."""
+        variant = self.problem.variants[group[0]]
+        graph = self.problem.values[variant.value].graph
+        arcs = _useful(graph, supply.keys(), {layout for demand in demands.values() for layout in demand})
+        prices = [variant.count * graph.arcs[a].time_s for a in arcs]
         if len(demands) > 2:
             paid = [self._flow(price) for price in prices]
-            for demand in demands:
+            for c, demand in demands.items():
                 flows = [self._flow(0.0) for _ in arcs]
-                self._balance(graph, arcs, supply, demand, [flows])
-                for pay, flow in zip(paid, flows, strict=True):
-                    self._row([(pay, 1), (flow, -1)], pulp.LpConstraintGE, 0)
+                self._balance((*group, c), arcs, supply, demand, [flows])
+                for a, pay, flow in zip(arcs, paid, flows, strict=True):
+                    self._row((SHARE, *group, c, a), [(pay, 1), (flow, -1)], pulp.LpConstraintGE, 0)
             return
         shared = [[self._flow(price) for price in prices]] if len(demands) == 2 else []
-        for demand in demands:
-            self._balance(graph, arcs, supply, demand, [*shared, [self._flow(price) for price in prices]])
+        for c, demand in demands.items():
+            self._balance((*group, c), arcs, supply, demand, [*shared, [self._flow(price) for price in prices]])
 
-    def _balance(self, graph: LayoutGraph, arcs: list[int], supply: Demand, demand: Demand, flows: list[list[pulp.LpVariable]]) -> None:
+    def _balance(self, reader: RowKey, arcs: list[int], supply: Demand, demand: Demand, flows: list[list[pulp.LpVariable]]) -> None:
         """Rows (3) for one reader, whose flow is the sum of `flows`."""
+        graph = self.problem.values[self.problem.variants[reader[0]].value].graph
         balance = [list(supply.get(layout, [])) for layout in range(len(graph.layouts))]
         for flow in flows:
             for variable, a in zip(flow, arcs, strict=True):
@@ -170,7 +179,7 @@ class Formulation:
         for layout, terms in enumerate(balance):
             terms += [(variable, -c) for variable, c in demand.get(layout, [])]
             if any(c < 0 for _, c in terms):
-                self._row(_merged(terms), pulp.LpConstraintGE, 0)
+                self._row((FLOW, *reader, layout), _merged(terms), pulp.LpConstraintGE, 0)
 
     def budget_terms(self, row: BudgetRow) -> Terms:
         """Left side of a budget row without its reserve, in bytes."""
@@ -186,7 +195,7 @@ class Formulation:
         """Add a budget row, in shares of the budget."""
         unit = 1.0 / max(self.problem.budget_bytes, 1)
         terms = [(variable, size * unit) for variable, size in self.budget_terms(row)]
-        self._row(terms, pulp.LpConstraintLE, (self.problem.budget_bytes - row.reserve_bytes) * unit)
+        self._row((BUDGET,), terms, pulp.LpConstraintLE, (self.problem.budget_bytes - row.reserve_bytes) * unit)
 
     def chosen(self, values: Mapping[str, float]) -> tuple[tuple[int, ...], dict[int, int], dict[int, tuple[int, ...]]]:
         """Strategies, recomputed and kept, from the values of the variables by name."""

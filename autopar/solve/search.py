@@ -17,11 +17,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autopar.errors import InfeasibleError, LayoutError
-from autopar.problem import Choices, Problem
-from autopar.solve.engine import Columns, Engine, Floats, Relaxation, Rows
+from autopar.problem import Choices, Multipliers, Problem
+from autopar.solve.engine import Columns, Engine, Floats, Relaxation, Rows, proof
 from autopar.solve.evaluate import Evaluation, evaluate
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.memory import BudgetRow, budget_rows
+from autopar.solve.multipliers import multipliers
 
 # Restricted programs over so many columns, those of the smallest reduced cost. Memory makes near-ties of many versions, so
 # shares of the bound say little; and few columns do better than many: beyond some thousands each node takes seconds.
@@ -67,6 +68,8 @@ class Search:
     free_bound: float = -np.inf
     price_s_per_byte: float = 0.0
     infeasible: bool = False  # proven so
+    vertex: Floats | None = None  # duals of the relaxation without budget rows
+    prices: dict[int, float] = field(default_factory=dict)  # budget row → its dual in the best relaxation
 
     def __post_init__(self) -> None:
         self.program = Formulation(self.problem)
@@ -110,8 +113,24 @@ class Search:
         return replace(
             self.best, bound_s=bound, free_bound_s=min(self.free_bound / SCALE, bound), num_variables=self.program.num_variables,
             num_constraints=self.program.num_constraints + len(self.active), solver="highs",
-            memory_price_s_per_byte=self.price_s_per_byte, stats=stats,
+            memory_price_s_per_byte=self.price_s_per_byte, stats=stats, multipliers=self.multipliers(),
         )  # fmt: skip
+
+    def multipliers(self) -> Multipliers | None:
+        """What the best relaxation proves by arithmetic alone, or None where that leans on reserves.
+
+        Interior duals are neither few nor short; so with the prices of memory as they are, those of a vertex are found anew.
+        """
+        if self.vertex is None or any(self.rows[r].reserve_bytes for r in self.active):
+            return None
+        rows = [self.rows[r] for r in self.prices]
+        budget, prices = budget_matrix(self.engine, self.program, rows), np.array([*self.prices.values()])
+        duals: Floats = self.vertex
+        if rows:
+            apart = np.concatenate([np.zeros(len(duals)), prices])
+            relaxation = self.engine.relax(cost=proof(self.engine.cost, self.engine.rows.plus(budget), apart)[1])
+            duals = duals if relaxation is None else relaxation.duals
+        return multipliers(self.program, self.engine, duals, budget, {r.name: y for r, y in zip(rows, prices.tolist(), strict=True)})
 
     def _relax(self, *, interior: bool = False) -> Relaxation | None:
         """The relaxation under the active rows. Interior duals say more about which columns matter than those of a vertex."""
@@ -119,7 +138,12 @@ class Search:
         relaxation = self.engine.relax(self.budget if self.active else None, interior=interior or bool(self.active))
         if relaxation is None:
             return None
-        prices = relaxation.duals[len(relaxation.duals) - len(self.active) :] / max(self.problem.budget_bytes, 1)
+        duals = relaxation.duals[len(relaxation.duals) - len(self.active) :]
+        if relaxation.bound > self.bound:
+            self.prices = dict(zip(self.active, duals.tolist(), strict=True))
+        if not self.active and relaxation.exact:
+            self.vertex = relaxation.duals
+        prices = duals / max(self.problem.budget_bytes, 1)
         reserves = [self.rows[r].reserve_bytes for r in self.active]
         self.price_s_per_byte = max(0.0, float(-prices.sum()) / SCALE)
         self.bound = max(self.bound, relaxation.bound)

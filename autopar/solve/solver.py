@@ -44,14 +44,15 @@ def choices_or_least(
     """
     proven = False
     if solver == "cbc":
-        choices, bound_s = solve_with_cbc(problem, gap, max_nodes, time_limit_s), 0.0
+        choices, bound_s, proven_by = solve_with_cbc(problem, gap, max_nodes, time_limit_s), 0.0, None
     else:
         search = Search(problem, gap, max_nodes, time_limit_s)
         choices, bound_s, proven = search.run(), search.bound_s, search.infeasible
+        proven_by = search.multipliers() if choices is None and not proven else None
     if choices is not None:
         return choices
     least = least_budget(problem, time_limit_s, bound_only=bound_only and proven)
     if least.choices is None or least.size_bytes > problem.budget_bytes:
         return least
     # The limits ended the search before it found a plan; this one fits, however long it takes.
-    return replace(least.choices, bound_s=min(bound_s, least.choices.objective_s), free_bound_s=0.0, solver=solver)
+    return replace(least.choices, bound_s=min(bound_s, least.choices.objective_s), free_bound_s=0.0, solver=solver, multipliers=proven_by)

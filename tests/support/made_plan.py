@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autopar.collective import Collective
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
-from autopar.plans import Communication, Entry, Fingerprint, Kept, NodeChoice, Plan, Prediction, Proof, RunnerUp
+from autopar.plans import Communication, Entry, Fingerprint, Kept, NodeChoice, Plan, Potential, Prediction, Proof, RunnerUp
 
 MIB = 2**20
 ALL = ((0,), (1,), (2,))
@@ -111,7 +111,17 @@ def made_plan(*, recompute: bool = True) -> Plan:
         communications=communications,
         prediction=Prediction(step_s, compute_s, communication_s, peak, {**memory, "transient": MIB}, timeline),
         proof=Proof(
-            step_s, step_s * 0.99, 0.01, 1200, 640, "highs", 2e-3 if recompute else 0.0, ("everything that matters", "one microbatch")
+            step_s,
+            step_s * 0.99,
+            0.01,
+            1200,
+            640,
+            "highs",
+            2e-3 if recompute else 0.0,
+            ("everything that matters", "one microbatch"),
+            step_s * 0.98,
+            (Potential("ids/input", 0, "net.embed/embedding/forward/0", 1, "forward", {"R R": 2e-3, "S(0) R": 1e-3}),),
+            {"start of backward": 3e-3},
         ),
         capture="in full: no list of modules is long enough to fold",
     )

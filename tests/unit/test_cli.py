@@ -54,7 +54,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
-def test_plan_writes_what_explain_diff_verify_and_report_read(here: Path, command: Command) -> None:
+def test_plan_writes_what_explain_diff_check_verify_and_report_read(here: Path, command: Command) -> None:
     code, said, _ = command(*PLAN, "--module", "model.py:small", "--out", "plan.json")
     assert code == 0, said
     assert "proven bound" in said and "plan.json" in said
@@ -64,6 +64,8 @@ def test_plan_writes_what_explain_diff_verify_and_report_read(here: Path, comman
     assert "0 ms" in command("diff", "plan.json", "plan.json")[1]
     code, said, _ = command("verify", "plan.json", "--module", "model.py:small")
     assert (code, said.startswith("equal to the plain model")) == (0, True)
+    code, said, _ = command("check", "plan.json", "--module", "model.py:small")
+    assert (code, said.startswith("certified: Net on mesh node=2,gpu=2")) == (0, True)
     assert command("report", "plan.json", "--out", "plan.png")[0] == 0
     assert (here / "plan.png").stat().st_size > 10_000
 
@@ -105,6 +107,16 @@ def test_what_is_refused_is_told_and_exits_with_1(here: Path, command: Command, 
     assert code == 1
     assert complaint in said
     assert "Traceback" not in said
+
+
+def test_a_plan_that_is_not_certified_exits_with_1_and_says_why(here: Path, command: Command) -> None:
+    command(*PLAN, "--module", "model.py:small", "--out", "plan.json")
+    code, said, _ = command("check", "plan.json", "--module", "model.py:wide")
+    assert (code, said.startswith("NOT certified, 1 claim does not hold"), "model: the plan is for a model or batch" in said) == (
+        1,
+        True,
+        True,
+    )
 
 
 def test_a_plan_that_cannot_be_written_is_refused(here: Path, command: Command) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from autopar.constraints import (
@@ -15,6 +18,8 @@ from autopar.constraints import (
     layout,
     megatron,
     parallelisms,
+    pipeline,
+    read_constraint,
     tensor_parallel,
 )
 from autopar.errors import ConstraintError, LayoutError
@@ -168,3 +173,33 @@ def test_a_plan_records_what_was_asked() -> None:
     assert fsdp("node").to_json() == {"plan": "fsdp", "axes": ["node"]}
     assert tensor_parallel(axes="gpu").to_json() == {"plan": "tensor_parallel_1d", "axes": ["gpu"]}
     assert megatron(tp=8, dp="node", zero=3).to_json() == {"plan": "megatron", "tp": 8, "dp": ["node"], "zero": 3}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        layout("*.up_proj", weight="R S(0)", bias="R R", storage="S(0) R", input="S(0) R", output="R R"),
+        layout("m", weight="S(0)#1 S(0)#0"),
+        *(ddp(), fsdp("node"), fsdp(("a", "b")), tensor_parallel(axes="gpu")),
+        *(megatron(), megatron(tp=8, dp=4), megatron(tp="gpu", dp="node", zero=3)),
+        *(megatron(recompute="selective"), megatron(pp="node", microbatches=8), tensor_parallel("2d", axes=("node", "gpu"))),
+        *(pipeline(), pipeline("node", microbatches=4, schedule="gpipe", cuts=["layers.3"], independent=True)),
+    ],
+    ids=str,
+)
+def test_what_a_plan_records_is_read_back(asked: Constraint) -> None:
+    assert read_constraint(json.loads(json.dumps(asked.to_json()))) == asked
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        *({}, 3, {"pattern": "m"}, {"pattern": "m", "weight": "Q"}, {"pattern": "m", "colour": "R"}),
+        *({"plan": "zero", "axes": None}, {"plan": "ddp"}, {"plan": "ddp", "axes": 3}, {"plan": "ddp", "axes": None, "more": 1}),
+        *({"plan": "megatron", "tp": 0, "dp": None, "zero": 0}, {"plan": "megatron", "tp": 2}),
+    ],
+    ids=str,
+)
+def test_what_is_no_record_of_a_constraint_is_refused(record: Any) -> None:
+    with pytest.raises(ConstraintError, match="is no record of a constraint"):
+        read_constraint(record)

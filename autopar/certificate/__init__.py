@@ -1,0 +1,6 @@
+"""An independent certificate of a plan: every claim derived anew from the model, the mesh and the profile, without a solver."""
+
+from autopar.certificate.check import certify
+from autopar.certificate.report import Certificate, Finding
+
+__all__ = ["Certificate", "Finding", "certify"]

@@ -1,0 +1,124 @@
+"""`certify`: every claim of a plan, derived anew from the traced model, the plan's mesh and the hardware profile.
+
+What is taken as given: the traced model, the rules of ops, the problem that `autopar.cost.price` states, the model of time
+(`compute_time`, `collective_time`), emission, and the count of live bytes on the emitted program. What is not: the search, the
+prices, collectives, sizes, sums and the bound that the plan holds. No solver is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from autopar.capture.trace import Trace
+from autopar.certificate.decisions import Decisions
+from autopar.certificate.facts import Claims, Facts
+from autopar.certificate.moves import Walk
+from autopar.certificate.proof import Stored, proven
+from autopar.certificate.report import Certificate, Finding
+from autopar.certificate.resources import emission, memory, resting, step_s, times
+from autopar.constraints import check, read_constraint
+from autopar.cost.price import OPTIMIZERS, Priced, price
+from autopar.emit import emit
+from autopar.errors import AutoparError
+from autopar.hardware import HardwareProfile
+from autopar.plans import Plan
+from autopar.strategies import classes_of, resolve
+from autopar.version import VERSION
+
+
+def certify(trace: Trace, plan: Plan, profile: HardwareProfile) -> Certificate:
+    """Check every claim of `plan`; what a claim rests on is checked before it, and where that fails the claim is left out."""
+    title = f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh} ({plan.mesh.num_devices} devices), {plan.fingerprint.profile}"
+    claimed, proof = plan.prediction, plan.proof
+    budget = plan.options.get("memory_bytes")
+    report = Certificate(
+        title, tuple(_identity(trace, plan, profile)), tuple(_notes(plan)), claimed_step_s=claimed.step_s,
+        claimed_peak_bytes=claimed.peak_bytes, budget_bytes=budget if isinstance(budget, int) else 0,
+        objective_s=proof.objective_s, claimed_bound_s=proof.bound_s,
+    )  # fmt: skip
+    if not report.ok:
+        return report
+    try:
+        priced = _stated(trace, plan, profile)
+    except AutoparError as error:
+        return replace(report, findings=(Finding("layouts", f"the problem cannot be stated: {error.what}"),))
+    return _Job(trace, plan, profile, priced, Facts.of(trace), Claims.of(plan)).certificate(report)
+
+
+def _identity(trace: Trace, plan: Plan, profile: HardwareProfile) -> Iterator[Finding]:
+    mark = plan.fingerprint
+    if mark.model != trace.fingerprint:
+        yield Finding("model", f"the plan is for a model or batch of fingerprint {mark.model}, this is {trace.fingerprint}")
+    if mark.profile_hash != profile.hash:
+        what = f"the plan is for profile {mark.profile!r} of hash {mark.profile_hash}, this is {profile.name!r} of {profile.hash}"
+        yield Finding("model", what)
+    if plan.options.get("optimizer") not in OPTIMIZERS:
+        yield Finding("model", f"the plan is for optimizer {plan.options.get('optimizer')!r}, which is not known")
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    here = torch.__version__.split("+")[0]
+    if plan.fingerprint.torch != here:
+        yield f"planned with torch {plan.fingerprint.torch}, this is {here}"
+    if plan.fingerprint.autopar != VERSION:
+        yield f"planned with autopar {plan.fingerprint.autopar}, this is {VERSION}"
+
+
+def _stated(trace: Trace, plan: Plan, profile: HardwareProfile) -> Priced:
+    """The problem that the plan claims to solve."""
+    constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
+    for constraint in constraints:
+        check(constraint, plan.mesh)
+    forced = resolve(trace, constraints, plan.mesh)
+    classes = classes_of(trace, plan.mesh.shape, forced)
+    budget, optimizer = int(plan.options.get("memory_bytes", 0)), str(plan.options["optimizer"])
+    return price(trace, classes, plan.mesh, profile, budget_bytes=budget, optimizer=optimizer, forced=forced)
+
+
+@dataclass
+class _Job:
+    """One certificate in the making."""
+
+    trace: Trace
+    plan: Plan
+    profile: HardwareProfile
+    priced: Priced
+    facts: Facts
+    claims: Claims
+
+    def certificate(self, report: Certificate) -> Certificate:
+        """The report with everything that can be derived."""
+        plan = self.plan
+        stored = Stored(self.trace, plan, self.priced, self.facts)
+        bound_s = stored.bound_s()
+        found = [*stored.findings, *proven(plan.proof, bound_s)]
+        report = replace(
+            report, certified_bound_s=bound_s, num_multipliers=stored.num_multipliers, num_decisions=len(plan.entries),
+            num_nodes=len(self.facts.keys), num_steps=len(plan.steps()),
+        )  # fmt: skip
+        decisions = Decisions(plan, self.trace, self.facts, self.priced, plan.mesh, self.profile)
+        walk = Walk(self.facts, self.claims, plan.mesh, self.profile)
+        strangers = [*decisions.strangers(), *walk.strangers()]
+        if strangers:
+            return replace(report, findings=(*strangers, *found))
+        found = [*decisions.findings(), *walk.findings(), *found]
+        if not any(f.claim == "layouts" for f in found):
+            compute_s, communication_s = step_s(plan, decisions)
+            report = replace(report, step_s=compute_s + communication_s)
+            found += times(plan, compute_s, communication_s)
+        return self._emitted(report, found)
+
+    def _emitted(self, report: Certificate, found: list[Finding]) -> Certificate:
+        """What follows from the emitted program."""
+        try:
+            program = emit(self.trace, self.plan)
+            found += emission(self.plan, program)
+            sizes = resting(self.trace, self.facts, self.claims, self.plan)
+            peak, wrong = memory(self.plan, program, self.facts, sizes)
+        except AutoparError as error:
+            where = "" if error.where is None else str(error.where)
+            return replace(report, findings=(*found, Finding("emission", error.what, where)))
+        return replace(report, findings=(*found, *wrong), peak_bytes=peak)

@@ -1,0 +1,168 @@
+"""Every entry of a plan against the statement of the problem: what it speaks of, its strategy, and its time.
+
+A strategy is legal where the rule of each node offers it. It is covered by the bound where the problem offers it: with the
+plan's constraints, and with no collective inside a decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.analysis.work import work
+from autopar.capture.trace import Parameter, Trace
+from autopar.certificate.facts import Facts
+from autopar.certificate.report import Finding, near
+from autopar.certificate.shards import held_bytes, local_lengths
+from autopar.cost.compute import compute_time
+from autopar.cost.price import OPTIMIZERS, Priced
+from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key
+from autopar.errors import AutoparError
+from autopar.hardware import HardwareProfile
+from autopar.layout import Strategy
+from autopar.mesh import Mesh
+from autopar.plans import Entry, NodeChoice, Plan
+from autopar.rules import TensorInfo, call_of, is_strategy
+from autopar.run.parameters import storable
+
+_KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
+
+
+def keys_of(priced: Priced, op: int) -> tuple[tuple[str, ...], ...]:
+    """The node keys of an op of the problem, per instance."""
+    source = priced.sources[op]
+    if source.cluster is None:
+        return tuple((_KEYS[source.kind](name),) for name in source.names)
+    return tuple(tuple(m.key for m in cluster.members) for cluster in source.cluster.instances)
+
+
+@dataclass
+class Decisions:
+    """All entries, with what they are checked against."""
+
+    plan: Plan
+    trace: Trace
+    facts: Facts
+    priced: Priced
+    mesh: Mesh
+    profile: HardwareProfile
+
+    def __post_init__(self) -> None:
+        self.parameters: Mapping[str, Parameter] = {parameter_key(p.name): p for p in self.trace.parameters}
+        ops = range(len(self.priced.problem.ops))
+        self.owner = {key: op for op in ops for instance in keys_of(self.priced, op) for key in instance}
+
+    def strangers(self) -> Iterator[Finding]:
+        """Whether model and plan speak of the same nodes, and the plan of each once; nothing else makes sense where not."""
+        said = [c.node.format(*i) for e in self.plan.entries for c in e.nodes for i in e.instances]
+        again = {c.node.format(*i) for e in self.plan.entries for c in e.recompute for i in e.instances}
+        for key in sorted(self.facts.keys - set(said)):
+            yield Finding("layouts", "the plan decides nothing about this node of the model", key)
+        for key in sorted((set(said) | again) - self.facts.keys):
+            yield Finding("layouts", "the model has no such node", key)
+        for key in sorted({key for key in said if said.count(key) > 1} if len(set(said)) < len(said) else ()):
+            yield Finding("layouts", "the plan decides about this node twice", key)
+        yield from (f for e in self.plan.entries for f in self._arity(e))
+
+    def _arity(self, entry: Entry) -> Iterator[Finding]:
+        """Each strategy has as many layouts as the node has tensors, so that they can be looked up."""
+        if not entry.instances:
+            yield Finding("layouts", "it stands for no nodes", entry.key)
+            return
+        for choice in (*entry.nodes, *entry.recompute):
+            key = choice.node.format(*entry.instances[0])
+            if key in self.facts.nodes:
+                call = call_of(self.facts.nodes[key])
+                expected = (len(call.inputs), len(call.outputs))
+            elif key in self.facts.keys:
+                op = self.priced.problem.ops[self.owner[key]]
+                expected = (len(op.strategies[0].layouts.inputs), len(op.strategies[0].layouts.outputs))
+            else:
+                continue
+            if (len(choice.strategy.inputs), len(choice.strategy.outputs)) != expected:
+                yield Finding("layouts", f"{choice.strategy} has not one layout per tensor", key)
+
+    def findings(self) -> Iterator[Finding]:
+        """What does not hold of each entry."""
+        for entry in self.plan.entries:
+            op = self.owner[entry.nodes[0].node.format(*entry.instances[0])]
+            together = {tuple(c.node.format(*i) for c in entry.nodes) for i in entry.instances}
+            if together != set(keys_of(self.priced, op)):
+                yield Finding("layouts", "the nodes of this entry are not one decision of the problem", entry.key)
+                continue
+            stated = self.priced.problem.ops[op]
+            if (entry.kind, entry.phase) != (stated.kind, stated.phase):
+                yield Finding("layouts", f"it is a {stated.kind} of {stated.phase}, not a {entry.kind} of {entry.phase}", entry.key)
+            yield from self._legal(entry, op, entry.nodes, "")
+            if entry.recompute:
+                yield from self._again(entry, op)
+            yield from self._timed(entry)
+
+    def _again(self, entry: Entry, op: int) -> Iterator[Finding]:
+        if [c.node for c in entry.recompute] != [c.node for c in entry.nodes]:
+            yield Finding("layouts", "backward runs other nodes again than the entry has", entry.key)
+        elif not self.priced.problem.ops[op].recomputable:
+            yield Finding("layouts", "backward may not run it again: it is no op of forward, or another layer reads it", entry.key)
+        else:
+            yield from self._legal(entry, op, entry.recompute, "again ")
+
+    def _legal(self, entry: Entry, op: int, choices: Sequence[NodeChoice], when: str) -> Iterator[Finding]:
+        strategies, sizes = tuple(c.strategy for c in choices), self.mesh.shape
+        source = self.priced.sources[op]
+        if source.cluster is not None:
+            offered = any(s.members == strategies for s in source.cluster.strategies)
+        else:
+            offered = any((s.layouts,) == strategies for s in self.priced.problem.ops[op].strategies)
+        illegal = False
+        for choice in choices:
+            key = choice.node.format(*entry.instances[0])
+            if key in self.facts.nodes and not is_strategy(call_of(self.facts.nodes[key]), choice.strategy, sizes):
+                illegal = True
+                yield Finding("layouts", f"no rule lets it run {when}as {choice.strategy}", key)
+            if key in self.parameters:
+                p, at = self.parameters[key], choice.strategy.outputs[0]
+                fits = at.fits(p.view, sizes) and not at.has_partial and not at.halos and storable(p.shape, p.view, at, sizes)
+                if not fits or any(rest != at for rest in choice.strategy.inputs):
+                    illegal = True
+                    yield Finding("layouts", f"it cannot rest as {at} with its gradient as {_listed(choice.strategy)}", key)
+        if not offered and not illegal:
+            shown = "; ".join(map(str, strategies))
+            yield Finding("layouts", f"the problem does not offer {shown} {when}for it: the bound does not cover it", entry.key)
+
+    def _timed(self, entry: Entry) -> Iterator[Finding]:
+        try:
+            derived = self.time_s(entry, entry.nodes)
+        except AutoparError as error:
+            yield Finding("time", error.what, entry.key)
+            return
+        if not near(derived, entry.time_s):
+            yield Finding("time", f"one instance takes {derived:.6g} s, not {entry.time_s:.6g} s", entry.key)
+
+    def time_s(self, entry: Entry, choices: Sequence[NodeChoice]) -> float:
+        """Time of one instance of an entry."""
+        key = choices[0].node.format(*entry.instances[0])
+        layouts = choices[0].strategy
+        if key in self.parameters:
+            p = self.parameters[key]
+            _, traffic = OPTIMIZERS[str(self.plan.options.get("optimizer"))] if p.gradient is not None else (0, 0)
+            return traffic * held_bytes(p.view, p.dtype, layouts.outputs[0], self.mesh.shape) / self.profile.memory_bandwidth_bytes_per_s
+        if entry.kind == "compute":
+            return sum(self._node_time_s(c.node.format(*entry.instances[0]), c.strategy) for c in choices)
+        if entry.kind == "input" and key != input_key("tangent"):
+            tensor = self.facts.tensors[key, 0]
+            return held_bytes(tensor.shape, tensor.dtype, layouts.outputs[0], self.mesh.shape) / self.profile.memory_bandwidth_bytes_per_s
+        return 0.0
+
+    def _node_time_s(self, key: str, strategy: Strategy) -> float:
+        call, sizes = call_of(self.facts.nodes[key]), self.mesh.shape
+        reads = [TensorInfo(local_lengths(i.shape, at, sizes), i.dtype) for i, at in zip(call.inputs, strategy.inputs, strict=True)]
+        makes = [TensorInfo(local_lengths(o.shape, at, sizes), o.dtype) for o, at in zip(call.outputs, strategy.outputs, strict=True)]
+        dtypes = [info.dtype for info in (*reads, *makes)]
+        widest = max(dtypes, key=lambda d: (d.is_floating_point, d.itemsize), default=torch.float32)
+        return compute_time(work(call.target, call.args, call.kwargs, reads, makes), widest, self.profile)
+
+
+def _listed(strategy: Strategy) -> str:
+    return ", ".join(map(str, strategy.inputs)) or "nothing"

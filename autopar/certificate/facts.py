@@ -1,0 +1,131 @@
+"""What a plan is held against: the traced model's tensors and who reads them; and what the plan says of each, looked up."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.capture.trace import Trace
+from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key
+from autopar.layout import Layout, Strategy
+from autopar.plans import Communication, Plan
+from autopar.rules import operands_of
+
+TensorKey = tuple[str, int]  # node key, result
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Operand `operand` of node `key`, which runs in `phase`."""
+
+    key: str
+    operand: int
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of the traced model.
+
+    Attributes:
+        key, result: what makes it. phase: when. resident: it is a parameter, a buffer or an input, there all the time.
+        sum_dtype: what its partial sums are reduced in: gradients of 16-bit parameters in fp32, all else in its own dtype.
+    """
+
+    key: str
+    result: int
+    phase: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sum_dtype: torch.dtype
+    resident: bool
+    readers: tuple[Reader, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """A traced model: tensors by what makes them, compute nodes by key, the key of each node of the graph by its name, and every
+    key a plan has to speak of."""
+
+    tensors: Mapping[TensorKey, Tensor]
+    nodes: Mapping[str, fx.Node]
+    names: Mapping[str, str]
+    keys: frozenset[str]
+
+    @staticmethod
+    def of(trace: Trace) -> Facts:
+        named = {p.node: parameter_key(p.name) for p in trace.parameters}
+        named |= {b.node: buffer_key(b.name) for b in trace.buffers} | {i.node: input_key(i.path) for i in trace.inputs}
+        tangents = {o.tangent: output_key(o.path) if o.crosses else input_key("tangent") for o in trace.differentiable}
+        named |= tangents
+        passing = {i.node for i in trace.inputs if i.crosses}  # held like what forward makes
+        nodes = {n.meta["key"]: n for n in trace.graph.nodes if n.op == "call_function"}
+        names = named | {node.name: key for key, node in nodes.items()}
+        readers: dict[tuple[str, int], list[Reader]] = {}
+        for ref, reader in (*_reads(trace, nodes), *_results(trace)):
+            readers.setdefault(ref, []).append(reader)
+        gradients = {ref for ref, found in readers.items() if any(r.key.endswith("/parameter") for r in found)}
+        tensors = {}
+        for node in trace.graph.nodes:
+            value = node.meta.get("val")
+            for result, each in enumerate(value if isinstance(value, tuple | list) else (value,)):
+                if node.name in names and isinstance(each, torch.Tensor):
+                    phase = "backward" if node.name in tangents else node.meta.get("phase", "forward")
+                    here = (node.name, result)
+                    narrow = here in gradients and each.dtype.is_floating_point and each.dtype.itemsize < 4
+                    wide = torch.float32 if narrow else each.dtype
+                    shape, key = tuple(int(n) for n in each.shape), names[node.name]
+                    found = tuple(readers.get(here, ()))
+                    resident = node.name in named and node.name not in passing
+                    tensors[key, result] = Tensor(key, result, phase, shape, each.dtype, wide, resident, found)
+        return Facts(tensors, nodes, names, frozenset(names.values()) | {r.key for _, r in _results(trace)})
+
+
+def _reads(trace: Trace, nodes: Mapping[str, fx.Node]) -> Iterator[tuple[tuple[str, int], Reader]]:
+    for key, node in nodes.items():
+        part = int(node.args[1]) if node.target is operator.getitem else 0  # type: ignore[arg-type]
+        for operand, source in enumerate(operands_of(node)):
+            yield (source.name, part), Reader(key, operand, node.meta["phase"])
+
+
+def _results(trace: Trace) -> Iterator[tuple[tuple[str, int], Reader]]:
+    """What the model returns, new values of buffers, and gradients, which their parameters read."""
+    made = next(iter(reversed(trace.graph.nodes))).args[0]
+    wanted = [(i, output_key(o.path), "forward") for i, o in enumerate(trace.outputs)]
+    wanted += [(i, output_key(name), "forward") for name, i in trace.mutated.items()]
+    wanted += [(p.gradient, parameter_key(p.name), "backward") for p in trace.parameters if p.gradient is not None]
+    wanted += [(i.gradient, input_key(i.path), "backward") for i in trace.inputs if i.gradient is not None]
+    for position, key, phase in wanted:
+        yield (made[position].name, 0), Reader(key, 0, phase)  # type: ignore[index, union-attr]
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What a plan says, instance by instance.
+
+    Attributes:
+        chosen, again: node key → strategy, and the one with which backward runs it again.
+        steps: tensor and phase → its collectives. kept: tensor → layouts kept for backward.
+    """
+
+    chosen: Mapping[str, Strategy]
+    again: Mapping[str, Strategy]
+    steps: Mapping[tuple[TensorKey, str], tuple[Communication, ...]]
+    kept: Mapping[TensorKey, tuple[Layout, ...]]
+
+    @staticmethod
+    def of(plan: Plan) -> Claims:
+        steps: dict[tuple[TensorKey, str], tuple[Communication, ...]] = {}
+        for node, step in plan.steps():
+            where = ((node, step.result), step.phase)
+            steps[where] = (*steps.get(where, ()), step)
+        kept: dict[TensorKey, tuple[Layout, ...]] = {}
+        for k in plan.kept:
+            for indices in k.instances:
+                here = k.node.format(*indices), k.result
+                kept[here] = (*kept.get(here, ()), *k.layouts)
+        return Claims(plan.node_choices(), plan.recomputed_choices(), steps, kept)

@@ -1,0 +1,142 @@
+"""Every redistribution, walked: from what makes a tensor, over the plan's collectives, to all who read it, in both phases.
+
+In the phase that makes a tensor its maker's layout is at hand. In backward, of what forward made: the layouts that are kept,
+what rests anyway, and the layout in which backward makes it again. A collective is legal where its source is at hand and it
+leads to its target; its bytes follow from the source and the dtype, its time from the profile. Nothing is made or kept that
+nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from autopar.certificate.facts import Claims, Facts, Tensor
+from autopar.certificate.report import Finding, near
+from autopar.certificate.shards import held_bytes, led_to
+from autopar.collective import collective_time
+from autopar.hardware import HardwareProfile
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.plans import Communication
+
+
+@dataclass
+class Walk:
+    """All tensors of a model under a plan."""
+
+    facts: Facts
+    claims: Claims
+    mesh: Mesh
+    profile: HardwareProfile
+    _times: dict[object, float] = field(default_factory=dict)
+
+    def strangers(self) -> Iterator[Finding]:
+        """Tensors that the plan speaks of and the model does not make; nothing can be derived of them."""
+        for (tensor, phase), steps in self.claims.steps.items():
+            if tensor not in self.facts.tensors or phase not in ("forward", "backward"):
+                yield Finding("moves", f"{len(steps)} collectives are of a tensor that the model does not make in {phase}", _name(*tensor))
+        for tensor in self.claims.kept:
+            if tensor not in self.facts.tensors:
+                yield Finding("kept values", "the model makes no such tensor", _name(*tensor))
+
+    def findings(self) -> Iterator[Finding]:
+        """What does not hold."""
+        for each in self.facts.tensors.values():
+            yield from self._tensor(each)
+
+    def _tensor(self, tensor: Tensor) -> Iterator[Finding]:
+        claims, here = self.claims, (tensor.key, tensor.result)
+        made = {claims.chosen[tensor.key].outputs[tensor.result]}
+        now = [r for r in tensor.readers if r.phase == tensor.phase]
+        steps = claims.steps.get((here, tensor.phase), ())
+        at_hand = _reached(made, steps)
+        wanted = {claims.chosen[r.key].inputs[r.operand] for r in now}
+        kept = claims.kept.get(here, ())
+        yield from self._steps(tensor, steps, made, wanted | set(kept))
+        if missing := wanted - at_hand:
+            yield self._missing(tensor, tensor.phase, missing, at_hand)
+        if tensor.phase == "backward":
+            if kept or claims.steps.get((here, "forward")):
+                yield Finding("kept values", "forward cannot keep or move what backward makes", _name(*here))
+            return
+        yield from self._later(tensor, made, at_hand, kept)
+
+    def _later(self, tensor: Tensor, made: set[Layout], at_hand: set[Layout], kept: Sequence[Layout]) -> Iterator[Finding]:
+        """What backward reads of what forward made."""
+        claims, here = self.claims, (tensor.key, tensor.result)
+        wanted = {claims.chosen[r.key].inputs[r.operand] for r in tensor.readers if r.phase == "backward"}
+        wanted |= {claims.again[r.key].inputs[r.operand] for r in tensor.readers if r.phase == "forward" and r.key in claims.again}
+        sources = set(kept) | (made if tensor.resident else set())
+        if tensor.key in claims.again:
+            sources.add(claims.again[tensor.key].outputs[tensor.result])
+        steps = claims.steps.get((here, "backward"), ())
+        yield from self._steps(tensor, steps, sources, wanted)
+        if missing := wanted - _reached(sources, steps):
+            yield self._missing(tensor, "backward", missing, _reached(sources, steps))
+        for layout in kept:
+            if layout not in at_hand:
+                yield Finding("kept values", f"{layout} is kept, which forward does not make", _name(*here))
+            if layout not in wanted and all(step.source != layout for step in steps):
+                yield Finding("kept values", f"{layout} is kept, which backward does not read", _name(*here))
+        if len(set(kept)) < len(kept):
+            yield Finding("kept values", "a layout is kept twice", _name(*here))
+
+    def _missing(self, tensor: Tensor, phase: str, missing: set[Layout], at_hand: set[Layout]) -> Finding:
+        what = f"{phase} reads it as {_list(missing)}, and nothing makes that: at hand is {_list(at_hand) or 'nothing'}"
+        claim = "kept values" if phase != tensor.phase and not at_hand else "moves"
+        return Finding(claim, what, _name(tensor.key, tensor.result))  # type: ignore[arg-type]
+
+    def _steps(self, tensor: Tensor, steps: Sequence[Communication], sources: set[Layout], wanted: set[Layout]) -> Iterator[Finding]:
+        where, at_hand = _name(tensor.key, tensor.result), _reached(sources, steps)
+        targets = [step.target for step in steps]
+        for step in steps:
+            said = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
+            if step.source not in at_hand:
+                yield Finding("moves", f"{said} starts from what nothing makes", where)
+            if step.target not in wanted and all(other.source != step.target for other in steps):
+                yield Finding("moves", f"{said} makes what nobody reads", where)
+            if step.target in sources or targets.count(step.target) > 1:
+                yield Finding("moves", f"{said} makes what is at hand already", where)
+            for what in self._step(tensor, step):
+                yield Finding("moves", f"{said}: {what}", where)
+
+    def _step(self, tensor: Tensor, step: Communication) -> Iterator[str]:
+        """What is wrong with one collective."""
+        c, shape, sizes = step.collective, tensor.shape, self.mesh.shape
+        if not all(layout.fits(shape, sizes) for layout in (step.source, step.target)):
+            yield f"a tensor of shape {shape} cannot lie so on mesh {self.mesh}"
+            return
+        if led_to(step.source, c, step.target) != step.target or sizes[c.axis] == 1:
+            yield f"a {c.kind} of dim {c.dim} along axis {self.mesh.names[c.axis]} does not lead there"
+            return
+        dtype = tensor.sum_dtype if c.reduce_op else tensor.dtype
+        if c.dtype != str(dtype).removeprefix("torch."):
+            yield f"it moves {c.dtype}, the tensor asks for {dtype}"
+        put_in = held_bytes(shape, dtype, step.source, sizes)
+        if c.bytes != put_in:
+            yield f"a device puts in {put_in} bytes, not {c.bytes}"
+        taken = held_bytes(shape, dtype, step.target, sizes) - put_in if c.kind == "halo" else 0
+        if c.halo_bytes != taken:
+            yield f"a device takes {taken} bytes from its neighbours, not {c.halo_bytes}"
+        if c not in self._times:
+            self._times[c] = collective_time(c, sizes[c.axis], self.mesh.link(c.axis), self.profile)
+        if not near(step.time_s, self._times[c]):
+            yield f"it takes {self._times[c]:.6g} s, not {step.time_s:.6g} s"
+
+
+def _reached(sources: set[Layout], steps: Sequence[Communication]) -> set[Layout]:
+    """Everything that the steps make from the sources."""
+    found, left = set(sources), list(steps)
+    while ready := [step for step in left if step.source in found]:
+        found |= {step.target for step in ready}
+        left = [step for step in left if step not in ready]
+    return found
+
+
+def _name(key: str, result: int) -> str:
+    return f"{key} result {result}" if result else key
+
+
+def _list(layouts: set[Layout]) -> str:
+    return ", ".join(sorted(f"{str(layout)!r}" for layout in layouts))

@@ -1,0 +1,81 @@
+"""The plan's proof: its multipliers, found again in the problem by the words they are stored under, and its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from autopar.capture.trace import Trace
+from autopar.certificate.bound import MemoryRow, lower_bound
+from autopar.certificate.decisions import keys_of
+from autopar.certificate.facts import Facts
+from autopar.certificate.moments import Moments
+from autopar.certificate.report import NEAR, Finding, near
+from autopar.cost.price import Priced
+from autopar.plans import Plan, Potential, Proof
+
+
+@dataclass
+class Stored:
+    """The multipliers of a plan; `findings` names those that fit nothing, which prove nothing."""
+
+    trace: Trace
+    plan: Plan
+    priced: Priced
+    facts: Facts
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def num_multipliers(self) -> int:
+        """How many there are."""
+        return sum(len(p.values_s) for p in self.plan.proof.potentials) + len(self.plan.proof.memory_s)
+
+    def bound_s(self) -> float:
+        """What they prove."""
+        num_ops = len(self.priced.problem.ops)
+        tensors = {(self.facts.names[refs[0][0]], refs[0][1]): v for v, refs in enumerate(self.priced.refs)}
+        readers = {keys_of(self.priced, n)[0][0]: n for n in range(num_ops)}
+        prices = dict(filter(None, (self._found(p, tensors, readers) for p in self.plan.proof.potentials)))
+        return lower_bound(self.priced.problem, prices, self._rows())
+
+    def _found(
+        self, potential: Potential, tensors: dict[tuple[str, int], int], readers: dict[str, int]
+    ) -> tuple[tuple[int, int, bool], dict[int, float]] | None:
+        v, problem = tensors.get((potential.node, potential.result), -1), self.priced.problem
+        if v >= 0:
+            value = problem.values[problem.variants[v].value]
+            index = {str(layout): i for i, layout in enumerate(value.graph.layouts)}
+            who = readers.get(potential.reader, -1), potential.operand
+            for i, use in enumerate(problem.variants[v].uses):
+                if (use.op, use.operand) == who and potential.values_s.keys() <= index.keys():
+                    by_layout = {index[layout]: worth for layout, worth in potential.values_s.items()}
+                    return (v, i, potential.phase != value.phase), by_layout
+        what = f"a multiplier is of {potential.reader} reading it in layouts of which some are not among the problem's"
+        self.findings.append(Finding("bound", what, potential.node))
+        return None
+
+    def _rows(self) -> list[MemoryRow]:
+        rows, worth = [], self.plan.proof.memory_s
+        moments = Moments(self.trace, self.facts, self.priced, self.plan.mesh.shape) if worth else None
+        for place, seconds in worth.items():
+            row = moments.row(place, seconds) if moments else None
+            if row is None:
+                self.findings.append(Finding("bound", "no row of memory holds for every plan at this point", place))
+            else:
+                rows.append(row)
+        return rows
+
+
+def proven(proof: Proof, bound_s: float) -> Iterator[Finding]:
+    """Whether certified bound ≤ what the multipliers prove, certified bound ≤ bound ≤ objective, and the gap is theirs."""
+    slack = NEAR * abs(proof.objective_s)
+    if not proof.certified_bound_s <= bound_s + slack:
+        yield Finding("bound", f"the multipliers prove {bound_s:.9g} s, not {proof.certified_bound_s:.9g} s")
+    if not bound_s <= proof.objective_s + slack:
+        yield Finding("bound", f"the multipliers prove {bound_s:.9g} s, and the objective is only {proof.objective_s:.9g} s")
+    if not proof.certified_bound_s - slack <= proof.bound_s <= proof.objective_s + slack:
+        what = f"not between the certified {proof.certified_bound_s:.9g} s and the objective of {proof.objective_s:.9g} s"
+        yield Finding("bound", f"the search claims {proof.bound_s:.9g} s, which is {what}")
+    gap = max(proof.objective_s - proof.bound_s, 0.0) / proof.objective_s if proof.objective_s else 0.0
+    if not near(1 - gap, 1 - proof.gap):
+        yield Finding("bound", f"objective and bound are {gap:.6%} apart, not {proof.gap:.6%}")

@@ -1,0 +1,109 @@
+"""What a certificate says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.units import seconds, size
+
+Claim = Literal["model", "layouts", "moves", "kept values", "emission", "memory", "time", "bound"]
+_SHOWN = 12  # findings of one claim that are printed
+NEAR = 1e-9  # relative: sums of the same numbers in another order
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One claim that does not hold: of what kind, what is wrong, and where."""
+
+    claim: Claim
+    what: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.claim}: {self.what}" + (f" (at {self.where})" if self.where else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What was claimed and what was found.
+
+    Attributes:
+        title: model, mesh and profile. findings: the claims that do not hold; none where `ok`.
+        notes: what does not bear on the claims, such as another torch version.
+        num_decisions, num_nodes, num_steps: how many entries, nodes under them and collectives were looked at.
+        claimed_step_s, claimed_peak_bytes: as the plan predicts. step_s, peak_bytes: as derived; None where an earlier finding
+            leaves nothing to derive them from.
+        budget_bytes: per device, as the plan records it.
+        objective_s, claimed_bound_s: as the plan's proof has them; the bound is the search's word.
+        certified_bound_s: what `num_multipliers` multipliers prove by arithmetic alone; None as above.
+    """
+
+    title: str
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+    num_decisions: int = 0
+    num_nodes: int = 0
+    num_steps: int = 0
+    claimed_step_s: float = 0.0
+    step_s: float | None = None
+    claimed_peak_bytes: int = 0
+    peak_bytes: int | None = None
+    budget_bytes: int = 0
+    objective_s: float = 0.0
+    claimed_bound_s: float = 0.0
+    certified_bound_s: float | None = None
+    num_multipliers: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether every claim holds."""
+        return not self.findings
+
+    @property
+    def claimed_gap(self) -> float:
+        """Relative distance of objective and bound, by the search's word."""
+        return _gap(self.objective_s, self.claimed_bound_s)
+
+    @property
+    def certified_gap(self) -> float | None:
+        """The same, by arithmetic alone."""
+        return None if self.certified_bound_s is None else _gap(self.objective_s, self.certified_bound_s)
+
+    def __str__(self) -> str:
+        num = len(self.findings)
+        verdict = "certified" if self.ok else f"NOT certified, {num} claim{'s do' if num > 1 else ' does'} not hold"
+        return "\n".join([f"{verdict}: {self.title}", *(f"  {line}" for line in (*self._figures(), *self._found(), *self._noted()))])
+
+    def _figures(self) -> Iterator[str]:
+        if self.num_nodes:
+            yield f"layouts   {self.num_decisions} decisions over {self.num_nodes} nodes, {self.num_steps} collectives between them"
+        if self.step_s is not None:
+            yield f"step      {seconds(self.step_s)} derived, {seconds(self.claimed_step_s)} predicted"
+        if self.peak_bytes is not None:
+            yield f"peak      {size(self.peak_bytes)} derived, {size(self.claimed_peak_bytes)} predicted, budget {size(self.budget_bytes)}"
+        if self.certified_bound_s is not None and self.certified_gap is not None:
+            yield (
+                f"bound     {seconds(self.certified_bound_s)} by arithmetic from {self.num_multipliers} multipliers"
+                f" (gap {self.certified_gap:.2%}), {seconds(self.claimed_bound_s)} by the search's word (gap {self.claimed_gap:.2%})"
+            )
+
+    def _found(self) -> Iterator[str]:
+        for claim in dict.fromkeys(f.claim for f in self.findings):
+            found = [f for f in self.findings if f.claim == claim]
+            yield from map(str, found[:_SHOWN])
+            if len(found) > _SHOWN:
+                yield f"{claim}: and {len(found) - _SHOWN} more"
+
+    def _noted(self) -> Iterable[str]:
+        return (f"note: {note}" for note in self.notes)
+
+
+def near(a: float, b: float) -> bool:
+    """Whether two sums of the same numbers are equal."""
+    return abs(a - b) <= NEAR * max(abs(a), abs(b))
+
+
+def _gap(objective_s: float, bound_s: float) -> float:
+    return max(objective_s - bound_s, 0.0) / objective_s if objective_s else 0.0

@@ -1,0 +1,123 @@
+"""Memory and time, summed up anew from what each entry and collective is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from torch import fx
+
+from autopar.capture.trace import Trace
+from autopar.certificate.decisions import Decisions
+from autopar.certificate.facts import Claims, Facts
+from autopar.certificate.report import Finding, near
+from autopar.certificate.shards import held_bytes
+from autopar.cost.price import OPTIMIZERS
+from autopar.emit.choices import buffer_key, input_key, parameter_key
+from autopar.kernels import collectives as kernels
+from autopar.plans import Plan, Prediction
+from autopar.run.memory import trace_peak
+from autopar.run.program import Program
+
+_CALLS = {
+    kernels.all_gather: "all_gather", kernels.reduce_scatter: "reduce_scatter", kernels.all_reduce: "all_reduce",
+    kernels.all_to_all: "all_to_all", kernels.halo: "halo", kernels.shard: "slice",
+}  # fmt: skip
+_AXIS = {"all_gather": 2, "reduce_scatter": 3, "all_reduce": 2, "all_to_all": 3, "halo": 5, "slice": 2}  # its place among the arguments
+
+
+def emission(plan: Plan, program: Program) -> Iterator[Finding]:
+    """Whether the emitted graphs hold the collectives that the plan lists, by phase, kind and axis: number and bytes."""
+    listed: Counter[tuple[str, str, int]] = Counter()
+    sizes: Counter[tuple[str, str, int]] = Counter()
+    for c in plan.communications:
+        listed[c.phase, c.collective.kind, c.collective.axis] += len(c.instances)
+        sizes[c.phase, c.collective.kind, c.collective.axis] += len(c.instances) * c.collective.bytes
+    for phase, graph in (("forward", program.forward.graph), ("backward", program.backward.graph)):
+        for node in graph.nodes:
+            kind = _CALLS.get(node.target) if node.op == "call_function" else None
+            if kind is not None:
+                listed[phase, kind, _axis(node, kind)] -= 1
+                sizes[phase, kind, _axis(node, kind)] -= node.meta["collective"].bytes
+    for where in sorted(where for where in sizes if listed[where] or sizes[where]):
+        phase, kind, axis = where
+        what = f"{abs(listed[where])} {kind} ({abs(sizes[where])} bytes) in {phase} along axis {plan.mesh.names[axis]}"
+        more = (listed[where], sizes[where]) > (0, 0)
+        excess = "the plan lists and the program does not run" if more else "the program runs beyond the plan"
+        yield Finding("emission", f"{what} {excess}")
+
+
+def _axis(node: fx.Node, kind: str) -> int:
+    return int(node.args[_AXIS[kind]])  # type: ignore[arg-type]
+
+
+def resting(trace: Trace, facts: Facts, claims: Claims, plan: Plan) -> dict[str, int]:
+    """Bytes by kind that follow from layouts alone."""
+    state, _ = OPTIMIZERS[str(plan.options.get("optimizer"))]
+    found = dict.fromkeys(("parameters", "optimizer", "buffers", "inputs", "gradients", "activations"), 0)
+    tensors = [("parameters", p.view, p.dtype, parameter_key(p.name)) for p in trace.parameters]
+    tensors += [("buffers", b.view, b.dtype, buffer_key(b.name)) for b in trace.buffers]
+    tensors += [("inputs", i.shape, i.dtype, input_key(i.path)) for i in trace.inputs]
+    trained = {parameter_key(p.name) for p in trace.parameters if p.gradient is not None}
+    for kind, shape, dtype, key in tensors:
+        size = held_bytes(shape, dtype, claims.chosen[key].outputs[0], plan.mesh.shape)
+        found[kind] += size
+        if key in trained:
+            found["gradients"] += size
+            found["optimizer"] += state * size
+    for where, layouts in claims.kept.items():
+        tensor = facts.tensors[where]
+        free = claims.chosen[tensor.key].outputs[tensor.result] if tensor.resident else None
+        found["activations"] += sum(held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in layouts if at != free)
+    return found
+
+
+def memory(plan: Plan, program: Program, facts: Facts, sizes: Mapping[str, int]) -> tuple[int, list[Finding]]:
+    """The peak, optimizer's state included, and what is claimed of memory and does not hold."""
+    found: list[Finding] = []
+    for k in plan.kept:
+        if not k.instances:
+            found.append(Finding("kept values", "it stands for no tensors", k.node))
+            continue
+        tensor = facts.tensors[k.node.format(*k.instances[0]), k.result]
+        held = sum(held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in k.layouts)
+        if held != k.bytes:
+            found.append(Finding("kept values", f"one instance holds {held} bytes, not {k.bytes}", k.node))
+    ran = trace_peak(program, batch=plan.options.get("batch", "global"), outputs=plan.options.get("outputs", "dtensor"))
+    peak, budget = ran.peak_bytes + sizes["optimizer"], plan.options.get("memory_bytes")
+    static = sum(sizes[kind] for kind in ("parameters", "optimizer", "buffers", "inputs"))
+    expected = {**sizes, "transient": max(peak - static - max(sizes["activations"], sizes["gradients"]), 0)}
+    claimed = plan.prediction
+    for kind in sorted({*expected, *claimed.memory_bytes}):
+        if expected.get(kind) != claimed.memory_bytes.get(kind):
+            found.append(Finding("memory", f"{kind} are {expected.get(kind, 0)} bytes, not {claimed.memory_bytes.get(kind)}"))
+    if peak != claimed.peak_bytes:
+        found.append(Finding("memory", f"the peak is {peak} bytes, not {claimed.peak_bytes}"))
+    if not isinstance(budget, int):
+        found.append(Finding("memory", "the plan records no budget"))
+    elif peak > budget:
+        found.append(Finding("memory", f"the peak of {peak} bytes is over the budget of {budget}"))
+    return peak, found
+
+
+def step_s(plan: Plan, decisions: Decisions) -> tuple[float, float]:
+    """Compute and communication of a step: entries by their layouts, collectives as listed (each is checked where it stands)."""
+    compute = sum(len(e.instances) * decisions.time_s(e, c) for e in plan.entries for c in (e.nodes, e.recompute) if c)
+    return compute, sum(len(c.instances) * c.time_s for c in plan.communications)
+
+
+def times(plan: Plan, compute_s: float, communication_s: float) -> Iterator[Finding]:
+    """Whether the sums are what is predicted and proven."""
+    claimed, step = plan.prediction, compute_s + communication_s
+    figures = [
+        ("compute", compute_s, claimed.compute_s), ("communication", communication_s, claimed.communication_s),
+        ("the step", step, claimed.step_s), ("the objective", step, plan.proof.objective_s), *_bars(claimed, compute_s, communication_s),
+    ]  # fmt: skip
+    for name, derived, said in figures:
+        if not near(derived, said):
+            yield Finding("time", f"{name} takes {derived:.9g} s, not {said:.9g} s")
+
+
+def _bars(claimed: Prediction, compute_s: float, communication_s: float) -> Iterator[tuple[str, float, float]]:
+    for kind, derived in (("compute", compute_s), ("communication", communication_s)):
+        yield f"{kind} on the time line", derived, sum(bar[4] for bar in claimed.timeline if bar[2] == kind)

@@ -1,0 +1,69 @@
+"""What a device holds in a layout, and where a collective leads: the layouts' own arithmetic once more.
+
+A dim is split by its axes from the outermost to the innermost, each time into parts of ``ceil(length / devices)``; the first
+device has the largest part. An axis can be gathered only where it is the innermost splitter, and becomes that where it splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.collective import Collective
+from autopar.halo import Halo
+from autopar.layout import Layout
+
+
+def local_lengths(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the largest part."""
+    lengths = list(shape)
+    for axis in layout.order:
+        placement = layout.placements[axis]
+        if isinstance(placement, Shard):
+            lengths[placement.dim] = -(-lengths[placement.dim] // mesh_shape[axis])
+    for placement in layout.placements:
+        if isinstance(placement, Halo):
+            lengths[placement.dim] += placement.before + placement.after
+    return tuple(lengths)
+
+
+def held_bytes(shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh_shape: Sequence[int]) -> int:
+    """Bytes of the largest part."""
+    size = dtype.itemsize
+    for length in local_lengths(shape, layout, mesh_shape):
+        size *= length
+    return size
+
+
+def led_to(source: Layout, step: Collective, wanted: Layout) -> Layout | None:
+    """The layout that a collective makes of `source`; None where it cannot start there.
+
+    Args:
+        wanted: says which halo is meant, where the step is one.
+    """
+    before = source.placements[step.axis]
+    whole, at = Replicate(), Shard(step.dim) if step.dim >= 0 else None
+    innermost = [a for a in source.order if isinstance(p := source.placements[a], Shard) and at is not None and p.dim == at.dim][-1:]
+    gathers, reduces = before == at and innermost == [step.axis], isinstance(before, Partial) and before.reduce_op == step.reduce_op
+    after: Placement | None = None
+    match step.kind:
+        case "all_gather":
+            after = whole if gathers else None
+        case "all_to_all":
+            after = Shard(step.to_dim) if gathers and step.to_dim >= 0 and step.to_dim != step.dim else None
+        case "all_reduce":
+            after = whole if reduces and step.dim == -1 else None
+        case "reduce_scatter":
+            after = at if reduces else None
+        case "slice":
+            after = at if before == whole else None
+        case "halo":
+            asked = wanted.placements[step.axis]
+            after = asked if gathers and isinstance(asked, Halo) and asked.dim == step.dim else None
+    if after is None or (step.to_dim != -1) != (step.kind == "all_to_all") or bool(step.reduce_op) != isinstance(before, Partial):
+        return None
+    placements = (*source.placements[: step.axis], after, *source.placements[step.axis + 1 :])
+    return Layout(placements, [*(a for a in source.order if a != step.axis), step.axis])

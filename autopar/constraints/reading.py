@@ -1,0 +1,43 @@
+"""Constraints as plans record them, read back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from autopar.constraints.layouts import LayoutConstraint, layout
+from autopar.constraints.parallel import Axes, Constraint, Parallelism, PlanName, megatron
+from autopar.constraints.pipelines import pipeline
+from autopar.errors import AutoparError, ConstraintError
+
+
+def read_constraint(data: Mapping[str, Any]) -> Constraint:
+    """The inverse of a constraint's ``to_json``.
+
+    Raises:
+        ConstraintError: where it is no such record.
+    """
+    try:
+        return _layout(data) if "pattern" in data else _named(data)
+    except (KeyError, TypeError, AttributeError, AutoparError) as error:
+        raise ConstraintError(f"{data!r} is no record of a constraint", remedy="plan again; the file was changed by hand") from error
+
+
+def _layout(data: Mapping[str, Any]) -> LayoutConstraint:
+    return layout(**{str(name): value for name, value in data.items()})
+
+
+def _named(data: Mapping[str, Any]) -> Constraint:
+    if data["plan"] == "megatron":
+        dp = None if data["dp"] is None else _degree(data["dp"])
+        rest = {name: data[name] for name in ("recompute", "pp", "microbatches") if name in data}
+        return megatron(tp=_degree(data["tp"]), dp=dp, zero=data["zero"], **rest)
+    if data["plan"] == "pipeline":
+        return pipeline(**{str(name): value for name, value in data.items() if name != "plan"})
+    if data["plan"] not in get_args(PlanName) or not {"plan", "axes"} >= data.keys():
+        raise ConstraintError(f"no plan is named {data['plan']!r}")
+    return Parallelism(data["plan"], None if data["axes"] is None else tuple(data["axes"]))
+
+
+def _degree(value: int | list[str]) -> int | Axes:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,44 @@
+"""The multipliers of the bound, in the user's words: tensors, readers and layouts instead of indices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys
+from autopar.planning.assembly import Draft
+from autopar.plans import Potential, Proof
+from autopar.problem import Multipliers
+
+_KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
+
+
+def certified(proof: Proof, draft: Draft, multipliers: Multipliers | None) -> Proof:
+    """The proof with what arithmetic alone can tell of it; as it is where there are no multipliers."""
+    if multipliers is None:
+        return proof
+    keys = {node.name: node.meta["key"] for node in draft.trace.graph.nodes if node.op == "call_function"}
+    memory = {keys.get(row, row): value for row, value in multipliers.memory_s.items()}
+    bound = min(multipliers.bound_s, proof.bound_s)
+    return replace(proof, certified_bound_s=bound, potentials=tuple(_potentials(draft, multipliers, keys)), memory_s=memory)
+
+
+def _potentials(draft: Draft, multipliers: Multipliers, keys: dict[str, str]) -> Iterable[Potential]:
+    problem, tensors = draft.priced.problem, {**keys, **placeholder_keys(draft.trace)}
+    grouped: dict[tuple[int, int, int], dict[int, float]] = {}
+    for (v, late, use, layout), worth in multipliers.potentials_s.items():
+        grouped.setdefault((v, late, use), {})[layout] = worth
+    for (v, late, use), values in grouped.items():
+        variant = problem.variants[v]
+        value = problem.values[variant.value]
+        name, result = draft.priced.refs[v][0]
+        reader = variant.uses[use]
+        phase = "backward" if late else value.phase
+        by_layout = {str(value.graph.layouts[layout]): worth for layout, worth in values.items()}
+        yield Potential(tensors[name], result, _first_key(draft, reader.op), reader.operand, phase, by_layout)
+
+
+def _first_key(draft: Draft, op: int) -> str:
+    """The key of an op's first node, in the first of its instances."""
+    source = draft.priced.sources[op]
+    return source.cluster.first.members[0].key if source.cluster else _KEYS[source.kind](source.names[0])

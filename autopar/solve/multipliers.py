@@ -1,0 +1,64 @@
+"""The duals that a plan keeps, so that arithmetic alone can prove a bound: few, short, and good.
+
+Kept are the potentials y of rows (3) and the prices of budget rows, to a few digits. Any multipliers of the right sign prove
+some bound, so rounding costs only what it costs. The duals of the other rows follow from these, each the best given the rest,
+with d = cost − Aᵀy over the rows that are known so far (names of rows and columns as in `autopar.solve.formulation`):
+
+    (2)  max(0, −d[f])           then no reader's flow has a negative reduced cost, and what they pay together decides
+    (4)  min(0, d[k])            then no version has one; that a version is kept at most once is implied by its readers
+    (5)  min(0, min_s d[rc])     at most one strategy
+    (1)  min_s d[x]              exactly one strategy
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.problem import Multipliers
+from autopar.solve.engine import Engine, Floats, Rows, proof
+from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, KEEP, SCALE, SHARE, Formulation
+
+_DIGITS = 5  # significant: of Llama-3 8B's bound 5e-5 is lost, 4e-4 with one less
+_LEAST = 1e-7  # share of the largest cost: what is worth less is worth nothing
+_LEAST_PRICE = 1e-5  # share of the largest price of memory: below stands what is left of an inexact solution
+
+
+def multipliers(program: Formulation, engine: Engine, duals: Floats, budget: Rows, prices: dict[str, float]) -> Multipliers:
+    """What these duals prove.
+
+    Args:
+        duals: of the engine's own rows, in the program's unit. Those of a vertex have few potentials that are not 0.
+        budget: rows without reserves. prices: the dual of each, ≤ 0, by name.
+    """
+    kinds = np.array([key[0] for key in program.keys])
+    least = _LEAST * float(np.abs(engine.cost).max(initial=0.0))
+    known = np.where((kinds == FLOW) & (duals > least), duals, 0.0)
+    known = np.array([_rounded(y / SCALE) for y in known]) * SCALE
+    few = min(prices.values(), default=0.0) * _LEAST_PRICE
+    worth = np.array([_rounded(y / SCALE) if y < min(few, -least) else 0.0 for y in prices.values()]) * SCALE
+    bound, _, _ = proof(engine.cost, engine.rows.plus(budget), np.concatenate([_completed(engine, kinds, known, budget, worth), worth]))
+    potentials = {key[1:]: _rounded(y / SCALE) for key, y in zip(program.keys, known.tolist(), strict=True) if y}
+    memory = {name: _rounded(-y / SCALE) for name, y in zip(prices, worth.tolist(), strict=True) if y}
+    return Multipliers(max(bound / SCALE, 0.0), potentials, memory)  # type: ignore[arg-type]  # a row (3) has four indices
+
+
+def _completed(engine: Engine, kinds: NDArray[np.int64], known: Floats, budget: Rows, worth: Floats) -> Floats:
+    """The duals of all rows but the budget's: see the module."""
+    rows, y = engine.rows, known.copy()
+    first, last = rows.starts[:-1], rows.starts[1:] - 1
+
+    def reduced() -> Floats:
+        return proof(engine.cost, rows.plus(budget), np.concatenate([y, worth]))[1]
+
+    share, keep = kinds == SHARE, kinds == KEEP
+    y[share] = np.maximum(0.0, -reduced()[rows.indices[last[share]]])
+    y[keep] = np.minimum(0.0, reduced()[rows.indices[first[keep]]])
+    least = np.minimum.reduceat(np.append(reduced()[rows.indices], np.inf), first)  # the last row may be empty
+    y[kinds == AGAIN] = np.minimum(0.0, least[kinds == AGAIN])
+    y[kinds == CHOOSE] = least[kinds == CHOOSE]
+    return y
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS - 1}e}")

@@ -1,0 +1,378 @@
+"""`autopar.check`: plans as they are made pass; a plan with any one claim changed does not, and the certificate says which."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import expert
+import pytest
+import torch
+import zoo_small
+from torch import nn
+
+import autopar
+from autopar.capture import Trace, capture
+from autopar.certificate import certify
+from autopar.certificate import check as check_module
+from autopar.certificate.facts import Facts
+from autopar.certificate.moments import Moments
+from autopar.cost.moments import Liveness
+from autopar.cost.price import Priced, price
+from autopar.hardware import HardwareProfile
+from autopar.layout import Layout, Strategy
+from autopar.mesh import Mesh
+from autopar.planning import PlanOptions, make_plan
+from autopar.plans import Plan
+from autopar.strategies import classes_of
+
+SQUARE, LINE = Mesh({"data": 2, "tensor": 2}), Mesh({"gpu": 4})
+H100, GLOO = HardwareProfile.load("h100-sxm"), HardwareProfile.load("cpu-gloo")
+Built = tuple[Trace, Plan]
+
+
+class Net(nn.Module):
+    """Two convolutions with a batch norm, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.head = nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = torch.relu(self.second(torch.relu(self.norm(self.first(x)))))
+        return nn.functional.cross_entropy(self.head(z.mean((2, 3))), y)
+
+
+def conv() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return Net(), {"x": torch.randn(8, 3, 16, 16), "y": torch.randint(0, 4, (8,))}
+
+
+def planned(kind: str, mesh: Mesh, profile: HardwareProfile, dtype: torch.dtype = torch.float32, **options: Any) -> Built:
+    model, batch = conv() if kind == "conv" else getattr(zoo_small, kind)(dtype=dtype)
+    trace = capture(model, (), batch)
+    return trace, make_plan(trace, mesh, profile, PlanOptions(**options), model_name=kind).plan
+
+
+PLANS: dict[str, Callable[[], Built]] = {
+    "gpt2, ample": lambda: planned("gpt2", SQUARE, H100),
+    "llama, tight": lambda: planned("llama", LINE, H100, memory_bytes=190_000),
+    "llama, bfloat16": lambda: planned("llama", LINE, H100, dtype=torch.bfloat16),
+    "conv, halo": lambda: planned("conv", LINE, GLOO, optimizer="sgd"),
+    "llama, by experts": lambda: planned("llama", SQUARE, H100, constraints=expert.llama(fsdp=True)),
+    "gpt2, megatron": lambda: planned("gpt2", SQUARE, H100, constraints=(autopar.constraints.megatron(tp=2, dp=2, zero=3),)),
+    "gpt2, one device": lambda: planned("gpt2", Mesh(1), H100),
+}
+
+
+SLOW = ("llama, tight", "llama, by experts", "llama, bfloat16", "gpt2, ample")
+
+
+@pytest.mark.parametrize("make", [pytest.param(m, id=n, marks=[pytest.mark.slow] * (n in SLOW)) for n, m in PLANS.items()])
+def test_a_plan_as_it_is_made_is_certified_with_the_gap_that_it_claims(make: Callable[[], Built]) -> None:
+    trace, plan = make()
+    found = certify(trace, Plan.loads(plan.dumps()), GLOO if plan.fingerprint.profile == "cpu-gloo" else H100)
+    assert found.ok, str(found)
+    assert (found.peak_bytes, found.step_s) == (plan.prediction.peak_bytes, pytest.approx(plan.prediction.step_s, rel=1e-9))
+    assert found.certified_bound_s is not None and found.certified_gap is not None
+    assert plan.proof.certified_bound_s <= found.certified_bound_s * (1 + 1e-9) <= plan.proof.objective_s * (1 + 2e-9)
+    assert found.certified_gap <= found.claimed_gap + 1e-3, "these close at the root, so that multipliers tell what the search does"
+    assert str(found).startswith("certified: ") and "by arithmetic from" in str(found)
+    again = any(e.recompute for e in plan.entries)
+    if plan.options["memory_bytes"] == 190_000:
+        assert again and plan.kept and plan.proof.memory_s, "this one recomputes, and memory has a price"
+
+
+@pytest.fixture(scope="module")
+def tight() -> Built:
+    """A plan that recomputes, keeps, moves in both phases, and whose bound leans on prices of memory."""
+    trace, plan = planned("gpt2", SQUARE, H100, memory_bytes=330_000)
+    assert certify(trace, plan, H100).ok
+    assert any(e.recompute for e in plan.entries) and plan.kept and plan.proof.memory_s
+    assert {c.phase for c in plan.communications} == {"forward", "backward"}
+    return trace, plan
+
+
+Change = Callable[[Plan], Plan]
+
+
+def with_part(plan: Plan, name: str, pick: Callable[[Any], bool], **changes: Any) -> Plan:
+    """The plan with the first part of a list that `pick` accepts changed; a change may be a function of the part."""
+    parts = list(getattr(plan, name))
+    at = next(i for i, part in enumerate(parts) if pick(part))
+    parts[at] = replace(parts[at], **{k: v(parts[at]) if callable(v) else v for k, v in changes.items()})
+    return replace(plan, **{name: tuple(parts)})
+
+
+def entry(pick: Callable[[Any], bool], **changes: Any) -> Change:
+    return lambda plan: with_part(plan, "entries", pick, **changes)
+
+
+def move(pick: Callable[[Any], bool] = lambda c: True, **changes: Any) -> Change:
+    def change(c: Any) -> Any:
+        return replace(c.collective, **{k: v(c.collective) if callable(v) else v for k, v in changes.items()})
+
+    return lambda plan: with_part(plan, "communications", pick, collective=change)
+
+
+def proof(**changes: Any) -> Change:
+    def change(plan: Plan) -> Plan:
+        return replace(plan, proof=replace(plan.proof, **{k: v(plan.proof) if callable(v) else v for k, v in changes.items()}))
+
+    return change
+
+
+def prediction(**changes: Any) -> Change:
+    def change(plan: Plan) -> Plan:
+        new = {k: v(plan.prediction) if callable(v) else v for k, v in changes.items()}
+        return replace(plan, prediction=replace(plan.prediction, **new))
+
+    return change
+
+
+def relaid(text: str, side: str) -> Callable[[Any], Any]:
+    """The first node's layouts of one side, all replaced."""
+
+    def change(e: Any) -> Any:
+        strategy = e.nodes[0].strategy
+        new = {side: tuple(Layout.parse(text) for _ in getattr(strategy, side))}
+        return (replace(e.nodes[0], strategy=replace(strategy, **new)), *e.nodes[1:])
+
+    return change
+
+
+def stored(text: str) -> Callable[[Any], Any]:
+    """Another storage layout, for the gradient too."""
+    at = Layout.parse(text)
+    return lambda e: (replace(e.nodes[0], strategy=Strategy((at,), (at,))),)
+
+
+def without(name: str, pick: Callable[[Any], bool] = lambda part: True) -> Change:
+    def change(plan: Plan) -> Plan:
+        parts = list(getattr(plan, name))
+        parts.remove(next(p for p in parts if pick(p)))
+        return replace(plan, **{name: tuple(parts)})
+
+    return change
+
+
+def scaled(factor: float) -> Callable[[Any], Any]:
+    return lambda p: tuple(replace(x, values_s={k: v * factor for k, v in x.values_s.items()}) for x in p.potentials)
+
+
+def raised(p: Any) -> Any:
+    """One of its values, by a second."""
+    first = min(p.values_s)
+    return replace(p, values_s={**p.values_s, first: p.values_s[first] + 1.0})
+
+
+def is_gather(c: Any) -> bool:
+    return bool(c.collective.kind == "all_gather")
+
+
+def is_sharded(e: Any) -> bool:
+    return bool(e.kind == "parameter" and "S(" in str(e.nodes[0].strategy.outputs[0]))
+
+
+def other_layout(k: Any) -> tuple[Layout, ...]:
+    return tuple(Layout.parse(text) for text in ("R R", "S(0) R") if Layout.parse(text) not in k.layouts)[:1]
+
+
+CHANGES: dict[str, tuple[Change, str]] = {
+    "a layout that no rule offers": (entry(lambda e: e.op == "dot", nodes=relaid("P P", "inputs")), "layouts: no rule"),
+    "a layout without its axis order": (entry(lambda e: e.kind == "output", nodes=relaid("S(0) S(0)", "inputs")), "layouts: "),
+    "a storage layout that does not fit": (entry(is_sharded, nodes=stored("P R")), "layouts: it cannot rest as P R"),
+    "another storage layout": (entry(is_sharded, nodes=stored("R R")), "(moves|memory): "),
+    "an operand that is missing": (
+        entry(lambda e: e.kind == "compute", nodes=lambda e: (replace(e.nodes[0], strategy=Strategy((), ())), *e.nodes[1:])),
+        "layouts: .* has not one layout per tensor",
+    ),
+    "an entry's time": (entry(lambda e: e.time_s > 0, time_s=lambda e: e.time_s * 0.5), "time: one instance takes"),
+    "an entry's kind": (entry(lambda e: e.kind == "compute", kind="output"), "layouts: it is a compute"),
+    "an entry is missing": (without("entries", lambda e: e.kind == "compute"), "layouts: the plan decides nothing about"),
+    "an entry stands twice": (lambda plan: replace(plan, entries=(*plan.entries, plan.entries[-1])), "layouts: .*twice"),
+    "an entry of no nodes": (lambda p: replace(p, entries=(*p.entries, replace(p.entries[0], instances=()))), "layouts: it stands for no"),
+    "a kept value of no tensors": (lambda p: replace(p, kept=(*p.kept, replace(p.kept[0], instances=()))), "kept values: it stands for no"),
+    "a kept value that is not made": (lambda p: with_part(p, "kept", lambda k: True, result=3), "kept values: the model makes no such"),
+    "a collective of what is not made": (lambda p: with_part(p, "communications", is_gather, result=3), "moves: .* does not make"),
+    "nothing runs again": (entry(lambda e: e.recompute, recompute=()), "kept values: backward reads it|moves: backward reads it"),
+    "what may not run again does": (
+        entry(lambda e: e.phase == "backward" and e.kind == "compute", recompute=lambda e: e.nodes),
+        "layouts: backward may not run it again",
+    ),
+    "more runs again than need be": (
+        entry(lambda e: e.kind == "compute" and e.phase == "forward" and not e.recompute and e.time_s > 0, recompute=lambda e: e.nodes),
+        "time: the step takes|layouts: backward may not",
+    ),
+    "a byte count": (move(is_gather, bytes=lambda c: c.bytes // 2), "moves: all_gather .*: a device puts in"),
+    "an axis": (move(is_gather, axis=lambda c: 1 - c.axis), "moves: all_gather .* does not lead there"),
+    "a dim": (move(is_gather, dim=lambda c: 1 - c.dim if c.dim < 2 else 0), "moves: all_gather .* does not lead there"),
+    "a reduction": (move(lambda c: c.collective.reduce_op, reduce_op="max"), "moves: .* does not lead there"),
+    "a dtype": (move(dtype="float64"), "moves: .*: it moves float64"),
+    "halo bytes": (move(halo_bytes=64), "moves: .*: a device takes 0 bytes"),
+    "a collective's time": (lambda p: with_part(p, "communications", is_gather, time_s=lambda c: c.time_s / 2), "moves: .*: it takes"),
+    "a collective's target": (lambda p: with_part(p, "communications", is_gather, target=lambda c: c.source), "moves: "),
+    "a collective's phase": (
+        lambda p: with_part(p, "communications", lambda c: c.phase == "backward", phase="forward"), "moves|kept values: ",
+    ),
+    "a collective is missing": (without("communications", is_gather), "moves: .*nothing makes that"),
+    "a collective stands twice": (
+        lambda p: replace(p, communications=(*p.communications, p.communications[0])), "moves: .* makes what is at hand already",
+    ),
+    "a kept layout": (lambda p: with_part(p, "kept", lambda k: other_layout(k), layouts=other_layout), "kept values: "),
+    "kept bytes": (lambda p: with_part(p, "kept", lambda k: k.bytes, bytes=lambda k: k.bytes - 1), "kept values: one instance holds"),
+    "a kept value is missing": (without("kept", lambda k: "/parameter" not in k.node), "kept values: backward reads it"),
+    "the objective": (proof(objective_s=lambda p: p.objective_s * 0.99), "time: the objective takes"),
+    "the step": (prediction(step_s=lambda p: p.step_s * 0.99), "time: the step takes"),
+    "a bar of the time line": (prediction(timeline=lambda p: p.timeline[1:]), "time: .* on the time line"),
+    "the peak": (prediction(peak_bytes=lambda p: p.peak_bytes - 4), "memory: the peak is"),
+    "bytes by kind": (prediction(memory_bytes=lambda p: {**p.memory_bytes, "optimizer": 0}), "memory: optimizer are"),
+    "a smaller budget": (lambda p: p.with_options(memory_bytes=p.prediction.peak_bytes - 1), "memory: .* over the budget"),
+    "a larger budget": (lambda p: p.with_options(memory_bytes=p.options["memory_bytes"] * 2), "bound: the multipliers prove"),
+    "no budget": (lambda p: p.with_options(memory_bytes=2**60), "bound: the multipliers prove"),
+    "another optimizer": (lambda p: p.with_options(optimizer="sgd"), "time: one instance takes"),
+    "a constraint it does not meet": (
+        lambda p: p.with_options(constraints=[{"plan": "ddp", "axes": None}]), "layouts: the problem does not offer",
+    ),
+    "the certified bound": (proof(certified_bound_s=lambda p: p.certified_bound_s * 1.001), "bound: the multipliers prove"),
+    "both bounds and the gap": (
+        proof(certified_bound_s=lambda p: p.objective_s, bound_s=lambda p: p.objective_s, gap=0.0), "bound: the multipliers prove",
+    ),
+    "the bound alone": (proof(bound_s=lambda p: p.objective_s * 1.01), "bound: the search claims"),
+    "the gap": (proof(gap=lambda p: p.gap + 0.01), "bound: objective and bound are"),
+    "a bound that is no number": (proof(certified_bound_s=math.nan), "bound: the multipliers prove"),
+    "larger multipliers that claim more": (
+        proof(potentials=scaled(1.1), certified_bound_s=lambda p: p.bound_s), "bound: the multipliers prove",
+    ),
+    "one multiplier": (
+        proof(potentials=lambda p: (raised(p.potentials[0]), *p.potentials[1:])), "bound: the multipliers prove",
+    ),
+    "a price of memory": (proof(memory_s=lambda p: {k: v * 3 for k, v in p.memory_s.items()}), "bound: the multipliers prove"),
+    "a price of memory where no row holds": (proof(memory_s={"/x/forward/0": 1.0}), "bound: no row of memory"),
+    "a multiplier of no tensor": (
+        proof(potentials=lambda p: (replace(p.potentials[0], node="up/x/forward/0"), *p.potentials[1:])), "bound: a multiplier is of",
+    ),
+    "the model": (lambda p: replace(p, fingerprint=replace(p.fingerprint, model="0" * 16)), "model: the plan is for a model"),
+    "the profile": (lambda p: replace(p, fingerprint=replace(p.fingerprint, profile_hash=GLOO.hash)), "model: the plan is for profile"),
+    "the mesh": (lambda p: replace(p, mesh=Mesh({"data": 4, "tensor": 2})), "layouts|moves|memory|time: "),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stated() -> Callable[..., Priced]:
+    """What states the problem, remembering: of most changed plans it is the same."""
+    known: dict[str, Priced] = {}
+    state = check_module._stated
+
+    def remembered(trace: Trace, plan: Plan, profile: HardwareProfile) -> Priced:
+        key = f"{plan.mesh} {dict(plan.options)}"
+        if key not in known:
+            known[key] = state(trace, plan, profile)
+        return known[key]
+
+    return remembered
+
+
+@pytest.mark.parametrize(("change", "finding"), CHANGES.values(), ids=CHANGES.keys())
+def test_a_plan_of_which_one_claim_is_changed_is_refused_for_that(
+    tight: Built, stated: Callable[..., Priced], change: Change, finding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_module, "_stated", stated)
+    trace, plan = tight
+    other = change(plan)
+    assert other != plan
+    found = certify(trace, other, H100)
+    assert not found.ok and str(found).startswith("NOT certified")
+    assert any(re.match(finding, str(f)) for f in found.findings), str(found)
+
+
+FREE = ("runner_up", "num_variables", "num_constraints", "memory_price_s_per_gib", "potentials", "memory_s", "options", "gap", "version")
+
+
+def numbers(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every number of a plan that claims something; where a bar of the time line begins is for the eye."""
+    if isinstance(data, int | float) and not isinstance(data, bool) and not (path[-3:-2] == ("timeline",) and path[-1] == 3):
+        yield path
+    for key in data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
+        if key not in FREE:
+            yield from numbers(data[key], (*path, key))
+
+
+@pytest.mark.slow
+def test_whatever_number_of_a_plan_is_changed_the_plan_is_refused(
+    tight: Built, stated: Callable[..., Priced], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_module, "_stated", stated)
+    trace, plan = tight
+    data = json.loads(plan.dumps())
+    places = list(numbers(data))
+    passed, num_read = [], 0
+    for path in random.Random(0).sample(places, 150):
+        changed = copy.deepcopy(data)
+        part = changed
+        for key in path[:-1]:
+            part = part[key]
+        part[path[-1]] = part[path[-1]] * 2 + 3
+        try:
+            other = Plan.loads(json.dumps(changed))
+        except autopar.AutoparError:
+            continue
+        num_read += 1
+        if certify(trace, other, H100).ok:
+            passed.append(path)
+    assert not passed
+    assert num_read > 75
+
+
+def test_no_solver_runs(tight: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a certificate needs no solver")
+
+    for name in ("formulation.Formulation.__post_init__", "engine.Engine.__init__", "solver.Search", "least.least_budget"):
+        monkeypatch.setattr(f"autopar.solve.{name}", refuse)
+    trace, plan = tight
+    assert certify(trace, plan, H100).ok
+    with pytest.raises(AssertionError, match="needs no solver"):
+        make_plan(trace, SQUARE, H100, PlanOptions())
+
+
+def test_what_certainly_lives_at_a_moment_is_what_the_planner_says(tight: Built) -> None:
+    trace, _ = tight
+    priced = price(trace, classes_of(trace, SQUARE.shape), SQUARE, H100, budget_bytes=1)
+    moments, facts = Moments(trace, Facts.of(trace), priced, SQUARE.shape), Facts.of(trace)
+    certain = Liveness(trace, priced).certain()
+    assert len(certain) > 10
+    for moment in certain:
+        row = moments.row(facts.names[moment.key], 1.0)
+        assert row is not None
+        assert dict(row.held) == dict(moment.held)
+        assert {n: tuple(sizes) for n, sizes in row.live.items()} == dict(moment.live)
+    assert moments.row("up/no/backward/0", 1.0) is None and moments.row(next(k for k in facts.nodes if "/forward/" in k), 1.0) is None
+
+
+def test_what_the_user_calls_finds_the_profile_and_names_another_batch() -> None:
+    model, batch = conv()
+    plan = autopar.plan(model, LINE, example_inputs=batch, hardware="cpu-gloo")
+    assert autopar.check(plan, model, batch).ok
+    other = {name: torch.cat([x, x]) for name, x in batch.items()}
+    found = autopar.check(plan, model, other)
+    assert [f.claim for f in found.findings] == ["model"] and found.step_s is None and "fingerprint" in str(found)
+    wrong = autopar.check(plan, model, batch, hardware=H100)
+    assert [f.claim for f in wrong.findings] == ["model"] and "this is 'h100-sxm'" in str(wrong)
+    nowhere = replace(plan, fingerprint=replace(plan.fingerprint, profile="mine"))
+    with pytest.raises(autopar.AutoparError, match="no hardware profile 'mine'"):
+        autopar.check(nowhere, model, batch)
+
+
+def test_a_plan_by_the_other_solver_has_no_multipliers_and_is_certified_all_the_same() -> None:
+    trace, plan = planned("conv", LINE, GLOO, solver="cbc")
+    assert plan.proof.certified_bound_s == 0.0 and not plan.proof.potentials
+    found = certify(trace, plan, GLOO)
+    assert found.ok and found.num_multipliers == 0
+    assert found.certified_bound_s is not None and 0 < found.certified_bound_s < plan.proof.bound_s

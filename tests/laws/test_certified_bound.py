@@ -1,0 +1,191 @@
+"""The certified bound against brute force and against the relaxation, on generated small problems."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_solver_oracles import AMPLE, LINE, SHAPE, SQUARE, Case, front, problem
+
+from autopar.certificate.bound import MemoryRow, Prices, lower_bound
+from autopar.layout import Layout, Strategy
+from autopar.problem import Multipliers, Op, OpStrategy, Problem, Use, Value, Variant
+from autopar.redistribute import layout_graph
+from autopar.solve import evaluate, solve
+from autopar.solve.engine import Engine
+from autopar.solve.formulation import SCALE, Formulation
+from autopar.solve.memory import KEPT_ROW, BudgetRow, budget_rows
+from autopar.solve.search import budget_matrix
+
+CASES = (Case(0, LINE, True), Case(1, LINE), Case(0, SQUARE))
+
+
+def row(row: BudgetRow, worth_s: float) -> MemoryRow:
+    return MemoryRow(dict(row.held), dict(row.live), worth_s)
+
+
+def proven(p: Problem, multipliers: Multipliers) -> float:
+    prices: dict[tuple[int, int, bool], dict[int, float]] = {}
+    for (v, late, use, layout), value in multipliers.potentials_s.items():
+        prices.setdefault((v, use, bool(late)), {})[layout] = value
+    named = {r.name: r for r in budget_rows(p)}
+    return lower_bound(p, prices, [row(named[name], worth) for name, worth in multipliers.memory_s.items()])
+
+
+@cache
+def relaxed(case: Case, budget: int) -> Multipliers:
+    found = solve(case.problem(budget), gap=0.5).multipliers or solve(replace(case.problem(budget), moments=()), gap=0.5).multipliers
+    assert found is not None
+    return found
+
+
+def changed(p: Problem, known: Multipliers, rng: random.Random, size: float, share: float, shift: float) -> Prices:
+    """The potentials: a share of them changed by about `size`, or only one, and all of some readers shifted by up to `shift`."""
+    prices = {}
+    for v, x in enumerate(p.variants):
+        num = len(p.values[x.value].graph.layouts)
+        for use, late in itertools.product(range(len(x.uses)), (0, 1)):
+            by = shift * rng.random() * (rng.random() < 0.3)
+            noise = [by + size * rng.gauss(0.2, 1.0) * (rng.random() < share) for _ in range(num)]
+            prices[v, use, bool(late)] = {i: noise[i] + known.potentials_s.get((v, late, use, i), 0.0) for i in range(num)}
+    if not share:
+        where = rng.choice([*prices])
+        prices[where][rng.choice([*prices[where]])] += size
+    return prices
+
+
+SIZES = {
+    "size": st.sampled_from((0.0, 0.02, 0.3, 3.0)),
+    "share": st.sampled_from((0.0, 0.1, 1.0)),
+    "shift": st.sampled_from((0.0, 0.3, 3.0)),
+}
+
+
+@settings(max_examples=100)
+@given(case=st.sampled_from(CASES), number=st.integers(0, 100), seed=st.integers(0, 2**32), **SIZES)
+def test_whatever_the_multipliers_are_no_plan_is_below_the_bound(
+    case: Case, number: int, seed: int, size: float, share: float, shift: float
+) -> None:
+    """From the relaxation's, where the bound is near the optimum: some changed a little or a lot."""
+    points = [*front(case), (AMPLE, front(case)[-1][1])]
+    budget, best = points[number % len(points)]
+    p, rng, known = case.problem(budget), random.Random(seed), relaxed(case, budget)
+    rows = [row(r, known.memory_s.get(r.name, 0.0) + size * rng.gauss(0.0, 1.0)) for r in budget_rows(p)]
+    assert lower_bound(p, changed(p, known, rng, size, share, shift), rows) <= best * (1 + 1e-9)
+
+
+@settings(max_examples=150)
+@given(seed=st.integers(0, 2**16), **SIZES)
+def test_where_little_is_to_be_chosen_no_multipliers_prove_more_than_what_that_costs(
+    seed: int, size: float, share: float, shift: float
+) -> None:
+    """The relaxation has no gap here, so that whatever the bound forgets to subtract is seen; running again may be cheap."""
+    rng, whole = random.Random(seed), problem(seed, rng_mesh(seed))
+    cheap = rng.choice((0.02, 1.0))
+    ops = tuple(
+        replace(op, strategies=tuple(replace(s, time_s=s.time_s * cheap) for s in rng.sample(op.strategies, 1 + (i == 2))))
+        for i, op in enumerate(whole.ops)
+    )
+    alone = replace(whole, ops=ops)
+    found = solve(alone, gap=0.0)
+    assert found.multipliers is not None
+    for _ in range(10):
+        assert lower_bound(alone, changed(alone, found.multipliers, rng, size, share, shift), []) <= found.objective_s * (1 + 1e-9)
+
+
+def rng_mesh(seed: int) -> tuple[int, ...]:
+    return LINE if seed % 2 else SQUARE
+
+
+def by_hand() -> Problem:
+    """w rests in halves; a reads it whole and makes y in halves; b (forward) reads y whole, c (backward) y and w whole."""
+    whole, half = Layout.parse("R"), Layout.parse("S(0)")
+    graph = layout_graph(SHAPE, torch.float32, LINE, [half], [whole], lambda c: 1.0 if c.kind == "all_gather" else 0.25)
+    ops = (
+        Op("w", "parameter", "forward", 1, (0,), (OpStrategy(Strategy((), (half,)), 0.0, 32),)),
+        Op("a", "compute", "forward", 1, (1,), (OpStrategy(Strategy((whole,), (half,)), 1.0),)),
+        Op("b", "compute", "forward", 1, (), (OpStrategy(Strategy((whole,), ()), 1.0),)),
+        Op("c", "compute", "backward", 1, (), (OpStrategy(Strategy((whole, whole), ()), 1.0),)),
+    )
+    values = (Value("w", 0, 0, "forward", graph, True), Value("y", 1, 0, "forward", graph))
+    uses = ((Use(1, 0, "forward"), Use(3, 0, "backward")), (Use(2, 0, "forward"), Use(3, 1, "backward")))
+    return Problem(ops, values, (Variant(0, 1, uses[0]), Variant(1, 1, uses[1])), AMPLE)
+
+
+@pytest.mark.parametrize(("budget", "best"), [(AMPLE, 5.0), (32 + 128, 5.0), (32 + 64, 6.0), (32 + 32, 7.0)])
+def test_by_hand_no_multipliers_prove_more_than_the_best_and_some_prove_it(budget: int, best: float) -> None:
+    """Three ops of a second, two gathers in forward, and one in backward for whatever is not kept whole."""
+    p = replace(by_hand(), budget_bytes=budget)
+    half, whole = 0, 1
+    readers = [(v, use, late) for v in (0, 1) for use, late in ((0, False), (1, True))]
+    proven = []
+    for worths in itertools.product((0.0, 1.0, 2.0), (0.0, 1.0), repeat=len(readers)):
+        pairs = zip(worths[::2], worths[1::2], strict=True)
+        prices = {where: {whole: w, half: h} for where, (w, h) in zip(readers, pairs, strict=True)}
+        proven += [lower_bound(p, prices, [MemoryRow({0: 1, 1: 1}, {}, price)]) for price in (0.0, budget / 32, budget / 64)]
+    assert max(proven) <= best + 1e-9
+    assert max(proven) == pytest.approx(best), "and the relaxation has no gap"
+
+
+def test_multipliers_of_the_wrong_sign_prove_nothing() -> None:
+    plain = CASES[1].problem()
+    wrong = changed(plain, Multipliers(0.0, {}, {}), random.Random(0), -1.0, 1.0, 0.0)
+    positive = {where: {i: max(value, 0.0) for i, value in values.items()} for where, values in wrong.items()}
+    assert wrong != positive
+    assert lower_bound(plain, wrong, []) == lower_bound(plain, positive, [])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_relaxations_multipliers_prove_what_the_relaxation_does(case: Case) -> None:
+    plain = replace(case.problem(), moments=())
+    tight, num_priced = front(case), 0
+    for budget in (AMPLE, *(size for size, _ in tight[1 : len(tight) : 2])):
+        p = replace(plain, budget_bytes=budget)
+        found = solve(p, gap=0.5).multipliers
+        assert found is not None and found.potentials_s
+        program = Formulation(p)
+        engine = Engine(program.model, 60.0)
+        rows = [r for r in budget_rows(p) if r.name in found.memory_s]
+        relaxation = engine.relax(budget_matrix(engine, program, rows))
+        assert relaxation is not None
+        assert proven(p, found) == pytest.approx(relaxation.bound / SCALE, rel=1e-3)
+        assert found.bound_s <= proven(p, found) * (1 + 1e-12)
+        num_priced += bool(found.memory_s)
+    assert num_priced > 0, "some budget has a price"
+
+
+def test_without_multipliers_the_bound_is_the_least_time_of_every_op() -> None:
+    p = CASES[0].problem()
+    least = sum(op.count * min(s.time_s for s in op.strategies) for op in p.ops)
+    assert lower_bound(p, {}, []) == pytest.approx(least)
+    assert least > 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_bound_counts_what_no_plan_can_avoid(case: Case) -> None:
+    """Where every op has one strategy left and nothing runs again, the multipliers of the relaxation prove the plan's own cost."""
+    p = case.problem()
+    chosen = solve(p, gap=0.0).strategies
+    ops = tuple(replace(op, strategies=(op.strategies[s],), recomputable=False) for op, s in zip(p.ops, chosen, strict=True))
+    alone = replace(p, ops=ops, moments=())
+    found = solve(alone, gap=0.0).multipliers
+    assert found is not None
+    assert proven(alone, found) == pytest.approx(evaluate(alone, (0,) * len(ops)).objective_s, rel=1e-3)
+
+
+def test_a_price_of_memory_takes_the_budget_and_gives_the_least_bytes() -> None:
+    p = replace(CASES[1].problem(), budget_bytes=100)
+    free = lower_bound(p, {}, [])
+    static = [op.count * np.array([s.static_bytes for s in op.strategies]) for op in p.ops]
+    times = [op.count * np.array([s.time_s for s in op.strategies]) for op in p.ops]
+    expected = sum(float((t + 2.0 / 100 * b).min()) for t, b in zip(times, static, strict=True)) - 2.0
+    assert lower_bound(p, {}, [MemoryRow({}, {}, 2.0)]) == pytest.approx(expected)
+    assert lower_bound(p, {}, [MemoryRow({}, {}, -2.0)]) == pytest.approx(free)
+    assert KEPT_ROW == "start of backward", "the certificate knows rows by their names"
