@@ -36,7 +36,7 @@ TOLERANCE = 0.01
 COLUMNS = ("plan", "budget_share", "predicted_peak_bytes", "measured_peak_bytes", "rel_err", "num_recomputed", "num_collectives")
 SHARES = (0.7, 0.9)
 LIMIT_S = 15.0  # of a solve: a feasible plan is enough here
-RIVALS_COLUMNS = ("method", "counts", "budget_bytes", "activation_peak_bytes", "peak_above_parameters_bytes", "extra_flops", "wall_ratio")
+RIVALS_COLUMNS = ("method", "counts", "budget_bytes", "activation_peak_bytes", "peak_above_parameters_bytes", "extra_flops", "cpu_ratio")
 RIVALS_LIMIT_S = 5400.0
 LLAMA = """llama:{"num_hidden_layers": 12, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 0}"""

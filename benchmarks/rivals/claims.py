@@ -11,6 +11,8 @@ from benchmarks.rivals.plans import METHOD
 
 MIB = 2**20
 PEAKS = {"activations": "activation_peak_bytes", "all": "peak_above_parameters_bytes"}
+SMALL_RISE = 0.02  # of the budget
+KNOWN_RISE = "a plan is chosen for its time: of two with room to spare, the one of the smaller budget may use a little more of it"
 SLACK = 1e-4  # of extra flops, as a share of eager's
 # By model and budget of activations in MiB: the most extra flops. From an earlier measurement, with a program of its own for
 # what to keep.
@@ -77,7 +79,9 @@ def _within(plans: Sequence[Row], key: str) -> dict[str, Any]:
 def _falling(plans: Sequence[Row], key: str) -> dict[str, Any]:
     rises = [(a, b) for a, b in pairwise(plans) if b[key] > a[key]]
     shown = [f"{a[key] / MIB:.1f} → {b[key] / MIB:.1f} MiB under {b['budget_bytes'] / MIB:.1f}" for a, b in rises]
-    return _claim("the measured peak never rises as the budget falls", not rises, "; ".join(shown) or f"{len(plans)} budgets")
+    small = all(b[key] <= b["budget_bytes"] and b[key] - a[key] <= SMALL_RISE * b["budget_bytes"] for a, b in rises)
+    known = KNOWN_RISE if small else None
+    return _claim("the measured peak never rises as the budget falls", not rises, "; ".join(shown) or f"{len(plans)} budgets", known)
 
 
 def _against(plans: Sequence[Row], rivals: Sequence[Row], key: str) -> Iterator[dict[str, Any]]:

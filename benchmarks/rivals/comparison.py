@@ -98,9 +98,13 @@ class _Comparison:
         return self.places[decisions]
 
     def timed(self, rounds: int) -> list[Row]:
-        """All rows, with the time ratio of those that were measured."""
-        ratios = time_ratios(self.variants, rounds) if rounds else [None] * len(self.variants)
-        return [{**row, "wall_ratio": ratios[row.pop("variant")]} if "variant" in row else row for row in self.rows]
+        """All rows, with the time ratios of those that were measured."""
+        ratios = time_ratios(self.variants, rounds) if rounds else [(None, None)] * len(self.variants)
+        found = []
+        for row in self.rows:
+            place = row.pop("variant", None)
+            found.append(row if place is None else row | dict(zip(("wall_ratio", "cpu_ratio"), ratios[place], strict=True)))
+        return found
 
 
 def row(spec: dict[str, Any], mesh: str, batch: int, seq: int, hardware: str, rounds: int, inductor: bool) -> list[Row]:

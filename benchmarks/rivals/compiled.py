@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -42,6 +43,8 @@ def compiled(model: nn.Module, batch: Mapping[str, Tensor], backend: str, share:
         found: Tensor = model(**inputs)["loss"]
         return found
 
+    if hasattr(logging.Logger, "warning_once"):  # transformers', on whose warnings Dynamo would give up
+        torch._dynamo.config.ignore_logging_functions.add(logging.Logger.warning_once)
     # Dynamo remembers by code object: one each, or a variant would take another's place.
     loss.__code__ = loss.__code__.replace(co_name=f"loss_{backend}_{int(share * 100)}")
     function = torch.compile(loss, backend=backend, fullgraph=True, dynamic=False)

@@ -160,17 +160,19 @@ def gradient_error(gradients: Mapping[str, Tensor], expected: Mapping[str, Tenso
     return max(float((gradients[name] - b).abs().max() / b.abs().max().clamp_min(1e-30)) for name, b in expected.items())
 
 
-def time_ratios(variants: Sequence[Variant], rounds: int) -> list[float]:
-    """Seconds of a step over those of the first variant's: the median over rounds, in each of which every variant runs once,
-    in an order of its own, so that whatever else the machine does hits them alike."""
-    order, ratios = random.Random(0), [[] for _ in variants]  # type: tuple[random.Random, list[list[float]]]
+def time_ratios(variants: Sequence[Variant], rounds: int) -> list[tuple[float, float]]:
+    """Of each variant's step over the first variant's: seconds, and seconds of this process' processor, which on a shared machine
+    say more.
+
+    The median over rounds, in each of which every variant runs once, in an order of its own.
+    """
+    order, found = random.Random(0), list[list[tuple[float, float]]]()
     for _ in range(rounds):
-        taken = [0.0] * len(variants)
+        taken = [(0.0, 0.0)] * len(variants)
         for index in order.sample(range(len(variants)), len(variants)):
-            start = time.perf_counter()
+            start = time.perf_counter(), time.process_time()
             variants[index].step()
-            taken[index] = time.perf_counter() - start
+            taken[index] = time.perf_counter() - start[0], time.process_time() - start[1]
             variants[index].take_gradients()
-        for index, seconds in enumerate(taken):
-            ratios[index].append(seconds / taken[0])
-    return [statistics.median(each) for each in ratios]
+        found.append([(wall / taken[0][0], cpu / taken[0][1]) for wall, cpu in taken])
+    return [(statistics.median(w for w, _ in each), statistics.median(c for _, c in each)) for each in zip(*found, strict=True)]

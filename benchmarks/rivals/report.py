@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import Row
-from benchmarks.rivals.claims import MIB, PEAKS, aims, at_most, claims, front, plans_of, rivals_of
+from benchmarks.rivals.claims import MIB, PEAKS, aims, at_most, claims, front, plans_of, rivals_of, to_beat
 
 KEY = PEAKS["activations"]
 KINDS = {
@@ -44,19 +44,19 @@ def tell(path: Path, console: Console) -> bool:
 def rivals_table(rows: Sequence[Row]) -> str:
     """Per model and rival: its activation peak, extra flops and time; and autopar's at no higher peak.
 
-    Rivals that another one of them beats in both peak and flops are left out.
+    Rivals that another one of their kind beats in both peak and flops are left out (see `claims.to_beat`).
     """
     lines = ["| model | rival | activations, MiB | extra flops | time | autopar, MiB | extra flops | time |", f"|{'---|' * 8}"]
     for model in dict.fromkeys(row["model"] for row in rows):
         plans = plans_of(rows, model, "activations")
-        for rival in front(rivals_of(rows, model), KEY):
+        for rival in to_beat(rivals_of(rows, model), KEY):
             ours = at_most(plans, KEY, rival[KEY])
             lines.append(f"| {model} | {rival['method']} | {_cells(rival)} | {_cells(ours) if ours else 'no plan | | '} |")
     return "\n".join(lines)
 
 
 def _cells(row: Row) -> str:
-    ratio = f"{row['wall_ratio']:.2f}" if row["wall_ratio"] else ""
+    ratio = f"{row['cpu_ratio']:.2f}" if row.get("cpu_ratio") else ""
     return f"{row[KEY] / MIB:.1f} | {row['extra_flops']:+.1%} | {ratio}"
 
 
