@@ -11,7 +11,11 @@ from autopar.errors import AutoparError
 from benchmarks.common import ROOT, Row
 
 README = ROOT / "README.md"
-ZOO_RESULTS, UNSEEN_RESULTS = (ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("zoo", "unseen"))
+BENCHMARKS_README = ROOT / "benchmarks" / "README.md"
+_RESULTS = ROOT / "benchmarks" / "results"
+ZOO_RESULTS, UNSEEN_RESULTS, RIVALS_RESULTS, JOINT_RESULTS = (
+    _RESULTS / f"{name}.json" for name in ("zoo", "unseen", "memory_rivals", "joint")
+)
 
 
 def parity_table(rows: Sequence[Row]) -> str:

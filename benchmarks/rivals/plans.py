@@ -1,0 +1,163 @@
+"""autopar's plans of one device under budgets: of all bytes, as users give them, and of activations alone.
+
+Gradients weigh as much as parameters, and at the end of backward all of them are there, so a budget of all bytes cannot go
+below twice the parameters. To compare activations alone, as the rivals' papers do, plans are also searched for under a budget
+that leaves gradients out: their programs are measured as if whatever makes a gradient handed it on at once, as where the
+optimizer steps within backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from autopar.api.compiling import compile
+from autopar.capture import Trace, capture
+from autopar.cost.price import price
+from autopar.errors import InfeasibleError
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from autopar.planning.options import PlanOptions
+from autopar.planning.search import _Job, _Tried
+from autopar.problem import Choices, Op
+from autopar.run.device_mesh import device_mesh
+from autopar.run.memory import trace_peak
+from autopar.run.module import ParallelModule
+from autopar.run.program import Program
+from autopar.strategies import classes_of
+from benchmarks.rivals.measuring import Variant
+from benchmarks.searching import searched
+
+MESH = Mesh({"d": 1})
+METHOD = "autopar"
+GAP, TIME_LIMIT_S = 0.002, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A plan that can be run.
+
+    Attributes:
+        decisions: what it runs how, and what it keeps. predicted_peak_bytes: of all bytes. num_recomputed: nodes that backward
+            runs again. gap: to the proven bound.
+    """
+
+    variant: Variant
+    decisions: object
+    predicted_peak_bytes: int
+    num_recomputed: int
+    gap: float
+
+
+class LossAlone(nn.Module):
+    """A model of which a training loop wants the loss and no other output."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        """What it returns holds the loss and nothing else."""
+        return {"loss": self.model(**batch)["loss"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Plans of one model and batch on one device.
+
+    Attributes:
+        resident_bytes: parameters, buffers and the batch.
+    """
+
+    model: nn.Module
+    batch: Mapping[str, Tensor]
+    trace: Trace
+    profile: HardwareProfile
+    resident_bytes: int
+
+    @staticmethod
+    def of(model: nn.Module, batch: Mapping[str, Tensor], hardware: str) -> Planner:
+        wrapped = LossAlone(model)
+        held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), *batch.values())}
+        return Planner(wrapped, batch, capture(wrapped, (), batch), HardwareProfile.load(hardware), sum(held.values()))
+
+    def within(self, budget_bytes: int) -> Compiled:
+        """`autopar.compile` under a budget of all bytes beside the resident ones.
+
+        Raises:
+            InfeasibleError: where no plan fits.
+        """
+        how: dict[str, Any] = {
+            "memory_bytes": budget_bytes + self.resident_bytes,
+            "optimizer": "none",
+            "gap": GAP,
+            "time_limit_s": TIME_LIMIT_S,
+        }
+        module = compile(self.model, MESH, example_inputs=dict(self.batch), hardware=self.profile, **how)
+        assert isinstance(module, ParallelModule)
+        return self._compiled(module, module.plan, module.plan.prediction.peak_bytes)
+
+    def activations_within(self, budget_bytes: int) -> Compiled:
+        """The same, but gradients count for nothing; see the module docstring.
+
+        Raises:
+            InfeasibleError: where no plan is found.
+        """
+        options = PlanOptions(memory_bytes=budget_bytes + self.resident_bytes, optimizer="none", gap=GAP, time_limit_s=TIME_LIMIT_S)
+        classes, budget = classes_of(self.trace, MESH.shape), options.budget(self.profile)
+        priced = price(self.trace, classes, MESH, self.profile, budget_bytes=budget, optimizer="none")
+        priced = replace(priced, problem=replace(priced.problem, ops=tuple(map(_without_gradient, priced.problem.ops))))
+        tried = searched(self.trace, MESH, self.profile, priced, options, _ActivationJob)
+        module = ParallelModule(tried.program, device_mesh(MESH), self.model, outputs="dtensor")
+        return self._compiled(module, tried.plan, trace_peak(tried.program, outputs="dtensor").peak_bytes)
+
+    def _compiled(self, module: ParallelModule, plan: Any, peak_bytes: int) -> Compiled:
+        def forward() -> Tensor:
+            loss: Tensor = module(**self.batch)["loss"]
+            return loss
+
+        parameters = {name.removeprefix("model."): p for name, p in module.named_parameters()}
+        variant = Variant(METHOD, parameters, [*module.buffers(), *self.batch.values()], forward)
+        recomputed = sum(len(e.instances) * len(e.recompute) for e in plan.entries if e.recompute)
+        decisions = tuple((e.key, e.nodes, e.recompute) for e in plan.entries), plan.kept
+        return Compiled(variant, decisions, peak_bytes, recomputed, plan.proof.gap)
+
+
+def _without_gradient(op: Op) -> Op:
+    return replace(op, strategies=tuple(replace(s, gradient_bytes=0) for s in op.strategies))
+
+
+@dataclass
+class _ActivationJob(_Job):
+    """The planner's search, in whose measurements gradients are gone once they are made."""
+
+    def _try(self, choices: Choices) -> _Tried:
+        tried = super()._try(choices)
+        return replace(tried, peak_bytes=trace_peak(handing_on(tried.program), outputs=self.options.outputs).peak_bytes)
+
+    def _learn(self, tried: _Tried) -> None:
+        super()._learn(replace(tried, program=handing_on(tried.program)))
+
+
+def handing_on(program: Program) -> Program:
+    """The program, whose backward returns no gradients: each is freed as soon as nothing in the graph reads it."""
+    graph = fx.Graph()
+    graph.graph_copy(program.backward.graph, {})
+    graph.output(())
+    return replace(program, backward=fx.GraphModule(program.backward, graph))
+
+
+def least(planned: Any, low: int, high: int, share: float = 0.01) -> int:
+    """The least budget in bytes under which a plan is found, to within a share of it; `low` has none, `high` has one."""
+    while high - low > share * high:
+        middle = (low + high) // 2
+        try:
+            planned(middle)
+        except InfeasibleError:
+            low = middle
+        else:
+            high = middle
+    return high

@@ -1,0 +1,81 @@
+"""The staged rivals of joint planning: their problems are the joint one, restricted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.mesh import Mesh
+from autopar.problem import Problem
+from autopar.solve import evaluate, solve
+from benchmarks.common import load_profile
+from benchmarks.joint import STAGED, compared, joint_table, with_layouts
+from benchmarks.random_plans import Prepared, prepare
+from benchmarks.tables import BENCHMARKS_README, JOINT_RESULTS
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.stack(x).square().sum()}
+
+
+@pytest.fixture(scope="module")
+def ready() -> Prepared:
+    return prepare(Net(), {"x": torch.ones(512, 64)}, Mesh({"gpu": 4}), load_profile("cpu-gloo-frictionless"))
+
+
+def under(problem: Problem, budget: int) -> Problem:
+    return replace(problem, budget_bytes=budget)
+
+
+def test_with_its_own_layouts_fixed_the_joint_answer_stays(ready: Prepared) -> None:
+    ample = solve(ready.priced.problem, gap=0.0)
+    resting = evaluate(ready.priced.problem, ample.strategies).resting_bytes
+    tight = under(ready.priced.problem, int(0.9 * max(resting)))
+    joint = solve(tight, gap=0.0)
+    fixed = with_layouts(replace(ready.priced, problem=tight), joint.strategies)
+    again = solve(fixed.problem, gap=0.0)
+    assert again.objective_s == pytest.approx(joint.objective_s)
+    assert {len(op.strategies) for op in fixed.problem.ops} == {1}
+    names = [s.cluster.strategies for s in fixed.sources if s.cluster is not None]
+    assert {len(each) for each in names} == {1}
+
+
+def test_first_stages_leave_out_what_they_say(ready: Prepared) -> None:
+    problem = under(ready.priced.problem, 10**9)
+    choices = solve(problem, gap=0.0).strategies
+    whole = evaluate(problem, choices)
+    assert whole.kept_bytes > 0
+    light = {name: first(problem) for name, first in STAGED.items()}
+    assert evaluate(light["no_activations"], choices).kept_bytes < whole.kept_bytes
+    weights = {value.op: sum(value.graph.bytes) for value in light["no_activations"].values}
+    assert {problem.ops[op].kind for op, size in weights.items() if size} == {"parameter", "input"}
+    assert evaluate(light["no_activations"], choices).static_bytes == whole.static_bytes
+    assert evaluate(light["keep_all"], choices).kept_bytes == whole.kept_bytes
+    assert not any(op.recomputable for op in light["keep_all"].ops)
+    assert [light[name].budget_bytes for name in STAGED] == [10**9, 10**9 // 2, 10**9]
+
+
+def test_a_row_says_how_much_longer_a_staged_step_is() -> None:
+    plans = {"joint": {"step_s": 2.0, "gap": 0.0}, "no_activations": {"step_s": 3.0}, "half_memory": None, "keep_all": {"step_s": 2.5}}
+    row = compared(2**30, plans)
+    assert (row["no_activations"], row["half_memory"], row["keep_all"], row["best_staged"]) == (0.5, None, 0.25, 0.25)
+    table = joint_table([{**row, "model": "m", "mesh": "gpu=2"}])
+    assert table.endswith("| m | gpu=2 | 1.00 | 2000.0 | 0.0% | +50.0% | infeasible | +25.0% |")
+    alone = compared(2**30, {**plans, "joint": None})
+    assert alone["best_staged"] is None
+    assert joint_table([{**alone, "model": "m", "mesh": "gpu=2"}]).endswith("| infeasible |  | 3000.0 ms | infeasible | 2500.0 ms |")
+
+
+def test_the_readme_shows_what_was_measured() -> None:
+    rows = json.loads(JOINT_RESULTS.read_text(encoding="utf-8"))["rows"]
+    assert all(row["ok"] for row in rows)
+    assert joint_table(rows) in BENCHMARKS_README.read_text(encoding="utf-8")
