@@ -9,11 +9,11 @@ from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions
 from autopar.planning.assembly import fingerprint
-from autopar.planning.search import _Clock, _Job, _Tried
+from autopar.planning.search import Clock, Job, Tried
 from autopar.version import VERSION
 
 
-def searched(trace: Trace, mesh: Mesh, profile: HardwareProfile, priced: Priced, options: PlanOptions, job: type[_Job] = _Job) -> _Tried:
+def searched(trace: Trace, mesh: Mesh, profile: HardwareProfile, priced: Priced, options: PlanOptions, job: type[Job] = Job) -> Tried:
     """The best plan, emitted, with its peak re-derived, as `make_plan` would find it for this problem; runner-ups are not sought.
 
     Args:
@@ -25,5 +25,5 @@ def searched(trace: Trace, mesh: Mesh, profile: HardwareProfile, priced: Priced,
     budget = options.budget(profile)
     assert priced.problem.budget_bytes == budget
     mark = fingerprint(trace, "", profile.name, profile.hash, VERSION)
-    clock, recorded = _Clock(lambda _: None), options.to_json(profile)
+    clock, recorded = Clock(lambda _: None), options.to_json(profile)
     return job(trace, mesh, priced, Liveness(trace, priced), options, clock, mark, recorded, budget).best_tried()

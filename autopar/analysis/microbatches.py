@@ -108,6 +108,8 @@ def microbatching(whole: Trace, part: Trace, num: int, *, independent: bool = Fa
     Raises:
         ConstraintError: where the model couples samples (batch normalization, contrastive losses), naming the op.
     """
+    if num == 1:
+        return Microbatching(1, {}, {o.path: WHOLE for o in whole.outputs})
     here = {n.meta["key"]: n for n in part.graph.nodes if n.op == "call_function"}
     labels: dict[tuple[str, int], Label] = {}
     promised: list[str] = []

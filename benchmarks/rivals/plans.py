@@ -21,7 +21,7 @@ from autopar.errors import InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning.options import PlanOptions
-from autopar.planning.search import _Job, _Tried
+from autopar.planning.search import Job, Tried
 from autopar.problem import Choices, Op
 from autopar.run.device_mesh import device_mesh
 from autopar.run.memory import trace_peak
@@ -131,14 +131,14 @@ def _without_gradient(op: Op) -> Op:
 
 
 @dataclass
-class _ActivationJob(_Job):
+class _ActivationJob(Job):
     """The planner's search, in whose measurements gradients are gone once they are made."""
 
-    def _try(self, choices: Choices) -> _Tried:
+    def _try(self, choices: Choices) -> Tried:
         tried = super()._try(choices)
         return replace(tried, peak_bytes=trace_peak(handing_on(tried.program), outputs=self.options.outputs).peak_bytes)
 
-    def _learn(self, tried: _Tried) -> None:
+    def _learn(self, tried: Tried) -> None:
         super()._learn(replace(tried, program=handing_on(tried.program)))
 
 
