@@ -19,6 +19,7 @@ from autopar.errors import AutoparError, PlanError
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.typed import mismatch
+from autopar.units import seconds, size
 
 FORMAT = "autopar-plan"
 VERSION = 1
@@ -148,6 +149,20 @@ class Fingerprint:
 
 
 @dataclass(frozen=True, slots=True)
+class Crossed:
+    """A value that goes from one stage to the next, in which layout.
+
+    Attributes:
+        node: its key. bytes: that a device sends per microbatch. returns: whether its gradient comes back, in the same layout.
+    """
+
+    node: str
+    layout: Layout
+    bytes: int
+    returns: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Pipeline:
     """How a plan works through microbatches, in stages.
 
@@ -157,6 +172,7 @@ class Pipeline:
         schedule: its name in torch.distributed.pipelining. num_in_flight: per stage, microbatches whose kept values it holds.
         independent: whether the user promised that samples do not depend on each other.
         stages: one plan per stage, over the mesh without the axis; its prediction is that of one microbatch, with the stage's peak.
+        crossings: per cut, what goes from the stage before it to the one behind.
     """
 
     axis: str
@@ -167,6 +183,7 @@ class Pipeline:
     num_in_flight: tuple[int, ...]
     independent: bool
     stages: tuple[Plan, ...]
+    crossings: tuple[tuple[Crossed, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +219,13 @@ class Plan:
     def steps(self) -> tuple[tuple[str, Communication], ...]:
         """(node key, collective), all instances expanded."""
         return tuple((c.node.format(*indices), c) for c in self.communications for indices in c.instances)
+
+    def __repr__(self) -> str:
+        """One line; `autopar.explain` tells all."""
+        parts = self.pipeline
+        stages = f", {len(parts.stages)} stages, {parts.num_microbatches} microbatches" if parts else f", {len(self.entries)} decisions"
+        step_s, peak = seconds(self.prediction.step_s), size(self.prediction.peak_bytes)
+        return f"Plan({self.fingerprint.model_name or 'model'} on {self.mesh}{stages}: step {step_s}, peak {peak})"
 
     @property
     def hash(self) -> str:
@@ -287,9 +311,13 @@ def _misfit_of_stages(plan: Plan, pipeline: Pipeline) -> str:
     sizes = {axis.name: axis.size for axis in plan.mesh.axes} | {"": 1}
     if pipeline.axis not in sizes or not num or num % sizes[pipeline.axis]:
         return f"{num} stages do not lie along axis {pipeline.axis!r} of mesh {plan.mesh}"
-    if {len(pipeline.positions), len(pipeline.modules)} != {num - 1} or len(pipeline.num_in_flight) != num or pipeline.num_microbatches < 1:
+    per_cut = {len(pipeline.positions), len(pipeline.modules), len(pipeline.crossings)}
+    if per_cut != {num - 1} or len(pipeline.num_in_flight) != num or pipeline.num_microbatches < 1:
         return "its pipeline's cuts are not one less than its stages"
     mesh = plan.mesh.without(pipeline.axis) if pipeline.axis else plan.mesh
+    for crossed in (c for cut in pipeline.crossings for c in cut):
+        if len(crossed.layout.placements) != len(mesh.axes):
+            return f"{crossed.node} crosses as {str(crossed.layout)!r}, a stage's mesh {mesh} has {len(mesh.axes)} axes"
     for stage in pipeline.stages:
         if stage.mesh != mesh or stage.pipeline is not None:
             return f"a stage is for mesh {stage.mesh}, not {mesh}"
@@ -366,4 +394,5 @@ def _decode_pipeline(data: Mapping[str, Any] | None) -> Pipeline | None:
     if data is None:
         return None
     lists = {name: tuple(data[name]) for name in ("positions", "modules", "num_in_flight")}
-    return Pipeline(**{**data, **lists, "stages": tuple(map(_decode_plan, data["stages"]))})
+    crossings = tuple(tuple(Crossed(**{**c, "layout": Layout.parse(c["layout"])}) for c in cut) for cut in data["crossings"])
+    return Pipeline(**{**data, **lists, "stages": tuple(map(_decode_plan, data["stages"])), "crossings": crossings})

@@ -32,23 +32,28 @@ def plan_call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     hardware: str | Path | HardwareProfile | None,
-    options: Mapping[str, Any],
+    options: Mapping[str, Any] | PlanOptions,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[Trace, Planned]:
     """Capture ``model(*args, **kwargs)`` and plan it: the trace, and the plan with its program and phase times."""
     profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or default_hardware())
-    chosen = PlanOptions(**{**options, "constraints": tuple(options.get("constraints", ()))})
+    if isinstance(options, PlanOptions):
+        chosen = options
+    else:
+        chosen = PlanOptions(**{**options, "constraints": tuple(options.get("constraints", ()))})
     trace = capture(model, args, kwargs)
     name = type(model).__name__
     wishes = [c for c in chosen.constraints if isinstance(c, Pipelined)]
     if len(wishes) > 1:
         raise ConstraintError(f"{wishes[0]} and {wishes[1]} both cut the model", remedy="pass one of them")
     if not wishes and chosen.num_microbatches in (1, "auto"):
-        return trace, make_plan(trace, as_mesh(mesh), profile, chosen, model_name=name)
+        return trace, make_plan(trace, as_mesh(mesh), profile, chosen, model_name=name, progress=progress)
     wish = wishes[0] if wishes else Pipelined("", None, "1f1b", None, independent=False)
 
     def search(num: int) -> Planned:
         part, how = trace_part(model, trace, args, kwargs, num, independent=wish.independent)
-        return make_staged_plan(trace, part, how, as_mesh(mesh), profile, chosen, wish, model_name=name)
+        return make_staged_plan(trace, part, how, as_mesh(mesh), profile, chosen, wish, model_name=name, progress=progress)
 
     return trace, _fastest(search, _numbers(wish, chosen, as_mesh(mesh), batch_size(args, kwargs)))
 
