@@ -20,14 +20,15 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from autopar import hf
+from autopar import constraints, hf
 from autopar.api import as_call, check, verify
-from autopar.capture import capture
+from autopar.api.planning import plan_call
+from autopar.constraints.pipelines import SCHEDULES
 from autopar.errors import AutoparError, PlanError
 from autopar.explanation import diff, explain
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
-from autopar.planning import PlanOptions, make_plan
+from autopar.planning import PlanOptions
 from autopar.plans import Plan
 from autopar.units import seconds
 
@@ -40,7 +41,14 @@ app = typer.Typer(
 out, err = Console(), Console(stderr=True)
 _SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?b?)\s*$", re.IGNORECASE)
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_PHASES = {"enumerate": "finding strategies", "price": "pricing", "solve": "solving", "assemble": "writing the plan", "emit": "emitting"}
+_PHASES = {
+    "enumerate": "finding strategies",
+    "price": "pricing",
+    "cut": "cutting",
+    "solve": "solving",
+    "assemble": "writing the plan",
+    "emit": "emitting",
+}
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan, as `autopar plan --out` writes it.")]
 Hf = Annotated[
@@ -69,19 +77,22 @@ def plan_command(
     optimizer: Annotated[str, typer.Option(help="Whose state rests: adamw, adam, sgd, momentum or none.")] = "adamw",
     gap: Annotated[float, typer.Option(help="Relative distance to the proven bound at which the search stops.")] = 0.01,
     strict: Annotated[bool, typer.Option(help="Refuse ops that run replicated for want of a rule.")] = False,
+    pipeline: Annotated[str | None, typer.Option(metavar="AXIS", help="Cut the model into stages along this axis of the mesh.")] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Into how many the batch is cut.")] = None,
+    schedule: Annotated[str, typer.Option(help=f"Of the stages: {' or '.join(SCHEDULES)}.")] = SCHEDULES[0],
     out_file: Annotated[Path | None, typer.Option("--out", help="Where the plan is written.")] = None,
 ) -> None:
     """Plan a model for a mesh: no GPU, no process group, weights on meta."""
     axes, profile = Mesh.parse(mesh), HardwareProfile.load(hardware)
-    options = PlanOptions(memory_bytes=parse_size(memory), optimizer=optimizer, gap=gap, strict=strict)
+    stages = (constraints.pipeline(pipeline, microbatches=microbatches, schedule=schedule),) if pipeline is not None else ()
+    options = PlanOptions(parse_size(memory), optimizer, stages, strict, gap, num_microbatches=microbatches or "auto")
     start = time.perf_counter()
     with _progress("building the model") as tell:
         network, example = _build(hf, model, module, batch, seq, dtype, "meta")
         tell("capturing")
-        trace = capture(network, *as_call(example))
-        captured_s = time.perf_counter() - start
-        planned = make_plan(trace, axes, profile, options, model_name=type(network).__name__, progress=lambda p: tell(_PHASES.get(p, p)))
-    phases = {"capture": captured_s, **planned.seconds}
+        args, kwargs = as_call(example)
+        _, planned = plan_call(network, axes, args, kwargs, profile, options, progress=lambda p: tell(_PHASES.get(p, p)))
+    phases = {"capture": time.perf_counter() - start - sum(planned.seconds.values()), **planned.seconds}
     for line in explain(planned.plan).header():
         _say(line)
     _say(f"planned in {seconds(sum(phases.values()))}: {', '.join(f'{phase} {seconds(value)}' for phase, value in phases.items())}")
@@ -165,7 +176,7 @@ def report_command(
     plan: PlanFile,
     out_file: Annotated[Path, typer.Option("--out", help="A .png, .svg or .pdf picture, or an .html page.")] = Path("plan.png"),
 ) -> None:
-    """Draw a plan: layouts per module, memory by kind, time line."""
+    """Draw a plan: layouts per module, memory by kind, time line; of a pipeline its schedule and its stages' memory too."""
     from autopar.report import report
 
     _say(f"written to {report(Plan.load(plan), out_file)}")

@@ -17,6 +17,7 @@ from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, TooSlow, make_plan, make_staged_plan
+from autopar.planning.search import Progress
 
 log = logging.getLogger("autopar")
 _MOST_NUMBERS = 3  # of microbatches per axis
@@ -34,6 +35,7 @@ class Chooser:
     mesh: Mesh
     profile: HardwareProfile
     options: PlanOptions
+    progress: Progress = lambda _: None
 
     def plan(self) -> Planned:
         """The plan.
@@ -70,13 +72,22 @@ class Chooser:
     def _without(self) -> Planned:
         kept = tuple(c for c in self.options.constraints if not isinstance(c, Pipelined))
         options = self.options if len(kept) == len(self.options.constraints) else replace(self.options, constraints=kept)
-        return make_plan(self.trace, self.mesh, self.profile, options, model_name=type(self.model).__name__)
+        return make_plan(self.trace, self.mesh, self.profile, options, model_name=type(self.model).__name__, progress=self.progress)
 
     def _staged(self, wish: Pipelined, axis: str, num: int, limit_s: float) -> Planned:
         here = replace(wish, axis=axis)
         part, how = trace_part(self.model, self.trace, self.args, self.kwargs, num, independent=here.independent)
         return make_staged_plan(
-            self.trace, part, how, self.mesh, self.profile, self.options, here, model_name=type(self.model).__name__, limit_s=limit_s
+            self.trace,
+            part,
+            how,
+            self.mesh,
+            self.profile,
+            self.options,
+            here,
+            model_name=type(self.model).__name__,
+            limit_s=limit_s,
+            progress=self.progress,
         )
 
     def _candidates(self, wish: Pipelined) -> Iterator[tuple[str, int]]:

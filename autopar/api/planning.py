@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,13 +33,18 @@ def plan_call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     hardware: str | Path | HardwareProfile | None,
-    options: Mapping[str, Any],
+    options: Mapping[str, Any] | PlanOptions,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[Trace, Planned]:
     """Capture ``model(*args, **kwargs)`` and plan it: the trace, and the plan with its program and phase times."""
     profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or default_hardware())
-    chosen = PlanOptions(**{**options, "constraints": tuple(options.get("constraints", ()))})
+    if isinstance(options, PlanOptions):
+        chosen = options
+    else:
+        chosen = PlanOptions(**{**options, "constraints": tuple(options.get("constraints", ()))})
     trace = capture(model, args, kwargs)
-    return trace, Chooser(model, trace, args, kwargs, as_mesh(mesh), profile, chosen).plan()
+    return trace, Chooser(model, trace, args, kwargs, as_mesh(mesh), profile, chosen, progress).plan()
 
 
 def plan_model(

@@ -1,6 +1,6 @@
 """What a plan says about each module."""
 
-from autopar.breakdown.parts import INPUTS, Part, Transfer, Weight, breakdown
+from autopar.breakdown.parts import CROSSING, INPUTS, Part, Transfer, Weight, breakdown
 from autopar.breakdown.words import PARALLELISMS, in_words, label, over
 
-__all__ = ["INPUTS", "PARALLELISMS", "Part", "Transfer", "Weight", "breakdown", "in_words", "label", "over"]
+__all__ = ["CROSSING", "INPUTS", "PARALLELISMS", "Part", "Transfer", "Weight", "breakdown", "in_words", "label", "over"]

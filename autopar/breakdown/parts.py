@@ -21,6 +21,8 @@ from autopar.layout import Layout
 from autopar.plans import Communication, Entry, Kept, NodeChoice, Plan, RunnerUp
 
 INPUTS = "(inputs)"  # the part that stands for the batch
+BEFORE, BEHIND = "(from the stage before)", "(from the stage behind)"  # the parts that stand for what crosses between stages
+CROSSING = (BEFORE, BEHIND)
 Instances = tuple[tuple[int, ...], ...]
 
 _LAYOUT_FREE = ("getitem",)  # picks one of several results: says nothing about what a module takes or gives
@@ -43,7 +45,10 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Collectives of one kind on one axis in one phase: how many run on a device, the bytes it puts in, their time."""
+    """Collectives of one kind on one axis in one phase: how many run on a device, the bytes it puts in, their time.
+
+    What is received from another stage is of kind ``receive``, on axis -1, and puts nothing in.
+    """
 
     phase: str
     kind: str
@@ -145,6 +150,8 @@ class _Group:
 
 def owner(node: str) -> str:
     """Module pattern, with ``*``, of a node pattern: of a parameter or buffer the module that holds it."""
+    if node.count("/") > 1 and node.endswith(("/input", "/output")):  # crosses: named by the node that makes it
+        return BEFORE if node.endswith("/input") else BEHIND
     path, kind = node.split("/")[:2]
     if kind in ("input", "output"):
         return INPUTS if kind == "input" else ""
@@ -199,6 +206,8 @@ def _part(plan: Plan, group: _Group, communications: Iterable[Communication], ke
         recomputed=tuple(entry.op for entry in again),
         recompute_s=recompute_s,
     )
+    if group.module in CROSSING:
+        return _crossing(part, len(axes))
     if not group.nodes:
         return replace(part, parallelism=("replicated",) * len(axes))
     main, entry = max(group.nodes, key=lambda n: (op_of(n[0].node) in ROLES, n[1] in group.entries, n[1].time_s))
@@ -211,6 +220,16 @@ def _part(plan: Plan, group: _Group, communications: Iterable[Communication], ke
         main_op=op,
         main=entry,
     )
+
+
+def _crossing(part: Part, num_axes: int) -> Part:
+    """The part of what crosses between stages: its decisions are the layouts in which it does, their time is that of waiting for it."""
+    phase = "forward" if part.module == BEFORE else "backward"
+    received = Transfer(phase, "receive", -1, len(part.entries), 0, part.compute_s)
+    strategies = [entry.nodes[0].strategy for entry in part.entries]
+    layout = next((x for s in strategies for x in (*s.outputs, *s.inputs)), None)
+    transfers = (received, *part.transfers) if part.compute_s else part.transfers
+    return replace(part, parallelism=("",) * num_axes, enters=layout, leaves=layout, compute_s=0.0, transfers=transfers)
 
 
 def op_of(node: str) -> str:

@@ -1,6 +1,8 @@
 """A plan in words and tables, and what differs between two plans."""
 
 from autopar.explanation.difference import Diff, diff
-from autopar.explanation.explain import Explanation, explain
+from autopar.explanation.explain import explain
+from autopar.explanation.stages import StagedExplanation
+from autopar.explanation.whole import Explanation
 
-__all__ = ["Diff", "Explanation", "diff", "explain"]
+__all__ = ["Diff", "Explanation", "StagedExplanation", "diff", "explain"]

@@ -15,7 +15,7 @@ from autopar.cost.price import OPTIMIZERS, Priced, Source
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys
 from autopar.layout import Strategy
 from autopar.mesh import Mesh
-from autopar.planning.timeline import timeline
+from autopar.planning.timeline import crossing_times, timeline
 from autopar.plans import Communication, Entry, Fingerprint, Kept, NodeChoice, Plan, Prediction, Proof, RunnerUp
 from autopar.problem import Choices
 from autopar.rules import is_discovered, is_fallback
@@ -167,7 +167,9 @@ def _prediction(draft: Draft) -> Prediction:
             resting[f"{op.kind}s"] += size
     memory = {**resting, "activations": evaluation.kept_bytes, "gradients": evaluation.gradient_bytes}
     bars = timeline(draft.trace, draft.priced, choices, evaluation)
-    return Prediction(evaluation.objective_s, evaluation.compute_s, evaluation.communication_s, 0, memory, bars)
+    crossing_s = sum(sum(priced_s) for priced_s in crossing_times(draft.trace, draft.priced, choices))
+    communication_s = evaluation.communication_s + crossing_s
+    return Prediction(evaluation.objective_s, evaluation.compute_s - crossing_s, communication_s, 0, memory, bars)
 
 
 def fingerprint(trace: Trace, model_name: str, profile_name: str, profile_hash: str, version: str) -> Fingerprint:

@@ -30,8 +30,9 @@ from autopar.planning.options import PlanOptions
 from autopar.planning.schedules import num_in_flight, step_time
 from autopar.planning.search import Clock, Job, Planned, Progress, Schedule, finished
 from autopar.planning.units import Unit, balanced, units_of, usable_points
-from autopar.plans import Fingerprint, Pipeline, Plan, Prediction, Proof
+from autopar.plans import Crossed, Fingerprint, Pipeline, Plan, Prediction, Proof
 from autopar.problem import Choices
+from autopar.redistribute import local_bytes
 from autopar.solve import Evaluation, evaluate, solve
 from autopar.stages import Cut, CutPoint, cut
 from autopar.stages.placing import Placing
@@ -203,6 +204,15 @@ class StagedSearch:
                     found[keys[name]] = graph.layouts[min(plain, key=lambda n: graph.bytes[n])]
         return found
 
+    def _crossed(self, stage: Trace, planned: Planned) -> tuple[Crossed, ...]:
+        """What leaves a stage."""
+        layouts = {t.name: t.layout for t in planned.stage_program().outputs if t.crosses}
+        return tuple(
+            Crossed(o.path, layouts[o.path], local_bytes(o.shape, o.dtype, layouts[o.path], self.left.shape), bool(o.tangent))
+            for o in stage.outputs
+            if o.crosses
+        )
+
     def _mark(self, model: str) -> Fingerprint:
         return replace(fingerprint(self.part, self.model_name, self.profile.name, self.profile.hash, VERSION), model=model)
 
@@ -219,7 +229,7 @@ class StagedSearch:
         points = [whole.points[index - 1] for index in cuts]
         pipeline = Pipeline(
             self.axis, tuple(p.position for p in points), tuple(p.module for p in points), self.how.num, self.wish.schedule,
-            tuple(flying), self.wish.independent, plans,
+            tuple(flying), self.wish.independent, plans, tuple(map(self._crossed, made.stages[:-1], stages)),
         )  # fmt: skip
         prediction = Prediction(
             objective, slowest.prediction.compute_s * self.how.num, slowest.prediction.communication_s * self.how.num,

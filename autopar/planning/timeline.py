@@ -27,9 +27,14 @@ def timeline(trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluat
 def _events(trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluation) -> Iterator[Event]:
     compute, again = _compute(trace, priced, choices)
     moves = _moves(priced, evaluation)
-    yield "inputs", "forward", "compute", _resting(priced, choices, "input")
+    arrives, returns = crossing_times(trace, priced, choices)
+    yield "inputs", "forward", "compute", _resting(priced, choices, "input") - sum(arrives)
+    yield "from the stage before", "forward", "communication", sum(arrives)
     for node in trace.graph.nodes:
         label, phase = _label(node)
+        if phase == "backward" and returns:
+            yield "from the stage behind", phase, "communication", sum(returns)
+            returns = ()
         if phase == "backward" and label in again:
             yield label, phase, "compute", again.pop(label)
         for operand in node.all_input_nodes:
@@ -40,6 +45,16 @@ def _events(trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluati
     for (name, phase, _), seconds in moves.items():  # read under another phase's label: gradients of tied weights and the like
         yield _label(trace.node(name))[0], phase, "communication", seconds
     yield "optimizer", "step", "compute", _resting(priced, choices, "parameter")
+
+
+def crossing_times(trace: Trace, priced: Priced, choices: Choices) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds that a stage waits for each value that arrives from the stage before, and for each gradient from the one behind."""
+    arriving, leaving = {i.path for i in trace.inputs if i.crosses}, {o.path for o in trace.outputs if o.crosses}
+    found: dict[str, list[float]] = {"input": [], "output": []}
+    for op, source, s in zip(priced.problem.ops, priced.sources, choices.strategies, strict=True):
+        if (op.kind == "input" and source.names[0] in arriving) or (op.kind == "output" and source.names[0] in leaving):
+            found[op.kind].append(op.strategies[s].time_s)
+    return tuple(found["input"]), tuple(found["output"])
 
 
 def _compute(trace: Trace, priced: Priced, choices: Choices) -> tuple[dict[str, float], dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from autopar.report.figures import layouts, memory
 from autopar.report.page import report
+from autopar.report.pipeline import schedule, stage_memory
 from autopar.report.timeline import timeline
 
-__all__ = ["layouts", "memory", "report", "timeline"]
+__all__ = ["layouts", "memory", "report", "schedule", "stage_memory", "timeline"]

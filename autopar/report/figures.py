@@ -31,8 +31,12 @@ def layouts_height(plan: Plan) -> float:
     return 1.5 + _ROW_INCHES * len(shown_parts(plan))
 
 
-def layouts(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
-    """One row per module, repeated layers folded: the parallelism on every mesh axis, how its weights rest, and its time."""
+def layouts(plan: Plan, *, inside: SubFigure | None = None, stage: str = "") -> Figure:
+    """One row per module, repeated layers folded: the parallelism on every mesh axis, how its weights rest, and its time.
+
+    Args:
+        stage: what the title calls the plan where it is that of a stage, whose times are of one microbatch.
+    """
     parts = shown_parts(plan)
     figure: Any = canvas(11.5, layouts_height(plan), inside)
     num_axes = len(plan.mesh.axes)
@@ -44,11 +48,12 @@ def layouts(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
     computing.set_ylim(len(parts) - 0.5, -0.5)
     for tick, part in zip(computing.get_yticklabels(), parts, strict=True):
         tick.set_color(INK if len(part.instances) > 1 else "#5a5a5a")
-    _times(times, parts)
+    _times(times, parts, "microbatch" if stage else "step")
     shown = {w for p in parts for w in (*p.parallelism, *_resting(p, num_axes)) if w}
     _legend(figure, [kind for kind in COLOURS if kind in shown or kind in ("compute", "communication")])
-    model = plan.fingerprint.model_name or "model"
-    figure.suptitle(f"{model} on {plan.mesh}: step {seconds(plan.prediction.step_s)}", fontsize=11, x=0.01, ha="left", color=INK)
+    name = stage or plan.fingerprint.model_name or "model"
+    of = "a microbatch" if stage else "step"
+    figure.suptitle(f"{name} on {plan.mesh}: {of} {seconds(plan.prediction.step_s)}", fontsize=11, x=0.01, ha="left", color=INK)
     figure_of_it: Figure = figure
     return figure_of_it
 
@@ -90,7 +95,7 @@ def _grid(axes: Axes, kinds: Sequence[Sequence[str]], texts: Sequence[Sequence[s
     axes.set_title(title, fontsize=9, color=INK, pad=8)
 
 
-def _times(axes: Axes, parts: Sequence[Part]) -> None:
+def _times(axes: Axes, parts: Sequence[Part], of: str) -> None:
     """Compute and communication per module, all copies together."""
     rows = range(len(parts))
     compute = [p.compute_s * 1e3 for p in parts]
@@ -105,7 +110,7 @@ def _times(axes: Axes, parts: Sequence[Part]) -> None:
     quiet(axes)
     axes.set_xlim(0, 1.14 * longest)
     axes.set_xticks([])
-    axes.set_title("time a step, all copies", fontsize=9, color=INK, pad=8)
+    axes.set_title(f"time a {of}, all copies", fontsize=9, color=INK, pad=8)
 
 
 def _legend(figure: Any, kinds: Sequence[str]) -> None:
@@ -128,7 +133,7 @@ def memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
     rows = list(kinds)
     for row, kind in enumerate(rows, start=1):
         axes.barh(row, kinds[kind], 0.66, color=MEMORY_COLOURS[kind])
-    _peak(axes, kinds)
+    peak_bar(axes, kinds)
     limit = max(peak / GIB, *kinds.values()) if kinds else 1.0
     budget = float(plan.options.get("memory_bytes") or 0.0)
     near = 0 < budget / GIB < 4 * limit
@@ -150,10 +155,10 @@ def memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
     return figure_of_it
 
 
-def _peak(axes: Axes, kinds: dict[str, float]) -> None:
+def peak_bar(axes: Axes, kinds: dict[str, float], row: int = 0) -> None:
     """The peak as a stack: what rests always, the larger of activations and gradients, what is transient."""
     either = max(("activations", "gradients"), key=lambda kind: kinds.get(kind, 0.0))
     left = 0.0
     for kind in ("parameters", "optimizer", "buffers", "inputs", either, "transient"):
-        axes.barh(0, kinds.get(kind, 0.0), 0.66, left=left, color=MEMORY_COLOURS[kind])
+        axes.barh(row, kinds.get(kind, 0.0), 0.66, left=left, color=MEMORY_COLOURS[kind])
         left += kinds.get(kind, 0.0)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 import html
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.explanation import explain
+from autopar.explanation import StagedExplanation, explain
 from autopar.plans import Plan
 from autopar.report.canvas import canvas
 from autopar.report.figures import layouts, layouts_height, memory
+from autopar.report.pipeline import schedule, schedule_height, stage_memory
 from autopar.report.timeline import timeline
 
 _PICTURES = (".png", ".svg", ".pdf")
@@ -27,7 +29,8 @@ _HEIGHTS = (2.9, 4.0)  # of the memory figure and the time line, in inches
 
 
 def report(plan: Plan, path: str | Path) -> Path:
-    """Write layouts, memory and time line of `plan`: one picture (.png, .svg, .pdf), or a page (.html) with the tables too.
+    """Write layouts, memory and time line of `plan`, of a pipeline its schedule too:
+    one picture (.png, .svg, .pdf), or a page (.html) with the tables too.
 
     Raises:
         AutoparError: for another suffix, where the file cannot be written, or matplotlib is missing.
@@ -50,6 +53,8 @@ def report(plan: Plan, path: str | Path) -> Path:
 
 def picture(plan: Plan) -> Any:
     """All figures in one."""
+    if plan.pipeline is not None:
+        return _staged_picture(plan)
     heights = (layouts_height(plan), *_HEIGHTS)
     figure = canvas(11.5, sum(heights))
     top, middle, bottom = figure.subfigures(3, 1, height_ratios=heights)
@@ -59,9 +64,39 @@ def picture(plan: Plan) -> Any:
     return figure
 
 
+def _staged_picture(plan: Plan) -> Any:
+    """The schedule, the stages' memory, and the layouts of each stage, equal neighbours once."""
+    sections = _sections(plan)
+    heights = [schedule_height(plan)] * 2 + [layouts_height(stage) for _, stage in sections]
+    figure = canvas(11.5, sum(heights))
+    first, second, *others = figure.subfigures(len(heights), 1, height_ratios=heights)
+    schedule(plan, inside=first)
+    stage_memory(plan, inside=second)
+    for (name, stage), inside in zip(sections, others, strict=True):
+        layouts(stage, inside=inside, stage=name)
+    return figure
+
+
+def _sections(plan: Plan) -> list[tuple[str, Plan]]:
+    """Stages that do not do the same as the one before, with their names."""
+    explained = explain(plan)
+    assert isinstance(explained, StagedExplanation), "the plan has stages"
+    return [(section.name, section.explanation.plan) for section in explained.sections]
+
+
+def _figures(plan: Plan) -> Iterator[Any]:
+    """One after another, as a page shows them."""
+    if plan.pipeline is None:
+        yield from (layouts(plan), memory(plan), timeline(plan))
+        return
+    yield from (schedule(plan), stage_memory(plan))
+    for name, stage in _sections(plan):
+        yield from (layouts(stage, stage=name), timeline(stage))
+
+
 def _page(plan: Plan) -> str:
     title = html.escape(f"{plan.fingerprint.model_name or 'model'} on {plan.mesh}")
-    figures = "\n".join(f'<img src="data:image/png;base64,{_png(draw(plan))}">' for draw in (layouts, memory, timeline))
+    figures = "\n".join(f'<img src="data:image/png;base64,{_png(figure)}">' for figure in _figures(plan))
     return _HTML.format(title=title, body=f"{figures}\n{explain(plan)._repr_html_()}")
 
 

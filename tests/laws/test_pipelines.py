@@ -9,6 +9,7 @@ import torch
 
 import autopar
 from autopar.api.planning import plan_model
+from autopar.breakdown import breakdown
 from autopar.constraints import fsdp, layout, pipeline, tensor_parallel
 from autopar.errors import ConstraintError, EmissionError, InfeasibleError, MeshError, VerificationError
 from autopar.planning import Planned
@@ -75,6 +76,19 @@ def test_a_plan_is_read_back_as_it_was_written_and_is_the_same_each_time(llama: 
     assert Plan.loads(plan.dumps()) == plan
     again = planned("llama", MESH, pipeline("stage", microbatches=4), *EXPERT, settings={"num_hidden_layers": 4})[0]
     assert again.plan.dumps() == plan.dumps()
+
+
+def test_a_stage_s_time_line_and_parts_add_up_to_its_prediction_and_what_crosses_is_told(llama: tuple[Planned, Any, Any]) -> None:
+    pipeline, program = llama[0].plan.pipeline, llama[0].program
+    assert pipeline is not None and isinstance(program, StagedProgram)
+    for number, stage in enumerate(pipeline.stages):
+        p, parts = stage.prediction, breakdown(stage)
+        assert sum(bar[4] for bar in p.timeline) == pytest.approx(p.step_s)
+        assert sum(part.compute_s for part in parts) == pytest.approx(p.compute_s)
+        assert sum(part.communication_s for part in parts) == pytest.approx(p.communication_s)
+        leaving = [t for t in program.stages[number].outputs if t.crosses]
+        told = pipeline.crossings[number] if number < len(pipeline.crossings) else ()
+        assert [(c.node, c.layout) for c in told] == [(t.name, t.layout) for t in leaving]
 
 
 def test_the_step_is_that_of_the_schedule(llama: tuple[Planned, Any, Any]) -> None:

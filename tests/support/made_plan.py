@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from autopar.collective import Collective
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
-from autopar.plans import Communication, Entry, Fingerprint, Kept, NodeChoice, Plan, Potential, Prediction, Proof, RunnerUp
+from autopar.plans import (
+    Communication,
+    Crossed,
+    Entry,
+    Fingerprint,
+    Kept,
+    NodeChoice,
+    Pipeline,
+    Plan,
+    Potential,
+    Prediction,
+    Proof,
+    RunnerUp,
+)
 
 MIB = 2**20
 ALL = ((0,), (1,), (2,))
@@ -125,3 +140,51 @@ def made_plan(*, recompute: bool = True) -> Plan:
         ),
         capture="in full: no list of modules is long enough to fold",
     )
+
+
+WIRE_S = 2e-3
+
+
+def made_staged_plan(*, schedule: str = "1f1b", microbatches: int = 8) -> Plan:
+    """Four stages of three layers each; those in the middle are alike, the last recomputes nothing."""
+    stages = tuple(_stage(number) for number in range(4))
+    times = [stage.prediction.step_s for stage in stages]
+    crossed = tuple((Crossed(f"net.layers.{3 * n + 2}/add/forward/0", Layout.parse("S(0) R"), MIB, True),) for n in range(3))
+    flying = (microbatches,) * 4 if schedule == "gpipe" else (4, 3, 2, 1)
+    pipeline = Pipeline(
+        "stage", (10, 20, 30), ("net.layers.3", "net.layers.6", "net.layers.9"), microbatches, schedule, flying, False, stages, crossed
+    )
+    step_s = (microbatches - 1) * max(times) + sum(times)
+    slowest, fullest = stages[times.index(max(times))].prediction, stages[-1].prediction
+    compute_s, communication_s = (microbatches * part_s for part_s in (slowest.compute_s, slowest.communication_s))
+    prediction = Prediction(step_s, compute_s, communication_s, fullest.peak_bytes, fullest.memory_bytes, ())
+    proof = replace(stages[0].proof, objective_s=step_s, bound_s=step_s * 0.9, gap=0.1)
+    nothing: dict[str, Any] = {"entries": (), "kept": (), "communications": ()}
+    mesh = Mesh({"stage": 4, "node": 2, "gpu": 4}, devices_per_node=4, links={"stage": "inter"})
+    return replace(stages[0], mesh=mesh, prediction=prediction, proof=proof, pipeline=pipeline, **nothing)
+
+
+def _stage(number: int) -> Plan:
+    """The plan made by hand as stage `number`, whose layers are the next three, with what arrives from its neighbours."""
+    plan = made_plan(recompute=number < 3)
+    mesh = Mesh({"node": 2, "gpu": 4}, devices_per_node=4, links={"node": "inter", "gpu": "intra"})
+    layers = tuple((3 * number + i,) for i in range(3))
+    entries = tuple(replace(e, instances=layers) if e.instances == ALL else e for e in plan.entries)
+    kept = tuple(replace(k, instances=layers) if k.instances == ALL else k for k in plan.kept)
+    communications = tuple(replace(c, instances=layers) if c.instances == ALL else c for c in plan.communications)
+    arrives: list[Entry] = []
+    bars = list(plan.prediction.timeline)
+    if number > 0:
+        arrives.append(_arrives("input", 3 * number - 1))
+        bars.append(("from the stage before", "forward", "communication", 23e-3, WIRE_S))
+    if number < 3:
+        arrives.append(_arrives("output", 3 * number + 2))
+        bars.append(("from the stage behind", "backward", "communication", 25e-3, WIRE_S))
+    p, wire_s = plan.prediction, WIRE_S * len(arrives)
+    prediction = replace(p, step_s=p.step_s + wire_s, communication_s=p.communication_s + wire_s, timeline=tuple(bars))
+    return replace(plan, mesh=mesh, entries=(*entries, *arrives), kept=kept, communications=communications, prediction=prediction)
+
+
+def _arrives(kind: str, layer: int) -> Entry:
+    node = f"net.layers.{{0}}/add/forward/0/{kind}"
+    return entry([(node, "S(0) R -> S(0) R")], kind=kind, instances=((layer,),), time_s=WIRE_S)

@@ -24,6 +24,16 @@ class Net(nn.Module):
     def forward(self, x):
         return (x + self.down(torch.relu(self.up(x)))).pow(2).mean()
 
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.pow(2).mean()
+
+def deep(): return Deep(), {"x": torch.randn(64, 128)}
 def small(): return Net(), {"x": torch.randn(64, 128)}
 def wide(): return Net(512), {"x": torch.randn(64, 128)}
 def nothing(): return 3
@@ -68,6 +78,17 @@ def test_plan_writes_what_explain_diff_check_verify_and_report_read(here: Path, 
     assert (code, said.startswith("certified: Net on mesh node=2,gpu=2")) == (0, True)
     assert command("report", "plan.json", "--out", "plan.png")[0] == 0
     assert (here / "plan.png").stat().st_size > 10_000
+
+
+def test_a_pipeline_is_planned_explained_compared_and_drawn(here: Path, command: Command) -> None:
+    stages = ("--pipeline", "node", "--microbatches", "4")
+    code, said, complaint = command(*PLAN, "--module", "model.py:deep", *stages, "--out", "plan.json")
+    assert code == 0, complaint
+    assert "4 microbatches through 2 stages along node, schedule 1f1b" in said
+    command(*PLAN, "--module", "model.py:deep", *stages, "--schedule", "gpipe", "--out", "other.json")
+    assert "Between stages" in command("explain", "plan.json")[1]
+    assert command("diff", "plan.json", "other.json")[1].startswith("schedule: 1f1b → gpipe")
+    assert command("report", "plan.json", "--out", "plan.png")[0] == 0
 
 
 def test_the_same_command_writes_the_same_file(here: Path, command: Command) -> None:

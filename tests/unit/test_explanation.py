@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
-from made_plan import made_plan
+from made_plan import WIRE_S, made_plan, made_staged_plan
 
 from autopar.errors import PlanError
-from autopar.explanation import diff, explain
+from autopar.explanation import StagedExplanation, diff, explain
+from autopar.plans import Plan
 
 
 def test_an_explanation_reads_as_it_should(golden: Callable[[str, str], None]) -> None:
@@ -46,3 +48,69 @@ def test_notebooks_show_the_same_tables() -> None:
     assert page.startswith("<pre")
     assert "net.layers.*.attention" in page
     assert "Why not otherwise" in page
+
+
+def test_an_explanation_of_stages_reads_as_it_should(golden: Callable[[str, str], None]) -> None:
+    golden("explain_stages.txt", str(explain(made_staged_plan())))
+
+
+def test_equal_neighbouring_stages_are_one_section() -> None:
+    found = explain(made_staged_plan())
+    assert isinstance(found, StagedExplanation)
+    assert [(section.first, section.last) for section in found.sections] == [(0, 0), (1, 2), (3, 3)]
+
+
+def test_a_stage_waits_for_what_the_step_is_longer_than_its_microbatches() -> None:
+    plan = made_staged_plan(microbatches=8)
+    assert plan.pipeline is not None
+    text = str(explain(plan))
+    for stage in plan.pipeline.stages:
+        waits = 1 - 8 * stage.prediction.step_s / plan.prediction.step_s
+        assert f"{waits:.1%}".replace("%", " %") in text
+
+
+def test_what_a_stage_receives_is_told_apart_from_its_collectives() -> None:
+    found = explain(made_staged_plan())
+    assert isinstance(found, StagedExplanation)
+    received = [sum(t.time_s for p in s.explanation.parts for t in p.transfers if t.kind == "receive") for s in found.sections]
+    assert received == pytest.approx([WIRE_S, 2 * WIRE_S, WIRE_S])
+    for section in found.sections:
+        prediction = section.explanation.plan.prediction
+        assert sum(p.communication_s for p in section.explanation.parts) == pytest.approx(prediction.communication_s)
+
+
+def test_a_pattern_shows_only_the_stages_that_have_its_modules() -> None:
+    found = explain(made_staged_plan(), module="net.layers.4.up")
+    assert isinstance(found, StagedExplanation)
+    assert [(section.first, section.last) for section in found.sections] == [(1, 1)]
+    with pytest.raises(PlanError, match=r"no module matches 'net.layers.12.up'"):
+        explain(made_staged_plan(), module="net.layers.12.up")
+
+
+def test_a_diff_of_stages_says_cuts_microbatches_and_schedule_first(golden: Callable[[str, str], None]) -> None:
+    first, second = made_staged_plan(schedule="gpipe"), made_staged_plan(microbatches=4)
+    golden("diff_stages.txt", str(diff(first, second)))
+    same = diff(first, first)
+    assert same.changes == ()
+
+
+def test_modules_of_stages_are_not_compared_with_those_of_a_whole_model() -> None:
+    text = str(diff(made_plan(), made_staged_plan()))
+    assert text.splitlines()[0] == "stages: none → 4 along stage"
+    assert "modules are not compared" in text
+
+
+def test_a_stage_of_one_plan_only_is_told() -> None:
+    plan = made_staged_plan()
+    assert plan.pipeline is not None
+    fewer = replace(plan, pipeline=replace(plan.pipeline, stages=plan.pipeline.stages[:3]))
+    assert {c.said for c in diff(plan, fewer).changes} == {("only in the first plan",)}
+    assert all(c.module.startswith("stage 3: ") for c in diff(plan, fewer).changes)
+
+
+def test_a_plan_with_stages_is_read_back_as_it_was_written_and_damage_is_refused() -> None:
+    plan = made_staged_plan()
+    assert Plan.loads(plan.dumps()) == plan
+    assert repr(plan) == "Plan(Net on stage=4,node=2,gpu=4, 4 stages, 8 microbatches: step 397 ms, peak 44.0 MiB)"
+    with pytest.raises(PlanError, match="crosses as 'S"):
+        Plan.loads(plan.dumps().replace('"layout": "S(0) R"', '"layout": "S(0)"'))

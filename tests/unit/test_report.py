@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from made_plan import made_plan
+from made_plan import made_plan, made_staged_plan
 from matplotlib.colors import to_hex
 
 from autopar.breakdown.words import PARALLELISMS
 from autopar.errors import AutoparError
-from autopar.report import layouts, memory, report, timeline
+from autopar.report import layouts, memory, report, schedule, stage_memory, timeline
 from autopar.report.canvas import COLOURS, MEMORY_COLOURS
 
 
@@ -77,3 +78,32 @@ def test_a_folder_that_is_not_there_is_an_error_that_says_where(tmp_path: Path) 
 
 def test_every_parallelism_has_a_colour() -> None:
     assert set(PARALLELISMS) <= set(COLOURS)
+
+
+def test_a_schedule_has_a_row_per_stage_with_all_its_work() -> None:
+    plan = made_staged_plan(microbatches=8)
+    assert plan.pipeline is not None
+    (axes,) = schedule(plan).axes
+    rows = [[bar for bar in axes.patches if round(bar.get_y() + bar.get_height() / 2) == row] for row in range(4)]
+    for bars, stage in zip(rows, plan.pipeline.stages, strict=True):
+        assert len(bars) == 2 * 8
+        assert sum(bar.get_width() for bar in bars) == pytest.approx(8 * sum(b[4] for b in stage.prediction.timeline))
+        starts = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars)
+        assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(starts))
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["0  the model", "1  net.layers.3", "2  net.layers.6", "3  net.layers.9"]
+
+
+def test_the_memory_of_a_stage_is_as_long_as_its_peak() -> None:
+    plan = made_staged_plan()
+    assert plan.pipeline is not None
+    (axes,) = stage_memory(plan).axes
+    for row, stage in enumerate(plan.pipeline.stages):
+        bars = [bar for bar in axes.patches if round(bar.get_y() + bar.get_height() / 2) == row]
+        assert sum(bar.get_width() for bar in bars) * 2**30 == pytest.approx(stage.prediction.peak_bytes)
+
+
+def test_a_page_of_stages_shows_equal_stages_once(tmp_path: Path) -> None:
+    page = report(made_staged_plan(), tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert page.count("data:image/png;base64,") == 2 + 2 * 3
+    assert "stages 1 to 2, each" in page
+    assert report(made_staged_plan(), tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

@@ -10,168 +10,31 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from autopar.collective import Collective
 from autopar.errors import AutoparError, PlanError
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
+from autopar.plans.parts import (
+    Communication,
+    Crossed,
+    Entry,
+    Fingerprint,
+    Kept,
+    Prediction,
+    Proof,
+    read_communication,
+    read_entry,
+    read_instances,
+    read_proof,
+)
 from autopar.typed import mismatch
+from autopar.units import seconds, size
 
 FORMAT = "autopar-plan"
 VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class NodeChoice:
-    """The strategy of one node pattern."""
-
-    node: str
-    strategy: Strategy
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerUp:
-    """The best other choice for an entry, all else fixed, and how much longer the step would take."""
-
-    strategy: str
-    delta_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One decision, taken by `len(instances)` equal clusters of nodes.
-
-    Attributes:
-        key: unique name of the decision: module pattern with ``*``, op, phase, ordinal.
-        kind: ``compute``, ``parameter``, ``buffer``, ``input`` or ``output``.
-        instances: the indices that the patterns take, one tuple per instance.
-        nodes: the nodes that share the decision, with their layouts.
-        recompute: the strategies with which backward runs the nodes again, empty where it does not.
-        time_s: compute time of one instance.
-        replicated: whether a tensor op runs replicated for want of a rule (reported with its cost).
-        source: the user's own line.
-        discovered: the ops among the nodes whose rule was found by experiment.
-    """
-
-    key: str
-    kind: str
-    module: str
-    op: str
-    phase: str
-    instances: tuple[tuple[int, ...], ...]
-    nodes: tuple[NodeChoice, ...]
-    recompute: tuple[NodeChoice, ...]
-    time_s: float
-    runner_up: RunnerUp | None
-    replicated: bool
-    source: str
-    discovered: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A value kept for backward, in which layouts."""
-
-    node: str
-    result: int
-    instances: tuple[tuple[int, ...], ...]
-    layouts: tuple[Layout, ...]
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Communication:
-    """One collective, done for result `result` of every instance of node pattern `node`.
-
-    Attributes:
-        phase: the phase it runs in. module: module pattern of the node.
-        source, target: layouts before and after. time_s: of one instance.
-    """
-
-    node: str
-    result: int
-    instances: tuple[tuple[int, ...], ...]
-    module: str
-    phase: str
-    collective: Collective
-    source: Layout
-    target: Layout
-    time_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a step will take, per device.
-
-    Attributes:
-        memory_bytes: kind (``parameters``, ``gradients``, ``optimizer``, ``buffers``, ``inputs``, ``activations``,
-            ``transient``) → bytes at the peak.
-        peak_bytes: peak of live tensor bytes from the start of forward to the end of backward.
-        timeline: (label, phase, kind ``compute`` or ``communication``, start_s, duration_s), in order, per module.
-    """
-
-    step_s: float
-    compute_s: float
-    communication_s: float
-    peak_bytes: int
-    memory_bytes: Mapping[str, int]
-    timeline: tuple[tuple[str, str, str, float, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Potential:
-    """What the layouts of a tensor are worth to one of its readers, for all tensors that have the same readers: multipliers of
-    the proof (`autopar.certificate.bound`).
-
-    Attributes:
-        node, result: the first of these tensors. reader, operand: its reader in the first of the reader's instances.
-        phase: ``backward`` too where backward runs a forward reader again. values_s: layout → seconds, where it is worth any.
-    """
-
-    node: str
-    result: int
-    reader: str
-    operand: int
-    phase: str
-    values_s: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """Incumbent, bound, and what the bound covers.
-
-    Attributes:
-        certified_bound_s: what the multipliers prove of `bound_s` by arithmetic alone (`autopar.check`); the search may prove more.
-        potentials: multipliers of tensors. memory_s: what the whole budget is worth at a point of the step: ``start of
-            backward``, ``end of backward``, or while a node runs.
-    """
-
-    objective_s: float
-    bound_s: float
-    gap: float
-    num_variables: int
-    num_constraints: int
-    solver: str
-    memory_price_s_per_gib: float
-    covers: tuple[str, ...]
-    certified_bound_s: float = 0.0
-    potentials: tuple[Potential, ...] = ()
-    memory_s: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """What the plan was made for."""
-
-    model: str
-    model_name: str
-    profile: str
-    profile_hash: str
-    autopar: str
-    torch: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +47,7 @@ class Pipeline:
         schedule: its name in torch.distributed.pipelining. num_in_flight: per stage, microbatches whose kept values it holds.
         independent: whether the user promised that samples do not depend on each other.
         stages: one plan per stage, over the mesh without the axis; its prediction is that of one microbatch, with the stage's peak.
+        crossings: per cut, what goes from the stage before it to the one behind.
     """
 
     axis: str
@@ -194,6 +58,7 @@ class Pipeline:
     num_in_flight: tuple[int, ...]
     independent: bool
     stages: tuple[Plan, ...]
+    crossings: tuple[tuple[Crossed, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +94,13 @@ class Plan:
     def steps(self) -> tuple[tuple[str, Communication], ...]:
         """(node key, collective), all instances expanded."""
         return tuple((c.node.format(*indices), c) for c in self.communications for indices in c.instances)
+
+    def __repr__(self) -> str:
+        """One line; `autopar.explain` tells all."""
+        parts = self.pipeline
+        stages = f", {len(parts.stages)} stages, {parts.num_microbatches} microbatches" if parts else f", {len(self.entries)} decisions"
+        step_s, peak = seconds(self.prediction.step_s), size(self.prediction.peak_bytes)
+        return f"Plan({self.fingerprint.model_name or 'model'} on {self.mesh}{stages}: step {step_s}, peak {peak})"
 
     @property
     def hash(self) -> str:
@@ -315,9 +187,13 @@ def _misfit_of_stages(plan: Plan, pipeline: Pipeline) -> str:
     sizes = {axis.name: axis.size for axis in plan.mesh.axes} | {"": 1}
     if pipeline.axis not in sizes or not num or num % sizes[pipeline.axis]:
         return f"{num} stages do not lie along axis {pipeline.axis!r} of mesh {plan.mesh}"
-    if {len(pipeline.positions), len(pipeline.modules)} != {num - 1} or len(pipeline.num_in_flight) != num or pipeline.num_microbatches < 1:
+    per_cut = {len(pipeline.positions), len(pipeline.modules), len(pipeline.crossings)}
+    if per_cut != {num - 1} or len(pipeline.num_in_flight) != num or pipeline.num_microbatches < 1:
         return "its pipeline's cuts are not one less than its stages"
     mesh = plan.mesh.without(pipeline.axis) if pipeline.axis else plan.mesh
+    for crossed in (c for cut in pipeline.crossings for c in cut):
+        if len(crossed.layout.placements) != len(mesh.axes):
+            return f"{crossed.node} crosses as {str(crossed.layout)!r}, a stage's mesh {mesh} has {len(mesh.axes)} axes"
     for stage in pipeline.stages:
         if stage.mesh != mesh or stage.pipeline is not None:
             return f"a stage is for mesh {stage.mesh}, not {mesh}"
@@ -348,48 +224,20 @@ def _encode(value: Any) -> Any:
     return value
 
 
-def _strategy(data: Mapping[str, Any]) -> Strategy:
-    return Strategy(tuple(map(Layout.parse, data["inputs"])), tuple(map(Layout.parse, data["outputs"])))
-
-
-def _choices(data: list[Mapping[str, Any]]) -> tuple[NodeChoice, ...]:
-    return tuple(NodeChoice(c["node"], _strategy(c["strategy"])) for c in data)
-
-
-def _instances(data: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(i) for i in data)
-
-
-def _entry(data: Mapping[str, Any]) -> Entry:
-    runner_up = RunnerUp(**data["runner_up"]) if data["runner_up"] else None
-    changed = {"instances": _instances(data["instances"]), "nodes": _choices(data["nodes"]), "recompute": _choices(data["recompute"])}
-    return Entry(**{**data, **changed, "runner_up": runner_up, "discovered": tuple(data.get("discovered", ()))})
-
-
-def _communication(data: Mapping[str, Any]) -> Communication:
-    changed = {"source": Layout.parse(data["source"]), "target": Layout.parse(data["target"])}
-    return Communication(**{**data, **changed, "instances": _instances(data["instances"]), "collective": Collective(**data["collective"])})
-
-
-def _proof(data: Mapping[str, Any]) -> Proof:
-    potentials = tuple(Potential(**p) for p in data.get("potentials", ()))
-    return Proof(**{**data, "covers": tuple(data["covers"]), "potentials": potentials})
-
-
 def _decode_plan(data: Mapping[str, Any]) -> Plan:
     prediction = {**data["prediction"], "timeline": tuple(tuple(row) for row in data["prediction"]["timeline"])}
     kept = tuple(
-        Kept(**{**k, "instances": _instances(k["instances"]), "layouts": tuple(map(Layout.parse, k["layouts"]))}) for k in data["kept"]
+        Kept(**{**k, "instances": read_instances(k["instances"]), "layouts": tuple(map(Layout.parse, k["layouts"]))}) for k in data["kept"]
     )
     return Plan(
         mesh=Mesh.from_json(data["mesh"]),
         fingerprint=Fingerprint(**data["fingerprint"]),
         options=data["options"],
-        entries=tuple(map(_entry, data["entries"])),
+        entries=tuple(map(read_entry, data["entries"])),
         kept=kept,
-        communications=tuple(map(_communication, data["communications"])),
+        communications=tuple(map(read_communication, data["communications"])),
         prediction=Prediction(**prediction),
-        proof=_proof(data["proof"]),
+        proof=read_proof(data["proof"]),
         capture=str(data.get("capture", "")),
         pipeline=_decode_pipeline(data.get("pipeline")),
     )
@@ -399,4 +247,5 @@ def _decode_pipeline(data: Mapping[str, Any] | None) -> Pipeline | None:
     if data is None:
         return None
     lists = {name: tuple(data[name]) for name in ("positions", "modules", "num_in_flight")}
-    return Pipeline(**{**data, **lists, "stages": tuple(map(_decode_plan, data["stages"]))})
+    crossings = tuple(tuple(Crossed(**{**c, "layout": Layout.parse(c["layout"])}) for c in cut) for cut in data["crossings"])
+    return Pipeline(**{**data, **lists, "stages": tuple(map(_decode_plan, data["stages"])), "crossings": crossings})

@@ -1,0 +1,157 @@
+"""A plan with a pipeline in words: its stages and schedule, what crosses between stages, then each stage as a plan of its own.
+
+All devices of a stage do the same. A stage *waits* while its devices have nothing to do: with times τ of a microbatch per stage and M
+microbatches, stage s waits step − M · τ_s (the bubble, and what it is faster than the slowest).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.text import Text
+
+from autopar.breakdown import CROSSING, Part, breakdown, in_words
+from autopar.explanation.rendering import Readable, table
+from autopar.explanation.whole import Explanation, covered, made_for, memory, objective
+from autopar.plans import Pipeline, Plan
+from autopar.units import seconds, share, size
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Neighbouring stages that do the same, from `first` to `last`, with the explanation of the first."""
+
+    first: int
+    last: int
+    explanation: Explanation
+
+    @property
+    def name(self) -> str:
+        return f"stage {self.first}" if self.first == self.last else f"stages {self.first} to {self.last}, each"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StagedExplanation(Readable):
+    """A plan with a pipeline in words: prints, renders in rich and in notebooks.
+
+    Attributes:
+        sections: its stages, equal neighbours together. pattern: the module pattern asked for, or None for all.
+    """
+
+    plan: Plan
+    sections: tuple[Section, ...]
+    pattern: str | None = None
+
+    @property
+    def pipeline(self) -> Pipeline:
+        assert self.plan.pipeline is not None, "a plan without stages has an Explanation"
+        return self.plan.pipeline
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Of all sections."""
+        return tuple(part for section in self.sections for part in section.explanation.parts)
+
+    def renderables(self) -> Iterator[RenderableType]:
+        """Header, stages, what crosses; then per section the tables of a plan. For a pattern the sections that have such modules."""
+        if self.pattern is None:
+            yield from map(Text, self.header())
+            columns: tuple[str, ...] = (
+                ">stage", "begins with", ">a microbatch", ">compute", ">communication", ">receiving", ">waits of the step",
+                ">in flight", ">peak",
+            )  # fmt: skip
+            yield from table("Stages; times of one microbatch, forward and backward", columns, self._stages())
+            columns = (">from stage", "value", "crosses as", ">sent per device and microbatch", "gradient")
+            if rows := list(self._crossing()):
+                yield from table("Between stages", columns, rows)
+        for section in self.sections:
+            yield Text()
+            yield Text(f"── {section.name} ──", style="bold")
+            yield from section.explanation.tables()
+
+    def header(self) -> Iterator[str]:
+        """What was planned, its schedule, time, memory and proof, one line each."""
+        plan, pipeline = self.plan, self.pipeline
+        times = [stage.prediction.step_s for stage in pipeline.stages]
+        num, slowest = pipeline.num_microbatches, max(range(len(times)), key=times.__getitem__)
+        yield made_for(plan)
+        step = seconds(plan.prediction.step_s)
+        if pipeline.axis:
+            waiting = sum(self._waits(s) for s in range(len(times))) / len(times)
+            yield f"{num} microbatches through {len(times)} stages along {pipeline.axis}, schedule {pipeline.schedule}"
+            yield (
+                f"step {step} = {num - 1} × {seconds(times[slowest])} (stage {slowest}, the slowest)"
+                f" + {seconds(sum(times))} (one microbatch through all stages); devices wait {share(waiting)} of it on average"
+            )
+        else:
+            yield f"{num} microbatches one after another on the whole mesh"
+            yield f"step {step} = {num} × {seconds(times[0])}"
+        fullest = max(range(len(times)), key=lambda s: pipeline.stages[s].prediction.peak_bytes)
+        yield f"peak{f' of stage {fullest}' if pipeline.axis else ''} {memory(plan)}"
+        yield objective(plan)
+        yield from self._prices()
+        yield from covered(plan)
+
+    def _prices(self) -> Iterator[str]:
+        """What memory is worth: a stage's price holds for its microbatch, which the slowest stage runs M times in a row."""
+        price = max(stage.proof.memory_price_s_per_gib for stage in self.pipeline.stages)
+        yield (
+            f"memory is worth up to {seconds(price)} a microbatch per GiB more on each device of a stage (dual of the relaxation)"
+            if price > 0
+            else "memory does not bind: more of it would not make the step faster"
+        )
+
+    def _waits(self, stage: int) -> float:
+        """Share of the step."""
+        whole = max(self.plan.prediction.step_s, 1e-30)
+        return 1 - self.pipeline.num_microbatches * self.pipeline.stages[stage].prediction.step_s / whole
+
+    def _stages(self) -> list[tuple[str, ...]]:
+        rows = []
+        for number, stage in enumerate(self.pipeline.stages):
+            p = stage.prediction
+            begins = self.pipeline.modules[number - 1] if number else "the model"
+            receiving = receiving_s(stage)
+            times = (p.step_s, p.compute_s, p.communication_s - receiving, receiving)
+            flying = str(self.pipeline.num_in_flight[number])
+            rows.append((str(number), escape(begins), *map(seconds, times), share(self._waits(number)), flying, size(p.peak_bytes)))
+        return rows
+
+    def _crossing(self) -> Iterator[tuple[str, ...]]:
+        for number, crossings in enumerate(self.pipeline.crossings):
+            names = self.pipeline.stages[number].mesh.names
+            for crossed in crossings:
+                layout = f"{crossed.layout}, {in_words(crossed.layout, names, 'activation')}"
+                back = f"comes back: {size(crossed.bytes)}" if crossed.returns else "none"
+                yield str(number), escape(crossed.node), layout, size(crossed.bytes), back
+
+
+def receiving_s(stage: Plan) -> float:
+    """Seconds of a microbatch that a stage spends receiving from its neighbours."""
+    return sum(t.time_s for part in breakdown(stage) if part.module in CROSSING for t in part.transfers if t.kind == "receive")
+
+
+def sections_of(explanations: tuple[Explanation, ...]) -> tuple[Section, ...]:
+    """Sections of the stages' explanations, in order; stages without any of the parts asked for have none."""
+    sections: list[Section] = []
+    for number, explanation in enumerate(explanations):
+        before = sections[-1] if sections else None
+        if before and before.last == number - 1 and _same(before.explanation.parts, explanation.parts):
+            sections[-1] = replace(before, last=number)
+        elif explanation.parts:
+            sections.append(Section(number, number, explanation))
+    return tuple(sections)
+
+
+def _same(parts: tuple[Part, ...], others: tuple[Part, ...]) -> bool:
+    """Whether two stages do the same, but for the numbers of their layers."""
+    return len(parts) == len(others) and all(_facts(a) == _facts(b) for a, b in zip(parts, others, strict=True))
+
+
+def _facts(part: Part) -> Part:
+    """A part without what names its copies and its decisions."""
+    copies = tuple((i,) for i in range(len(part.instances)))
+    return replace(part, instances=copies, copies="", main=None, entries=())

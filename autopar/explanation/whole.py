@@ -1,0 +1,190 @@
+"""What a plan, or one stage of it, does, module by module, what it costs, and why not otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.text import Text
+
+from autopar.breakdown import CROSSING, INPUTS, Part, Transfer, in_words, label
+from autopar.explanation.rendering import Readable, table
+from autopar.layout import Layout
+from autopar.plans import Entry, Plan
+from autopar.units import seconds, share, size
+
+_STATIC = ("parameters", "optimizer", "buffers", "inputs")
+_EITHER = ("activations", "gradients")  # activations are gone when the last gradient is there
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation(Readable):
+    """A plan in words: prints, renders in rich and in notebooks.
+
+    Attributes:
+        plan: what is explained. parts: its parts, or those that were asked for.
+        pattern: the module pattern asked for, or None for all.
+        of: what times and shares are of: the step, or, for a stage, a microbatch.
+    """
+
+    plan: Plan
+    parts: tuple[Part, ...]
+    pattern: str | None = None
+    of: str = "step"
+
+    def renderables(self) -> Iterator[RenderableType]:
+        """Header, parallelism, layouts, costs, runner-ups; for a pattern every decision of its modules."""
+        if self.pattern is None:
+            yield from map(Text, self.header())
+        yield from self.tables()
+
+    def tables(self) -> Iterator[RenderableType]:
+        """All but the header."""
+        names = self.plan.mesh.names
+        if self.pattern is None:
+            yield from table("Parallelism", ("found", f">share of the {self.of}", "modules"), self._parallelism())
+        columns: tuple[str, ...] = ("<module", ">×", "weights: storage → as used", "activations: in → out")
+        yield from table("Layouts", columns, [_layouts(p, names) for p in self.parts])
+        columns = ("<module", ">compute", ">communication", "of which, with the bytes that a device puts in", ">kept", "run again")
+        yield from table(
+            f"Costs, per device and {self.of}, all copies of a module together", columns, [_costs(p, names) for p in self.parts]
+        )
+        if self.pattern is None:
+            columns = ("<module", "op", "chosen", "runner-up, all else equal", f">{self.of}")
+            yield from table("Why not otherwise", columns, list(self._runner_ups()))
+        else:
+            columns = ("decision", "layouts", ">time", "runner-up, all else equal", f">{self.of}", "line")
+            for part in self.parts:
+                yield from table(f"Decisions of {part.name}", columns, [_decision(e) for e in part.entries])
+        yield from self._replicated()
+
+    def header(self) -> Iterator[str]:
+        """What was planned, its time, memory and proof, one line each."""
+        plan, prediction = self.plan, self.plan.prediction
+        yield made_for(plan)
+        yield (
+            f"step {seconds(prediction.step_s)} = compute {seconds(prediction.compute_s)}"
+            f" + communication {seconds(prediction.communication_s)} ({share(prediction.communication_s / max(prediction.step_s, 1e-30))})"
+        )
+        yield f"peak {memory(plan)}"
+        yield objective(plan)
+        price = plan.proof.memory_price_s_per_gib
+        yield (
+            f"memory is worth {seconds(price)} a step per GiB more on each device (dual of the relaxation)"
+            if price > 0
+            else "memory does not bind: more of it would not make the step faster"
+        )
+        yield from covered(plan)
+
+    def _parallelism(self) -> list[tuple[str, str, str]]:
+        """Per kind of parallelism its share of the step and its modules, the largest share first."""
+        found: dict[str, list[Part]] = {}
+        for part in self.parts:
+            if part.module not in (INPUTS, *CROSSING):
+                found.setdefault(label(part, self.plan.mesh.names), []).append(part)
+        whole = max(self.plan.prediction.step_s, 1e-30)
+        rows = [(sum(p.compute_s + p.communication_s for p in parts) / whole, said, parts) for said, parts in found.items()]
+        rows.sort(key=lambda row: -row[0])
+        return [(said, share(part_of), escape(", ".join(p.name for p in parts))) for part_of, said, parts in rows]
+
+    def _runner_ups(self) -> Iterator[tuple[str, ...]]:
+        for part in self.parts:
+            if part.runner_up is not None and part.main is not None and part.main in part.entries:
+                chosen = _chosen(part.main)
+                delta = seconds(part.runner_up.delta_s, signed=True)
+                yield escape(part.name), part.main.op, chosen, part.runner_up.strategy, delta
+
+    def _replicated(self) -> Iterator[RenderableType]:
+        entries = [entry for part in self.parts for entry in part.entries]
+        columns = ("op", "module", f">share of the {self.of}", "line")
+        if rows := [self._cost(entry.op, entry) for entry in entries if entry.replicated]:
+            yield from table("Ops that run replicated because no rule is known", columns, rows)
+        elif self.pattern is None:
+            yield Text("Every op has a rule: none runs replicated for want of one.")
+        if rows := [self._cost(op, entry) for entry in entries for op in entry.discovered]:
+            yield from table("Ops whose rule was found by experiment", columns, rows)
+
+    def _cost(self, op: str, entry: Entry) -> tuple[str, ...]:
+        whole = max(self.plan.prediction.step_s, 1e-30)
+        return op, escape(entry.module), share(entry.time_s * len(entry.instances) / whole), escape(entry.source)
+
+
+def made_for(plan: Plan) -> str:
+    """Model, mesh, hardware and optimizer."""
+    model = plan.fingerprint.model_name or "model"
+    optimizer = plan.options.get("optimizer", "none")
+    return f"{model} on mesh {plan.mesh} ({plan.mesh.num_devices} devices), {plan.fingerprint.profile}, optimizer {optimizer}"
+
+
+def objective(plan: Plan) -> str:
+    """What was proven, and by what."""
+    proof = plan.proof
+    return (
+        f"objective {seconds(proof.objective_s)}, proven bound {seconds(proof.bound_s)}, gap {share(proof.gap)}"
+        f" ({proof.solver}: {proof.num_variables} variables, {proof.num_constraints} constraints)"
+    )
+
+
+def covered(plan: Plan) -> Iterator[str]:
+    """What the bound covers, one line each, and how repeated layers were captured."""
+    for position, what in enumerate(plan.proof.covers):
+        yield f"{'the bound covers: ' if not position else ' ' * 18}{what}"
+    if plan.capture:
+        yield f"capture {plan.capture}"
+
+
+def memory(plan: Plan) -> str:
+    """The peak, and the kinds that make it up."""
+    memory, budget = plan.prediction.memory_bytes, plan.options.get("memory_bytes")
+    kinds = {kind: size(memory[kind]) for kind in (*_STATIC, *_EITHER, "transient") if memory.get(kind)}
+    resting = " + ".join(f"{kind} {kinds[kind]}" for kind in _STATIC if kind in kinds)
+    either = " or ".join(f"{kind} {kinds[kind]}" for kind in _EITHER if kind in kinds)
+    passing = f"transient {kinds['transient']}" if "transient" in kinds else ""
+    of = f" of {size(budget)}" if budget else ""
+    return f"{size(plan.prediction.peak_bytes)}{of} per device: {' + '.join(filter(None, (resting, either, passing)))}"
+
+
+_OVER_SPACE = ("convolution", "max_pool", "avg_pool", "upsample")
+
+
+def _layouts(part: Part, names: tuple[str, ...]) -> tuple[str, ...]:
+    large = [w for w in part.weights if w.name != "bias"] or list(part.weights)
+    weights = [f"{w.name}: {_change((w.storage, *w.compute), names, 'weight')}" for w in large]
+    shown = tuple(layout for layout in (part.enters, part.leaves) if layout is not None)
+    role = "image" if part.main_op.startswith(_OVER_SPACE) else "activation"
+    return escape(part.name), str(len(part.instances)), "\n".join(weights), _change(shown, names, role) if shown else ""
+
+
+def _change(layouts: tuple[Layout, ...], names: tuple[str, ...], role: str) -> str:
+    """Codes, and in a second line words; one of each where nothing changes."""
+    steps = tuple(dict.fromkeys(layouts))
+    return f"{' → '.join(map(str, steps))}\n  {' → '.join(in_words(layout, names, role) for layout in steps)}"
+
+
+def _costs(part: Part, names: tuple[str, ...]) -> tuple[str, ...]:
+    transfers = sorted(part.transfers, key=lambda t: (t.phase != "forward", -t.time_s))
+    again = f"{', '.join(part.recomputed)} ({seconds(part.recompute_s)})" if part.recomputed else ""
+    lines = "\n".join(_transfer(t, names) for t in transfers if t.kind != "slice")
+    return escape(part.name), seconds(part.compute_s), seconds(part.communication_s), lines, size(part.kept_bytes), again
+
+
+def _transfer(t: Transfer, names: tuple[str, ...]) -> str:
+    if t.axis < 0:
+        return f"{t.phase} {t.kind}: {seconds(t.time_s)}"
+    return f"{t.phase} {t.kind} over {names[t.axis]}: {seconds(t.time_s)} ({t.num}×, {size(t.bytes)})"
+
+
+def _chosen(entry: Entry) -> str:
+    """The layouts that cross the decision's border: what the first op reads and the last makes."""
+    first, last = entry.nodes[0].strategy, entry.nodes[-1].strategy
+    return f"{', '.join(map(str, first.inputs))} -> {', '.join(map(str, last.outputs))}"
+
+
+def _decision(entry: Entry) -> tuple[str, ...]:
+    again = " (and again in backward)" if entry.recompute else ""
+    other = (entry.runner_up.strategy, seconds(entry.runner_up.delta_s, signed=True)) if entry.runner_up else ("", "")
+    source = entry.source.partition(": ")[2] or entry.source
+    op = f"{entry.op} {entry.phase}{again}" if entry.kind == "compute" else f"{entry.module.rpartition('.')[2]} {entry.kind}"
+    return escape(op), _chosen(entry), seconds(entry.time_s * len(entry.instances)), *other, escape(source)

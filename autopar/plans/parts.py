@@ -1,0 +1,204 @@
+"""What a plan is made of: decisions, what is kept and moved, prediction and proof; and the reading of each from JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.collective import Collective
+from autopar.layout import Layout, Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class NodeChoice:
+    """The strategy of one node pattern."""
+
+    node: str
+    strategy: Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerUp:
+    """The best other choice for an entry, all else fixed, and how much longer the step would take."""
+
+    strategy: str
+    delta_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One decision, taken by `len(instances)` equal clusters of nodes.
+
+    Attributes:
+        key: unique name of the decision: module pattern with ``*``, op, phase, ordinal.
+        kind: ``compute``, ``parameter``, ``buffer``, ``input`` or ``output``.
+        instances: the indices that the patterns take, one tuple per instance.
+        nodes: the nodes that share the decision, with their layouts.
+        recompute: the strategies with which backward runs the nodes again, empty where it does not.
+        time_s: compute time of one instance.
+        replicated: whether a tensor op runs replicated for want of a rule (reported with its cost).
+        source: the user's own line.
+        discovered: the ops among the nodes whose rule was found by experiment.
+    """
+
+    key: str
+    kind: str
+    module: str
+    op: str
+    phase: str
+    instances: tuple[tuple[int, ...], ...]
+    nodes: tuple[NodeChoice, ...]
+    recompute: tuple[NodeChoice, ...]
+    time_s: float
+    runner_up: RunnerUp | None
+    replicated: bool
+    source: str
+    discovered: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A value kept for backward, in which layouts."""
+
+    node: str
+    result: int
+    instances: tuple[tuple[int, ...], ...]
+    layouts: tuple[Layout, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """One collective, done for result `result` of every instance of node pattern `node`.
+
+    Attributes:
+        phase: the phase it runs in. module: module pattern of the node.
+        source, target: layouts before and after. time_s: of one instance.
+    """
+
+    node: str
+    result: int
+    instances: tuple[tuple[int, ...], ...]
+    module: str
+    phase: str
+    collective: Collective
+    source: Layout
+    target: Layout
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a step will take, per device.
+
+    Attributes:
+        memory_bytes: kind (``parameters``, ``gradients``, ``optimizer``, ``buffers``, ``inputs``, ``activations``,
+            ``transient``) → bytes at the peak.
+        peak_bytes: peak of live tensor bytes from the start of forward to the end of backward.
+        timeline: (label, phase, kind ``compute`` or ``communication``, start_s, duration_s), in order, per module.
+    """
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    peak_bytes: int
+    memory_bytes: Mapping[str, int]
+    timeline: tuple[tuple[str, str, str, float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Potential:
+    """What the layouts of a tensor are worth to one of its readers, for all tensors that have the same readers: multipliers of
+    the proof (`autopar.certificate.bound`).
+
+    Attributes:
+        node, result: the first of these tensors. reader, operand: its reader in the first of the reader's instances.
+        phase: ``backward`` too where backward runs a forward reader again. values_s: layout → seconds, where it is worth any.
+    """
+
+    node: str
+    result: int
+    reader: str
+    operand: int
+    phase: str
+    values_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Incumbent, bound, and what the bound covers.
+
+    Attributes:
+        certified_bound_s: what the multipliers prove of `bound_s` by arithmetic alone (`autopar.check`); the search may prove more.
+        potentials: multipliers of tensors. memory_s: what the whole budget is worth at a point of the step: ``start of
+            backward``, ``end of backward``, or while a node runs.
+    """
+
+    objective_s: float
+    bound_s: float
+    gap: float
+    num_variables: int
+    num_constraints: int
+    solver: str
+    memory_price_s_per_gib: float
+    covers: tuple[str, ...]
+    certified_bound_s: float = 0.0
+    potentials: tuple[Potential, ...] = ()
+    memory_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What the plan was made for."""
+
+    model: str
+    model_name: str
+    profile: str
+    profile_hash: str
+    autopar: str
+    torch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Crossed:
+    """A value that goes from one stage to the next, in which layout.
+
+    Attributes:
+        node: its key. bytes: that a device sends per microbatch. returns: whether its gradient comes back, in the same layout.
+    """
+
+    node: str
+    layout: Layout
+    bytes: int
+    returns: bool
+
+
+def _strategy(data: Mapping[str, Any]) -> Strategy:
+    return Strategy(tuple(map(Layout.parse, data["inputs"])), tuple(map(Layout.parse, data["outputs"])))
+
+
+def _choices(data: list[Mapping[str, Any]]) -> tuple[NodeChoice, ...]:
+    return tuple(NodeChoice(c["node"], _strategy(c["strategy"])) for c in data)
+
+
+def read_instances(data: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(i) for i in data)
+
+
+def read_entry(data: Mapping[str, Any]) -> Entry:
+    runner_up = RunnerUp(**data["runner_up"]) if data["runner_up"] else None
+    changed = {"instances": read_instances(data["instances"]), "nodes": _choices(data["nodes"]), "recompute": _choices(data["recompute"])}
+    return Entry(**{**data, **changed, "runner_up": runner_up, "discovered": tuple(data.get("discovered", ()))})
+
+
+def read_communication(data: Mapping[str, Any]) -> Communication:
+    changed = {"source": Layout.parse(data["source"]), "target": Layout.parse(data["target"])}
+    return Communication(
+        **{**data, **changed, "instances": read_instances(data["instances"]), "collective": Collective(**data["collective"])}
+    )
+
+
+def read_proof(data: Mapping[str, Any]) -> Proof:
+    potentials = tuple(Potential(**p) for p in data.get("potentials", ()))
+    return Proof(**{**data, "covers": tuple(data["covers"]), "potentials": potentials})
