@@ -194,6 +194,8 @@ def _special(node: fx.Node, call: Call, part: Call, reads: list[Label], num: int
         return tuple(WHOLE for _ in call.outputs)
     if call.target in _CONSTANTS or (call.target in _DRAWS and all(r == WHOLE for r in reads)):
         return (_input_label(node.name, call.outputs[0].shape, part.outputs[0].shape, num),)
+    if call.target is aten.repeat.default and reads == [WHOLE] and not alike:  # every copy is the same
+        return (_input_label(node.name, call.outputs[0].shape, part.outputs[0].shape, num),)
     averages = call.target in _MEANS or (call.target in LOSSES and call.kwargs.get("reduction", _third(call)) == MEAN)
     if averages and alike and any(r.kind == "split" for r in reads) and call.outputs == part.outputs:
         return (MEAN_OF,) if all(r.kind in ("split", "whole") for r in reads) else None
