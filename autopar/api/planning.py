@@ -12,9 +12,9 @@ from torch import nn
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware
 from autopar.api.choosing import Chooser
-from autopar.api.tracing import program_of
+from autopar.api.tracing import program_of, staged_trace
 from autopar.capture import Trace, capture
-from autopar.certificate import Certificate, certify
+from autopar.certificate import Certificate, certify, certify_staged
 from autopar.constraints import Constraint
 from autopar.errors import PlanError
 from autopar.hardware import HardwareProfile
@@ -157,10 +157,12 @@ def check(plan: Plan, model: nn.Module, batch: Example, *, hardware: str | Path 
     Raises:
         CaptureError: where the model cannot be captured.
         HardwareError: where the profile is not here under the name that the plan has: pass its path.
-        PlanError: where the plan has a pipeline.
+        ConstraintError, EmissionError: where the model cannot be cut as the plan says.
     """
-    if plan.pipeline is not None:
-        what = "the plan has a pipeline, and certificates are of plans without: schedules and what crosses are not derived anew"
-        raise PlanError(what, remedy="autopar.verify runs all of its stages against the model")
     profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or plan.fingerprint.profile)
-    return certify(capture(model, *as_call(batch)), plan, profile)
+    args, kwargs = as_call(batch)
+    trace = capture(model, args, kwargs)
+    if plan.pipeline is None:
+        return certify(trace, plan, profile)
+    part, how, made = staged_trace(plan.pipeline, model, trace, args, kwargs)
+    return certify_staged(trace, part, made, how, plan, profile)

@@ -14,7 +14,7 @@ from autopar.analysis.microbatches import Microbatching, for_single_samples, mic
 from autopar.capture import Trace, capture
 from autopar.emit import emit, emit_staged
 from autopar.errors import ConstraintError
-from autopar.plans import Plan
+from autopar.plans import Pipeline, Plan
 from autopar.run.program import Program, StagedProgram
 from autopar.stages import Cut, cut
 
@@ -86,6 +86,17 @@ def program_of(plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...]
     pipeline = plan.pipeline
     if pipeline is None:
         return emit(whole, plan)
-    part, how = trace_part(model, whole, args, kwargs, pipeline.num_microbatches, independent=pipeline.independent)
-    made = cut(part, pipeline.positions) if pipeline.positions else Cut((part,), (), {})
+    part, how, made = staged_trace(pipeline, model, whole, args, kwargs)
     return emit_staged(part, made, how, plan)
+
+
+def staged_trace(
+    pipeline: Pipeline, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Trace, Microbatching, Cut]:
+    """The trace of one microbatch, how microbatches make the batch, and the stages that a pipeline cuts it into.
+
+    Raises:
+        ConstraintError, EmissionError: where the model cannot be cut so.
+    """
+    part, how = trace_part(model, whole, args, kwargs, pipeline.num_microbatches, independent=pipeline.independent)
+    return part, how, cut(part, pipeline.positions) if pipeline.positions else Cut((part,), (), {})

@@ -2,5 +2,6 @@
 
 from autopar.certificate.check import certify
 from autopar.certificate.report import Certificate, Finding
+from autopar.certificate.staged import certify_staged
 
-__all__ = ["Certificate", "Finding", "certify"]
+__all__ = ["Certificate", "Finding", "certify", "certify_staged"]

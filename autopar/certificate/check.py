@@ -13,42 +13,47 @@ from dataclasses import dataclass, replace
 import torch
 
 from autopar.capture.trace import Trace
+from autopar.certificate.context import Context
 from autopar.certificate.decisions import Decisions
 from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.moves import Walk
 from autopar.certificate.proof import Stored, proven
 from autopar.certificate.report import Certificate, Finding
 from autopar.certificate.resources import emission, memory, resting, step_s, times
-from autopar.constraints import check, read_constraint
-from autopar.cost.price import OPTIMIZERS, Priced, price
+from autopar.cost.price import OPTIMIZERS, Priced
 from autopar.emit import emit
 from autopar.errors import AutoparError
 from autopar.hardware import HardwareProfile
 from autopar.plans import Plan
-from autopar.strategies import classes_of, resolve
 from autopar.version import VERSION
 
 
-def certify(trace: Trace, plan: Plan, profile: HardwareProfile) -> Certificate:
-    """Check every claim of `plan`; what a claim rests on is checked before it, and where that fails the claim is left out."""
+def certify(trace: Trace, plan: Plan, profile: HardwareProfile, context: Context | None = None) -> Certificate:
+    """Check every claim of `plan`; what a claim rests on is checked before it, and where that fails the claim is left out.
+
+    Args:
+        context: of a pipeline's stage (`autopar.certificate.staged`); by default that of a plan without stages.
+    """
     title = f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh} ({plan.mesh.num_devices} devices), {plan.fingerprint.profile}"
     claimed, proof = plan.prediction, plan.proof
     budget = plan.options.get("memory_bytes")
     report = Certificate(
-        title, tuple(_identity(trace, plan, profile)), tuple(_notes(plan)), claimed_step_s=claimed.step_s,
+        title, tuple(identity(trace, plan, profile)), tuple(notes(plan)), claimed_step_s=claimed.step_s,
         claimed_peak_bytes=claimed.peak_bytes, budget_bytes=budget if isinstance(budget, int) else 0,
         objective_s=proof.objective_s, claimed_bound_s=proof.bound_s,
     )  # fmt: skip
     if not report.ok:
         return report
     try:
-        priced = _stated(trace, plan, profile)
+        context = context or Context.of(trace, plan)
+        priced = context.problem(trace, plan, profile)
     except AutoparError as error:
         return replace(report, findings=(Finding("layouts", f"the problem cannot be stated: {error.what}"),))
-    return _Job(trace, plan, profile, priced, Facts.of(trace), Claims.of(plan)).certificate(report)
+    return _Job(trace, plan, profile, context, priced, Facts.of(trace), Claims.of(plan)).certificate(report)
 
 
-def _identity(trace: Trace, plan: Plan, profile: HardwareProfile) -> Iterator[Finding]:
+def identity(trace: Trace, plan: Plan, profile: HardwareProfile) -> Iterator[Finding]:
+    """Whether the plan is for this model and profile."""
     mark = plan.fingerprint
     if mark.model != trace.fingerprint:
         yield Finding("model", f"the plan is for a model or batch of fingerprint {mark.model}, this is {trace.fingerprint}")
@@ -59,23 +64,13 @@ def _identity(trace: Trace, plan: Plan, profile: HardwareProfile) -> Iterator[Fi
         yield Finding("model", f"the plan is for optimizer {plan.options.get('optimizer')!r}, which is not known")
 
 
-def _notes(plan: Plan) -> Iterator[str]:
+def notes(plan: Plan) -> Iterator[str]:
+    """What does not bear on the claims."""
     here = torch.__version__.split("+")[0]
     if plan.fingerprint.torch != here:
         yield f"planned with torch {plan.fingerprint.torch}, this is {here}"
     if plan.fingerprint.autopar != VERSION:
         yield f"planned with autopar {plan.fingerprint.autopar}, this is {VERSION}"
-
-
-def _stated(trace: Trace, plan: Plan, profile: HardwareProfile) -> Priced:
-    """The problem that the plan claims to solve."""
-    constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
-    for constraint in constraints:
-        check(constraint, plan.mesh)
-    forced = resolve(trace, constraints, plan.mesh)
-    classes = classes_of(trace, plan.mesh.shape, forced)
-    budget, optimizer = int(plan.options.get("memory_bytes", 0)), str(plan.options["optimizer"])
-    return price(trace, classes, plan.mesh, profile, budget_bytes=budget, optimizer=optimizer, forced=forced)
 
 
 @dataclass
@@ -85,6 +80,7 @@ class _Job:
     trace: Trace
     plan: Plan
     profile: HardwareProfile
+    context: Context
     priced: Priced
     facts: Facts
     claims: Claims
@@ -99,7 +95,7 @@ class _Job:
             report, certified_bound_s=bound_s, num_multipliers=stored.num_multipliers, num_decisions=len(plan.entries),
             num_nodes=len(self.facts.keys), num_steps=len(plan.steps()),
         )  # fmt: skip
-        decisions = Decisions(plan, self.trace, self.facts, self.priced, plan.mesh, self.profile)
+        decisions = Decisions(plan, self.trace, self.facts, self.priced, plan.mesh, self.profile, self.context)
         walk = Walk(self.facts, self.claims, plan.mesh, self.profile)
         strangers = [*decisions.strangers(), *walk.strangers()]
         if strangers:
@@ -117,7 +113,7 @@ class _Job:
             program = emit(self.trace, self.plan)
             found += emission(self.plan, program)
             sizes = resting(self.trace, self.facts, self.claims, self.plan)
-            peak, wrong = memory(self.plan, program, self.facts, sizes)
+            peak, wrong = memory(self.plan, program, self.facts, sizes, self.context)
         except AutoparError as error:
             where = "" if error.where is None else str(error.where)
             return replace(report, findings=(*found, Finding("emission", error.what, where)))

@@ -13,6 +13,7 @@ import torch
 
 from autopar.analysis.work import work
 from autopar.capture.trace import Parameter, Trace
+from autopar.certificate.context import Context
 from autopar.certificate.facts import Facts
 from autopar.certificate.report import Finding, near
 from autopar.certificate.shards import held_bytes, local_lengths
@@ -48,9 +49,12 @@ class Decisions:
     priced: Priced
     mesh: Mesh
     profile: HardwareProfile
+    context: Context
 
     def __post_init__(self) -> None:
         self.parameters: Mapping[str, Parameter] = {parameter_key(p.name): p for p in self.trace.parameters}
+        self._crossing = {input_key(i.path) for i in self.trace.inputs if i.crosses}
+        self._crossing |= {output_key(o.path) for o in self.trace.outputs if o.crosses}
         ops = range(len(self.priced.problem.ops))
         self.owner = {key: op for op in ops for instance in keys_of(self.priced, op) for key in instance}
 
@@ -147,13 +151,19 @@ class Decisions:
         if key in self.parameters:
             p = self.parameters[key]
             _, traffic = OPTIMIZERS[str(self.plan.options.get("optimizer"))] if p.gradient is not None else (0, 0)
-            return traffic * held_bytes(p.view, p.dtype, layouts.outputs[0], self.mesh.shape) / self.profile.memory_bandwidth_bytes_per_s
+            step_s = traffic * held_bytes(p.view, p.dtype, layouts.outputs[0], self.mesh.shape) / self.profile.memory_bandwidth_bytes_per_s
+            return step_s / self.context.num_microbatches
         if entry.kind == "compute":
             return sum(self._node_time_s(c.node.format(*entry.instances[0]), c.strategy) for c in choices)
-        if entry.kind == "input" and key != input_key("tangent"):
-            tensor = self.facts.tensors[key, 0]
-            return held_bytes(tensor.shape, tensor.dtype, layouts.outputs[0], self.mesh.shape) / self.profile.memory_bandwidth_bytes_per_s
+        if (entry.kind == "input" and key != input_key("tangent")) or (key in self._crossing and layouts.outputs):
+            tensor = self.facts.tensors[key, 0]  # of an output that crosses: what comes back for it
+            size = held_bytes(tensor.shape, tensor.dtype, layouts.outputs[0], self.mesh.shape)
+            return self.context.crossing.time_s(size) if key in self._crossing else size / self.profile.memory_bandwidth_bytes_per_s
         return 0.0
+
+    def crosses(self, entry: Entry) -> bool:
+        """Whether an entry is of what crosses between stages."""
+        return entry.nodes[0].node.format(*entry.instances[0]) in self._crossing
 
     def _node_time_s(self, key: str, strategy: Strategy) -> float:
         call, sizes = call_of(self.facts.nodes[key]), self.mesh.shape

@@ -1,17 +1,19 @@
 """What certainly lives at a point of the step, under every plan: the rows of the bound that speak of memory.
 
-    start of backward   what rests, and everything kept
+    start of backward   what rests, and everything kept, of every microbatch in flight
     end of backward     what rests, and every gradient
     while a node of backward runs: what rests, what its op makes there, and what is kept and nothing has asked for yet
 
 What forward made is asked for by its readers in backward; by a view of it in forward when that is; and by an op that may run
-again when its own results are, since it then reads its operands.
+again when its own results are, since it then reads its operands. With several microbatches the others in flight are held in full at
+every point, and so is the sum of gradients so far.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -58,13 +60,20 @@ class Moments:
 
     def row(self, place: str, worth_s: float) -> MemoryRow | None:
         """The row of a point of the step, or None where there is no such point."""
+        problem = self.priced.problem
+        gradients = {n: [op.count * s.gradient_bytes for s in op.strategies] for n, op in enumerate(problem.ops)}
+        sums = gradients if problem.accumulates else {}
         if place == "start of backward":
-            return MemoryRow({v: variant.count for v, variant in enumerate(self.priced.problem.variants)}, {}, worth_s)
+            return MemoryRow({v: variant.count * problem.num_in_flight for v, variant in enumerate(problem.variants)}, sums, worth_s)
         if place == "end of backward":
-            ops = enumerate(self.priced.problem.ops)
-            return MemoryRow({}, {n: [op.count * s.gradient_bytes for s in op.strategies] for n, op in ops}, worth_s)
+            return MemoryRow({}, _both(gradients, sums), worth_s)
         node = self.facts.nodes.get(place)
-        return None if node is None or node.meta["phase"] != "backward" else self._while(node, worth_s)
+        if node is None or node.meta["phase"] != "backward":
+            return None
+        row = self._while(node, worth_s)
+        others = problem.num_in_flight - 1
+        held = {v: row.held.get(v, 0) + others * variant.count for v, variant in enumerate(problem.variants)} if others else row.held
+        return MemoryRow(held, _both(row.live, sums), worth_s)
 
     def _while(self, node: fx.Node, worth_s: float) -> MemoryRow:
         problem, now = self.priced.problem, self._position[node.name]
@@ -84,6 +93,12 @@ class Moments:
                         sizes = [held_bytes(tensor.shape, tensor.dtype, at, self.mesh_shape) for at in layouts]
                         live[value.op] = [a + b for a, b in zip(live.get(value.op, [0] * len(sizes)), sizes, strict=True)]
         return MemoryRow(held, live, worth_s)
+
+
+def _both(a: Mapping[int, Sequence[int]], b: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+    """Bytes per strategy of either."""
+    both = {n: [x + y for x, y in zip(a[n], b[n], strict=True)] for n in a.keys() & b.keys()}
+    return {**a, **b, **both}
 
 
 def _shares_memory(node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from torch import fx
 
 from autopar.capture.trace import Trace
+from autopar.certificate.context import Context
 from autopar.certificate.decisions import Decisions
 from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.report import Finding, near
@@ -18,6 +19,7 @@ from autopar.kernels import collectives as kernels
 from autopar.plans import Plan, Prediction
 from autopar.run.memory import trace_peak
 from autopar.run.program import Program
+from autopar.run.stage_memory import trace_stage_peak
 
 _CALLS = {
     kernels.all_gather: "all_gather", kernels.reduce_scatter: "reduce_scatter", kernels.all_reduce: "all_reduce",
@@ -57,7 +59,7 @@ def resting(trace: Trace, facts: Facts, claims: Claims, plan: Plan) -> dict[str,
     found = dict.fromkeys(("parameters", "optimizer", "buffers", "inputs", "gradients", "activations"), 0)
     tensors = [("parameters", p.view, p.dtype, parameter_key(p.name)) for p in trace.parameters]
     tensors += [("buffers", b.view, b.dtype, buffer_key(b.name)) for b in trace.buffers]
-    tensors += [("inputs", i.shape, i.dtype, input_key(i.path)) for i in trace.inputs]
+    tensors += [("inputs", i.shape, i.dtype, input_key(i.path)) for i in trace.inputs if not i.crosses]
     trained = {parameter_key(p.name) for p in trace.parameters if p.gradient is not None}
     for kind, shape, dtype, key in tensors:
         size = held_bytes(shape, dtype, claims.chosen[key].outputs[0], plan.mesh.shape)
@@ -72,7 +74,7 @@ def resting(trace: Trace, facts: Facts, claims: Claims, plan: Plan) -> dict[str,
     return found
 
 
-def memory(plan: Plan, program: Program, facts: Facts, sizes: Mapping[str, int]) -> tuple[int, list[Finding]]:
+def memory(plan: Plan, program: Program, facts: Facts, sizes: Mapping[str, int], context: Context) -> tuple[int, list[Finding]]:
     """The peak, optimizer's state included, and what is claimed of memory and does not hold."""
     found: list[Finding] = []
     for k in plan.kept:
@@ -83,8 +85,7 @@ def memory(plan: Plan, program: Program, facts: Facts, sizes: Mapping[str, int])
         held = sum(held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in k.layouts)
         if held != k.bytes:
             found.append(Finding("kept values", f"one instance holds {held} bytes, not {k.bytes}", k.node))
-    ran = trace_peak(program, batch=plan.options.get("batch", "global"), outputs=plan.options.get("outputs", "dtensor"))
-    peak, budget = ran.peak_bytes + sizes["optimizer"], plan.options.get("memory_bytes")
+    peak, budget = _peak(plan, program, context) + sizes["optimizer"], plan.options.get("memory_bytes")
     static = sum(sizes[kind] for kind in ("parameters", "optimizer", "buffers", "inputs"))
     expected = {**sizes, "transient": max(peak - static - max(sizes["activations"], sizes["gradients"]), 0)}
     claimed = plan.prediction
@@ -100,10 +101,23 @@ def memory(plan: Plan, program: Program, facts: Facts, sizes: Mapping[str, int])
     return peak, found
 
 
+def _peak(plan: Plan, program: Program, context: Context) -> int:
+    """Of a step, without the optimizer's state."""
+    outputs = plan.options.get("outputs", "dtensor")
+    if not context.schedule:
+        return trace_peak(program, batch=plan.options.get("batch", "global"), outputs=outputs).peak_bytes
+    stage = trace_stage_peak(program, context.schedule, context.num_in_flight, context.num_microbatches, outputs)
+    return stage.peak_bytes + context.batch_bytes
+
+
 def step_s(plan: Plan, decisions: Decisions) -> tuple[float, float]:
-    """Compute and communication of a step: entries by their layouts, collectives as listed (each is checked where it stands)."""
-    compute = sum(len(e.instances) * decisions.time_s(e, c) for e in plan.entries for c in (e.nodes, e.recompute) if c)
-    return compute, sum(len(c.instances) * c.time_s for c in plan.communications)
+    """Compute and communication of a step: entries by their layouts, collectives as listed (each is checked where it stands), and what
+    crosses between stages."""
+    compute, crossing = 0.0, 0.0
+    for entry in plan.entries:
+        time_s = sum(len(entry.instances) * decisions.time_s(entry, c) for c in (entry.nodes, entry.recompute) if c)
+        compute, crossing = (compute, crossing + time_s) if decisions.crosses(entry) else (compute + time_s, crossing)
+    return compute, crossing + sum(len(c.instances) * c.time_s for c in plan.communications)
 
 
 def times(plan: Plan, compute_s: float, communication_s: float) -> Iterator[Finding]:

@@ -179,7 +179,7 @@ class _Builder:
             self._placeholder("buffer", b.name, b.node, TensorInfo(b.view, b.dtype), (OpStrategy(Strategy((), (replicated,)), 0.0, size),))
         gradients = _output_nodes(self.trace)
         for i in self.trace.inputs:
-            self._placeholder("input", i.path, i.node, TensorInfo(i.shape, i.dtype), self._arriving(i))
+            self._placeholder("input", i.path, i.node, TensorInfo(i.shape, i.dtype), self._arriving(i), crosses=i.crosses)
             if i.gradient is not None:
                 self.read((gradients[i.gradient].name, 0), len(self.ops) - 1, 0, "backward")
         for loss in (o for o in self.trace.differentiable if not o.crosses):
@@ -203,9 +203,17 @@ class _Builder:
         return all_layouts(border.shape, self.mesh.shape) if wanted is None else (wanted,)
 
     def _placeholder(
-        self, kind: OpKind, name: str, node: str, info: TensorInfo, strategies: tuple[OpStrategy, ...], phase: Phase = "forward"
+        self,
+        kind: OpKind,
+        name: str,
+        node: str,
+        info: TensorInfo,
+        strategies: tuple[OpStrategy, ...],
+        *,
+        phase: Phase = "forward",
+        crosses: bool = False,
     ) -> None:
-        index = self.add(Op(name, kind, phase, 1, (), strategies), Source(kind, (name,), (node,)))
+        index = self.add(Op(name, kind, phase, 1, (), strategies), Source(kind, (name,), (node,), crosses=crosses))
         self.made[node, 0] = (index, 0)
         self.infos[node, 0] = info
 

@@ -1,0 +1,167 @@
+"""`certify_staged`: a plan with a pipeline, stage by stage, and what joins the stages.
+
+Each stage is certified as a plan of its own, under the layouts in which it says that tensors cross and with its microbatches in flight.
+Beside that: that neighbours agree, that copies of a parameter rest alike, how many microbatches a schedule holds, and that step, peak
+and gap follow from the stages'. The bound of the whole rests on a plan of the whole without stages, and is the search's word; what the
+stages' multipliers prove is a bound for these cuts, and is said in a note.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.analysis.microbatches import Microbatching
+from autopar.capture.trace import Trace
+from autopar.certificate.check import certify, identity, notes
+from autopar.certificate.context import Context
+from autopar.certificate.report import Certificate, Finding, near
+from autopar.constraints import Pipelined, read_constraint
+from autopar.cost.price import Crossing
+from autopar.emit import emit_staged
+from autopar.emit.choices import input_key, output_key, parameter_key
+from autopar.errors import AutoparError
+from autopar.hardware import HardwareProfile
+from autopar.layout import Layout
+from autopar.plans import Pipeline, Plan
+from autopar.stages import Cut
+from autopar.strategies import resolve
+from autopar.units import seconds
+
+
+def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, plan: Plan, profile: HardwareProfile) -> Certificate:
+    """Check every claim of a plan with a pipeline.
+
+    Args:
+        whole, part: the traces of the batch and of one microbatch. made: `part` in stages. how: how microbatches make the batch.
+    """
+    pipeline = plan.pipeline
+    assert pipeline is not None, "the plan has stages"
+    report = Certificate(
+        f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh} in {len(pipeline.stages)} stages, {plan.fingerprint.profile}",
+        tuple(identity(whole, plan, profile)), tuple(notes(plan)), claimed_step_s=plan.prediction.step_s,
+        claimed_peak_bytes=plan.prediction.peak_bytes, budget_bytes=int(plan.options.get("memory_bytes", 0)),
+        objective_s=plan.proof.objective_s, claimed_bound_s=plan.proof.bound_s,
+    )  # fmt: skip
+    if not report.ok:
+        return report
+    try:
+        emit_staged(part, made, how, plan)
+        stages = _Stages(whole, part, made, plan, pipeline, profile).certificates()
+    except AutoparError as error:
+        return replace(report, findings=(Finding("emission", error.what, "" if error.where is None else str(error.where)),))
+    found = [replace(f, what=f"stage {n}: {f.what}") for n, stage in enumerate(stages) for f in stage.findings]
+    found += _joined(plan, pipeline, made)
+    return _summed(replace(report, findings=tuple(found)), stages, pipeline)
+
+
+def held_at_most(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> int:
+    """Microbatches whose kept values a stage holds: under GPipe all; under 1F1B one per stage from here to the last."""
+    return num_microbatches if schedule == "gpipe" else min(num_microbatches, num_stages - stage)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """The stages' certificates in the making."""
+
+    whole: Trace
+    part: Trace
+    made: Cut
+    plan: Plan
+    pipeline: Pipeline
+    profile: HardwareProfile
+
+    def certificates(self) -> list[Certificate]:
+        plan, pipeline = self.plan, self.pipeline
+        constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
+        mesh = plan.mesh.without(pipeline.axis) if pipeline.axis else plan.mesh
+        forced = resolve(self.part, [c for c in constraints if not isinstance(c, Pipelined)], mesh)
+        batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in self.whole.inputs)
+        storage: dict[str, Layout] = dict(forced.storage)
+        found = []
+        for number, (trace, staged) in enumerate(zip(self.made.stages, pipeline.stages, strict=True)):
+            chosen = staged.node_choices()
+            layouts = {i.path: chosen[input_key(i.path)].outputs[0] for i in trace.inputs if i.crosses}
+            layouts |= {o.path: chosen[output_key(o.path)].inputs[0] for o in trace.outputs if o.crosses}
+            flying = held_at_most(pipeline.schedule, number, len(pipeline.stages), pipeline.num_microbatches)
+            context = Context(
+                replace(forced, storage=dict(storage)), replace(self._crossing(), layouts=layouts), pipeline.num_microbatches, flying,
+                pipeline.schedule, batch_bytes,
+            )  # fmt: skip
+            found.append(certify(trace, replace(staged, options=plan.options), self.profile, context))
+            storage |= {p.name: chosen[parameter_key(p.name)].outputs[0] for p in trace.parameters if p.name in self.made.shared}
+        return found
+
+    def _crossing(self) -> Crossing:
+        mesh, axis = self.plan.mesh, self.pipeline.axis
+        link = self.profile.links.get(mesh.link(mesh.names.index(axis))) if axis else None
+        return Crossing(link.latency_s, link.bandwidth_bytes_per_s) if link else Crossing()
+
+
+def _joined(plan: Plan, pipeline: Pipeline, made: Cut) -> Iterator[Finding]:
+    """What joins the stages."""
+    num = len(pipeline.stages)
+    expected = tuple(held_at_most(pipeline.schedule, s, num, pipeline.num_microbatches) for s in range(num))
+    if pipeline.num_in_flight != expected:
+        what = f"{pipeline.schedule} holds {expected} microbatches, stage by stage, not {pipeline.num_in_flight}"
+        yield Finding("memory", what)
+    for name, held_by in made.shared.items():
+        rests = {str(pipeline.stages[s].node_choices()[parameter_key(name)].outputs[0]) for s in held_by}
+        if len(rests) > 1:
+            yield Finding("layouts", f"its copies rest as {' and '.join(sorted(rests))}, and would be updated apart", name)
+    yield from _figures(plan, pipeline)
+
+
+def _step_s(times: Sequence[float], num_microbatches: int) -> float:
+    """(M − 1) · max τ + Σ τ."""
+    return (num_microbatches - 1) * max(times) + sum(times)
+
+
+def _figures(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
+    times = [stage.prediction.step_s for stage in pipeline.stages]
+    slowest = pipeline.stages[max(range(len(times)), key=times.__getitem__)].prediction
+    fullest = max((stage.prediction for stage in pipeline.stages), key=lambda p: p.peak_bytes)
+    step, claimed, num = _step_s(times, pipeline.num_microbatches), plan.prediction, pipeline.num_microbatches
+    said: Mapping[str, tuple[float, float]] = {
+        "the step": (step, claimed.step_s),
+        "the objective": (step, plan.proof.objective_s),
+        "the slowest stage's compute": (slowest.compute_s * num, claimed.compute_s),
+        "the slowest stage's communication": (slowest.communication_s * num, claimed.communication_s),
+    }
+    for what, (derived, number) in said.items():
+        if not near(derived, number):
+            yield Finding("time", f"{what} takes {derived:.9g} s, not {number:.9g} s")
+    if claimed.peak_bytes != fullest.peak_bytes or dict(claimed.memory_bytes) != dict(fullest.memory_bytes):
+        yield Finding(
+            "memory", f"the fullest stage's peak is {fullest.peak_bytes} bytes, not {claimed.peak_bytes}, or is made up otherwise"
+        )
+    proof = plan.proof
+    if not 0.0 <= proof.bound_s <= proof.objective_s * (1 + 1e-9):
+        yield Finding("bound", f"the search claims {proof.bound_s:.9g} s, which is over the objective of {proof.objective_s:.9g} s")
+    gap = (proof.objective_s - proof.bound_s) / proof.objective_s if proof.objective_s else 0.0
+    if not near(1 - gap, 1 - proof.gap):
+        yield Finding("bound", f"objective and bound are {gap:.6%} apart, not {proof.gap:.6%}")
+
+
+def _summed(report: Certificate, stages: Sequence[Certificate], pipeline: Pipeline) -> Certificate:
+    """With the stages' figures, where all of them could be derived."""
+    report = replace(
+        report, num_decisions=sum(s.num_decisions for s in stages), num_nodes=sum(s.num_nodes for s in stages),
+        num_steps=sum(s.num_steps for s in stages), num_multipliers=sum(s.num_multipliers for s in stages),
+    )  # fmt: skip
+    steps, peaks = [s.step_s for s in stages if s.step_s is not None], [s.peak_bytes for s in stages if s.peak_bytes is not None]
+    bounds = [s.certified_bound_s for s in stages if s.certified_bound_s is not None]
+    if len(steps) == len(stages):
+        report = replace(report, step_s=_step_s(steps, pipeline.num_microbatches))
+    if len(peaks) == len(stages):
+        report = replace(report, peak_bytes=max(peaks))
+    if len(bounds) == len(stages) and report.objective_s:
+        least = _step_s([max(b, 0.0) for b in bounds], pipeline.num_microbatches)
+        note = (
+            f"for these cuts and these layouts of what crosses, {seconds(least)} is proven by arithmetic, "
+            f"{1 - least / report.objective_s:.2%} below the plan; that no other cuts are faster than {seconds(report.claimed_bound_s)} "
+            "is the search's word"
+        )
+        report = replace(report, notes=(*report.notes, note))
+    return report

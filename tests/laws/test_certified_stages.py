@@ -1,0 +1,125 @@
+"""Plans with stages are certified as they are made, and not when any one claim of the whole or of a stage is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.analysis.microbatches import Microbatching
+from autopar.api.planning import plan_model
+from autopar.api.tracing import staged_trace
+from autopar.capture import Trace
+from autopar.certificate import Certificate, certify_staged
+from autopar.constraints import fsdp, pipeline
+from autopar.hardware import HardwareProfile
+from autopar.plans import Pipeline, Plan
+from autopar.stages import Cut
+from benchmarks import zoo
+
+PROFILE = HardwareProfile.load("cpu-gloo")
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan and what it is certified against."""
+
+    plan: Plan
+    whole: Trace
+    part: Trace
+    how: Microbatching
+    stages: Cut
+
+    def certificate(self, plan: Plan) -> Certificate:
+        return certify_staged(self.whole, self.part, self.stages, self.how, plan, PROFILE)
+
+
+@pytest.fixture(scope="module")
+def made() -> Made:
+    model, batch = zoo.build("gpt2")
+    mesh, force = autopar.Mesh({"stage": 2, "data": 2}), (pipeline("stage", microbatches=4), fsdp("data"))
+    whole, planned = plan_model(model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=force)
+    assert planned.plan.pipeline is not None
+    part, how, stages = staged_trace(planned.plan.pipeline, model, whole, (), batch)
+    return Made(planned.plan, whole, part, how, stages)
+
+
+def test_a_plan_with_stages_is_certified(made: Made) -> None:
+    found = made.certificate(made.plan)
+    assert found.ok, str(found)
+    assert found.step_s == pytest.approx(made.plan.prediction.step_s, rel=1e-12) and found.peak_bytes == made.plan.prediction.peak_bytes
+    assert any("proven by arithmetic" in note for note in found.notes)
+
+
+def piped(**changes: Any) -> Callable[[Plan], Plan]:
+    def change(plan: Plan) -> Plan:
+        assert plan.pipeline is not None
+        return replace(plan, pipeline=replace(plan.pipeline, **changes))
+
+    return change
+
+
+def stage(number: int, change: Callable[[Plan], Plan]) -> Callable[[Plan], Plan]:
+    def changed(plan: Plan) -> Plan:
+        pipe = plan.pipeline
+        assert isinstance(pipe, Pipeline)
+        return replace(plan, pipeline=replace(pipe, stages=tuple(change(s) if n == number else s for n, s in enumerate(pipe.stages))))
+
+    return changed
+
+
+def predicted(**changes: float) -> Callable[[Plan], Plan]:
+    return lambda plan: replace(
+        plan, prediction=replace(plan.prediction, **{name: getattr(plan.prediction, name) * by for name, by in changes.items()})
+    )
+
+
+def proven(**changes: float) -> Callable[[Plan], Plan]:
+    return lambda plan: replace(plan, proof=replace(plan.proof, **{name: getattr(plan.proof, name) * by for name, by in changes.items()}))
+
+
+def slower_crossing(plan: Plan) -> Plan:
+    entries = tuple(replace(e, time_s=e.time_s * 0.5) if e.kind == "output" and e.time_s else e for e in plan.entries)
+    assert entries != plan.entries
+    return replace(plan, entries=entries)
+
+
+def forgetful(plan: Plan) -> Plan:
+    """It no longer keeps what arrived, which its backward reads."""
+    arrived = {c.node for e in plan.entries if e.kind == "input" for c in e.nodes}
+    kept = tuple(k for k in plan.kept if k.node not in arrived)
+    assert kept != plan.kept
+    return replace(plan, kept=kept)
+
+
+CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
+    "the step": (predicted(step_s=0.9), "time"),
+    "the compute of the slowest stage": (predicted(compute_s=0.9), "time"),
+    "the bound": (proven(bound_s=1e3), "bound"),
+    "the gap": (proven(gap=0.5), "bound"),
+    "the objective": (proven(objective_s=0.99), "time"),
+    "the microbatches in flight": (piped(num_in_flight=(1, 1)), "memory"),
+    "the schedule": (piped(schedule="gpipe"), "memory"),
+    "a stage's step": (stage(1, predicted(step_s=0.9)), "time"),
+    "a stage's peak": (stage(0, lambda p: replace(p, prediction=replace(p.prediction, peak_bytes=p.prediction.peak_bytes - 1))), "memory"),
+    "a stage's time of crossing": (stage(0, slower_crossing), "time"),
+    "a stage's kept values": (stage(1, forgetful), "kept values"),
+    "a stage's objective": (stage(0, proven(objective_s=0.9)), "time"),
+    "a stage's certified bound": (stage(0, proven(certified_bound_s=1.5)), "bound"),
+    "a stage's entries": (stage(0, lambda p: replace(p, entries=p.entries[1:])), "emission"),
+    "a stage's collectives": (stage(1, lambda p: replace(p, communications=p.communications[1:])), "emission"),
+    "the batch": (lambda p: replace(p, fingerprint=replace(p.fingerprint, model="another")), "model"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_one_changed_claim_is_found(made: Made, name: str) -> None:
+    change, claim = CHANGES[name]
+    changed = change(made.plan)
+    assert changed != made.plan
+    found = made.certificate(changed)
+    assert not found.ok
+    assert claim in {f.claim for f in found.findings}, str(found)
