@@ -31,7 +31,7 @@ True
 """
 
 from autopar import constraints
-from autopar.api import compile, plan, verify
+from autopar.api import compile, plan, verify, what_if
 from autopar.errors import AutoparError
 from autopar.explanation import diff, explain
 from autopar.hardware import HardwareProfile
@@ -53,4 +53,5 @@ __all__ = [
     "explain",
     "plan",
     "verify",
+    "what_if",
 ]
