@@ -36,7 +36,7 @@ True
 """
 
 from autopar import constraints
-from autopar.api import check, compile, plan, verify
+from autopar.api import check, compile, plan, verify, what_if
 from autopar.errors import AutoparError
 from autopar.explanation import diff, explain
 from autopar.hardware import HardwareProfile
@@ -59,4 +59,5 @@ __all__ = [
     "explain",
     "plan",
     "verify",
+    "what_if",
 ]

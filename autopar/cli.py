@@ -1,4 +1,4 @@
-"""The command line: ``autopar plan|explain|diff|check|verify|profile|report|run``.
+"""The command line: ``autopar plan|explain|diff|check|verify|what-if|profile|report|run``.
 
 `plan`, `explain`, `diff`, `check` and `report` need no process group and no GPU. What autopar refuses is printed without a traceback,
 and the command exits with 1.
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autopar import constraints, hf
-from autopar.api import as_call, check, verify
+from autopar.api import as_call, check, verify, what_if
 from autopar.api.planning import plan_call
 from autopar.constraints.pipelines import SCHEDULES
 from autopar.errors import AutoparError, PlanError
@@ -156,6 +156,26 @@ def verify_command(
     _say(str(found))
     if not found.ok:
         raise typer.Exit(1)
+
+
+@app.command("what-if")
+def what_if_command(
+    plan: PlanFile,
+    hardware: Annotated[str, typer.Option(help="Name or path of the other hardware profile.")],
+    hf: Hf = None,
+    model: ModelName = None,
+    module: Module = None,
+    batch: Batch = 8,
+    seq: Seq = None,
+    dtype: Dtype = "bfloat16",
+) -> None:
+    """What a plan would take on other hardware, and how much a plan made there would gain."""
+    loaded = Plan.load(plan)
+    with _progress("building the model") as tell:
+        network, example = _build(hf, model, module, batch, seq, dtype, "meta")
+        tell(f"planning for {hardware}")
+        found = what_if(loaded, network, example, hardware=hardware)
+    _say(str(found))
 
 
 @app.command("profile")

@@ -3,11 +3,13 @@
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware
 from autopar.api.compiling import Deferred, compile
 from autopar.api.planning import check, check_fits, plan, plan_model, verify
+from autopar.api.what_if import WhatIf, what_if
 
 __all__ = [
     "Deferred",
     "Example",
     "MeshLike",
+    "WhatIf",
     "as_call",
     "as_mesh",
     "check",
@@ -17,4 +19,5 @@ __all__ = [
     "plan",
     "plan_model",
     "verify",
+    "what_if",
 ]

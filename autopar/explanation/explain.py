@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from autopar.breakdown import breakdown
 from autopar.errors import PlanError
+from autopar.explanation.prices import Worth, worth
 from autopar.explanation.stages import StagedExplanation, sections_of
 from autopar.explanation.whole import Explanation
+from autopar.hardware import HardwareProfile
 from autopar.plans import Plan
 
 
-def explain(plan: Plan, *, module: str | None = None) -> Explanation | StagedExplanation:
+def explain(plan: Plan, *, module: str | None = None, profile: HardwareProfile | None = None) -> Explanation | StagedExplanation:
     """A readable account of a plan: time, memory, proof; per module its layouts, costs, and the best other choice. Of a plan with a
     pipeline also its schedule and what crosses between stages, then the same per stage.
 
@@ -17,20 +19,23 @@ def explain(plan: Plan, *, module: str | None = None) -> Explanation | StagedExp
 
     Args:
         module: a module path with shell wildcards; only these modules, with every decision taken in them.
+        profile: the one that the plan was made for, where it is not a shipped one; it tells what faster links are worth.
 
     Raises:
         PlanError: where no module matches.
     """
     pipeline = plan.pipeline
+    priced = Worth() if module is not None else worth(plan, profile)
     if pipeline is None:
         parts = breakdown(plan)
-        found: Explanation | StagedExplanation = Explanation(plan, tuple(p for p in parts if module is None or p.matches(module)), module)
+        mine = tuple(p for p in parts if module is None or p.matches(module))
+        found: Explanation | StagedExplanation = Explanation(plan, mine, module, worth=priced)
     else:
         broken = [breakdown(stage) for stage in pipeline.stages]
         parts = tuple(part for stage in broken for part in stage)
         chosen = [tuple(p for p in stage if module is None or p.matches(module)) for stage in broken]
-        each = (Explanation(stage, mine, module, "microbatch") for stage, mine in zip(pipeline.stages, chosen, strict=True))
-        found = StagedExplanation(plan, sections_of(tuple(each)), module)
+        each = (Explanation(stage, mine, module, of="microbatch") for stage, mine in zip(pipeline.stages, chosen, strict=True))
+        found = StagedExplanation(plan, sections_of(tuple(each)), module, priced)
     if module is not None and not found.parts:
         known = ", ".join(dict.fromkeys(p.module for p in parts if p.module))
         raise PlanError(f"no module matches {module!r}", remedy=f"its modules are {known}")

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from autopar.breakdown import CROSSING, Part, breakdown, in_words
+from autopar.explanation.prices import Worth
 from autopar.explanation.rendering import Readable, table
 from autopar.explanation.whole import Explanation, covered, made_for, memory, objective
 from autopar.plans import Pipeline, Plan
@@ -39,11 +40,13 @@ class StagedExplanation(Readable):
 
     Attributes:
         sections: its stages, equal neighbours together. pattern: the module pattern asked for, or None for all.
+        worth: what faster links are worth.
     """
 
     plan: Plan
     sections: tuple[Section, ...]
     pattern: str | None = None
+    worth: Worth = Worth()  # noqa: RUF009 - frozen
 
     @property
     def pipeline(self) -> Pipeline:
@@ -67,6 +70,7 @@ class StagedExplanation(Readable):
             columns = (">from stage", "value", "crosses as", ">sent per device and microbatch", "gradient")
             if rows := list(self._crossing()):
                 yield from table("Between stages", columns, rows)
+            yield from self.worth.renderables()
         for section in self.sections:
             yield Text()
             yield Text(f"── {section.name} ──", style="bold")
@@ -96,13 +100,21 @@ class StagedExplanation(Readable):
         yield from covered(plan)
 
     def _prices(self) -> Iterator[str]:
-        """What memory is worth: a stage's price holds for its microbatch, which the slowest stage runs M times in a row."""
-        price = max(stage.proof.memory_price_s_per_gib for stage in self.pipeline.stages)
-        yield (
-            f"memory is worth up to {seconds(price)} a microbatch per GiB more on each device of a stage (dual of the relaxation)"
-            if price > 0
-            else "memory does not bind: more of it would not make the step faster"
-        )
+        """What memory is worth."""
+        priced = {number: price for number in range(len(self.pipeline.stages)) if (price := self.price_s_per_gib(number)) > 0}
+        for number, price in priced.items():
+            where = f" of stage {number}" if self.pipeline.axis else ""
+            worth_s = seconds(price)
+            yield f"memory is worth about {worth_s} a step per GiB more on each device{where} (dual of the relaxation, not solved again)"
+        if not priced:
+            yield "memory does not bind: more of it would not make the step faster"
+
+    def price_s_per_gib(self, stage: int) -> float:
+        """Seconds of a step that a GiB more on the devices of one stage is worth: its microbatch counts M times in the step if it alone
+        is the slowest, else once."""
+        times = [s.prediction.step_s for s in self.pipeline.stages]
+        alone = all(times[stage] > other for number, other in enumerate(times) if number != stage)
+        return self.pipeline.stages[stage].proof.memory_price_s_per_gib * (self.pipeline.num_microbatches if alone else 1)
 
     def _waits(self, stage: int) -> float:
         """Share of the step."""

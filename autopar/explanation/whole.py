@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from autopar.breakdown import CROSSING, INPUTS, Part, Transfer, in_words, label
+from autopar.explanation.prices import Worth
 from autopar.explanation.rendering import Readable, table
 from autopar.layout import Layout
 from autopar.plans import Entry, Plan
@@ -26,6 +27,7 @@ class Explanation(Readable):
     Attributes:
         plan: what is explained. parts: its parts, or those that were asked for.
         pattern: the module pattern asked for, or None for all.
+        worth: what faster links are worth.
         of: what times and shares are of: the step, or, for a stage, a microbatch.
     """
 
@@ -33,6 +35,7 @@ class Explanation(Readable):
     parts: tuple[Part, ...]
     pattern: str | None = None
     of: str = "step"
+    worth: Worth = Worth()  # noqa: RUF009 - frozen
 
     def renderables(self) -> Iterator[RenderableType]:
         """Header, parallelism, layouts, costs, runner-ups; for a pattern every decision of its modules."""
@@ -54,6 +57,7 @@ class Explanation(Readable):
         if self.pattern is None:
             columns = ("<module", "op", "chosen", "runner-up, all else equal", f">{self.of}")
             yield from table("Why not otherwise", columns, list(self._runner_ups()))
+            yield from self.worth.renderables()
         else:
             columns = ("decision", "layouts", ">time", "runner-up, all else equal", f">{self.of}", "line")
             for part in self.parts:
@@ -72,7 +76,7 @@ class Explanation(Readable):
         yield objective(plan)
         price = plan.proof.memory_price_s_per_gib
         yield (
-            f"memory is worth {seconds(price)} a step per GiB more on each device (dual of the relaxation)"
+            f"memory is worth about {seconds(price)} a step per GiB more on each device (dual of the relaxation, not solved again)"
             if price > 0
             else "memory does not bind: more of it would not make the step faster"
         )

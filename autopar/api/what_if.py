@@ -1,0 +1,122 @@
+"""`what_if`: an old plan on other hardware, beside the plan that would be made there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from autopar.api.arguments import Example, MeshLike, as_call, as_mesh
+from autopar.api.planning import check_fits, plan_call
+from autopar.api.tracing import trace_part
+from autopar.capture import capture
+from autopar.constraints import read_constraint
+from autopar.hardware import HardwareProfile
+from autopar.planning import PlanOptions
+from autopar.planning.repricing import repriced
+from autopar.plans import Plan
+from autopar.units import seconds, share, size
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """A plan on other hardware.
+
+    Attributes:
+        plan: the plan. hardware: name of the other profile. step_s: of the plan's decisions there.
+        best: the plan made there, with the same options. budget_bytes: per device there.
+    """
+
+    plan: Plan
+    hardware: str
+    step_s: float
+    best: Plan
+    budget_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan's peak, which does not depend on times, is within the budget there."""
+        return self.plan.prediction.peak_bytes <= self.budget_bytes
+
+    @property
+    def regret(self) -> float:
+        """By which share the plan is slower than the one made there. Below 0 by the gap at most, unless the plan does not fit."""
+        return self.step_s / self.best.prediction.step_s - 1
+
+    @property
+    def most_regret(self) -> float:
+        """By which share the plan is slower than any plan there can be; from the proven bound."""
+        return self.step_s / self.best.proof.bound_s - 1
+
+    def __str__(self) -> str:
+        peak, budget = size(self.plan.prediction.peak_bytes), size(self.budget_bytes)
+        before, made = self.plan.prediction.step_s, self.best.prediction
+        return "\n".join(
+            (
+                f"{self.plan.fingerprint.model_name or 'model'} on mesh {self.plan.mesh}: planned for {self.plan.fingerprint.profile},"
+                f" asked about {self.hardware}",
+                f"the plan takes {seconds(self.step_s)} a step there ({seconds(before)} on {self.plan.fingerprint.profile})"
+                f" and {'fits' if self.fits else 'does not fit'}: {peak} of {budget} per device",
+                f"the plan made for {self.hardware} takes {seconds(made.step_s)} with a peak of {size(made.peak_bytes)}",
+                f"regret {share(self.regret, signed=True)}; against the proven bound at most {share(self.most_regret, signed=True)}",
+            )
+        )
+
+
+def what_if(
+    plan: Plan,
+    model: nn.Module,
+    batch: Example,
+    *,
+    hardware: str | Path | HardwareProfile,
+    mesh: MeshLike | None = None,
+    memory_bytes: int | None = None,
+) -> WhatIf:
+    """What a plan would take on other hardware, and how much a plan made there would gain.
+
+    The plan's decisions are priced again there, its layouts, recomputation and collectives as they are. Then the model is planned
+    there anew with the options that the plan records.
+
+    Args:
+        batch: the example inputs that the plan was made with.
+        hardware: name or path of a profile, or a profile. mesh: of the plan's axes, where its links are others; by default the plan's.
+        memory_bytes: budget per device; by default the plan's, where its user set one or the hardware is the same, else the device's
+            memory less 10 %.
+
+    Raises:
+        PlanError: where the plan is for another model or mesh. InfeasibleError: where no plan fits the other hardware.
+    """
+    args, kwargs = as_call(batch)
+    profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware)
+    there = plan.mesh if mesh is None else as_mesh(mesh)
+    trace = capture(model, args, kwargs)
+    check_fits(plan, trace, there)
+    options = _options(plan, profile, memory_bytes)
+    part, pipeline = trace, plan.pipeline
+    if pipeline is not None:
+        part, _ = trace_part(model, trace, args, kwargs, pipeline.num_microbatches, independent=pipeline.independent)
+    step_s = repriced(plan, part, there, profile, options)
+    best = plan_call(model, there, args, kwargs, profile, options)[1].plan
+    return WhatIf(plan, profile.name, step_s, best, options.budget(profile))
+
+
+def _options(plan: Plan, profile: HardwareProfile, memory_bytes: int | None) -> PlanOptions:
+    recorded: Mapping[str, Any] = plan.options
+    words = {name: recorded[name] for name in ("optimizer", "strict", "gap", "num_microbatches", "batch", "outputs")}
+    constraints = tuple(read_constraint(c) for c in recorded["constraints"])
+    budget = memory_bytes or (recorded["memory_bytes"] if _is_asked(plan, profile) else None)
+    return PlanOptions(memory_bytes=budget, constraints=constraints, **words)
+
+
+def _is_asked(plan: Plan, profile: HardwareProfile) -> bool:
+    """Whether the plan's budget goes with it: it is for this profile, or its own profile would have given another one."""
+    mark = plan.fingerprint
+    if mark.profile_hash == profile.hash:
+        return True
+    if mark.profile not in HardwareProfile.names():
+        return False
+    own = HardwareProfile.load(mark.profile)
+    return mark.profile_hash == own.hash and plan.options["memory_bytes"] != PlanOptions().budget(own)

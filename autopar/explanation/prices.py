@@ -1,0 +1,135 @@
+"""What faster links are worth to a plan as it is: its own communication, priced again on a link that is a little faster.
+
+The difference is exact for the plan's decisions. A plan made for the faster link is at least as fast as this one is on it, so planning
+anew gains no less. A link that is faster by a share e sends (1 + e) · n bytes in the time in which it sent n; its latency stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from autopar.collective import collective_time
+from autopar.explanation.rendering import table
+from autopar.hardware import Curve, HardwareProfile, Link
+from autopar.mesh import Mesh
+from autopar.plans import Pipeline, Plan
+from autopar.units import seconds
+
+_SHARE = 1e-3  # by which a link is made faster
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class LinkWorth:
+    """One mesh axis: its link, the time of a step that the plan communicates over it, and what a GB/s more per device would save.
+
+    Attributes:
+        communication_s: of one step, on the stages' critical path: what the step would be shorter by if it took no time.
+    """
+
+    axis: str
+    link: str
+    bandwidth_bytes_per_s: float
+    communication_s: float
+    saved_s_per_gb_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What the links of a plan's axes are worth, or why that is not known."""
+
+    links: tuple[LinkWorth, ...] = ()
+    missing: str = ""
+
+    def renderables(self) -> Iterator[RenderableType]:
+        """A table, or the reason why there is none."""
+        if self.missing:
+            yield Text(self.missing)
+            return
+        rows = [
+            (w.axis, w.link, f"{w.bandwidth_bytes_per_s / _GB:.4g} GB/s", seconds(w.communication_s), seconds(w.saved_s_per_gb_per_s))
+            for w in self.links
+        ]
+        if rows:
+            title = "What faster links are worth to this plan as it is, a step; a plan made for them gains no less"
+            yield from table(title, ("axis", "link", ">now", ">communicates", ">saved per GB/s more, at first"), rows)
+
+
+def worth(plan: Plan, profile: HardwareProfile | None = None) -> Worth:
+    """What a GB/s more on the link of each axis saves this plan.
+
+    Args:
+        profile: the one that the plan was made for; by default the shipped one of its name.
+    """
+    name, known = plan.fingerprint.profile, plan.fingerprint.profile_hash
+    if profile is None and name not in HardwareProfile.names():
+        return Worth(missing=f"what faster links are worth is not known: profile {name} is not at hand")
+    profile = profile or HardwareProfile.load(name)
+    if profile.hash != known:
+        return Worth(missing=f"what faster links are worth is not known: profile {name} is not the one that the plan was made for")
+    return Worth(tuple(_of_axis(plan, axis, profile) for axis in plan.mesh.names if _size(plan.mesh, axis) > 1))
+
+
+def faster(link: Link, share: float) -> Link:
+    """The link with a bandwidth that is larger by `share`."""
+    curves: Mapping[str, Mapping[int, Curve]] = {
+        kind: {num: Curve(tuple(size * (1 + share) for size in c.sizes), c.times) for num, c in by_num.items()}
+        for kind, by_num in link.curves.items()
+    }
+    return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * (1 + share), curves=curves)
+
+
+def _of_axis(plan: Plan, axis: str, profile: HardwareProfile) -> LinkWorth:
+    name = plan.mesh.link(plan.mesh.names.index(axis))
+    link = profile.links[name]
+    quicker = replace(profile, links={**profile.links, name: faster(link, _SHARE)})
+    now, then, nothing = (_times(plan, axis, p) for p in (profile, quicker, None))
+    saved_s = _step(plan, now) - _step(plan, then)
+    per_gb = saved_s / (_SHARE * link.bandwidth_bytes_per_s / _GB)
+    return LinkWorth(axis, name, link.bandwidth_bytes_per_s, _step(plan, now) - _step(plan, nothing), per_gb)
+
+
+def _step(plan: Plan, times: Sequence[float]) -> float:
+    """The step, for times of the step or of a microbatch per stage; see `Pipeline`."""
+    num = plan.pipeline.num_microbatches if plan.pipeline else 1
+    return (num - 1) * max(times) + sum(times)
+
+
+def _times(plan: Plan, axis: str, profile: HardwareProfile | None) -> list[float]:
+    """Times of the step, or of a microbatch per stage, where what is sent along `axis` is priced on `profile`; with None it is free."""
+    stages = plan.pipeline.stages if plan.pipeline else (plan,)
+    if plan.pipeline and axis == plan.pipeline.axis:
+        return [s.prediction.step_s - r + w for s, r, w in zip(stages, *_received(plan.pipeline, plan.mesh, profile), strict=True)]
+    return [stage.prediction.step_s - before + after for stage in stages for before, after in (_sent(stage, axis, profile),)]
+
+
+def _sent(plan: Plan, axis: str, profile: HardwareProfile | None) -> tuple[float, float]:
+    """Seconds that collectives along `axis` take in the plan, and on `profile`."""
+    number = plan.mesh.names.index(axis)
+    size, link = plan.mesh.shape[number], plan.mesh.link(number)
+    mine = [c for c in plan.communications if c.collective.axis == number and c.collective.kind != "slice"]
+    again = sum(len(c.instances) * collective_time(c.collective, size, link, profile) for c in mine) if profile else 0.0
+    return sum(len(c.instances) * c.time_s for c in mine), again
+
+
+def _received(pipeline: Pipeline, mesh: Mesh, profile: HardwareProfile | None) -> tuple[list[float], list[float]]:
+    """Per stage seconds of a microbatch that it receives, in the plan and on `profile`: forward from the stage before, gradients from
+    the one behind."""
+    link = profile.links[mesh.link(mesh.names.index(pipeline.axis))] if profile else None
+    before, after = [], []
+    for number, stage in enumerate(pipeline.stages):
+        arriving = pipeline.crossings[number - 1] if number else ()
+        returning = [c for c in pipeline.crossings[number] if c.returns] if number < len(pipeline.crossings) else []
+        crossed = (*arriving, *returning)
+        after.append(sum(link.latency_s + c.bytes / link.bandwidth_bytes_per_s for c in crossed) if link else 0.0)
+        times = {e.nodes[0].node.format(*i): e.time_s for e in stage.entries if e.kind in ("input", "output") for i in e.instances}
+        before.append(sum(times[f"{c.node}/input"] for c in arriving) + sum(times[f"{c.node}/output"] for c in returning))
+    return before, after
+
+
+def _size(mesh: Mesh, axis: str) -> int:
+    return mesh.shape[mesh.names.index(axis)]

@@ -1,0 +1,87 @@
+"""A plan's decisions priced again: what the step takes on another profile, with every layout and every collective as in the plan.
+
+Compute is priced as in planning, for the strategies that the plan names; communication is the plan's own collectives, which are
+those that it is emitted with, on the profile's links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.capture.trace import Trace
+from autopar.collective import collective_time
+from autopar.constraints import Pipelined
+from autopar.cost.price import Crossing, Priced, price
+from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key
+from autopar.errors import PlanError
+from autopar.hardware import HardwareProfile
+from autopar.layout import Strategy
+from autopar.mesh import Mesh
+from autopar.planning.options import PlanOptions
+from autopar.planning.schedules import step_time
+from autopar.plans import Plan
+from autopar.stages import cut
+from autopar.strategies import classes_of, resolve
+
+_KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
+_NO_LIMIT = 2**60  # what fits does not bear on what it takes
+
+
+def repriced(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions) -> float:
+    """Seconds of a step with the plan's decisions, on a mesh of the same axes, whose links may be others.
+
+    Args:
+        trace: of the batch; of a plan with a pipeline, of one microbatch. options: those that the plan was made with.
+
+    Raises:
+        PlanError: where a decision is not one that can be taken here.
+    """
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return _time(plan, trace, trace, mesh, profile, options, Crossing(), 1)
+    left = mesh.without(pipeline.axis) if pipeline.axis else mesh
+    link = profile.links[mesh.link(mesh.names.index(pipeline.axis))] if pipeline.axis else None
+    crossing = Crossing(link.latency_s, link.bandwidth_bytes_per_s) if link else Crossing()
+    num = pipeline.num_microbatches
+    stages = cut(trace, pipeline.positions).stages if pipeline.positions else (trace,)
+    pairs = zip(pipeline.stages, stages, strict=True)
+    return step_time([_time(staged, stage, trace, left, profile, options, crossing, num) for staged, stage in pairs], num)
+
+
+def _time(
+    plan: Plan, trace: Trace, whole: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, crossing: Crossing, num: int
+) -> float:
+    """Of a step, or of a stage's microbatch; `whole` is the trace that constraints speak of."""
+    forced = resolve(whole, [c for c in options.constraints if not isinstance(c, Pipelined)], mesh)
+    classes = classes_of(trace, mesh.shape, forced)
+    priced = price(
+        trace, classes, mesh, profile, budget_bytes=_NO_LIMIT, optimizer=options.optimizer, forced=forced, crossing=crossing,
+        num_microbatches=num,
+    )  # fmt: skip
+    strategies = _found(priced, plan.node_choices())
+    again = _found(priced, plan.recomputed_choices(), every=False)
+    ops = priced.problem.ops
+    compute_s = sum(ops[i].count * ops[i].strategies[s].time_s for i, s in strategies.items())
+    compute_s += sum(ops[i].count * ops[i].strategies[s].time_s for i, s in again.items())
+    sizes, links = mesh.shape, [mesh.link(axis) for axis in range(len(mesh.axes))]
+    moves = ((len(c.instances), c.collective) for c in plan.communications)
+    return compute_s + sum(n * collective_time(c, sizes[c.axis], links[c.axis], profile) for n, c in moves)
+
+
+def _found(priced: Priced, chosen: Mapping[str, Strategy], *, every: bool = True) -> dict[int, int]:
+    """Op → strategy of the problem that is the plan's; with `every` of all ops, else of those that the plan speaks of."""
+    found: dict[int, int] = {}
+    for index, (op, source) in enumerate(zip(priced.problem.ops, priced.sources, strict=True)):
+        if source.cluster is not None:
+            keys = [m.key for m in source.cluster.first.members]
+            offered: list[tuple[Strategy, ...]] = [s.members for s in source.cluster.strategies]
+        else:
+            keys = [_KEYS[source.kind](source.names[0])]
+            offered = [(s.layouts,) for s in op.strategies]
+        if not every and keys[0] not in chosen:
+            continue
+        wanted = tuple(chosen.get(key) for key in keys)
+        if wanted not in offered:
+            raise PlanError(f"what the plan decides for {keys[0]} cannot be done here", remedy="plan again for this model and mesh")
+        found[index] = offered.index(wanted)  # type: ignore[arg-type]
+    return found

@@ -1,0 +1,137 @@
+"""Old plans on other hardware: on their own they are as predicted, on one of half the speed they take twice as long, and a plan made
+there is never slower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.constraints import ddp, fsdp, megatron, pipeline, tensor_parallel
+from autopar.errors import PlanError
+from autopar.hardware import Curve, HardwareProfile
+from autopar.plans import Plan
+from benchmarks import zoo
+
+GLOO = HardwareProfile.load("cpu-gloo")
+CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "free": ("net", {"data": 2, "tensor": 2}, {}),
+    "forced": ("llama", {"data": 2, "tensor": 2}, {"constraints": (fsdp("data"), tensor_parallel(axes="tensor"))}),
+    "recomputes": ("llama", {"data": 2}, {"constraints": (megatron(tp=1, dp="data", zero=3, recompute="full"),)}),
+    "stages": ("llama", {"stage": 2, "data": 2}, {"constraints": (pipeline("stage", microbatches=4), fsdp("data"))}),
+    "one stage": ("gpt2", {"data": 2}, {"constraints": (ddp("data"),), "num_microbatches": 2}),
+}
+
+
+class Net(torch.nn.Module):
+    """Two linears and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(128, 512), torch.nn.Linear(512, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (x + self.down(torch.relu(self.up(x)))).pow(2).mean()
+        return loss
+
+
+NET, NET_BATCH = Net(), {"x": torch.randn(64, 128)}
+Built = tuple[Plan, torch.nn.Module, dict[str, Any]]
+
+
+def scaled(profile: HardwareProfile, times: float) -> HardwareProfile:
+    """Hardware on which everything takes so many times as long."""
+
+    def slower(curve: Curve) -> Curve:
+        return Curve(curve.sizes, tuple(t * times for t in curve.times))
+
+    def figures(values: Mapping[str, float]) -> dict[str, float]:
+        return {name: value / times for name, value in values.items()}
+
+    links = {
+        name: replace(
+            link, latency_s=link.latency_s * times, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / times,
+            curves={kind: {n: slower(c) for n, c in by_num.items()} for kind, by_num in link.curves.items()},
+        )
+        for name, link in profile.links.items()
+    }  # fmt: skip
+    return replace(
+        profile, name="scaled", hash=f"{times}", memory_bandwidth_bytes_per_s=profile.memory_bandwidth_bytes_per_s / times,
+        launch_overhead_s=profile.launch_overhead_s * times, peak_flops_per_s=figures(profile.peak_flops_per_s), links=links,
+        curves={key: slower(curve) for key, curve in profile.curves.items()},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Built]:
+    return {}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, made: dict[str, Built]) -> Built:
+    if request.param not in made:
+        name, axes, options = CASES[request.param]
+        model, batch = zoo.build(name, batch=8) if name != "net" else (NET, NET_BATCH)
+        made[request.param] = autopar.plan(model, autopar.Mesh(axes), example_inputs=batch, hardware=GLOO, **options), model, batch
+    return made[request.param]
+
+
+def test_on_its_own_hardware_a_plan_takes_what_it_says_and_nothing_is_regretted(case: Built) -> None:
+    plan, model, batch = case
+    found = autopar.what_if(Plan.loads(plan.dumps()), model, batch, hardware=GLOO)
+    assert any(c["plan"] == "megatron" for c in plan.options["constraints"]) == bool(plan.recomputed_choices())
+    assert found.step_s == pytest.approx(plan.prediction.step_s, rel=1e-12)
+    assert found.best == plan
+    assert found.regret == pytest.approx(0, abs=1e-12) and found.fits
+
+
+@pytest.mark.parametrize("case", ["free", "recomputes", "stages"], indirect=True)
+def test_on_hardware_of_half_the_speed_it_takes_twice_as_long(case: Built) -> None:
+    plan, model, batch = case
+    found = autopar.what_if(plan, model, batch, hardware=scaled(GLOO, 2.0))
+    assert found.step_s == pytest.approx(2 * plan.prediction.step_s, rel=1e-9)
+    assert found.regret >= -plan.options["gap"]
+
+
+def test_a_plan_for_fast_links_is_regretted_on_slow_ones_and_the_plan_made_there_is_not_slower() -> None:
+    links = {name: replace(link, latency_s=1e-9, bandwidth_bytes_per_s=1e13, curves={}) for name, link in GLOO.links.items()}
+    fast = replace(GLOO, name="fast", hash="fast", links=links)
+    model, batch = NET, NET_BATCH
+    plan = autopar.plan(model, autopar.Mesh({"data": 2, "tensor": 2}), example_inputs=batch, hardware=fast)
+    found = autopar.what_if(plan, model, batch, hardware="cpu-gloo")
+    assert found.regret > 0.05
+    assert found.most_regret >= found.regret
+    assert found.best == autopar.plan(model, plan.mesh, example_inputs=batch, hardware="cpu-gloo", memory_bytes=found.budget_bytes)
+    back = autopar.what_if(found.best, model, batch, hardware=fast)
+    assert back.regret >= -plan.options["gap"]
+    assert f"regret +{found.regret * 100:.1f} %" in str(found)
+
+
+def test_the_budget_is_the_plans_where_its_user_set_one_else_that_of_the_device() -> None:
+    model, batch = NET, NET_BATCH
+    mesh = autopar.Mesh({"data": 2})
+    default = autopar.plan(model, mesh, example_inputs=batch, hardware="cpu-gloo")
+    asked = autopar.plan(model, mesh, example_inputs=batch, hardware="cpu-gloo", memory_bytes=2**27)
+    other = HardwareProfile.load("h100-sxm")
+    assert autopar.what_if(default, model, batch, hardware=other).budget_bytes == int(other.device_memory_bytes * 0.9)
+    assert autopar.what_if(asked, model, batch, hardware=other).budget_bytes == 2**27
+    tight = autopar.what_if(default, model, batch, hardware=other, memory_bytes=default.prediction.peak_bytes - 1)
+    assert not tight.fits and "does not fit" in str(tight)
+    assert tight.best.prediction.peak_bytes < default.prediction.peak_bytes
+
+
+def test_a_plan_of_another_model_or_of_decisions_that_cannot_be_taken_is_refused() -> None:
+    model, batch = NET, NET_BATCH
+    plan = autopar.plan(model, autopar.Mesh({"data": 2}), example_inputs=batch, hardware="cpu-gloo")
+    other, its_batch = zoo.build("gpt2", batch=8)
+    with pytest.raises(PlanError, match="made for something else"):
+        autopar.what_if(plan, other, its_batch, hardware="cpu-gloo")
+    entry = next(e for e in plan.entries if e.op == "dot")
+    broken = replace(entry, nodes=tuple(replace(c, strategy=replace(c.strategy, inputs=c.strategy.outputs)) for c in entry.nodes))
+    wrong = replace(plan, entries=tuple(broken if e is entry else e for e in plan.entries))
+    with pytest.raises(PlanError, match="cannot be done here"):
+        autopar.what_if(wrong, model, batch, hardware="cpu-gloo")

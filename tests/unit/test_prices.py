@@ -1,0 +1,108 @@
+"""What faster links are worth: the plan's own communication priced again; by hand, against real plans, and where it is not known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from made_plan import MIB, made_plan, made_staged_plan
+
+import autopar
+from autopar.constraints import fsdp, pipeline, tensor_parallel
+from autopar.explanation import explain
+from autopar.explanation.prices import _received, _sent, faster, worth
+from autopar.hardware import Curve, HardwareProfile
+from autopar.plans import Plan
+from benchmarks import zoo
+
+PROFILE = HardwareProfile.load("cpu-gloo")
+
+
+def plain(profile: HardwareProfile) -> HardwareProfile:
+    """Without measured collectives: latency and bandwidth alone."""
+    return replace(profile, links={name: replace(link, curves={}) for name, link in profile.links.items()})
+
+
+def for_profile(plan: Plan, profile: HardwareProfile) -> Plan:
+    return replace(plan, fingerprint=replace(plan.fingerprint, profile=profile.name, profile_hash=profile.hash))
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[Any, dict[str, Any]]:
+    return zoo.build("llama", batch=8)
+
+
+def test_a_collective_is_worth_the_bytes_that_it_sends_over_the_bandwidth_squared() -> None:
+    profile = plain(PROFILE)
+    node, gpu = worth(for_profile(made_plan(), profile), profile).links
+    bandwidth = profile.links["inter"].bandwidth_bytes_per_s
+    # over node, of 2 devices: 3 all_gathers of layers and 2 of the head send MIB each, the reduce_scatter half of its MIB
+    assert node.saved_s_per_gb_per_s == pytest.approx(5.5 * MIB / bandwidth**2 * 1e9, rel=2e-3)
+    assert (gpu.saved_s_per_gb_per_s, gpu.communication_s) == (0.0, 0.0)
+
+
+def test_what_stages_send_counts_as_their_microbatches_do_in_the_step() -> None:
+    profile = plain(PROFILE)
+    stage, *_ = worth(for_profile(made_staged_plan(microbatches=8), profile), profile).links
+    bandwidth = profile.links["inter"].bandwidth_bytes_per_s
+    # 3 values and 3 gradients of MIB once, and 7 times the 2 that a stage in the middle, which is the slowest, receives
+    assert stage.saved_s_per_gb_per_s == pytest.approx((6 + 7 * 2) * MIB / bandwidth**2 * 1e9, rel=2e-3)
+
+
+def test_a_faster_link_sends_more_in_the_same_time_and_waits_as_long() -> None:
+    link = PROFILE.links["intra"]
+    curve = Curve((1e3, 1e6), (1e-3, 5e-3))
+    twice = faster(replace(link, curves={"all_gather": {2: curve}}), 1.0)
+    assert twice.bandwidth_bytes_per_s == 2 * link.bandwidth_bytes_per_s and twice.latency_s == link.latency_s
+    changed = twice.curves["all_gather"][2]
+    assert [changed.time_s(2 * size) for size in (10.0, 1e4, 1e8)] == pytest.approx([curve.time_s(size) for size in (10.0, 1e4, 1e8)])
+
+
+@pytest.mark.parametrize("hardware", ["h100-sxm", "cpu-gloo"])
+def test_communication_priced_again_is_that_of_the_plan(llama: tuple[Any, dict[str, Any]], hardware: str) -> None:
+    model, batch = llama
+    mesh = autopar.Mesh({"data": 2, "tensor": 2})
+    constraints = (fsdp("data"), tensor_parallel(axes="tensor"))
+    plan = autopar.plan(model, mesh, example_inputs=batch, hardware=hardware, constraints=constraints)
+    profile = HardwareProfile.load(hardware)
+    for axis in mesh.names:
+        in_plan, again = _sent(plan, axis, profile)
+        assert in_plan == pytest.approx(again, rel=1e-12) and in_plan > 0
+    found = worth(plan)
+    assert not found.missing
+    total = plan.prediction.communication_s - sum(len(c.instances) * c.time_s for c in plan.communications if c.collective.kind == "slice")
+    assert sum(w.communication_s for w in found.links) == pytest.approx(total)
+    # below the first size that was measured, cpu-gloo's collectives take no less time on a faster link
+    assert all(w.saved_s_per_gb_per_s > 0 if hardware == "h100-sxm" else w.saved_s_per_gb_per_s >= 0 for w in found.links)
+
+
+def test_what_crosses_priced_again_is_what_stages_wait_for(llama: tuple[Any, dict[str, Any]]) -> None:
+    model, batch = llama
+    mesh = autopar.Mesh({"stage": 2, "data": 2})
+    plan = autopar.plan(
+        model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=[pipeline("stage", microbatches=4), fsdp("data")]
+    )
+    assert plan.pipeline is not None
+    before, after = _received(plan.pipeline, mesh, PROFILE)
+    assert before == pytest.approx(after, rel=1e-12)
+    assert all(seconds > 0 for seconds in before)
+    assert "What faster links are worth" in str(explain(plan))
+
+
+def test_without_the_profile_of_the_plan_it_says_so() -> None:
+    other = for_profile(made_plan(), replace(PROFILE, name="mine"))
+    assert "profile mine is not at hand" in str(explain(other))
+    assert "profile h100-sxm is not the one that the plan was made for" in str(explain(made_plan()))
+    assert "What faster links are worth" in str(explain(other, profile=PROFILE))
+
+
+def test_memory_of_the_slowest_stage_counts_for_every_microbatch() -> None:
+    plan = made_staged_plan(microbatches=8)
+    assert plan.pipeline is not None
+    first, second, third, last = plan.pipeline.stages
+    slow = replace(second, prediction=replace(second.prediction, step_s=0.1))
+    alone = str(explain(replace(plan, pipeline=replace(plan.pipeline, stages=(first, slow, third, last)))))
+    assert "about 16.0 ms a step per GiB more on each device of stage 1" in alone
+    assert "about 2.00 ms a step per GiB more on each device of stage 0" in alone
+    assert "about 2.00 ms a step per GiB more on each device of stage 1" in str(explain(plan))  # as slow as stage 2
