@@ -163,7 +163,8 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 @pytest.mark.multiproc
 def test_run_starts_the_script_in_several_processes_with_its_arguments(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:], flush=True)", encoding="utf-8")
+    said = "' '.join([os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:]]) + '\\n'"
+    script.write_text(f"import os, sys; os.write(1, ({said}).encode())", encoding="utf-8")  # one write, which no other comes between
     arguments = [sys.executable, "-m", "autopar", "run", "-n", "2", str(script), "--steps", "3"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
