@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from autopar.capture import Trace, capture
-from autopar.cost.price import Priced, Source, price
+from autopar.cost.price import price
+from autopar.cost.priced import Priced, Source
 from autopar.errors import InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh

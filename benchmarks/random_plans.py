@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 
 from autopar.capture import Trace, capture
-from autopar.cost.price import Priced, price
+from autopar.cost.price import price
+from autopar.cost.priced import Priced
 from autopar.emit import emit
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh

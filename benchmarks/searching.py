@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.capture import Trace
 from autopar.cost.moments import Liveness
-from autopar.cost.price import Priced
+from autopar.cost.priced import Priced
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions

@@ -20,7 +20,7 @@ from autopar.certificate.moves import Walk
 from autopar.certificate.proof import Stored, proven
 from autopar.certificate.report import Certificate, Finding
 from autopar.certificate.resources import emission, memory, resting, step_s, times
-from autopar.cost.price import OPTIMIZERS, Priced
+from autopar.cost.priced import OPTIMIZERS, Priced
 from autopar.emit import emit
 from autopar.errors import AutoparError
 from autopar.hardware import HardwareProfile

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from autopar.capture.trace import Trace
 from autopar.constraints import check, read_constraint
-from autopar.cost.price import Crossing, Priced, price
+from autopar.cost.price import price
+from autopar.cost.priced import Crossing, Priced
 from autopar.hardware import HardwareProfile
 from autopar.plans import Plan
 from autopar.strategies import Forced, classes_of, resolve

@@ -18,7 +18,7 @@ from autopar.certificate.facts import Facts
 from autopar.certificate.report import Finding, near
 from autopar.certificate.shards import held_bytes, local_lengths
 from autopar.cost.compute import compute_time
-from autopar.cost.price import OPTIMIZERS, Priced
+from autopar.cost.priced import OPTIMIZERS, Priced
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key
 from autopar.errors import AutoparError
 from autopar.hardware import HardwareProfile

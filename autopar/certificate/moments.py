@@ -24,7 +24,7 @@ from autopar.certificate.bound import MemoryRow
 from autopar.certificate.decisions import keys_of
 from autopar.certificate.facts import Facts
 from autopar.certificate.shards import held_bytes
-from autopar.cost.price import Priced
+from autopar.cost.priced import Priced
 
 
 @dataclass

@@ -11,7 +11,7 @@ from autopar.certificate.decisions import keys_of
 from autopar.certificate.facts import Facts
 from autopar.certificate.moments import Moments
 from autopar.certificate.report import NEAR, Finding, near
-from autopar.cost.price import Priced
+from autopar.cost.priced import Priced
 from autopar.plans import Plan, Potential, Proof
 
 

@@ -13,7 +13,7 @@ from autopar.certificate.decisions import Decisions
 from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.report import Finding, near
 from autopar.certificate.shards import held_bytes
-from autopar.cost.price import OPTIMIZERS
+from autopar.cost.priced import OPTIMIZERS
 from autopar.emit.choices import buffer_key, input_key, parameter_key
 from autopar.kernels import collectives as kernels
 from autopar.plans import Plan, Prediction

@@ -18,7 +18,7 @@ from autopar.certificate.check import certify, identity, notes
 from autopar.certificate.context import Context
 from autopar.certificate.report import Certificate, Finding, near
 from autopar.constraints import Pipelined, read_constraint
-from autopar.cost.price import Crossing
+from autopar.cost.priced import Crossing
 from autopar.emit import emit_staged
 from autopar.emit.choices import input_key, output_key, parameter_key
 from autopar.errors import AutoparError
@@ -85,18 +85,12 @@ class _Stages:
             layouts = {i.path: chosen[input_key(i.path)].outputs[0] for i in trace.inputs if i.crosses}
             layouts |= {o.path: chosen[output_key(o.path)].inputs[0] for o in trace.outputs if o.crosses}
             flying = held_at_most(pipeline.schedule, number, len(pipeline.stages), pipeline.num_microbatches)
-            context = Context(
-                replace(forced, storage=dict(storage)), replace(self._crossing(), layouts=layouts), pipeline.num_microbatches, flying,
-                pipeline.schedule, batch_bytes,
-            )  # fmt: skip
+            crossing = replace(Crossing.along(pipeline.axis, plan.mesh, self.profile), layouts=layouts)
+            here, num = replace(forced, storage=dict(storage)), pipeline.num_microbatches
+            context = Context(here, crossing, num, flying, pipeline.schedule, batch_bytes)
             found.append(certify(trace, replace(staged, options=plan.options), self.profile, context))
             storage |= {p.name: chosen[parameter_key(p.name)].outputs[0] for p in trace.parameters if p.name in self.made.shared}
         return found
-
-    def _crossing(self) -> Crossing:
-        mesh, axis = self.plan.mesh, self.pipeline.axis
-        link = self.profile.links.get(mesh.link(mesh.names.index(axis))) if axis else None
-        return Crossing(link.latency_s, link.bandwidth_bytes_per_s) if link else Crossing()
 
 
 def _joined(plan: Plan, pipeline: Pipeline, made: Cut) -> Iterator[Finding]:

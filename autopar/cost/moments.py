@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.analysis.work import is_view
 from autopar.capture.trace import Trace
-from autopar.cost.price import Priced
+from autopar.cost.priced import Priced
 from autopar.problem import Choices, Moment, Value
 from autopar.run.memory import NodePeak
 from autopar.solve import evaluate

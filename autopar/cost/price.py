@@ -6,110 +6,29 @@ The map between the problem's ops and the trace stays in `Priced`, so that answe
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
-from autopar.analysis.work import work
 from autopar.capture.trace import Input, Output, Parameter, Trace
-from autopar.collective import Collective, collective_time
-from autopar.cost.compute import compute_time
+from autopar.collective import Collective
 from autopar.cost.keeping import is_never_kept, may_run_again, split_furthest
+from autopar.cost.priced import OPTIMIZERS, Crossing, Priced, Source
+from autopar.cost.times import call_time, price_collectives
 from autopar.errors import ConstraintError
 from autopar.hardware import HardwareProfile
-from autopar.layout import Layout, Strategy, local_shape
+from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.problem import Op, OpKind, OpStrategy, Phase, Problem, Use, Value, Variant
 from autopar.redistribute import LayoutGraph, all_layouts, layout_graph, local_bytes
-from autopar.rules import Call, TensorInfo
+from autopar.rules import TensorInfo
 from autopar.run.parameters import storable
 from autopar.strategies import ClusterClass, ClusterStrategy, Forced, Ref
 
-# Resting bytes of an optimizer's state, as multiples of the parameter's own bytes (torch.optim keeps it in the parameter's
-# dtype), and how many parameter-sized tensors a step reads and writes.
-OPTIMIZERS: Mapping[str, tuple[int, int]] = {"adamw": (2, 7), "adam": (2, 7), "sgd": (0, 3), "momentum": (1, 5), "none": (0, 0)}
 _DIGITS = re.compile(r"(?<=\.)\d+(?=\.|$)")
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What an op of the problem stands for.
-
-    Attributes:
-        kind: as in `Op.kind`. names: parameter, buffer, input or output names of the instances (not for compute).
-        nodes: placeholder or read node per instance (not for compute). cluster: the class (compute only).
-        crosses: whether it crosses between stages.
-    """
-
-    kind: OpKind
-    names: tuple[str, ...] = ()
-    nodes: tuple[str, ...] = ()
-    cluster: ClusterClass | None = None
-    crosses: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """How tensors cross between stages.
-
-    Attributes:
-        latency_s, bandwidth_bytes_per_s: of the link between neighbouring stages, one direction; the stage that receives waits.
-        layouts: path of what crosses → the layout it crosses in, where that is settled.
-    """
-
-    latency_s: float = 0.0
-    bandwidth_bytes_per_s: float = math.inf
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
-
-    def time_s(self, num_bytes: int) -> float:
-        """Of sending so many bytes to a neighbour."""
-        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
-
-
-@dataclass(frozen=True, slots=True)
-class Priced:
-    """A problem, and what its ops and variants stand for.
-
-    Attributes:
-        sources: per op. refs: per variant, the tensors (node, result) of its instances.
-        optimizer: whose state and traffic the parameters were priced with.
-    """
-
-    problem: Problem
-    sources: tuple[Source, ...]
-    refs: tuple[tuple[Ref, ...], ...]
-    optimizer: str
-
-
-def price_collectives(mesh: Mesh, profile: HardwareProfile) -> Callable[[Collective], float]:
-    """The price of one collective on this mesh and profile, remembered per collective."""
-    links = [mesh.link(axis) for axis in range(len(mesh.axes))]
-    known: dict[Collective, float] = {}
-
-    def price(collective: Collective) -> float:
-        if collective not in known:
-            axis = collective.axis
-            known[collective] = collective_time(collective, mesh.shape[axis], links[axis], profile)
-        return known[collective]
-
-    return price
-
-
-def local_info(info: TensorInfo, layout: Layout, mesh_shape: Sequence[int]) -> TensorInfo:
-    """What one rank holds of a tensor."""
-    return TensorInfo(local_shape(info.shape, layout, mesh_shape), info.dtype)
-
-
-def call_time(call: Call, strategy: Strategy, mesh_shape: Sequence[int], profile: HardwareProfile) -> float:
-    """Time of one op on its local tensors."""
-    inputs = [local_info(i, layout, mesh_shape) for i, layout in zip(call.inputs, strategy.inputs, strict=True)]
-    outputs = [local_info(o, layout, mesh_shape) for o, layout in zip(call.outputs, strategy.outputs, strict=True)]
-    dtype = max((i.dtype for i in (*inputs, *outputs)), key=lambda d: (d.is_floating_point, d.itemsize), default=torch.float32)
-    return compute_time(work(call.target, call.args, call.kwargs, inputs, outputs), dtype, profile)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.capture.trace import Trace
-from autopar.cost.price import OPTIMIZERS, Priced, Source
+from autopar.cost.priced import OPTIMIZERS, Priced, Source
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys
 from autopar.layout import Strategy
 from autopar.mesh import Mesh

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autopar.constraints import Constraint
-from autopar.cost.price import OPTIMIZERS
+from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import AutoparError, ConstraintError
 from autopar.hardware import HardwareProfile
 from autopar.run.executor import Batch, Outputs

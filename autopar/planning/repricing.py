@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from autopar.capture.trace import Trace
 from autopar.collective import collective_time
 from autopar.constraints import Pipelined
-from autopar.cost.price import Crossing, Priced, price
+from autopar.cost.price import price
+from autopar.cost.priced import Crossing, Priced
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key
 from autopar.errors import PlanError
 from autopar.hardware import HardwareProfile
@@ -40,8 +41,7 @@ def repriced(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, opt
     if pipeline is None:
         return _time(plan, trace, trace, mesh, profile, options, Crossing(), 1)
     left = mesh.without(pipeline.axis) if pipeline.axis else mesh
-    link = profile.links[mesh.link(mesh.names.index(pipeline.axis))] if pipeline.axis else None
-    crossing = Crossing(link.latency_s, link.bandwidth_bytes_per_s) if link else Crossing()
+    crossing = Crossing.along(pipeline.axis, mesh, profile)
     num = pipeline.num_microbatches
     stages = cut(trace, pipeline.positions).stages if pipeline.positions else (trace,)
     pairs = zip(pipeline.stages, stages, strict=True)

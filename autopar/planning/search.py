@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from autopar.capture.trace import Trace
 from autopar.constraints import check
 from autopar.cost.moments import Liveness, by_trace_node, explained, over_budget
-from autopar.cost.price import Priced, price
+from autopar.cost.price import price
+from autopar.cost.priced import Priced
 from autopar.emit import emit
 from autopar.errors import AutoparError, InfeasibleError, size_text
 from autopar.hardware import HardwareProfile

@@ -19,7 +19,8 @@ from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
 from autopar.constraints import Pipelined, check
 from autopar.cost.moments import Liveness
-from autopar.cost.price import Crossing, Priced, price
+from autopar.cost.price import price
+from autopar.cost.priced import Crossing, Priced
 from autopar.emit import emit_staged
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.hardware import HardwareProfile
@@ -95,8 +96,7 @@ class StagedSearch:
         self.left = self.mesh.without(self.axis) if self.axis else self.mesh
         self.num_stages = self.mesh.shape[self.mesh.names.index(self.axis)] if self.axis else 1
         self.forced = resolve(self.part, [c for c in self.options.constraints if not isinstance(c, Pipelined)], self.left)
-        link = self.profile.links.get(self.mesh.link(self.mesh.names.index(self.axis))) if self.axis else None
-        self.crossing = Crossing(link.latency_s, link.bandwidth_bytes_per_s) if link else Crossing()
+        self.crossing = Crossing.along(self.axis, self.mesh, self.profile)
 
     def run(self) -> Planned:
         """The best plan found.

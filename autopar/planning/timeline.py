@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from torch import fx
 
 from autopar.capture.trace import Trace
-from autopar.cost.price import Priced
+from autopar.cost.priced import Priced
 from autopar.problem import Choices
 from autopar.solve import Evaluation
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.capture.trace import Trace
-from autopar.cost.price import Priced
+from autopar.cost.priced import Priced
 from autopar.errors import ConstraintError
 from autopar.problem import Choices
 from autopar.solve import Evaluation

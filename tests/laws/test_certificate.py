@@ -24,7 +24,8 @@ from autopar.certificate import check as check_module
 from autopar.certificate.facts import Facts
 from autopar.certificate.moments import Moments
 from autopar.cost.moments import Liveness
-from autopar.cost.price import Priced, price
+from autopar.cost.price import price
+from autopar.cost.priced import Priced
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh

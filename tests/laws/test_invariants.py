@@ -9,7 +9,7 @@ import pytest
 import zoo_small
 
 from autopar.capture import Trace, capture
-from autopar.cost.price import call_time, price_collectives
+from autopar.cost.times import call_time, price_collectives
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, make_plan

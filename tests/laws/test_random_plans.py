@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from autopar.collective import Collective
-from autopar.cost.price import price_collectives
+from autopar.cost.times import price_collectives
 from autopar.emit import emit
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh

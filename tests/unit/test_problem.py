@@ -9,7 +9,8 @@ import zoo_small
 
 from autopar.capture import capture
 from autopar.capture.trace import Trace
-from autopar.cost.price import Priced, price
+from autopar.cost.price import price
+from autopar.cost.priced import Priced
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.problem import Choices, Problem

@@ -11,7 +11,8 @@ from mlp import traced
 
 from autopar.capture.trace import Trace
 from autopar.constraints import layout
-from autopar.cost.price import Priced, price
+from autopar.cost.price import price
+from autopar.cost.priced import Priced
 from autopar.emit import emit
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.hardware import HardwareProfile

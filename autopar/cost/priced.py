@@ -1,0 +1,73 @@
+"""A priced problem and what it stands for; how tensors cross between stages; what optimizers hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.hardware import HardwareProfile
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.problem import OpKind, Problem
+from autopar.strategies import ClusterClass, Ref
+
+# Resting bytes of an optimizer's state, as multiples of the parameter's own bytes (torch.optim keeps it in the parameter's
+# dtype), and how many parameter-sized tensors a step reads and writes.
+OPTIMIZERS: Mapping[str, tuple[int, int]] = {"adamw": (2, 7), "adam": (2, 7), "sgd": (0, 3), "momentum": (1, 5), "none": (0, 0)}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What an op of the problem stands for.
+
+    Attributes:
+        kind: as in `Op.kind`. names: parameter, buffer, input or output names of the instances (not for compute).
+        nodes: placeholder or read node per instance (not for compute). cluster: the class (compute only).
+        crosses: whether it crosses between stages.
+    """
+
+    kind: OpKind
+    names: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    cluster: ClusterClass | None = None
+    crosses: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """How tensors cross between stages.
+
+    Attributes:
+        latency_s, bandwidth_bytes_per_s: of the link between neighbouring stages, one direction; the stage that receives waits.
+        layouts: path of what crosses → the layout it crosses in, where that is settled.
+    """
+
+    latency_s: float = 0.0
+    bandwidth_bytes_per_s: float = math.inf
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+
+    @staticmethod
+    def along(axis: str, mesh: Mesh, profile: HardwareProfile) -> Crossing:
+        """Over the link of a mesh axis; free where there is none, for a single stage."""
+        link = profile.links.get(mesh.link(mesh.names.index(axis))) if axis else None
+        return Crossing(link.latency_s, link.bandwidth_bytes_per_s) if link else Crossing()
+
+    def time_s(self, num_bytes: int) -> float:
+        """Of sending so many bytes to a neighbour."""
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A problem, and what its ops and variants stand for.
+
+    Attributes:
+        sources: per op. refs: per variant, the tensors (node, result) of its instances.
+        optimizer: whose state and traffic the parameters were priced with.
+    """
+
+    problem: Problem
+    sources: tuple[Source, ...]
+    refs: tuple[tuple[Ref, ...], ...]
+    optimizer: str

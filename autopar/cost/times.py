@@ -1,0 +1,42 @@
+"""Seconds of one op on its local tensors, and of one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from autopar.analysis.work import work
+from autopar.collective import Collective, collective_time
+from autopar.cost.compute import compute_time
+from autopar.hardware import HardwareProfile
+from autopar.layout import Layout, Strategy, local_shape
+from autopar.mesh import Mesh
+from autopar.rules import Call, TensorInfo
+
+
+def price_collectives(mesh: Mesh, profile: HardwareProfile) -> Callable[[Collective], float]:
+    """The price of one collective on this mesh and profile, remembered per collective."""
+    links = [mesh.link(axis) for axis in range(len(mesh.axes))]
+    known: dict[Collective, float] = {}
+
+    def price(collective: Collective) -> float:
+        if collective not in known:
+            axis = collective.axis
+            known[collective] = collective_time(collective, mesh.shape[axis], links[axis], profile)
+        return known[collective]
+
+    return price
+
+
+def local_info(info: TensorInfo, layout: Layout, mesh_shape: Sequence[int]) -> TensorInfo:
+    """What one rank holds of a tensor."""
+    return TensorInfo(local_shape(info.shape, layout, mesh_shape), info.dtype)
+
+
+def call_time(call: Call, strategy: Strategy, mesh_shape: Sequence[int], profile: HardwareProfile) -> float:
+    """Time of one op on its local tensors."""
+    inputs = [local_info(i, layout, mesh_shape) for i, layout in zip(call.inputs, strategy.inputs, strict=True)]
+    outputs = [local_info(o, layout, mesh_shape) for o, layout in zip(call.outputs, strategy.outputs, strict=True)]
+    dtype = max((i.dtype for i in (*inputs, *outputs)), key=lambda d: (d.is_floating_point, d.itemsize), default=torch.float32)
+    return compute_time(work(call.target, call.args, call.kwargs, inputs, outputs), dtype, profile)
