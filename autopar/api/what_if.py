@@ -115,9 +115,10 @@ def what_if(
 
 def _options(plan: Plan, profile: HardwareProfile, memory_bytes: int | None) -> PlanOptions:
     recorded: Mapping[str, Any] = plan.options
-    words = {name: recorded[name] for name in ("optimizer", "strict", "gap", "num_microbatches", "batch", "outputs")}
-    constraints = tuple(from_json(c) for c in recorded["constraints"])
-    budget = memory_bytes or (recorded["memory_bytes"] if _is_asked(plan, profile) else None)
+    names = ("optimizer", "strict", "gap", "num_microbatches", "batch", "outputs")
+    words = {name: recorded[name] for name in names if name in recorded}
+    constraints = tuple(from_json(c) for c in recorded.get("constraints", ()))
+    budget = memory_bytes or (recorded.get("memory_bytes") if _is_asked(plan, profile) else None)
     return PlanOptions(memory_bytes=budget, constraints=constraints, **words)
 
 
@@ -129,4 +130,4 @@ def _is_asked(plan: Plan, profile: HardwareProfile) -> bool:
     if mark.profile not in HardwareProfile.names():
         return False
     own = HardwareProfile.load(mark.profile)
-    return mark.profile_hash == own.hash and plan.options["memory_bytes"] != PlanOptions().budget(own)
+    return mark.profile_hash == own.hash and plan.options.get("memory_bytes") != PlanOptions().budget(own)
