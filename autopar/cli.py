@@ -168,13 +168,14 @@ def what_if_command(
     batch: Batch = 8,
     seq: Seq = None,
     dtype: Dtype = "bfloat16",
+    flips: Annotated[int, typer.Option(min=0, help="Of so many close choices say at which change of the hardware they turn.")] = 0,
 ) -> None:
     """What a plan would take on other hardware, and how much a plan made there would gain."""
     loaded = Plan.load(plan)
     with _progress("building the model") as tell:
         network, example = _build(hf, model, module, batch, seq, dtype, "meta")
         tell(f"planning for {hardware}")
-        found = what_if(loaded, network, example, hardware=hardware)
+        found = what_if(loaded, network, example, hardware=hardware, num_flips=flips)
     _say(str(found))
 
 

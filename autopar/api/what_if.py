@@ -16,7 +16,8 @@ from autopar.capture import capture
 from autopar.constraints import read_constraint
 from autopar.hardware import HardwareProfile
 from autopar.planning import PlanOptions
-from autopar.planning.repricing import repriced
+from autopar.planning.flips import Flip, flips
+from autopar.planning.repricing import priced_for, repriced
 from autopar.plans import Plan
 from autopar.units import seconds, share, size
 
@@ -28,6 +29,7 @@ class WhatIf:
     Attributes:
         plan: the plan. hardware: name of the other profile. step_s: of the plan's decisions there.
         best: the plan made there, with the same options. budget_bytes: per device there.
+        flips: the choices of `best` that the least change of the hardware would turn, where they were asked for.
     """
 
     plan: Plan
@@ -35,6 +37,7 @@ class WhatIf:
     step_s: float
     best: Plan
     budget_bytes: int
+    flips: tuple[Flip, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -62,6 +65,7 @@ class WhatIf:
                 f" and {'fits' if self.fits else 'does not fit'}: {peak} of {budget} per device",
                 f"the plan made for {self.hardware} takes {seconds(made.step_s)} with a peak of {size(made.peak_bytes)}",
                 f"regret {share(self.regret, signed=True)}; against the proven bound at most {share(self.most_regret, signed=True)}",
+                *map(str, self.flips),
             )
         )
 
@@ -74,6 +78,7 @@ def what_if(
     hardware: str | Path | HardwareProfile,
     mesh: MeshLike | None = None,
     memory_bytes: int | None = None,
+    num_flips: int = 0,
 ) -> WhatIf:
     """What a plan would take on other hardware, and how much a plan made there would gain.
 
@@ -85,6 +90,8 @@ def what_if(
         hardware: name or path of a profile, or a profile. mesh: of the plan's axes, where its links are others; by default the plan's.
         memory_bytes: budget per device; by default the plan's, where its user set one or the hardware is the same, else the device's
             memory less 10 %.
+        num_flips: for so many choices of the plan made there, those with the closest runner-ups, also say at which change of the
+            hardware they turn. Not for plans with stages, which have none.
 
     Raises:
         PlanError: where the plan is for another model or mesh. InfeasibleError: where no plan fits the other hardware.
@@ -100,14 +107,18 @@ def what_if(
         part, _ = trace_part(model, trace, args, kwargs, pipeline.num_microbatches, independent=pipeline.independent)
     step_s = repriced(plan, part, there, profile, options)
     best = plan_call(model, there, args, kwargs, profile, options)[1].plan
-    return WhatIf(plan, profile.name, step_s, best, options.budget(profile))
+    turning: tuple[Flip, ...] = ()
+    if num_flips and best.pipeline is None:
+        turning = flips(best, priced_for(best, trace, there, profile, options), there, profile, most=num_flips)
+    return WhatIf(plan, profile.name, step_s, best, options.budget(profile), turning)
 
 
 def _options(plan: Plan, profile: HardwareProfile, memory_bytes: int | None) -> PlanOptions:
     recorded: Mapping[str, Any] = plan.options
-    words = {name: recorded[name] for name in ("optimizer", "strict", "gap", "num_microbatches", "batch", "outputs")}
-    constraints = tuple(read_constraint(c) for c in recorded["constraints"])
-    budget = memory_bytes or (recorded["memory_bytes"] if _is_asked(plan, profile) else None)
+    names = ("optimizer", "strict", "gap", "num_microbatches", "batch", "outputs")
+    words = {name: recorded[name] for name in names if name in recorded}
+    constraints = tuple(read_constraint(c) for c in recorded.get("constraints", ()))
+    budget = memory_bytes or (recorded.get("memory_bytes") if _is_asked(plan, profile) else None)
     return PlanOptions(memory_bytes=budget, constraints=constraints, **words)
 
 
@@ -119,4 +130,4 @@ def _is_asked(plan: Plan, profile: HardwareProfile) -> bool:
     if mark.profile not in HardwareProfile.names():
         return False
     own = HardwareProfile.load(mark.profile)
-    return mark.profile_hash == own.hash and plan.options["memory_bytes"] != PlanOptions().budget(own)
+    return mark.profile_hash == own.hash and plan.options.get("memory_bytes") != PlanOptions().budget(own)

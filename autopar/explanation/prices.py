@@ -1,20 +1,20 @@
 """What faster links are worth to a plan as it is: its own communication, priced again on a link that is a little faster.
 
 The difference is exact for the plan's decisions. A plan made for the faster link is at least as fast as this one is on it, so planning
-anew gains no less. A link that is faster by a share e sends (1 + e) · n bytes in the time in which it sent n; its latency stays.
+anew gains no less. What a faster link is, `autopar.collective.faster` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from autopar.collective import collective_time
+from autopar.collective import collective_time, faster
 from autopar.explanation.rendering import table
-from autopar.hardware import Curve, HardwareProfile, Link
+from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.plans import Pipeline, Plan
 from autopar.units import seconds
@@ -72,15 +72,6 @@ def worth(plan: Plan, profile: HardwareProfile | None = None) -> Worth:
     if profile.hash != known:
         return Worth(missing=f"what faster links are worth is not known: profile {name} is not the one that the plan was made for")
     return Worth(tuple(_of_axis(plan, axis, profile) for axis in plan.mesh.names if _size(plan.mesh, axis) > 1))
-
-
-def faster(link: Link, share: float) -> Link:
-    """The link with a bandwidth that is larger by `share`."""
-    curves: Mapping[str, Mapping[int, Curve]] = {
-        kind: {num: Curve(tuple(size * (1 + share) for size in c.sizes), c.times) for num, c in by_num.items()}
-        for kind, by_num in link.curves.items()
-    }
-    return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * (1 + share), curves=curves)
 
 
 def _of_axis(plan: Plan, axis: str, profile: HardwareProfile) -> LinkWorth:

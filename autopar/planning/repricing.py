@@ -52,20 +52,38 @@ def _time(
     plan: Plan, trace: Trace, whole: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, crossing: Crossing, num: int
 ) -> float:
     """Of a step, or of a stage's microbatch; `whole` is the trace that constraints speak of."""
-    forced = resolve(whole, [c for c in options.constraints if not isinstance(c, Pipelined)], mesh)
-    classes = classes_of(trace, mesh.shape, forced)
-    priced = price(
-        trace, classes, mesh, profile, budget_bytes=_NO_LIMIT, optimizer=options.optimizer, forced=forced, crossing=crossing,
-        num_microbatches=num,
-    )  # fmt: skip
-    strategies = _found(priced, plan.node_choices())
-    again = _found(priced, plan.recomputed_choices(), every=False)
+    priced = _priced(trace, whole, mesh, profile, options, crossing, num)
+    strategies, again = decisions(priced, plan)
     ops = priced.problem.ops
-    compute_s = sum(ops[i].count * ops[i].strategies[s].time_s for i, s in strategies.items())
+    compute_s = sum(ops[i].count * ops[i].strategies[s].time_s for i, s in enumerate(strategies))
     compute_s += sum(ops[i].count * ops[i].strategies[s].time_s for i, s in again.items())
     sizes, links = mesh.shape, [mesh.link(axis) for axis in range(len(mesh.axes))]
     moves = ((len(c.instances), c.collective) for c in plan.communications)
     return compute_s + sum(n * collective_time(c, sizes[c.axis], links[c.axis], profile) for n, c in moves)
+
+
+def priced_for(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions) -> Priced:
+    """The problem that a plan without a pipeline answers."""
+    assert plan.pipeline is None, "stages have problems of their own"
+    return _priced(trace, trace, mesh, profile, options, Crossing(), 1)
+
+
+def decisions(priced: Priced, plan: Plan) -> tuple[tuple[int, ...], dict[int, int]]:
+    """The plan's strategy per op, and per op that backward runs again, as indices into those of the problem.
+
+    Raises:
+        PlanError: where a decision is not one that can be taken here.
+    """
+    return tuple(_found(priced, plan.node_choices()).values()), _found(priced, plan.recomputed_choices(), every=False)
+
+
+def _priced(trace: Trace, whole: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, crossing: Crossing, num: int) -> Priced:
+    forced = resolve(whole, [c for c in options.constraints if not isinstance(c, Pipelined)], mesh)
+    classes = classes_of(trace, mesh.shape, forced)
+    return price(
+        trace, classes, mesh, profile, budget_bytes=_NO_LIMIT, optimizer=options.optimizer, forced=forced, crossing=crossing,
+        num_microbatches=num,
+    )  # fmt: skip
 
 
 def _found(priced: Priced, chosen: Mapping[str, Strategy], *, every: bool = True) -> dict[int, int]:

@@ -17,10 +17,7 @@ _EXACT = 3  # candidates priced exactly per op
 
 def runner_ups(problem: Problem, choices: Choices) -> Mapping[int, RunnerUp]:
     """Best other choice per op that has one."""
-    touching: dict[int, list[int]] = {}
-    for v, variant in enumerate(problem.variants):
-        for index in {problem.values[variant.value].op, *(u.op for u in variant.uses)}:
-            touching.setdefault(index, []).append(v)
+    touching = variants_by_op(problem)
     found: dict[int, RunnerUp] = {}
     for index, op in enumerate(problem.ops):
         if len(op.strategies) > 1:
@@ -30,9 +27,18 @@ def runner_ups(problem: Problem, choices: Choices) -> Mapping[int, RunnerUp]:
     return found
 
 
+def variants_by_op(problem: Problem) -> Mapping[int, list[int]]:
+    """Op → the variants that it makes or reads."""
+    touching: dict[int, list[int]] = {}
+    for v, variant in enumerate(problem.variants):
+        for index in {problem.values[variant.value].op, *(u.op for u in variant.uses)}:
+            touching.setdefault(index, []).append(v)
+    return touching
+
+
 def _best_other(problem: Problem, choices: Choices, index: int, touched: Sequence[int]) -> RunnerUp | None:
     op, current = problem.ops[index], choices.strategies[index]
-    now = _cost(problem, choices, index, current, touched)
+    now = op_cost(problem, choices, index, current, touched)
     others = [s for s in range(len(op.strategies)) if s != current and op.strategies[s].layouts != op.strategies[current].layouts]
     chosen = op.strategies[current].layouts
 
@@ -41,7 +47,7 @@ def _best_other(problem: Problem, choices: Choices, index: int, touched: Sequenc
         pairs = zip((*layouts.inputs, *layouts.outputs), (*chosen.inputs, *chosen.outputs), strict=True)
         return sum(a != b for a, b in pairs), op.strategies[s].time_s, s
 
-    exact = [(_cost(problem, choices, index, s, touched) - now, s) for s in sorted(others, key=promise)[:_EXACT]]
+    exact = [(op_cost(problem, choices, index, s, touched) - now, s) for s in sorted(others, key=promise)[:_EXACT]]
     exact = [(delta, s) for delta, s in exact if delta < float("inf")]
     if not exact:
         return None
@@ -49,7 +55,8 @@ def _best_other(problem: Problem, choices: Choices, index: int, touched: Sequenc
     return RunnerUp(str(op.strategies[s].layouts), delta)
 
 
-def _cost(problem: Problem, choices: Choices, index: int, strategy: int, touched: Sequence[int]) -> float:
+def op_cost(problem: Problem, choices: Choices, index: int, strategy: int, touched: Sequence[int]) -> float:
+    """Seconds of a step for what depends on one op's strategy: its compute, and the variants `touched` that it makes or reads."""
     strategies = list(choices.strategies)
     strategies[index] = strategy
     total = problem.ops[index].count * problem.ops[index].strategies[strategy].time_s

@@ -8,19 +8,20 @@ none of them, so its bound holds for all.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.capture.trace import Trace
-from autopar.constraints import check
+from autopar.constraints import Constraint, check
 from autopar.cost.moments import Liveness, by_trace_node, explained, over_budget
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.emit import emit
-from autopar.errors import AutoparError, InfeasibleError, size_text
+from autopar.errors import AutoparError, ConstraintError, InfeasibleError, size_text
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning.assembly import Draft, assemble, fingerprint
+from autopar.planning.conflicts import with_conflict
 from autopar.planning.multipliers import certified
 from autopar.planning.options import PlanOptions
 from autopar.planning.runner_up import runner_ups
@@ -30,7 +31,7 @@ from autopar.run.memory import node_peaks, trace_peak
 from autopar.run.program import Program, StagedProgram
 from autopar.run.stage_memory import trace_stage_peak
 from autopar.solve import REMEDY, Least, choices_or_least, evaluate
-from autopar.strategies import classes_of, resolve
+from autopar.strategies import ClusterClass, Forced, classes_of, resolve
 from autopar.version import VERSION
 
 _ROUNDS = 12  # each either fits or adds moments at which the plan before did not
@@ -64,9 +65,16 @@ def make_plan(
     clock = Clock(progress)
     for constraint in options.constraints:
         check(constraint, mesh)
+
+    def enumerated(constraints: Sequence[Constraint]) -> tuple[Forced, Sequence[ClusterClass]]:
+        forced = resolve(trace, constraints, mesh)
+        return forced, classes_of(trace, mesh.shape, forced)
+
     with clock.phase("enumerate"):
-        forced = resolve(trace, options.constraints, mesh)
-        classes = classes_of(trace, mesh.shape, forced)
+        try:
+            forced, classes = enumerated(options.constraints)
+        except ConstraintError as error:
+            raise with_conflict(error, options.constraints, enumerated) from error
     with clock.phase("price"):
         budget = options.budget(profile)
         priced = price(trace, classes, mesh, profile, budget_bytes=budget, optimizer=options.optimizer, forced=forced)

@@ -9,9 +9,10 @@ import pytest
 from made_plan import MIB, made_plan, made_staged_plan
 
 import autopar
+from autopar.collective import faster
 from autopar.constraints import fsdp, pipeline, tensor_parallel
 from autopar.explanation import explain
-from autopar.explanation.prices import _received, _sent, faster, worth
+from autopar.explanation.prices import _received, _sent, worth
 from autopar.hardware import Curve, HardwareProfile
 from autopar.plans import Plan
 from benchmarks import zoo

@@ -1,0 +1,98 @@
+"""Where a runner-up overtakes: at the factor both cost the same, before it the chosen one is better, and a factor of 1 changes nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autopar
+from autopar.api.planning import plan_model
+from autopar.capture import Trace
+from autopar.collective import faster
+from autopar.cost.priced import Priced
+from autopar.hardware import HardwareProfile
+from autopar.planning import PlanOptions
+from autopar.planning.flips import COMPUTE, flips, nearest_root
+from autopar.planning.repricing import decisions, priced_for
+from autopar.plans import Plan
+from autopar.problem import Problem
+from autopar.solve import evaluate
+
+
+class Net(torch.nn.Module):
+    """Two linears and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(128, 512), torch.nn.Linear(512, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (x + self.down(torch.relu(self.up(x)))).pow(2).mean()
+        return loss
+
+
+PROFILE = HardwareProfile.load("h100-sxm")
+OPTIONS = PlanOptions()
+MESH = autopar.Mesh({"node": 2, "gpu": 2})
+
+
+def test_at_its_factor_a_runner_up_costs_what_the_chosen_one_does() -> None:
+    batch = {"x": torch.randn(4096, 128)}
+    trace, planned = plan_model(Net(), MESH, example_inputs=batch, hardware=PROFILE)
+    plan = planned.plan
+    found = flips(plan, priced_for(plan, trace, MESH, PROFILE, OPTIONS), MESH, PROFILE, most=50)
+    assert {flip.what for flip in found} >= {COMPUTE, "intra"}
+    assert [abs(math.log(f.factor)) for f in found] == sorted(abs(math.log(f.factor)) for f in found)
+    for flip in found:
+        index = next(i for i, e in enumerate(plan.entries) if e.key == flip.key)
+        for closer, dearer in ((0.0, True), (0.99, True), (1.01, False)):  # share of the way to the factor
+            priced = changed(plan, trace, flip.what, flip.factor**closer)
+            delta_s = whole_delta(priced.problem, *decisions(priced, plan), index, flip.strategy)
+            assert (delta_s > 0) == dearer
+            if not closer:
+                assert delta_s == pytest.approx(flip.delta_s, rel=1e-6)
+
+
+def changed(plan: Plan, trace: Trace, what: str, factor: float) -> Priced:
+    """The whole problem on hardware of which `what` is faster."""
+    if what != COMPUTE:
+        links = {**PROFILE.links, what: faster(PROFILE.links[what], factor - 1)}
+        return priced_for(plan, trace, MESH, replace(PROFILE, links=links), OPTIONS)
+    priced = priced_for(plan, trace, MESH, PROFILE, OPTIONS)
+    ops = [replace(op, strategies=tuple(replace(s, time_s=s.time_s / factor) for s in op.strategies)) for op in priced.problem.ops]
+    return replace(priced, problem=replace(priced.problem, ops=tuple(ops)))
+
+
+def whole_delta(problem: Problem, strategies: tuple[int, ...], again: dict[int, int], index: int, other: str) -> float:
+    """By how much the whole step is longer with the strategy `other` of one op."""
+    now = evaluate(problem, strategies, again).objective_s
+    named = [i for i, s in enumerate(problem.ops[index].strategies) if str(s.layouts) == other]
+    return min(evaluate(problem, (*strategies[:index], s, *strategies[index + 1 :]), again).objective_s for s in named) - now
+
+
+def test_what_if_tells_the_closest_choices() -> None:
+    batch = {"x": torch.randn(4096, 128)}
+    plan = autopar.plan(Net(), MESH, example_inputs=batch, hardware=PROFILE)
+    found = autopar.what_if(plan, Net(), batch, hardware=PROFILE, num_flips=5)
+    assert 0 < len(found.flips) <= 5
+    runner_up = {e.key: e.runner_up for e in plan.entries}
+    for flip in found.flips:
+        other = runner_up[flip.key]
+        assert other is not None and (flip.strategy, flip.delta_s) == (other.strategy, other.delta_s)
+        assert str(flip) in str(found)
+
+
+@given(st.floats(0.02, 50.0), st.sampled_from([1, -1]))
+def test_the_nearest_root_is_found_on_either_side(root: float, sign: int) -> None:
+    found = nearest_root(lambda factor: sign * (factor - root)) if sign * (1 - root) > 0 else None
+    if sign * (1 - root) > 1e-9:
+        assert found == pytest.approx(root, rel=1e-3)
+
+
+def test_without_a_change_of_sign_there_is_no_root() -> None:
+    assert nearest_root(lambda factor: factor) is None
