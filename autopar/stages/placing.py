@@ -167,7 +167,7 @@ class _Placer:
             if node.name in late and node.name in early:
                 what = f"{node.meta['key']} needs values from both sides of a cut, against the flow of backward"
                 raise CutError(what, where=where_of(node), remedy="cut elsewhere: between layers that pass on one stream")
-        free = [n for n in backward if n.name not in late | early]
+        free = [n for n in backward if n.name not in late and n.name not in early]
         behind = {o.tangent for o in self.trace.differentiable if self.stage[o.tangent] > boundary}
         crossing = (
             n for n in forward_nodes(self.trace) if self.stage.get(n.name, boundary + 1) <= boundary < self.last_reader.get(n.name, 0)
