@@ -142,7 +142,7 @@ def program(data: int = 2, tensor: int = 2, *, drop: str = "", plan_hash: str = 
         ),
         buffers=(_tensor("mean", (WIDTH,), "R R"), _tensor("offset", (WIDTH,), "R R")),
         inputs=(_tensor("0", (BATCH, WIDTH), "S(0) R"), _tensor("target", (BATCH, WIDTH), "S(0) R")),
-        outputs=(_tensor("loss", (), "R R", is_loss=True), _tensor("logits", (BATCH, WIDTH), "S(0) R")),
+        outputs=(_tensor("loss", (), "R R", is_loss=True, has_gradient=True), _tensor("logits", (BATCH, WIDTH), "S(0) R")),
         num_saved=6,
         mutated=("mean",),
         in_spec=in_spec,

@@ -27,7 +27,7 @@ def step(program: Program, device: str) -> list[Tensor]:
     with torch.no_grad():
         results, saved = executor.forward(*(list(map(empty, border)) for border in borders), keep=True)
         loss = next(r for r, t in zip(results, program.outputs, strict=True) if t.is_loss)
-        return [*results, *executor.backward(saved, torch.ones_like(loss))]
+        return [*results, *executor.backward(saved, [torch.ones_like(loss)])]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
