@@ -59,7 +59,7 @@ def error(model: nn.Module, batch: dict[str, Any], **how: Any) -> float:
     return worst
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "vit", "dlrm", "unet2d"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "unet2d", *(pytest.param(n, marks=pytest.mark.slow) for n in ("t5", "vit", "dlrm"))])
 def test_microbatches_make_the_batch(name: str) -> None:
     model, batch = zoo.build(name)
     assert error(model, batch) < 1e-12
@@ -124,7 +124,9 @@ def test_losses_that_couple_samples_are_refused(name: str) -> None:
         traced(Head(COUPLED[name]), batch())
 
 
-@pytest.mark.parametrize(("name", "op"), [("cnn", "features.1"), ("clip", "/dot/forward"), ("mixtral", "/forward/")])
+@pytest.mark.parametrize(
+    ("name", "op"), [("cnn", "features.1"), ("clip", "/dot/forward"), pytest.param("mixtral", "/forward/", marks=pytest.mark.slow)]
+)
 def test_models_that_couple_samples_are_refused_and_the_op_named(name: str, op: str) -> None:
     model, data = zoo.build(name)
     with pytest.raises(AutoparError, match=op):

@@ -45,7 +45,10 @@ def test_stages_with_data_and_tensor_parallelism_equal_the_plain_model(name: str
         assert "all_gather" in kinds and {"all_reduce", "reduce_scatter"} & kinds  # of parameters; of gradients and partial sums
 
 
-@pytest.mark.parametrize(("name", "axes"), [("unet2d", {"stage": 2, "data": 2}), ("gpt2", {"data": 2, "stage": 4}), ("bert", {"stage": 3})])
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [("unet2d", {"stage": 2, "data": 2}), pytest.param("gpt2", {"data": 2, "stage": 4}, marks=pytest.mark.slow), ("bert", {"stage": 3})],
+)
 def test_skips_more_stages_and_other_axes(name: str, axes: dict[str, int]) -> None:
     settings = {"num_hidden_layers": 4} if name != "unet2d" else {}
     num = 4 if axes["stage"] != 3 else 8
