@@ -20,7 +20,7 @@ from torch import nn
 import autopar
 from autopar.capture import Trace, capture
 from autopar.certificate import certify
-from autopar.certificate import check as check_module
+from autopar.certificate.context import Context
 from autopar.certificate.facts import Facts
 from autopar.certificate.moments import Moments
 from autopar.cost.moments import Liveness
@@ -269,12 +269,12 @@ CHANGES: dict[str, tuple[Change, str]] = {
 def stated() -> Callable[..., Priced]:
     """What states the problem, remembering: of most changed plans it is the same."""
     known: dict[str, Priced] = {}
-    state = check_module._stated
+    state = Context.problem
 
-    def remembered(trace: Trace, plan: Plan, profile: HardwareProfile) -> Priced:
+    def remembered(self: Context, trace: Trace, plan: Plan, profile: HardwareProfile) -> Priced:
         key = f"{plan.mesh} {dict(plan.options)}"
         if key not in known:
-            known[key] = state(trace, plan, profile)
+            known[key] = state(self, trace, plan, profile)
         return known[key]
 
     return remembered
@@ -284,7 +284,7 @@ def stated() -> Callable[..., Priced]:
 def test_a_plan_of_which_one_claim_is_changed_is_refused_for_that(
     tight: Built, stated: Callable[..., Priced], change: Change, finding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_module, "_stated", stated)
+    monkeypatch.setattr(Context, "problem", stated)
     trace, plan = tight
     other = change(plan)
     assert other != plan
@@ -309,7 +309,7 @@ def numbers(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def test_whatever_number_of_a_plan_is_changed_the_plan_is_refused(
     tight: Built, stated: Callable[..., Priced], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_module, "_stated", stated)
+    monkeypatch.setattr(Context, "problem", stated)
     trace, plan = tight
     data = json.loads(plan.dumps())
     places = list(numbers(data))
