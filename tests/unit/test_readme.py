@@ -76,4 +76,4 @@ def test_every_command_of_the_command_line_is_named() -> None:
     commands = {command.name for command in cli.app.registered_commands}
     named = re.search(r"`autopar --help` lists the commands: (.*?)\.", TEXT, re.DOTALL)
     assert named is not None
-    assert set(re.findall(r"`(\w+)`", named[1])) == commands
+    assert set(re.findall(r"`([\w-]+)`", named[1])) == commands
