@@ -227,6 +227,8 @@ class StagedSearch:
         slowest = plans[max(range(len(times)), key=times.__getitem__)]
         fullest = max(plans, key=lambda p: p.prediction.peak_bytes)
         points = [whole.points[index - 1] for index in cuts]
+        named = ", ".join(self.how.promised)
+        promised = (f"samples are independent by the user's promise, which rules do not show at {named}",) if named else ()
         pipeline = Pipeline(
             self.axis, tuple(p.position for p in points), tuple(p.module for p in points), self.how.num, self.wish.schedule,
             tuple(flying), self.wish.independent, plans, tuple(map(self._crossed, made.stages[:-1], stages)),
@@ -239,7 +241,7 @@ class StagedSearch:
             objective, bound, (objective - bound) / objective if objective else 0.0,
             whole.choices.num_variables + sum(p.proof.num_variables for p in plans),
             whole.choices.num_constraints + sum(p.proof.num_constraints for p in plans),
-            whole.choices.solver, max(p.proof.memory_price_s_per_gib for p in plans), COVERS,
+            whole.choices.solver, max(p.proof.memory_price_s_per_gib for p in plans), COVERS + promised,
         )  # fmt: skip
         plan = Plan(
             self.mesh, self._mark(self.model_fingerprint), self.options.to_json(self.profile), (), (), (), prediction, proof,

@@ -39,7 +39,7 @@ def run_staged(
     parts = program.microbatches.split(inputs)
     weights = program.microbatches.weights(parts)
     stages = [_Stage(p, parameters, dtype, observe, tolerance) for p in program.stages]
-    state = {name: value for name, value in buffers.items()}
+    state = dict(buffers)
     outputs: dict[str, list[Tensor]] = {}
     new_buffers: dict[str, Tensor] = {}
     with torch.no_grad():

@@ -84,14 +84,12 @@ class PeakMemory:
         resident_bytes: parameters, buffers and the batch, before forward.
         kept_bytes: what lives between forward and backward beyond these, outputs included.
         final_bytes: what is left after backward beyond these: gradients and outputs.
-        saved_bytes: what backward needs of what forward made, without outputs.
     """
 
     peak_bytes: int
     resident_bytes: int
     kept_bytes: int
     final_bytes: int
-    saved_bytes: int
 
 
 def trace_peak(
@@ -124,11 +122,6 @@ def _run(
         memory.reset_peak()
         results, saved = executor.forward(parameters, buffers, inputs, keep=train)
         kept = memory.live_bytes - resident
-        before = {t.untyped_storage()._cdata for t in (*parameters, *buffers)}
-        before |= {x.untyped_storage()._cdata for x, t in zip(inputs, program.inputs, strict=True) if not t.crosses}
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved if isinstance(t, Tensor)}
-        held = sum(size for key, size in storages.items() if key not in before)
-        del storages
         gradients = []
         if train and any(t.has_gradient for t in (*program.parameters, *program.inputs)):
             # autograd, or the schedule, holds tangents until backward ends, and so does this name
@@ -137,7 +130,7 @@ def _run(
             del tangents
         final = memory.live_bytes - resident
         del gradients
-    return PeakMemory(memory.peak_bytes, resident, kept, final, held)
+    return PeakMemory(memory.peak_bytes, resident, kept, final)
 
 
 @dataclass(frozen=True, slots=True)

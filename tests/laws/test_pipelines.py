@@ -152,6 +152,13 @@ def test_cuts_by_name_and_what_refuses() -> None:
         planned("llama", mesh, pipeline("stage", microbatches=4), settings=settings, memory_bytes=300_000)
 
 
+def test_a_promise_that_was_needed_stands_in_the_plan() -> None:
+    made = planned("mixtral", autopar.Mesh({"stage": 2}), pipeline("stage", microbatches=2, independent=True))[0]
+    assert any("promise" in line and "/add.Tensor/forward/1" in line for line in made.plan.proof.covers)
+    plain = planned("llama", autopar.Mesh({"stage": 2}), pipeline("stage", microbatches=2, independent=True))[0]
+    assert not any("promise" in line for line in plain.plan.proof.covers)
+
+
 def test_a_forced_layout_holds_in_the_stage_that_has_the_op() -> None:
     mesh = autopar.Mesh({"stage": 2, "tensor": 2})
     force = layout("model.layers.*.mlp.up_proj", weight="S(0)")
