@@ -22,6 +22,7 @@ from autopar.layout import Strategy
 from autopar.redistribute import LayoutGraph
 
 Phase = Literal["forward", "backward"]
+Slack = Literal["critical", "prefetchable", "deferrable"]  # of a collective, see `autopar.solve.slack`
 OpKind = Literal["compute", "parameter", "buffer", "input", "output"]
 
 
@@ -135,6 +136,7 @@ class Problem:
         num_in_flight: how many microbatches' kept values are held at once where there are several (`accumulates`): beside the
             one that is running, the others' at every moment.
         accumulates: whether gradients of earlier microbatches are held while the next one runs.
+        overlap_slowdown: what a second of communication beside compute costs compute; 1 where nothing is hidden.
     """
 
     ops: tuple[Op, ...]
@@ -144,6 +146,7 @@ class Problem:
     moments: tuple[Moment, ...] = ()
     num_in_flight: int = 1
     accumulates: bool = False
+    overlap_slowdown: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.moves import Walk
 from autopar.certificate.proof import Stored, proven
 from autopar.certificate.report import Certificate, Finding
-from autopar.certificate.resources import emission, memory, resting, step_s, times
+from autopar.certificate.resources import emission, memory, overlap, resting, step_s, times
 from autopar.cost.priced import OPTIMIZERS, Priced
-from autopar.emit import emit
+from autopar.emit import emit, with_held
 from autopar.errors import AutoparError
 from autopar.hardware import HardwareProfile
-from autopar.plans import Plan
+from autopar.plans import Overlap, Plan
 from autopar.version import VERSION
 
 
@@ -110,8 +110,9 @@ class _Job:
     def _emitted(self, report: Certificate, found: list[Finding]) -> Certificate:
         """What follows from the emitted program."""
         try:
-            program = emit(self.trace, self.plan)
+            program, held = with_held(emit(self.trace, replace(self.plan, overlap=Overlap())), self.plan)
             found += emission(self.plan, program)
+            found += overlap(self.plan, program, held, self.profile.overlap_slowdown)
             sizes = resting(self.trace, self.facts, self.claims, self.plan)
             peak, wrong = memory(self.plan, program, self.facts, sizes, self.context)
         except AutoparError as error:

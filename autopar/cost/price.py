@@ -274,7 +274,9 @@ def price(
     for index, value in enumerate(values):
         results.setdefault(value.op, []).append(index)
     ops = tuple(replace(op, results=tuple(results.get(i, ()))) for i, op in enumerate(builder.ops))
-    problem = Problem(ops, tuple(values), tuple(variants), budget_bytes, (), num_in_flight, num_microbatches > 1)
+    problem = Problem(
+        ops, tuple(values), tuple(variants), budget_bytes, (), num_in_flight, num_microbatches > 1, profile.overlap_slowdown
+    )  # fmt: skip
     return Priced(problem, tuple(builder.sources), tuple(refs), optimizer)
 
 

@@ -90,6 +90,7 @@ def _entries(draft: Draft) -> Iterable[Entry]:
             nodes=nodes,
             recompute=recompute,
             time_s=op.strategies[draft.choices.strategies[index]].time_s,
+            again_s=op.strategies[again].time_s if again is not None else 0.0,
             runner_up=draft.runner_ups.get(index),
             replicated=first is not None and any(is_fallback(m.call) for m in first.members),
             source=portable_line(sources.get(first.members[0].node, "")) if first else "",
@@ -146,11 +147,11 @@ def _communications(draft: Draft) -> Iterable[Communication]:
         value = problem.values[variant.value]
         for late, redistribution in ((False, evaluation.forward[v]), (True, evaluation.backward[v])):
             phase = "backward" if late else value.phase
-            for arc in redistribution.arcs:
+            for arc, slack in zip(redistribution.arcs, redistribution.slacks, strict=True):
                 ends = value.graph.layouts[arc.src], value.graph.layouts[arc.dst]
                 for pattern, result, instances in _tensor_patterns(draft, draft.priced.refs[v], keys):
                     module = _FIELD.sub("*", pattern.partition("/")[0])
-                    yield Communication(pattern, result, instances, module, phase, arc.collective, *ends, arc.time_s)
+                    yield Communication(pattern, result, instances, module, phase, arc.collective, *ends, arc.time_s, slack)
 
 
 def _prediction(draft: Draft) -> Prediction:
@@ -169,7 +170,9 @@ def _prediction(draft: Draft) -> Prediction:
     bars = timeline(draft.trace, draft.priced, choices, evaluation)
     crossing_s = sum(sum(priced_s) for priced_s in crossing_times(draft.trace, draft.priced, choices))
     communication_s = evaluation.communication_s + crossing_s
-    return Prediction(evaluation.objective_s, evaluation.compute_s - crossing_s, communication_s, 0, memory, bars)
+    return Prediction(
+        evaluation.objective_s, evaluation.compute_s - crossing_s, communication_s, 0, memory, bars, 0.0, evaluation.objective_s
+    )
 
 
 def fingerprint(trace: Trace, model_name: str, profile_name: str, profile_hash: str, version: str) -> Fingerprint:
