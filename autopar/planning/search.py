@@ -172,7 +172,7 @@ class Job:
             plan = assemble(draft, self.mark, self.recorded, self.bound_s)
             plan = replace(plan, proof=certified(plan.proof, draft, self.multipliers))
         with self.clock.phase("emit"):
-            program = emit(self.trace, plan)
+            program = emit(self.trace, plan, accumulates=self.priced.problem.accumulates)
         with self.clock.phase("memory"):
             if self.schedule is not None:
                 peak = self.schedule.batch_bytes + self._stage_peak(self.schedule, program)
