@@ -46,7 +46,7 @@ class Chooser:
         asked = pipeline_in(self.options.constraints, self.mesh)
         if asked is None and self.options.num_microbatches in (1, "auto"):
             return self._without()
-        if asked is not None and asked.axis is not None:
+        if asked is not None and asked.axis:
             check(asked, self.mesh)
         wish = asked or Pipelined("", None, "1f1b", None, independent=False)
         best: Planned | None = None
@@ -102,4 +102,5 @@ class Chooser:
             stages = self.mesh.shape[self.mesh.names.index(axis)] if axis else 1
             divisors = [n for n in range(1, samples + 1) if samples % n == 0]
             numbers = [n for n in divisors if stages <= n <= _MOST_ROUNDS * stages][-_MOST_NUMBERS:]
+            numbers = numbers if axis else [1]
             yield from ((axis, num) for num in ([asked] if asked is not None else numbers or divisors[-1:]))

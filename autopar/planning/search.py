@@ -173,7 +173,7 @@ class Job:
             plan = assemble(draft, self.mark, self.recorded, self.bound_s)
             plan = replace(plan, proof=certified(plan.proof, draft, self.multipliers))
         with self.clock.phase("emit"):
-            program = emit(self.trace, plan)
+            program = emit(self.trace, plan, accumulates=self.priced.problem.accumulates)
         with self.clock.phase("memory"):
             peak = self._peak(program)
         return Tried(draft, plan, program, peak + plan.prediction.memory_bytes["optimizer"], self.bound_s)

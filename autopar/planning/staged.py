@@ -232,6 +232,7 @@ class StagedSearch:
         pipeline = Pipeline(
             self.axis, tuple(p.position for p in points), tuple(p.module for p in points), self.how.num, self.wish.schedule,
             tuple(flying), self.wish.independent, plans, tuple(map(self._crossed, made.stages[:-1], stages)),
+            whole.priced.problem.accumulates,
         )  # fmt: skip
         prediction = Prediction(
             objective, slowest.prediction.compute_s * self.how.num, slowest.prediction.communication_s * self.how.num,
