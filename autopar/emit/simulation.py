@@ -12,6 +12,7 @@ from autopar.plans import Plan
 from autopar.run.program import Program
 from autopar.streams import Streams
 
+_ROUNDING = 1e-9  # share of a sum
 Span = tuple[str, str, float, float]  # node key, kind (``compute`` or ``communication``), start, seconds
 
 
@@ -21,20 +22,21 @@ class Simulated:
 
     Attributes:
         time_s: from its start to its end. hidden_s: of this, how long compute and communication both ran.
-        spans: what ran when; a hidden second stretches compute.
+        spans: what ran when; a hidden second stretches compute. missing_s: compute that the plan prices and the graph does not run.
     """
 
     time_s: float
     hidden_s: float
     spans: tuple[Span, ...]
+    missing_s: float
 
 
 def simulated(program: Program, plan: Plan) -> tuple[Simulated, Simulated]:
     """Forward and backward; of the plan's entries those that are run in neither graph, such as the optimizer's, are in neither."""
-    return tuple(_phase(module.graph, plan) for module in (program.forward, program.backward))  # type: ignore[return-value]
+    return _phase("forward", program.forward.graph, plan), _phase("backward", program.backward.graph, plan)
 
 
-def _phase(graph: fx.Graph, plan: Plan) -> Simulated:
+def _phase(phase: str, graph: fx.Graph, plan: Plan) -> Simulated:
     times = node_times(graph, plan)
     streams = Streams(plan.overlap.slowdown)
     spans: list[Span] = []
@@ -50,4 +52,8 @@ def _phase(graph: fx.Graph, plan: Plan) -> Simulated:
             if time_s > 0.0:
                 spans.append((node.meta["key"], "communication" if waits else "compute", before_s, streams.now_s - before_s))
     spans += [(step.meta["key"], "communication", start_s, end_s - start_s) for step, start_s, end_s in streams.ran]  # type: ignore[attr-defined]
-    return Simulated(streams.now_s, streams.hidden_s, tuple(sorted(spans, key=lambda span: span[2])))
+    priced_s = sum(len(e.instances) * e.time_s for e in plan.entries if e.kind == "compute" and e.phase == phase)
+    priced_s += sum(len(e.instances) * e.again_s for e in plan.entries) if phase == "backward" else 0.0
+    missing_s = priced_s - sum(time_s for node, time_s in times.items() if "collective" not in node.meta)
+    missing_s = missing_s if missing_s > _ROUNDING * priced_s else 0.0
+    return Simulated(streams.now_s, streams.hidden_s, tuple(sorted(spans, key=lambda span: span[2])), missing_s)

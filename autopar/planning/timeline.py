@@ -23,6 +23,7 @@ from autopar.solve import Evaluation
 Event = tuple[str, str, str, float]  # layer, phase, kind, seconds
 Bar = tuple[str, str, str, float, float]  # layer, phase, kind, start, seconds
 INPUTS, BEFORE, BEHIND, PARAMETERS, OPTIMIZER = "inputs", "from the stage before", "from the stage behind", "parameters", "optimizer"
+NOT_RUN = "priced, and not run"  # an op that nothing reads after all
 OUTSIDE = (INPUTS, BEFORE, BEHIND, PARAMETERS, OPTIMIZER)  # of the graphs
 
 
@@ -47,6 +48,8 @@ def beside(serial: Prediction, program: Program, plan: Plan) -> Prediction:
             for key, kind, at_s, duration_s in phases[phase].spans:
                 _stretch(lanes[kind], (_layer(key.partition("/")[0]), phase, kind, start_s + at_s, duration_s))
             bars += sorted((*lanes["compute"], *lanes["communication"]), key=lambda bar: bar[3])
+            if phases[phase].missing_s:
+                bars.append((NOT_RUN, phase, "compute", _end(bars), phases[phase].missing_s))
     hidden_s = sum(phase.hidden_s for phase in phases.values())
     return replace(serial, timeline=tuple(bars), hidden_s=hidden_s, simulated_s=serial.step_s - (1.0 - plan.overlap.slowdown) * hidden_s)
 
