@@ -63,7 +63,7 @@ Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(_DTYPES)}.")]
 
 @app.command("plan")
 def plan_command(
-    mesh: Annotated[str, typer.Option(help="Axes from the slowest to the fastest, node=4,gpu=8, or a device count.")],
+    mesh: Annotated[str, typer.Option(help="Axes from the slowest to the fastest, node=4,gpu=8, or a device count to be shaped.")],
     hf: Hf = None,
     model: ModelName = None,
     module: Module = None,
@@ -83,7 +83,7 @@ def plan_command(
     out_file: Annotated[Path | None, typer.Option("--out", help="Where the plan is written.")] = None,
 ) -> None:
     """Plan a model for a mesh: no GPU, no process group, weights on meta."""
-    axes, profile = Mesh.parse(mesh), HardwareProfile.load(hardware)
+    axes, profile = int(mesh) if mesh.isdigit() else Mesh.parse(mesh), HardwareProfile.load(hardware)
     stages = (constraints.pipeline(pipeline, microbatches=microbatches, schedule=schedule),) if pipeline is not None else ()
     options = PlanOptions(parse_size(memory), optimizer, stages, strict, gap, num_microbatches=microbatches or "auto")
     start = time.perf_counter()

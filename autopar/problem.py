@@ -7,7 +7,9 @@ The layouts of a value are the nodes of its layout graph.
 
 Phases: forward and backward. Backward readers of a forward value read a version that was *kept*, or one that was
 *recomputed*. A parameter is an op of kind ``parameter``: it produces the parameter (its storage layout) and reads the
-gradient in the same layout. Inputs are ops that produce replicated values; outputs are ops that read.
+gradient in the same layout. Where a step has several microbatches it rests in a storage layout, may be held gathered through the step,
+and its gradient accumulates in a layout of its own (`autopar.cost.held`). Inputs are ops that produce replicated values; outputs
+are ops that read.
 
 Times are in seconds, sizes in bytes, both per device and per instance (multiply by `count`).
 """
@@ -18,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autopar.layout import Strategy
+from autopar.layout import Layout, Strategy
 from autopar.redistribute import LayoutGraph
 
 Phase = Literal["forward", "backward"]
@@ -74,15 +76,18 @@ class OpStrategy:
 
     Attributes:
         layouts: the layouts its operands must have and its results then have.
-        time_s: compute time of one instance.
-        static_bytes: bytes that rest for the whole step (parameters with their optimizer state).
-        gradient_bytes: bytes of the gradient in its storage layout (parameters only).
+        time_s: time of one instance. communication_s: what of it is communication.
+        static_bytes: bytes that rest for the whole step (parameters with their optimizer state, copies that are held).
+        gradient_bytes: bytes of the gradient as the parameter reads it, or of the sum that it is added to (parameters only).
+        storage: where a parameter rests between steps, if microbatches read it, or add up its gradient, in another layout.
     """
 
     layouts: Strategy
     time_s: float
     static_bytes: int = 0
     gradient_bytes: int = 0
+    communication_s: float = 0.0
+    storage: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +139,7 @@ class Problem:
     Attributes:
         num_in_flight: how many microbatches' kept values are held at once where there are several (`accumulates`): beside the
             one that is running, the others' at every moment.
-        accumulates: whether gradients of earlier microbatches are held while the next one runs.
+        accumulates: whether gradients are added to sums that are held through the step.
     """
 
     ops: tuple[Op, ...]

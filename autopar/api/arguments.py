@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -31,6 +31,11 @@ def as_mesh(mesh: MeshLike) -> Mesh:
     if isinstance(mesh, int | Mapping) and not isinstance(mesh, bool):
         return Mesh(mesh)
     raise MeshError(f"{mesh!r} is no mesh", remedy='pass autopar.Mesh({"node": 4, "gpu": 8}), a torch DeviceMesh or a device count')
+
+
+def is_count(mesh: MeshLike) -> TypeGuard[int]:
+    """Whether a mesh is a device count, whose shape is the planner's choice."""
+    return isinstance(mesh, int) and not isinstance(mesh, bool)
 
 
 def as_call(example_inputs: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:

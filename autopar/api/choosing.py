@@ -37,25 +37,33 @@ class Chooser:
     options: PlanOptions
     progress: Progress = lambda _: None
 
-    def plan(self) -> Planned:
+    def plan(self, limit_s: float = math.inf) -> Planned:
         """The plan.
+
+        Args:
+            limit_s: a plan that is no faster is not wanted.
 
         Raises:
             ConstraintError, InfeasibleError: of the last that was tried, where none has a plan.
+            TooSlow: where bounds show that no plan beats the limit.
         """
         asked = pipeline_in(self.options.constraints, self.mesh)
         if asked is None and self.options.num_microbatches in (1, "auto"):
-            return self._without()
-        if asked is not None and asked.axis is not None:
+            try:
+                return self._without(limit_s)
+            except InfeasibleError as error:
+                return self._in_parts(error, limit_s)
+        if asked is not None and asked.axis:
             check(asked, self.mesh)
         wish = asked or Pipelined("", None, "1f1b", None, independent=False)
         best: Planned | None = None
-        refusal: AutoparError | None = None
+        refusal: AutoparError | TooSlow | None = None
         for axis, num in self._candidates(wish):
-            limit_s = math.inf if best is None else best.plan.prediction.step_s
+            limit_s = limit_s if best is None else best.plan.prediction.step_s
             try:
-                found = self._without() if num == 0 else self._staged(wish, axis, num, limit_s)
+                found = self._without(limit_s) if num == 0 else self._staged(wish, axis, num, limit_s)
             except TooSlow as error:
+                refusal = refusal or error
                 log.info("no plan of %d microbatches along %r is faster: at least %.4g s", num, axis, error.args[0])
                 continue
             except (InfeasibleError, ConstraintError) as error:
@@ -69,10 +77,31 @@ class Chooser:
             raise refusal
         return best
 
-    def _without(self) -> Planned:
+    def _in_parts(self, refusal: InfeasibleError, limit_s: float) -> Planned:
+        """Where nothing fits, as few microbatches as do, one after another, if the batch may be cut.
+
+        Raises:
+            InfeasibleError: what was refused, where no number of microbatches helps.
+        """
+        samples = batch_size(self.args, self.kwargs) if self.options.num_microbatches == "auto" and self.options.batch == "global" else 1
+        for num in (n for n in range(2, samples + 1) if samples % n == 0):
+            try:
+                found = self._staged(Pipelined("", num, "1f1b", None, independent=False), "", num, limit_s)
+            except InfeasibleError as error:
+                log.info("no plan of %d microbatches: %s", num, error.what)
+            except ConstraintError as error:
+                log.info("the batch is not cut into microbatches: %s", error.what)
+                break
+            else:
+                log.warning("%s; in %d microbatches, one after another, it fits: %s", refusal.what, num, found.plan)
+                return found
+        raise refusal
+
+    def _without(self, limit_s: float = math.inf) -> Planned:
         kept = tuple(c for c in self.options.constraints if not isinstance(c, Pipelined))
         options = self.options if len(kept) == len(self.options.constraints) else replace(self.options, constraints=kept)
-        return make_plan(self.trace, self.mesh, self.profile, options, model_name=type(self.model).__name__, progress=self.progress)
+        name = type(self.model).__name__
+        return make_plan(self.trace, self.mesh, self.profile, options, model_name=name, progress=self.progress, limit_s=limit_s)
 
     def _staged(self, wish: Pipelined, axis: str, num: int, limit_s: float) -> Planned:
         here = replace(wish, axis=axis)
@@ -102,4 +131,5 @@ class Chooser:
             stages = self.mesh.shape[self.mesh.names.index(axis)] if axis else 1
             divisors = [n for n in range(1, samples + 1) if samples % n == 0]
             numbers = [n for n in divisors if stages <= n <= _MOST_ROUNDS * stages][-_MOST_NUMBERS:]
+            numbers = numbers if axis else [1]
             yield from ((axis, num) for num in ([asked] if asked is not None else numbers or divisors[-1:]))

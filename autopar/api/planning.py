@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware
+from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware, is_count
 from autopar.api.choosing import Chooser
+from autopar.api.shaping import best_shape, shapes
 from autopar.api.tracing import program_of, staged_trace
 from autopar.capture import Trace, capture
 from autopar.certificate import Certificate, certify, certify_staged
@@ -44,7 +45,11 @@ def plan_call(
     else:
         chosen = PlanOptions(**{**options, "constraints": tuple(options.get("constraints", ()))})
     trace = capture(model, args, kwargs)
-    return trace, Chooser(model, trace, args, kwargs, as_mesh(mesh), profile, chosen, progress).plan()
+
+    def fastest(shape: Mesh, limit_s: float) -> Planned:
+        return Chooser(model, trace, args, kwargs, shape, profile, chosen, progress).plan(limit_s)
+
+    return trace, best_shape(shapes(mesh) if is_count(mesh) else (as_mesh(mesh),), fastest)
 
 
 def plan_model(
@@ -73,6 +78,8 @@ def plan(
     """Plan a model for a mesh. Needs no GPU and no process group; the weights may be on meta.
 
     Args:
+        mesh: an `autopar.Mesh`, a torch DeviceMesh, sizes of axes by name, or a device count, whose shape is then the planner's choice
+            (eight devices to a node, at most three axes; `Plan.proof.covers` says which were tried).
         example_inputs: the global batch: a mapping of keywords, a sequence of positions, or one tensor. Values are not read.
         hardware: name of a profile (`HardwareProfile.names`), path of one, ``"local"``, or a profile; by default ``local``
             where this machine was measured, else the GPU that is there, else ``cpu-gloo``.
@@ -81,8 +88,8 @@ def plan(
         constraints: what is forced (`autopar.constraints`).
         strict: refuse ops that run replicated for want of a rule.
         gap: relative distance between plan and proven bound at which the search stops; time_limit_s: a safety net.
-        num_microbatches: into how many microbatches the batch is cut, one after another; ``"auto"``: one, and in a pipeline
-            (`autopar.constraints.pipeline`) the planner's choice.
+        num_microbatches: into how many microbatches the batch is cut, one after another; ``"auto"``: one, or, where nothing fits
+            the memory, as few as do; in a pipeline (`autopar.constraints.pipeline`) the planner's choice.
         batch, outputs: as in `compile`.
 
     Raises:

@@ -35,12 +35,15 @@ class Weight:
 
     Attributes:
         kept: whether a gathered copy is kept from forward to backward.
+        working: in which layout it is held through a step; that of storage, or a gathered copy. sums: in which its gradients add up.
     """
 
     name: str
     storage: Layout
     compute: tuple[Layout, ...]
     kept: bool
+    working: Layout
+    sums: Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class Part:
     Attributes:
         module: the pattern, ``*`` for the indices of repeated modules; ``""`` is the model itself.
         instances: the indices of its copies. copies: the same as text, where the module has other parts too.
-        parallelism: one of `PARALLELISMS` per mesh axis. sharded: ``ZeRO-2``, ``ZeRO-3`` or ``""`` per mesh axis.
+        parallelism: one of `PARALLELISMS` per mesh axis. sharded: ``ZeRO-1`` to ``ZeRO-3`` or ``""`` per mesh axis.
         enters, leaves: layouts of the activation that the first forward op reads and of the one that the last makes.
         kept_bytes: kept for backward, gathered weights included. recomputed: ops that backward runs again.
         recompute_s: their time, as forward's; it is within `compute_s`.
@@ -155,7 +158,7 @@ def owner(node: str) -> str:
     path, kind = node.split("/")[:2]
     if kind in ("input", "output"):
         return INPUTS if kind == "input" else ""
-    if kind in ("parameter", "buffer"):
+    if kind in ("parameter", "buffer", "storage"):
         path = path.rpartition(".")[0]
     return _FIELD.sub("*", path)
 
@@ -245,12 +248,13 @@ def _activation(node: tuple[NodeChoice, Entry]) -> Layout | None:
 
 def _weight(entry: Entry, communications: Iterable[Communication], kept: Iterable[Kept]) -> Weight:
     node = entry.nodes[0].node
-    storage = entry.nodes[0].strategy.outputs[0]
+    storage, working = entry.nodes[-1].strategy.outputs[0], entry.nodes[0].strategy.outputs[0]
+    sums = next(iter(entry.nodes[0].strategy.inputs), storage)
     arcs = [c for c in communications if c.node == node and c.phase == "forward"]
     left = {c.source for c in arcs}
-    compute = tuple(dict.fromkeys(c.target for c in arcs if c.target not in left)) or (storage,)
-    copies = any(layout != storage for k in kept if k.node == node for layout in k.layouts)
-    return Weight(_FIELD.sub("*", node.partition("/")[0]).rpartition(".")[2], storage, compute, copies)
+    compute = tuple(dict.fromkeys(c.target for c in arcs if c.target not in left)) or (working,)
+    copies = any(layout != working for k in kept if k.node == node for layout in k.layouts)
+    return Weight(_FIELD.sub("*", node.partition("/")[0]).rpartition(".")[2], storage, compute, copies, working, sums)
 
 
 def _sharded(weights: Iterable[Weight], axis: int) -> str:
@@ -259,7 +263,9 @@ def _sharded(weights: Iterable[Weight], axis: int) -> str:
     for weight in weights:
         gathered = any(isinstance(layout.placements[axis], Replicate) for layout in weight.compute)
         if isinstance(weight.storage.placements[axis], Shard) and gathered:
-            words.add("ZeRO-2" if weight.kept else "ZeRO-3")
+            held = weight.kept or isinstance(weight.working.placements[axis], Replicate)
+            scattered = isinstance(weight.sums.placements[axis], Shard)
+            words.add(("ZeRO-2" if scattered else "ZeRO-1") if held else "ZeRO-3")
     return max(words, default="")
 
 

@@ -20,8 +20,10 @@ from autopar.certificate.moves import Walk
 from autopar.certificate.proof import Stored, proven
 from autopar.certificate.report import Certificate, Finding
 from autopar.certificate.resources import emission, memory, resting, step_s, times
+from autopar.certificate.steps import steps_per_step
 from autopar.cost.priced import OPTIMIZERS, Priced
 from autopar.emit import emit
+from autopar.emit.choices import storage_key
 from autopar.errors import AutoparError
 from autopar.hardware import HardwareProfile
 from autopar.plans import Plan
@@ -96,11 +98,13 @@ class _Job:
             num_nodes=len(self.facts.keys), num_steps=len(plan.steps()),
         )  # fmt: skip
         decisions = Decisions(plan, self.trace, self.facts, self.priced, plan.mesh, self.profile, self.context)
-        walk = Walk(self.facts, self.claims, plan.mesh, self.profile)
+        rests = frozenset(storage_key(p.name) for p in self.trace.parameters) if self.context.accumulates else frozenset[str]()
+        walk = Walk(self.facts, self.claims, plan.mesh, self.profile, rests, self.context.num_microbatches)
         strangers = [*decisions.strangers(), *walk.strangers()]
         if strangers:
             return replace(report, findings=(*strangers, *found))
-        found = [*decisions.findings(), *walk.findings(), *found]
+        once = steps_per_step(self.trace, walk, self.claims) if self.context.accumulates else ()
+        found = [*decisions.findings(), *walk.findings(), *once, *found]
         if not any(f.claim == "layouts" for f in found):
             compute_s, communication_s = step_s(plan, decisions)
             report = replace(report, step_s=compute_s + communication_s)
@@ -110,9 +114,9 @@ class _Job:
     def _emitted(self, report: Certificate, found: list[Finding]) -> Certificate:
         """What follows from the emitted program."""
         try:
-            program = emit(self.trace, self.plan)
+            program = emit(self.trace, self.plan, accumulates=self.context.accumulates)
             found += emission(self.plan, program)
-            sizes = resting(self.trace, self.facts, self.claims, self.plan)
+            sizes = resting(self.trace, self.facts, self.claims, self.plan, accumulates=self.context.accumulates)
             peak, wrong = memory(self.plan, program, self.facts, sizes, self.context)
         except AutoparError as error:
             where = "" if error.where is None else str(error.where)

@@ -30,6 +30,11 @@ class Context:
     schedule: str = ""
     batch_bytes: int = 0
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are added to sums, and parameters may be held gathered, through a step."""
+        return self.num_microbatches > 1 or self.forced.named.holds
+
     @staticmethod
     def of(trace: Trace, plan: Plan) -> Context:
         """Of a plan without stages, under the constraints that it records.

@@ -11,18 +11,20 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.analysis.work import work
+from autopar.analysis.work import Work, work
 from autopar.capture.trace import Parameter, Trace
 from autopar.certificate.context import Context
 from autopar.certificate.facts import Facts
 from autopar.certificate.report import Finding, near
 from autopar.certificate.shards import held_bytes, local_lengths
+from autopar.certificate.steps import held_so
 from autopar.cost.compute import compute_time
+from autopar.cost.held import offered_as
 from autopar.cost.priced import OPTIMIZERS, Priced
-from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key
+from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, storage_key
 from autopar.errors import AutoparError
 from autopar.hardware import HardwareProfile
-from autopar.layout import Strategy
+from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.plans import Entry, NodeChoice, Plan
 from autopar.rules import TensorInfo, call_of, is_strategy
@@ -57,6 +59,7 @@ class Decisions:
         self._crossing |= {output_key(o.path) for o in self.trace.outputs if o.crosses}
         ops = range(len(self.priced.problem.ops))
         self.owner = {key: op for op in ops for instance in keys_of(self.priced, op) for key in instance}
+        self._rests = {storage_key(p.name): p for p in self.trace.parameters} if self.context.accumulates else {}
 
     def strangers(self) -> Iterator[Finding]:
         """Whether model and plan speak of the same nodes, and the plan of each once; nothing else makes sense where not."""
@@ -64,7 +67,7 @@ class Decisions:
         again = {c.node.format(*i) for e in self.plan.entries for c in e.recompute for i in e.instances}
         for key in sorted(self.facts.keys - set(said)):
             yield Finding("layouts", "the plan decides nothing about this node of the model", key)
-        for key in sorted((set(said) | again) - self.facts.keys):
+        for key in sorted((set(said) | again) - self.facts.keys - self._rests.keys()):
             yield Finding("layouts", "the model has no such node", key)
         for key in sorted({key for key in said if said.count(key) > 1} if len(set(said)) < len(said) else ()):
             yield Finding("layouts", "the plan decides about this node twice", key)
@@ -83,6 +86,8 @@ class Decisions:
             elif key in self.facts.keys:
                 op = self.priced.problem.ops[self.owner[key]]
                 expected = (len(op.strategies[0].layouts.inputs), len(op.strategies[0].layouts.outputs))
+            elif key in self._rests:
+                expected = (int(self._rests[key].gradient is not None), 1)
             else:
                 continue
             if (len(choice.strategy.inputs), len(choice.strategy.outputs)) != expected:
@@ -93,7 +98,7 @@ class Decisions:
         for entry in self.plan.entries:
             op = self.owner[entry.nodes[0].node.format(*entry.instances[0])]
             together = {tuple(c.node.format(*i) for c in entry.nodes) for i in entry.instances}
-            if together != set(keys_of(self.priced, op)):
+            if together not in self._said_of(op):
                 yield Finding("layouts", "the nodes of this entry are not one decision of the problem", entry.key)
                 continue
             stated = self.priced.problem.ops[op]
@@ -103,6 +108,12 @@ class Decisions:
             if entry.recompute:
                 yield from self._again(entry, op)
             yield from self._timed(entry)
+
+    def _said_of(self, op: int) -> tuple[set[tuple[str, ...]], ...]:
+        """The nodes that an entry of this op speaks of; of parameters also with where they rest."""
+        own = set(keys_of(self.priced, op))
+        source = self.priced.sources[op]
+        return (own, {(parameter_key(n), storage_key(n)) for n in source.names}) if source.kind == "parameter" and self._rests else (own,)
 
     def _again(self, entry: Entry, op: int) -> Iterator[Finding]:
         if [c.node for c in entry.recompute] != [c.node for c in entry.nodes]:
@@ -118,7 +129,7 @@ class Decisions:
         if source.cluster is not None:
             offered = any(s.members == strategies for s in source.cluster.strategies)
         else:
-            offered = any((s.layouts,) == strategies for s in self.priced.problem.ops[op].strategies)
+            offered = any(offered_as(s) == strategies for s in self.priced.problem.ops[op].strategies)
         illegal = False
         for choice in choices:
             key = choice.node.format(*entry.instances[0])
@@ -126,9 +137,9 @@ class Decisions:
                 illegal = True
                 yield Finding("layouts", f"no rule lets it run {when}as {choice.strategy}", key)
             if key in self.parameters:
-                p, at = self.parameters[key], choice.strategy.outputs[0]
+                p, at = self.parameters[key], strategies[-1].outputs[0]
                 fits = at.fits(p.view, sizes) and not at.has_partial and not at.halos and storable(p.shape, p.view, at, sizes)
-                if not fits or any(rest != at for rest in choice.strategy.inputs):
+                if not fits or not held_so(at, strategies, accumulates=self.context.accumulates):
                     illegal = True
                     yield Finding("layouts", f"it cannot rest as {at} with its gradient as {_listed(choice.strategy)}", key)
         if not offered and not illegal:
@@ -151,8 +162,9 @@ class Decisions:
         if key in self.parameters:
             p = self.parameters[key]
             _, traffic = OPTIMIZERS[str(self.plan.options.get("optimizer"))] if p.gradient is not None else (0, 0)
-            step_s = traffic * held_bytes(p.view, p.dtype, layouts.outputs[0], self.mesh.shape) / self.profile.memory_bandwidth_bytes_per_s
-            return step_s / self.context.num_microbatches
+            rests = held_bytes(p.view, p.dtype, choices[-1].strategy.outputs[0], self.mesh.shape)
+            step_s = traffic * rests / self.profile.memory_bandwidth_bytes_per_s / self.context.num_microbatches
+            return step_s + (self._added_s(p, layouts.inputs[0]) if self.context.accumulates and p.gradient is not None else 0.0)
         if entry.kind == "compute":
             return sum(self._node_time_s(c.node.format(*entry.instances[0]), c.strategy) for c in choices)
         if (entry.kind == "input" and key != input_key("tangent")) or (key in self._crossing and layouts.outputs):
@@ -160,6 +172,12 @@ class Decisions:
             size = held_bytes(tensor.shape, tensor.dtype, layouts.outputs[0], self.mesh.shape)
             return self.context.crossing.time_s(size) if key in self._crossing else size / self.profile.memory_bandwidth_bytes_per_s
         return 0.0
+
+    def _added_s(self, p: Parameter, sums: Layout) -> float:
+        """A gradient is read, and the sum that it is added to is read and written."""
+        wide = torch.float32 if p.dtype.itemsize < 4 else p.dtype
+        moved = held_bytes(p.view, p.dtype, sums, self.mesh.shape) + 2 * held_bytes(p.view, wide, sums, self.mesh.shape)
+        return compute_time(Work(0, moved, "elementwise"), torch.float32, self.profile)
 
     def crosses(self, entry: Entry) -> bool:
         """Whether an entry is of what crosses between stages."""

@@ -1,12 +1,12 @@
 """What certainly lives at a point of the step, under every plan: the rows of the bound that speak of memory.
 
     start of backward   what rests, and everything kept, of every microbatch in flight
-    end of backward     what rests, and every gradient
+    end of backward     what rests, and every gradient, or the sums that they were added to
     while a node of backward runs: what rests, what its op makes there, and what is kept and nothing has asked for yet
 
 What forward made is asked for by its readers in backward; by a view of it in forward when that is; and by an op that may run
 again when its own results are, since it then reads its operands. With several microbatches the others in flight are held in full at
-every point, and so is the sum of gradients so far.
+every point, and so are the sums of gradients; a gradient itself goes when it is added.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Moments:
         if place == "start of backward":
             return MemoryRow({v: variant.count * problem.num_in_flight for v, variant in enumerate(problem.variants)}, sums, worth_s)
         if place == "end of backward":
-            return MemoryRow({}, _both(gradients, sums), worth_s)
+            return MemoryRow({}, gradients, worth_s)
         node = self.facts.nodes.get(place)
         if node is None or node.meta["phase"] != "backward":
             return None

@@ -23,18 +23,26 @@ from autopar.plans import Communication
 
 @dataclass
 class Walk:
-    """All tensors of a model under a plan."""
+    """All tensors of a model under a plan.
+
+    Attributes:
+        rests: keys under which plans say where parameters rest, if these may move once per step. num_microbatches: among which the time
+            of that is shared.
+    """
 
     facts: Facts
     claims: Claims
     mesh: Mesh
     profile: HardwareProfile
+    rests: frozenset[str] = frozenset()
+    num_microbatches: int = 1
     _times: dict[object, float] = field(default_factory=dict)
 
     def strangers(self) -> Iterator[Finding]:
         """Tensors that the plan speaks of and the model does not make; nothing can be derived of them."""
         for (tensor, phase), steps in self.claims.steps.items():
-            if tensor not in self.facts.tensors or phase not in ("forward", "backward"):
+            once = phase == "step" and tensor[0] in self.rests and tensor[1] in (0, 1)
+            if not once and (tensor not in self.facts.tensors or phase not in ("forward", "backward")):
                 yield Finding("moves", f"{len(steps)} collectives are of a tensor that the model does not make in {phase}", _name(*tensor))
         for tensor in self.claims.kept:
             if tensor not in self.facts.tensors:
@@ -98,8 +106,13 @@ class Walk:
                 yield Finding("moves", f"{said} makes what nobody reads", where)
             if step.target in sources or targets.count(step.target) > 1:
                 yield Finding("moves", f"{said} makes what is at hand already", where)
-            for what in self._step(tensor, step):
-                yield Finding("moves", f"{said}: {what}", where)
+            yield from self.steps_of(tensor, step)
+
+    def steps_of(self, tensor: Tensor, step: Communication) -> Iterator[Finding]:
+        """What is wrong with one collective, wherever it starts."""
+        said = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
+        for what in self._step(tensor, step):
+            yield Finding("moves", f"{said}: {what}", _name(tensor.key, tensor.result))
 
     def _step(self, tensor: Tensor, step: Communication) -> Iterator[str]:
         """What is wrong with one collective."""
@@ -121,8 +134,9 @@ class Walk:
             yield f"a device takes {taken} bytes from its neighbours, not {c.halo_bytes}"
         if c not in self._times:
             self._times[c] = collective_time(c, sizes[c.axis], self.mesh.link(c.axis), self.profile)
-        if not near(step.time_s, self._times[c]):
-            yield f"it takes {self._times[c]:.6g} s, not {step.time_s:.6g} s"
+        time_s = self._times[c] / (self.num_microbatches if step.phase == "step" else 1)
+        if not near(step.time_s, time_s):
+            yield f"it takes {time_s:.6g} s, not {step.time_s:.6g} s"
 
 
 def _reached(sources: set[Layout], steps: Sequence[Communication]) -> set[Layout]:

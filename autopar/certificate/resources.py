@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import fx
 
 from autopar.capture.trace import Trace
@@ -14,7 +15,7 @@ from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.report import Finding, near
 from autopar.certificate.shards import held_bytes
 from autopar.cost.priced import OPTIMIZERS
-from autopar.emit.choices import buffer_key, input_key, parameter_key
+from autopar.emit.choices import buffer_key, input_key, parameter_key, storage_key
 from autopar.kernels import collectives as kernels
 from autopar.plans import Plan, Prediction
 from autopar.run.memory import trace_peak
@@ -35,8 +36,9 @@ def emission(plan: Plan, program: Program) -> Iterator[Finding]:
     for c in plan.communications:
         listed[c.phase, c.collective.kind, c.collective.axis] += len(c.instances)
         sizes[c.phase, c.collective.kind, c.collective.axis] += len(c.instances) * c.collective.bytes
-    for phase, graph in (("forward", program.forward.graph), ("backward", program.backward.graph)):
-        for node in graph.nodes:
+    graphs = [("forward", program.forward), ("backward", program.backward), ("step", program.begin), ("step", program.end)]
+    for phase, module in graphs:
+        for node in module.graph.nodes if module is not None else ():
             kind = _CALLS.get(node.target) if node.op == "call_function" else None
             if kind is not None:
                 listed[phase, kind, _axis(node, kind)] -= 1
@@ -53,20 +55,26 @@ def _axis(node: fx.Node, kind: str) -> int:
     return int(node.args[_AXIS[kind]])  # type: ignore[arg-type]
 
 
-def resting(trace: Trace, facts: Facts, claims: Claims, plan: Plan) -> dict[str, int]:
+def resting(trace: Trace, facts: Facts, claims: Claims, plan: Plan, *, accumulates: bool) -> dict[str, int]:
     """Bytes by kind that follow from layouts alone."""
     state, _ = OPTIMIZERS[str(plan.options.get("optimizer"))]
     found = dict.fromkeys(("parameters", "optimizer", "buffers", "inputs", "gradients", "activations"), 0)
-    tensors = [("parameters", p.view, p.dtype, parameter_key(p.name)) for p in trace.parameters]
-    tensors += [("buffers", b.view, b.dtype, buffer_key(b.name)) for b in trace.buffers]
+    tensors = [("buffers", b.view, b.dtype, buffer_key(b.name)) for b in trace.buffers]
     tensors += [("inputs", i.shape, i.dtype, input_key(i.path)) for i in trace.inputs if not i.crosses]
-    trained = {parameter_key(p.name) for p in trace.parameters if p.gradient is not None}
     for kind, shape, dtype, key in tensors:
-        size = held_bytes(shape, dtype, claims.chosen[key].outputs[0], plan.mesh.shape)
-        found[kind] += size
-        if key in trained:
-            found["gradients"] += size
+        found[kind] += held_bytes(shape, dtype, claims.chosen[key].outputs[0], plan.mesh.shape)
+    gathered = 0
+    for p in trace.parameters:
+        seen = claims.chosen[parameter_key(p.name)]
+        rests = claims.chosen.get(storage_key(p.name), seen).outputs[0]
+        size = held_bytes(p.view, p.dtype, rests, plan.mesh.shape)
+        found["parameters"] += size
+        gathered += held_bytes(p.view, p.dtype, seen.outputs[0], plan.mesh.shape) if seen.outputs[0] != rests else 0
+        if p.gradient is not None:
+            wide = torch.float32 if accumulates and p.dtype.itemsize < 4 else p.dtype
+            found["gradients"] += held_bytes(p.view, wide, seen.inputs[0], plan.mesh.shape)
             found["optimizer"] += state * size
+    found |= {"gathered": gathered} if gathered else {}
     for where, layouts in claims.kept.items():
         tensor = facts.tensors[where]
         free = claims.chosen[tensor.key].outputs[tensor.result] if tensor.resident else None
@@ -86,7 +94,7 @@ def memory(plan: Plan, program: Program, facts: Facts, sizes: Mapping[str, int],
         if held != k.bytes:
             found.append(Finding("kept values", f"one instance holds {held} bytes, not {k.bytes}", k.node))
     peak, budget = _peak(plan, program, context) + sizes["optimizer"], plan.options.get("memory_bytes")
-    static = sum(sizes[kind] for kind in ("parameters", "optimizer", "buffers", "inputs"))
+    static = sum(sizes.get(kind, 0) for kind in ("parameters", "optimizer", "gathered", "buffers", "inputs"))
     expected = {**sizes, "transient": max(peak - static - max(sizes["activations"], sizes["gradients"]), 0)}
     claimed = plan.prediction
     for kind in sorted({*expected, *claimed.memory_bytes}):

@@ -20,10 +20,10 @@ from autopar.certificate.report import Certificate, Finding, near
 from autopar.constraints import Pipelined, read_constraint
 from autopar.cost.priced import Crossing
 from autopar.emit import emit_staged
-from autopar.emit.choices import input_key, output_key, parameter_key
-from autopar.errors import AutoparError
+from autopar.emit.choices import input_key, output_key, parameter_key, storage_key
+from autopar.errors import AutoparError, PlanError
 from autopar.hardware import HardwareProfile
-from autopar.layout import Layout
+from autopar.layout import Layout, Strategy
 from autopar.plans import Pipeline, Plan
 from autopar.stages import Cut
 from autopar.strategies import resolve
@@ -88,8 +88,11 @@ class _Stages:
             crossing = replace(Crossing.along(pipeline.axis, plan.mesh, self.profile), layouts=layouts)
             here, num = replace(forced, storage=dict(storage)), pipeline.num_microbatches
             context = Context(here, crossing, num, flying, pipeline.schedule, batch_bytes)
+            if pipeline.accumulates != context.accumulates:
+                what = f"with {num} microbatches gradients {'are' if context.accumulates else 'are not'} added to sums"
+                raise PlanError(f"{what}, and the plan says otherwise", remedy="plan again; the file was changed by hand")
             found.append(certify(trace, replace(staged, options=plan.options), self.profile, context))
-            storage |= {p.name: chosen[parameter_key(p.name)].outputs[0] for p in trace.parameters if p.name in self.made.shared}
+            storage |= {p.name: _rests(chosen, p.name) for p in trace.parameters if p.name in self.made.shared}
         return found
 
 
@@ -101,10 +104,14 @@ def _joined(plan: Plan, pipeline: Pipeline, made: Cut) -> Iterator[Finding]:
         what = f"{pipeline.schedule} holds {expected} microbatches, stage by stage, not {pipeline.num_in_flight}"
         yield Finding("memory", what)
     for name, held_by in made.shared.items():
-        rests = {str(pipeline.stages[s].node_choices()[parameter_key(name)].outputs[0]) for s in held_by}
+        rests = {str(_rests(pipeline.stages[s].node_choices(), name)) for s in held_by}
         if len(rests) > 1:
             yield Finding("layouts", f"its copies rest as {' and '.join(sorted(rests))}, and would be updated apart", name)
     yield from _figures(plan, pipeline)
+
+
+def _rests(chosen: Mapping[str, Strategy], parameter: str) -> Layout:
+    return chosen.get(storage_key(parameter), chosen[parameter_key(parameter)]).outputs[0]
 
 
 def _step_s(times: Sequence[float], num_microbatches: int) -> float:

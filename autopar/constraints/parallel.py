@@ -31,10 +31,12 @@ class Parallelism:
     Attributes:
         name: ``ddp``, ``fsdp`` or ``tensor_parallel_`` and its kind.
         axes: names of mesh axes, of a grid in its order; None for all of them.
+        zero: ZeRO's stage of data parallelism: 3 of ``fsdp``, 0 of ``ddp``; `megatron` has 1 and 2 as well.
     """
 
     name: PlanName
     axes: tuple[str, ...] | None
+    zero: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {"plan": self.name, "axes": None if self.axes is None else list(self.axes)}
@@ -64,12 +66,12 @@ class Megatron:
     def to_json(self) -> dict[str, Any]:
         words = {name: list(value) if isinstance(value, tuple) else value for name, value in (("tp", self.tp), ("dp", self.dp))}
         again = {} if self.recompute is None else {"recompute": self.recompute}
-        stages = {} if self.pp == 1 else {"pp": self.pp, "microbatches": self.microbatches}
+        stages = {} if self.pp == 1 and not self.microbatches else {"pp": self.pp, "microbatches": self.microbatches}
         return {"plan": "megatron", **words, "zero": self.zero, **again, **stages}
 
     def __str__(self) -> str:
         again = "" if self.recompute is None else f", recompute={self.recompute!r}"
-        stages = "" if self.pp == 1 else f", pp={self.pp!r}, microbatches={self.microbatches}"
+        stages = "" if self.pp == 1 and not self.microbatches else f", pp={self.pp!r}, microbatches={self.microbatches}"
         return f"megatron(tp={_text(self.tp)}, dp={_text(self.dp)}, zero={self.zero}{again}{stages})"
 
 
@@ -102,7 +104,7 @@ def fsdp(axes: Axes | None = None) -> Parallelism:
     Raises (when a model is planned):
         ConstraintError: as `ddp`.
     """
-    return Parallelism("fsdp", _names(axes))
+    return Parallelism("fsdp", _names(axes), 3)
 
 
 def tensor_parallel(kind: str = "1d", *, axes: Axes) -> Parallelism:
@@ -156,14 +158,16 @@ def megatron(
         tp, dp: numbers of devices, or names of axes. By number, `tp` takes the last axes whose sizes give it as their product
             (in a mesh written from the slowest links to the fastest these have the fastest). `dp` takes what is left, of which it
             must be the size.
-        zero: 0 as `ddp`, 3 as `fsdp` over the data axes. 1 and 2 are refused: they shard the optimizer's state and the gradient
-            but not the parameter, and here these three rest in one layout. Where memory allows it, 3 moves what they move.
+        zero: 0 as `ddp`, 3 as `fsdp` over the data axes. 1 and 2 rest as 3 between steps, and hold parameters gathered through a
+            step, of several microbatches; with 1 gradients add up as partial sums, which are reduced once at its end, with 2 each
+            microbatch's is scattered (`autopar.cost.held` has the volumes).
         recompute: what backward runs again: ``none``, ``full``: all that it reads of a layer but what crosses between layers, or
             ``selective``: in attention what lies around the softmax (Korthikanti et al., "Reducing Activation Recomputation in Large
             Transformer Models", 2022, section 5), no more in either; by default what the planner likes. With ``full`` a layer keeps
             its input, b·s·h elements, and what it gathers or reduces for what is run again it does again: one all-reduce of b·s·h
             more in backward over the tensor axes, attention's. ``selective`` keeps no tensor of [heads, s, s].
-        pp: number of stages, or the name of their axis; by number the first axis of that size. microbatches: as in `pipeline`.
+        pp: number of stages, or the name of their axis; by number the first axis of that size. microbatches: as in `pipeline`, also
+            without stages.
 
     Volumes are those of the two plans, with the batch and the parameters that are left on a device: each rank of a tensor group
     has b/dp samples, and all-reduces gradients of the part of the parameters that it holds.
@@ -172,9 +176,8 @@ def megatron(
         ConstraintError: on a stage or a recomputation that is not there. When a model is planned: where the axes are not in the mesh,
             or there is no attention to run again.
     """
-    if zero not in (0, 3):
-        what = f"megatron(zero={zero}): a parameter rests in one layout with its gradient and optimizer state, so stages are 0 and 3"
-        raise ConstraintError(what, remedy="pass zero=3, which moves no more than stages 1 and 2 where gathered copies fit, or zero=0")
+    if zero not in (0, 1, 2, 3):
+        raise ConstraintError(f"megatron(zero={zero}) is not there", remedy="pass 0, or one of ZeRO's stages 1, 2 and 3")
     if recompute not in (None, "none", "full", "selective"):
         raise ConstraintError(f"megatron(recompute={recompute!r}) is not there", remedy='pass "none", "full" or "selective"')
     if not isinstance(pp, str) and pp < 1:
@@ -192,7 +195,7 @@ def pipeline_in(constraints: Iterable[Constraint], mesh: Mesh) -> Pipelined | No
     for constraint in constraints:
         if isinstance(constraint, Pipelined):
             found.append(constraint)
-        elif isinstance(constraint, Megatron) and constraint.pp != 1:
+        elif isinstance(constraint, Megatron) and (constraint.pp != 1 or constraint.zero in (1, 2) or constraint.microbatches):
             found.append(Pipelined(_stage_axis(constraint, mesh), constraint.microbatches, "1f1b", None, independent=False))
     if len(found) > 1:
         raise ConstraintError(f"{found[0]} and {found[1]} both cut the model", remedy="pass one of them")
@@ -200,8 +203,8 @@ def pipeline_in(constraints: Iterable[Constraint], mesh: Mesh) -> Pipelined | No
 
 
 def _stage_axis(constraint: Megatron, mesh: Mesh) -> str:
-    if isinstance(constraint.pp, str):
-        return constraint.pp
+    if isinstance(constraint.pp, str) or constraint.pp == 1:
+        return constraint.pp if isinstance(constraint.pp, str) else ""
     for axis in mesh.axes:
         if axis.size == constraint.pp:
             return axis.name
@@ -245,7 +248,7 @@ def parallelisms(constraints: Iterable[Constraint], mesh: Mesh) -> Iterator[Para
                     raise ConstraintError(what, remedy="name the axes of each, for example ddp(axes='node')")
                 claimed[name] = plan
             if names:
-                yield Parallelism(plan.name, names)
+                yield Parallelism(plan.name, names, plan.zero)
 
 
 def axes_of(plan: Parallelism, mesh: Mesh) -> tuple[int, ...]:
@@ -269,7 +272,7 @@ def _parts(constraint: Megatron, mesh: Mesh) -> tuple[Parallelism, Parallelism]:
         sizes = math.prod(axis.size for axis in mesh.axes if axis.name in left)
         what = f"{constraint} does not fill mesh {mesh}: beside the tensor axes it has {sizes} devices"
         raise ConstraintError(what, remedy=f"pass dp={sizes}, or leave it out")
-    return Parallelism("tensor_parallel_1d", tensor), Parallelism("fsdp" if constraint.zero else "ddp", data)
+    return Parallelism("tensor_parallel_1d", tensor), Parallelism("fsdp" if constraint.zero else "ddp", data, constraint.zero)
 
 
 def _last_axes(constraint: Megatron, mesh: Mesh) -> tuple[str, ...]:

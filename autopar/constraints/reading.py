@@ -36,7 +36,7 @@ def _named(data: Mapping[str, Any]) -> Constraint:
         return pipeline(**{str(name): value for name, value in data.items() if name != "plan"})
     if data["plan"] not in get_args(PlanName) or not {"plan", "axes"} >= data.keys():
         raise ConstraintError(f"no plan is named {data['plan']!r}")
-    return Parallelism(data["plan"], None if data["axes"] is None else tuple(data["axes"]))
+    return Parallelism(data["plan"], None if data["axes"] is None else tuple(data["axes"]), 3 if data["plan"] == "fsdp" else 0)
 
 
 def _degree(value: int | list[str]) -> int | Axes:

@@ -115,7 +115,7 @@ class Liveness:
     def _backward_value(self, value: Value, spans: Sequence[_Span], refs: Sequence[Ref], now: int, live: dict[int, list[int]]) -> None:
         _add(live, self._sizes(value), value.op, sum(s.made == now or s.made < now <= s.until for s in spans if not s.is_view))
         for span, (name, _) in zip(spans, refs, strict=True):
-            if span.is_gradient and span.made < now and span.until < now:
+            if span.is_gradient and span.made < now and span.until < now and not self.priced.problem.accumulates:
                 parameter = self._parameter[name]
                 sizes = [s.gradient_bytes for s in self.priced.problem.ops[parameter].strategies]
                 _add(live, sizes, parameter, 1)

@@ -15,6 +15,8 @@ from torch import fx
 
 from autopar.capture.trace import Input, Output, Parameter, Trace
 from autopar.collective import Collective
+from autopar.cost.held import StepMoves
+from autopar.cost.holding import HeldPrices, adding_partial
 from autopar.cost.keeping import is_never_kept, may_run_again, split_furthest
 from autopar.cost.priced import OPTIMIZERS, Crossing, Priced, Source
 from autopar.cost.times import call_time, price_collectives
@@ -39,7 +41,8 @@ class _Builder:
     optimizer: str
     forced: Forced
     crossing: Crossing
-    num_microbatches: int
+    moves: StepMoves
+    accumulates: bool
     ops: list[Op] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     made: dict[Ref, tuple[int, int]] = field(default_factory=dict)  # tensor → (op, result)
@@ -57,6 +60,7 @@ class _Builder:
     def parameters(self) -> None:
         """One op per class of equal parameters: the storage layout, in which the gradient arrives as well."""
         groups: dict[tuple[object, ...], list[Parameter]] = {}
+        held = HeldPrices(self.profile, self.optimizer, self.moves, self.forced.named.zero)
         for p in self.trace.parameters:
             rest = self.forced.storage.get(p.name), self.forced.rests(p.name)
             groups.setdefault((_DIGITS.sub("*", p.name), p.view, p.dtype, p.requires_grad, p.gradient is None, rest), []).append(p)
@@ -72,7 +76,7 @@ class _Builder:
             if not possible:
                 what = f"{first.name} of shape {first.shape} cannot rest as {self.forced.asked(first.name)} on mesh {self.mesh}"
                 raise ConstraintError(what, remedy="force a storage layout that splits its dims evenly")
-            strategies = tuple(self._storage(first, layout) for layout in possible)
+            strategies = held.strategies(first, possible) if self.accumulates else tuple(self._storage(first, x) for x in possible)
             op = Op(str(pattern), "parameter", "forward", len(members), (), strategies)
             index = self.add(op, Source("parameter", tuple(p.name for p in members), tuple(p.node for p in members)))
             for p in members:
@@ -84,7 +88,7 @@ class _Builder:
     def _storage(self, p: Parameter, layout: Layout) -> OpStrategy:
         size = local_bytes(p.view, p.dtype, layout, self.mesh.shape)
         state, traffic = OPTIMIZERS[self.optimizer] if p.gradient is not None else (0, 0)
-        step_s = traffic * size / self.profile.memory_bandwidth_bytes_per_s / self.num_microbatches
+        step_s = traffic * size / self.profile.memory_bandwidth_bytes_per_s
         has_gradient = p.gradient is not None
         gradient = (layout,) if has_gradient else ()
         return OpStrategy(Strategy(gradient, (layout,)), step_s, size * (1 + state), size if has_gradient else 0)
@@ -111,7 +115,8 @@ class _Builder:
         for layout in self._crossing(i) if i.crosses else all_layouts(i.shape, self.mesh.shape):
             size = local_bytes(i.shape, i.dtype, layout, self.mesh.shape)
             if i.crosses:  # held like an activation, not like the batch
-                strategies.append(OpStrategy(Strategy((layout,) if i.gradient is not None else (), (layout,)), self.crossing.time_s(size)))
+                arrives_s, back = self.crossing.time_s(size), (layout,) if i.gradient is not None else ()
+                strategies.append(OpStrategy(Strategy(back, (layout,)), arrives_s, communication_s=arrives_s))
             else:
                 strategies.append(OpStrategy(Strategy((), (layout,)), size / self.profile.memory_bandwidth_bytes_per_s, size))
         return tuple(strategies)
@@ -150,6 +155,14 @@ class _Builder:
                     self.infos[ref] = calls[ref]
                 for operand, ref in enumerate(cluster.operands):
                     self.read(ref, index, operand, phase)
+
+    def settle_sums(self) -> None:
+        """Where ZeRO's stage 1 is forced on an axis, gradients that are made as partial sums along it add up so."""
+        axes = [axis for axis, stage in self.forced.named.zero.items() if stage == 1]
+        producers = {use.op: self.made[ref] for ref, uses in self.readers.items() for use in uses if self.ops[use.op].kind == "parameter"}
+        for i, (op, result) in producers.items() if axes else ():
+            made = [s.layouts.outputs[result] for s in self.ops[op].strategies]
+            self.ops[i] = replace(self.ops[i], strategies=adding_partial(self.ops[i].strategies, made, axes))
 
     def settle_recomputation(self, classes: Sequence[ClusterClass]) -> None:
         """Which ops backward may run again."""
@@ -190,7 +203,8 @@ class _Builder:
         strategies = []
         for layout in self._crossing(o):
             arrives_s = self.crossing.time_s(local_bytes(o.shape, o.dtype, layout, self.mesh.shape)) if o.tangent else 0.0
-            strategies.append(OpStrategy(Strategy((layout,), (layout,) if o.tangent else ()), arrives_s))
+            layouts = Strategy((layout,), (layout,) if o.tangent else ())
+            strategies.append(OpStrategy(layouts, arrives_s, communication_s=arrives_s))
         source = Source("output", (o.path,), (o.node,), crosses=True)
         index = self.add(Op(o.path, "output", "forward", 1, (), tuple(strategies)), source)
         self.read((o.node, 0), index, 0, "forward")
@@ -263,19 +277,23 @@ def price(
         num_microbatches: how many steps of the trace one optimizer step takes; the optimizer's time is shared among them.
         num_in_flight: how many microbatches a stage holds the kept values of.
     """
-    builder = _Builder(trace, mesh, profile, optimizer, forced or Forced.nothing(), crossing or Crossing(), num_microbatches)
+    forced = forced or Forced.nothing()
+    accumulates = num_microbatches > 1 or forced.named.holds
+    moves = StepMoves(mesh.shape, price_collectives(mesh, profile), num_microbatches)
+    builder = _Builder(trace, mesh, profile, optimizer, forced, crossing or Crossing(), moves, accumulates)
     builder.parameters()
     builder.placeholders()
     builder.clusters(classes)
     builder.outputs()
+    builder.settle_sums()
     builder.settle_recomputation(classes)
     values, variants, refs = builder.values()
     results: dict[int, list[int]] = {}
     for index, value in enumerate(values):
         results.setdefault(value.op, []).append(index)
     ops = tuple(replace(op, results=tuple(results.get(i, ()))) for i, op in enumerate(builder.ops))
-    problem = Problem(ops, tuple(values), tuple(variants), budget_bytes, (), num_in_flight, num_microbatches > 1)
-    return Priced(problem, tuple(builder.sources), tuple(refs), optimizer)
+    problem = Problem(ops, tuple(values), tuple(variants), budget_bytes, (), num_in_flight, accumulates)
+    return Priced(problem, tuple(builder.sources), tuple(refs), optimizer, moves)
 
 
 def _output_nodes(trace: Trace) -> list[fx.Node]:

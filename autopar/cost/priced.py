@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autopar.cost.held import StepMoves
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -65,9 +66,11 @@ class Priced:
     Attributes:
         sources: per op. refs: per variant, the tensors (node, result) of its instances.
         optimizer: whose state and traffic the parameters were priced with.
+        moves: collectives of parameters at the begin and the end of a step of several microbatches.
     """
 
     problem: Problem
     sources: tuple[Source, ...]
     refs: tuple[tuple[Ref, ...], ...]
     optimizer: str
+    moves: StepMoves

@@ -10,21 +10,21 @@ backward comes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.capture.trace import Parameter, Trace
 from autopar.collective import Collective
+from autopar.emit.calls import CALLS
 from autopar.emit.choices import PlanIndex, TensorKey, buffer_key, compute_nodes, input_key, output_key, parameter_key, placeholder_keys
 from autopar.emit.legality import check_legal
 from autopar.emit.localize import local_call
+from autopar.emit.step import with_step
 from autopar.errors import EmissionError
-from autopar.halo import Halo
-from autopar.kernels import collectives as steps
+from autopar.kernels.sums import add_to
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.plans import Communication, Plan
@@ -36,8 +36,11 @@ Ref = tuple[str, int]  # trace node name, result index
 Have = dict[Ref, dict[Layout, fx.Node]]
 
 
-def emit(trace: Trace, plan: Plan) -> Program:
+def emit(trace: Trace, plan: Plan, *, accumulates: bool = False) -> Program:
     """Turn a plan into a program with local shapes and explicit collectives.
+
+    Args:
+        accumulates: whether gradients are added to sums that are held through a step of several microbatches.
 
     Raises:
         PlanError: where the plan speaks of other nodes than the trace, or of strategies that are not legal.
@@ -45,7 +48,7 @@ def emit(trace: Trace, plan: Plan) -> Program:
     """
     index = PlanIndex.of(plan)
     index.check(trace)
-    check_legal(trace, index, plan.mesh)
+    check_legal(trace, index, plan.mesh, accumulates=accumulates)
     job = _Job(trace, plan.mesh, index, placeholder_keys(trace))
     forward, backward = _Phase(job, "forward"), _Phase(job, "backward")
     forward.placeholders(trace.parameters, trace.buffers)
@@ -54,12 +57,16 @@ def emit(trace: Trace, plan: Plan) -> Program:
     results = forward.results()
     backward.earlier = forward
     tangents = backward.tangents()
+    if accumulates:
+        backward.hold_sums()
     for node in compute_nodes(trace, "backward"):
         backward.compute(node)
+        backward.add_up(node.name)
     gradients = backward.gradients()
     saved = backward.close(gradients, tangents)
     forward.close([*results, *saved], ())
-    return _program(job, plan, forward, backward, len(saved))
+    program = _program(job, plan, forward, backward, len(saved))
+    return with_step(program, trace, index) if accumulates else program
 
 
 @dataclass
@@ -110,6 +117,7 @@ class _Phase:
     have: Have = field(default_factory=dict)
     earlier: _Phase | None = None
     saved: dict[fx.Node, fx.Node] = field(default_factory=dict)  # forward node → backward placeholder
+    sums: dict[str, fx.Node] = field(default_factory=dict)  # parameter → what its gradients are added to
 
     def placeholders(self, parameters: tuple[Parameter, ...], buffers: tuple[Parameter, ...]) -> None:
         chosen = self.job.index.chosen
@@ -131,6 +139,25 @@ class _Phase:
             self.define((o.tangent, 0), self.job.index.chosen[key].outputs[0], here)
             found.append(here)
         return found
+
+    def hold_sums(self) -> None:
+        """One placeholder per parameter that has a gradient: what it is added to, as soon as it is there."""
+        for p in self.job.trace.parameters:
+            if p.gradient is not None:
+                here = self.graph.placeholder(f"sum_{p.node}")
+                here.meta.update(key=parameter_key(p.name), module=p.name, phase=self.phase)
+                self.sums[p.name] = here
+
+    def add_up(self, made: str) -> None:
+        """Add what this node of the trace made to the sums of the parameters whose gradient it is."""
+        nodes = self.job.results()
+        for p in self.job.trace.parameters if self.sums else ():
+            if p.gradient is not None and nodes[p.gradient].name == made:
+                key, total = parameter_key(p.name), self.sums[p.name]
+                gradient = self.get((made, 0), self.job.index.chosen[key].inputs[0], key)
+                if total.op == "placeholder":
+                    self.sums[p.name] = self.graph.call_function(add_to, (total, gradient))
+                    self.sums[p.name].meta.update(total.meta, key=f"{key}/add_to")
 
     def define(self, ref: Ref, layout: Layout, node: fx.Node) -> None:
         """The tensor is at hand in this layout; shrinking collectives from it are issued at once."""
@@ -182,7 +209,7 @@ class _Phase:
 
     def _step(self, ref: Ref, source: fx.Node, step: Communication) -> fx.Node:
         c = step.collective
-        target, args = _STEPS[c.kind](c, step.target)
+        target, args = CALLS[c.kind](c, step.target)
         key, _ = self.job.key(ref)
         source_line = self.job.nodes[ref[0]].meta.get("source", "")
         meta = {"module": step.module, "phase": self.phase, "source": source_line}
@@ -245,13 +272,15 @@ class _Phase:
         return [self.get((node.name, 0), chosen[key].inputs[0], key) for key, node in wanted]
 
     def gradients(self) -> list[fx.Node]:
-        """One gradient per parameter that has one, in its storage layout; then one per input that has one, as the input lies."""
+        """One gradient per parameter that has one, as the parameter reads it, or the sum that it was added to; then one per input that
+        has one, as the input lies."""
         nodes, chosen = self.job.results(), self.job.index.chosen
         found = []
         for p in self.job.trace.parameters:
             if p.gradient is not None:
                 key = parameter_key(p.name)
-                found.append(self.get((nodes[p.gradient].name, 0), chosen[key].inputs[0], key))
+                self.add_up(nodes[p.gradient].name)  # where it is none of backward's own nodes
+                found.append(self.sums.get(p.name) or self.get((nodes[p.gradient].name, 0), chosen[key].inputs[0], key))
         for i in self.job.trace.inputs:
             if i.gradient is not None:
                 key = input_key(i.path)
@@ -279,28 +308,13 @@ def _reads(node: fx.Node) -> list[Ref]:
     return [(n.name, 0) for n in operands_of(node)]
 
 
-def _halo_arguments(c: Collective, target: Layout) -> tuple[Any, ...]:
-    halo = target.placements[c.axis]
-    assert isinstance(halo, Halo), "only a halo step leads to a halo"
-    return c.dim, halo.before, halo.after, halo.lowest, c.axis
-
-
-_STEPS: dict[str, Callable[[Collective, Layout], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
-    "all_gather": lambda c, _: (steps.all_gather, (c.dim, c.axis)),
-    "all_reduce": lambda c, _: (steps.all_reduce, (c.reduce_op, c.axis)),
-    "reduce_scatter": lambda c, _: (steps.reduce_scatter, (c.dim, c.reduce_op, c.axis)),
-    "all_to_all": lambda c, _: (steps.all_to_all, (c.dim, c.to_dim, c.axis)),
-    "halo": lambda c, target: (steps.halo, _halo_arguments(c, target)),
-    "slice": lambda c, _: (steps.shard, (c.dim, c.axis)),
-}
-
-
 def _program(job: _Job, plan: Plan, forward: _Phase, backward: _Phase, num_saved: int) -> Program:
     trace, chosen = job.trace, job.index.chosen
 
     def tensor(p: Parameter, key: str) -> ProgramTensor:
         has_gradient = p.gradient is not None
-        return ProgramTensor(p.name, p.shape, p.view, p.dtype, chosen[key].outputs[0], p.aliases, p.requires_grad, has_gradient)
+        layout = chosen[key].outputs[0]
+        return ProgramTensor(p.name, p.shape, p.view, p.dtype, layout, p.aliases, p.requires_grad, has_gradient)
 
     inputs = tuple(
         ProgramTensor(

@@ -3,6 +3,10 @@
 Keys. Compute nodes have the trace's own keys; placeholders and outputs are keyed by what the user calls them:
 ``NAME/parameter``, ``NAME/buffer``, ``PATH/input``, ``PATH/output``. What crosses between stages lies as its gradient does: the
 decision on an input that crosses is also on its gradient, that on an output that crosses also on its tangent.
+
+``NAME/parameter`` is what a microbatch reads, and how its gradient is added up. Where a parameter rests otherwise between steps,
+``NAME/storage`` says how; of that key, result 0 moves at the begin of a step to what microbatches read, and result 1, the sum of
+gradients, at its end to storage, both in phase ``step``.
 """
 
 from __future__ import annotations
@@ -21,6 +25,10 @@ TensorKey = tuple[str, int]  # node key, result index
 
 def parameter_key(name: str) -> str:
     return f"{name}/parameter"
+
+
+def storage_key(name: str) -> str:
+    return f"{name}/storage"
 
 
 def buffer_key(name: str) -> str:
@@ -65,6 +73,10 @@ class PlanIndex:
             steps.setdefault((c.phase, (node, c.result)), {})[c.target] = c
         return PlanIndex(plan.node_choices(), plan.recomputed_choices(), steps, plan.kept_layouts())
 
+    def storage(self, parameter: str) -> Layout:
+        """Where a parameter rests between steps."""
+        return self.chosen.get(storage_key(parameter), self.chosen[parameter_key(parameter)]).outputs[0]
+
     def check(self, trace: Trace) -> None:
         """That plan and trace speak of the same nodes.
 
@@ -74,7 +86,8 @@ class PlanIndex:
         keys = {n.meta["key"] for n in trace.graph.nodes if n.op == "call_function"}
         keys |= set(placeholder_keys(trace).values()) | {output_key(o.path) for o in trace.outputs}
         keys |= {output_key(name) for name in trace.mutated}
-        missing, unknown = sorted(keys - self.chosen.keys()), sorted(self.chosen.keys() - keys)
+        possible = keys | {storage_key(p.name) for p in trace.parameters}
+        missing, unknown = sorted(keys - self.chosen.keys()), sorted(self.chosen.keys() - possible)
         if missing or unknown:
             lines = [f"the plan has no entry for {len(missing)} nodes: {', '.join(missing[:5])}"] if missing else []
             lines += [f"the model has no node for {len(unknown)} entries: {', '.join(unknown[:5])}"] if unknown else []

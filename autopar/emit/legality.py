@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autopar.capture.trace import Trace
-from autopar.emit.choices import PlanIndex, TensorKey, input_key, output_key, parameter_key, placeholder_keys
+from autopar.emit.choices import PlanIndex, TensorKey, input_key, output_key, parameter_key, placeholder_keys, storage_key
 from autopar.errors import PlanError, Where
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
@@ -24,8 +24,11 @@ from autopar.rules import call_of, is_strategy, where_of
 _REMEDY = "plan again; the file was changed by hand or belongs to another model or version"
 
 
-def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
+def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool) -> None:
     """Every decision of the plan against the traced graph.
+
+    Args:
+        accumulates: whether gradients are added to sums, which may be partial sums over ranks.
 
     Raises:
         PlanError: naming the first that is not legal.
@@ -36,8 +39,10 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
                 if node.meta["key"] in choices:
                     _check_strategy(node, choices[node.meta["key"]], mesh)
     values = dict(_values(trace))
-    for key, layouts, value in _borders(trace, index):
-        if len(layouts) != 1 or layouts[0].has_partial or layouts[0].halos or not _fits(layouts[0], value, mesh):
+    summed = {parameter_key(p.name) for p in trace.parameters} if accumulates else set()
+    for key, layouts, value, read in _borders(trace, index):
+        partial = any(layout.has_partial for layout in layouts) and not (read and key in summed)
+        if len(layouts) != 1 or partial or layouts[0].halos or not _fits(layouts[0], value, mesh):
             shown = ", ".join(map(str, layouts)) or "no layout"
             raise PlanError(f"{key} of shape {tuple(value.shape)} cannot lie as {shown} on mesh {mesh}", remedy=_REMEDY)
     for (_, tensor), steps in index.steps.items():
@@ -45,17 +50,20 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
             _check_step(tensor, step, values, mesh)
 
 
-def _borders(trace: Trace, index: PlanIndex) -> Iterator[tuple[str, tuple[Layout, ...], torch.Tensor]]:
-    """What goes in or out: its key, its layouts in the plan, and its value; a gradient lies as its parameter."""
+def _borders(trace: Trace, index: PlanIndex) -> Iterator[tuple[str, tuple[Layout, ...], torch.Tensor, bool]]:
+    """What goes in or out: its key, its layouts in the plan, its value, and whether the graph returns it."""
     nodes = {node.name: node for node in trace.graph.nodes}
     for name, key in placeholder_keys(trace).items():
-        yield key, index.chosen[key].outputs, nodes[name].meta["val"]
+        yield key, index.chosen[key].outputs, nodes[name].meta["val"], False
+    for p in trace.parameters:
+        if storage_key(p.name) in index.chosen:
+            yield storage_key(p.name), index.chosen[storage_key(p.name)].outputs, nodes[p.node].meta["val"], False
     results = next(iter(reversed(trace.graph.nodes))).args[0]
     named = [(p.gradient, parameter_key(p.name)) for p in trace.parameters if p.gradient is not None]
     named += [(i.gradient, input_key(i.path)) for i in trace.inputs if i.gradient is not None]
     named += [(i, output_key(o.path)) for i, o in enumerate(trace.outputs)] + [(i, output_key(n)) for n, i in trace.mutated.items()]
     for position, key in named:
-        yield key, index.chosen[key].inputs, results[position].meta["val"]
+        yield key, index.chosen[key].inputs, results[position].meta["val"], True
 
 
 def _check_strategy(node: fx.Node, strategy: Strategy, mesh: Mesh) -> None:
@@ -70,6 +78,11 @@ def _values(trace: Trace) -> Iterator[tuple[TensorKey, torch.Tensor]]:
         for result, tensor in enumerate(value if isinstance(value, tuple | list) else (value,)):
             if isinstance(tensor, torch.Tensor):
                 yield (keys.get(node.name, node.meta["key"]), result), tensor
+    nodes = {node.name: node for node in trace.graph.nodes}
+    for p in trace.parameters:
+        value = nodes[p.node].meta["val"]
+        yield (storage_key(p.name), 0), value
+        yield (storage_key(p.name), 1), value
 
 
 def _check_step(tensor: TensorKey, step: Communication, values: dict[TensorKey, torch.Tensor], mesh: Mesh) -> None:

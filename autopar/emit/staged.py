@@ -24,7 +24,8 @@ def emit_staged(part: Trace, cut: Cut, how: Microbatching, plan: Plan) -> Staged
     """
     pipeline = plan.pipeline
     assert pipeline is not None, "the plan has stages"
-    programs = tuple(emit(stage, staged) for stage, staged in zip(cut.stages, pipeline.stages, strict=True))
+    pairs = zip(cut.stages, pipeline.stages, strict=True)
+    programs = tuple(emit(stage, staged, accumulates=pipeline.accumulates) for stage, staged in pairs)
     for number in range(len(programs) - 1):
         leaving = {t.name: t.layout for t in programs[number].outputs if t.crosses}
         arriving = {t.name: t.layout for t in programs[number + 1].inputs if t.crosses}

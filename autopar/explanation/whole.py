@@ -16,7 +16,7 @@ from autopar.layout import Layout
 from autopar.plans import Entry, Plan
 from autopar.units import seconds, share, size
 
-_STATIC = ("parameters", "optimizer", "buffers", "inputs")
+_STATIC = ("parameters", "optimizer", "gathered", "buffers", "inputs")
 _EITHER = ("activations", "gradients")  # activations are gone when the last gradient is there
 
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from autopar.capture.trace import Trace
+from autopar.cost.held import held_of, offered_as, own_time_s
 from autopar.cost.priced import OPTIMIZERS, Priced, Source
-from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys
-from autopar.layout import Strategy
+from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys, storage_key
 from autopar.mesh import Mesh
-from autopar.planning.timeline import crossing_times, timeline
+from autopar.planning.timeline import crossing_times, step_time, timeline
 from autopar.plans import Communication, Entry, Fingerprint, Kept, NodeChoice, Plan, Prediction, Proof, RunnerUp
 from autopar.problem import Choices
+from autopar.redistribute import local_bytes
 from autopar.rules import is_discovered, is_fallback
 from autopar.rules.call import op_name
 from autopar.solve import Evaluation
@@ -89,7 +90,7 @@ def _entries(draft: Draft) -> Iterable[Entry]:
             instances=instances,
             nodes=nodes,
             recompute=recompute,
-            time_s=op.strategies[draft.choices.strategies[index]].time_s,
+            time_s=own_time_s(op, draft.choices.strategies[index]),
             runner_up=draft.runner_ups.get(index),
             replicated=first is not None and any(is_fallback(m.call) for m in first.members),
             source=portable_line(sources.get(first.members[0].node, "")) if first else "",
@@ -109,9 +110,11 @@ def _nodes(draft: Draft, index: int, strategy: int) -> tuple[tuple[NodeChoice, .
     if source.cluster is not None:
         members = zip(source.cluster.first.members, source.cluster.strategies[strategy].members, strict=True)
         return tuple(NodeChoice(m.pattern, s) for m, s in members), tuple(c.indices for c in source.cluster.instances)
-    chosen: Strategy = draft.priced.problem.ops[index].strategies[strategy].layouts
     patterns = [pattern_of(_KEYS[source.kind](name)) for name in source.names]
-    return (NodeChoice(patterns[0][0], chosen),), tuple(indices for _, indices in patterns)
+    said = offered_as(draft.priced.problem.ops[index].strategies[strategy])
+    keys = (patterns[0][0], pattern_of(storage_key(source.names[0]))[0])
+    nodes = tuple(NodeChoice(key, chosen) for key, chosen in zip(keys, said, strict=False))
+    return nodes, tuple(indices for _, indices in patterns)
 
 
 def _tensor_patterns(draft: Draft, refs: Sequence[Ref], keys: Mapping[str, str]) -> Iterable[tuple[str, int, tuple[tuple[int, ...], ...]]]:
@@ -151,25 +154,48 @@ def _communications(draft: Draft) -> Iterable[Communication]:
                 for pattern, result, instances in _tensor_patterns(draft, draft.priced.refs[v], keys):
                     module = _FIELD.sub("*", pattern.partition("/")[0])
                     yield Communication(pattern, result, instances, module, phase, arc.collective, *ends, arc.time_s)
+    yield from _step_communications(draft)
+
+
+def _step_communications(draft: Draft) -> Iterable[Communication]:
+    """At the begin and the end of a step: of parameters (result 0) and of the sums of their gradients (result 1)."""
+    parameters = {p.name: p for p in draft.trace.parameters}
+    for op, source, s in zip(draft.priced.problem.ops, draft.priced.sources, draft.choices.strategies, strict=True):
+        if source.kind != "parameter" or op.strategies[s].storage is None:
+            continue
+        p, held, moves = parameters[source.names[0]], held_of(op.strategies[s]), draft.priced.moves
+        patterns = [pattern_of(storage_key(name)) for name in source.names]
+        instances = tuple(indices for _, indices in patterns)
+        for result, steps in enumerate((moves.gathers(p, held), moves.reduces(p, held))):
+            for step in steps:
+                module = _FIELD.sub("*", patterns[0][0].partition("/")[0])
+                ends = step.source, step.target
+                yield Communication(patterns[0][0], result, instances, module, "step", step.collective, *ends, step.time_s)
 
 
 def _prediction(draft: Draft) -> Prediction:
     evaluation, problem, choices = draft.evaluation, draft.priced.problem, draft.choices
     resting = {"parameters": 0, "optimizer": 0, "buffers": 0, "inputs": 0}
+    gathered = 0
     state, _ = OPTIMIZERS[draft.priced.optimizer]
-    for op, s in zip(problem.ops, choices.strategies, strict=True):
+    parameters = {p.name: p for p in draft.trace.parameters}
+    for op, source, s in zip(problem.ops, draft.priced.sources, choices.strategies, strict=True):
         size = op.count * op.strategies[s].static_bytes
         if op.kind == "parameter":
-            trained = op.strategies[s].gradient_bytes > 0
-            resting["parameters"] += size // (1 + state) if trained else size
-            resting["optimizer"] += size - size // (1 + state) if trained else 0
+            p = parameters[source.names[0]]
+            rests = op.count * local_bytes(p.view, p.dtype, held_of(op.strategies[s]).storage, draft.mesh.shape)
+            optimizer = state * rests if p.gradient is not None else 0
+            resting["parameters"] += rests
+            resting["optimizer"] += optimizer
+            gathered += size - rests - optimizer
         elif op.kind in ("buffer", "input"):
             resting[f"{op.kind}s"] += size
+    resting |= {"gathered": gathered} if gathered else {}
     memory = {**resting, "activations": evaluation.kept_bytes, "gradients": evaluation.gradient_bytes}
     bars = timeline(draft.trace, draft.priced, choices, evaluation)
-    crossing_s = sum(sum(priced_s) for priced_s in crossing_times(draft.trace, draft.priced, choices))
-    communication_s = evaluation.communication_s + crossing_s
-    return Prediction(evaluation.objective_s, evaluation.compute_s - crossing_s, communication_s, 0, memory, bars)
+    moved_s = sum(sum(priced_s) for priced_s in crossing_times(draft.trace, draft.priced, choices)) + step_time(draft.priced, choices)
+    communication_s = evaluation.communication_s + moved_s
+    return Prediction(evaluation.objective_s, evaluation.compute_s - moved_s, communication_s, 0, memory, bars)
 
 
 def fingerprint(trace: Trace, model_name: str, profile_name: str, profile_hash: str, version: str) -> Fingerprint:

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from autopar.capture.trace import Trace
 from autopar.collective import collective_time
 from autopar.constraints import Pipelined
+from autopar.cost.held import offered_as, own_time_s
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
-from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key
+from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, storage_key
 from autopar.errors import PlanError
 from autopar.hardware import HardwareProfile
 from autopar.layout import Strategy
@@ -55,10 +56,10 @@ def _time(
     priced = _priced(trace, whole, mesh, profile, options, crossing, num)
     strategies, again = decisions(priced, plan)
     ops = priced.problem.ops
-    compute_s = sum(ops[i].count * ops[i].strategies[s].time_s for i, s in enumerate(strategies))
+    compute_s = sum(ops[i].count * own_time_s(ops[i], s) for i, s in enumerate(strategies))
     compute_s += sum(ops[i].count * ops[i].strategies[s].time_s for i, s in again.items())
     sizes, links = mesh.shape, [mesh.link(axis) for axis in range(len(mesh.axes))]
-    moves = ((len(c.instances), c.collective) for c in plan.communications)
+    moves = ((len(c.instances) / (num if c.phase == "step" else 1), c.collective) for c in plan.communications)
     return compute_s + sum(n * collective_time(c, sizes[c.axis], links[c.axis], profile) for n, c in moves)
 
 
@@ -95,10 +96,11 @@ def _found(priced: Priced, chosen: Mapping[str, Strategy], *, every: bool = True
             offered: list[tuple[Strategy, ...]] = [s.members for s in source.cluster.strategies]
         else:
             keys = [_KEYS[source.kind](source.names[0])]
-            offered = [(s.layouts,) for s in op.strategies]
+            offered = [offered_as(s) for s in op.strategies]
+            keys += [storage_key(source.names[0])] if source.kind == "parameter" else []
         if not every and keys[0] not in chosen:
             continue
-        wanted = tuple(chosen.get(key) for key in keys)
+        wanted = tuple(chosen[key] for key in keys if key in chosen)
         if wanted not in offered:
             raise PlanError(f"what the plan decides for {keys[0]} cannot be done here", remedy="plan again for this model and mesh")
         found[index] = offered.index(wanted)  # type: ignore[arg-type]

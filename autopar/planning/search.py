@@ -7,6 +7,7 @@ none of them, so its bound holds for all.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,10 @@ _WASTE = 0.02  # share of the budget: where a plan leaves more unused, moments l
 Progress = Callable[[str], None]
 
 
+class TooSlow(Exception):
+    """No plan is as fast as is asked for; its argument is the bound in seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A plan, the program it is emitted into, and how long each phase took (seconds by name)."""
@@ -54,13 +59,24 @@ class Planned:
 
 
 def make_plan(
-    trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, *, model_name: str = "", progress: Progress = lambda _: None
+    trace: Trace,
+    mesh: Mesh,
+    profile: HardwareProfile,
+    options: PlanOptions,
+    *,
+    model_name: str = "",
+    progress: Progress = lambda _: None,
+    limit_s: float = math.inf,
 ) -> Planned:
     """Plan a captured model for a mesh.
+
+    Args:
+        limit_s: a plan that is no faster is not wanted.
 
     Raises:
         ConstraintError: where a constraint matches nothing or no strategy meets it.
         InfeasibleError: where nothing fits the memory; says what would.
+        TooSlow: where the bound shows that no plan beats the limit.
     """
     clock = Clock(progress)
     for constraint in options.constraints:
@@ -79,7 +95,7 @@ def make_plan(
         budget = options.budget(profile)
         priced = price(trace, classes, mesh, profile, budget_bytes=budget, optimizer=options.optimizer, forced=forced)
     mark = fingerprint(trace, model_name, profile.name, profile.hash, VERSION)
-    job = Job(trace, mesh, priced, Liveness(trace, priced), options, clock, mark, options.to_json(profile), budget)
+    job = Job(trace, mesh, priced, Liveness(trace, priced), options, clock, mark, options.to_json(profile), budget, limit_s=limit_s)
     return finished(job.best_tried(), clock, options)
 
 
@@ -132,12 +148,13 @@ class Job:
     moments: dict[str, Moment] = field(default_factory=dict)
     bound_s: float = 0.0
     multipliers: Multipliers | None = None
+    limit_s: float = math.inf
 
     def best_tried(self) -> Tried:
         """The best plan that fits.
 
         Raises:
-            InfeasibleError: where none was found.
+            InfeasibleError: where none was found. TooSlow: where the bound is not below `limit_s`.
         """
         best: Tried | None = None
         certain, smallest = self.liveness.certain(), 0
@@ -149,6 +166,8 @@ class Job:
                 break
             # what was learnt holds reserves, which hold for the plans that it was learnt from only
             self.bound_s = self.bound_s or (choices.free_bound_s if self.moments else choices.bound_s)
+            if self.bound_s >= self.limit_s:
+                raise TooSlow(self.bound_s)
             self.multipliers = self.multipliers if self.moments else choices.multipliers  # others hold under learnt moments only
             tried = self._try(choices)
             if tried.peak_bytes <= self.budget:
@@ -172,7 +191,7 @@ class Job:
             plan = assemble(draft, self.mark, self.recorded, self.bound_s)
             plan = replace(plan, proof=certified(plan.proof, draft, self.multipliers))
         with self.clock.phase("emit"):
-            program = emit(self.trace, plan)
+            program = emit(self.trace, plan, accumulates=self.priced.problem.accumulates)
         with self.clock.phase("memory"):
             if self.schedule is not None:
                 peak = self.schedule.batch_bytes + self._stage_peak(self.schedule, program)

@@ -29,7 +29,7 @@ from autopar.mesh import Mesh
 from autopar.planning.assembly import fingerprint
 from autopar.planning.options import PlanOptions
 from autopar.planning.schedules import num_in_flight, step_time
-from autopar.planning.search import Clock, Job, Planned, Progress, Schedule, finished
+from autopar.planning.search import Clock, Job, Planned, Progress, Schedule, TooSlow, finished
 from autopar.planning.units import Unit, balanced, units_of, usable_points
 from autopar.plans import Crossed, Fingerprint, Pipeline, Plan, Prediction, Proof
 from autopar.problem import Choices
@@ -48,10 +48,6 @@ COVERS = (
     "(M − 1) · max τ + Σ τ for times τ of a microbatch, forward and backward, per stage; the optimizer shared among microbatches",
     "equal nodes of repeated layers take one decision in a stage; the bound takes one for all stages",
 )
-
-
-class TooSlow(Exception):
-    """No plan of these stages and microbatches is as fast as is asked for; its argument is the bound in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +228,7 @@ class StagedSearch:
         pipeline = Pipeline(
             self.axis, tuple(p.position for p in points), tuple(p.module for p in points), self.how.num, self.wish.schedule,
             tuple(flying), self.wish.independent, plans, tuple(map(self._crossed, made.stages[:-1], stages)),
+            whole.priced.problem.accumulates,
         )  # fmt: skip
         prediction = Prediction(
             objective, slowest.prediction.compute_s * self.how.num, slowest.prediction.communication_s * self.how.num,

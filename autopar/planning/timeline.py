@@ -44,7 +44,9 @@ def _events(trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluati
         yield label, phase, "communication", moves.pop((node.name, phase, True), 0.0)
     for (name, phase, _), seconds in moves.items():  # read under another phase's label: gradients of tied weights and the like
         yield _label(trace.node(name))[0], phase, "communication", seconds
-    yield "optimizer", "step", "compute", _resting(priced, choices, "parameter")
+    moved_s = step_time(priced, choices)
+    yield "parameters", "step", "communication", moved_s
+    yield "optimizer", "step", "compute", _resting(priced, choices, "parameter") - moved_s
 
 
 def crossing_times(trace: Trace, priced: Priced, choices: Choices) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -55,6 +57,12 @@ def crossing_times(trace: Trace, priced: Priced, choices: Choices) -> tuple[tupl
         if (op.kind == "input" and source.names[0] in arriving) or (op.kind == "output" and source.names[0] in leaving):
             found[op.kind].append(op.strategies[s].time_s)
     return tuple(found["input"]), tuple(found["output"])
+
+
+def step_time(priced: Priced, choices: Choices) -> float:
+    """Seconds per microbatch of what parameters and gradients move at the begin and the end of a step."""
+    ops = zip(priced.problem.ops, choices.strategies, strict=True)
+    return sum(op.count * op.strategies[s].communication_s for op, s in ops if op.kind == "parameter")
 
 
 def _compute(trace: Trace, priced: Priced, choices: Choices) -> tuple[dict[str, float], dict[str, float]]:

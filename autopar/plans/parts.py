@@ -36,7 +36,7 @@ class Entry:
         instances: the indices that the patterns take, one tuple per instance.
         nodes: the nodes that share the decision, with their layouts.
         recompute: the strategies with which backward runs the nodes again, empty where it does not.
-        time_s: compute time of one instance.
+        time_s: compute time of one instance; what is done once per step is shared among its microbatches.
         replicated: whether a tensor op runs replicated for want of a rule (reported with its cost).
         source: the user's own line.
         discovered: the ops among the nodes whose rule was found by experiment.
@@ -73,8 +73,9 @@ class Communication:
     """One collective, done for result `result` of every instance of node pattern `node`.
 
     Attributes:
-        phase: the phase it runs in. module: module pattern of the node.
-        source, target: layouts before and after. time_s: of one instance.
+        phase: the phase it runs in; ``step`` at the begin (of a parameter) or the end (result 1, of the sum of its gradients) of a step of
+            several microbatches. module: module pattern of the node.
+        source, target: layouts before and after. time_s: of one instance, per microbatch.
     """
 
     node: str
@@ -94,7 +95,7 @@ class Prediction:
 
     Attributes:
         memory_bytes: kind (``parameters``, ``gradients``, ``optimizer``, ``buffers``, ``inputs``, ``activations``,
-            ``transient``) → bytes at the peak.
+            ``transient``; ``gathered``: copies of parameters held through a step) → bytes at the peak.
         peak_bytes: peak of live tensor bytes from the start of forward to the end of backward.
         timeline: (label, phase, kind ``compute`` or ``communication``, start_s, duration_s), in order, per module.
     """

@@ -46,6 +46,7 @@ class Pipeline:
         positions: the cuts, as positions among the forward nodes. modules: the part of the model with which each later stage begins.
         schedule: its name in torch.distributed.pipelining. num_in_flight: per stage, microbatches whose kept values it holds.
         independent: whether the user promised that samples do not depend on each other.
+        accumulates: whether gradients are added to sums, and parameters may be held gathered, through a step.
         stages: one plan per stage, over the mesh without the axis; its prediction is that of one microbatch, with the stage's peak.
         crossings: per cut, what goes from the stage before it to the one behind.
     """
@@ -59,6 +60,7 @@ class Pipeline:
     independent: bool
     stages: tuple[Plan, ...]
     crossings: tuple[tuple[Crossed, ...], ...]
+    accumulates: bool
 
 
 @dataclass(frozen=True, slots=True)

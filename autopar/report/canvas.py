@@ -27,6 +27,7 @@ COLOURS = {
 MEMORY_COLOURS = {
     "parameters": "#5b8db8",
     "optimizer": "#8fb4d6",
+    "gathered": "#3f7a8c",
     "gradients": "#e8924a",
     "activations": "#5aa469",
     "transient": "#b9b9b9",

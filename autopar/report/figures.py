@@ -159,6 +159,6 @@ def peak_bar(axes: Axes, kinds: dict[str, float], row: int = 0) -> None:
     """The peak as a stack: what rests always, the larger of activations and gradients, what is transient."""
     either = max(("activations", "gradients"), key=lambda kind: kinds.get(kind, 0.0))
     left = 0.0
-    for kind in ("parameters", "optimizer", "buffers", "inputs", either, "transient"):
+    for kind in ("parameters", "optimizer", "gathered", "buffers", "inputs", either, "transient"):
         axes.barh(row, kinds.get(kind, 0.0), 0.66, left=left, color=MEMORY_COLOURS[kind])
         left += kinds.get(kind, 0.0)

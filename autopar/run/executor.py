@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Shard
 
 from autopar.errors import RuntimeStateError
 from autopar.kernels.collectives import Groups, all_gather, all_reduce, bind, use_groups
-from autopar.layout import Layout
+from autopar.layout import Layout, local_shape
 from autopar.run.program import Program
 from autopar.run.splitting import local_part
 
@@ -83,15 +83,33 @@ class Executor:
             del local
         return results, saved
 
-    def backward(self, saved: list[Any], tangents: list[Tensor]) -> list[Tensor]:
+    def backward(self, saved: list[Any], tangents: list[Tensor], sums: Sequence[Tensor] = ()) -> list[Tensor]:
         """One gradient per parameter that has one, then per input that has one, local as the graph sees it.
 
         Args:
             saved, tangents: emptied. One tangent per output that has one.
+            sums: where the program accumulates, one per parameter that has a gradient; added to, and returned as the gradients.
         """
         saved += tangents
+        saved += sums
         tangents.clear()
         return list(self._graph("backward")(saved))
+
+    def begin(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Before the first microbatch: local parameters as `forward` takes them, from those that rest."""
+        return list(parameters) if self.program.begin is None else list(self._graph("begin")([*parameters]))
+
+    def zero_sums(self) -> list[Tensor]:
+        """What gradients are added to, where the program accumulates."""
+        sizes, place = [g.size for g in self.groups], [g.coordinate for g in self.groups]
+        shapes = [local_shape(t.view, t.layout, sizes, place) for t in self.program.sums]
+        device = _device(self._device)
+        return [torch.zeros(shape, dtype=t.dtype, device=device) for shape, t in zip(shapes, self.program.sums, strict=True)]
+
+    def end(self, sums: list[Tensor]) -> list[Tensor]:
+        """After the last microbatch: gradients as parameters rest, from their sums; `sums` is emptied."""
+        assert self.program.end is not None, "the program accumulates"
+        return list(self._graph("end")(sums))
 
     def _localize(self, x: Tensor, position: int) -> Tensor:
         border = self.program.inputs[position]
@@ -102,12 +120,18 @@ class Executor:
 
     def _graph(self, phase: str) -> Boxed:
         if phase not in self._graphs:
-            source = self.program.backward if phase == "backward" else self.program.forward
+            program = self.program
+            source = {"backward": program.backward, "begin": program.begin, "end": program.end}.get(phase, program.forward)
+            assert source is not None, "graphs of the step are there where the program accumulates"
             bound = bind(source, self.groups, self._device)
             if phase == "inference":
                 _drop_saved(bound, self.program.num_saved)
             self._graphs[phase] = boxed(bound) if self._backend == "eager" else _compiled(bound)
         return self._graphs[phase]
+
+
+def _device(kind: str) -> torch.device:
+    return torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
 
 
 def gather(local: Tensor, layout: Layout, groups: Groups, shape: Sequence[int]) -> Tensor:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from autopar import random_ops
+from autopar.layout import local_shape
 from autopar.run.lockstep import Lockstep, Observer, Ranks, Record, joined, promote
-from autopar.run.program import Program, StagedProgram
+from autopar.run.program import Program, ProgramTensor, StagedProgram
 from autopar.run.splitting import split
 
 Locals = list[Any]  # one tensor per rank of a stage
@@ -57,6 +58,7 @@ def run_staged(
                 returning = stage.backward(returning, weight * tangent)
         gradients: dict[str, Tensor] = {}
         for stage in stages:
+            stage.end()
             for name, value in stage.joined_gradients().items():
                 gradients[name] = gradients[name] + value if name in gradients else value
     whole = {path: program.microbatches.join(path, values, weights) for path, values in outputs.items()}
@@ -78,8 +80,11 @@ class _Stage:
         self.program, self.dtype, self.tolerance = program, dtype, tolerance
         self.run = Ranks(program.mesh, dtype, observe)
         self.parameters = [split(promote(parameters[t.name], dtype), t.layout, program.mesh, t.view) for t in program.parameters]
+        if program.begin is not None:
+            self.parameters = self.run(program.begin, "step", self.parameters)
         self.saved: list[Locals] = []
-        self.sums: list[Locals] | None = None
+        self.sums = [self._zeros(t) for t in program.sums]
+        self.gradients: list[Locals] = []
 
     def forward(
         self, part: Mapping[str, Tensor], crossing: Mapping[str, Locals], state: Mapping[str, Tensor]
@@ -104,17 +109,27 @@ class _Stage:
         """Adds up gradients; what goes back to the stage before, by path."""
         p = self.program
         tangents = [returning[t.name] if t.crosses else self._loss_tangent(t.shape, t.dtype, weight) for t in p.outputs if t.has_gradient]
-        results = self.run(p.backward, "backward", [*self.saved, *tangents])
+        results = self.run(p.backward, "backward", [*self.saved, *tangents, *self.sums])
         num = sum(t.has_gradient for t in p.parameters)
-        if self.sums is None:
-            self.sums = results[:num]
-        else:
-            self.sums = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(self.sums, results[:num], strict=True)]
+        self.gradients = results[:num]
         return {t.name: r for t, r in zip((t for t in p.inputs if t.has_gradient), results[num:], strict=True)}
 
     def joined_gradients(self) -> dict[str, Tensor]:
         trained = [t for t in self.program.parameters if t.has_gradient]
-        return joined(self.program.backward, self.sums or [], trained, self.program.mesh, self.tolerance) if trained else {}
+        source = self.program.end or self.program.backward
+        return joined(source, self.gradients, trained, self.program.mesh, self.tolerance) if trained else {}
+
+    def end(self) -> None:
+        """After the last microbatch: gradients as parameters rest."""
+        if self.program.end is not None:
+            self.gradients = self.run(self.program.end, "step", self.sums)
+
+    def _zeros(self, tensor: ProgramTensor) -> Locals:
+        """A tensor of its own per rank, since it is written into."""
+        mesh = self.program.mesh
+        places = map(mesh.coordinate, range(mesh.num_devices))
+        shapes = [local_shape(tensor.view, tensor.layout, mesh.shape, place) for place in places]
+        return [promote(torch.zeros(shape, dtype=tensor.dtype), self.dtype) for shape in shapes]
 
     def _loss_tangent(self, shape: tuple[int, ...], dtype: torch.dtype, weight: float) -> Locals:
-        return [promote(torch.full(shape, weight, dtype=dtype), self.dtype)] * self.program.mesh.num_devices
+        return [torch.full(shape, weight, dtype=self.dtype or dtype)] * self.program.mesh.num_devices

@@ -118,6 +118,8 @@ def _run(
             torch.empty(t.shape, dtype=t.dtype) if whole else _empty(t, program, place)
             for t, whole in zip(program.inputs, given, strict=True)
         ]
+        resting = parameters  # they rest beside what is gathered of them
+        parameters, sums = executor.begin(resting), executor.zero_sums()
         resident = memory.live_bytes
         memory.reset_peak()
         results, saved = executor.forward(parameters, buffers, inputs, keep=train)
@@ -126,10 +128,10 @@ def _run(
         if train and any(t.has_gradient for t in (*program.parameters, *program.inputs)):
             # autograd, or the schedule, holds tangents until backward ends, and so does this name
             tangents = [torch.ones_like(r) for r, t in zip(results, program.outputs, strict=True) if t.has_gradient]
-            gradients = executor.backward(saved, list(tangents))
+            gradients = executor.backward(saved, list(tangents), sums)
             del tangents
         final = memory.live_bytes - resident
-        del gradients
+        del gradients, sums, resting
     return PeakMemory(memory.peak_bytes, resident, kept, final)
 
 

@@ -3,7 +3,9 @@
 The forward graph takes the local parameters, buffers and inputs, and returns one flat tuple: the outputs, the new values of
 mutated buffers, then the saved values. The backward graph takes the saved values and a tangent per output that has one (the
 loss; what crosses to the stage after) and returns one gradient per parameter that has one, each in the parameter's storage
-layout, then one per input that has one (what crosses from the stage before), as the input lies.
+layout, then one per input that has one (what crosses from the stage before), as the input lies. Where gradients accumulate over
+microbatches, it takes their sums after the tangents, adds to each in place and returns it, and `begin` and `end` come before the
+first and after the last microbatch of a step.
 
 Nodes are aten ops, the functions of `autopar.ops`, and the steps of `autopar.kernels.collectives`, which name mesh axes
 by index; `autopar.run` binds these to process groups, the lockstep interpreter runs them over a list of virtual ranks.
@@ -32,7 +34,7 @@ class ProgramTensor:
         name: parameter or buffer name, input path or output path.
         shape: global shape as the user knows it.
         view: global shape in the graph (see `autopar.capture.trace.Parameter.view`); equal to `shape` for inputs and outputs.
-        layout: layout over the dims of `view`. For parameters this is the storage layout.
+        layout: layout over the dims of `view`. For parameters this is the storage layout; for sums of gradients that of the sum.
         has_gradient: whether the backward graph returns its gradient; for outputs, whether it takes its tangent.
         is_loss: outputs only.
         crosses: whether it comes from the stage before, or goes to the stage after; always local.
@@ -61,6 +63,9 @@ class Program:
         mutated: names of the buffers whose new values follow the outputs, in order.
         in_spec, out_spec, constants, settings: as in `autopar.capture.trace.Trace`.
         collectives: every emitted collective with the node it feeds: (phase, node key, Collective) tuples.
+        accumulates: whether gradients accumulate over the microbatches of a step. Then:
+        begin: from parameters as they rest to what forward takes. end: from sums to gradients as parameters rest.
+        sums: per parameter that has a gradient what it is added to.
     """
 
     mesh: Mesh
@@ -78,6 +83,10 @@ class Program:
     collectives: tuple[tuple[str, str, Any], ...]
     plan_hash: str = ""
     settings: Mapping[int, Any] = field(default_factory=dict)
+    accumulates: bool = False
+    begin: fx.GraphModule | None = None
+    end: fx.GraphModule | None = None
+    sums: tuple[ProgramTensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,9 @@ def trace_stage_peak(program: Program, schedule: str, num_in_flight: int, num_mi
             collected = {t.name for t in program.outputs if outputs == "full" or t.is_loss}
             work.begin((), parameters, buffers, parts, [1.0] * num, keep=True)
             held = _held(work, memory, sends=schedule == "gpipe")
-            work.begin(collected, parameters, buffers, parts, [1.0] * num, keep=True)
+            work.clear()
             memory.reset_peak()
+            work.begin(collected, parameters, buffers, parts, [1.0] * num, keep=True)
             if schedule == "gpipe":
                 _gpipe(work, num)
             else:

@@ -43,12 +43,19 @@ class StageWork:
 
         Args:
             wanted: paths of the outputs that are collected.
-            parameters, buffers: local tensors as the graphs see them. parts: the inputs of each microbatch, by path.
+            parameters, buffers: local tensors as they rest. parts: the inputs of each microbatch, by path.
             weights: tangent of each microbatch's loss. keep: whether backward follows.
         """
-        self._parameters, self._buffers, self._parts, self._weights, self._keep = parameters, buffers, parts, weights, keep
+        self._buffers, self._parts, self._weights, self._keep = buffers, parts, weights, keep
+        with torch.no_grad():
+            self._parameters = self.executor.begin(parameters)
+        self._sums = self.executor.zero_sums() if keep else []
+        self._gradients: list[Tensor] = []
         self.outputs: dict[str, list[Tensor]] = {t.name: [] for t in self.program.outputs if not t.crosses and t.name in wanted}
-        self.gradients: list[Tensor] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is on its way."""
         self._received: dict[int, list[Tensor]] = {}
         self._made: dict[int, list[Tensor]] = {}
         self._saved: dict[int, list[Any]] = {}
@@ -57,9 +64,15 @@ class StageWork:
 
     def finish(self) -> list[Tensor]:
         """After a step: one gradient per parameter that has one. Lets go of everything."""
-        gradients = self.gradients
-        self.begin((), (), (), (), (), keep=False)
-        return gradients
+        sums, gradients = self._sums, self._gradients
+        self.clear()
+        with torch.no_grad():
+            return self.executor.end(sums) if sums else gradients
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._parameters, self._buffers, self._parts, self._weights, self._sums, self._gradients = [], (), (), (), [], []
+        self._forget()
 
     def arriving(self, number: int) -> list[Tensor]:
         """Buffers for what comes from the stage before."""
@@ -105,14 +118,10 @@ class StageWork:
         ]
         del arrived
         with torch.no_grad():
-            results = self.executor.backward(self._saved.pop(number), tangents)
+            results = self.executor.backward(self._saved.pop(number), tangents, self._sums)
             self._returning[number] = [g.contiguous() for g in results[self._trained :]]
             del results[self._trained :]
-            if self.gradients:
-                for total, gradient in zip(self.gradients, results, strict=True):
-                    total.add_(gradient)
-            else:  # a gradient may share memory with another, or with what the graph was given
-                self.gradients = _apart(results)
+            self._gradients = [] if self._sums else _apart(results)
 
     def _empty(self, tensor: ProgramTensor) -> Tensor:
         shape = local_shape(tensor.view, tensor.layout, self.program.mesh.shape, self._coordinate)
@@ -120,7 +129,7 @@ class StageWork:
 
 
 def _apart(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients, each with memory of its own, so that each can be added to."""
+    """The gradients, each with memory of its own: one may share memory with another, or with what the graph was given."""
     seen: set[int] = set()
     result = []
     for gradient in gradients:

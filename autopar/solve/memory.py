@@ -4,8 +4,8 @@
     (7) end of backward     Σ (static + gradient)·x                                               ≤ budget
     (8) each moment         Σ static·x + Σ held·bytes(l)·k[v,l] + Σ live·x + Σ again·rc + reserve  ≤ budget
 
-With f microbatches in flight, f − 1 of them are held in full in (8), and f in (6); where gradients accumulate over microbatches, the sum
-so far is held in all three beside what (7) counts for the one that is running.
+With f microbatches in flight, f − 1 of them are held in full in (8), and f in (6); where gradients are added to sums, these are held in
+all three, and a gradient goes as soon as it is added.
 
 Without reserves each row counts only what is live for certain, so that no plan whose peak fits is cut off.
 """
@@ -61,7 +61,7 @@ def budget_rows(problem: Problem) -> tuple[BudgetRow, ...]:
     moments = (BudgetRow(m.key, _held(problem, m, others), (*m.live, *sums), m.reserve_bytes, m.again) for m in problem.moments)
     return (
         BudgetRow(KEPT_ROW, kept, sums, 0),
-        BudgetRow(GRADIENT_ROW, (), (*gradients, *sums), 0),
+        BudgetRow(GRADIENT_ROW, (), gradients, 0),
         *moments,
     )
 

@@ -45,6 +45,7 @@ class Named:
         grid: axes of grids, over which activations are kept until backward split as far as forward has them.
         gathered: parameter name → axes over which it is gathered alone, so that they are to be the innermost splitters.
         apart: nodes that read an operand otherwise than it is made.
+        zero: per axis of data parallelism ZeRO's stage, 0 where parameters rest whole.
     """
 
     rows: Mapping[str, tuple[tuple[int, Row], ...]] = field(default_factory=dict)
@@ -53,6 +54,12 @@ class Named:
     grid: tuple[int, ...] = ()
     gathered: Mapping[str, frozenset[int]] = field(default_factory=dict)
     apart: frozenset[str] = frozenset()
+    zero: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def holds(self) -> bool:
+        """Whether parameters are to be held gathered through a step, of one microbatch too."""
+        return any(stage in (1, 2) for stage in self.zero.values())
 
 
 def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Named:
@@ -71,11 +78,13 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
     sharded: dict[str, list[int]] = {p.name: [] for p in trace.parameters}
     grid: list[int] = []
     apart: set[str] = set()
+    zero: dict[int, int] = {}
     for plan in plans:
         for axis, found in _spreads(graph, plan, mesh).items():
             words[axis] = str(plan)
             grid += [axis] if plan.kind in SIDES else []
             apart |= found.apart
+            zero |= {} if plan.kind else {axis: plan.zero}
             for name, row in found.rows.items():
                 rows.setdefault(name, []).append((axis, row))
             for p in trace.parameters:
@@ -86,7 +95,7 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
     allowed = {p.name: _alternatives(p, rests[p.name], sharded[p.name], apart=bool(grid)) for p in trace.parameters}
     sorted_rows = {name: tuple(sorted(r, key=lambda x: x[0])) for name, r in rows.items()}
     gathered = {name: frozenset(axes).intersection(grid) for name, axes in sharded.items()}
-    return Named(sorted_rows, allowed, tuple(words), tuple(grid), gathered, frozenset(apart))
+    return Named(sorted_rows, allowed, tuple(words), tuple(grid), gathered, frozenset(apart), zero)
 
 
 def _spreads(graph: Read, plan: Parallelism, mesh: Mesh) -> dict[int, Spread]:

@@ -15,7 +15,7 @@ import zoo_small  # noqa: E402
 from harness import run_processes  # noqa: E402
 
 import autopar  # noqa: E402
-from autopar.constraints import fsdp, pipeline, tensor_parallel  # noqa: E402
+from autopar.constraints import fsdp, megatron, pipeline, tensor_parallel  # noqa: E402
 
 pytestmark = pytest.mark.multiproc
 WORKER = str(Path(__file__).parent / "worker_pipeline.py")
@@ -34,6 +34,8 @@ def check(facts: list[dict[str, Any]], plans: dict[str, Any], *, staged: bool = 
             # 2e-6: both models compute their loss in float32, whatever their weights are.
             assert max(fact["loss"]) < 2e-6 and max(fact["norm"]) < 2e-6 and fact["clipped"]
             assert fact["parameters"] < 1e-5 and fact["logits"] < 1e-4 and fact["scaled"] < 1e-6
+            measured, predicted = fact["peak"]
+            assert abs(measured / predicted - 1) < 0.015  # some KB of a tiny model's 400
             assert fact["all held"] and fact["not all here"] == staged and fact["state"]
 
 
@@ -48,11 +50,19 @@ def test_two_stages() -> None:
 def test_four_processes_in_two_stages() -> None:
     plans = {
         "tensor": text("llama", {"stage": 2, "tensor": 2}, pipeline("stage", microbatches=2), tensor_parallel(axes="tensor")),
-        "data": text("gpt2", {"data": 2, "stage": 2}, pipeline("stage", microbatches=2), fsdp("data")),
+        "zero 1": text("gpt2", {"stage": 2, "data": 2}, megatron(pp="stage", dp=2, zero=1, microbatches=2)),
     }
     check(run_processes(4, WORKER, "run", plans), plans)
 
 
 def test_microbatches_without_stages() -> None:
-    plans = {"accumulated": text("gpt2", {"data": 2}, fsdp("data"), num_microbatches=2)}
+    plans = {"zero 2": text("gpt2", {"data": 2}, megatron(dp=2, zero=2, microbatches=2))}
+    check(run_processes(2, WORKER, "run", plans), plans, staged=False)
+
+
+@pytest.mark.slow
+def test_parameters_gathered_per_use() -> None:
+    plans = {"zero 3": text("gpt2", {"data": 2, "stage": 2}, pipeline("stage", microbatches=2), fsdp("data"))}
+    check(run_processes(4, WORKER, "run", plans), plans)
+    plans = {"zero 3": text("gpt2", {"data": 2}, fsdp("data"), num_microbatches=2)}
     check(run_processes(2, WORKER, "run", plans), plans, staged=False)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.plans import Plan
+from autopar.run.memory import LiveBytes
 
 STEPS, LEARNING_RATE, MAX_NORM = 3, 1e-3, 0.5
 
@@ -48,6 +49,8 @@ def follow(kind: str, plan: Plan) -> dict[str, Any]:
         got, expected_out = module(**batch), plain(**batch)
         facts["logits"] = float((got.logits - expected_out.logits).abs().max() / expected_out.logits.abs().max())
     facts["scaled"] = _scaled(module, batch)
+    model, _ = getattr(zoo_small, kind)(dtype=torch.float64)
+    facts["peak"] = _peak(autopar.compile(model, plan.mesh, example_inputs=batch, plan=plan), batch, plan)
     facts["state"] = _round_trip(kind, plan, batch, module)
     return facts
 
@@ -63,6 +66,18 @@ def _scaled(module: Any, batch: dict[str, Any]) -> float:
     error = max(float((p.grad.to_local() - 2.0 * g).abs().max()) for p, g in zip(module.parameters(), once, strict=True))
     module.zero_grad()
     return error
+
+
+def _peak(module: Any, batch: dict[str, Any], plan: Plan) -> tuple[int, int]:
+    """Live bytes of a step at their most, measured and predicted, without the optimizer's state."""
+    assert plan.pipeline is not None
+    prediction = plan.pipeline.stages[module.stage_number].prediction
+    with LiveBytes() as memory:
+        memory.register([*module.parameters(), *module.buffers(), *batch.values()])
+        memory.reset_peak()
+        module(**batch)
+        peak = memory.peak_bytes
+    return peak, prediction.peak_bytes - prediction.memory_bytes["optimizer"]
 
 
 def _round_trip(kind: str, plan: Plan, batch: dict[str, Any], module: Any) -> bool:

@@ -152,8 +152,9 @@ def made_staged_plan(*, schedule: str = "1f1b", microbatches: int = 8) -> Plan:
     crossed = tuple((Crossed(f"net.layers.{3 * n + 2}/add/forward/0", Layout.parse("S(0) R"), MIB, True),) for n in range(3))
     flying = (microbatches,) * 4 if schedule == "gpipe" else (4, 3, 2, 1)
     pipeline = Pipeline(
-        "stage", (10, 20, 30), ("net.layers.3", "net.layers.6", "net.layers.9"), microbatches, schedule, flying, False, stages, crossed
-    )
+        "stage", (10, 20, 30), ("net.layers.3", "net.layers.6", "net.layers.9"), microbatches, schedule, flying, False, stages, crossed,
+        True,
+    )  # fmt: skip
     step_s = (microbatches - 1) * max(times) + sum(times)
     slowest, fullest = stages[times.index(max(times))].prediction, stages[-1].prediction
     compute_s, communication_s = (microbatches * part_s for part_s in (slowest.compute_s, slowest.communication_s))

@@ -1,0 +1,152 @@
+"""How a parameter is held through a step of several microbatches: where it rests, in which layout microbatches read it, and in which
+layout its gradients add up.
+
+    storage   where it rests between steps, with its optimizer state
+    working   what microbatches read: gathered once at the begin of a step and held through it, or as it rests
+    sums      gradients are added up there in fp32 (a wider dtype stays), partial sums over ranks included, and go to storage once, at
+              the end of a step
+
+Per mesh axis over which it rests sharded these are ZeRO's stages (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", 2020, section 5), with Ψ elements over P devices and M microbatches, elements that a device sends in a step:
+
+    stage   working      sums       moves
+    1       gathered     partial    gathered once, reduced once: 2Ψ(P−1)/P
+    2       gathered     sharded    gathered once, reduced per microbatch: (1 + M)Ψ(P−1)/P
+    3       as it rests  sharded    gathered once or twice per microbatch, reduced per microbatch: 2MΨ(P−1)/P or 3MΨ(P−1)/P
+
+Where it rests whole its gradients add up reduced, or as partial sums that are reduced once. Each axis of each parameter has a stage of its
+own; that they mix is the planner's choice. A copy that is gathered while gradients of the same axis add up where they rest, and the
+reverse, are stages 2 and 3; partial sums of a parameter that is gathered per use are not offered: they hold more than stage 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.capture.trace import Parameter
+from autopar.collective import Collective
+from autopar.errors import LayoutError
+from autopar.kernels.sums import sum_dtype
+from autopar.layout import PARTIAL, REPLICATE, Layout, Strategy
+from autopar.problem import Op, OpStrategy
+from autopar.redistribute import Step, cheapest_chain
+
+ZeroStages = Mapping[int, int]
+"""Mesh axis → the stage of ZeRO that is forced on it, 0 where parameters rest whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The three layouts; see the module docstring. Of a parameter without a gradient `sums` is its storage layout."""
+
+    storage: Layout
+    working: Layout
+    sums: Layout
+
+
+def held_of(strategy: OpStrategy) -> Held:
+    """What a parameter's strategy says."""
+    working = strategy.layouts.outputs[0]
+    storage = strategy.storage or working
+    return Held(storage, working, strategy.layouts.inputs[0] if strategy.layouts.inputs else storage)
+
+
+def offered_as(strategy: OpStrategy) -> tuple[Strategy, ...]:
+    """A strategy of an op that is no cluster, as plans say it: what the graph sees, then where it rests if that is elsewhere."""
+    seen, at = strategy.layouts, strategy.storage
+    return (seen,) if at is None else (seen, Strategy((at,) if seen.inputs else (), (at,)))
+
+
+def own_time_s(op: Op, strategy: int) -> float:
+    """Of one instance of an op, without what a parameter moves at the begin and the end of a step."""
+    chosen = op.strategies[strategy]
+    return chosen.time_s - chosen.communication_s if op.kind == "parameter" else chosen.time_s
+
+
+def held_ways(storage: Layout, mesh_shape: Sequence[int], *, trained: bool, stages: ZeroStages) -> Iterator[Held]:
+    """Every way to hold a parameter that rests in `storage`."""
+    axes = [axis for axis, size in enumerate(mesh_shape) if size > 1]
+    options = [list(_on_axis(storage.placements[axis], trained, stages.get(axis))) for axis in axes]
+    for chosen in itertools.product(*options):
+        working, sums = list(storage.placements), list(storage.placements)
+        for axis, (reads, adds) in zip(axes, chosen, strict=True):
+            working[axis], sums[axis] = reads, adds
+        held = Held(storage, Layout(working, storage.order), Layout(sums, storage.order))
+        if _inner(storage, held.working) and _inner(storage, held.sums):
+            yield held
+
+
+def _on_axis(rests: Placement, trained: bool, stage: int | None) -> Iterator[tuple[Placement, Placement]]:
+    """Placements on one axis of what microbatches read and of sums."""
+    if not isinstance(rests, Shard):
+        yield from ((rests, REPLICATE), (rests, PARTIAL)) if trained else ((rests, REPLICATE),)
+        return
+    stages = {1: (REPLICATE, PARTIAL), 2: (REPLICATE, rests), 3: (rests, rests)}
+    allowed = {None: (1, 2, 3), 1: (1, 2)}.get(stage, (stage,))  # a gradient that is made reduced has no partial sums: stage 2
+    yield from (pair for number, pair in stages.items() if number in allowed and (trained or number > 1))
+
+
+def _inner(storage: Layout, other: Layout) -> bool:
+    """Whether those axes of each split dim that are no longer split in `other` are its innermost splitters."""
+    for dim in {p.dim for p in storage.placements if isinstance(p, Shard)}:
+        gone = [not isinstance(other.placements[axis], Shard) for axis in storage.splitters(dim)]
+        if gone != sorted(gone):
+            return False
+    return True
+
+
+@dataclass
+class StepMoves:
+    """The collectives at the begin and at the end of a step.
+
+    Args:
+        price: seconds of a collective. num_microbatches: among which the time of what is done once is shared.
+    """
+
+    mesh_shape: tuple[int, ...]
+    price: Callable[[Collective], float]
+    num_microbatches: int
+
+    def __post_init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[Step, ...]] = {}
+
+    def gathers(self, p: Parameter, held: Held) -> tuple[Step, ...]:
+        """From storage to what microbatches read, in order, with seconds per microbatch.
+
+        Raises:
+            LayoutError: where no collectives lead there.
+        """
+        return self._chain(p.view, p.dtype, held.storage, held.working)
+
+    def reduces(self, p: Parameter, held: Held) -> tuple[Step, ...]:
+        """From sums to storage; arguments and errors as of `gathers`."""
+        return self._chain(p.view, sum_dtype(p.dtype), held.sums, held.storage) if p.gradient is not None else ()
+
+    def seconds(self, p: Parameter, held: Held) -> float | None:
+        """Of both, per microbatch; None where no collectives lead there."""
+        try:
+            return sum(step.time_s for step in (*self.gathers(p, held), *self.reduces(p, held)))
+        except LayoutError:
+            return None
+
+    def _chain(self, shape: tuple[int, ...], dtype: torch.dtype, source: Layout, target: Layout) -> tuple[Step, ...]:
+        key = shape, dtype, source, target
+        if key not in self._known:
+            steps = cheapest_chain(shape, dtype, self.mesh_shape, source, target, self.price)
+            self._known[key] = tuple(replace(step, time_s=step.time_s / self.num_microbatches) for step in steps)
+        return self._known[key]
+
+
+def stage_on(held: Held, axis: int) -> int:
+    """ZeRO's stage on a mesh axis; 0 where it rests whole."""
+    if not isinstance(held.storage.placements[axis], Shard):
+        return 0
+    if isinstance(held.sums.placements[axis], Partial):
+        return 1
+    return 2 if held.working.placements[axis] == REPLICATE else 3

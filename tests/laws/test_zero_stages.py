@@ -1,0 +1,324 @@
+"""Parameters held through a step of several microbatches: ZeRO's stages move what the paper says, add up in fp32, and are right.
+
+Ψ elements over P devices, M microbatches; what a device sends, by rings (Rajbhandari et al., "ZeRO", 2020, sections 5 and 7).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import zoo_small
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import Partial, Shard
+
+import autopar
+from autopar.api.planning import plan_model
+from autopar.breakdown import breakdown
+from autopar.capture.trace import Parameter
+from autopar.collective import Collective
+from autopar.constraints import fsdp, megatron, pipeline
+from autopar.cost.held import Held, StepMoves, held_ways, stage_on
+from autopar.errors import ConstraintError, LayoutError, VerificationError
+from autopar.layout import Layout, local_shape
+from autopar.mesh import Mesh
+from autopar.planning import Planned
+from autopar.plans import Plan
+from autopar.redistribute import all_layouts
+from autopar.run.lockstep_staged import run_staged
+from autopar.run.program import StagedProgram
+
+LINE, SQUARE = Mesh({"data": 2}), Mesh({"data": 2, "tensor": 2})
+MICROBATCHES = 2
+
+
+def planned(kind: str, mesh: Mesh, *constraints: Any, **options: Any) -> tuple[Planned, nn.Module, dict[str, Any]]:
+    model, batch = getattr(zoo_small, kind)()
+    made = plan_model(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=constraints, **options)[1]
+    return made, model, batch
+
+
+def moved(made: Planned, phase: str, kind: str) -> Counter[int]:
+    """Elements of what is gathered, scattered or reduced along the first axis, by how many collectives."""
+    assert isinstance(made.program, StagedProgram)
+    found = [c for p, _, c in made.program.stages[0].collectives if (p, c.kind, c.axis) == (phase, kind, 0)]
+    return Counter(max(c.bytes, c.output_bytes(2)) // getattr(torch, c.dtype).itemsize for c in found)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_stage_moves_what_the_paper_says(stage: int) -> None:
+    made, model, batch = planned("llama", LINE, megatron(dp=2, zero=stage, microbatches=MICROBATCHES))
+    sizes = Counter(p.numel() for p in model.parameters())
+    once, none = sizes, Counter[int]()
+    gathered = {1: ("step", "forward"), 2: ("step", "forward"), 3: ("forward", "step")}[stage]
+    assert [moved(made, phase, "all_gather") for phase in gathered] == [once, none]
+    scattered = {1: ("step", "backward"), 2: ("backward", "step"), 3: ("backward", "step")}[stage]
+    assert [moved(made, phase, "reduce_scatter") for phase in scattered] == [once, none]
+    assert not moved(made, "step", "all_reduce")
+    total = 4 * sum(n * count for n, count in sizes.items())
+    rests = made.plan.prediction.memory_bytes
+    assert (rests["parameters"], rests["optimizer"]) == (total / 2, total)
+    assert rests.get("gathered", 0) == (total if stage < 3 else 0)
+    assert rests["gradients"] == (total if stage == 1 else total / 2)
+    pipe = made.plan.pipeline
+    assert pipe is not None
+    said = {part.sharded[0] for part in breakdown(pipe.stages[0]) if part.weights}
+    assert said == {f"ZeRO-{stage}"} if stage < 3 else said <= {"ZeRO-2", "ZeRO-3"}  # gathered per use, some kept until backward
+    assert autopar.verify(made.plan, model, batch).ok
+    assert autopar.check(made.plan, model, batch).ok
+
+
+def test_data_parallelism_reduces_once_a_step() -> None:
+    made, model, batch = planned("llama", LINE, megatron(dp=2, microbatches=MICROBATCHES))
+    assert moved(made, "step", "all_reduce") == Counter(p.numel() for p in model.parameters())
+    assert not moved(made, "backward", "all_reduce")
+    assert autopar.verify(made.plan, model, batch).ok
+
+
+def test_stages_1_and_2_are_there_for_one_microbatch() -> None:
+    made, model, batch = planned("gpt2", LINE, megatron(dp=2, zero=1))
+    assert made.plan.pipeline is not None and made.plan.pipeline.num_microbatches == 1 and made.plan.pipeline.accumulates
+    assert moved(made, "step", "all_gather").total() and moved(made, "step", "reduce_scatter").total()
+    assert autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
+    again = Plan.loads(made.plan.dumps())
+    assert again == made.plan
+
+
+def test_with_stages_and_tensor_parallelism() -> None:
+    mesh = Mesh({"stage": 2, "data": 2, "tensor": 2})
+    made, model, batch = planned("gpt2", mesh, megatron(pp=2, tp=2, dp=2, zero=2, microbatches=MICROBATCHES))
+    assert isinstance(made.program, StagedProgram)
+    for stage in made.program.stages:
+        kinds = {c.kind for phase, _, c in stage.collectives if phase == "step"}
+        assert "all_gather" in kinds and "reduce_scatter" not in kinds  # what cannot be cut rests whole, and is reduced once
+    assert autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
+
+
+def test_the_planner_holds_gathered_copies_where_that_is_faster_and_they_fit() -> None:
+    """Where parameters do not fit whole with their optimizer's state: gathered once while the copies fit, else per use."""
+    ample = planned("llama", LINE, num_microbatches=MICROBATCHES)[0].plan.prediction.peak_bytes
+    steps, stages = [], []
+    for share in (1.0, 0.55):
+        made, _, _ = planned("llama", LINE, num_microbatches=MICROBATCHES, memory_bytes=int(ample * share))
+        pipe = made.plan.pipeline
+        assert pipe is not None
+        steps.append(made.plan.prediction.step_s)
+        stages.append({part.sharded[0] for part in breakdown(pipe.stages[0]) if part.weights})
+    assert steps == sorted(steps), "less memory is never faster"
+    assert "ZeRO-3" not in stages[0] and {"ZeRO-1", "ZeRO-2"} & stages[0] and "ZeRO-3" in stages[1]
+
+
+@pytest.mark.parametrize("zero", [-1, 4])
+def test_other_stages_are_refused(zero: int) -> None:
+    with pytest.raises(ConstraintError, match="zero"):
+        megatron(dp=2, zero=zero)
+
+
+def test_fully_sharded_parameters_are_not_held_gathered() -> None:
+    made, _, _ = planned("llama", LINE, fsdp("data"), num_microbatches=MICROBATCHES)
+    assert "gathered" not in made.plan.prediction.memory_bytes and not moved(made, "step", "all_gather")
+
+
+# ── the ways to hold a parameter ──
+
+
+def way_price(c: Collective) -> float:
+    return c.bytes * 1e-9 + 1e-6
+
+
+def ways(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> list[Held]:
+    return [w for at in all_layouts(shape, mesh_shape) for w in held_ways(at, mesh_shape, trained=True, stages={})]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.lists(st.integers(2, 6), min_size=1, max_size=3).map(tuple),
+    mesh_shape=st.lists(st.sampled_from([2, 3]), min_size=1, max_size=2).map(tuple),
+    seed=st.integers(0, 2**16),
+)
+def test_collectives_lead_from_every_way_to_rest_to_what_is_read_and_from_every_sum_back(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], seed: int
+) -> None:
+    """On numbers: the parts of a parameter become the parts that are read; partial sums become the parts of the gradient."""
+    mesh = Mesh({f"axis{i}": n for i, n in enumerate(mesh_shape)})
+    moves = StepMoves(mesh_shape, way_price, 2)
+    p = Parameter("w", (), "w", shape, shape, torch.float32, True, 0)
+    found = ways(shape, mesh_shape)
+    generator = torch.Generator().manual_seed(seed)
+    held = found[int(torch.randint(len(found), (), generator=generator))]
+    try:
+        gathers, reduces = moves.gathers(p, held), moves.reduces(p, held)
+    except LayoutError:
+        assert moves.seconds(p, held) is None
+        return
+    whole = torch.randint(-8, 8, shape, generator=generator).double()
+    assert_leads(whole, mesh, held.storage, [s.collective for s in gathers], held.working, generator)
+    assert_leads(whole, mesh, held.sums, [s.collective for s in reduces], held.storage, generator)
+
+
+def assert_leads(
+    whole: torch.Tensor, mesh: Mesh, source: Layout, collectives: list[Collective], target: Layout, generator: torch.Generator
+) -> None:
+    from torch import fx
+
+    from autopar.emit.calls import CALLS
+    from autopar.run.lockstep import Ranks
+
+    graph, at = fx.Graph(), source
+    node = graph.placeholder("x")
+    for c in collectives:
+        dim = {"all_gather": None, "all_reduce": None, "reduce_scatter": c.dim, "slice": c.dim, "all_to_all": c.to_dim}[c.kind]
+        length = {}
+        if c.kind in ("all_gather", "all_to_all") and whole.shape[c.dim] % at.num_shards(c.dim, mesh.shape):
+            length = {"length": whole.shape[c.dim]}
+        at = at.with_placement(c.axis, Shard(dim)) if dim is not None else at.with_placement(c.axis, Layout.parse("R").placements[0])
+        call, args = CALLS[c.kind](c, at)
+        node = graph.call_function(call, (node, *args), length)
+    graph.output((node,))
+    assert at == target
+    (result,) = Ranks(mesh, None, None)(fx.GraphModule({}, graph), "step", [parts_of(whole, mesh, source, generator)])
+    for rank, part in enumerate(result):
+        assert torch.equal(part, parts_of(whole, mesh, target, generator)[rank])
+
+
+def parts_of(whole: torch.Tensor, mesh: Mesh, layout: Layout, generator: torch.Generator) -> list[torch.Tensor]:
+    """One tensor per rank; of partial sums random terms that add up to the whole."""
+    from autopar.run.splitting import split
+
+    rests = Layout([Layout.parse("R").placements[0] if isinstance(p, Partial) else p for p in layout.placements], layout.order)
+    parts = [part.clone() for part in split(whole, rests, mesh)]
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Partial):
+            for group in mesh.groups(axis):
+                terms = [torch.randint(-8, 8, parts[r].shape, generator=generator).double() for r in group[1:]]
+                for rank, term in zip(group[1:], terms, strict=True):
+                    parts[group[0]] = parts[group[0]] - term
+                    parts[rank] = term
+                break_even = {r: parts[r] for r in group}
+                assert len(break_even) == len(group)
+    return parts if not layout.has_partial else summed(whole, mesh, layout, generator)
+
+
+def summed(whole: torch.Tensor, mesh: Mesh, layout: Layout, generator: torch.Generator) -> list[torch.Tensor]:
+    """Per place along the axes that are no partial sums: terms of the ranks there, the last what is missing to the whole."""
+    from autopar.run.splitting import local_part
+
+    sharded = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Shard)]
+    partial = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Partial)]
+    plain = Layout([p if isinstance(p, Shard) else Layout.parse("R").placements[0] for p in layout.placements], layout.order)
+    terms: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
+    last = tuple(mesh.shape[a] - 1 for a in partial)
+    for place in itertools.product(*(range(mesh.shape[a]) for a in sharded)):
+        coordinate = [0] * len(mesh.shape)
+        for axis, index in zip(sharded, place, strict=True):
+            coordinate[axis] = index
+        missing = local_part(whole, plain, mesh.shape, tuple(whole.shape), coordinate).clone()
+        for who in itertools.product(*(range(mesh.shape[a]) for a in partial)):
+            if who != last:
+                terms[place, who] = torch.randint(-8, 8, missing.shape, generator=generator).double()
+                missing = missing - terms[place, who]
+        terms[place, last] = missing
+    result = []
+    for rank in range(mesh.num_devices):
+        c = mesh.coordinate(rank)
+        result.append(terms[tuple(c[a] for a in sharded), tuple(c[a] for a in partial)].clone())
+    return result
+
+
+def test_ways_are_zero_s_stages_on_each_axis() -> None:
+    found = ways((4, 4), (2,))
+    rests = [w for w in found if str(w.storage) == "S(0)"]
+    assert [stage_on(w, 0) for w in rests] == [1, 2, 3]
+    assert [(str(w.working), str(w.sums)) for w in rests] == [("R", "P"), ("R", "S(0)"), ("S(0)", "S(0)")]
+    assert [(str(w.working), str(w.sums)) for w in found if str(w.storage) == "R"] == [("R", "R"), ("R", "P")]
+    frozen = list(held_ways(Layout.parse("S(0)"), (2,), trained=False, stages={}))
+    assert [str(w.working) for w in frozen] == ["R", "S(0)"]
+    assert [stage_on(w, 0) for w in held_ways(Layout.parse("S(0)"), (2,), trained=True, stages={0: 2})] == [2]
+
+
+def test_of_one_dim_split_by_two_axes_only_the_inner_one_is_gathered_alone() -> None:
+    found = list(held_ways(Layout.parse("S(0) S(0)"), (2, 2), trained=True, stages={}))
+    assert {str(w.working) for w in found} == {"S(0) S(0)", "S(0) R", "R R"}
+    assert all(math.prod(local_shape((8,), w.working, (2, 2))) in (2, 4, 8) for w in found)
+
+
+# ── numbers ──
+
+
+class Scale(nn.Module):
+    """loss = Σ w·x: the gradient of w is Σ x, in the dtype of w."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.w * x).sum()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_sixteen_bit_gradients_add_up_in_fp32(zero: int) -> None:
+    """256 + 1 + 1 + 1 is 256 in bfloat16 when added one by one, and 260 when rounded once (259 lies between 258 and 260)."""
+    x = torch.ones(8, 4, dtype=torch.bfloat16)
+    x[0], x[1] = 128, 128
+    x[2:] = 0.5
+    model, mesh = Scale(torch.bfloat16), Mesh({"data": 2})
+    made = plan_model(
+        model, mesh, example_inputs={"x": x}, hardware="h100-sxm", constraints=(megatron(dp=2, zero=zero, microbatches=4),)
+    )[1]
+    assert isinstance(made.program, StagedProgram)
+    gradient = run_staged(made.program, dict(model.named_parameters()), {}, {"x": x}).gradients["w"]
+    assert gradient.dtype == torch.bfloat16
+    assert gradient.tolist() == [260.0] * 4
+
+
+def test_a_sum_that_is_not_added_to_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.emit import build
+
+    def overwritten(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return total.copy_(x)
+
+    made, model, batch = planned("llama", LINE, megatron(dp=2, zero=1, microbatches=MICROBATCHES))
+    assert autopar.verify(made.plan, model, batch).ok
+    monkeypatch.setattr(build, "add_to", overwritten)
+    with pytest.raises(VerificationError):
+        autopar.verify(made.plan, model, batch)
+
+
+def test_the_certificate_refuses_changes_of_what_is_done_once_a_step() -> None:
+    made, model, batch = planned("llama", LINE, megatron(dp=2, zero=1, microbatches=MICROBATCHES))
+    text = made.plan.dumps()
+    pipe = made.plan.pipeline
+    assert pipe is not None
+    once = [c for c in pipe.stages[0].communications if c.phase == "step"]
+    assert once
+    changes = [
+        text.replace('"phase": "step"', '"phase": "forward"', 1),
+        text.replace('"accumulates": true', '"accumulates": false'),
+        text.replace('"gathered": ', '"gathered": 1', 1),
+        text.replace(f'"bytes": {once[-1].collective.bytes}', f'"bytes": {once[-1].collective.bytes * 2}', 1),
+        text.replace('/storage"', '/parameter"', 1),
+    ]
+    for changed in changes:
+        assert changed != text
+        try:
+            certificate = autopar.check(Plan.loads(changed), model, batch)
+        except autopar.AutoparError:
+            continue
+        assert not certificate.ok
+
+
+def test_a_pipeline_may_mix_the_stages_of_zero() -> None:
+    """Nothing is forced: whatever the planner mixes is right, and less memory changes it."""
+    mesh = Mesh({"stage": 2, "data": 2})
+    made, model, batch = planned("gpt2", mesh, pipeline("stage", microbatches=MICROBATCHES))
+    budget = int(made.plan.prediction.peak_bytes * 0.75)
+    short, _, _ = planned("gpt2", mesh, pipeline("stage", microbatches=MICROBATCHES), memory_bytes=budget)
+    assert short.plan.prediction.peak_bytes <= budget
+    assert autopar.verify(short.plan, model, batch).ok and autopar.check(short.plan, model, batch).ok

@@ -1,0 +1,107 @@
+"""A device count: which shapes it may have, and that the fastest is taken."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import zoo_small
+from made_plan import made_plan
+
+import autopar
+from autopar.api.planning import plan_model
+from autopar.api.shaping import best_shape, shapes
+from autopar.constraints import megatron
+from autopar.errors import InfeasibleError, MeshError
+from autopar.mesh import Mesh
+from autopar.planning import Planned, TooSlow
+from autopar.run.program import StagedProgram
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (1, ["gpu=1"]),
+        (2, ["gpu=2"]),
+        (4, ["gpu=4", "gpu0=2,gpu1=2"]),
+        (8, ["gpu=8", "gpu0=2,gpu1=4", "gpu0=4,gpu1=2"]),
+        (16, ["node=2,gpu=8", "node=2,gpu0=2,gpu1=4", "node=2,gpu0=4,gpu1=2"]),
+        (32, ["node=4,gpu=8", "node0=2,node1=2,gpu=8", "node=4,gpu0=2,gpu1=4", "node=4,gpu0=4,gpu1=2"]),
+    ],
+)
+def test_shapes(count: int, expected: list[str]) -> None:
+    found = shapes(count)
+    assert [str(mesh) for mesh in found] == expected
+    for mesh in found:
+        assert mesh.num_devices == count and mesh.devices_per_node == min(count, 8)
+        inside = [axis for axis, name in enumerate(mesh.names) if name.startswith("gpu")]
+        assert all(mesh.link(axis) == ("intra" if axis in inside else "inter") for axis in range(len(mesh.axes)))
+
+
+@pytest.mark.parametrize("count", [0, -8, 12])
+def test_counts_that_have_no_shape_are_refused(count: int) -> None:
+    with pytest.raises(MeshError):
+        shapes(count)
+
+
+def test_each_shape_is_asked_to_beat_the_best_before_it() -> None:
+    limits: list[float] = []
+    times = {"gpu=8": 3.0, "gpu0=2,gpu1=4": 2.0, "gpu0=4,gpu1=2": 4.0}
+
+    def plan(mesh: Mesh, limit_s: float) -> Any:
+        limits.append(limit_s)
+        if times[str(mesh)] >= limit_s:
+            raise TooSlow(times[str(mesh)])
+        return made(mesh, times[str(mesh)])
+
+    best = best_shape(shapes(8), plan)
+    assert limits == [math.inf, 3.0, 2.0] and str(best.plan.mesh) == "gpu0=2,gpu1=4"
+    assert "gpu=8 (3.00 s)" in best.plan.proof.covers[-1] and "gpu0=4,gpu1=2 (at least 4.00 s)" in best.plan.proof.covers[-1]
+
+
+def test_where_no_shape_has_a_plan_the_first_refusal_is_raised() -> None:
+    def plan(mesh: Mesh, limit_s: float) -> Any:
+        raise InfeasibleError(str(mesh))
+
+    with pytest.raises(InfeasibleError, match="gpu=4"):
+        best_shape(shapes(4), plan)
+
+
+def made(mesh: Mesh, step_s: float) -> Planned:
+    whole = made_plan()
+    plan = replace(whole, mesh=mesh, prediction=replace(whole.prediction, step_s=step_s))
+    return Planned(plan, StagedProgram(mesh, "", None, (), None, "1f1b", {}), {})  # type: ignore[arg-type]
+
+
+def test_the_plan_of_a_count_is_the_fastest_of_its_shapes_and_right() -> None:
+    model, batch = zoo_small.gpt2()
+    found = autopar.plan(model, 4, example_inputs=batch, hardware="h100-sxm")
+    each = [autopar.plan(model, mesh, example_inputs=batch, hardware="h100-sxm") for mesh in shapes(4)]
+    assert found.prediction.step_s == min(p.prediction.step_s for p in each)
+    assert found.mesh in shapes(4) and "gpu=4" in found.proof.covers[-1]
+    assert autopar.verify(found, model, batch).ok and autopar.check(found, model, batch).ok
+
+
+def test_shapes_that_a_constraint_cannot_hold_on_are_passed_over() -> None:
+    model, batch = zoo_small.llama()
+    found = autopar.plan(model, 4, example_inputs=batch, hardware="h100-sxm", constraints=(megatron(tp=2, dp=2),))
+    assert str(found.mesh) == "gpu0=2,gpu1=2" and "gpu=4 (none)" in found.proof.covers[-1]
+
+
+def test_where_nothing_fits_the_batch_is_cut_into_microbatches(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = zoo_small.gpt2()
+    smallest = smallest_of(model, batch)
+    made = plan_model(model, 1, example_inputs=batch, hardware="h100-sxm", memory_bytes=smallest)[1].plan
+    assert made.pipeline is not None and made.pipeline.num_microbatches > 1 and made.prediction.peak_bytes <= smallest
+    assert any("microbatches" in record.message for record in caplog.records)
+    assert autopar.verify(made, model, batch).ok
+    with pytest.raises(InfeasibleError):
+        plan_model(model, 1, example_inputs=batch, hardware="h100-sxm", memory_bytes=smallest, num_microbatches=1)
+
+
+def smallest_of(model: Any, batch: Any) -> int:
+    """A budget in which one microbatch of the whole batch does not fit, and a smaller one does."""
+    parts = plan_model(model, 1, example_inputs=batch, hardware="h100-sxm", num_microbatches=len(batch["input_ids"]))[1].plan
+    return int(parts.prediction.peak_bytes * 1.02)
