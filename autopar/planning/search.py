@@ -21,6 +21,7 @@ from autopar.emit import emit, with_held
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError, size_text
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
+from autopar.planning.alike import Alike
 from autopar.planning.assembly import Draft, assemble, fingerprint
 from autopar.planning.conflicts import with_conflict
 from autopar.planning.multipliers import certified
@@ -31,7 +32,7 @@ from autopar.plans import Fingerprint, Overlap, Plan
 from autopar.problem import Choices, Moment, Multipliers, Problem
 from autopar.run.memory import node_peaks, trace_peak
 from autopar.run.program import Program, StagedProgram
-from autopar.run.stage_memory import trace_stage_peak
+from autopar.run.stage_memory import StagePeak, trace_stage_peak
 from autopar.solve import REMEDY, Least, choices_or_least, evaluate
 from autopar.strategies import ClusterClass, Forced, classes_of, resolve
 from autopar.version import VERSION
@@ -150,6 +151,7 @@ class Job:
     bound_s: float = 0.0
     multipliers: Multipliers | None = None
     limit_s: float = math.inf
+    alike: Alike = field(default_factory=Alike)
 
     def best_tried(self) -> Tried:
         """The best plan that fits.
@@ -161,7 +163,7 @@ class Job:
         certain, smallest = self.liveness.certain(), 0
         for _ in range(_ROUNDS):
             with self.clock.phase("solve"):
-                found = _solve(replace(self.priced.problem, moments=(*certain, *self.moments.values())), self.options)
+                found = self._solved(replace(self.priced.problem, moments=(*certain, *self.moments.values())))
             choices = found.choices if isinstance(found, Least) else found
             if choices is None or (isinstance(found, Least) and best is not None):
                 break
@@ -184,6 +186,16 @@ class Job:
         if best is None:
             raise _refusal(self.budget, found, smallest)
         return self._overlapped(best)
+
+    def _solved(self, problem: Problem) -> Choices | Least:
+        """The solver's answer, or what it said of a stage that is alike."""
+        known = None if self.moments else self.alike.known(problem)
+        if known is not None:
+            return known
+        found = _solve(problem, self.options)
+        if isinstance(found, Choices) and not self.moments:
+            self.alike.learn(problem, found)
+        return found
 
     def _try(self, choices: Choices) -> Tried:
         with self.clock.phase("assemble"):
@@ -221,8 +233,12 @@ class Job:
         return trace_peak(program, batch=self.options.batch, outputs=self.options.outputs).peak_bytes
 
     def _stage_peak(self, schedule: Schedule, program: Program) -> int:
-        in_flight = self.priced.problem.num_in_flight
-        return trace_stage_peak(program, schedule.name, in_flight, schedule.num_microbatches, self.options.outputs).peak_bytes
+        num = self.priced.problem.num_in_flight
+
+        def measured() -> StagePeak:
+            return trace_stage_peak(program, schedule.name, num, schedule.num_microbatches, self.options.outputs)
+
+        return self.alike.peak(program, num, measured).peak_bytes
 
     def _learn(self, tried: Tried) -> None:
         """Moments at which the plan is over the budget, and those known before as they were in it."""

@@ -26,6 +26,7 @@ from autopar.errors import ConstraintError, InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.mesh import Mesh
+from autopar.planning.alike import Alike
 from autopar.planning.assembly import fingerprint
 from autopar.planning.options import PlanOptions
 from autopar.planning.schedules import num_in_flight, step_time
@@ -86,6 +87,7 @@ class StagedSearch:
     num_stages: int = field(init=False)
     forced: Forced = field(init=False)
     crossing: Crossing = field(init=False)
+    alike: Alike = field(default_factory=Alike)
 
     def __post_init__(self) -> None:
         self.axis = self.wish.axis or ""
@@ -176,7 +178,7 @@ class StagedSearch:
         mark = self._mark(stage.fingerprint)
         job = Job(
             stage, self.left, priced, Liveness(stage, priced), self.options, self.clock, mark, {}, budget,
-            Schedule(self.wish.schedule, self.how.num, self.batch_bytes),
+            Schedule(self.wish.schedule, self.how.num, self.batch_bytes), alike=self.alike,
         )  # fmt: skip
         try:
             return finished(job.best_tried(), self.clock, self.options)

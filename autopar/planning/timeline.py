@@ -85,6 +85,7 @@ def _events(trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluati
             yield where, phase, "communication", moves.pop((operand.name, phase, False), 0.0)
         yield label, phase, "compute", compute.get(node.name, 0.0)
         yield label, phase, "communication", moves.pop((node.name, phase, True), 0.0)
+    yield from ((label, "backward", "compute", seconds) for label, seconds in again.items())  # of layers that have no backward of their own
     for (name, phase, _), seconds in moves.items():  # read under another phase's label: gradients of tied weights and the like
         yield _label(trace.node(name))[0], phase, "communication", seconds
     moved_s = step_time(priced, choices)

@@ -19,7 +19,7 @@ from autopar.run.memory import LiveBytes
 from autopar.run.program import Program
 from autopar.run.stage_work import StageWork
 
-_SIMULATED = 2  # microbatches in flight
+SIMULATED = 2  # microbatches in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def trace_stage_peak(program: Program, schedule: str, num_in_flight: int, num_mi
     Args:
         num_in_flight: of this stage under this schedule. outputs: as in `autopar.run.staged_module`.
     """
-    flying = min(num_in_flight, _SIMULATED)
+    flying = min(num_in_flight, SIMULATED)
     num = flying if schedule == "gpipe" else min(num_microbatches, flying + 1)
     memory = LiveBytes()
     with FakeTensorMode(), torch.no_grad():

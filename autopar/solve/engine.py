@@ -56,6 +56,12 @@ class Rows:
         pairs = ((getattr(self, name), getattr(other, name)) for name in ("indices", "values", "lower", "upper"))
         return Rows(starts, *map(np.concatenate, pairs))
 
+    def most(self, num_columns: int) -> Floats:
+        """Per column its largest entry; 0 where there is none."""
+        found = np.zeros(num_columns)
+        np.maximum.at(found, self.indices, self.values)
+        return found
+
     def only(self, columns: Columns) -> Rows:
         """The rows over some columns, which are renumbered; the others are 0."""
         here = columns[self.indices]
@@ -104,7 +110,7 @@ class Engine:
         for v, c in model.objective.items():
             self.cost[self.column[v.name]] = c
         self.rows = Rows.of([self._row(c) for c in model.constraints()])
-        self._end = time.monotonic() + time_limit_s
+        self.end = time.monotonic() + time_limit_s
         self.timed_out = False
 
     def _row(self, constraint: pulp.LpConstraint) -> tuple[list[int], list[float], float, float]:
@@ -163,18 +169,23 @@ class Engine:
         values[columns] = highs.getSolution().col_value
         return Found(values, info.mip_dual_bound)
 
-    def _run(self, cost: Floats, rows: Rows, integer: Columns | None, options: Options, start: Floats | None = None) -> highspy.Highs:
+    def lp(self, cost: Floats, rows: Rows) -> highspy.HighsLp:
+        """The relaxation of these rows."""
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(cost), len(rows.lower)
         lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(len(cost)), np.ones(len(cost))
         lp.row_lower_, lp.row_upper_ = rows.lower, rows.upper
         lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
         lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = rows.starts, rows.indices, rows.values
+        return lp
+
+    def _run(self, cost: Floats, rows: Rows, integer: Columns | None, options: Options, start: Floats | None = None) -> highspy.Highs:
+        lp = self.lp(cost, rows)
         if integer is not None:
             kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
             lp.integrality_ = [kinds[int(i)] for i in integer]
         highs = highspy.Highs()
-        left = max(self._end - time.monotonic(), 0.1)
+        left = max(self.end - time.monotonic(), 0.1)
         shared: Options = {"output_flag": False, "threads": 1, "time_limit": left}
         for name, value in {**shared, **options}.items():
             highs.setOptionValue(name, value)
@@ -190,11 +201,16 @@ class Engine:
 
 def proof(cost: Floats, rows: Rows, duals: Floats) -> tuple[float, Floats, Floats]:
     """Weak duality (see the module): the bound, the reduced costs d, and the duals with wrong signs set to 0."""
+    return reduced_costs(cost, rows, duals, 0.0, 1.0)
+
+
+def reduced_costs(cost: Floats, rows: Rows, duals: Floats, lower: Floats | float, upper: Floats | float) -> tuple[float, Floats, Floats]:
+    """As `proof`, for columns within other bounds."""
     duals = duals if len(duals) == len(rows.lower) else np.zeros(len(rows.lower))
     duals = np.where(np.isinf(rows.lower), np.minimum(duals, 0.0), duals)
     duals = np.where(np.isinf(rows.upper), np.maximum(duals, 0.0), duals)
     side = np.where(duals > 0, rows.lower, rows.upper)
     weights = rows.values * np.repeat(duals, np.diff(rows.starts))
     reduced = cost - np.bincount(rows.indices, weights=weights, minlength=len(cost))
-    bound = float((duals * np.where(duals == 0, 0.0, side)).sum() + np.minimum(reduced, 0.0).sum())
+    bound = float((duals * np.where(duals == 0, 0.0, side)).sum() + np.where(reduced < 0, reduced * upper, reduced * lower).sum())
     return bound, reduced, duals

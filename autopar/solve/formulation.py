@@ -15,6 +15,8 @@ layers cost one block of variables.
     k[v,l] ∈ {0,1}    version l is kept for backward     k[v,l] ≤ supply(l) + Σ_{c forward} demand(c,l)           (4)
                       (where the value is not keepable in l there is none)
     rc[n,s] ∈ {0,1}   backward runs n again with s       Σ_s rc[n,s] ≤ 1; its operands are backward readers        (5)
+    k[v,l] ≤ supply(l) + Σ_{a into l} paid[a]            a version is made, or arrives: once, for all its readers  (9)
+    k[v,l] ≤ Σ_{c forward} demand(c,l)                   where v rests anyway, what supply(l) makes needs no k     (9)
     budget rows (6), (7), (8): see `autopar.solve.memory`
 
     minimise Σ count·time·x + Σ count·time·rc + Σ count·time(a)·r[a]
@@ -24,6 +26,10 @@ collectives by itself. Two readers share without rows (2): f[c,a] = g[a] + h[c,a
 (4, 5) replace a keep bit per op: keeping the sharded tensor and gathering it again in backward is one of the choices, and
 so are ZeRO-3 and its mixtures, since parameters are values like others. An op whose results neither backward nor another
 op's recomputation can read has no rc. Budget rows are added by those who want them; without, the program is a relaxation.
+
+Rows (9) cut off no choices, only mixtures of them: several readers together, or a layout at rest beside one that was gathered, offer
+more under (4) than one version. They are kept apart (`Formulation.tighter`), for searches that branch; (4) alone is what certificates
+speak of.
 """
 
 from __future__ import annotations
@@ -54,6 +60,7 @@ class Formulation:
     again: dict[int, list[pulp.LpVariable]] = field(default_factory=dict)
     keep: dict[tuple[int, int], pulp.LpVariable] = field(default_factory=dict)
     keys: list[RowKey] = field(default_factory=list)
+    tighter: list[Terms] = field(default_factory=list)  # rows (9): each sum ≤ 0
     _objective: Terms = field(default_factory=list)
     _count: int = 0
 
@@ -126,32 +133,37 @@ class Formulation:
         later = {i: self._demand(u, graph, self.x[u.op]) for i, u in uses if u.phase != value.phase}
         again = [(i, u) for i, u in uses if u.phase == value.phase and u.op in self.again]
         later |= {i: self._demand(u, graph, self.again[u.op]) for i, u in again}
-        self._flows((v, 0), supply, now)
+        arriving = self._flows((v, 0), supply, now)
         if later:
-            self._flows((v, 1), self._later_supply(v, supply, [*now.values()]), later)
+            self._flows((v, 1), self._later_supply(v, supply, [*now.values()], arriving), later)
 
-    def _later_supply(self, v: int, supply: Demand, now: list[Demand]) -> Demand:
-        """Row (4), and what backward finds."""
+    def _later_supply(self, v: int, supply: Demand, now: list[Demand], arriving: Demand) -> Demand:
+        """Rows (4) and (9), and what backward finds."""
         variant = self.problem.variants[v]
         value = self.problem.values[variant.value]
         versions = sorted({*supply, *(layout for demand in now for layout in demand)})
         found: Demand = {}
         for layout in versions:
             free = value.resident and layout in supply
-            made = supply.get(layout, []) + [t for demand in now for t in demand.get(layout, [])]
+            read = [t for demand in now for t in demand.get(layout, [])]
+            made = supply.get(layout, []) + read
+            first = [] if value.resident else supply.get(layout, [])
             found[layout] = list(supply[layout]) if free else []
             if value.keepable is None or layout in value.keepable:
                 self.keep[v, layout] = keep = self._binary(f"k{v}_{layout}")
                 self._row((KEEP, v, layout), _merged([(keep, 1), *((variable, -c) for variable, c in made)]), pulp.LpConstraintLE, 0)
+                self.tighter.append(_merged([(keep, 1), *((variable, -c) for variable, c in first + arriving.get(layout, []))]))
+                if free:
+                    self.tighter.append(_merged([(keep, 1), *((variable, -c) for variable, c in read)]))
                 found[layout].append((keep, 1))
         if value.op in self.again:
             for layout, terms in self._supply(v, self.again[value.op]).items():
                 found[layout] = found.get(layout, []) + terms
         return found
 
-    def _flows(self, group: RowKey, supply: Demand, demands: dict[int, Demand]) -> None:
+    def _flows(self, group: RowKey, supply: Demand, demands: dict[int, Demand]) -> Demand:
         """Rows (2) and (3) for the readers of variant `group[0]`: in its own phase, or (`group[1]` is 1) in backward what forward
-        made. Demands are by the reader's position in `uses`."""
+        made. Demands are by the reader's position in `uses`. Returns layout → what is paid for collectives that lead to it."""
         variant = self.problem.variants[group[0]]
         graph = self.problem.values[variant.value].graph
         arcs = _useful(graph, supply.keys(), {layout for demand in demands.values() for layout in demand})
@@ -163,10 +175,12 @@ class Formulation:
                 self._balance((*group, c), arcs, supply, demand, [flows])
                 for a, pay, flow in zip(arcs, paid, flows, strict=True):
                     self._row((SHARE, *group, c, a), [(pay, 1), (flow, -1)], pulp.LpConstraintGE, 0)
-            return
+            return _arriving(graph, arcs, [paid])
         shared = [[self._flow(price) for price in prices]] if len(demands) == 2 else []
-        for c, demand in demands.items():
-            self._balance((*group, c), arcs, supply, demand, [*shared, [self._flow(price) for price in prices]])
+        apart = [[self._flow(price) for price in prices] for _ in demands]
+        for (c, demand), own in zip(demands.items(), apart, strict=True):
+            self._balance((*group, c), arcs, supply, demand, [*shared, own])
+        return _arriving(graph, arcs, [*shared, *apart])
 
     def _balance(self, reader: RowKey, arcs: list[int], supply: Demand, demand: Demand, flows: list[list[pulp.LpVariable]]) -> None:
         """Rows (3) for one reader, whose flow is the sum of `flows`."""
@@ -239,6 +253,15 @@ def _merged(terms: Terms) -> Terms:
     for variable, coefficient in terms:
         total[variable] = total.get(variable, 0.0) + coefficient
     return [(variable, c) for variable, c in total.items() if c]
+
+
+def _arriving(graph: LayoutGraph, arcs: Sequence[int], flows: Iterable[Sequence[pulp.LpVariable]]) -> Demand:
+    """layout → the flows over arcs into it."""
+    found: Demand = {}
+    for flow in flows:
+        for a, variable in zip(arcs, flow, strict=True):
+            found.setdefault(graph.arcs[a].dst, []).append((variable, 1))
+    return found
 
 
 def _useful(graph: LayoutGraph, supplied: Iterable[int], wanted: Iterable[int]) -> list[int]:

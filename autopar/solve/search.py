@@ -1,11 +1,12 @@
 """The search for choices, by HiGHS.
 
-1. The program without budget rows is solved first. Its bound holds for the whole, and if its answer fits, it is the answer.
-2. Else the budget rows that this answer breaks come in, the relaxation gives the bound and the price of memory, and
-   programs restricted to columns of small reduced cost (`autopar.solve.engine`) give plans, each program larger than the
-   last. A plan that breaks a row which is not in yet brings it in, and the step is repeated.
-3. Where plan and bound are still further apart than asked for, the program over all columns that could belong to a better
-   plan is solved, if it is not too large; what it proves is the bound.
+1. The relaxation without budget rows is solved first. Its bound holds for the whole, and if its answer, rounded, fits and is close
+   enough, it is the answer.
+2. Else a tree is grown (`autopar.solve.tree`) over the relaxation with rows that cut off mixtures. A plan that breaks a budget row
+   which is not in yet brings it in; then the relaxation gives the price of memory, and the tree is grown anew.
+3. Where that leaves plan and bound further apart than asked for, programs restricted to columns of small reduced cost
+   (`autopar.solve.engine`) look for better plans, each larger than the last; of a small problem the program over all columns that
+   could belong to a better plan is solved at last.
 
 Limits count nodes of search trees and columns, not seconds, so the same problem gives the same choices.
 """
@@ -21,18 +22,18 @@ from autopar.problem import Choices, Multipliers, Problem
 from autopar.solve.engine import Columns, Engine, Floats, Relaxation, Rows, proof
 from autopar.solve.evaluate import Evaluation, evaluate
 from autopar.solve.formulation import SCALE, Formulation
+from autopar.solve.live import Live
 from autopar.solve.memory import BudgetRow, budget_rows
 from autopar.solve.multipliers import multipliers
+from autopar.solve.tree import Tree
 
 # Restricted programs over so many columns, those of the smallest reduced cost. Memory makes near-ties of many versions, so
 # shares of the bound say little; and few columns do better than many: beyond some thousands each node takes seconds.
 _RUNGS = (2000, 4000, 8000)
 _RUNG_NODES = 20
-# Without budget rows the program is nearly integral, and one over all columns of plans within the gap is solved at once.
-_FREE_COLUMNS, _LEAST_SHARE = 16000, 1e-4
 _SMALL = 4000  # columns: below, one program over all is cheaper than several
-_TREE = 8000  # columns: above, a tree that is to prove the gap pays no longer
-_NEW_ROWS, _ROUNDS = 3, 8
+_NEW_ROWS, _ROUNDS = 3, 12
+_RELAXATIONS = 2  # of a tree, per node that a search may have
 
 
 def fits(problem: Problem, evaluation: Evaluation) -> bool:
@@ -68,6 +69,7 @@ class Search:
     free_bound: float = -np.inf
     price_s_per_byte: float = 0.0
     infeasible: bool = False  # proven so
+    live: Live | None = None
     vertex: Floats | None = None  # duals of the relaxation without budget rows
     prices: dict[int, float] = field(default_factory=dict)  # budget row → its dual in the best relaxation
 
@@ -87,15 +89,16 @@ class Search:
             remedy = "relax the constraints; each op needs one strategy that meets them"
             raise InfeasibleError("no assignment of layouts is legal", remedy=remedy)
         for _ in range(_ROUNDS):
-            broken = self._rounded(relaxation) if relaxation.exact else []
-            if relaxation.exact and not broken and not self._close():
-                relaxation = self._relax(interior=True) or relaxation
-            broken = broken or self._climb(relaxation) or self._prove(relaxation)
+            broken = [] if self.active else self._rounded(relaxation)
+            if not broken and not self._close():
+                broken = self._grow()
+            if not broken and self.active and not self.infeasible:
+                broken = self._climb()
+            if not broken and not self.infeasible and not self._close():
+                broken = self._prove()
             if not broken:
                 break
-            self.active += broken
-            relaxation = self._relax()
-            if relaxation is None:
+            if self._within(broken) is None:
                 self.infeasible = self.best is None
                 break
         return self._answer()
@@ -132,23 +135,59 @@ class Search:
             duals = duals if relaxation is None else relaxation.duals
         return multipliers(self.program, self.engine, duals, budget, {r.name: y for r, y in zip(rows, prices.tolist(), strict=True)})
 
-    def _relax(self, *, interior: bool = False) -> Relaxation | None:
-        """The relaxation under the active rows. Interior duals say more about which columns matter than those of a vertex."""
-        self.budget = budget_matrix(self.engine, self.program, [self.rows[r] for r in self.active])
-        relaxation = self.engine.relax(self.budget if self.active else None, interior=interior or bool(self.active))
-        if relaxation is None:
+    def _relax(self) -> Relaxation | None:
+        """The relaxation without budget rows."""
+        relaxation = self.engine.relax()
+        if relaxation is not None:
+            self.vertex = relaxation.duals if relaxation.exact else None
+            self.bound = self.free_bound = relaxation.bound
+        return relaxation
+
+    def _within(self, broken: list[int]) -> Relaxation | None:
+        """The relaxation with these budget rows too, and with the rows that cut off mixtures."""
+        live = self._live()
+        self.active += broken
+        live.add(budget_matrix(self.engine, self.program, [self.rows[r] for r in broken]))
+        point = live.solve(np.zeros(len(live.cost)), np.ones(len(live.cost)))
+        if point is None:
             return None
-        duals = relaxation.duals[len(relaxation.duals) - len(self.active) :]
-        if relaxation.bound > self.bound:
+        duals = point.duals[len(point.duals) - len(self.active) :]
+        if point.bound > self.bound or not self.prices:
             self.prices = dict(zip(self.active, duals.tolist(), strict=True))
-        if not self.active and relaxation.exact:
-            self.vertex = relaxation.duals
         prices = duals / max(self.problem.budget_bytes, 1)
         reserves = [self.rows[r].reserve_bytes for r in self.active]
         self.price_s_per_byte = max(0.0, float(-prices.sum()) / SCALE)
-        self.bound = max(self.bound, relaxation.bound)
-        self.free_bound = max(self.free_bound, relaxation.bound + float(prices @ np.array(reserves, float)))
-        return relaxation
+        self.bound = max(self.bound, point.bound)
+        self.free_bound = max(self.free_bound, point.bound + float(prices @ np.array(reserves, float)))
+        return Relaxation(point.bound, point.reduced, point.duals, point.values, len(point.values) > 0)
+
+    def _live(self) -> Live:
+        if self.live is None:
+            rows = [([self.engine.column[v.name] for v, _ in terms], [c for _, c in terms], -np.inf, 0.0) for terms in self.program.tighter]
+            self.live = Live(self.engine, Rows.of(rows))
+        return self.live
+
+    def _grow(self) -> list[int]:
+        """A tree; the rows that it asks for."""
+
+        def offer(values: Floats) -> list[int]:
+            try:
+                return self._offer(values)
+            except LayoutError:  # rounded strategies may make nothing that a reader can use
+                return []
+
+        def best() -> float:
+            return self.best.objective_s * SCALE if self.best is not None else np.inf
+
+        live = self._live()
+        sizes = self._budget().most(len(live.cost))
+        grown = Tree(self.program, self.engine, live, offer, best, self.gap, self.max_nodes * _RELAXATIONS, sizes).grow()
+        self.engine.timed_out |= live.timed_out
+        if np.isinf(grown.bound):
+            self.infeasible = self.best is None
+        else:
+            self._raise_bound(min(grown.bound, best()))
+        return list(grown.broken)
 
     def _rounded(self, relaxation: Relaxation) -> list[int]:
         """Offer the relaxation itself, rounded where it is fractional, with every version kept that backward reads."""
@@ -158,37 +197,41 @@ class Search:
         except LayoutError:  # rounded strategies may make nothing that a reader can use
             return []
 
-    def _climb(self, relaxation: Relaxation) -> list[int]:
+    def _climb(self) -> list[int]:
         """Restricted programs, from small to large, until the gap is closed or a plan breaks a row that is not in yet."""
-        for most in _RUNGS if self.active else (_FREE_COLUMNS,):
-            if self._close():
+        if self._close():
+            return []
+        budget = self._budget()
+        relaxation = self.engine.relax(budget, interior=True)  # its duals say more about which columns matter than a vertex'
+        for most in _RUNGS:
+            if relaxation is None or self._close() or (self.best is not None and most == _RUNGS[-1]):
                 return []
             columns = np.ones(len(relaxation.reduced), bool)
             if len(columns) > max(_SMALL, most):
                 columns = relaxation.reduced <= np.partition(relaxation.reduced, most)[most]
-            if not self.active and len(columns) > _SMALL:
-                columns &= relaxation.reduced <= max(self.gap, _LEAST_SHARE) * relaxation.bound
-            target = relaxation.bound / (1 - self.gap) if self.active else -np.inf
             found = self.engine.restricted(
-                columns, self.budget, gap=min(self.gap / 10, 1e-3), target=target, max_nodes=_RUNG_NODES, start=self._start(columns),
-                quick=True,
+                columns, budget, gap=min(self.gap / 10, 1e-3), target=self.bound / (1 - self.gap), max_nodes=_RUNG_NODES,
+                start=self._start(columns), quick=True,
             )  # fmt: skip
             broken = self._offer(found.values) if found.values is not None else []
             if broken or columns.all():
                 return broken
         return []
 
-    def _prove(self, relaxation: Relaxation) -> list[int]:
-        """The program over all columns that could belong to a better plan."""
-        if self._close():
+    def _budget(self) -> Rows:
+        return budget_matrix(self.engine, self.program, [self.rows[r] for r in self.active])
+
+    def _prove(self) -> list[int]:
+        """The program over all columns that could belong to a better plan, if these are few or there is no plan yet."""
+        budget = self._budget()
+        relaxation = self.engine.relax(budget)
+        if self._close() or relaxation is None:
             return []
         room = np.inf if self.best is None else self.best.objective_s * SCALE - relaxation.bound
         columns = relaxation.reduced <= room + 1e-9 * abs(relaxation.bound)
-        if self.best is not None and self.gap > 0 and columns.sum() > _TREE:
+        if self.best is not None and columns.sum() > _SMALL:
             return []
-        found = self.engine.restricted(
-            columns, self.budget, gap=self.gap, target=-np.inf, max_nodes=self.max_nodes, start=self._start(columns)
-        )
+        found = self.engine.restricted(columns, budget, gap=self.gap, target=-np.inf, max_nodes=self.max_nodes, start=self._start(columns))
         proven = found.bound if self.best is None else min(found.bound, self.best.objective_s * SCALE)
         if found.values is None:
             self._raise_bound(proven)
@@ -218,12 +261,12 @@ class Search:
     def _consider(
         self, strategies: tuple[int, ...], recomputed: dict[int, int], kept: dict[int, tuple[int, ...]] | None, values: Floats
     ) -> list[int]:
-        """Take a plan if it fits and is the best; else the rows that it breaks and that are not in yet, the worst first."""
+        """Take a plan if it fits and is the best. If it breaks rows none of which is in yet, these, the worst first."""
         evaluation = evaluate(self.problem, strategies, recomputed, kept)
         over = {r: size - self.problem.budget_bytes for r, size in enumerate(evaluation.resting_bytes)}
         if max(over.values()) > 0:
-            broken = [r for r, size in over.items() if size > 0 and r not in self.active]
-            return sorted(broken, key=lambda r: -over[r])[:_NEW_ROWS]
+            broken = [r for r, size in over.items() if size > 0]
+            return [] if set(broken) & set(self.active) else sorted(broken, key=lambda r: -over[r])[:_NEW_ROWS]
         if self.best is None or evaluation.objective_s < self.best.objective_s:
             self.best = Choices(strategies, recomputed, evaluation.kept, evaluation.objective_s, 0.0)
             self.start = values

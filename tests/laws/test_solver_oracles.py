@@ -22,6 +22,7 @@ from autopar.layout import Layout, Strategy
 from autopar.problem import Choices, Moment, Op, OpKind, OpStrategy, Phase, Problem, Use, Value, Variant
 from autopar.redistribute import all_layouts, layout_graph, local_bytes
 from autopar.solve import evaluate, least_budget, search, solve
+from autopar.solve.formulation import SCALE
 
 SHAPE, LINE, SQUARE = (4, 4), (2,), (2, 2)
 PARTIALS = {LINE: "P", SQUARE: "R P"}
@@ -225,21 +226,45 @@ def test_where_few_versions_may_be_kept_the_plan_keeps_no_other_and_is_the_best_
 
 
 @pytest.mark.parametrize("case", FAST[::2], ids=str)
-@pytest.mark.parametrize("most", [40, 10**6], ids=["short", "long"])
+@pytest.mark.parametrize("tree", [0, 5, 10**6], ids=["no tree", "short", "long"])
 def test_a_search_over_parts_of_the_program_encloses_the_optimum_and_refuses_nothing_that_fits(
-    case: Case, most: int, monkeypatch: pytest.MonkeyPatch
+    case: Case, tree: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "_SMALL", 0)
-    monkeypatch.setattr(search, "_TREE", most)
-    monkeypatch.setattr(search, "_RUNGS", (30, min(most, 60)))
+    monkeypatch.setattr(search, "_RELAXATIONS", tree / 200)
+    monkeypatch.setattr(search, "_RUNGS", (30, 60))
     for budget, best in front(case):
         p = case.problem(budget)
         found = solve(p, gap=0.05)
         assert needs(p, found) <= budget
         assert found.bound_s <= best * (1 + 1e-6) and best <= found.objective_s * (1 + 1e-6)
-        assert most == 40 or found.gap <= 0.05 + 1e-6
+        assert tree < 100 or found.gap <= 0.05 + 1e-6
     with pytest.raises(InfeasibleError):
         solve(case.problem(front(case)[0][0] - 1))
+
+
+@every_case
+def test_a_tree_alone_finds_the_optimum_and_proves_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_other(self: search.Search) -> list[int]:
+        return []
+
+    monkeypatch.setattr(search.Search, "_climb", no_other)
+    monkeypatch.setattr(search.Search, "_prove", no_other)
+    for budget, best in front(case):
+        found = solve(case.problem(budget), gap=0.0, max_nodes=10**4)
+        assert needs(case.problem(budget), found) <= budget
+        assert found.objective_s == pytest.approx(best) and found.bound_s <= best * (1 + 1e-6)
+        assert found.gap <= 0.02, "collectives shared by several readers are relaxed, all else is whole"
+
+
+@every_case
+def test_rows_against_mixtures_cut_off_no_choices(case: Case) -> None:
+    for budget, best in front(case):
+        looked = search.Search(case.problem(budget), 0.0, 200, 60.0)
+        plain = looked._relax()
+        tight = looked._within(list(range(len(looked.rows))))
+        assert plain is not None and tight is not None
+        assert tight.bound <= best * SCALE * (1 + 1e-6) and plain.bound <= best * SCALE * (1 + 1e-6)
 
 
 def test_where_the_search_finds_nothing_the_plan_of_least_memory_is_taken_if_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:

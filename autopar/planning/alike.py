@@ -1,0 +1,95 @@
+"""Stages that are alike are solved, and their memory is measured, once.
+
+Two problems are alike if they are equal but for the names of what they speak of and the number of microbatches in flight: then the same
+choices, by index, cost the same in both. Two programs are alike if their graphs are, node by node, and the tensors at their borders:
+then they hold the same at each moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from autopar.problem import Choices, Problem
+from autopar.run.program import Program, ProgramTensor
+from autopar.run.stage_memory import SIMULATED, StagePeak
+from autopar.solve import evaluate
+from autopar.solve.memory import budget_rows
+
+Form = tuple[object, ...]
+
+
+@dataclass
+class Alike:
+    """What was found for the stages so far."""
+
+    _answers: list[tuple[Problem, Problem, Choices]] = field(default_factory=list)  # the problem, the same without names
+    _peaks: dict[Form, tuple[int, StagePeak]] = field(default_factory=dict)  # and with how many in flight
+
+    def known(self, problem: Problem) -> Choices | None:
+        """The choices for a problem that is alike, where they are as good here: they fit, and what is proven of them holds."""
+        nameless = _nameless(problem)
+        for other, form, choices in self._answers:
+            if form != nameless or (other.num_in_flight != problem.num_in_flight and choices.stats.get("budget_rows")):
+                continue
+            evaluation = evaluate(problem, choices.strategies, choices.recomputed, choices.kept)
+            if max(evaluation.resting_bytes) <= problem.budget_bytes:
+                return _renamed(choices, other, problem)
+        return None
+
+    def learn(self, problem: Problem, choices: Choices) -> None:
+        """Remember an answer that the solver gave without running out of time."""
+        if not choices.stats.get("timed_out"):
+            self._answers.append((problem, _nameless(problem), choices))
+
+    def peak(self, program: Program, num_in_flight: int, measure: Callable[[], StagePeak]) -> StagePeak:
+        """The peak of a stage under one schedule, with so many microbatches in flight."""
+        flying = min(num_in_flight, SIMULATED)  # each further one adds what it holds
+        form = (flying, *form_of(program))
+        if form not in self._peaks:
+            self._peaks[form] = (num_in_flight, measure())
+        before, peak = self._peaks[form]
+        return StagePeak(peak.peak_bytes + (num_in_flight - before) * peak.held_bytes, peak.held_bytes)
+
+
+def _nameless(problem: Problem) -> Problem:
+    return replace(
+        problem,
+        ops=tuple(replace(op, key="") for op in problem.ops),
+        values=tuple(replace(value, key="") for value in problem.values),
+        moments=tuple(replace(moment, key="") for moment in problem.moments),
+        num_in_flight=1,
+    )
+
+
+def _renamed(choices: Choices, other: Problem, problem: Problem) -> Choices:
+    """The choices with prices of memory under this problem's names of the rows."""
+    proven = choices.multipliers
+    if proven is None:
+        return choices
+    names = {old.name: new.name for old, new in zip(budget_rows(other), budget_rows(problem), strict=True)}
+    return replace(choices, multipliers=replace(proven, memory_s={names[name]: worth for name, worth in proven.memory_s.items()}))
+
+
+def form_of(program: Program) -> Form:
+    """All of a program but its names."""
+    tensors = (program.parameters, program.buffers, program.inputs, program.outputs)
+    graphs = tuple(_graph(module) for module in (program.forward, program.backward))
+    return (*graphs, *(tuple(map(_tensor, each)) for each in tensors), program.num_saved, len(program.mutated))
+
+
+def _tensor(tensor: ProgramTensor) -> Form:
+    flags = tensor.requires_grad, tensor.has_gradient, tensor.is_loss, tensor.crosses
+    return tensor.shape, tensor.view, str(tensor.dtype), str(tensor.layout), flags
+
+
+def _graph(module: fx.GraphModule) -> Form:
+    """Its nodes in order, which stand for each other by position."""
+    place = {node: f"%{number}" for number, node in enumerate(module.graph.nodes)}
+    found = []
+    for node in module.graph.nodes:
+        target = {"placeholder": "", "get_attr": object()}.get(node.op, str(node.target))  # what is in an attribute, its name does not say
+        found.append((node.op, target, str(fx.map_arg((node.args, node.kwargs), place.__getitem__))))
+    return tuple(found)

@@ -1,0 +1,72 @@
+"""One relaxation kept alive: HiGHS keeps its basis, so that after a change of bounds, or with further rows, the dual simplex method
+goes on from where it was. That takes a hundredth of solving anew.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+
+from autopar.solve.engine import Engine, Floats, Options, Rows, reduced_costs
+
+_STATUS = highspy.HighsModelStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A relaxation's answer under bounds of the columns.
+
+    Attributes:
+        bound: what the duals prove of every solution within these bounds, however exactly they were found.
+        values: the columns. duals: y per row. reduced: cost − Aᵀy.
+    """
+
+    bound: float
+    values: Floats
+    duals: Floats
+    reduced: Floats
+
+
+class Live:
+    """The relaxation of an engine's program, with some rows more.
+
+    Attributes:
+        num_iterations: of the simplex method so far. timed_out: whether the engine's time ran out.
+    """
+
+    def __init__(self, engine: Engine, extra: Rows) -> None:
+        self.cost, self.rows = engine.cost, engine.rows.plus(extra)
+        self.num_iterations, self.timed_out = 0, False
+        self._end = engine.end
+        self._numbers = np.arange(len(self.cost), dtype=np.int32)
+        self._highs = highspy.Highs()
+        options: Options = {"output_flag": False, "threads": 1, "solver": "simplex"}
+        for name, value in options.items():
+            self._highs.setOptionValue(name, value)
+        self._highs.passModel(engine.lp(self.cost, self.rows))
+
+    def add(self, rows: Rows) -> None:
+        """Further rows."""
+        self.rows = self.rows.plus(rows)
+        num, entries = len(rows.lower), len(rows.indices)
+        self._highs.addRows(num, rows.lower, rows.upper, entries, rows.starts[:-1], rows.indices, rows.values)
+
+    def solve(self, lower: Floats, upper: Floats) -> Point | None:
+        """Solve within bounds of the columns.
+
+        Returns:
+            None where nothing is within these bounds. Where the time ran out, what the duals of the moment prove.
+        """
+        self._highs.changeColsBounds(len(self._numbers), self._numbers, lower, upper)
+        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + max(self._end - time.monotonic(), 0.1))
+        self._highs.run()
+        status, solution = self._highs.getModelStatus(), self._highs.getSolution()
+        self.num_iterations += max(self._highs.getInfo().simplex_iteration_count, 0)
+        self.timed_out |= status == _STATUS.kTimeLimit
+        if status == _STATUS.kInfeasible:
+            return None
+        bound, reduced, duals = reduced_costs(self.cost, self.rows, np.array(solution.row_dual), lower, upper)
+        return Point(bound, np.array(solution.col_value), duals, reduced)

@@ -1,0 +1,74 @@
+"""Stages that are alike are solved and measured once, and their plans are the same as if each had been."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import autopar
+from autopar.api.planning import plan_model
+from autopar.constraints import fsdp, pipeline
+from autopar.planning import Planned, search
+from autopar.planning.alike import Alike, form_of
+from autopar.problem import Choices, Problem
+from autopar.run.program import StagedProgram
+from autopar.run.stage_memory import trace_stage_peak
+from benchmarks import zoo
+
+MESH = autopar.Mesh({"stage": 4, "data": 2})
+
+
+def planned(schedule: str) -> Planned:
+    model, batch = zoo.build("llama", batch=8, num_hidden_layers=4)
+    constraints = (pipeline("stage", microbatches=4, schedule=schedule), fsdp("data"))
+    return plan_model(model, MESH, example_inputs=batch, hardware="h100-sxm", constraints=constraints)[1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
+def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"solved": 0, "measured": 0}
+    solve, measure = search._solve, trace_stage_peak
+
+    def counted_solve(problem: Problem, options: search.PlanOptions) -> object:
+        counts["solved"] += 1
+        return solve(problem, options)
+
+    def counted_measure(*args: object) -> object:
+        counts["measured"] += 1
+        return measure(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(search, "_solve", counted_solve)
+    monkeypatch.setattr(search, "trace_stage_peak", counted_measure)
+    shared = planned(schedule)
+    seen = dict(counts)
+    monkeypatch.setattr(Alike, "known", lambda self, problem: None)
+    monkeypatch.setattr(Alike, "peak", lambda self, program, num, measured: measured())
+    assert planned(schedule).plan.dumps() == shared.plan.dumps()
+    assert counts["solved"] > 2 * seen["solved"]
+    assert counts["measured"] > 2 * seen["measured"]
+    program = shared.program
+    assert isinstance(program, StagedProgram)
+    first, second, third = program.stages[:3]
+    assert form_of(second) == form_of(third) != form_of(first), "the first reads tokens"
+    tensor = second.parameters[0]
+    wide = replace(second, parameters=(replace(tensor, dtype=torch.float64), *second.parameters[1:]))
+    assert form_of(wide) != form_of(second)
+
+
+def test_choices_hold_for_problems_that_are_equal_and_for_fewer_in_flight_only_where_memory_did_not_bind() -> None:
+    def ended(budget_rows: float, timed_out: float = 0.0) -> Choices:
+        return Choices((), {}, {}, 1.0, 1.0, stats={"budget_rows": budget_rows, "timed_out": timed_out})
+
+    problem = Problem((), (), (), 2**20, num_in_flight=4)
+    fewer, other = replace(problem, num_in_flight=2), replace(problem, budget_bytes=2**21)
+    for binding in (0.0, 1.0):
+        alike = Alike()
+        alike.learn(problem, ended(binding))
+        assert alike.known(problem) is not None
+        assert (alike.known(fewer) is None) == bool(binding)
+        assert alike.known(other) is None
+    late = Alike()
+    late.learn(problem, ended(0.0, timed_out=1.0))
+    assert late.known(problem) is None
