@@ -104,6 +104,8 @@ class HardwareProfile:
         peak_flops_per_s: dtype name (``"bfloat16"``) → peak of dense matmul.
         efficiency: kind of `FLOP_KINDS` → dtype name → share of the peak that large sizes reach.
         memory_efficiency: kind of `MEMORY_KINDS` → share of the memory bandwidth.
+        overlap_slowdown: what a second of communication beside compute costs compute, in seconds: 0 where it costs nothing, 1 where
+            nothing can be hidden, which holds where the file does not say.
         matmul_half_flops: a matmul of this many flops reaches half of the efficiency of a large one.
         curves: (kind, dtype name) → measured curve; over flops for `FLOP_KINDS`, over bytes, with dtype ``""``, else.
         figures: every figure by its dotted path, for reports.
@@ -115,6 +117,7 @@ class HardwareProfile:
     device_memory_bytes: int
     memory_bandwidth_bytes_per_s: float
     launch_overhead_s: float
+    overlap_slowdown: float
     matmul_half_flops: float
     peak_flops_per_s: Mapping[str, float]
     efficiency: Mapping[str, Mapping[str, float]]
@@ -181,6 +184,7 @@ class HardwareProfile:
             device_memory_bytes=int(reader.figure(data, "device_memory_bytes", "bytes")),
             memory_bandwidth_bytes_per_s=reader.figure(data, "memory_bandwidth_bytes_per_s", "bytes/s"),
             launch_overhead_s=reader.figure(data, "launch_overhead_s", "s", zero=True),
+            overlap_slowdown=reader.figure(data, "overlap_slowdown", "1", zero=True) if "overlap_slowdown" in data else 1.0,
             matmul_half_flops=reader.figure(data, "matmul_half_flops", "flops", zero=True),
             peak_flops_per_s=peaks,
             efficiency={kind: reader.figures_of(efficiency, kind, "1", "efficiency.", tuple(peaks)) for kind in FLOP_KINDS},
@@ -195,7 +199,7 @@ class HardwareProfile:
 
 
 _FIELDS = {"format", "version", "name", "description", "device_memory_bytes", "memory_bandwidth_bytes_per_s", "launch_overhead_s"}
-_FIELDS |= {"matmul_half_flops", "peak_flops_per_s", "efficiency", "measured", "links"}
+_FIELDS |= {"overlap_slowdown", "matmul_half_flops", "peak_flops_per_s", "efficiency", "measured", "links"}
 _POINT_SIZE = {**dict.fromkeys(FLOP_KINDS, ("flops",)), **dict.fromkeys(MEMORY_KINDS, ("bytes",)), "matmul": ("m", "n", "k")}
 
 

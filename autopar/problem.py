@@ -24,6 +24,7 @@ from autopar.layout import Layout, Strategy
 from autopar.redistribute import LayoutGraph
 
 Phase = Literal["forward", "backward"]
+Slack = Literal["critical", "prefetchable", "deferrable"]  # of a collective, see `autopar.solve.slack`
 OpKind = Literal["compute", "parameter", "buffer", "input", "output"]
 
 
@@ -140,6 +141,7 @@ class Problem:
         num_in_flight: how many microbatches' kept values are held at once where there are several (`accumulates`): beside the
             one that is running, the others' at every moment.
         accumulates: whether gradients are added to sums that are held through the step.
+        overlap_slowdown: what a second of communication beside compute costs compute; 1 where nothing is hidden.
     """
 
     ops: tuple[Op, ...]
@@ -149,6 +151,7 @@ class Problem:
     moments: tuple[Moment, ...] = ()
     num_in_flight: int = 1
     accumulates: bool = False
+    overlap_slowdown: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

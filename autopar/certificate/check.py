@@ -19,14 +19,14 @@ from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.moves import Walk
 from autopar.certificate.proof import Stored, proven
 from autopar.certificate.report import Certificate, Finding
-from autopar.certificate.resources import emission, memory, resting, step_s, times
+from autopar.certificate.resources import emission, memory, overlap, resting, step_s, times
 from autopar.certificate.steps import steps_per_step
 from autopar.cost.priced import OPTIMIZERS, Priced
-from autopar.emit import emit
+from autopar.emit import emit, with_held
 from autopar.emit.choices import storage_key
 from autopar.errors import AutoparError
 from autopar.hardware import HardwareProfile
-from autopar.plans import Plan
+from autopar.plans import Overlap, Plan
 from autopar.version import VERSION
 
 
@@ -114,8 +114,10 @@ class _Job:
     def _emitted(self, report: Certificate, found: list[Finding]) -> Certificate:
         """What follows from the emitted program."""
         try:
-            program = emit(self.trace, self.plan, accumulates=self.context.accumulates)
+            serial = emit(self.trace, replace(self.plan, overlap=Overlap()), accumulates=self.context.accumulates)
+            program, held = with_held(serial, self.plan)
             found += emission(self.plan, program)
+            found += overlap(self.plan, program, held, self.profile.overlap_slowdown)
             sizes = resting(self.trace, self.facts, self.claims, self.plan, accumulates=self.context.accumulates)
             peak, wrong = memory(self.plan, program, self.facts, sizes, self.context)
         except AutoparError as error:

@@ -62,6 +62,8 @@ class Walk:
         wanted = {claims.chosen[r.key].inputs[r.operand] for r in now}
         kept = claims.kept.get(here, ())
         yield from self._steps(tensor, steps, made, wanted | set(kept))
+        waited = {claims.chosen[r.key].inputs[r.operand] for r in now if r.key in self.facts.nodes}
+        yield from _slacks(tensor, steps, set() if tensor.key in self.facts.nodes else made, waited)
         if missing := wanted - at_hand:
             yield self._missing(tensor, tensor.phase, missing, at_hand)
         if tensor.phase == "backward":
@@ -79,6 +81,10 @@ class Walk:
         if tensor.key in claims.again:
             sources.add(claims.again[tensor.key].outputs[tensor.result])
         steps = claims.steps.get((here, "backward"), ())
+        ops = [r for r in tensor.readers if r.key in self.facts.nodes]
+        waited = {claims.chosen[r.key].inputs[r.operand] for r in ops if r.phase == "backward"}
+        waited |= {claims.again[r.key].inputs[r.operand] for r in ops if r.phase == "forward" and r.key in claims.again}
+        yield from _slacks(tensor, steps, set(kept) | (made if tensor.resident else set()), waited)
         yield from self._steps(tensor, steps, sources, wanted)
         if missing := wanted - _reached(sources, steps):
             yield self._missing(tensor, "backward", missing, _reached(sources, steps))
@@ -137,6 +143,18 @@ class Walk:
         time_s = self._times[c] / (self.num_microbatches if step.phase == "step" else 1)
         if not near(step.time_s, time_s):
             yield f"it takes {time_s:.6g} s, not {step.time_s:.6g} s"
+
+
+def _slacks(tensor: Tensor, steps: Sequence[Communication], at_start: set[Layout], waited: set[Layout]) -> Iterator[Finding]:
+    """Whether steps have the slack that follows from what is there when the phase starts, and from what ops wait for."""
+    there, needed = _reached(at_start, steps), set(waited)
+    while further := {step.source for step in steps if step.target in needed} - needed:
+        needed |= further
+    for step in steps:
+        slack = "prefetchable" if step.source in there else "critical" if step.target in needed else "deferrable"
+        if step.slack != slack:
+            what = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase} is {slack}, not {step.slack}"
+            yield Finding("moves", what, _name(tensor.key, tensor.result))
 
 
 def _reached(sources: set[Layout], steps: Sequence[Communication]) -> set[Layout]:

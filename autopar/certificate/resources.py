@@ -15,9 +15,10 @@ from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.report import Finding, near
 from autopar.certificate.shards import held_bytes
 from autopar.cost.priced import OPTIMIZERS
+from autopar.emit import simulated
 from autopar.emit.choices import buffer_key, input_key, parameter_key, storage_key
 from autopar.kernels import collectives as kernels
-from autopar.plans import Plan, Prediction
+from autopar.plans import Overlap, Plan
 from autopar.run.memory import trace_peak
 from autopar.run.program import Program
 from autopar.run.stage_memory import trace_stage_peak
@@ -26,7 +27,6 @@ _CALLS = {
     kernels.all_gather: "all_gather", kernels.reduce_scatter: "reduce_scatter", kernels.all_reduce: "all_reduce",
     kernels.all_to_all: "all_to_all", kernels.halo: "halo", kernels.shard: "slice",
 }  # fmt: skip
-_AXIS = {"all_gather": 2, "reduce_scatter": 3, "all_reduce": 2, "all_to_all": 3, "halo": 5, "slice": 2}  # its place among the arguments
 
 
 def emission(plan: Plan, program: Program) -> Iterator[Finding]:
@@ -39,10 +39,11 @@ def emission(plan: Plan, program: Program) -> Iterator[Finding]:
     graphs = [("forward", program.forward), ("backward", program.backward), ("step", program.begin), ("step", program.end)]
     for phase, module in graphs:
         for node in module.graph.nodes if module is not None else ():
-            kind = _CALLS.get(node.target) if node.op == "call_function" else None
-            if kind is not None:
-                listed[phase, kind, _axis(node, kind)] -= 1
-                sizes[phase, kind, _axis(node, kind)] -= node.meta["collective"].bytes
+            kind = _kind(node)
+            if kind:
+                axis = int(kernels.positional(node)[-1])
+                listed[phase, kind, axis] -= 1
+                sizes[phase, kind, axis] -= node.meta["collective"].bytes
     for where in sorted(where for where in sizes if listed[where] or sizes[where]):
         phase, kind, axis = where
         what = f"{abs(listed[where])} {kind} ({abs(sizes[where])} bytes) in {phase} along axis {plan.mesh.names[axis]}"
@@ -51,8 +52,29 @@ def emission(plan: Plan, program: Program) -> Iterator[Finding]:
         yield Finding("emission", f"{what} {excess}")
 
 
-def _axis(node: fx.Node, kind: str) -> int:
-    return int(node.args[_AXIS[kind]])  # type: ignore[arg-type]
+def _kind(node: fx.Node) -> str:
+    """Of a step that a node issues, ``""`` where it issues none."""
+    if node.op != "call_function":
+        return ""
+    return str(node.args[1]) if node.target is kernels.start else _CALLS.get(node.target, "")
+
+
+def overlap(plan: Plan, program: Program, held: Overlap, slowdown: float) -> Iterator[Finding]:
+    """Whether what is said of communication beside compute holds.
+
+    Args:
+        program: emitted under `plan.overlap`. held: what its early steps hold at most. slowdown: of the hardware's profile.
+    """
+    if plan.overlap.slowdown not in (1.0, slowdown):
+        yield Finding("overlap", f"a hidden second costs compute {slowdown} s on this hardware, not {plan.overlap.slowdown} s")
+    if held != plan.overlap:
+        said, seen = ((o.forward_bytes, o.backward_bytes) for o in (plan.overlap, held))
+        yield Finding("overlap", f"early steps hold at most {seen} bytes in forward and backward, not {said}")
+    hidden_s = sum(phase.hidden_s for phase in simulated(program, plan)) if plan.overlap.slowdown < 1.0 else 0.0
+    step = plan.prediction.step_s - (1.0 - plan.overlap.slowdown) * hidden_s
+    for name, derived, claimed in (("hides", hidden_s, plan.prediction.hidden_s), ("takes", step, plan.prediction.simulated_s)):
+        if not near(derived, claimed):
+            yield Finding("overlap", f"simulated, the step {name} {derived:.9g} s, not {claimed:.9g} s")
 
 
 def resting(trace: Trace, facts: Facts, claims: Claims, plan: Plan, *, accumulates: bool) -> dict[str, int]:
@@ -133,13 +155,19 @@ def times(plan: Plan, compute_s: float, communication_s: float) -> Iterator[Find
     claimed, step = plan.prediction, compute_s + communication_s
     figures = [
         ("compute", compute_s, claimed.compute_s), ("communication", communication_s, claimed.communication_s),
-        ("the step", step, claimed.step_s), ("the objective", step, plan.proof.objective_s), *_bars(claimed, compute_s, communication_s),
+        ("the step", step, claimed.step_s), ("the objective", step, plan.proof.objective_s), *_bars(plan, compute_s, communication_s),
     ]  # fmt: skip
     for name, derived, said in figures:
         if not near(derived, said):
             yield Finding("time", f"{name} takes {derived:.9g} s, not {said:.9g} s")
 
 
-def _bars(claimed: Prediction, compute_s: float, communication_s: float) -> Iterator[tuple[str, float, float]]:
+def _bars(plan: Plan, compute_s: float, communication_s: float) -> Iterator[tuple[str, float, float]]:
+    claimed = plan.prediction
+    if plan.overlap.slowdown < 1.0:  # simulated: hidden seconds stretch compute, and slices, which are local, run there
+        moved = [c for c in plan.communications if c.phase != "step"]  # what is done once per step is not in the graphs
+        local_s = sum(len(c.instances) * c.time_s for c in moved if c.collective.kind == "slice")
+        compute_s += local_s + claimed.simulated_s - claimed.step_s + claimed.hidden_s
+        communication_s -= local_s
     for kind, derived in (("compute", compute_s), ("communication", communication_s)):
         yield f"{kind} on the time line", derived, sum(bar[4] for bar in claimed.timeline if bar[2] == kind)

@@ -129,6 +129,8 @@ def _figures(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
         "the objective": (step, plan.proof.objective_s),
         "the slowest stage's compute": (slowest.compute_s * num, claimed.compute_s),
         "the slowest stage's communication": (slowest.communication_s * num, claimed.communication_s),
+        "what the slowest stage hides": (slowest.hidden_s * num, claimed.hidden_s),
+        "the simulated step": (_step_s([s.prediction.simulated_s for s in pipeline.stages], num), claimed.simulated_s),
     }
     for what, (derived, number) in said.items():
         if not near(derived, number):

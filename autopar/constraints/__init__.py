@@ -1,28 +1,17 @@
 """What users force. Hard: a strategy that does not meet a constraint is not considered.
 
-`layout` forces layouts by module pattern. `ddp`, `fsdp`, `tensor_parallel` and `megatron` name whole plans of the field on some mesh
-axes, for any model; the axes that they leave stay the planner's. `pipeline` cuts the model into stages along an axis.
+`layout` forces layouts by module pattern. `ddp`, `fsdp`, `tensor_parallel`, `context_parallel` and `megatron` name whole plans of the
+field on some mesh axes, for any model; the axes that they leave stay the planner's. `pipeline` cuts the model into stages along an axis.
 """
 
 from __future__ import annotations
 
 from autopar.constraints.layouts import KINDS, LayoutConstraint, layout
-from autopar.constraints.parallel import (
-    Constraint,
-    Megatron,
-    Parallelism,
-    Recompute,
-    axes_of,
-    check,
-    ddp,
-    fsdp,
-    megatron,
-    parallelisms,
-    pipeline_in,
-    tensor_parallel,
-)
+from autopar.constraints.megatron import Megatron, Recompute, megatron
+from autopar.constraints.parallel import Parallelism, axes_of, context_parallel, ddp, fsdp, tensor_parallel
 from autopar.constraints.pipelines import SCHEDULES, Pipelined, pipeline
 from autopar.constraints.reading import read_constraint
+from autopar.constraints.together import Constraint, check, parallelisms, pipeline_in
 
 __all__ = [
     "KINDS",
@@ -35,6 +24,7 @@ __all__ = [
     "Recompute",
     "axes_of",
     "check",
+    "context_parallel",
     "ddp",
     "fsdp",
     "layout",

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from autopar.constraints.layouts import LayoutConstraint, layout
-from autopar.constraints.parallel import Axes, Constraint, Parallelism, PlanName, megatron
+from autopar.constraints.megatron import megatron
+from autopar.constraints.parallel import Axes, Parallelism, PlanName
 from autopar.constraints.pipelines import pipeline
+from autopar.constraints.together import Constraint
 from autopar.errors import AutoparError, ConstraintError
 
 
@@ -31,7 +33,7 @@ def _named(data: Mapping[str, Any]) -> Constraint:
     if data["plan"] == "megatron":
         dp = None if data["dp"] is None else _degree(data["dp"])
         rest = {name: data[name] for name in ("recompute", "pp", "microbatches") if name in data}
-        return megatron(tp=_degree(data["tp"]), dp=dp, zero=data["zero"], **rest)
+        return megatron(tp=_degree(data["tp"]), dp=dp, cp=_degree(data.get("cp", 1)), zero=data["zero"], **rest)
     if data["plan"] == "pipeline":
         return pipeline(**{str(name): value for name, value in data.items() if name != "plan"})
     if data["plan"] not in get_args(PlanName) or not {"plan", "axes"} >= data.keys():

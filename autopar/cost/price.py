@@ -292,7 +292,7 @@ def price(
     for index, value in enumerate(values):
         results.setdefault(value.op, []).append(index)
     ops = tuple(replace(op, results=tuple(results.get(i, ()))) for i, op in enumerate(builder.ops))
-    problem = Problem(ops, tuple(values), tuple(variants), budget_bytes, (), num_in_flight, accumulates)
+    problem = Problem(ops, tuple(values), tuple(variants), budget_bytes, (), num_in_flight, accumulates, profile.overlap_slowdown)
     return Priced(problem, tuple(builder.sources), tuple(refs), optimizer, moves)
 
 

@@ -22,6 +22,7 @@ from autopar.emit.calls import CALLS
 from autopar.emit.choices import PlanIndex, TensorKey, buffer_key, compute_nodes, input_key, output_key, parameter_key, placeholder_keys
 from autopar.emit.legality import check_legal
 from autopar.emit.localize import local_call
+from autopar.emit.overlap import overlapped
 from autopar.emit.step import with_step
 from autopar.errors import EmissionError
 from autopar.kernels.sums import add_to
@@ -32,6 +33,7 @@ from autopar.rules import call_of, operands_of, where_of
 from autopar.run.program import Program, ProgramTensor
 
 _cast = torch.ops.aten._to_copy.default
+_OF_STEPS = ("collective", "slack", "time_s")  # meta of steps that their results do not have
 Ref = tuple[str, int]  # trace node name, result index
 Have = dict[Ref, dict[Layout, fx.Node]]
 
@@ -66,7 +68,7 @@ def emit(trace: Trace, plan: Plan, *, accumulates: bool = False) -> Program:
     saved = backward.close(gradients, tangents)
     forward.close([*results, *saved], ())
     program = _program(job, plan, forward, backward, len(saved))
-    return with_step(program, trace, index) if accumulates else program
+    return overlapped(with_step(program, trace, index) if accumulates else program, plan)
 
 
 @dataclass
@@ -157,7 +159,7 @@ class _Phase:
                 gradient = self.get((made, 0), self.job.index.chosen[key].inputs[0], key)
                 if total.op == "placeholder":
                     self.sums[p.name] = self.graph.call_function(add_to, (total, gradient))
-                    self.sums[p.name].meta.update(total.meta, key=f"{key}/add_to")
+                    self.sums[p.name].meta.update(total.meta, key=f"{key}/add_to", slack="deferrable")
 
     def define(self, ref: Ref, layout: Layout, node: fx.Node) -> None:
         """The tensor is at hand in this layout; shrinking collectives from it are issued at once."""
@@ -204,7 +206,7 @@ class _Phase:
             return None
         if node not in self.saved:
             self.saved[node] = self.graph.placeholder(f"saved_{node.name}")
-            self.saved[node].meta.update({k: v for k, v in node.meta.items() if k != "collective"})
+            self.saved[node].meta.update({k: v for k, v in node.meta.items() if k not in _OF_STEPS})
         return self.saved[node]
 
     def _step(self, ref: Ref, source: fx.Node, step: Communication) -> fx.Node:
@@ -212,13 +214,13 @@ class _Phase:
         target, args = CALLS[c.kind](c, step.target)
         key, _ = self.job.key(ref)
         source_line = self.job.nodes[ref[0]].meta.get("source", "")
-        meta = {"module": step.module, "phase": self.phase, "source": source_line}
+        meta = {"module": step.module, "phase": self.phase, "source": source_line, "slack": step.slack}
         own, wide = self.job.dtype(ref), getattr(torch, c.dtype)
         if wide != own:  # a reduction in a wider dtype than the tensor's
             source = self.graph.call_function(_cast, (source,), {"dtype": wide})
             source.meta.update(meta, key=f"{key}/widen")
         node = self.graph.call_function(target, (source, *args), self._length(ref, step))
-        node.meta.update(meta, key=f"{key}/{c.kind}", collective=c)
+        node.meta.update(meta, key=f"{key}/{c.kind}", collective=c, time_s=step.time_s)
         if wide != own:
             node = self.graph.call_function(_cast, (node,), {"dtype": own})
             node.meta.update(meta, key=f"{key}/narrow")

@@ -93,6 +93,10 @@ class StagedExplanation(Readable):
         else:
             yield f"{num} microbatches one after another on the whole mesh"
             yield f"step {step} = {num} × {seconds(times[0])}"
+        if plan.prediction.hidden_s:
+            hidden_s = [stage.prediction.hidden_s for stage in pipeline.stages]
+            simulated = seconds(plan.prediction.simulated_s)
+            yield f"{', '.join(map(seconds, hidden_s))} of a microbatch run beside compute, by stages: simulated, a step takes {simulated}"
         fullest = max(range(len(times)), key=lambda s: pipeline.stages[s].prediction.peak_bytes)
         yield f"peak{f' of stage {fullest}' if pipeline.axis else ''} {memory(plan)}"
         yield objective(plan)

@@ -72,6 +72,7 @@ class Explanation(Readable):
             f"step {seconds(prediction.step_s)} = compute {seconds(prediction.compute_s)}"
             f" + communication {seconds(prediction.communication_s)} ({share(prediction.communication_s / max(prediction.step_s, 1e-30))})"
         )
+        yield from beside(plan)
         yield f"peak {memory(plan)}"
         yield objective(plan)
         price = plan.proof.memory_price_s_per_gib
@@ -120,6 +121,23 @@ def made_for(plan: Plan) -> str:
     model = plan.fingerprint.model_name or "model"
     optimizer = plan.options.get("optimizer", "none")
     return f"{model} on mesh {plan.mesh} ({plan.mesh.num_devices} devices), {plan.fingerprint.profile}, optimizer {optimizer}"
+
+
+def beside(plan: Plan) -> Iterator[str]:
+    """What runs beside compute, and how long the step takes then; nothing where nothing can."""
+    overlap, prediction = plan.overlap, plan.prediction
+    if overlap.slowdown >= 1.0:
+        return
+    by_slack = {slack: 0.0 for slack in ("prefetchable", "deferrable")}
+    for c in plan.communications:
+        if c.slack in by_slack and c.collective.kind != "slice":
+            by_slack[c.slack] += len(c.instances) * c.time_s
+    kinds = " and ".join(f"{seconds(time_s)} {slack}" for slack, time_s in by_slack.items())
+    yield (
+        f"{kinds} of communication; {seconds(prediction.hidden_s)} run beside compute, where a second costs it {overlap.slowdown:g} s, "
+        f"{seconds(prediction.exposed_s)} do not: simulated, the emitted step takes {seconds(prediction.simulated_s)}"
+    )
+    yield f"early steps hold at most {size(overlap.forward_bytes)} in forward, {size(overlap.backward_bytes)} in backward"
 
 
 def objective(plan: Plan) -> str:

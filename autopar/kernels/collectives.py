@@ -16,13 +16,17 @@ Memory, with `x` the input and `y` the result (both contiguous): besides them li
 A dim is leading where all dims before it have length 1. `x` that is not contiguous costs one more copy. Along an axis of
 size 1 every step returns `x` itself.
 
+Early steps. `start` issues a step and `finish` waits for it; both take its kind and all of its settings, and what `start` returns goes
+to one `finish` and nowhere else. From start to finish live what is sent (for all_gather `x`, else the copy of it that is named above,
+or `x` where there is none; nothing for all_reduce) and what comes.
+
 Uneven parts. A dim whose length `size` does not divide has a shorter last part (`autopar.layout.part_range`). It is padded for
 the way and cut back after it; each costs a copy. Where a step joins such a dim, `length` says how long it is then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -107,6 +111,22 @@ def shard(x: Tensor, dim: int, axis: int) -> Tensor:
     return bound.shard(x, dim, group.size, group.coordinate)
 
 
+def start(x: Tensor, kind: str, *settings: Any, length: int | None = None) -> bound.Started:
+    """Issue the step `kind` with its settings, the axis last."""
+    return bound.STARTS[kind](x, *_bound_settings(kind, settings, length, _group(settings[-1])))
+
+
+def finish(started: bound.Started, kind: str, *settings: Any, length: int | None = None) -> Tensor:
+    """Wait for what was started with the same settings; the step's result."""
+    return bound.FINISHES[kind](started, *_bound_settings(kind, settings, length, _group(settings[-1])))
+
+
+def _bound_settings(kind: str, settings: Sequence[Any], length: int | None, group: AxisGroup) -> tuple[Any, ...]:
+    """Settings with the axis replaced by its group, in the order of the bound form's arguments."""
+    known = {"coordinate": group.coordinate, "length": length}
+    return (*settings[:-1], group.size, group.name, *(known[name] for name in _FURTHER[kind]))
+
+
 def local_start(size: int, splitters: tuple[tuple[int, int], ...]) -> int:
     """The first global index of this rank's part of a dim of `size`, split by (axis, axis size), outermost first."""
     return _own_range(size, splitters)[0]
@@ -123,6 +143,7 @@ def _own_range(size: int, splitters: tuple[tuple[int, int], ...]) -> tuple[int, 
 
 PLACES: tuple[Callable[..., int], ...] = (local_start, local_length)  # in the order of `range_of`
 STEPS: tuple[Callable[..., Tensor], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, halo, shard)
+PARTS: tuple[Callable[..., Any], ...] = (start, finish)
 
 
 def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup], device: str | None = None) -> fx.GraphModule:
@@ -141,6 +162,8 @@ def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup], device: str 
             _replace(node, range_of(size, splitters, [groups[axis].coordinate for axis, _ in splitters])[PLACES.index(node.target)])
         elif node.op == "call_function" and node.target in STEPS:
             _bind_step(node, groups)
+        elif node.op == "call_function" and node.target in PARTS:
+            _bind_part(node, groups)
         elif device is not None and node.kwargs.get("device") is not None:
             node.kwargs = {**node.kwargs, "device": torch.device(device)}
     return fx.GraphModule(graph_module, graph)
@@ -154,9 +177,19 @@ def _bind_step(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
     elif node.target is shard:
         node.target, node.args, node.kwargs = bound.shard, (x, *rest, group.size, group.coordinate), {}
     else:
-        known = {"coordinate": group.coordinate, "length": node.kwargs.get("length")}
-        taken = {name: known[name] for name in _BOUND_SETTINGS.get(node.target, ())}
-        node.target, node.args, node.kwargs = _BOUND[node.target], (x, *rest, group.size, group.name), taken
+        settings = _bound_settings(node.target.__name__, (*rest, axis), node.kwargs.get("length"), group)
+        node.target, node.args, node.kwargs = _BOUND[node.target], (x, *settings), {}
+
+
+def _bind_part(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
+    """Bind a `start` or a `finish`; along an axis of size 1 both vanish, but for `halo`."""
+    x, kind, *settings = node.args
+    group = groups[settings[-1]]
+    if group.size == 1 and kind != "halo":
+        _replace(node, x)
+        return
+    parts = bound.STARTS if node.target is start else bound.FINISHES
+    node.target, node.args, node.kwargs = parts[kind], (x, *_bound_settings(kind, settings, node.kwargs.get("length"), group)), {}
 
 
 _ARGUMENTS = {
@@ -170,7 +203,10 @@ _ARGUMENTS = {
 
 
 def positional(node: fx.Node) -> tuple[Any, ...]:
-    """The step's arguments in order, however the node passes them; not `length`."""
+    """The arguments of a step, or of one's start or finish, in order, however the node passes them; not `length` and not the kind."""
+    if node.target in PARTS:
+        x, _, *settings = node.args
+        return (x, *settings)
     names = _ARGUMENTS[node.target]
     return (*node.args, *(node.kwargs[name] for name in names[len(node.args) :]))
 
@@ -198,12 +234,10 @@ def range_of(size: int, splitters: Sequence[tuple[int, int]], coordinates: Seque
     return part_range(size, [axis_size for _, axis_size in splitters], coordinates)
 
 
-_BOUND_SETTINGS: dict[Any, tuple[str, ...]] = {
-    all_gather: ("length",),
-    reduce_scatter: ("coordinate",),
-    all_to_all: ("coordinate", "length"),
-    halo: ("coordinate",),
-}
+_FURTHER: Mapping[str, tuple[str, ...]] = {  # what a bound form takes after its group
+    "all_gather": ("length",), "reduce_scatter": ("coordinate",), "all_reduce": (), "all_to_all": ("coordinate", "length"),
+    "halo": ("coordinate",),
+}  # fmt: skip
 _BOUND: dict[Any, Callable[..., Tensor]] = {
     all_gather: bound.all_gather,
     reduce_scatter: bound.reduce_scatter,

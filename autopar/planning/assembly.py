@@ -91,6 +91,7 @@ def _entries(draft: Draft) -> Iterable[Entry]:
             nodes=nodes,
             recompute=recompute,
             time_s=own_time_s(op, draft.choices.strategies[index]),
+            again_s=own_time_s(op, again) if again is not None else 0.0,
             runner_up=draft.runner_ups.get(index),
             replicated=first is not None and any(is_fallback(m.call) for m in first.members),
             source=portable_line(sources.get(first.members[0].node, "")) if first else "",
@@ -149,11 +150,11 @@ def _communications(draft: Draft) -> Iterable[Communication]:
         value = problem.values[variant.value]
         for late, redistribution in ((False, evaluation.forward[v]), (True, evaluation.backward[v])):
             phase = "backward" if late else value.phase
-            for arc in redistribution.arcs:
+            for arc, slack in zip(redistribution.arcs, redistribution.slacks, strict=True):
                 ends = value.graph.layouts[arc.src], value.graph.layouts[arc.dst]
                 for pattern, result, instances in _tensor_patterns(draft, draft.priced.refs[v], keys):
                     module = _FIELD.sub("*", pattern.partition("/")[0])
-                    yield Communication(pattern, result, instances, module, phase, arc.collective, *ends, arc.time_s)
+                    yield Communication(pattern, result, instances, module, phase, arc.collective, *ends, arc.time_s, slack)
     yield from _step_communications(draft)
 
 
@@ -194,8 +195,8 @@ def _prediction(draft: Draft) -> Prediction:
     memory = {**resting, "activations": evaluation.kept_bytes, "gradients": evaluation.gradient_bytes}
     bars = timeline(draft.trace, draft.priced, choices, evaluation)
     moved_s = sum(sum(priced_s) for priced_s in crossing_times(draft.trace, draft.priced, choices)) + step_time(draft.priced, choices)
-    communication_s = evaluation.communication_s + moved_s
-    return Prediction(evaluation.objective_s, evaluation.compute_s - moved_s, communication_s, 0, memory, bars)
+    communication_s, step_s = evaluation.communication_s + moved_s, evaluation.objective_s
+    return Prediction(step_s, evaluation.compute_s - moved_s, communication_s, 0, memory, bars, 0.0, step_s)
 
 
 def fingerprint(trace: Trace, model_name: str, profile_name: str, profile_hash: str, version: str) -> Fingerprint:

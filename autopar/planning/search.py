@@ -17,7 +17,7 @@ from autopar.constraints import Constraint, check
 from autopar.cost.moments import Liveness, by_trace_node, explained, over_budget
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
-from autopar.emit import emit
+from autopar.emit import emit, with_held
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError, size_text
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
@@ -27,7 +27,8 @@ from autopar.planning.conflicts import with_conflict
 from autopar.planning.multipliers import certified
 from autopar.planning.options import PlanOptions
 from autopar.planning.runner_up import runner_ups
-from autopar.plans import Fingerprint, Plan
+from autopar.planning.timeline import beside
+from autopar.plans import Fingerprint, Overlap, Plan
 from autopar.problem import Choices, Moment, Multipliers, Problem
 from autopar.run.memory import node_peaks, trace_peak
 from autopar.run.program import Program, StagedProgram
@@ -184,7 +185,7 @@ class Job:
             self._learn(tried)
         if best is None:
             raise _refusal(self.budget, found, smallest)
-        return best
+        return self._overlapped(best)
 
     def _solved(self, problem: Problem) -> Choices | Least:
         """The solver's answer, or what it said of a stage that is alike."""
@@ -205,11 +206,31 @@ class Job:
         with self.clock.phase("emit"):
             program = emit(self.trace, plan, accumulates=self.priced.problem.accumulates)
         with self.clock.phase("memory"):
-            if self.schedule is not None:
-                peak = self.schedule.batch_bytes + self._stage_peak(self.schedule, program)
-            else:
-                peak = trace_peak(program, batch=self.options.batch, outputs=self.options.outputs).peak_bytes
+            peak = self._peak(program)
         return Tried(draft, plan, program, peak + plan.prediction.memory_bytes["optimizer"], self.bound_s)
+
+    def _overlapped(self, tried: Tried) -> Tried:
+        """The plan with its communication beside its compute, as far as what it leaves of the budget allows."""
+        slowdown = self.priced.problem.overlap_slowdown
+        if slowdown >= 1.0:
+            return tried
+        allowed = Overlap(slowdown, self.budget, self.budget)
+        while True:
+            with self.clock.phase("overlap"):
+                program, held = with_held(tried.program, replace(tried.plan, overlap=allowed))
+            plan = replace(tried.plan, overlap=held)
+            with self.clock.phase("memory"):
+                peak = self._peak(program) + plan.prediction.memory_bytes["optimizer"]
+            if peak <= self.budget:
+                return replace(tried, plan=plan, program=program, peak_bytes=peak)
+            sizes = (held.forward_bytes, held.backward_bytes)
+            allowed = Overlap(slowdown, *(max(size - max(peak - self.budget, size // 4), 0) for size in sizes))
+
+    def _peak(self, program: Program) -> int:
+        """Without the optimizer's state."""
+        if self.schedule is not None:
+            return self.schedule.batch_bytes + self._stage_peak(self.schedule, program)
+        return trace_peak(program, batch=self.options.batch, outputs=self.options.outputs).peak_bytes
 
     def _stage_peak(self, schedule: Schedule, program: Program) -> int:
         num = self.priced.problem.num_in_flight
@@ -250,14 +271,14 @@ def finished(tried: Tried, clock: Clock, options: PlanOptions) -> Planned:
     priced, choices, evaluation = draft.priced, draft.choices, draft.evaluation
     with clock.phase("explain"):
         draft = replace(draft, runner_ups=runner_ups(priced.problem, choices))
-        plan = replace(assemble(draft, plan.fingerprint, plan.options, tried.bound_s), proof=plan.proof)
+        plan = replace(assemble(draft, plan.fingerprint, plan.options, tried.bound_s), proof=plan.proof, overlap=plan.overlap)
     replicated = [entry for entry in plan.entries if entry.replicated]
     if options.strict and replicated:
         lines = [f"{e.key} ({e.time_s * len(e.instances) / plan.prediction.step_s:.1%} of the step) at {e.source}" for e in replicated]
         raise AutoparError("ops without a rule run replicated: " + "; ".join(lines), remedy="pass strict=False to accept their cost")
     memory = dict(plan.prediction.memory_bytes)
     memory["transient"] = max(peak - evaluation.static_bytes - max(evaluation.kept_bytes, evaluation.gradient_bytes), 0)
-    plan = replace(plan, prediction=replace(plan.prediction, peak_bytes=peak, memory_bytes=memory))
+    plan = replace(plan, prediction=beside(replace(plan.prediction, peak_bytes=peak, memory_bytes=memory), program, plan))
     return Planned(plan, replace(program, plan_hash=plan.hash), clock.seconds)
 
 

@@ -242,7 +242,8 @@ class StagedSearch:
         )  # fmt: skip
         prediction = Prediction(
             objective, slowest.prediction.compute_s * self.how.num, slowest.prediction.communication_s * self.how.num,
-            fullest.prediction.peak_bytes, fullest.prediction.memory_bytes, (),
+            fullest.prediction.peak_bytes, fullest.prediction.memory_bytes, (), slowest.prediction.hidden_s * self.how.num,
+            step_time([plan.prediction.simulated_s for plan in plans], self.how.num),
         )  # fmt: skip
         proof = Proof(
             objective, bound, (objective - bound) / objective if objective else 0.0,

@@ -1,22 +1,30 @@
 """The time line of a step, for people to look at: one bar per stretch of equal (layer, phase, kind), one after the other.
 
 Collectives that shrink what they read stand behind the op that makes it, the others before their first reader, as they are
-emitted; a layer's recomputation stands before its first backward op. The bars add up to the predicted step.
+emitted; a layer's recomputation stands before its first backward op. The bars add up to the predicted step. Where communication runs
+beside compute, the bars of forward and backward are those of the simulated program: a bar of compute is as long as it takes there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from autopar.capture.trace import Trace
 from autopar.cost.priced import Priced
+from autopar.emit.simulation import simulated
+from autopar.plans import Plan, Prediction
 from autopar.problem import Choices
+from autopar.run.program import Program
 from autopar.solve import Evaluation
 
 Event = tuple[str, str, str, float]  # layer, phase, kind, seconds
 Bar = tuple[str, str, str, float, float]  # layer, phase, kind, start, seconds
+INPUTS, BEFORE, BEHIND, PARAMETERS, OPTIMIZER = "inputs", "from the stage before", "from the stage behind", "parameters", "optimizer"
+NOT_RUN = "priced, and not run"  # an op that nothing reads after all
+OUTSIDE = (INPUTS, BEFORE, BEHIND, PARAMETERS, OPTIMIZER)  # of the graphs
 
 
 def timeline(trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluation) -> tuple[Bar, ...]:
@@ -24,16 +32,51 @@ def timeline(trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluat
     return _stretches(_events(trace, priced, choices, evaluation))
 
 
+def beside(serial: Prediction, program: Program, plan: Plan) -> Prediction:
+    """The prediction with what its emitted program hides, whose time line takes the place of the one without."""
+    if plan.overlap.slowdown >= 1.0:
+        return serial
+    bars: list[Bar] = []
+    phases = dict(zip(("forward", "backward"), simulated(program, plan), strict=True))
+    around = {phase: [bar for bar in serial.timeline if bar[0] in OUTSIDE and bar[1] == phase] for phase in (*phases, "step")}
+    for phase, rest in around.items():
+        for label, _, kind, _, duration_s in rest:
+            bars.append((label, phase, kind, _end(bars), duration_s))
+        if phase in phases:
+            start_s = _end(bars)
+            lanes: dict[str, list[Bar]] = {"compute": [], "communication": []}
+            for key, kind, at_s, duration_s in phases[phase].spans:
+                _stretch(lanes[kind], (_layer(key.partition("/")[0]), phase, kind, start_s + at_s, duration_s))
+            bars += sorted((*lanes["compute"], *lanes["communication"]), key=lambda bar: bar[3])
+            if phases[phase].missing_s:
+                bars.append((NOT_RUN, phase, "compute", _end(bars), phases[phase].missing_s))
+    hidden_s = sum(phase.hidden_s for phase in phases.values())
+    return replace(serial, timeline=tuple(bars), hidden_s=hidden_s, simulated_s=serial.step_s - (1.0 - plan.overlap.slowdown) * hidden_s)
+
+
+def _end(bars: Sequence[Bar]) -> float:
+    return max((start + duration for *_, start, duration in bars), default=0.0)
+
+
+def _stretch(lane: list[Bar], bar: Bar) -> None:
+    """Add a bar, to the one before where it is of the same layer and goes on where that ends."""
+    label, phase, kind, start_s, duration_s = bar
+    if lane and lane[-1][:3] == bar[:3] and abs(lane[-1][3] + lane[-1][4] - start_s) <= 1e-9 * start_s:
+        lane[-1] = (label, phase, kind, lane[-1][3], lane[-1][4] + duration_s)
+    else:
+        lane.append(bar)
+
+
 def _events(trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluation) -> Iterator[Event]:
     compute, again = _compute(trace, priced, choices)
     moves = _moves(priced, evaluation)
     arrives, returns = crossing_times(trace, priced, choices)
-    yield "inputs", "forward", "compute", _resting(priced, choices, "input") - sum(arrives)
-    yield "from the stage before", "forward", "communication", sum(arrives)
+    yield INPUTS, "forward", "compute", _resting(priced, choices, "input") - sum(arrives)
+    yield BEFORE, "forward", "communication", sum(arrives)
     for node in trace.graph.nodes:
         label, phase = _label(node)
         if phase == "backward" and returns:
-            yield "from the stage behind", phase, "communication", sum(returns)
+            yield BEHIND, phase, "communication", sum(returns)
             returns = ()
         if phase == "backward" and label in again:
             yield label, phase, "compute", again.pop(label)
@@ -42,11 +85,12 @@ def _events(trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluati
             yield where, phase, "communication", moves.pop((operand.name, phase, False), 0.0)
         yield label, phase, "compute", compute.get(node.name, 0.0)
         yield label, phase, "communication", moves.pop((node.name, phase, True), 0.0)
+    yield from ((label, "backward", "compute", seconds) for label, seconds in again.items())  # of layers that have no backward of their own
     for (name, phase, _), seconds in moves.items():  # read under another phase's label: gradients of tied weights and the like
         yield _label(trace.node(name))[0], phase, "communication", seconds
     moved_s = step_time(priced, choices)
-    yield "parameters", "step", "communication", moved_s
-    yield "optimizer", "step", "compute", _resting(priced, choices, "parameter") - moved_s
+    yield PARAMETERS, "step", "communication", moved_s
+    yield OPTIMIZER, "step", "compute", _resting(priced, choices, "parameter") - moved_s
 
 
 def crossing_times(trace: Trace, priced: Priced, choices: Choices) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -103,11 +147,15 @@ def _label(node: fx.Node) -> tuple[str, str]:
     """(layer, phase) of a node: its module path up to the first index, else its first two parts."""
     if node.op == "output":
         return "", "backward"
-    parts = node.meta.get("module", "").split(".")
+    return _layer(node.meta.get("module", "")), node.meta.get("phase", "forward")
+
+
+def _layer(module: str) -> str:
+    parts = module.split(".")
     for position, part in enumerate(parts):
         if part.isdigit():
-            return ".".join(parts[: position + 1]), node.meta.get("phase", "forward")
-    return ".".join(parts[:2]), node.meta.get("phase", "forward")
+            return ".".join(parts[: position + 1])
+    return ".".join(parts[:2])
 
 
 def _stretches(events: Iterable[Event]) -> tuple[Bar, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from autopar.collective import Collective
 from autopar.layout import Layout, Strategy
+from autopar.problem import Slack
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Entry:
         nodes: the nodes that share the decision, with their layouts.
         recompute: the strategies with which backward runs the nodes again, empty where it does not.
         time_s: compute time of one instance; what is done once per step is shared among its microbatches.
+        again_s: where backward runs it again, of that.
         replicated: whether a tensor op runs replicated for want of a rule (reported with its cost).
         source: the user's own line.
         discovered: the ops among the nodes whose rule was found by experiment.
@@ -55,6 +57,7 @@ class Entry:
     replicated: bool
     source: str
     discovered: tuple[str, ...] = ()
+    again_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Communication:
         phase: the phase it runs in; ``step`` at the begin (of a parameter) or the end (result 1, of the sum of its gradients) of a step of
             several microbatches. module: module pattern of the node.
         source, target: layouts before and after. time_s: of one instance, per microbatch.
+        slack: ``critical``, or ``prefetchable`` or ``deferrable`` where it may run beside compute (`autopar.solve.slack`).
     """
 
     node: str
@@ -87,6 +91,21 @@ class Communication:
     source: Layout
     target: Layout
     time_s: float
+    slack: Slack = "critical"
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How far communication that has slack runs beside compute (`autopar.emit.overlap`).
+
+    Attributes:
+        slowdown: what a hidden second costs compute, from the hardware profile; with 1 nothing is started early.
+        forward_bytes, backward_bytes: the most that started steps, and what they wait for, may hold at once in each phase.
+    """
+
+    slowdown: float = 1.0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +117,9 @@ class Prediction:
             ``transient``; ``gathered``: copies of parameters held through a step) → bytes at the peak.
         peak_bytes: peak of live tensor bytes from the start of forward to the end of backward.
         timeline: (label, phase, kind ``compute`` or ``communication``, start_s, duration_s), in order, per module.
+        step_s: compute and communication one after the other, which is the objective.
+        simulated_s: of the emitted program, with communication beside compute (`autopar.emit.simulation`); `step_s` where none is.
+        hidden_s: how long both run at once. exposed_s: communication that nothing runs beside.
     """
 
     step_s: float
@@ -106,6 +128,12 @@ class Prediction:
     peak_bytes: int
     memory_bytes: Mapping[str, int]
     timeline: tuple[tuple[str, str, str, float, float], ...]
+    hidden_s: float
+    simulated_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        return self.communication_s - self.hidden_s
 
 
 @dataclass(frozen=True, slots=True)

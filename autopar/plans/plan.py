@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from autopar.plans.parts import (
     Entry,
     Fingerprint,
     Kept,
+    Overlap,
     Prediction,
     Proof,
     read_communication,
@@ -65,7 +66,8 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer: see the module docstring. `capture` says how repeated layers were captured, or why in full.
+    """The answer: see the module docstring. `capture` says how repeated layers were captured, or why in full; `overlap` how far
+    communication runs beside compute.
 
     A plan with a `pipeline` has its decisions in the plans of its stages.
     """
@@ -80,6 +82,7 @@ class Plan:
     proof: Proof
     capture: str = ""
     pipeline: Pipeline | None = None
+    overlap: Overlap = field(default_factory=Overlap)
 
     def node_choices(self) -> dict[str, Strategy]:
         """Strategy per node key, all instances expanded."""
@@ -181,6 +184,9 @@ def _misfit(plan: Plan) -> str:
             return f"{entry.key} decides nothing"
     if not isinstance(plan.options.get("memory_bytes", 0), int) or plan.options.get("memory_bytes") is True:
         return f"its budget is {plan.options['memory_bytes']!r}"
+    overlap = plan.overlap
+    if not 0.0 <= overlap.slowdown <= 1.0 or min(overlap.forward_bytes, overlap.backward_bytes) < 0:
+        return f"its overlap is {overlap}"
     return "" if plan.entries and all(k.layouts for k in plan.kept) else "it holds no decisions, or keeps something in no layout"
 
 
@@ -227,7 +233,8 @@ def _encode(value: Any) -> Any:
 
 
 def _decode_plan(data: Mapping[str, Any]) -> Plan:
-    prediction = {**data["prediction"], "timeline": tuple(tuple(row) for row in data["prediction"]["timeline"])}
+    alone = {"hidden_s": 0.0, "simulated_s": data["prediction"]["step_s"]}  # of plans that were made before these were known
+    prediction = {**alone, **data["prediction"], "timeline": tuple(tuple(row) for row in data["prediction"]["timeline"])}
     kept = tuple(
         Kept(**{**k, "instances": read_instances(k["instances"]), "layouts": tuple(map(Layout.parse, k["layouts"]))}) for k in data["kept"]
     )
@@ -242,6 +249,7 @@ def _decode_plan(data: Mapping[str, Any]) -> Plan:
         proof=read_proof(data["proof"]),
         capture=str(data.get("capture", "")),
         pipeline=_decode_pipeline(data.get("pipeline")),
+        overlap=Overlap(**data.get("overlap", {})),
     )
 
 

@@ -88,8 +88,9 @@ def _pipeline(plan: Plan) -> Pipeline:
 
 def _phases(stage: Plan) -> tuple[float, float]:
     """Seconds of forward and of the rest of a microbatch."""
-    forward_s = sum(bar[4] for bar in stage.prediction.timeline if bar[1] == "forward")
-    return forward_s, sum(bar[4] for bar in stage.prediction.timeline) - forward_s
+    whole_s = stage.prediction.simulated_s
+    forward_s = min((bar[3] for bar in stage.prediction.timeline if bar[1] == "backward"), default=whole_s)
+    return forward_s, whole_s - forward_s
 
 
 def _row_name(pipeline: Pipeline, number: int) -> str:

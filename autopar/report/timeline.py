@@ -19,7 +19,7 @@ _SHADES = {"compute": ("#4a4f57", "#8d949e"), "communication": ("#d1605e", "#eaa
 
 
 def timeline(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
-    """The whole step, and below it one layer's forward and backward, where layers repeat. Nothing overlaps, as it is priced."""
+    """The whole step, and below it one layer's forward and backward, where layers repeat; with what runs beside compute, as simulated."""
     bars = plan.prediction.timeline
     figure: Any = canvas(11.5, 4.0, inside)
     layer = _typical_layer(bars)

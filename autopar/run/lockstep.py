@@ -151,6 +151,14 @@ def node_name(node: fx.Node) -> str:
     return str(node.meta.get("key") or node.name)
 
 
+@dataclass(slots=True)
+class Handed:
+    """What an early step made, from its start to its finish, which takes it; `settings` are those of the start."""
+
+    settings: tuple[Any, ...]
+    result: Tensor | None
+
+
 class Ranks:
     """Runs graphs over lists of ranks and records their communication steps."""
 
@@ -182,7 +190,12 @@ class Ranks:
                 constant = promote(_attribute(graph_module, node), self.dtype)
                 return [constant for _ in self.ranks]
             if node.target in _KINDS:
-                return self._run_step(phase, node, env)
+                return self._run_step(phase, node, env, _KINDS[node.target], steps.positional(node))
+            if node.target is steps.start:
+                x, kind, *settings = node.args
+                return [Handed(node.args[1:], part) for part in self._run_step(phase, node, env, kind, (x, *settings))]
+            if node.target is steps.finish:
+                return _handed_over(node, env)
             if node.target in steps.PLACES:
                 return [self._range(rank, *node.args)[steps.PLACES.index(node.target)] for rank in self.ranks]
             return self._run_op(node, env)
@@ -205,9 +218,9 @@ class Ranks:
             by_rank.append(results[key])
         return by_rank
 
-    def _run_step(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
-        x, *rest, axis = steps.positional(node)
-        kind, locals = _KINDS[node.target], env[x]
+    def _run_step(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]], kind: Kind, arguments: Sequence[Any]) -> list[Any]:
+        x, *rest, axis = arguments
+        locals = env[x]
         reduce_op = rest[-1] if kind in ("all_reduce", "reduce_scatter") else ""
         dim, to_dim = rest[0] if kind != "all_reduce" else -1, rest[1] if kind == "all_to_all" else -1
         num_bytes = locals[0].numel() * locals[0].element_size()
@@ -228,6 +241,17 @@ class Ranks:
     def _range(self, rank: int, size: int, splitters: tuple[tuple[int, int], ...]) -> tuple[int, int]:
         coordinate = self.mesh.coordinate(rank)
         return steps.range_of(size, splitters, [coordinate[axis] for axis, _ in splitters])
+
+
+def _handed_over(node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
+    """What the start of an early step made, once."""
+    results = []
+    for handed in env[node.args[0]]:  # type: ignore[index]
+        if not isinstance(handed, Handed) or handed.settings != node.args[1:] or handed.result is None:
+            raise VerificationError("it finishes what was not started with these settings, or was finished before")
+        results.append(handed.result)
+        handed.result = None
+    return results
 
 
 def _check_parts(parts: Sequence[Tensor], joined: int, length: int | None) -> None:

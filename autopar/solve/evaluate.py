@@ -7,24 +7,27 @@ makes, which are kept and which collectives run. Emission follows it step by ste
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import LayoutError
 from autopar.layout import Layout
-from autopar.problem import Problem, Use
+from autopar.problem import Problem, Slack, Use
 from autopar.redistribute import Arc, LayoutGraph, cheapest_tree
 from autopar.solve.memory import budget_rows
+from autopar.solve.slack import slacks
 
 
 @dataclass(frozen=True, slots=True)
 class Redistribution:
-    """The collectives of one variant in one phase: `sources` at hand, `arcs` in order, `wanted` layouts (node indices)."""
+    """The collectives of one variant in one phase: `sources` at hand, `arcs` in order, `wanted` layouts (node indices), and the
+    slack of each arc."""
 
     sources: tuple[int, ...]
     arcs: tuple[Arc, ...]
     wanted: tuple[int, ...]
     time_s: float
+    slacks: tuple[Slack, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +108,12 @@ def _variant(
     made = graph.index[problem.ops[value.op].strategies[strategies[value.op]].layouts.outputs[value.result]]
     now = [u for u in variant.uses if u.phase == value.phase]
     later = [u for u in variant.uses if u.phase != value.phase]
-    wanted = tuple(sorted({graph.index[demand(problem, u, strategies)] for u in now}))
-    first = _redistribute(graph, (made,), wanted)
-    wanted_later = {graph.index[demand(problem, u, strategies)] for u in later}
-    wanted_later |= {graph.index[demand(problem, u, recomputed)] for u in now if u.op in recomputed}
+    rests = problem.ops[value.op].kind != "compute"
+    wanted, awaited = _wanted(problem, graph, now, strategies)
+    first = _redistribute(graph, {made}, wanted, {made} if rests else set(), awaited)
+    wanted_later, awaited_later = _wanted(problem, graph, later, strategies)
+    again, awaited_again = _wanted(problem, graph, [u for u in now if u.op in recomputed], recomputed)
+    wanted_later |= again
     if not wanted_later:
         return first, Redistribution((), (), (), 0.0), ()
     versions = {made, *wanted} if value.keepable is None else {made, *wanted} & value.keepable
@@ -117,18 +122,26 @@ def _variant(
     if value.resident:
         sources.add(made)
     if value.op in recomputed:
-        again = problem.ops[value.op].strategies[recomputed[value.op]].layouts.outputs[value.result]
-        sources.add(graph.index[again])
-    second = _redistribute(graph, tuple(sorted(sources)), tuple(sorted(wanted_later)))
+        sources.add(graph.index[problem.ops[value.op].strategies[recomputed[value.op]].layouts.outputs[value.result]])
+    at_hand = allowed | ({made} if value.resident else set())
+    second = _redistribute(graph, sources, wanted_later, at_hand, awaited_later | awaited_again)
     read = {arc.src for arc in second.arcs} | set(second.wanted)
     free = sources - allowed
     keep = tuple(sorted(n for n in allowed if n in read and n not in free))
     return first, second, keep
 
 
-def _redistribute(graph: LayoutGraph, sources: tuple[int, ...], wanted: tuple[int, ...]) -> Redistribution:
+def _wanted(
+    problem: Problem, graph: LayoutGraph, uses: Iterable[Use], chosen: Mapping[int, int] | Sequence[int]
+) -> tuple[set[int], set[int]]:
+    """The layouts that the uses read, and of these the ones that ops wait for; parameters and outputs take theirs at a phase's end."""
+    read = [(graph.index[demand(problem, use, chosen)], problem.ops[use.op].kind) for use in uses]
+    return {layout for layout, _ in read}, {layout for layout, kind in read if kind == "compute"}
+
+
+def _redistribute(graph: LayoutGraph, sources: set[int], wanted: set[int], at_hand: set[int], awaited: set[int]) -> Redistribution:
     arcs, time_s = cheapest_tree(graph, sources, wanted)
-    return Redistribution(sources, arcs, wanted, time_s)
+    return Redistribution(tuple(sorted(sources)), arcs, tuple(sorted(wanted)), time_s, slacks(arcs, at_hand, awaited))
 
 
 def variant_time(problem: Problem, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]) -> float:

@@ -27,6 +27,7 @@ from autopar.layout import REPLICATE
 from autopar.mesh import Mesh
 from autopar.rules import axis_options, where_of
 from autopar.strategies.clusters import Ref
+from autopar.strategies.context import along_sequence
 from autopar.strategies.grids import SIDES, walk_sides
 from autopar.strategies.reading import Read, product_of, read
 from autopar.strategies.spreading import Policy, Row, Spread, spread
@@ -90,7 +91,7 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
             for p in trace.parameters:
                 label = found.labels.get((p.node, 0), REPLICATE) if plan.kind else REPLICATE
                 rests[p.name][axis] = frozenset((label,))
-                if label == REPLICATE and (plan.name == "fsdp" or _is_side(plan, mesh, axis)):
+                if label == REPLICATE and (plan.zero or _is_side(plan, mesh, axis)):
                     sharded[p.name].append(axis)
     allowed = {p.name: _alternatives(p, rests[p.name], sharded[p.name], apart=bool(grid)) for p in trace.parameters}
     sorted_rows = {name: tuple(sorted(r, key=lambda x: x[0])) for name, r in rows.items()}
@@ -104,7 +105,8 @@ def _spreads(graph: Read, plan: Parallelism, mesh: Mesh) -> dict[int, Spread]:
     if not axes:
         return {}
     if plan.kind is None or plan.kind not in SIDES:
-        return dict.fromkeys(axes, _tensor_parallel(graph, plan) if plan.kind else _data_parallel(graph, plan))
+        walk = _tensor_parallel if plan.kind else _context_parallel if plan.name == "context_parallel" else _data_parallel
+        return dict.fromkeys(axes, walk(graph, plan))
     samples, sides = _data_parallel(graph, plan), walk_sides(graph, plan)
     for found in sides.values():
         if found.failure is not None:
@@ -141,6 +143,17 @@ def _data_parallel(graph: Read, plan: Parallelism) -> Spread:
     found = spread(graph, Policy(split, slices=True))
     if found.failure is not None:
         _refuse(graph, plan, found.failure.node, "the batch is split over it, and it has no way to compute on a part of the batch")
+    return found
+
+
+def _context_parallel(graph: Read, plan: Parallelism) -> Spread:
+    """Every input is split over its dim 1, the sequence, and all that follows from them but what reads all of it."""
+    found = along_sequence(graph)
+    if found is None:
+        what = f"{plan}: no input has a sequence to split; its dim 1 would be it"
+        raise ConstraintError(what, remedy="leave the constraint out for this model")
+    if found.failure is not None:
+        _refuse(graph, plan, found.failure.node, "the sequence is split over it, and it has no way to compute on a part of the sequence")
     return found
 
 

@@ -232,6 +232,20 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "the objective": (proof(objective_s=lambda p: p.objective_s * 0.99), "time: the objective takes"),
     "the step": (prediction(step_s=lambda p: p.step_s * 0.99), "time: the step takes"),
     "a bar of the time line": (prediction(timeline=lambda p: p.timeline[1:]), "time: .* on the time line"),
+    "what is hidden": (prediction(hidden_s=lambda p: p.hidden_s * 0.9 + 1e-6), "overlap: simulated, the step hides"),
+    "the simulated step": (prediction(simulated_s=lambda p: p.simulated_s * 0.99), "overlap: simulated, the step takes"),
+    "the slowdown": (lambda p: replace(p, overlap=replace(p.overlap, slowdown=0.1)), "overlap: a hidden second costs compute 0.41 s"),
+    "what early steps hold": (
+        lambda p: replace(p, overlap=replace(p.overlap, backward_bytes=2 * p.overlap.backward_bytes + 1)),
+        "overlap: early steps hold at most",
+    ),
+    "a collective's slack": (
+        lambda p: with_part(p, "communications", lambda c: c.slack == "critical", slack="deferrable"),
+        "moves: .* is critical, not deferrable",
+    ),
+    "the time of what runs again": (
+        lambda p: with_part(p, "entries", lambda e: e.recompute, again_s=lambda e: e.again_s * 2), "time: one instance takes .* runs again",
+    ),
     "the peak": (prediction(peak_bytes=lambda p: p.peak_bytes - 4), "memory: the peak is"),
     "bytes by kind": (prediction(memory_bytes=lambda p: {**p.memory_bytes, "optimizer": 0}), "memory: optimizer are"),
     "a smaller budget": (lambda p: p.with_options(memory_bytes=p.prediction.peak_bytes - 1), "memory: .* over the budget"),

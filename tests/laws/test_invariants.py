@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import expert
@@ -60,10 +61,18 @@ def test_the_time_line_is_as_long_as_what_it_shows(planned: tuple[Trace, Planned
     by_kind: Counter[str] = Counter()
     for _, _, kind, _, duration in prediction.timeline:
         by_kind[kind] += duration
-    assert by_kind["compute"] == pytest.approx(prediction.compute_s)
-    assert by_kind["communication"] == pytest.approx(prediction.communication_s)
+    slowed_s = prediction.hidden_s * made.plan.overlap.slowdown
+    local_s = sum(c.time_s * len(c.instances) for c in made.plan.communications if c.collective.kind == "slice")
+    assert by_kind["compute"] == pytest.approx(prediction.compute_s + slowed_s + local_s)
+    assert by_kind["communication"] == pytest.approx(prediction.communication_s - local_s)
     starts = [start for *_, start, _ in prediction.timeline]
     assert starts == sorted(starts)
+    ends = {kind: max(start + duration for _, _, k, start, duration in prediction.timeline if k == kind) for kind in by_kind}
+    assert max(ends.values()) == pytest.approx(prediction.simulated_s)
+    assert 0 < prediction.hidden_s < prediction.communication_s and prediction.simulated_s < prediction.step_s
+    for kind in by_kind:  # a stream does one thing at a time
+        lane = sorted((start, start + duration) for _, _, k, start, duration in prediction.timeline if k == kind)
+        assert all(before <= after + 1e-12 for (_, before), (after, _) in itertools.pairwise(lane))
 
 
 def test_a_plan_survives_its_file(planned: tuple[Trace, Planned]) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar import ops
 from autopar.rules import AxisOption, axis_options, call_on
-from autopar.rules.call import NO_TENSOR, Call, TensorInfo
+from autopar.rules.call import NO_TENSOR, Call, TensorInfo, op_name
 from autopar.rules.discovery import _in_child
 from autopar.rules.law import check_option
 from autopar.rules.samples import RECIPES, tensors_for
@@ -153,7 +153,7 @@ def tried(op: Any, folder: Path) -> tuple[list[str], int]:
     return found, count
 
 
-@pytest.mark.parametrize("op", FEW, ids=str)
+@pytest.mark.parametrize("op", FEW, ids=op_name)
 def test_every_mutant_is_refused(op: Any, tmp_path: Path) -> None:
     found, count = tried(op, tmp_path)
     assert found == [] and count > 10

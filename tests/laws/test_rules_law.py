@@ -40,6 +40,7 @@ from autopar import ops
 from autopar.errors import RuleError
 from autopar.layout import Layout, Strategy
 from autopar.rules import AxisOption, axis_options, call_on, localization
+from autopar.rules.call import op_name
 from autopar.rules.law import check_option, check_options, check_strategies, check_strategy
 from autopar.rules.table import TABLE
 
@@ -64,7 +65,7 @@ def made(target: Any, built: Built) -> tuple[Any, list[torch.Tensor]]:
 LISTED = [(target, case) for target, cases in CASES.items() if cases for case in (cases if isinstance(cases, list) else [cases])]
 
 
-@pytest.mark.parametrize(("target", "case"), LISTED, ids=lambda v: str(v) if v in CASES else "")
+@pytest.mark.parametrize(("target", "case"), LISTED, ids=lambda v: op_name(v) if v in CASES else "")
 @settings(max_examples=6)
 @given(s=sizes(), mesh_shape=st.sampled_from([(2,), (3,), (2, 2)]))
 def test_every_strategy_of_every_row_reproduces_the_whole_op(target: Any, case: Case, s: Any, mesh_shape: tuple[int, ...]) -> None:
@@ -132,7 +133,7 @@ def test_the_law_catches(name: str) -> None:
         check_option(call, tensors, option, 2)
 
 
-@pytest.mark.parametrize("target", sorted((t for t in localization.LOCALIZERS if CASES[t]), key=str), ids=str)
+@pytest.mark.parametrize("target", sorted((t for t in localization.LOCALIZERS if CASES[t]), key=op_name), ids=op_name)
 def test_the_law_catches_arguments_that_stay_global(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every localizer is needed by some case."""
     monkeypatch.setattr(localization, "LOCALIZERS", {})

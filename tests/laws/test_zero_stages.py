@@ -269,9 +269,9 @@ def test_sixteen_bit_gradients_add_up_in_fp32(zero: int) -> None:
     x[0], x[1] = 128, 128
     x[2:] = 0.5
     model, mesh = Scale(torch.bfloat16), Mesh({"data": 2})
-    made = plan_model(
-        model, mesh, example_inputs={"x": x}, hardware="h100-sxm", constraints=(megatron(dp=2, zero=zero, microbatches=4),)
-    )[1]
+    made = plan_model(model, mesh, example_inputs={"x": x}, hardware="h100-sxm", constraints=(megatron(dp=2, zero=zero, microbatches=4),))[
+        1
+    ]
     assert isinstance(made.program, StagedProgram)
     gradient = run_staged(made.program, dict(model.named_parameters()), {}, {"x": x}).gradients["w"]
     assert gradient.dtype == torch.bfloat16

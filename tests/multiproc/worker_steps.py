@@ -87,7 +87,25 @@ def run(rank: int) -> dict[str, Any]:
     return facts
 
 
+def early(target: Callable[..., Any]) -> Callable[..., Any]:
+    """The step as its start and its finish, with something else between them."""
+
+    def call(x: Tensor, *arguments: Any) -> Tensor:
+        started = steps.start(x, target.__name__, *arguments)
+        between = torch.ones(SHAPE)
+        result = steps.finish(started, target.__name__, *arguments)
+        del between
+        return result
+
+    return call
+
+
 def memory_differences(name: str, target: Callable[..., Any], arguments: tuple[Any, ...], rank: int, groups: steps.Groups) -> list[Any]:
+    apart = [] if target is steps.shard else differences(f"{name} apart", early(target), arguments, rank, groups)
+    return differences(name, target, arguments, rank, groups) + apart
+
+
+def differences(name: str, target: Callable[..., Any], arguments: tuple[Any, ...], rank: int, groups: steps.Groups) -> list[Any]:
     with FakeTensorMode(), steps.use_groups(steps.fake_groups(MESH, MESH.coordinate(rank))):
         fake = peak(lambda x: target(x, *arguments), torch.ones(SHAPE))
     # gloo's thread may hold an operand for a moment after the wait, so the least of many runs counts. Their number is

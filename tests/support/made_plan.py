@@ -124,7 +124,7 @@ def made_plan(*, recompute: bool = True) -> Plan:
         entries=entries,
         kept=tuple(kept),
         communications=communications,
-        prediction=Prediction(step_s, compute_s, communication_s, peak, {**memory, "transient": MIB}, timeline),
+        prediction=Prediction(step_s, compute_s, communication_s, peak, {**memory, "transient": MIB}, timeline, 0.0, step_s),
         proof=Proof(
             step_s,
             step_s * 0.99,
@@ -158,7 +158,7 @@ def made_staged_plan(*, schedule: str = "1f1b", microbatches: int = 8) -> Plan:
     step_s = (microbatches - 1) * max(times) + sum(times)
     slowest, fullest = stages[times.index(max(times))].prediction, stages[-1].prediction
     compute_s, communication_s = (microbatches * part_s for part_s in (slowest.compute_s, slowest.communication_s))
-    prediction = Prediction(step_s, compute_s, communication_s, fullest.peak_bytes, fullest.memory_bytes, ())
+    prediction = Prediction(step_s, compute_s, communication_s, fullest.peak_bytes, fullest.memory_bytes, (), 0.0, step_s)
     proof = replace(stages[0].proof, objective_s=step_s, bound_s=step_s * 0.9, gap=0.1)
     nothing: dict[str, Any] = {"entries": (), "kept": (), "communications": ()}
     mesh = Mesh({"stage": 4, "node": 2, "gpu": 4}, devices_per_node=4, links={"stage": "inter"})
@@ -182,7 +182,11 @@ def _stage(number: int) -> Plan:
         arrives.append(_arrives("output", 3 * number + 2))
         bars.append(("from the stage behind", "backward", "communication", 25e-3, WIRE_S))
     p, wire_s = plan.prediction, WIRE_S * len(arrives)
-    prediction = replace(p, step_s=p.step_s + wire_s, communication_s=p.communication_s + wire_s, timeline=tuple(bars))
+    whole_s = p.step_s + wire_s
+    prediction = replace(
+        p, step_s=whole_s, communication_s=p.communication_s + wire_s, timeline=tuple(bars),
+        simulated_s=sum(bar[4] for bar in bars)
+    )  # fmt: skip
     return replace(plan, mesh=mesh, entries=(*entries, *arrives), kept=kept, communications=communications, prediction=prediction)
 
 

@@ -18,10 +18,12 @@ from autopar.kernels.collectives import (
     all_to_all,
     bind,
     fake_groups,
+    finish,
     halo,
     local_start,
     reduce_scatter,
     shard,
+    start,
     use_groups,
 )
 from autopar.mesh import Mesh
@@ -50,6 +52,31 @@ def test_a_step_on_fake_groups_has_the_shape_of_the_real_one(step: Callable[...,
         result = step(torch.empty(8, 8, 4), *arguments)
     assert tuple(result.shape) == shape
     assert result.is_contiguous()
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if step is not shard], ids=lambda step: step.__name__)
+def test_a_step_is_its_start_and_its_finish_which_empties_what_lies_between(step: Callable[..., torch.Tensor]) -> None:
+    arguments, shape = CALLS[step]
+    with FakeTensorMode(), use_groups(fake_groups(MESH)):
+        started = start(torch.empty(8, 8, 4), step.__name__, *arguments)
+        assert started
+        result = finish(started, step.__name__, *arguments)
+    assert tuple(result.shape) == shape
+    assert not started
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if step is not shard], ids=lambda step: step.__name__)
+def test_start_and_finish_are_bound_like_the_step_and_vanish_along_an_axis_of_size_1(step: Callable[..., torch.Tensor]) -> None:
+    graph = fx.Graph()
+    settings = (step.__name__, *CALLS[step][0])
+    graph.output((graph.call_function(finish, (graph.call_function(start, (graph.placeholder("x"), *settings)), *settings)),))
+    module, x = fx.GraphModule(nn.Module(), graph), torch.ones(8, 8, 8)
+    whole = bind(graph_of(step, *CALLS[step][0]), fake_groups(MESH))(x)[0]
+    assert bind(module, fake_groups(MESH))(x)[0].shape == whole.shape
+    alone = fake_groups(Mesh({"a": 1, "b": 1}))
+    bound = bind(module, alone)
+    assert torch.equal(bound(x)[0], bind(graph_of(step, *CALLS[step][0]), alone)(x)[0])
+    assert step is halo or [node.op for node in bound.graph.nodes] == ["placeholder", "output"]
 
 
 @pytest.mark.parametrize("step", [step for step in STEPS if step is not halo], ids=lambda step: step.__name__)

@@ -1,0 +1,145 @@
+"""`megatron`: tensor, context, data parallelism and stages together, as Megatron-LM composes them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from autopar.constraints.parallel import Axes, Parallelism, names_of
+from autopar.errors import ConstraintError
+from autopar.mesh import Mesh
+
+Recompute = Literal["none", "full", "selective"]
+
+
+@dataclass(frozen=True, slots=True)
+class Megatron:
+    """`megatron`'s arguments: numbers of devices, or names of axes."""
+
+    tp: int | tuple[str, ...]
+    dp: int | tuple[str, ...] | None
+    zero: int
+    recompute: Recompute | None = None
+    pp: int | str = 1
+    microbatches: int | None = None
+    cp: int | tuple[str, ...] = 1
+
+    def to_json(self) -> dict[str, Any]:
+        degrees = [("tp", self.tp), ("dp", self.dp), *([] if self.cp == 1 else [("cp", self.cp)])]
+        words = {name: list(value) if isinstance(value, tuple) else value for name, value in degrees}
+        again = {} if self.recompute is None else {"recompute": self.recompute}
+        stages = {} if self.pp == 1 and not self.microbatches else {"pp": self.pp, "microbatches": self.microbatches}
+        return {"plan": "megatron", **words, "zero": self.zero, **again, **stages}
+
+    def __str__(self) -> str:
+        again = "" if self.recompute is None else f", recompute={self.recompute!r}"
+        stages = "" if self.pp == 1 and not self.microbatches else f", pp={self.pp!r}, microbatches={self.microbatches}"
+        context = "" if self.cp == 1 else f", cp={_text(self.cp)}"
+        return f"megatron(tp={_text(self.tp)}, dp={_text(self.dp)}{context}, zero={self.zero}{again}{stages})"
+
+
+def megatron(
+    *,
+    tp: int | Axes = 1,
+    dp: int | Axes | None = None,
+    cp: int | Axes = 1,
+    zero: int = 0,
+    recompute: Recompute | None = None,
+    pp: int | str = 1,
+    microbatches: int | None = None,
+) -> Megatron:
+    """Megatron's plan: `tensor_parallel` of degree `tp`, `context_parallel` of degree `cp`, data parallelism of degree `dp`, `pipeline` of
+    `pp` stages; together the whole mesh.
+
+    Args:
+        tp, dp, cp: numbers of devices, or names of axes. By number, `tp` takes the last axes whose sizes give it as their product
+            (in a mesh written from the slowest links to the fastest these have the fastest), `cp` the last of those before them. `dp`
+            takes what is left, of which it must be the size.
+        zero: 0 as `ddp`, 3 as `fsdp` over the data axes. 1 and 2 rest as 3 between steps, and hold parameters gathered through a
+            step, of several microbatches; with 1 gradients add up as partial sums, which are reduced once at its end, with 2 each
+            microbatch's is scattered (`autopar.cost.held` has the volumes). Sharded are they over the axes of `cp` too.
+        recompute: what backward runs again: ``none``, ``full``: all that it reads of a layer but what crosses between layers, or
+            ``selective``: in attention what lies around the softmax (Korthikanti et al., "Reducing Activation Recomputation in Large
+            Transformer Models", 2022, section 5), no more in either; by default what the planner likes. With ``full`` a layer keeps
+            its input, b·s·h elements, and what it gathers or reduces for what is run again it does again: one all-reduce of b·s·h
+            more in backward over the tensor axes, attention's. ``selective`` keeps no tensor of [heads, s, s].
+        pp: number of stages, or the name of their axis; by number the first axis of that size. microbatches: as in `pipeline`, also
+            without stages.
+
+    Volumes are those of the two plans, with the batch and the parameters that are left on a device: each rank of a tensor group
+    has b/dp samples, and all-reduces gradients of the part of the parameters that it holds.
+
+    Raises:
+        ConstraintError: on a stage or a recomputation that is not there. When a model is planned: where the axes are not in the mesh,
+            or there is no attention to run again.
+    """
+    if zero not in (0, 1, 2, 3):
+        raise ConstraintError(f"megatron(zero={zero}) is not there", remedy="pass 0, or one of ZeRO's stages 1, 2 and 3")
+    if recompute not in (None, "none", "full", "selective"):
+        raise ConstraintError(f"megatron(recompute={recompute!r}) is not there", remedy='pass "none", "full" or "selective"')
+    if not isinstance(pp, str) and pp < 1:
+        raise ConstraintError(f"megatron(pp={pp}) is no number of stages", remedy="pass a number from 1, or the name of an axis")
+    return Megatron(_degree(tp), None if dp is None else _degree(dp), zero, recompute, pp, microbatches, _degree(cp))
+
+
+def stage_axis(constraint: Megatron, mesh: Mesh) -> str:
+    """Of its stages; ``""`` where there is one.
+
+    Raises:
+        ConstraintError: where no axis has so many devices.
+    """
+    if isinstance(constraint.pp, str) or constraint.pp == 1:
+        return constraint.pp if isinstance(constraint.pp, str) else ""
+    for axis in mesh.axes:
+        if axis.size == constraint.pp:
+            return axis.name
+    what = f"{constraint}: no axis of mesh {mesh} has {constraint.pp} devices"
+    raise ConstraintError(what, remedy="plan for a mesh with an axis of that size, or name the axis: pp='node'")
+
+
+def parts_of(constraint: Megatron, mesh: Mesh) -> tuple[Parallelism, ...]:
+    """Tensor, context and data parallelism, each with its axes named.
+
+    Raises:
+        ConstraintError: where they do not fill the mesh.
+    """
+    wide = [axis for axis in mesh.axes if axis.size > 1]
+    tensor = _last_axes(constraint, "tp", constraint.tp, [a.name for a in wide], mesh)
+    context = _last_axes(constraint, "cp", constraint.cp, [a.name for a in wide if a.name not in tensor], mesh)
+    left = tuple(name for name in mesh.names if name not in (*tensor, *context))
+    data = left if constraint.dp is None or isinstance(constraint.dp, int) else constraint.dp
+    size = math.prod(axis.size for axis in mesh.axes if axis.name in data)
+    if (isinstance(constraint.dp, int) and size != constraint.dp) or not set(left) <= {*data, *(a.name for a in mesh.axes if a.size == 1)}:
+        sizes = math.prod(axis.size for axis in mesh.axes if axis.name in left)
+        what = f"{constraint} does not fill mesh {mesh}: beside the tensor axes it has {sizes} devices"
+        raise ConstraintError(what, remedy=f"pass dp={sizes}, or leave it out")
+    along = (Parallelism("context_parallel", context, constraint.zero),) if context else ()
+    return Parallelism("tensor_parallel_1d", tensor), *along, Parallelism("fsdp" if constraint.zero else "ddp", data, constraint.zero)
+
+
+def _last_axes(constraint: Megatron, word: str, degree: int | tuple[str, ...], names: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
+    """The axes that are named, or those of `names` whose sizes give the degree: the last ones where possible, as few as possible."""
+    if not isinstance(degree, int):
+        return degree
+    wide = [axis for axis in reversed(mesh.axes) if axis.name in names]
+    for count in range(len(wide) + 1):
+        for axes in itertools.combinations(wide, count):
+            if math.prod(axis.size for axis in axes) == degree:
+                return tuple(axis.name for axis in axes)
+    what = f"{constraint}: no axes of mesh {mesh} make {degree} devices together"
+    raise ConstraintError(what, remedy=f"plan for a mesh with an axis of that size, or name the axes: {word}='gpu'")
+
+
+def _degree(value: int | Axes) -> int | tuple[str, ...]:
+    if isinstance(value, int):
+        if value < 1:
+            raise ConstraintError(f"{value} is no number of devices", remedy="pass a number from 1, or names of axes")
+        return value
+    return names_of(value) or ()
+
+
+def _text(value: int | tuple[str, ...] | None) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,71 @@
+"""All constraints together on a mesh: whether they speak of it, the plans by name among them, the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from autopar.constraints.grids import GRIDS, check_grid
+from autopar.constraints.layouts import LayoutConstraint, check_layouts
+from autopar.constraints.megatron import Megatron, parts_of, stage_axis
+from autopar.constraints.parallel import Parallelism, axes_of
+from autopar.constraints.pipelines import Pipelined
+from autopar.errors import ConstraintError
+from autopar.mesh import Mesh
+
+Constraint = LayoutConstraint | Parallelism | Megatron | Pipelined
+
+
+def pipeline_in(constraints: Iterable[Constraint], mesh: Mesh) -> Pipelined | None:
+    """The pipeline that is asked for, by `pipeline` or `megatron`.
+
+    Raises:
+        ConstraintError: where two are, or no axis has the size that is asked for.
+    """
+    found: list[Pipelined] = []
+    for constraint in constraints:
+        if isinstance(constraint, Pipelined):
+            found.append(constraint)
+        elif isinstance(constraint, Megatron) and (constraint.pp != 1 or constraint.zero in (1, 2) or constraint.microbatches):
+            found.append(Pipelined(stage_axis(constraint, mesh), constraint.microbatches, "1f1b", None, independent=False))
+    if len(found) > 1:
+        raise ConstraintError(f"{found[0]} and {found[1]} both cut the model", remedy="pass one of them")
+    return found[0] if found else None
+
+
+def check(constraint: Constraint, mesh: Mesh) -> None:
+    """That a constraint speaks of this mesh.
+
+    Raises:
+        ConstraintError: naming the constraint and the mesh.
+    """
+    if isinstance(constraint, LayoutConstraint):
+        check_layouts(constraint, mesh)
+    elif isinstance(constraint, Pipelined):
+        if constraint.axis is not None:
+            mesh.without(constraint.axis)
+    else:
+        list(parallelisms([constraint], mesh))
+
+
+def parallelisms(constraints: Iterable[Constraint], mesh: Mesh) -> Iterator[Parallelism]:
+    """The named plans among the constraints, each with its axes named; `megatron` is several.
+
+    Raises:
+        ConstraintError: where an axis is not in the mesh, or two plans claim one.
+    """
+    claimed: dict[str, Parallelism] = {}
+    for constraint in constraints:
+        if isinstance(constraint, LayoutConstraint | Pipelined):
+            continue
+        for plan in parts_of(constraint, mesh) if isinstance(constraint, Megatron) else (constraint,):
+            names = tuple(mesh.names[axis] for axis in axes_of(plan, mesh))
+            if plan.kind is not None and plan.kind in GRIDS:
+                check_grid(str(plan), plan.kind, plan.axes or (), mesh)
+                names = plan.axes or ()
+            for name in names:
+                if name in claimed:
+                    what = f"{constraint} and {claimed[name]} both speak of axis {name!r}"
+                    raise ConstraintError(what, remedy="name the axes of each, for example ddp(axes='node')")
+                claimed[name] = plan
+            if names:
+                yield Parallelism(plan.name, names, plan.zero)

@@ -1,0 +1,268 @@
+"""Communication beside compute: steps with slack are started early and finished late, on the order of an emitted graph.
+
+Terms. An *early* step has slack (`autopar.solve.slack`) and is communication. A *follower* is what belongs to such steps alone: slices
+among them, and the casts around a reduction in a wider dtype. All other nodes are the *spine*: they keep their order. `work` is
+seconds of compute as it takes alone; a second of communication beside compute takes 1 − s of it (`autopar.streams`).
+
+The stream of early steps is fed just in time. Before each node of the spine, while the stream would run dry during it, a step is
+started: the next prefetchable one if it would come too late otherwise, else a deferrable one whose input is there. The latest start
+of a prefetchable step is that of a walk backwards, start ≤ min(next start, need) − duration: hidden at the least lifetime. It is finished
+where it is read first; a deferrable one as soon as it has been done for as long as it took, at the latest at the end of the phase.
+
+Nothing is started that would make what early steps hold more than the plan allows: it stays where it was, as does every step whose
+start would stand right before its finish. All ranks emit the same order, so they issue their steps in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from autopar.collective import Collective
+from autopar.emit.times import node_times
+from autopar.kernels import collectives as kernels
+from autopar.plans import Overlap, Plan
+from autopar.run.program import Program
+from autopar.streams import Streams
+
+Action = tuple[str, fx.Node]  # "run", "start" or "finish"
+
+
+def overlapped(program: Program, plan: Plan) -> Program:
+    """The program with its communication beside its compute, as far as `plan.overlap` says."""
+    return with_held(program, plan)[0]
+
+
+def with_held(program: Program, plan: Plan) -> tuple[Program, Overlap]:
+    """The program, and the overlap that gives the same with the least bytes allowed."""
+    overlap = plan.overlap
+    if overlap.slowdown >= 1.0:
+        return program, overlap
+    graphs: dict[str, fx.GraphModule] = {}
+    held: dict[str, int] = {}
+    for phase, module, limit in (
+        ("forward", program.forward, overlap.forward_bytes),
+        ("backward", program.backward, overlap.backward_bytes),
+    ):
+        graphs[phase], held[phase] = module, 0
+        if limit > 0:
+            schedule = _Schedule(module.graph, node_times(module.graph, plan), program.mesh.shape, overlap.slowdown, limit)
+            graphs[phase] = fx.GraphModule(module, _rebuilt(schedule.run()))
+            held[phase] = schedule.most_held
+    least = replace(overlap, forward_bytes=held["forward"], backward_bytes=held["backward"])
+    return replace(program, forward=graphs["forward"], backward=graphs["backward"]), least
+
+
+def is_early(node: fx.Node) -> bool:
+    """Whether a step may run beside compute."""
+    return _follows(node) and "collective" in node.meta and node.meta["collective"].kind != "slice"
+
+
+def _follows(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.meta.get("slack", "critical") != "critical"
+
+
+def _is_widening(node: fx.Node) -> bool:
+    return _follows(node) and node.meta["key"].endswith("/widen")
+
+
+@dataclass
+class _Schedule:
+    """One phase's order in the making.
+
+    Attributes:
+        times: seconds of nodes. limit_bytes: of what early steps hold. most_held: the most that they did.
+        there: the nodes whose results are there. started: early steps on their way, in order, with what they hold.
+        waiting: deferrable steps whose input is there, with what they hold.
+        pending: prefetchable steps that are not started, with the latest start of each.
+    """
+
+    graph: fx.Graph
+    times: Mapping[fx.Node, float]
+    mesh_shape: tuple[int, ...]
+    slowdown: float
+    limit_bytes: int
+    order: list[Action] = field(default_factory=list)
+    streams: Streams = field(init=False)
+    work_s: float = 0.0
+    held: int = 0
+    most_held: int = 0
+    there: set[fx.Node] = field(default_factory=set)
+    started: dict[fx.Node, int] = field(default_factory=dict)
+    waiting: dict[fx.Node, int] = field(default_factory=dict)
+    pending: dict[fx.Node, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.streams = Streams(self.slowdown)
+        self.pending = self._latest_starts()
+
+    def run(self) -> list[Action]:
+        """The order, which ends with the graph's output."""
+        for node in self.graph.nodes:
+            if _follows(node):
+                continue
+            if node.op == "output":
+                for step in (*self.started, *self.waiting):
+                    self._demand(step)
+            for operand in node.all_input_nodes:
+                self._demand(operand)
+            self._feed(0.0 if "collective" in node.meta else self.times.get(node, 0.0))
+            self._run(node)
+            self._retire()
+        return _without_idle_starts(self.order)
+
+    def _latest_starts(self) -> dict[fx.Node, float]:
+        """Work after which each prefetchable step must have been started, in the order in which they are read."""
+        before, total = dict[fx.Node, float](), 0.0
+        for node in self.graph.nodes:
+            if not _follows(node):
+                before[node] = total
+                total += 0.0 if "collective" in node.meta else self.times.get(node, 0.0)
+        latest: dict[fx.Node, float] = {}
+        following = total
+        for node in reversed(self.graph.nodes):
+            if _follows(node) and node.meta["slack"] == "prefetchable":
+                need = min((before.get(user, total) for user in node.users), default=total)
+                if is_early(node):
+                    following = need = min(following, need) - self.times[node] * (1.0 - self.slowdown)
+                    latest[node] = need
+                before[node] = need
+        return dict(reversed(latest.items()))
+
+    def _feed(self, time_s: float) -> None:
+        """Start what should run beside the next `time_s` of work."""
+        while self.streams.backlog_s * (1.0 - self.slowdown) < time_s:
+            step = self._next(time_s)
+            if step is None:
+                return
+            self._start(step)
+
+    def _next(self, time_s: float) -> fx.Node | None:
+        queued_s = self.work_s + self.streams.backlog_s * (1.0 - self.slowdown)
+        deferred = next(iter(self.waiting), None)
+        for step, latest_s in self.pending.items():
+            behind_s = queued_s + (self.times[deferred] * (1.0 - self.slowdown) if deferred is not None else 0.0)
+            if max(self.work_s + time_s, behind_s) <= latest_s:
+                break
+            if self._is_ready(step) and self.held + self._bytes(step) <= self.limit_bytes:
+                return step
+        return deferred
+
+    def _is_ready(self, step: fx.Node) -> bool:
+        """Whether a prefetchable step could run at once: no step before it is on its way, or still to come."""
+
+        def is_there(node: fx.Node) -> bool:
+            done = node in self.there or node in self.streams.done_s
+            return done or (_follows(node) and not is_early(node) and self._is_ready(node))
+
+        return all(map(is_there, step.all_input_nodes))
+
+    def _start(self, step: fx.Node) -> None:
+        for operand in step.all_input_nodes:
+            self._demand(operand)
+        if step in self.waiting:
+            self.started[step] = self.waiting.pop(step)
+        else:
+            del self.pending[step]
+            self.started[step] = self._hold(self._bytes(step))
+        self.order.append(("start", step))
+        self.streams.start(step, self.times[step])
+
+    def _demand(self, node: fx.Node) -> None:
+        """Have a node's result there, now."""
+        if node in self.there:
+            return
+        assert _follows(node), "the spine keeps its order, in which every node is made before it is read"
+        if node in self.started:
+            self.streams.finish(node)
+            self.order.append(("finish", node))
+            self.held -= self.started.pop(node)
+            self._made(node)
+            return
+        for operand in node.all_input_nodes:
+            self._demand(operand)
+        self.pending.pop(node, None)
+        self.held -= self.waiting.pop(node, 0)
+        self._run(node)
+
+    def _run(self, node: fx.Node) -> None:
+        """Run a node where it stands; nobody works beside a collective that is not early."""
+        time_s = self.times.get(node, 0.0)
+        self.order.append(("run", node))
+        if "collective" in node.meta and node.meta["collective"].kind != "slice":
+            self.streams.block(time_s)
+        else:
+            self.streams.compute(time_s)
+            self.work_s += 0.0 if _follows(node) else time_s
+        self._made(node)
+
+    def _made(self, node: fx.Node) -> None:
+        """A result is there: what can be deferred may wait from now on."""
+        self.there.add(node)
+        for user in node.users:
+            if user in self.there or not _follows(user) or user.meta["slack"] != "deferrable":
+                continue
+            if _is_widening(user):
+                self._wait(next(iter(user.users)))
+            elif is_early(user):
+                if not _is_widening(node):  # else it is about to run
+                    self._wait(user)
+            elif all(operand in self.there for operand in user.all_input_nodes):
+                self._demand(user)
+
+    def _wait(self, step: fx.Node) -> None:
+        size = self._bytes(step)
+        if self.held + size > self.limit_bytes:
+            self._demand(step)
+        else:
+            self.waiting[step] = self._hold(size)
+
+    def _retire(self) -> None:
+        """Finish deferrable steps that have been done for as long as they took."""
+        for step in [s for s in self.started if s.meta["slack"] == "deferrable" and s in self.streams.done_s]:
+            if self.streams.now_s >= self.streams.done_s[step] + self.times[step]:
+                self._demand(step)
+
+    def _bytes(self, step: fx.Node) -> int:
+        """What a step holds until it is finished: what comes, and what is sent, which is there anyway where a parameter is gathered."""
+        c: Collective = step.meta["collective"]
+        sent = 0 if c.kind == "all_gather" and step.meta["slack"] == "prefetchable" else c.bytes
+        return sent + c.output_bytes(self.mesh_shape[c.axis])
+
+    def _hold(self, size: int) -> int:
+        self.held += size
+        self.most_held = max(self.most_held, self.held)
+        return size
+
+
+def _without_idle_starts(order: Iterable[Action]) -> list[Action]:
+    """A start right before its finish becomes the step itself."""
+    found: list[Action] = []
+    for action, node in order:
+        if action == "finish" and found[-1] == ("start", node):
+            found[-1] = ("run", node)
+        else:
+            found.append((action, node))
+    return found
+
+
+def _rebuilt(order: Iterable[Action]) -> fx.Graph:
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    starts: dict[fx.Node, fx.Node] = {}
+    for action, node in order:
+        if action == "run":
+            made[node] = graph.node_copy(node, made.__getitem__)
+            continue
+        x, *settings = kernels.positional(node)
+        kind = node.meta["collective"].kind
+        about = {k: v for k, v in node.meta.items() if k != "holds"}
+        if action == "start":
+            starts[node] = graph.create_node("call_function", kernels.start, (made[x], kind, *settings), dict(node.kwargs))
+            starts[node].meta.update(about)
+        else:
+            made[node] = graph.create_node("call_function", kernels.finish, (starts[node], kind, *settings), dict(node.kwargs), node.name)
+            made[node].meta.update({k: v for k, v in node.meta.items() if k not in ("collective", "time_s")})
+    return graph

@@ -1,0 +1,29 @@
+"""Seconds of the nodes of an emitted graph, as the plan predicts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from autopar.plans import Plan
+
+
+def node_times(graph: fx.Graph, plan: Plan) -> Mapping[fx.Node, float]:
+    """Seconds by node: of steps their own, of an entry for the first of its nodes that the graph runs, and again where it runs again."""
+    owner = {
+        c.node.format(*at): (e, i) for e, entry in enumerate(plan.entries) for i, at in enumerate(entry.instances) for c in entry.nodes
+    }
+    found: dict[fx.Node, float] = {}
+    spent: set[tuple[int, int, bool]] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if "time_s" in node.meta:
+            found[node] = node.meta["time_s"]
+        elif (at := owner.get(node.meta.get("key", ""))) is not None:
+            again = bool(node.meta.get("recomputed"))
+            if (*at, again) not in spent:
+                spent.add((*at, again))
+                found[node] = plan.entries[at[0]].again_s if again else plan.entries[at[0]].time_s
+    return found

@@ -1,0 +1,72 @@
+"""Context parallelism on one mesh axis: the sequence is split, and whatever reads all of it, attention, gets the other tensors whole.
+
+The walk is that of data parallelism (`autopar.strategies.spreading`), along the sequence instead of the batch. Where an op reads no
+option's operands as they lie, the smallest of the split ones are gathered such that the op still makes split what it makes, and the
+gradient of what was gathered is scattered as that lay.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+from torch.distributed.tensor import Partial, Shard
+
+from autopar.layout import REPLICATE
+from autopar.rules import AxisOption
+from autopar.strategies.clusters import Ref
+from autopar.strategies.reading import Read
+from autopar.strategies.spreading import Policy, Spread, Walk
+
+
+def along_sequence(graph: Read) -> Spread | None:
+    """How tensors lie when the sequence, dim 1 of the inputs, is split; None where no input has one."""
+    inputs = [i for i in graph.trace.inputs if len(i.shape) > 1 and i.shape[1] > 1]
+    lengths = [i.shape[1] for i in inputs]
+    if not lengths:
+        return None
+    length = max(lengths, key=lambda n: (lengths.count(n), n))
+    return ContextWalk(graph, Policy({i.node: Shard(1) for i in inputs if i.shape[1] == length}, slices=True)).run()
+
+
+class ContextWalk(Walk):
+    def _choose(self, node: fx.Node) -> AxisOption | None:
+        option = super()._choose(node)
+        if option is not None or node.name not in self.graph.on_parameters:
+            return option
+        found = [o for o in self._options(node) if any(isinstance(p, Shard) for p in o.outputs) and self._stays(node, o)]
+        if not found:
+            return None
+        best = min(found, key=lambda o: self._gathered_elements(node, o))
+        self.found.apart.add(node.name)
+        return best
+
+    def _take(self, node: fx.Node, option: AxisOption) -> None:
+        gathered = {self._shape(ref): self.labels[ref] for ref in self._gathered(node, option)}
+        super()._take(node, option)
+        for i, placement in enumerate(option.outputs):
+            if isinstance(placement, Partial) and (like := gathered.get(self._shape((node.name, i)))) is not None:
+                self.labels[node.name, i] = like
+                self.found.apart.update(user.name for user in node.users)  # it is scattered before anything reads it
+
+    def _stays(self, node: fx.Node, option: AxisOption) -> bool:
+        """Whether operands are read as they lie, whole, or as their part of what is whole."""
+        pairs = zip(self.graph.reads[node.name], option.inputs, strict=True)
+        return not any(
+            isinstance(p, Partial) or (isinstance(p, Shard) and isinstance(label := self._state(ref), Shard) and label != p)
+            for ref, p in pairs
+        )
+
+    def _gathered(self, node: fx.Node, option: AxisOption) -> list[Ref]:
+        """Split activations that the option reads whole."""
+        pairs = zip(self.graph.reads[node.name], option.inputs, strict=True)
+        split = [ref for ref, p in pairs if p == REPLICATE and isinstance(self._state(ref), Shard)]
+        return [ref for ref in split if self._is_activation(ref[0])]
+
+    def _gathered_elements(self, node: fx.Node, option: AxisOption) -> tuple[int, int]:
+        gathered = self._gathered(node, option)
+        return sum(math.prod(self._shape(ref)) for ref in gathered), len(gathered)
+
+    def _shape(self, ref: Ref) -> tuple[int, ...]:
+        value = self.graph.trace.node(ref[0]).meta["val"]
+        return tuple((value[ref[1]] if isinstance(value, tuple | list) else value).shape)

@@ -1,0 +1,123 @@
+"""Context parallelism by name: the sequence is split over an axis, keys and values are gathered, and numbers are right.
+
+Volumes as `autopar.constraints.context_parallel` states them, counted in the emitted program.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import zoo_small
+from torch import nn
+
+import autopar
+from autopar.api.planning import plan_model
+from autopar.constraints import context_parallel, megatron, parallelisms, read_constraint
+from autopar.errors import ConstraintError
+from autopar.mesh import Mesh
+from autopar.planning import Planned
+from autopar.run.program import Program
+from benchmarks import zoo
+
+
+class Samples(nn.Module):
+    """A loss of samples of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(1, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).pow(2).mean()
+
+
+LAYERS, B, S = 2, zoo_small.BATCH, zoo_small.SEQUENCE
+LINE = Mesh({"context": 2})
+
+
+@cache
+def planned(kind: str, mesh: Mesh, *constraints: Any) -> tuple[Planned, nn.Module, dict[str, Any]]:
+    model, batch = getattr(zoo_small, kind)(num_layers=LAYERS)
+    return plan_model(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=constraints)[1], model, batch
+
+
+def moved(made: Planned, phase: str, kind: str, axis: int = 0) -> Counter[int]:
+    """Elements of what is gathered, scattered or reduced along the axis, by how many collectives."""
+    assert isinstance(made.program, Program)
+    size = made.plan.mesh.shape[axis]
+    found = [c for p, _, c in made.program.collectives if (p, c.kind, c.axis) == (phase, kind, axis)]
+    return Counter(max(c.bytes, c.output_bytes(size)) // 4 for c in found)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_keys_and_values_are_gathered_and_their_gradients_scattered(kind: str) -> None:
+    made, model, batch = planned(kind, LINE, context_parallel("context"))
+    config: Any = model.config
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    features = heads * (config.hidden_size // config.num_attention_heads)
+    per_layer = Counter({B * S * features: 2 * LAYERS})
+    assert moved(made, "forward", "all_gather") == per_layer
+    assert moved(made, "backward", "reduce_scatter") == per_layer
+    assert not moved(made, "forward", "all_to_all") and not moved(made, "backward", "all_to_all")
+    once = Counter(p.numel() for p in model.parameters())
+    reduced = moved(made, "backward", "all_reduce")
+    assert reduced.total() >= once.total() - 2, "each gradient once; one read through a lookup may be summed before it"
+    assert autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_every_activation_is_split_along_the_sequence(kind: str) -> None:
+    made, _, _ = planned(kind, LINE, context_parallel("context"))
+    heads = [c.strategy for e in made.plan.entries for c in e.nodes if "/attention" in c.node]
+    assert heads
+    for strategy in heads:
+        assert str(strategy.outputs[0]) == "S(2)", "queries and what they make, by tokens"
+    dots = [c.strategy for e in made.plan.entries if e.phase == "forward" for c in e.nodes if "/dot/" in c.node]
+    assert dots and all(str(s.outputs[0]) == "S(1)" and str(s.inputs[0]) == "S(1)" for s in dots)
+
+
+def test_beside_data_and_tensor_parallelism_with_sharded_parameters() -> None:
+    mesh = Mesh({"data": 2, "context": 2, "tensor": 2})
+    made, model, batch = planned("llama", mesh, megatron(tp=2, cp=2, dp=2, zero=3))
+    assert moved(made, "forward", "all_gather", 1).total() >= 2 * LAYERS
+    assert moved(made, "forward", "all_reduce", 2).total() > 0
+    rests = made.plan.prediction.memory_bytes
+    total = 4 * sum(p.numel() for p in model.parameters())
+    assert rests["parameters"] < total / 4 * 1.1, "over data, context, and mostly tensor axes"
+    assert autopar.verify(made.plan, model, batch).ok
+
+
+def test_a_sequence_that_does_not_divide() -> None:
+    made, model, batch = planned("llama", Mesh({"context": 3}), context_parallel("context"))
+    assert autopar.verify(made.plan, model, batch).ok
+
+
+@pytest.mark.parametrize(("name", "op"), [("opt", "view"), ("mamba", "convolution"), ("mixtral", "view")])
+def test_what_cannot_compute_on_a_part_of_the_sequence_is_named(name: str, op: str) -> None:
+    model, batch = zoo.build(name, batch=4)
+    with pytest.raises(ConstraintError, match=rf"/{op}/forward(.|\n)*part of the sequence"):
+        autopar.plan(model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(context_parallel("context"),))
+
+
+def test_a_model_without_a_sequence_refuses() -> None:
+    with pytest.raises(ConstraintError, match="no input has a sequence"):
+        autopar.plan(
+            Samples(), LINE, example_inputs=torch.ones(4, 1), hardware="h100-sxm", constraints=(context_parallel("context"),)
+        )  # fmt: skip
+
+
+def test_degrees_take_axes_from_the_last() -> None:
+    mesh = Mesh({"a": 2, "b": 2, "c": 2})
+    wish = megatron(tp=2, cp=2, dp=2)
+    assert [(p.name, p.axes) for p in parallelisms([wish], mesh)] == [
+        ("tensor_parallel_1d", ("c",)), ("context_parallel", ("b",)), ("ddp", ("a",)),
+    ]  # fmt: skip
+    assert "cp=2" in str(wish) and read_constraint(wish.to_json()) == wish
+    named = megatron(tp="a", cp=("b",), dp="c")
+    assert read_constraint(named.to_json()) == named
+    with pytest.raises(ConstraintError, match="no axes of mesh"):
+        list(parallelisms([megatron(cp=3)], mesh))

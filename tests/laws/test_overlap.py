@@ -1,0 +1,206 @@
+"""Communication beside compute: steps are started early and finished late, and nothing else about a program changes.
+
+Every law is shown on random legal plans, whose layouts and collectives are those that the planner avoids.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from torch import fx
+
+from autopar.capture import Trace
+from autopar.emit import emit, with_held
+from autopar.errors import AutoparError
+from autopar.hardware import HardwareProfile
+from autopar.kernels import collectives as steps
+from autopar.mesh import Mesh
+from autopar.plans import Overlap, Plan
+from autopar.run.lockstep import run_lockstep
+from autopar.run.memory import trace_peak
+from autopar.run.program import Program
+from autopar.verification import verify_program
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.models import Batch, ModelSpec
+from benchmarks.random_plans import Prepared, prepare, random_plan
+
+AMPLE = 2**50
+MESHES = ("a=2,b=2", "4", "2")
+MODELS = ("tiny-gpt2", "tiny-llama", "tiny-bert", "tiny-vit")
+FAST = [("tiny-gpt2", "a=2,b=2", seed) for seed in range(3)] + [("tiny-llama", "4", 0), ("tiny-vit", "2", 1)]
+SLOW = [(model, mesh, seed) for model in MODELS for mesh in MESHES for seed in range(3, 7)]
+CASES = [*(pytest.param(*case, id=" ".join(map(str, case))) for case in FAST)]
+CASES += [pytest.param(*case, id=" ".join(map(str, case)), marks=pytest.mark.slow) for case in SLOW]
+
+
+@cache
+def prepared(model: str, mesh: str) -> tuple[Prepared, object, Batch]:
+    built, batch = ModelSpec.known(model).build()
+    return prepare(built, batch, Mesh.parse(mesh), HardwareProfile.load("h100-sxm")), built, batch
+
+
+def beside(plan: Plan, slowdown: float = 0.4, num_bytes: int = AMPLE) -> Plan:
+    return replace(plan, overlap=Overlap(slowdown, num_bytes, num_bytes))
+
+
+def graphs(program: Program) -> tuple[fx.Graph, fx.Graph]:
+    return program.forward.graph, program.backward.graph
+
+
+def starts(program: Program) -> list[fx.Node]:
+    return [node for graph in graphs(program) for node in graph.nodes if node.target is steps.start]
+
+
+@pytest.mark.parametrize(("model", "mesh", "seed"), CASES)
+def test_a_random_plan_computes_the_model_whatever_runs_beside_compute(model: str, mesh: str, seed: int) -> None:
+    ready, plain, batch = prepared(model, mesh)
+    plan, program = random_plan(ready, seed)
+    tensors = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}  # type: ignore[attr-defined]
+    held = 0
+    for slowdown, num_bytes in ((0.4, AMPLE), (0.0, AMPLE), (0.9, 20_000)):
+        early = emit(ready.trace, beside(plan, slowdown, num_bytes))
+        held = max(held, len(starts(early)))
+
+        # It computes what the model computes, with the same collectives.
+        assert verify_program(ready.trace, early, plain, (), batch).ok
+        ran = run_lockstep(early, tensors, tensors, [batch[i.path] for i in ready.trace.inputs])
+        assert Counter((p, str(c)) for p, _, c in ran.records) == Counter((p, str(c)) for p, _, c in program.collectives)
+
+        # Every start is finished once, behind it, with the settings that it was started with.
+        for graph in graphs(early):
+            graph.lint()  # type: ignore[no-untyped-call]
+            finishes = [node for node in graph.nodes if node.target is steps.finish]
+            begun = [node for node in graph.nodes if node.target is steps.start]
+            assert [list(node.users) for node in begun] == [[f for f in finishes if f.args[0] is node] for node in begun]
+            assert all(len(node.users) == 1 and next(iter(node.users)).args[1:] == node.args[1:] for node in begun)
+            assert len(finishes) == len(begun)
+
+        # All ranks issue the same steps in the same order.
+        places = map(ready.mesh.coordinate, range(ready.mesh.num_devices))
+        assert len({tuple(issued(early, place)) for place in places}) == 1
+    assert held > 0
+
+
+def issued(program: Program, coordinate: tuple[int, ...]) -> list[str]:
+    """What a rank issues, in order."""
+    groups = steps.fake_groups(program.mesh, coordinate)
+    found = []
+    for module in (program.forward, program.backward):
+        for node in steps.bind(module, groups).graph.nodes:
+            if "collective" in node.meta and node.meta["collective"].kind != "slice":
+                found.append(f"{node.target.__name__} {node.meta['collective']}")
+    return found
+
+
+def test_slack_is_what_the_emitted_graph_shows() -> None:
+    """Pricing derives it from choices; here it is derived anew from who reads what in the graph."""
+    ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")
+    seen: Counter[str] = Counter()
+    for seed in range(4):
+        _, program = random_plan(ready, seed, recompute_share=0.5 if seed % 2 else 0.0)
+        for node in (node for graph in graphs(program) for node in graph.nodes if "collective" in node.meta):
+            assert node.meta["slack"] == shown(node), node.meta["key"]
+            seen[node.meta["slack"]] += 1
+    assert seen["prefetchable"] and seen["deferrable"] and seen["critical"]
+
+
+def shown(node: fx.Node) -> str:
+    def moves(other: fx.Node) -> bool:
+        return "slack" in other.meta
+
+    def is_there(other: fx.Node) -> bool:
+        return other.op == "placeholder" or (moves(other) and all(map(is_there, other.all_input_nodes)))
+
+    def is_last(other: fx.Node) -> bool:
+        return all(user.op == "output" or (moves(user) and is_last(user)) for user in other.users)
+
+    return "prefetchable" if is_there(node) else "deferrable" if is_last(node) else "critical"
+
+
+def test_where_nothing_can_be_hidden_or_held_the_program_is_the_same() -> None:
+    ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")
+    plan, program = random_plan(ready, 0)
+    text = [str(graph) for graph in graphs(program)]
+    for other in (beside(plan, 1.0), beside(plan, 0.4, 0)):
+        assert [str(graph) for graph in graphs(emit(ready.trace, other))] == text
+    assert [str(graph) for graph in graphs(emit(ready.trace, beside(plan)))] != text
+    assert Plan.loads(beside(plan).dumps()) == beside(plan)
+
+
+def test_early_steps_hold_no_more_than_they_may_and_a_program_says_how_much_that_is() -> None:
+    ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")
+    plan, program = random_plan(ready, 1)
+    _, free = with_held(program, beside(plan))
+    assert min(free.forward_bytes, free.backward_bytes) > 0
+    plain_peak = trace_peak(program).peak_bytes
+    previous = len(starts(emit(ready.trace, beside(plan)))) + 1
+    for limit in (AMPLE, free.backward_bytes // 2, free.backward_bytes // 8, 0):
+        early, held = with_held(program, beside(plan, 0.4, limit))
+        assert max(held.forward_bytes, held.backward_bytes) <= limit
+        again = emit(ready.trace, replace(plan, overlap=held))  # the least that is allowed gives the same
+        assert [str(g) for g in graphs(again)] == [str(g) for g in graphs(early)]
+        # What is held comes on top of what the step holds anyway; copies of what is sent stand in both.
+        assert plain_peak <= trace_peak(early).peak_bytes + limit
+        assert trace_peak(early).peak_bytes <= plain_peak + limit
+        assert len(starts(early)) <= previous
+        previous = len(starts(early))
+    assert previous == 0
+
+
+def early_program() -> tuple[Trace, Prepared, Plan, Program, object, Batch]:
+    ready, plain, batch = prepared("tiny-gpt2", "a=2,b=2")
+    plan, _ = random_plan(ready, 0)
+    return ready.trace, ready, plan, emit(ready.trace, beside(plan)), plain, batch
+
+
+def run(ready: Prepared, program: Program, plain: object, batch: Batch) -> None:
+    tensors = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}  # type: ignore[attr-defined]
+    run_lockstep(program, tensors, tensors, [batch[i.path] for i in ready.trace.inputs])
+
+
+def test_a_finish_before_its_start_is_no_program() -> None:
+    _, _, _, program, _, _ = early_program()
+    start = starts(program)[0]
+    finish = next(iter(start.users))
+    start.prepend(finish)
+    with pytest.raises(RuntimeError, match="used before it has been defined"):
+        start.graph.lint()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("how", ["another start", "other settings", "twice", "not started"])
+def test_what_is_not_finished_as_it_was_started_is_refused_by_the_interpreter(how: str) -> None:
+    _, ready, _, program, plain, batch = early_program()
+    run(ready, program, plain, batch)
+    first, *others = [node for node in program.forward.graph.nodes if node.target is steps.start]
+    finish = next(iter(first.users))
+    if how == "another start":
+        other = next(o for o in others if o.args[1:] != first.args[1:] and o.args[0].op == "placeholder")
+        finish.prepend(other)
+        finish.args = (other, *finish.args[1:])
+    elif how == "other settings":
+        finish.args = (first, "all_reduce", "sum", 0)
+    elif how == "twice":
+        with program.forward.graph.inserting_after(finish):
+            program.forward.graph.call_function(steps.finish, finish.args, dict(finish.kwargs))
+    else:
+        finish.args = (first.args[0], *finish.args[1:])
+    with pytest.raises(AutoparError):
+        run(ready, program, plain, batch)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wrong_slack_costs_time_and_changes_no_result(seed: int) -> None:
+    ready, plain, batch = prepared("tiny-gpt2", "a=2,b=2")
+    plan, _ = random_plan(ready, 2)
+    rng = random.Random(seed)
+    wrong = tuple(replace(c, slack=rng.choice(["critical", "prefetchable", "deferrable"])) for c in plan.communications)
+    program = emit(ready.trace, beside(replace(plan, communications=wrong)))
+    assert starts(program)
+    assert verify_program(ready.trace, program, plain, (), batch).ok

@@ -1,0 +1,65 @@
+"""Run by two processes: plans with communication beside compute, against the plain model, and their memory against the prediction."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import torch
+import zoo_small
+from torch import nn
+
+from autopar.capture import capture
+from autopar.emit import emit
+from autopar.kernels import collectives as steps
+from autopar.plans import Plan
+from autopar.run.device_mesh import device_mesh
+from autopar.run.memory import LiveBytes, trace_peak
+from autopar.run.module import ParallelModule
+
+
+def run(rank: int, plans: dict[str, str]) -> dict[str, Any]:
+    return {name: follow(name.split()[0], Plan.loads(text), rank) for name, text in plans.items()}
+
+
+def follow(kind: str, plan: Plan, rank: int) -> dict[str, Any]:
+    """Relative errors of loss and gradients, how many steps are started early, and both peaks."""
+    model, batch = getattr(zoo_small, kind)(dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    program = emit(capture(model, (), batch), plan)
+    module = ParallelModule(program, device_mesh(plan.mesh), model, outputs="dtensor")
+    loss, expected = module(**batch).loss, plain(**batch).loss
+    loss.backward()
+    expected.backward()
+    theirs = dict(plain.named_parameters())
+    errors = {name: error(p.grad.full_tensor(), theirs[name].grad) for name, p in module.named_parameters() if p.grad is not None}
+    names = {name for name, p in theirs.items() if p.grad is not None}
+    predicted = trace_peak(program, outputs="dtensor", coordinate=plan.mesh.coordinate(rank)).peak_bytes
+    return {
+        "loss": abs(loss.item() - expected.item()) / expected.item(),
+        "gradients": max(errors.values()),
+        "missing": sorted(names - errors.keys()),
+        "starts": sum(node.target is steps.start for g in (program.forward, program.backward) for node in g.graph.nodes),
+        "peaks": (predicted, measured(module, batch)),
+    }
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-3))
+
+
+def measured(module: nn.Module, batch: dict[str, torch.Tensor]) -> int:
+    """The least of some steps' peaks: gloo's thread may hold an operand for a moment after the wait."""
+    peaks = []
+    for _ in range(5):
+        module.zero_grad(set_to_none=True)
+        gc.collect()
+        with LiveBytes() as live:
+            live.register([*module.parameters(), *module.buffers(), *batch.values()])
+            live.reset_peak()
+            result = module(**batch)  # held until backward ends, as in a training loop
+            result.loss.backward()
+            peaks.append(live.peak_bytes)
+            del result
+    return min(peaks)

@@ -1,0 +1,115 @@
+"""Two streams against a brute-force simulation in small steps of time, and against closed forms."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.streams import Streams
+
+Event = tuple[str, int, int]  # "compute" or "block" with its ticks, "start" with step and ticks, "finish" with step
+
+_TICK_S = 1.0
+
+
+def programs(rng: random.Random, num: int) -> list[Event]:
+    """Random events: early steps are started once, and finished once, behind their start."""
+    events: list[Event] = []
+    flying: list[int] = []
+    for step in range(num):
+        for kind in rng.choices(("compute", "block", "start", "finish"), k=3):
+            if kind in ("compute", "block"):
+                events.append((kind, rng.randint(0, 6), 0))
+            elif kind == "finish" and flying:
+                events.append((kind, flying.pop(rng.randrange(len(flying))), 0))
+        flying.append(step)
+        events.append(("start", step, rng.randint(0, 6)))
+    return [*events, *(("finish", step, 0) for step in flying)]
+
+
+def run(events: list[Event], slowdown: float) -> Streams:
+    streams = Streams(slowdown)
+    for kind, what, ticks in events:
+        if kind == "compute":
+            streams.compute(what * _TICK_S)
+        elif kind == "block":
+            streams.block(what * _TICK_S)
+        elif kind == "start":
+            streams.start(what, ticks * _TICK_S)
+        else:
+            streams.finish(what)
+    return streams
+
+
+def brute_force(events: list[Event], slowdown: float, per_tick: int = 20) -> tuple[float, float]:
+    """Time and hidden time by small steps of 1 / `per_tick` of a tick; s is a multiple of 1 / `per_tick`, so that nothing is rounded."""
+    rate = round((1 - slowdown) * per_tick)  # parts of compute that get done in a small step beside communication; per_tick alone
+    left: dict[int, int] = {}
+    now = hidden = 0
+    for kind, what, ticks in events:
+        if kind == "block":
+            now += what * per_tick
+        elif kind == "start":
+            left[what] = ticks * per_tick
+        elif kind == "finish":
+            for step in list(left):
+                if what in left:
+                    now += left.pop(step)
+        else:
+            todo = what * per_tick * per_tick
+            while todo > 0:
+                left = {step: n for step, n in left.items() if n}
+                if left and todo < rate:  # the last part of a step: no multiple of a small step
+                    return float("nan"), float("nan")
+                todo -= rate if left else per_tick
+                if left:
+                    left[next(iter(left))] -= 1
+                    hidden += 1
+                now += 1
+            if todo < 0:
+                return float("nan"), float("nan")
+    return now / per_tick, hidden / per_tick
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 0.5, 0.75, 1.0])
+def test_random_programs_take_as_long_as_in_small_steps_of_time(slowdown: float) -> None:
+    compared = 0
+    for seed in range(300):
+        events = programs(random.Random(seed), 1 + seed % 5)
+        time_s, hidden_s = brute_force(events, slowdown, per_tick=20)
+        if time_s == time_s:
+            compared += 1
+            streams = run(events, slowdown)
+            assert streams.now_s == pytest.approx(time_s)
+            assert streams.hidden_s == pytest.approx(hidden_s)
+    assert compared >= 100
+
+
+@given(seed=st.integers(0, 10_000), slowdown=st.floats(0.0, 1.0))
+def test_time_lies_between_the_bound_and_one_after_the_other(seed: int, slowdown: float) -> None:
+    events = programs(random.Random(seed), 6)
+    compute, block, early = (sum(e[2 if kind == "start" else 1] for e in events if e[0] == kind) for kind in ("compute", "block", "start"))
+    streams = run(events, slowdown)
+    serial = compute + block + early
+    assert max(compute + slowdown * early, early) + block - 1e-9 <= streams.now_s <= serial + 1e-9
+    assert streams.now_s == pytest.approx(serial - (1 - slowdown) * streams.hidden_s)
+    assert streams.hidden_s + streams.waited_s == pytest.approx(early)
+    assert sum(end - start for _, start, end in streams.ran) == pytest.approx(early)
+    assert all(before <= after + 1e-9 for (_, _, before), (_, after, _) in zip(streams.ran, streams.ran[1:], strict=False))
+
+
+def test_where_nothing_can_be_hidden_times_add_up() -> None:
+    streams = run([("start", 0, 5), ("compute", 3, 0), ("block", 2, 0), ("finish", 0, 0)], 1.0)
+    assert streams.now_s == 10.0
+
+
+def test_a_step_beside_compute_costs_it_what_the_profile_says_and_a_blocking_step_goes_first() -> None:
+    free = run([("start", 0, 4), ("compute", 10, 0), ("finish", 0, 0)], 0.25)
+    assert free.now_s == pytest.approx(10 + 0.25 * 4)
+    assert free.waited_s == 0.0
+    paused = run([("start", 0, 4), ("block", 3, 0), ("compute", 1, 0), ("finish", 0, 0)], 0.0)
+    assert paused.now_s == pytest.approx(3 + 1 + 3)  # 1 of 4 beside compute, the rest is waited for
+    assert paused.done_s[0] == paused.now_s
