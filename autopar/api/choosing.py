@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -26,7 +26,11 @@ _MOST_ROUNDS = 8  # microbatches per stage: beyond, the pipeline waits for less 
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """A captured call that is to be planned; `plan` finds the fastest plan among those tried."""
+    """A captured call that is to be planned; `plan` finds the fastest plan among those tried.
+
+    Attributes:
+        captured: traces of the same call on other numbers of samples, as they are needed.
+    """
 
     model: nn.Module
     trace: Trace
@@ -36,6 +40,7 @@ class Chooser:
     profile: HardwareProfile
     options: PlanOptions
     progress: Progress = lambda _: None
+    captured: dict[int, Trace] = field(default_factory=dict)
 
     def plan(self, limit_s: float = math.inf) -> Planned:
         """The plan.
@@ -105,7 +110,8 @@ class Chooser:
 
     def _staged(self, wish: Pipelined, axis: str, num: int, limit_s: float) -> Planned:
         here = replace(wish, axis=axis)
-        part, how = trace_part(self.model, self.trace, self.args, self.kwargs, num, independent=here.independent)
+        call = self.args, self.kwargs
+        part, how = trace_part(self.model, self.trace, *call, num, independent=here.independent, known=self.captured)
         return make_staged_plan(
             self.trace,
             part,

@@ -45,9 +45,10 @@ def plan_call(
     else:
         chosen = PlanOptions(**{**options, "constraints": tuple(options.get("constraints", ()))})
     trace = capture(model, args, kwargs)
+    captured: dict[int, Trace] = {}
 
     def fastest(shape: Mesh, limit_s: float) -> Planned:
-        return Chooser(model, trace, args, kwargs, shape, profile, chosen, progress).plan(limit_s)
+        return Chooser(model, trace, args, kwargs, shape, profile, chosen, progress, captured).plan(limit_s)
 
     return trace, best_shape(shapes(mesh) if is_count(mesh) else (as_mesh(mesh),), fastest)
 

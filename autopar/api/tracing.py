@@ -53,16 +53,34 @@ def microbatch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int) ->
 
 
 def trace_part(
-    model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int, *, independent: bool = False
+    model: nn.Module,
+    whole: Trace,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    num: int,
+    *,
+    independent: bool = False,
+    known: dict[int, Trace] | None = None,
 ) -> tuple[Trace, Microbatching]:
     """The trace of one microbatch, and how `num` of them make the batch.
+
+    Args:
+        known: traces of calls on so many samples, which this adds to.
 
     Raises:
         ConstraintError: where the batch does not divide, or samples depend on each other.
     """
-    part = capture(model, *microbatch_of(args, kwargs, num))
+    known = {} if known is None else known
+
+    def captured(call: Call) -> Trace:
+        samples = batch_size(*call)
+        if samples not in known:
+            known[samples] = capture(model, *call)
+        return known[samples]
+
+    part = captured(microbatch_of(args, kwargs, num))
     if num > 1 and batch_size(args, kwargs) == num:
-        four, two = (capture(model, *_of_samples(args, kwargs, samples)) for samples in (4, 2))
+        four, two = (captured(_of_samples(args, kwargs, samples)) for samples in (4, 2))
         return part, for_single_samples(microbatching(four, two, 2, independent=independent), two, part, num)
     return part, microbatching(whole, part, num, independent=independent)
 

@@ -33,8 +33,14 @@ def _encoder(kind: str, num_layers: int, hidden_size: int, num_heads: int) -> tu
     return kind, {**sizes, "num_attention_heads": num_heads}
 
 
+_MIXTRAL = {
+    "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000,
+}  # fmt: skip
+_T5_11B = {"d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_layers": 24, "num_heads": 128, "vocab_size": 32128}
+
 # Sizes as published: GPT-2 (Radford et al., 2019), BERT (Devlin et al., 2018), ViT (Dosovitskiy et al., 2020), Llama 3
-# (Grattafiori et al., 2024, table 3).
+# (Grattafiori et al., 2024, table 3), Mixtral (Jiang et al., 2024, table 1), T5 (Raffel et al., 2020, section 3.7).
 KNOWN: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "gpt2": _gpt2(12, 768, 12),
@@ -44,6 +50,8 @@ KNOWN: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "llama3-8b": _llama3(32, 4096, 14336, 32),
         "llama3-70b": _llama3(80, 8192, 28672, 64),
         "llama3-405b": _llama3(126, 16384, 53248, 128),
+        "mixtral-8x7b": ("mixtral", _MIXTRAL),
+        "t5-11b": ("t5/AutoModelForSeq2SeqLM", _T5_11B),
         "bert-base": _encoder("bert/AutoModelForMaskedLM", 12, 768, 12),
         "bert-large": _encoder("bert/AutoModelForMaskedLM", 24, 1024, 16),
         "vit-base": _encoder("vit/AutoModelForImageClassification", 12, 768, 12),

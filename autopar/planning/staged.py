@@ -42,6 +42,7 @@ from autopar.strategies import Forced, classes_of, resolve
 from autopar.version import VERSION
 
 _ROUNDS = 3  # of cutting anew
+_CLOSER = 4  # times closer than asked for the whole is solved, since its bound is that of all cuts
 _NO_LIMIT = 2**60
 COVERS = (
     "every cut between layers, for this axis, number of microbatches and schedule; memory counts for each stage's plan, not for the bound",
@@ -105,9 +106,6 @@ class StagedSearch:
         """
         flying = num_in_flight(self.wish.schedule, self.num_stages, self.how.num)
         whole = self._whole()
-        bound = whole.choices.bound_s * (1 + (self.how.num - 1) / self.num_stages)
-        if bound >= self.limit_s:
-            raise TooSlow(bound)
         first = self._asked(whole) if self.wish.cuts is not None else balanced(whole.units, flying, self.options.budget(self.profile))
         best = self._planned(whole, first, flying)
         for _ in range(_ROUNDS if self.wish.cuts is None and self.num_stages > 1 else 0):
@@ -124,17 +122,27 @@ class StagedSearch:
         return self._assembled(whole, first, flying, *best)
 
     def _whole(self) -> _Whole:
+        """Step 1.
+
+        Raises:
+            ConstraintError: where the model cannot be cut. TooSlow: where no plan beats `limit_s`.
+        """
         with self.clock.phase("enumerate"):
             classes = classes_of(self.part, self.left.shape, self.forced)
-            points, placing = usable_points(self.part) if self.num_stages > 1 else ((), _one_stage(self.part))
         with self.clock.phase("price"):
             priced = price(
                 self.part, classes, self.left, self.profile, budget_bytes=_NO_LIMIT, optimizer=self.options.optimizer,
                 forced=self.forced, num_microbatches=self.how.num,
             )  # fmt: skip
         with self.clock.phase("solve"):
-            choices = solve(priced.problem, gap=self.options.gap, time_limit_s=self.options.time_limit_s, solver=self.options.solver)
+            gap = self.options.gap / _CLOSER
+            choices = solve(priced.problem, gap=gap, time_limit_s=self.options.time_limit_s, solver=self.options.solver)
             evaluation = evaluate(priced.problem, choices.strategies, choices.recomputed, choices.kept)
+        bound = choices.bound_s * (1 + (self.how.num - 1) / self.num_stages)
+        if bound >= self.limit_s:
+            raise TooSlow(bound)
+        with self.clock.phase("cut"):
+            points, placing = usable_points(self.part) if self.num_stages > 1 else ((), _one_stage(self.part))
         units = units_of(placing, len(points) + 1, priced, choices, evaluation)
         return _Whole(priced, choices, evaluation, points, placing, units)
 

@@ -193,6 +193,11 @@ def unet2d(batch: int, side: int = 16, **settings: Any) -> tuple[nn.Module, dict
     return UNet2d(**settings), {"x": torch.randn(shape), "t": torch.randint(0, 1000, shape[:1]), "noise": torch.randn(shape)}
 
 
+def ddpm256() -> tuple[nn.Module, dict[str, Tensor]]:
+    """The size that DDPM trains on 256 × 256 images (Ho et al., 2020, appendix B), and 64 of them."""
+    return unet2d(64, 256, channels=128, multipliers=(1, 1, 2, 2, 4, 4), blocks=2, heads=1)
+
+
 def dit(batch: int, side: int = 8, classes: int = 8, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
     """The transformer and latents, times, classes and noise."""
     shape = (batch, 4, side, side)
