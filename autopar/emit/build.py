@@ -1,41 +1,17 @@
-"""Building the forward and the backward graph.
-
-One invariant: a tensor is asked for in a layout and a phase (`_Phase.get`), and whatever is needed to have it there is
-emitted on the way: the collective whose target it is (and before that, its source), the saved value, or the node that
-backward runs again. Collectives that shrink what they read are issued as soon as their input exists, the others as late
-as their first reader; recomputation happens when backward first asks for it, so a layer is recomputed when its own
-backward comes.
-"""
+"""A plan into its program: legality, the two graphs, steps of several microbatches, what runs beside compute."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import torch
 from torch import fx
 
 from autopar.capture.trace import Parameter, Trace
-from autopar.collective import Collective
-from autopar.emit.calls import CALLS
-from autopar.emit.choices import PlanIndex, TensorKey, buffer_key, compute_nodes, input_key, output_key, parameter_key, placeholder_keys
+from autopar.emit.choices import PlanIndex, buffer_key, compute_nodes, input_key, output_key, parameter_key, placeholder_keys
 from autopar.emit.legality import check_legal
-from autopar.emit.localize import local_call
 from autopar.emit.overlap import overlapped
+from autopar.emit.phase import Job, Phase
 from autopar.emit.step import with_step
-from autopar.errors import EmissionError
-from autopar.kernels.sums import add_to
-from autopar.layout import Layout, Strategy
-from autopar.mesh import Mesh
-from autopar.plans import Communication, Plan
-from autopar.rules import call_of, operands_of, where_of
+from autopar.plans import Plan
 from autopar.run.program import Program, ProgramTensor
-
-_cast = torch.ops.aten._to_copy.default
-_OF_STEPS = ("collective", "slack", "time_s")  # meta of steps that their results do not have
-Ref = tuple[str, int]  # trace node name, result index
-Have = dict[Ref, dict[Layout, fx.Node]]
 
 
 def emit(trace: Trace, plan: Plan, *, accumulates: bool = False) -> Program:
@@ -51,8 +27,8 @@ def emit(trace: Trace, plan: Plan, *, accumulates: bool = False) -> Program:
     index = PlanIndex.of(plan)
     index.check(trace)
     check_legal(trace, index, plan.mesh, accumulates=accumulates)
-    job = _Job(trace, plan.mesh, index, placeholder_keys(trace))
-    forward, backward = _Phase(job, "forward"), _Phase(job, "backward")
+    job = Job(trace, plan.mesh, index, placeholder_keys(trace))
+    forward, backward = Phase(job, "forward"), Phase(job, "backward")
     forward.placeholders(trace.parameters, trace.buffers)
     for node in compute_nodes(trace, "forward"):
         forward.compute(node)
@@ -71,246 +47,7 @@ def emit(trace: Trace, plan: Plan, *, accumulates: bool = False) -> Program:
     return overlapped(with_step(program, trace, index) if accumulates else program, plan)
 
 
-@dataclass
-class _Job:
-    """What both phases share."""
-
-    trace: Trace
-    mesh: Mesh
-    index: PlanIndex
-    placeholder_keys: dict[str, str]
-    nodes: dict[str, fx.Node] = field(default_factory=dict)
-    output: fx.Node | None = None
-    emitted: list[tuple[str, str, Collective]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        for node in self.trace.graph.nodes:
-            self.nodes[node.name] = node
-            if node.op == "output":
-                self.output = node
-
-    def results(self) -> list[fx.Node]:
-        assert self.output is not None
-        return list(self.output.args[0])  # type: ignore[arg-type]
-
-    def value(self, ref: Ref) -> torch.Tensor:
-        """The traced value, a fake tensor."""
-        value = self.nodes[ref[0]].meta["val"]
-        return value[ref[1]] if isinstance(value, tuple | list) else value
-
-    def dtype(self, ref: Ref) -> torch.dtype:
-        return self.value(ref).dtype
-
-    def shape(self, ref: Ref) -> tuple[int, ...]:
-        return tuple(self.value(ref).shape)
-
-    def key(self, ref: Ref) -> TensorKey:
-        name, result = ref
-        return self.placeholder_keys.get(name) or self.nodes[name].meta["key"], result
-
-
-@dataclass
-class _Phase:
-    """One phase's graph while it is built."""
-
-    job: _Job
-    phase: str
-    graph: fx.Graph = field(default_factory=fx.Graph)
-    have: Have = field(default_factory=dict)
-    earlier: _Phase | None = None
-    saved: dict[fx.Node, fx.Node] = field(default_factory=dict)  # forward node → backward placeholder
-    sums: dict[str, fx.Node] = field(default_factory=dict)  # parameter → what its gradients are added to
-
-    def placeholders(self, parameters: tuple[Parameter, ...], buffers: tuple[Parameter, ...]) -> None:
-        chosen = self.job.index.chosen
-        named = [(p.node, parameter_key(p.name), p.name) for p in parameters]
-        named += [(b.node, buffer_key(b.name), b.name) for b in buffers]
-        named += [(i.node, input_key(i.path), i.path) for i in self.job.trace.inputs]
-        for node, key, name in named:
-            here = self.graph.placeholder(node)
-            here.meta.update(key=key, module=name, phase=self.phase)
-            self.define((node, 0), chosen[key].outputs[0], here)
-
-    def tangents(self) -> list[fx.Node]:
-        """One placeholder per output that has a tangent."""
-        found = []
-        for o in self.job.trace.differentiable:
-            key = self.job.placeholder_keys[o.tangent]
-            here = self.graph.placeholder("tangent" if o.is_loss else o.tangent)
-            here.meta.update(key=key, module="", phase=self.phase)
-            self.define((o.tangent, 0), self.job.index.chosen[key].outputs[0], here)
-            found.append(here)
-        return found
-
-    def hold_sums(self) -> None:
-        """One placeholder per parameter that has a gradient: what it is added to, as soon as it is there."""
-        for p in self.job.trace.parameters:
-            if p.gradient is not None:
-                here = self.graph.placeholder(f"sum_{p.node}")
-                here.meta.update(key=parameter_key(p.name), module=p.name, phase=self.phase)
-                self.sums[p.name] = here
-
-    def add_up(self, made: str) -> None:
-        """Add what this node of the trace made to the sums of the parameters whose gradient it is."""
-        nodes = self.job.results()
-        for p in self.job.trace.parameters if self.sums else ():
-            if p.gradient is not None and nodes[p.gradient].name == made:
-                key, total = parameter_key(p.name), self.sums[p.name]
-                gradient = self.get((made, 0), self.job.index.chosen[key].inputs[0], key)
-                if total.op == "placeholder":
-                    self.sums[p.name] = self.graph.call_function(add_to, (total, gradient))
-                    self.sums[p.name].meta.update(total.meta, key=f"{key}/add_to", slack="deferrable")
-
-    def define(self, ref: Ref, layout: Layout, node: fx.Node) -> None:
-        """The tensor is at hand in this layout; shrinking collectives from it are issued at once."""
-        node.meta.setdefault("holds", (ref, layout))  # what `verify` compares it with
-        self.have.setdefault(ref, {})[layout] = node
-        for target, step in self.job.index.steps.get((self.phase, self.job.key(ref)), {}).items():
-            if step.source == layout and step.collective.kind in ("reduce_scatter", "all_reduce") and target not in self.have[ref]:
-                self._step(ref, node, step)
-
-    def get(self, ref: Ref, layout: Layout, wanted_by: str) -> fx.Node:
-        """The tensor in a layout; emits whatever is needed for it."""
-        at_hand = self.have.get(ref, {})
-        if layout in at_hand:
-            return at_hand[layout]
-        kept = self._from_forward(ref, layout)
-        if kept is not None:
-            self.have.setdefault(ref, {})[layout] = kept
-            return kept
-        step = self.job.index.steps.get((self.phase, self.job.key(ref)), {}).get(layout)
-        if step is not None:
-            source = self.get(ref, step.source, wanted_by)
-            at_hand = self.have.get(ref, {})
-            return at_hand[layout] if layout in at_hand else self._step(ref, source, step)
-        node = self.job.nodes[ref[0]]
-        if self.phase == "backward" and node.op == "call_function" and node.meta["key"] in self.job.index.again:
-            self.compute(node, again=True)
-            if layout in self.have.get(ref, {}):
-                return self.have[ref][layout]
-        raise EmissionError(
-            f"{self.phase} needs {self.job.key(ref)} as {layout} for {wanted_by}, and nothing in the plan makes it",
-            where=where_of(node),
-            remedy="plan again; the file was changed by hand or belongs to another version",
-        )
-
-    def _from_forward(self, ref: Ref, layout: Layout) -> fx.Node | None:
-        """A saved value: what the plan keeps, and what rests anyway (parameters, buffers, inputs)."""
-        if self.earlier is None:
-            return None
-        resident = self.job.nodes[ref[0]].op == "placeholder"
-        if layout not in self.job.index.kept.get(self.job.key(ref), ()) and not resident:
-            return None
-        node = self.earlier.have.get(ref, {}).get(layout)
-        if node is None or (resident and node.op != "placeholder" and layout not in self.job.index.kept.get(self.job.key(ref), ())):
-            return None
-        if node not in self.saved:
-            self.saved[node] = self.graph.placeholder(f"saved_{node.name}")
-            self.saved[node].meta.update({k: v for k, v in node.meta.items() if k not in _OF_STEPS})
-        return self.saved[node]
-
-    def _step(self, ref: Ref, source: fx.Node, step: Communication) -> fx.Node:
-        c = step.collective
-        target, args = CALLS[c.kind](c, step.target)
-        key, _ = self.job.key(ref)
-        source_line = self.job.nodes[ref[0]].meta.get("source", "")
-        meta = {"module": step.module, "phase": self.phase, "source": source_line, "slack": step.slack}
-        own, wide = self.job.dtype(ref), getattr(torch, c.dtype)
-        if wide != own:  # a reduction in a wider dtype than the tensor's
-            source = self.graph.call_function(_cast, (source,), {"dtype": wide})
-            source.meta.update(meta, key=f"{key}/widen")
-        node = self.graph.call_function(target, (source, *args), self._length(ref, step))
-        node.meta.update(meta, key=f"{key}/{c.kind}", collective=c, time_s=step.time_s)
-        if wide != own:
-            node = self.graph.call_function(_cast, (node,), {"dtype": own})
-            node.meta.update(meta, key=f"{key}/narrow")
-        self.job.emitted.append((self.phase, key, c))
-        self.define(ref, step.target, node)
-        return node
-
-    def _length(self, ref: Ref, step: Communication) -> dict[str, int]:
-        """How long the dim is that a step joins, where its parts differ in length."""
-        c = step.collective
-        if c.kind not in ("all_gather", "all_to_all"):
-            return {}
-        length = self.job.shape(ref)[c.dim]
-        return {"length": length} if length % step.source.num_shards(c.dim, self.job.mesh.shape) else {}
-
-    def compute(self, node: fx.Node, *, again: bool = False) -> None:
-        """Emit one compute node with its chosen strategy."""
-        key = node.meta["key"]
-        if node.target is operator.getitem:
-            self._alias(node, again)
-            return
-        strategy = (self.job.index.again if again else self.job.index.chosen)[key]
-        refs = _reads(node)
-        operands = [self.get(ref, layout, key) for ref, layout in zip(refs, strategy.inputs, strict=True)]
-        target, args, kwargs = local_call(self.graph, call_of(node), strategy, self.job.mesh.shape, operands)
-        here = self.graph.call_function(target, args, kwargs)
-        here.meta.update(key=key, module=node.meta["module"], phase=self.phase, source=node.meta.get("source", ""))
-        here.meta["recomputed"] = again
-        self._define_results(node, here, strategy)
-
-    def _define_results(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
-        if len(strategy.outputs) == 1:
-            self.define((node.name, 0), strategy.outputs[0], here)
-            return
-        for result, layout in enumerate(strategy.outputs):
-            part = self.graph.call_function(operator.getitem, (here, result))
-            part.meta.update(here.meta)
-            self.define((node.name, result), layout, part)
-
-    def _alias(self, node: fx.Node, again: bool) -> None:
-        """A getitem of the trace stands for one result of its operand."""
-        strategy = (self.job.index.again if again else self.job.index.chosen)[node.meta["key"]]
-        source = self.get(_reads(node)[0], strategy.inputs[0], node.meta["key"])
-        self.define((node.name, 0), strategy.outputs[0], source)
-
-    def results(self) -> list[fx.Node]:
-        """The model's outputs in the layouts that the plan gives them, then the new values of mutated buffers."""
-        nodes, chosen = self.job.results(), self.job.index.chosen
-        wanted = [(output_key(o.path), nodes[i]) for i, o in enumerate(self.job.trace.outputs)]
-        wanted += [(output_key(name), nodes[i]) for name, i in self.job.trace.mutated.items()]
-        return [self.get((node.name, 0), chosen[key].inputs[0], key) for key, node in wanted]
-
-    def gradients(self) -> list[fx.Node]:
-        """One gradient per parameter that has one, as the parameter reads it, or the sum that it was added to; then one per input that
-        has one, as the input lies."""
-        nodes, chosen = self.job.results(), self.job.index.chosen
-        found = []
-        for p in self.job.trace.parameters:
-            if p.gradient is not None:
-                key = parameter_key(p.name)
-                self.add_up(nodes[p.gradient].name)  # where it is none of backward's own nodes
-                found.append(self.sums.get(p.name) or self.get((nodes[p.gradient].name, 0), chosen[key].inputs[0], key))
-        for i in self.job.trace.inputs:
-            if i.gradient is not None:
-                key = input_key(i.path)
-                found.append(self.get((nodes[i.gradient].name, 0), chosen[key].inputs[0], key))
-        return found
-
-    def close(self, results: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]:
-        """Write the output node and drop what nobody reads; the forward nodes whose values are saved."""
-        self.graph.output(tuple(results))
-        self.graph.eliminate_dead_code()
-        saved: list[fx.Node] = []
-        for source, placeholder in self.saved.items():
-            if not placeholder.users:
-                self.graph.erase_node(placeholder)
-                continue
-            if tangents:
-                tangents[0].prepend(placeholder)
-            saved.append(source)
-        return saved
-
-
-def _reads(node: fx.Node) -> list[Ref]:
-    if node.target is operator.getitem:
-        return [(node.args[0].name, int(node.args[1]))]  # type: ignore[union-attr, arg-type]
-    return [(n.name, 0) for n in operands_of(node)]
-
-
-def _program(job: _Job, plan: Plan, forward: _Phase, backward: _Phase, num_saved: int) -> Program:
+def _program(job: Job, plan: Plan, forward: Phase, backward: Phase, num_saved: int) -> Program:
     trace, chosen = job.trace, job.index.chosen
 
     def tensor(p: Parameter, key: str) -> ProgramTensor:

@@ -279,14 +279,14 @@ def test_sixteen_bit_gradients_add_up_in_fp32(zero: int) -> None:
 
 
 def test_a_sum_that_is_not_added_to_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.emit import build
+    from autopar.emit import phase
 
     def overwritten(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return total.copy_(x)
 
     made, model, batch = planned("llama", LINE, megatron(dp=2, zero=1, microbatches=MICROBATCHES))
     assert autopar.verify(made.plan, model, batch).ok
-    monkeypatch.setattr(build, "add_to", overwritten)
+    monkeypatch.setattr(phase, "add_to", overwritten)
     with pytest.raises(VerificationError):
         autopar.verify(made.plan, model, batch)
 
