@@ -298,7 +298,7 @@ from autopar.planning import PlanOptions, make_plan
 from autopar.solve import solve
 print([solve(Case(seed).problem(budget), gap=gap) for seed in (0, 1) for budget in (150, 2**40) for gap in (0.0, 0.05)])
 model, batch = zoo_small.gpt2()
-options = PlanOptions(memory_bytes=300_000)
+options = PlanOptions(memory_bytes=340_000, time_limit_s=3600.0)  # work is limited; the safety net counts seconds
 print(make_plan(capture(model, (), batch), Mesh({{"a": 2, "b": 2}}), HardwareProfile.load("cpu-gloo"), options).plan.dumps())
 """
 
