@@ -60,7 +60,8 @@ def megatron(
             takes what is left, of which it must be the size.
         zero: 0 as `ddp`, 3 as `fsdp` over the data axes. 1 and 2 rest as 3 between steps, and hold parameters gathered through a
             step, of several microbatches; with 1 gradients add up as partial sums, which are reduced once at its end, with 2 each
-            microbatch's is scattered (`autopar.cost.held` has the volumes). Sharded are they over the axes of `cp` too.
+            microbatch's is scattered, as with 1 are gradients that are summed where they are made, such as one read through a lookup
+            (`autopar.cost.held` has the volumes). Sharded are they over the axes of `cp` too.
         recompute: what backward runs again: ``none``, ``full``: all that it reads of a layer but what crosses between layers, or
             ``selective``: in attention what lies around the softmax (Korthikanti et al., "Reducing Activation Recomputation in Large
             Transformer Models", 2022, section 5), no more in either; by default what the planner likes. With ``full`` a layer keeps

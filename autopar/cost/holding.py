@@ -72,9 +72,9 @@ def held_time(profile: HardwareProfile, optimizer: str, num_microbatches: int, r
 
 def adding_partial(strategies: Sequence[OpStrategy], made: Sequence[Layout], axes: Sequence[int]) -> tuple[OpStrategy, ...]:
     """Those with ZeRO's stage 1 on each of these axes on which the parameter rests sharded and some of the layouts, in which its
-    gradient is made, have partial sums; all where there is none."""
+    gradient is made, have partial sums."""
     partial = [axis for axis in axes if any(isinstance(layout.placements[axis], Partial) for layout in made)]
-    return tuple(s for s in strategies if all(stage_on(held_of(s), axis) in (0, 1) for axis in partial)) or tuple(strategies)
+    return tuple(s for s in strategies if all(stage_on(held_of(s), axis) in (0, 1) for axis in partial))
 
 
 def _undominated(alike: Sequence[OpStrategy]) -> Iterator[OpStrategy]:

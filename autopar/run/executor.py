@@ -50,7 +50,7 @@ class Executor:
         device: str = "cpu",
     ) -> None:
         self.program, self.groups, self.batch, self.outputs = program, groups, batch, outputs
-        self._device = device
+        self.device = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
         self._backend = usable_backend(backend)
         self._graphs: dict[str, Boxed] = {}
         index = {tensor.name: position for position, tensor in enumerate(program.buffers)}
@@ -103,8 +103,7 @@ class Executor:
         """What gradients are added to, where the program accumulates."""
         sizes, place = [g.size for g in self.groups], [g.coordinate for g in self.groups]
         shapes = [local_shape(t.view, t.layout, sizes, place) for t in self.program.sums]
-        device = _device(self._device)
-        return [torch.zeros(shape, dtype=t.dtype, device=device) for shape, t in zip(shapes, self.program.sums, strict=True)]
+        return [torch.zeros(shape, dtype=t.dtype, device=self.device) for shape, t in zip(shapes, self.program.sums, strict=True)]
 
     def end(self, sums: list[Tensor]) -> list[Tensor]:
         """After the last microbatch: gradients as parameters rest, from their sums; `sums` is emptied."""
@@ -123,15 +122,11 @@ class Executor:
             program = self.program
             source = {"backward": program.backward, "begin": program.begin, "end": program.end}.get(phase, program.forward)
             assert source is not None, "graphs of the step are there where the program accumulates"
-            bound = bind(source, self.groups, self._device)
+            bound = bind(source, self.groups, self.device.type)
             if phase == "inference":
                 _drop_saved(bound, self.program.num_saved)
             self._graphs[phase] = boxed(bound) if self._backend == "eager" else _compiled(bound)
         return self._graphs[phase]
-
-
-def _device(kind: str) -> torch.device:
-    return torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
 
 
 def gather(local: Tensor, layout: Layout, groups: Groups, shape: Sequence[int]) -> Tensor:

@@ -75,9 +75,8 @@ class StagedModule(Holder):
         self.world_mesh, self._group = devices, group
         groups = groups_of(own)
         executor = Executor(stage, groups, backend=backend, batch=batch, outputs=outputs, device=devices.device_type)
-        device = torch.device(devices.device_type, torch.cuda.current_device() if devices.device_type == "cuda" else None)
         self._kept = [t for t in program.outputs if outputs == "full" or t.is_loss]
-        self._work = StageWork(stage, executor, device)
+        self._work = StageWork(stage, executor, executor.device)
         self._schedule = self._make_schedule()
         self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
         self._results = Results(program)

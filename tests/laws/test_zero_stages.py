@@ -15,7 +15,7 @@ import torch
 import zoo_small
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import fx, nn
 from torch.distributed.tensor import Partial, Shard
 
 import autopar
@@ -25,14 +25,17 @@ from autopar.capture.trace import Parameter
 from autopar.collective import Collective
 from autopar.constraints import fsdp, megatron, pipeline
 from autopar.cost.held import Held, StepMoves, held_ways, stage_on
+from autopar.emit.calls import CALLS
 from autopar.errors import ConstraintError, LayoutError, VerificationError
 from autopar.layout import Layout, local_shape
 from autopar.mesh import Mesh
 from autopar.planning import Planned
 from autopar.plans import Plan
 from autopar.redistribute import all_layouts
+from autopar.run.lockstep import Ranks
 from autopar.run.lockstep_staged import run_staged
 from autopar.run.program import StagedProgram
+from autopar.run.splitting import local_part
 
 LINE, SQUARE = Mesh({"data": 2}), Mesh({"data": 2, "tensor": 2})
 MICROBATCHES = 2
@@ -165,11 +168,6 @@ def test_collectives_lead_from_every_way_to_rest_to_what_is_read_and_from_every_
 def assert_leads(
     whole: torch.Tensor, mesh: Mesh, source: Layout, collectives: list[Collective], target: Layout, generator: torch.Generator
 ) -> None:
-    from torch import fx
-
-    from autopar.emit.calls import CALLS
-    from autopar.run.lockstep import Ranks
-
     graph, at = fx.Graph(), source
     node = graph.placeholder("x")
     for c in collectives:
@@ -188,27 +186,7 @@ def assert_leads(
 
 
 def parts_of(whole: torch.Tensor, mesh: Mesh, layout: Layout, generator: torch.Generator) -> list[torch.Tensor]:
-    """One tensor per rank; of partial sums random terms that add up to the whole."""
-    from autopar.run.splitting import split
-
-    rests = Layout([Layout.parse("R").placements[0] if isinstance(p, Partial) else p for p in layout.placements], layout.order)
-    parts = [part.clone() for part in split(whole, rests, mesh)]
-    for axis, placement in enumerate(layout.placements):
-        if isinstance(placement, Partial):
-            for group in mesh.groups(axis):
-                terms = [torch.randint(-8, 8, parts[r].shape, generator=generator).double() for r in group[1:]]
-                for rank, term in zip(group[1:], terms, strict=True):
-                    parts[group[0]] = parts[group[0]] - term
-                    parts[rank] = term
-                break_even = {r: parts[r] for r in group}
-                assert len(break_even) == len(group)
-    return parts if not layout.has_partial else summed(whole, mesh, layout, generator)
-
-
-def summed(whole: torch.Tensor, mesh: Mesh, layout: Layout, generator: torch.Generator) -> list[torch.Tensor]:
-    """Per place along the axes that are no partial sums: terms of the ranks there, the last what is missing to the whole."""
-    from autopar.run.splitting import local_part
-
+    """One tensor per rank. Along partial sums random terms, the last what is missing to the whole."""
     sharded = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Shard)]
     partial = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Partial)]
     plain = Layout([p if isinstance(p, Shard) else Layout.parse("R").placements[0] for p in layout.placements], layout.order)
