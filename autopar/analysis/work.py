@@ -75,6 +75,12 @@ def work(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     return Work(0, moved, kind)
 
 
+def computes_in(inputs: Infos) -> torch.dtype:
+    """The dtype in which a matmul or an attention computes: the wider one of its first two operands, its factors. What else it reads
+    and makes (a log of sums in float32 beside queries in bfloat16) is no factor. Of an op without operands float32."""
+    return max((i.dtype for i in inputs[:2]), key=lambda d: (d.is_floating_point, d.itemsize), default=torch.float32)
+
+
 def is_view(target: Callable[..., Any]) -> bool:
     """Whether the op only makes a view of its first operand."""
     return _describe(target)[1]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.analysis.work import Work, work
+from autopar.analysis.work import Work, computes_in, work
 from autopar.capture.trace import Parameter, Trace
 from autopar.certificate.context import Context
 from autopar.certificate.facts import Facts
@@ -188,9 +188,7 @@ class Decisions:
         call, sizes = call_of(self.facts.nodes[key]), self.mesh.shape
         reads = [TensorInfo(local_lengths(i.shape, at, sizes), i.dtype) for i, at in zip(call.inputs, strategy.inputs, strict=True)]
         makes = [TensorInfo(local_lengths(o.shape, at, sizes), o.dtype) for o, at in zip(call.outputs, strategy.outputs, strict=True)]
-        dtypes = [info.dtype for info in (*reads, *makes)]
-        widest = max(dtypes, key=lambda d: (d.is_floating_point, d.itemsize), default=torch.float32)
-        return compute_time(work(call.target, call.args, call.kwargs, reads, makes), widest, self.profile)
+        return compute_time(work(call.target, call.args, call.kwargs, reads, makes), computes_in(reads), self.profile)
 
 
 def _listed(strategy: Strategy) -> str:

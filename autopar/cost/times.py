@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
-from autopar.analysis.work import work
+from autopar.analysis.work import computes_in, work
 from autopar.collective import Collective, collective_time
 from autopar.cost.compute import compute_time
 from autopar.hardware import HardwareProfile
@@ -38,5 +36,4 @@ def call_time(call: Call, strategy: Strategy, mesh_shape: Sequence[int], profile
     """Time of one op on its local tensors."""
     inputs = [local_info(i, layout, mesh_shape) for i, layout in zip(call.inputs, strategy.inputs, strict=True)]
     outputs = [local_info(o, layout, mesh_shape) for o, layout in zip(call.outputs, strategy.outputs, strict=True)]
-    dtype = max((i.dtype for i in (*inputs, *outputs)), key=lambda d: (d.is_floating_point, d.itemsize), default=torch.float32)
-    return compute_time(work(call.target, call.args, call.kwargs, inputs, outputs), dtype, profile)
+    return compute_time(work(call.target, call.args, call.kwargs, inputs, outputs), computes_in(inputs), profile)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar import ops
-from autopar.analysis.work import NO_WORK, Work, work
+from autopar.analysis.work import NO_WORK, Work, computes_in, work
 
 aten = torch.ops.aten
 
@@ -80,6 +80,15 @@ def test_attention_s_backward_counts_five_products_for_two() -> None:
     args = (0, 1, 2, 3, 4, 5, None, True, 0.5)
     backward = work(ops.attention_backward, args, {}, [out, q, k, v, out, lse], [q, k, v])
     assert (backward.flops, backward.kind) == (5 * forward.flops // 2, "attention_backward")
+
+
+def test_statistics_in_float32_do_not_make_attention_compute_in_it() -> None:
+    q, k, v = infos((2, 8, 16, 4), (2, 8, 16, 4), (2, 8, 16, 4), dtype=torch.bfloat16)
+    lse = Info((2, 8, 16))
+    assert computes_in([q, k, v, q, lse]) == torch.bfloat16
+    assert computes_in([Info((4, 4)), q]) == torch.float32
+    assert computes_in([Info((4,), torch.int64), q]) == torch.bfloat16
+    assert computes_in([]) == torch.float32
 
 
 @pytest.mark.parametrize("target", [aten.view.default, aten.transpose.int, aten.expand.default, aten.slice.Tensor, aten.reshape.default])
