@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from autopar.ops import linear_cross_entropy
 from autopar.random_ops import NUM_PASSES
 
 WorkKind = Literal["matmul", "attention", "attention_backward", "elementwise", "transcendental", "reduction", "indexing", "view"]
@@ -75,6 +76,16 @@ def work(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     return Work(0, moved, kind)
 
 
+def works(
+    target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], input_infos: Infos, output_infos: Infos
+) -> tuple[tuple[Work, int], ...]:
+    """The works that one call does one after another, each with how often; arguments as in `work`."""
+    if target is linear_cross_entropy:
+        x, weight, index = input_infos
+        return _by_rows(_numel(index), args[4], weight.shape, x.dtype)
+    return ((work(target, args, kwargs, input_infos, output_infos), 1),)
+
+
 def computes_in(inputs: Infos) -> torch.dtype:
     """The dtype in which a matmul or an attention computes: the wider one of its first two operands, its factors. What else it reads
     and makes (a log of sums in float32 beside queries in bfloat16) is no factor. Of an op without operands float32."""
@@ -84,6 +95,24 @@ def computes_in(inputs: Infos) -> torch.dtype:
 def is_view(target: Callable[..., Any]) -> bool:
     """Whether the op only makes a view of its first operand."""
     return _describe(target)[1]
+
+
+def _by_rows(num_rows: int, rows: int, weight: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[Work, int], ...]:
+    """Of `linear_cross_entropy`, as its code stands: per part three products, and passes over its logits and the weight's gradient."""
+    num_classes, num_features = weight
+    item, wide = dtype.itemsize, max(dtype.itemsize, 4)
+    found: list[tuple[Work, int]] = []
+    for part, times in ((rows, num_rows // rows), (num_rows % rows, 1)):
+        logits, summed = part * num_classes, num_classes * num_features
+        product = Work(2 * part * summed, (part * num_features + summed + logits) * item, "matmul")
+        passes = 4 * logits * wide + ((logits + summed) * (item + wide) + summed * wide if item < wide else summed * item)
+        once = (
+            Work(0, logits * (item + wide), "reduction"),
+            Work(0, logits * (item + wide), "transcendental"),
+            Work(0, passes, "elementwise"),
+        )
+        found += [(product, 3 * times), *((w, times) for w in once)] if part and times else []
+    return tuple(found)
 
 
 def _numel(info: Info) -> int:

@@ -1,26 +1,31 @@
-"""Which pipelines are tried: what is asked for, or every axis and some numbers of microbatches, pruned by their bounds."""
+"""What is tried beside the decisions of one plan: pipelines (what is asked for, or every axis and some numbers of microbatches, pruned by
+their bounds), and, where memory binds, a loss whose logits are never there at once."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from autopar.api.tracing import batch_size, trace_part
+from autopar.api.tracing import batch_size, by_rows, trace_part
 from autopar.capture import Trace
+from autopar.capture.loss_head import heads_of
 from autopar.constraints import Pipelined, check, pipeline_in
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, TooSlow, make_plan, make_staged_plan
 from autopar.planning.search import Progress
+from autopar.plans import Plan
 
 log = logging.getLogger("autopar")
 _MOST_NUMBERS = 3  # of microbatches per axis
+_PARTS = (4, 16)  # into which a device's rows of logits are cut
+_LEAST_ROWS = 64  # below, a product no longer fills a device
 _MOST_ROUNDS = 8  # microbatches per stage: beyond, the pipeline waits for less than an eighth of its time
 
 
@@ -30,6 +35,7 @@ class Chooser:
 
     Attributes:
         captured: traces of the same call on other numbers of samples, as they are needed.
+        rows: of logits that the loss has at a time, 0 for all.
     """
 
     model: nn.Module
@@ -41,6 +47,7 @@ class Chooser:
     options: PlanOptions
     progress: Progress = lambda _: None
     captured: dict[int, Trace] = field(default_factory=dict)
+    rows: int = 0
 
     def plan(self, limit_s: float = math.inf) -> Planned:
         """The plan.
@@ -49,15 +56,56 @@ class Chooser:
             limit_s: a plan that is no faster is not wanted.
 
         Raises:
+            CaptureError: where the loss is to go by rows and cannot.
             ConstraintError, InfeasibleError: of the last that was tried, where none has a plan.
             TooSlow: where bounds show that no plan beats the limit.
         """
+        asked = self.options.loss_rows
+        if asked != "auto":
+            return replace(self, rows=asked)._with_parts(limit_s)
+        heads, refusals = heads_of(self.trace)
+        try:
+            best = self._pipelines(limit_s)
+        except InfeasibleError as error:
+            best, refusal = None, _with_hint(error, refusals)
+        if best is not None and not (heads and _is_bound_by_memory(best.plan)):
+            return best
+        tried = self._row_choices(max((head.num_rows for head in heads), default=0), best)
+        for rows in tried:
+            here = replace(self, rows=rows)
+            try:
+                found = here._pipelines(limit_s if best is None else best.plan.prediction.step_s)
+            except (TooSlow, InfeasibleError, ConstraintError) as error:
+                log.info("no better plan with a loss by %d rows: %s", rows, error)
+                continue
+            if best is None or found.plan.prediction.step_s < best.plan.prediction.step_s:
+                best = found
+            if not _is_bound_by_memory(found.plan):
+                break
+        if best is None:
+            return replace(self, rows=tried[-1] if tried else 0)._in_parts(refusal, limit_s)
+        return best
+
+    def _row_choices(self, num_rows: int, found: Planned | None) -> tuple[int, ...]:
+        """How many rows of a device's the loss may have at a time."""
+        pipeline = None if found is None else found.plan.pipeline
+        num_stages, parts = (1, 1) if pipeline is None else (len(pipeline.stages), pipeline.num_microbatches)
+        local = num_rows * num_stages // (self.mesh.num_devices * parts)
+        rows = [max(-(-local // (part * _LEAST_ROWS)) * _LEAST_ROWS, _LEAST_ROWS) for part in _PARTS]
+        return tuple(dict.fromkeys(n for n in rows if n < local))
+
+    def _with_parts(self, limit_s: float) -> Planned:
+        """The plan for these rows, in microbatches where it fits in no other way."""
+        try:
+            return self._pipelines(limit_s)
+        except InfeasibleError as error:
+            return self._in_parts(error, limit_s)
+
+    def _pipelines(self, limit_s: float) -> Planned:
+        """The fastest of the plans with and without stages that are asked for."""
         asked = pipeline_in(self.options.constraints, self.mesh)
         if asked is None and self.options.num_microbatches in (1, "auto"):
-            try:
-                return self._without(limit_s)
-            except InfeasibleError as error:
-                return self._in_parts(error, limit_s)
+            return self._without(limit_s)
         if asked is not None and asked.axis:
             check(asked, self.mesh)
         wish = asked or Pipelined("", None, "1f1b", None, independent=False)
@@ -88,7 +136,8 @@ class Chooser:
         Raises:
             InfeasibleError: what was refused, where no number of microbatches helps.
         """
-        samples = batch_size(self.args, self.kwargs) if self.options.num_microbatches == "auto" and self.options.batch == "global" else 1
+        free = self.options.num_microbatches == "auto" and pipeline_in(self.options.constraints, self.mesh) is None
+        samples = batch_size(self.args, self.kwargs) if free and self.options.batch == "global" else 1
         for num in (n for n in range(2, samples + 1) if samples % n == 0):
             try:
                 found = self._staged(Pipelined("", num, "1f1b", None, independent=False), "", num, limit_s)
@@ -106,24 +155,26 @@ class Chooser:
         kept = tuple(c for c in self.options.constraints if not isinstance(c, Pipelined))
         options = self.options if len(kept) == len(self.options.constraints) else replace(self.options, constraints=kept)
         name = type(self.model).__name__
-        return make_plan(self.trace, self.mesh, self.profile, options, model_name=name, progress=self.progress, limit_s=limit_s)
+        trace = by_rows(self.trace, self.rows)
+        return self._marked(make_plan(trace, self.mesh, self.profile, options, model_name=name, progress=self.progress, limit_s=limit_s))
+
+    def _marked(self, found: Planned) -> Planned:
+        """The plan says that its loss goes by rows."""
+        if not self.rows:
+            return found
+        covers = (*found.plan.proof.covers, f"a loss of {self.rows} rows of logits at a time; all at once it fits no memory or is slower")
+        plan = replace(found.plan, loss_rows=self.rows, proof=replace(found.plan.proof, covers=covers))
+        return replace(found, plan=plan, program=replace(found.program, plan_hash=plan.hash))
 
     def _staged(self, wish: Pipelined, axis: str, num: int, limit_s: float) -> Planned:
         here = replace(wish, axis=axis)
         call = self.args, self.kwargs
         part, how = trace_part(self.model, self.trace, *call, num, independent=here.independent, known=self.captured)
-        return make_staged_plan(
-            self.trace,
-            part,
-            how,
-            self.mesh,
-            self.profile,
-            self.options,
-            here,
-            model_name=type(self.model).__name__,
-            limit_s=limit_s,
-            progress=self.progress,
-        )
+        found = make_staged_plan(
+            self.trace, by_rows(part, self.rows), how, self.mesh, self.profile, self.options, here,
+            model_name=type(self.model).__name__, limit_s=limit_s, progress=self.progress,
+        )  # fmt: skip
+        return self._marked(found)
 
     def _candidates(self, wish: Pipelined) -> Iterator[tuple[str, int]]:
         """(axis, number of microbatches); 0 for no pipeline at all."""
@@ -139,3 +190,15 @@ class Chooser:
             numbers = [n for n in divisors if stages <= n <= _MOST_ROUNDS * stages][-_MOST_NUMBERS:]
             numbers = numbers if axis else [1]
             yield from ((axis, num) for num in ([asked] if asked is not None else numbers or divisors[-1:]))
+
+
+def _is_bound_by_memory(plan: Plan) -> bool:
+    """Whether more memory would make it faster, as far as its duals and its recomputation tell."""
+    plans = plan.pipeline.stages if plan.pipeline else (plan,)
+    return any(p.proof.memory_price_s_per_gib > 0 or any(e.recompute for e in p.entries) for p in plans)
+
+
+def _with_hint(error: InfeasibleError, refusals: Sequence[str]) -> InfeasibleError:
+    """What the user may change where the loss could go by rows."""
+    hints = [refusal for refusal in refusals if "outputs=" in refusal]
+    return InfeasibleError(error.what, remedy="; ".join([error.remedy, *hints])) if hints else error

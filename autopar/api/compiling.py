@@ -52,7 +52,8 @@ def compile(
         backend: ``"eager"`` or ``"inductor"``.
         batch: ``"global"``: every rank passes the same batch and takes its part; ``"local"``: each passes its part.
         outputs: what is not the loss comes detached, as ``"dtensor"`` (nothing is moved: ``.full_tensor()`` gathers),
-            ``"full"`` (gathered at once) or ``"local"`` (this rank's part).
+            ``"full"`` (gathered at once), ``"local"`` (this rank's part), or, with ``"loss"``, not at all (None): then the logits of
+            a language model need not be there at once, and the planner may compute its loss some rows at a time.
         hardware, options: as in `plan`.
 
     Raises:
@@ -159,6 +160,8 @@ def _device_type(model: nn.Module) -> str:
 def _plan_together(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Program | StagedProgram]:
     """Rank 0 plans and broadcasts the plan's text (or its error); every rank emits from it."""
     plan = Plan.load(order.plan) if isinstance(order.plan, str | Path) else order.plan
+    if plan is not None:
+        _check_outputs(plan, order.build["outputs"])
     if plan is None and (not dist.is_initialized() or dist.get_world_size() == 1):
         _, planned = _plan_here(order, args, kwargs)
         return planned.plan, planned.program
@@ -167,6 +170,13 @@ def _plan_together(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, An
     trace = capture(order.model, args, kwargs)
     check_fits(plan, trace, plan.mesh if is_count(order.mesh) and order.mesh == plan.mesh.num_devices else as_mesh(order.mesh))
     return plan, program_of(plan, order.model, trace, args, kwargs)
+
+
+def _check_outputs(plan: Plan, outputs: Outputs) -> None:
+    made_for = plan.options.get("outputs", "dtensor")
+    if outputs != made_for and "loss" in (outputs, made_for):
+        what = f"the plan was made for outputs={made_for!r}, this is outputs={outputs!r}"
+        raise PlanError(what, remedy=f"pass outputs={made_for!r}, or plan again")
 
 
 def _plan_here(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Trace, Planned]:

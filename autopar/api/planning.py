@@ -13,8 +13,9 @@ from torch import nn
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware, is_count
 from autopar.api.choosing import Chooser
 from autopar.api.shaping import best_shape, shapes
-from autopar.api.tracing import program_of, staged_trace
+from autopar.api.tracing import as_planned, program_of, staged_trace
 from autopar.capture import Trace, capture
+from autopar.capture.loss_head import loss_alone
 from autopar.certificate import Certificate, certify, certify_staged
 from autopar.constraints import Constraint
 from autopar.errors import PlanError
@@ -45,6 +46,8 @@ def plan_call(
     else:
         chosen = PlanOptions(**{**options, "constraints": tuple(options.get("constraints", ()))})
     trace = capture(model, args, kwargs)
+    if chosen.outputs == "loss":
+        trace = loss_alone(trace)
     captured: dict[int, Trace] = {}
 
     def fastest(shape: Mesh, limit_s: float) -> Planned:
@@ -73,6 +76,7 @@ def plan(
     gap: float = 0.01,
     time_limit_s: float = 60.0,
     num_microbatches: int | Literal["auto"] = "auto",
+    loss_rows: int | Literal["auto"] = "auto",
     batch: Batch = "global",
     outputs: Outputs = "dtensor",
 ) -> Plan:
@@ -91,6 +95,8 @@ def plan(
         gap: relative distance between plan and proven bound at which the search stops; time_limit_s: a safety net.
         num_microbatches: into how many microbatches the batch is cut, one after another; ``"auto"``: one, or, where nothing fits
             the memory, as few as do; in a pipeline (`autopar.constraints.pipeline`) the planner's choice.
+        loss_rows: how many rows of logits of a cross entropy there are at a time on a device, 0 for all; ``"auto"``: the planner's
+            choice, where the model does not return the logits (see ``outputs="loss"``).
         batch, outputs: as in `compile`.
 
     Raises:
@@ -99,7 +105,7 @@ def plan(
     return plan_model(
         model, mesh, example_inputs=example_inputs, hardware=hardware, memory_bytes=memory_bytes, optimizer=optimizer,
         constraints=constraints, strict=strict, gap=gap, time_limit_s=time_limit_s, batch=batch, outputs=outputs,
-        num_microbatches=num_microbatches,
+        num_microbatches=num_microbatches, loss_rows=loss_rows,
     )[1].plan  # fmt: skip
 
 
@@ -151,7 +157,8 @@ def verify(
     args, kwargs = as_call(batch)
     trace = capture(model, args, kwargs)
     check_fits(plan, trace, plan.mesh)
-    return verify_program(trace, program_of(plan, model, trace, args, kwargs), model, args, kwargs, dtype=dtype, tolerance=tolerance)
+    reference = as_planned(trace, plan)
+    return verify_program(reference, program_of(plan, model, trace, args, kwargs), model, args, kwargs, dtype=dtype, tolerance=tolerance)
 
 
 def check(plan: Plan, model: nn.Module, batch: Example, *, hardware: str | Path | HardwareProfile | None = None) -> Certificate:
@@ -171,6 +178,6 @@ def check(plan: Plan, model: nn.Module, batch: Example, *, hardware: str | Path 
     args, kwargs = as_call(batch)
     trace = capture(model, args, kwargs)
     if plan.pipeline is None:
-        return certify(trace, plan, profile)
-    part, how, made = staged_trace(plan.pipeline, model, trace, args, kwargs)
+        return certify(as_planned(trace, plan), plan, profile)
+    part, how, made = staged_trace(plan, model, trace, args, kwargs)
     return certify_staged(trace, part, made, how, plan, profile)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.analysis.microbatches import Microbatching, for_single_samples, microbatching
 from autopar.capture import Trace, capture
+from autopar.capture.loss_head import loss_alone, loss_by_rows
 from autopar.emit import emit, emit_staged
 from autopar.errors import ConstraintError
 from autopar.plans import Pipeline, Plan
@@ -19,6 +20,16 @@ from autopar.run.program import Program, StagedProgram
 from autopar.stages import Cut, cut
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def as_planned(trace: Trace, plan: Plan) -> Trace:
+    """The captured call as a plan is for it: with the loss alone, and with its loss by rows, where the plan says so."""
+    return by_rows(loss_alone(trace) if plan.options.get("outputs") == "loss" else trace, plan.loss_rows)
+
+
+def by_rows(trace: Trace, rows: int) -> Trace:
+    """The trace with its loss by so many rows at a time; 0 for all at once."""
+    return loss_by_rows(trace, rows) if rows else trace
 
 
 def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
@@ -65,6 +76,7 @@ def trace_part(
     """The trace of one microbatch, and how `num` of them make the batch.
 
     Args:
+        whole: with the loss alone, where only that is wanted; then the microbatch's is, too.
         known: traces of calls on so many samples, which this adds to.
 
     Raises:
@@ -76,7 +88,7 @@ def trace_part(
         samples = batch_size(*call)
         if samples not in known:
             known[samples] = capture(model, *call)
-        return known[samples]
+        return loss_alone(known[samples]) if all(o.is_loss for o in whole.outputs) else known[samples]
 
     part = captured(microbatch_of(args, kwargs, num))
     if num > 1 and batch_size(args, kwargs) == num:
@@ -96,25 +108,40 @@ def _of_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int) -> C
 
 
 def program_of(plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program | StagedProgram:
-    """What a plan is emitted into; `whole` is the trace of the call.
+    """What a plan is emitted into; `whole` is the trace of the call, as it was captured.
 
     Raises:
         PlanError, EmissionError: where the plan does not fit the model.
     """
-    pipeline = plan.pipeline
-    if pipeline is None:
-        return emit(whole, plan)
-    part, how, made = staged_trace(pipeline, model, whole, args, kwargs)
+    if plan.pipeline is None:
+        return emit(as_planned(whole, plan), plan)
+    part, how, made = staged_trace(plan, model, whole, args, kwargs)
     return emit_staged(part, made, how, plan)
 
 
 def staged_trace(
-    pipeline: Pipeline, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Trace, Microbatching, Cut]:
     """The trace of one microbatch, how microbatches make the batch, and the stages that a pipeline cuts it into.
 
     Raises:
         ConstraintError, EmissionError: where the model cannot be cut so.
     """
-    part, how = trace_part(model, whole, args, kwargs, pipeline.num_microbatches, independent=pipeline.independent)
-    return part, how, cut(part, pipeline.positions) if pipeline.positions else Cut((part,), (), {})
+    part, how = planned_part(plan, model, whole, args, kwargs)
+    positions = _pipeline(plan).positions
+    return part, how, cut(part, positions) if positions else Cut((part,), (), {})
+
+
+def planned_part(
+    plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Trace, Microbatching]:
+    """The trace of one microbatch as a plan with a pipeline is for it, and how microbatches make the batch."""
+    pipeline = _pipeline(plan)
+    alone = loss_alone(whole) if plan.options.get("outputs") == "loss" else whole
+    part, how = trace_part(model, alone, args, kwargs, pipeline.num_microbatches, independent=pipeline.independent)
+    return by_rows(part, plan.loss_rows), how
+
+
+def _pipeline(plan: Plan) -> Pipeline:
+    assert plan.pipeline is not None, "the plan works through microbatches"
+    return plan.pipeline

@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh
 from autopar.api.planning import check_fits, plan_call
-from autopar.api.tracing import trace_part
+from autopar.api.tracing import as_planned, planned_part
 from autopar.capture import capture
 from autopar.constraints import read_constraint
 from autopar.hardware import HardwareProfile
@@ -102,20 +102,18 @@ def what_if(
     trace = capture(model, args, kwargs)
     check_fits(plan, trace, there)
     options = _options(plan, profile, memory_bytes)
-    part, pipeline = trace, plan.pipeline
-    if pipeline is not None:
-        part, _ = trace_part(model, trace, args, kwargs, pipeline.num_microbatches, independent=pipeline.independent)
+    part = as_planned(trace, plan) if plan.pipeline is None else planned_part(plan, model, trace, args, kwargs)[0]
     step_s = repriced(plan, part, there, profile, options)
     best = plan_call(model, there, args, kwargs, profile, options)[1].plan
     turning: tuple[Flip, ...] = ()
     if num_flips and best.pipeline is None:
-        turning = flips(best, priced_for(best, trace, there, profile, options), there, profile, most=num_flips)
+        turning = flips(best, priced_for(best, as_planned(trace, best), there, profile, options), there, profile, most=num_flips)
     return WhatIf(plan, profile.name, step_s, best, options.budget(profile), turning)
 
 
 def _options(plan: Plan, profile: HardwareProfile, memory_bytes: int | None) -> PlanOptions:
     recorded: Mapping[str, Any] = plan.options
-    names = ("optimizer", "strict", "gap", "num_microbatches", "batch", "outputs")
+    names = ("optimizer", "strict", "gap", "num_microbatches", "batch", "outputs", "loss_rows")
     words = {name: recorded[name] for name in names if name in recorded}
     constraints = tuple(read_constraint(c) for c in recorded.get("constraints", ()))
     budget = memory_bytes or (recorded.get("memory_bytes") if _is_asked(plan, profile) else None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.analysis.work import Work, computes_in, work
+from autopar.analysis.work import Work, computes_in, works
 from autopar.capture.trace import Parameter, Trace
 from autopar.certificate.context import Context
 from autopar.certificate.facts import Facts
@@ -188,7 +188,8 @@ class Decisions:
         call, sizes = call_of(self.facts.nodes[key]), self.mesh.shape
         reads = [TensorInfo(local_lengths(i.shape, at, sizes), i.dtype) for i, at in zip(call.inputs, strategy.inputs, strict=True)]
         makes = [TensorInfo(local_lengths(o.shape, at, sizes), o.dtype) for o, at in zip(call.outputs, strategy.outputs, strict=True)]
-        return compute_time(work(call.target, call.args, call.kwargs, reads, makes), computes_in(reads), self.profile)
+        done = works(call.target, call.args, call.kwargs, reads, makes)
+        return sum(times * compute_time(each, computes_in(reads), self.profile) for each, times in done)
 
 
 def _listed(strategy: Strategy) -> str:

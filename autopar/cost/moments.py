@@ -188,7 +188,8 @@ def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: 
         waiting = max(waiting, peak.peak_bytes)
         name = keys.get(peak.node.meta.get("key", ""), "")
         if name in liveness.owner and not peak.node.meta.get("recomputed"):
-            seen[name], waiting, last = (peak.phase, waiting + resting_bytes), 0, name
+            before = seen.get(name, ("", 0))[1]  # a node that picks a result has the key of the op, which may have needed more
+            seen[name], waiting, last = (peak.phase, max(before, waiting + resting_bytes)), 0, name
     if last:  # what comes after the last node counts for it
         phase, before = seen[last]
         seen[last] = phase, max(before, waiting + resting_bytes)

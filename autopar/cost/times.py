@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.analysis.work import computes_in, work
+from autopar.analysis.work import computes_in, works
 from autopar.collective import Collective, collective_time
 from autopar.cost.compute import compute_time
 from autopar.hardware import HardwareProfile
@@ -36,4 +36,5 @@ def call_time(call: Call, strategy: Strategy, mesh_shape: Sequence[int], profile
     """Time of one op on its local tensors."""
     inputs = [local_info(i, layout, mesh_shape) for i, layout in zip(call.inputs, strategy.inputs, strict=True)]
     outputs = [local_info(o, layout, mesh_shape) for o, layout in zip(call.outputs, strategy.outputs, strict=True)]
-    return compute_time(work(call.target, call.args, call.kwargs, inputs, outputs), computes_in(inputs), profile)
+    dtype = computes_in(inputs)
+    return sum(n * compute_time(w, dtype, profile) for w, n in works(call.target, call.args, call.kwargs, inputs, outputs))

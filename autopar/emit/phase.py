@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from autopar.capture.loss_head import IN_PLACE
 from autopar.capture.trace import Parameter, Trace
 from autopar.collective import Collective
 from autopar.emit.calls import CALLS
 from autopar.emit.choices import PlanIndex, TensorKey, buffer_key, input_key, output_key, parameter_key
 from autopar.emit.localize import local_call
 from autopar.errors import EmissionError
-from autopar.kernels.sums import add_to
+from autopar.kernels.sums import add_to, scale_by
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.plans import Communication
@@ -212,6 +213,7 @@ class Phase:
         here = self.graph.call_function(target, args, kwargs)
         here.meta.update(key=key, module=node.meta["module"], phase=self.phase, source=node.meta.get("source", ""))
         here.meta["recomputed"] = again
+        here.meta.update({IN_PLACE: True} if node.meta.get(IN_PLACE) else {})
         self._define_results(node, here, strategy)
 
     def _define_results(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
@@ -256,6 +258,9 @@ class Phase:
         """Write the output node and drop what nobody reads; the forward nodes whose values are saved."""
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code()
+        for node in self.graph.nodes:
+            if node.meta.get(IN_PLACE) and len(node.args[0].users) == 1:
+                node.target = scale_by
         saved: list[fx.Node] = []
         for source, placeholder in self.saved.items():
             if not placeholder.users:

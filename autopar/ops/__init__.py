@@ -11,7 +11,7 @@ from __future__ import annotations
 from autopar.ops.attending import attention, attention_backward
 from autopar.ops.constants import constant
 from autopar.ops.products import dot
-from autopar.ops.vocabulary import cross_entropy_backward, embedding, embedding_backward, pick, sum_exp
+from autopar.ops.vocabulary import cross_entropy_backward, embedding, embedding_backward, linear_cross_entropy, pick, sum_exp
 
 __all__ = [
     "attention",
@@ -21,6 +21,7 @@ __all__ = [
     "dot",
     "embedding",
     "embedding_backward",
+    "linear_cross_entropy",
     "pick",
     "sum_exp",
 ]

@@ -74,6 +74,57 @@ def cross_entropy_backward(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale
     return grad.mul_(scale.unsqueeze(-1)).to(x.dtype)
 
 
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, index: Tensor, ignored: int, rows: int, gradients: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cross entropy of the logits ``x @ weightᵀ`` with its gradients, of which only the logits of `rows` rows are there at a time.
+
+    Forward makes the gradients, so that no logits are kept and none are computed twice (as fused kernels for this loss do; Hsu et
+    al. 2024, arXiv:2410.10989, section 3.2). They are those of the plain sum, so that a mean over any number of labels, and the
+    gradient that arrives, scale them afterwards.
+
+    Args:
+        x: [..., d]. weight: [v, d]. index: class of each row [...]. ignored: the index that stands for no class.
+        gradients: whether they are wanted; without, both are empty.
+
+    Returns:
+        The loss of each row [...] in at least float32, be its class ignored or not; and, of the sum of those that are not, the gradients
+        of `x` and, added up in at least float32, of `weight`.
+
+    Raises:
+        RuntimeError: where an index is neither a class nor `ignored`.
+    """
+    flat, classes = x.reshape(-1, x.shape[-1]), index.reshape(-1)
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    losses = flat.new_empty(flat.shape[0], dtype=wide)
+    d_x = torch.empty_like(flat) if gradients else flat.new_empty(0)
+    d_weight = torch.zeros_like(weight, dtype=wide) if gradients else weight.new_empty(0)
+    for start in range(0, flat.shape[0], rows):
+        here = slice(start, start + rows)
+        losses[here], logits = _row_losses(flat[here] @ weight.t(), classes[here], ignored)
+        if gradients:
+            torch.mm(logits, weight, out=d_x[here])
+            if wide == x.dtype:
+                torch.addmm(d_weight, logits.t(), flat[here], out=d_weight)
+            else:
+                d_weight.add_(logits.t() @ flat[here])
+        del logits
+    return losses.view(index.shape), d_x.view(x.shape if gradients else 0), d_weight.to(weight.dtype)
+
+
+def _row_losses(logits: Tensor, index: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """Losses [n] of logits [n, v], and the gradient of the sum of those that are not ignored. `logits` are used up."""
+    m, dtype = logits.amax(-1), logits.dtype
+    picked = pick(logits, index, ignored)
+    shift = m.unsqueeze(-1)
+    exp = logits.float().sub_(shift).exp_() if dtype in (torch.float16, torch.bfloat16) else logits.sub_(shift).exp_()
+    del logits
+    s = exp.sum(-1)
+    local, inside = _local_index(index, 0, exp.shape[-1])
+    exp.div_(s.unsqueeze(-1)).scatter_add_(-1, local.unsqueeze(-1), inside.to(exp.dtype).neg_().unsqueeze(-1))
+    return s.log_().add_(m).sub_(picked), exp.mul_((index != ignored).unsqueeze(-1)).to(dtype)
+
+
 def _assert_inside(index: Tensor, size: int | None, what: str) -> None:
     """Without waiting for the device."""
     if size is not None:

@@ -28,6 +28,7 @@ class PlanOptions:
         gap: relative distance of incumbent and bound at which the search stops. time_limit_s: a safety net per solve.
         solver: ``highs`` or ``cbc``.
         num_microbatches: into how many microbatches a step's batch is cut, or ``"auto"``.
+        loss_rows: rows of a cross entropy's logits that there are at a time on a device, 0 for all, or ``"auto"``.
         batch, outputs: as in `autopar.compile`; they bear on the peak.
     """
 
@@ -39,6 +40,7 @@ class PlanOptions:
     time_limit_s: float = 60.0
     solver: str = "highs"
     num_microbatches: int | Literal["auto"] = "auto"
+    loss_rows: int | Literal["auto"] = "auto"
     batch: Batch = "global"
     outputs: Outputs = "dtensor"
 
@@ -50,6 +52,8 @@ class PlanOptions:
         if self.num_microbatches != "auto" and not (isinstance(self.num_microbatches, int) and self.num_microbatches >= 1):
             what = f"num_microbatches={self.num_microbatches!r} is no number of microbatches"
             raise AutoparError(what, remedy='pass a number from 1, or "auto"')
+        if self.loss_rows != "auto" and not (isinstance(self.loss_rows, int) and self.loss_rows >= 0):
+            raise AutoparError(f"loss_rows={self.loss_rows!r} is no number of rows", remedy='pass a number from 0, or "auto"')
         if not 0 <= self.gap < 1:
             raise AutoparError(f"gap={self.gap} is no relative gap", remedy="pass a number from 0 to below 1, for example 0.01")
         if self.solver not in SOLVERS:
@@ -71,6 +75,7 @@ class PlanOptions:
             "strict": self.strict,
             "gap": self.gap,
             "num_microbatches": self.num_microbatches,
+            "loss_rows": self.loss_rows,
             "batch": self.batch,
             "outputs": self.outputs,
         }

@@ -67,7 +67,7 @@ class Pipeline:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The answer: see the module docstring. `capture` says how repeated layers were captured, or why in full; `overlap` how far
-    communication runs beside compute.
+    communication runs beside compute; `loss_rows` how many rows of logits the loss has at a time on a device, 0 for all.
 
     A plan with a `pipeline` has its decisions in the plans of its stages.
     """
@@ -83,6 +83,7 @@ class Plan:
     capture: str = ""
     pipeline: Pipeline | None = None
     overlap: Overlap = field(default_factory=Overlap)
+    loss_rows: int = 0
 
     def node_choices(self) -> dict[str, Strategy]:
         """Strategy per node key, all instances expanded."""
@@ -184,6 +185,8 @@ def _misfit(plan: Plan) -> str:
             return f"{entry.key} decides nothing"
     if not isinstance(plan.options.get("memory_bytes", 0), int) or plan.options.get("memory_bytes") is True:
         return f"its budget is {plan.options['memory_bytes']!r}"
+    if plan.loss_rows < 0:
+        return f"its loss has {plan.loss_rows} rows at a time"
     overlap = plan.overlap
     if not 0.0 <= overlap.slowdown <= 1.0 or min(overlap.forward_bytes, overlap.backward_bytes) < 0:
         return f"its overlap is {overlap}"
@@ -250,6 +253,7 @@ def _decode_plan(data: Mapping[str, Any]) -> Plan:
         capture=str(data.get("capture", "")),
         pipeline=_decode_pipeline(data.get("pipeline")),
         overlap=Overlap(**data.get("overlap", {})),
+        loss_rows=data.get("loss_rows", 0),
     )
 
 

@@ -20,12 +20,13 @@ from torch.distributed.tensor import Partial, Shard
 from autopar.errors import RuntimeStateError
 from autopar.kernels.collectives import Groups, all_gather, all_reduce, bind, use_groups
 from autopar.layout import Layout, local_shape
+from autopar.ops import linear_cross_entropy
 from autopar.run.program import Program
 from autopar.run.splitting import local_part
 
 Backend = Literal["eager", "inductor"]
 Batch = Literal["global", "local"]
-Outputs = Literal["full", "local", "dtensor"]
+Outputs = Literal["full", "local", "dtensor", "loss"]
 Boxed = Callable[[list[Any]], Any]
 
 
@@ -186,4 +187,7 @@ def _drop_saved(graph_module: fx.GraphModule, num_saved: int) -> None:
     results = tuple(output.args[0])
     output.args = (results[: len(results) - num_saved],)
     graph_module.graph.eliminate_dead_code()
+    for node in graph_module.graph.nodes:
+        if node.target is linear_cross_entropy and all(user.args[1] == 0 for user in node.users):
+            node.kwargs = {**node.kwargs, "gradients": False}
     graph_module.recompile()

@@ -21,6 +21,7 @@ from autopar.errors import AutoparError, VerificationError
 from autopar.halo import Halo, window
 from autopar.kernels import collectives as steps
 from autopar.kernels.bound import part_of
+from autopar.kernels.sums import scale_by
 from autopar.layout import part_range
 from autopar.mesh import Mesh
 from autopar.rules import where_of
@@ -159,6 +160,9 @@ class Handed:
     result: Tensor | None
 
 
+_FUNCTIONAL = {scale_by: torch.mul}  # virtual ranks share tensors that are alike, which none may write into
+
+
 class Ranks:
     """Runs graphs over lists of ranks and records their communication steps."""
 
@@ -203,7 +207,7 @@ class Ranks:
             raise VerificationError(f"{node_name(node)} fails in the {phase} graph: {error}", where=where_of(node)) from error
 
     def _run_op(self, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
-        target: Any = node.target
+        target: Any = _FUNCTIONAL.get(node.target, node.target)
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             raise VerificationError("an operator of the program writes into its operand")
         args, kwargs = tree_map(lambda a: _promote_dtype(a, self.dtype), (node.args, dict(node.kwargs)))

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from autopar.api.compiling import compile
 from autopar.capture import Trace, capture
+from autopar.capture.loss_head import loss_by_rows
 from autopar.cost.price import price
 from autopar.errors import InfeasibleError
 from autopar.hardware import HardwareProfile
@@ -34,6 +35,7 @@ from benchmarks.searching import searched
 MESH = Mesh({"d": 1})
 METHOD = "autopar"
 GAP, TIME_LIMIT_S = 0.002, 60.0
+ROWS = (128, 64)  # of logits at a time, where a plan of activations alone may have fewer than all
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +108,40 @@ class Planner:
         Raises:
             InfeasibleError: where no plan is found.
         """
-        options = PlanOptions(memory_bytes=budget_bytes + self.resident_bytes, optimizer="none", gap=GAP, time_limit_s=TIME_LIMIT_S)
-        classes, budget = classes_of(self.trace, MESH.shape), options.budget(self.profile)
-        priced = price(self.trace, classes, MESH, self.profile, budget_bytes=budget, optimizer="none")
-        priced = replace(priced, problem=replace(priced.problem, ops=tuple(map(_without_gradient, priced.problem.ops))))
-        tried = searched(self.trace, MESH, self.profile, priced, options, _ActivationJob)
+        tried = self._tried(budget_bytes)
         module = ParallelModule(tried.program, device_mesh(MESH), self.model, outputs="dtensor")
         return self._compiled(module, tried.plan, trace_peak(tried.program, outputs="dtensor").peak_bytes)
+
+    def _tried(self, budget_bytes: int) -> Tried:
+        """The fastest that fits, be its loss computed at once or, where that must recompute something, by rows.
+
+        Raises:
+            InfeasibleError: where none does.
+        """
+        options = PlanOptions(memory_bytes=budget_bytes + self.resident_bytes, optimizer="none", gap=GAP, time_limit_s=TIME_LIMIT_S)
+        best: Tried | None = None
+        refusal: InfeasibleError | None = None
+        for rows in (0, *ROWS):
+            try:
+                found = self._by_rows(rows, options)
+            except InfeasibleError as error:
+                refusal = error
+                continue
+            best = found if best is None or found.time_s < best.time_s else best
+            if not any(e.recompute for e in best.plan.entries):
+                break
+        if best is None:
+            assert refusal is not None, "something was tried"
+            raise refusal
+        return best
+
+    def _by_rows(self, rows: int, options: PlanOptions) -> Tried:
+        trace = loss_by_rows(self.trace, rows) if rows else self.trace
+        classes, budget = classes_of(trace, MESH.shape), options.budget(self.profile)
+        priced = price(trace, classes, MESH, self.profile, budget_bytes=budget, optimizer="none")
+        priced = replace(priced, problem=replace(priced.problem, ops=tuple(map(_without_gradient, priced.problem.ops))))
+        tried = searched(trace, MESH, self.profile, priced, options, _ActivationJob)
+        return replace(tried, plan=replace(tried.plan, loss_rows=rows))
 
     def _compiled(self, module: ParallelModule, plan: Any, peak_bytes: int) -> Compiled:
         def forward() -> Tensor:
@@ -122,7 +151,7 @@ class Planner:
         parameters = {name.removeprefix("model."): p for name, p in module.named_parameters()}
         variant = Variant(METHOD, parameters, [*module.buffers(), *self.batch.values()], forward)
         recomputed = sum(len(e.instances) * len(e.recompute) for e in plan.entries if e.recompute)
-        decisions = tuple((e.key, e.nodes, e.recompute) for e in plan.entries), plan.kept
+        decisions = plan.loss_rows, tuple((e.key, e.nodes, e.recompute) for e in plan.entries), plan.kept
         return Compiled(variant, decisions, peak_bytes, recomputed, plan.proof.gap)
 
 

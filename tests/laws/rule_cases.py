@@ -222,6 +222,10 @@ CASES: Mapping[Any, Case | list[Case]] = {
     ops.sum_exp: lambda s: on(x := real(s.a, s.b, s.c), x.amax(-1)),
     ops.pick: lambda s: on(real(s.a, s.b, s.c), ids(s.c, s.a, s.b), -100),
     ops.cross_entropy_backward: softmaxed,
+    ops.linear_cross_entropy: [
+        lambda s: on(real(s.a, s.b, s.c), real(s.d + 1, s.c), ids(s.d, s.a, s.b), -100, 2),
+        lambda s: on(real(s.a, s.c), real(s.d + 1, s.c), ids(s.d + 1, s.a), 0, 7),
+    ],
     aten.nll_loss_forward.default: [nll, lambda s: nll(s, 2), lambda s: nll(s, 0)],
     aten.nll_loss_backward.default: [nll_backward, lambda s: nll_backward(s, 0)],
     aten.native_layer_norm.default: [

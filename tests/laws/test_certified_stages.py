@@ -43,7 +43,7 @@ def made() -> Made:
     mesh, force = autopar.Mesh({"stage": 2, "data": 2}), (pipeline("stage", microbatches=4), fsdp("data"))
     whole, planned = plan_model(model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=force)
     assert planned.plan.pipeline is not None
-    part, how, stages = staged_trace(planned.plan.pipeline, model, whole, (), batch)
+    part, how, stages = staged_trace(planned.plan, model, whole, (), batch)
     return Made(planned.plan, whole, part, how, stages)
 
 

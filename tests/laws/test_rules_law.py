@@ -116,6 +116,8 @@ WRONG: Mapping[str, Wrong] = {
     "a transpose that forgets to": (aten.transpose.int, lambda s: on(real(4, 6), 0, 1), [S0], [S0]),
     "a slice of a sharded dim": (aten.slice.Tensor, lambda s: on(real(4, 4), 1, 0, 2), [S1], [S1]),
     "a part of the vocabulary taken for the whole": (ops.embedding, CASES[ops.embedding], [S0, R], [R]),
+    "a loss' gradient of the weight not reduced": (ops.linear_cross_entropy, CASES[ops.linear_cross_entropy][0], [S0, R, S0], [S0, S0, R]),
+    "a loss over a part of the features": (ops.linear_cross_entropy, CASES[ops.linear_cross_entropy][0], [S2, S1, R], [P, S2, S1]),
     "a convolution that adds its bias on every rank": (aten.convolution.default, lambda s: convolved(s, bias=True), [S1, S1, R], [P]),
     "a bias' gradient counted once per rank": (aten.convolution_backward.default, convolved_backward, [R, S1, S1], [S1, S1, P]),
     "a mean loss over a sharded batch": (aten.nll_loss_forward.default, nll, [S0, S0], [P, P]),

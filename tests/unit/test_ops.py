@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autopar import ops
 from autopar.ops import attending
+from autopar.run.memory import LiveBytes
 
 EQUATIONS = [
     "bsk,nk->bsn",  # linear
@@ -148,6 +149,47 @@ def test_cross_entropy_holds_one_temporary_of_the_logits_size() -> None:
         assert len(big) == 1
         ops.cross_entropy_backward(x, m, s, index, torch.ones(8))
     assert len(big) == 2
+
+
+@pytest.mark.parametrize("rows", [1, 4, 6, 100])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
+def test_a_cross_entropy_by_rows_is_torchs(rows: int, dtype: torch.dtype, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 3, 5), (11, 5)))
+    index = torch.tensor([[0, 10, -100], [3, 3, 7]])
+    a, b = (t.double().clone().requires_grad_() for t in (x, weight))
+    expected = torch.nn.functional.cross_entropy((a @ b.t()).flatten(0, 1), index.flatten(), reduction="none").view(2, 3)
+    expected.sum().backward()
+    losses, d_x, d_weight = ops.linear_cross_entropy(x, weight, index, -100, rows)
+    seen = index != -100
+    torch.testing.assert_close(losses.double()[seen], expected.detach()[seen], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(d_x.double(), a.grad, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(d_weight.double(), b.grad, rtol=tolerance, atol=tolerance)
+    assert (d_x.dtype, d_weight.dtype) == (dtype, dtype) and losses.dtype == (torch.float32 if dtype == torch.bfloat16 else dtype)
+    alone = ops.linear_cross_entropy(x, weight, index, -100, rows, gradients=False)
+    assert torch.equal(alone[0], losses) and not alone[1].numel() and not alone[2].numel()
+
+
+def test_a_cross_entropy_by_rows_of_no_rows_is_empty() -> None:
+    losses, d_x, d_weight = ops.linear_cross_entropy(torch.ones(0, 4), torch.ones(3, 4), torch.ones(0, dtype=torch.long), -100, 2)
+    assert losses.shape == (0,) and d_x.shape == (0, 4) and not d_weight.any()
+
+
+def test_a_cross_entropy_by_rows_refuses_a_class_that_is_none() -> None:
+    with pytest.raises(RuntimeError, match="labels must be in 0…2"):
+        ops.linear_cross_entropy(torch.ones(2, 4), torch.ones(3, 4), torch.tensor([0, 3]), -100, 2)
+
+
+def test_a_cross_entropy_by_rows_holds_the_logits_of_its_rows_alone() -> None:
+    x, weight, index = torch.randn(64, 4), torch.randn(1000, 4), torch.zeros(64, dtype=torch.long)
+    with LiveBytes() as memory:
+        memory.register([x, weight, index])
+        memory.reset_peak()
+        before = memory.live_bytes
+        made = ops.linear_cross_entropy(x, weight, index, -100, 8)
+        held = sum(t.nbytes for t in made)
+        assert memory.live_bytes - before == held
+        assert held + 8 * 1000 * 4 <= memory.peak_bytes - before <= held + 8 * 1000 * 4 + 1000  # one buffer of logits, and rows
 
 
 def _attention_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:

@@ -96,10 +96,14 @@ def _unflattened(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     if labels.target is aten.view.default and merged_dims(shape_of(labels.args[0]), shape_of(labels)) is not None:
         labels = labels.args[0]
         labels = labels.args[0] if labels.target is aten.clone.default else labels
-    x = view(node, logits, (*shape_of(labels), shape_of(logits)[-1]))
-    if x.target is aten._to_copy.default and dtype_of(x) == torch.float32 and dtype_of(x.args[0]) in _HALF:
-        x = x.args[0]
-    return x, labels
+    x = view(node, _before_cast(logits), (*shape_of(labels), shape_of(logits)[-1]))
+    return _before_cast(x), labels
+
+
+def _before_cast(logits: fx.Node) -> fx.Node:
+    """Logits in half precision, where these are a cast of them."""
+    widened = logits.target is aten._to_copy.default and dtype_of(logits) == torch.float32 and dtype_of(logits.args[0]) in _HALF
+    return logits.args[0] if widened else logits
 
 
 def _backward(end: fx.Node, tangent: fx.Node, pieces: _Pieces) -> None:
@@ -111,6 +115,8 @@ def _backward(end: fx.Node, tangent: fx.Node, pieces: _Pieces) -> None:
     scale = emit(end, aten.mul.Tensor, (pieces.valid, per_row), shape_of(pieces.valid), dtype=accumulate)
     args = (pieces.x, pieces.m, pieces.s, pieces.labels, scale)
     gradient = emit(end, ops.cross_entropy_backward, args, shape_of(pieces.x), dtype=dtype_of(pieces.x))
+    for back in [n for n in end.users if n.target is aten._to_copy.default and dtype_of(n) == dtype_of(gradient)]:
+        back.replace_all_uses_with(view(end, gradient, shape_of(end)))  # no wider than the logits after all
     end.replace_all_uses_with(view(end, _cast(end, gradient, dtype_of(end)), shape_of(end)))
 
 

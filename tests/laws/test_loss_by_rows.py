@@ -1,0 +1,127 @@
+"""The planner computes a loss by rows where that is what memory is worth, and the program is what the plain model computes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import zoo_small
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import autopar
+from autopar.constraints import pipeline
+from autopar.errors import AutoparError, CaptureError, InfeasibleError, PlanError
+from autopar.kernels.sums import scale_by
+from autopar.run.memory import LiveBytes
+from autopar.run.module import ParallelModule
+
+WIDE = {"vocab_size": 4096}  # logits weigh more than all else
+HOW: dict[str, Any] = {"hardware": "cpu-gloo", "outputs": "loss", "optimizer": "none"}
+
+
+def wide(kind: str = "llama", dtype: torch.dtype = torch.float32) -> zoo_small.Built:
+    model, batch = getattr(zoo_small, kind)(dtype=dtype, **WIDE)
+    longer = {name: torch.cat([x] * 10) for name, x in batch.items()}  # 480 rows
+    return model, {name: x[:40] for name, x in longer.items()}
+
+
+@pytest.fixture(scope="module")
+def squeezed() -> tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan]:
+    """A plan under two thirds of what suits it best."""
+    model, batch = wide()
+    ample = autopar.plan(model, 1, example_inputs=batch, **HOW)
+    assert ample.loss_rows == 0
+    budget = ample.prediction.peak_bytes * 2 // 3
+    with pytest.raises(InfeasibleError):
+        autopar.plan(model, 1, example_inputs=batch, memory_bytes=budget, loss_rows=0, num_microbatches=1, **HOW)
+    return model, batch, autopar.plan(model, 1, example_inputs=batch, memory_bytes=budget, num_microbatches=1, **HOW)
+
+
+def test_it_is_chosen_where_logits_do_not_fit(squeezed: tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan]) -> None:
+    model, batch, plan = squeezed
+    assert 0 < plan.loss_rows < 480
+    assert any("rows of logits" in covered for covered in plan.proof.covers)
+    assert autopar.Plan.loads(plan.dumps()) == plan
+    assert autopar.verify(plan, model, batch).ok
+    assert autopar.check(plan, model, batch).ok
+
+
+def test_its_peak_and_its_gradients_are_as_promised(squeezed: tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan]) -> None:
+    model, batch, plan = squeezed
+    plain = copy.deepcopy(model)
+    module = autopar.compile(model, 1, example_inputs=batch, plan=plan, outputs="loss")
+    assert isinstance(module, ParallelModule)
+    assert any(node.target is scale_by for node in module.program.backward.graph.nodes)
+    with LiveBytes() as live:
+        gc.collect()
+        live.register([*module.parameters(), *module.buffers(), *batch.values()])
+        live.reset_peak()
+        result = module(**batch)
+        (result.loss * 3).backward()
+        assert abs(live.peak_bytes - plan.prediction.peak_bytes) <= 0.01 * plan.prediction.peak_bytes
+    assert result.logits is None
+    expected = plain(**batch).loss
+    (expected * 3).backward()
+    torch.testing.assert_close(result.loss, expected)
+    theirs = dict(plain.named_parameters())
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), theirs[name].grad, rtol=1e-4, atol=1e-6)
+
+
+def test_without_gradients_none_are_made(squeezed: tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan]) -> None:
+    model, batch, plan = squeezed
+    module = autopar.compile(model, 1, example_inputs=batch, plan=plan, outputs="loss")
+    with FlopCounterMode(display=False) as trained:
+        loss = module(**batch).loss.detach()
+    with FlopCounterMode(display=False) as asked, torch.no_grad():
+        torch.testing.assert_close(module(**batch).loss, loss)
+    product = 2 * 480 * 4096 * 32
+    assert trained.get_total_flops() - asked.get_total_flops() == 2 * product
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("mesh", [{"a": 3}, {"a": 2, "b": 2}], ids=str)
+def test_ranks_take_their_own_rows(kind: str, mesh: dict[str, int]) -> None:
+    model, batch = getattr(zoo_small, kind)()
+    plan = autopar.plan(model, mesh, example_inputs=batch, loss_rows=5, **HOW)
+    assert plan.loss_rows == 5
+    assert autopar.verify(plan, model, batch).ok
+    assert autopar.check(plan, model, batch).ok
+
+
+@pytest.mark.parametrize("axis", ["stage", ""])
+def test_microbatches_and_stages_keep_it(axis: str) -> None:
+    model, batch = zoo_small.gpt2()  # whose head shares its weight with the first stage
+    force = (pipeline("stage", microbatches=2),) if axis else ()
+    mesh = {"stage": 2, "data": 2} if axis else {"data": 2}
+    num: Any = "auto" if axis else 2
+    plan = autopar.plan(model, mesh, example_inputs=batch, loss_rows=4, constraints=force, num_microbatches=num, **HOW)
+    assert plan.loss_rows == 4 and plan.pipeline is not None and plan.pipeline.num_microbatches == 2
+    assert autopar.verify(plan, model, batch).ok
+    assert autopar.check(plan, model, batch).ok
+
+
+def test_a_plan_of_other_rows_is_rejected() -> None:
+    model, batch = zoo_small.llama()
+    plan = autopar.plan(model, 2, example_inputs=batch, loss_rows=5, **HOW)
+    assert not autopar.check(replace(plan, loss_rows=2), model, batch).ok
+    with pytest.raises(PlanError):
+        autopar.verify(replace(plan, loss_rows=0), model, batch)
+
+
+def test_what_cannot_be_had_is_refused() -> None:
+    model, batch = zoo_small.llama()
+    with pytest.raises(CaptureError, match='outputs="loss"'):
+        autopar.plan(model, 2, example_inputs=batch, loss_rows=5, hardware="cpu-gloo")
+    with pytest.raises(AutoparError, match="no number of rows"):
+        autopar.plan(model, 2, example_inputs=batch, loss_rows=-1, **HOW)
+    with pytest.raises(InfeasibleError, match='outputs="loss"'):
+        autopar.plan(model, 1, example_inputs=batch, memory_bytes=1000, hardware="cpu-gloo")
+    plan = autopar.plan(model, 1, example_inputs=batch, loss_rows=5, **HOW)
+    with pytest.raises(PlanError, match="made for outputs='loss'"):
+        autopar.compile(model, 1, example_inputs=batch, plan=plan)
