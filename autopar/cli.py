@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -30,6 +30,7 @@ from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions
 from autopar.plans import Plan
+from autopar.run.executor import Outputs
 from autopar.units import seconds
 
 app = typer.Typer(
@@ -80,12 +81,17 @@ def plan_command(
     pipeline: Annotated[str | None, typer.Option(metavar="AXIS", help="Cut the model into stages along this axis of the mesh.")] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Into how many the batch is cut.")] = None,
     schedule: Annotated[str, typer.Option(help=f"Of the stages: {' or '.join(SCHEDULES)}.")] = SCHEDULES[0],
+    outputs: Annotated[
+        str, typer.Option(help="loss, if a step needs no other output: a language model's logits need never be there at once. Or dtensor.")
+    ] = "dtensor",
     out_file: Annotated[Path | None, typer.Option("--out", help="Where the plan is written.")] = None,
 ) -> None:
     """Plan a model for a mesh: no GPU, no process group, weights on meta."""
     axes, profile = int(mesh) if mesh.isdigit() else Mesh.parse(mesh), HardwareProfile.load(hardware)
     stages = (constraints.pipeline(pipeline, microbatches=microbatches, schedule=schedule),) if pipeline is not None else ()
-    options = PlanOptions(parse_size(memory), optimizer, stages, strict, gap, num_microbatches=microbatches or "auto")
+    options = PlanOptions(
+        parse_size(memory), optimizer, stages, strict, gap, num_microbatches=microbatches or "auto", outputs=cast(Outputs, outputs)
+    )
     start = time.perf_counter()
     with _progress("building the model") as tell:
         network, example = _build(hf, model, module, batch, seq, dtype, "meta")

@@ -16,7 +16,7 @@ from rich.text import Text
 from autopar.breakdown import CROSSING, Part, breakdown, in_words
 from autopar.explanation.prices import Worth
 from autopar.explanation.rendering import Readable, table
-from autopar.explanation.whole import Explanation, covered, made_for, memory, objective
+from autopar.explanation.whole import Explanation, covered, made_for, memory, objective, of_loss
 from autopar.plans import Pipeline, Plan
 from autopar.units import seconds, share, size
 
@@ -99,6 +99,7 @@ class StagedExplanation(Readable):
             yield f"{', '.join(map(seconds, hidden_s))} of a microbatch run beside compute, by stages: simulated, a step takes {simulated}"
         fullest = max(range(len(times)), key=lambda s: pipeline.stages[s].prediction.peak_bytes)
         yield f"peak{f' of stage {fullest}' if pipeline.axis else ''} {memory(plan)}"
+        yield from of_loss(plan)
         yield objective(plan)
         yield from self._prices()
         yield from covered(plan)

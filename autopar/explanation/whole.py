@@ -74,6 +74,7 @@ class Explanation(Readable):
         )
         yield from beside(plan)
         yield f"peak {memory(plan)}"
+        yield from of_loss(plan)
         yield objective(plan)
         price = plan.proof.memory_price_s_per_gib
         yield (
@@ -138,6 +139,12 @@ def beside(plan: Plan) -> Iterator[str]:
         f"{seconds(prediction.exposed_s)} do not: simulated, the emitted step takes {seconds(prediction.simulated_s)}"
     )
     yield f"early steps hold at most {size(overlap.forward_bytes)} in forward, {size(overlap.backward_bytes)} in backward"
+
+
+def of_loss(plan: Plan) -> Iterator[str]:
+    """How the loss is computed, where that is not all at once."""
+    if plan.loss_rows:
+        yield f"the loss has {plan.loss_rows} rows of logits at a time on a device, and forward makes its gradients"
 
 
 def objective(plan: Plan) -> str:

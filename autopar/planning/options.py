@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from autopar.constraints import Constraint
 from autopar.cost.priced import OPTIMIZERS
@@ -52,6 +52,8 @@ class PlanOptions:
         if self.num_microbatches != "auto" and not (isinstance(self.num_microbatches, int) and self.num_microbatches >= 1):
             what = f"num_microbatches={self.num_microbatches!r} is no number of microbatches"
             raise AutoparError(what, remedy='pass a number from 1, or "auto"')
+        if self.outputs not in get_args(Outputs):
+            raise AutoparError(f"outputs={self.outputs!r} is not known", remedy=f"pass one of {', '.join(get_args(Outputs))}")
         if self.loss_rows != "auto" and not (isinstance(self.loss_rows, int) and self.loss_rows >= 0):
             raise AutoparError(f"loss_rows={self.loss_rows!r} is no number of rows", remedy='pass a number from 0, or "auto"')
         if not 0 <= self.gap < 1:

@@ -46,6 +46,7 @@ def test_it_is_chosen_where_logits_do_not_fit(squeezed: tuple[nn.Module, dict[st
     model, batch, plan = squeezed
     assert 0 < plan.loss_rows < 480
     assert any("rows of logits" in covered for covered in plan.proof.covers)
+    assert f"the loss has {plan.loss_rows} rows of logits at a time" in str(autopar.explain(plan))
     assert autopar.Plan.loads(plan.dumps()) == plan
     assert autopar.verify(plan, model, batch).ok
     assert autopar.check(plan, model, batch).ok
@@ -120,6 +121,8 @@ def test_what_cannot_be_had_is_refused() -> None:
         autopar.plan(model, 2, example_inputs=batch, loss_rows=5, hardware="cpu-gloo")
     with pytest.raises(AutoparError, match="no number of rows"):
         autopar.plan(model, 2, example_inputs=batch, loss_rows=-1, **HOW)
+    with pytest.raises(AutoparError, match="outputs='losses' is not known"):
+        autopar.plan(model, 2, example_inputs=batch, outputs="losses", hardware="cpu-gloo")  # type: ignore[arg-type]
     with pytest.raises(InfeasibleError, match='outputs="loss"'):
         autopar.plan(model, 1, example_inputs=batch, memory_bytes=1000, hardware="cpu-gloo")
     plan = autopar.plan(model, 1, example_inputs=batch, loss_rows=5, **HOW)
