@@ -120,14 +120,17 @@ class Executor:
 
     def _graph(self, phase: str) -> Boxed:
         if phase not in self._graphs:
-            program = self.program
-            source = {"backward": program.backward, "begin": program.begin, "end": program.end}.get(phase, program.forward)
-            assert source is not None, "graphs of the step are there where the program accumulates"
-            bound = bind(source, self.groups, self.device.type)
+            bound = bind(self._source(phase), self.groups, self.device.type)
             if phase == "inference":
-                _drop_saved(bound, self.program.num_saved)
+                bound.graph = without_saved(bound.graph, self.program.num_saved)
             self._graphs[phase] = boxed(bound) if self._backend == "eager" else _compiled(bound)
         return self._graphs[phase]
+
+    def _source(self, phase: str) -> fx.GraphModule:
+        program = self.program
+        source = {"backward": program.backward, "begin": program.begin, "end": program.end}.get(phase, program.forward)
+        assert source is not None, "graphs of the step are there where the program accumulates"
+        return source
 
 
 def gather(local: Tensor, layout: Layout, groups: Groups, shape: Sequence[int]) -> Tensor:
@@ -181,13 +184,13 @@ def _compiled(graph_module: fx.GraphModule) -> Boxed:
     return run
 
 
-def _drop_saved(graph_module: fx.GraphModule, num_saved: int) -> None:
-    """Leave only outputs and new buffers: a forward graph without a backward."""
-    output = next(node for node in graph_module.graph.nodes if node.op == "output")
-    results = tuple(output.args[0])
-    output.args = (results[: len(results) - num_saved],)
-    graph_module.graph.eliminate_dead_code()
-    for node in graph_module.graph.nodes:
+def without_saved(source: fx.Graph, num_saved: int) -> fx.Graph:
+    """A copy that makes only outputs and new buffers: a forward graph without a backward."""
+    graph = fx.Graph()
+    results = graph.graph_copy(source, {})
+    graph.output(tuple(results[: len(results) - num_saved]))  # type: ignore[index, arg-type]
+    graph.eliminate_dead_code()
+    for node in graph.nodes:
         if node.target is linear_cross_entropy and all(user.args[1] == 0 for user in node.users):
             node.kwargs = {**node.kwargs, "gradients": False}
-    graph_module.recompile()
+    return graph

@@ -1,78 +1,19 @@
-"""The peak of live tensor bytes: measured on real tensors, predicted on fake ones, by the same count.
-
-A storage counts from the operator that first shows it until it is freed; views share their storage. Kernels' own scratch
-memory, and what the allocator keeps, are not in it.
-"""
+"""The peak of live tensor bytes of a step: predicted on fake tensors, by the count that measures it on real ones (`autopar.run.live`)."""
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from autopar.capture._torch import FakeTensorMode
 from autopar.kernels.collectives import fake_groups
 from autopar.layout import local_shape
-from autopar.run.executor import Batch, Executor, Outputs
+from autopar.run.executor import Batch, Outputs
+from autopar.run.live import LiveBytes
 from autopar.run.program import Program, ProgramTensor
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensor storages made while it is active, and of those that are registered.
-
-    Attributes:
-        live_bytes: now. peak_bytes: the largest so far (see `reset_peak`).
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live_bytes = self.peak_bytes = 0
-        self._known: dict[int, weakref.finalize] = {}
-
-    def register(self, tensors: Iterable[Any]) -> None:
-        """Count tensors that exist already: parameters, buffers, the batch. What is no tensor is passed over."""
-        for tensor in tensors:
-            if isinstance(tensor, Tensor):
-                self._see(tensor)
-
-    def reset_peak(self) -> None:
-        """Begin a new peak at what is live now."""
-        self.peak_bytes = self.live_bytes
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its operators on local tensors come here
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._see(leaf)
-        return result
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        for finalizer in self._known.values():
-            finalizer.detach()
-        self._known.clear()
-
-    def _see(self, tensor: Tensor) -> None:
-        storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
-        key, num_bytes = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known[key] = weakref.finalize(storage, self._free, key, num_bytes)
-            self.live_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def _free(self, key: int, num_bytes: int) -> None:
-        if self._known.pop(key, None) is not None:
-            self.live_bytes -= num_bytes
+from autopar.run.rehearsal import Rehearsal, Seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +46,17 @@ def trace_peak(
 
 
 def _run(
-    program: Program, memory: LiveBytes, batch: Batch, outputs: Outputs, coordinate: tuple[int, ...] | None = None, train: bool = True
+    program: Program,
+    memory: LiveBytes,
+    batch: Batch,
+    outputs: Outputs,
+    coordinate: tuple[int, ...] | None = None,
+    train: bool = True,
+    seen: Seen | None = None,
 ) -> PeakMemory:
     groups = fake_groups(program.mesh, coordinate)
     place = tuple(group.coordinate for group in groups)
-    executor = Executor(program, groups, batch=batch, outputs=outputs)
+    executor = Rehearsal(program, groups, memory, batch=batch, outputs=outputs, seen=seen)
     with FakeTensorMode(), memory, torch.no_grad():
         parameters = [_empty(t, program, place) for t in program.parameters]
         buffers = [_empty(t, program, place) for t in program.buffers]
@@ -147,27 +94,9 @@ class NodePeak:
 def node_peaks(program: Program, *, batch: Batch = "global", outputs: Outputs = "full") -> tuple[NodePeak, ...]:
     """The peak while each node of a step runs, in order, without optimizer state. Counted as `trace_peak` does, whose peak is
     the largest of these but for what is sliced before the graphs run and gathered after."""
-    memory = LiveBytes()
-    nodes: list[tuple[str, fx.Node]] = []
-    peaks: list[tuple[int, int]] = []  # (node that is about to run, peak since the one before was)
-
-    def watch(number: int) -> None:
-        peaks.append((number, memory.peak_bytes))
-        memory.reset_peak()
-
-    def watched(source: fx.GraphModule, phase: str) -> fx.GraphModule:
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(source.graph, {}))
-        for node, original in zip(list(graph.nodes), source.graph.nodes, strict=True):
-            if node.op in ("call_function", "output"):
-                with graph.inserting_before(node):
-                    graph.call_function(watch, (len(nodes),))
-                nodes.append((phase, original))
-        return fx.GraphModule(source, graph)
-
-    forward, backward = watched(program.forward, "forward"), watched(program.backward, "backward")
-    _run(replace(program, forward=forward, backward=backward), memory, batch, outputs)
-    return tuple(NodePeak(*nodes[before], peak) for (before, _), (_, peak) in itertools.pairwise(peaks))
+    found: list[NodePeak] = []
+    _run(program, LiveBytes(), batch, outputs, seen=lambda *each: found.append(NodePeak(*each)))
+    return tuple(found)
 
 
 def _empty(tensor: ProgramTensor, program: Program, coordinate: tuple[int, ...]) -> Tensor:

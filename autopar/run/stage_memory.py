@@ -14,9 +14,10 @@ from torch import Tensor
 from autopar.capture._torch import FakeTensorMode
 from autopar.kernels.collectives import fake_groups
 from autopar.layout import local_shape
-from autopar.run.executor import Executor, Outputs
-from autopar.run.memory import LiveBytes
+from autopar.run.executor import Outputs
+from autopar.run.live import LiveBytes
 from autopar.run.program import Program
+from autopar.run.rehearsal import Rehearsal
 from autopar.run.stage_work import StageWork
 
 SIMULATED = 2  # microbatches in flight
@@ -44,7 +45,7 @@ def trace_stage_peak(program: Program, schedule: str, num_in_flight: int, num_mi
     num = flying if schedule == "gpipe" else min(num_microbatches, flying + 1)
     memory = LiveBytes()
     with FakeTensorMode(), torch.no_grad():
-        work, tensors = _work(program, outputs)
+        work, tensors = _work(program, outputs, memory)
         parts = [{t.name: torch.empty(t.shape, dtype=t.dtype) for t in program.inputs if not t.crosses} for _ in range(num)]
         with memory:
             memory.register(tensors)
@@ -63,11 +64,11 @@ def trace_stage_peak(program: Program, schedule: str, num_in_flight: int, num_mi
     return StagePeak(memory.peak_bytes + (num_in_flight - flying) * held, held)
 
 
-def _work(program: Program, outputs: Outputs) -> tuple[StageWork, list[Tensor]]:
+def _work(program: Program, outputs: Outputs, memory: LiveBytes) -> tuple[StageWork, list[Tensor]]:
     """The stage's work on one rank, its parameters and buffers."""
     groups = fake_groups(program.mesh)
     place = tuple(group.coordinate for group in groups)
-    executor = Executor(program, groups, outputs="full" if outputs == "full" else "local")
+    executor = Rehearsal(program, groups, memory, outputs="full" if outputs == "full" else "local")
     tensors = (*program.parameters, *program.buffers)
     empty = [torch.empty(local_shape(t.view, t.layout, program.mesh.shape, place), dtype=t.dtype) for t in tensors]
     return StageWork(program, executor, torch.device("cpu")), empty

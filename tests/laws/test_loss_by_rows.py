@@ -17,7 +17,7 @@ import autopar
 from autopar.constraints import pipeline
 from autopar.errors import AutoparError, CaptureError, InfeasibleError, PlanError
 from autopar.kernels.sums import scale_by
-from autopar.run.memory import LiveBytes
+from autopar.run.live import LiveBytes
 from autopar.run.module import ParallelModule
 
 WIDE = {"vocab_size": 4096}  # logits weigh more than all else

@@ -24,7 +24,8 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.run.checkpoints import CheckpointTensor
 from autopar.run.device_mesh import device_mesh
-from autopar.run.memory import LiveBytes, trace_peak
+from autopar.run.live import LiveBytes
+from autopar.run.memory import trace_peak
 from autopar.run.module import ParallelModule
 from autopar.run.optimizers import REFUSED, SUPPORTED
 from autopar.run.parameters import Storage, storable

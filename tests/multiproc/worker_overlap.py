@@ -15,7 +15,8 @@ from autopar.emit import emit
 from autopar.kernels import collectives as steps
 from autopar.plans import Plan
 from autopar.run.device_mesh import device_mesh
-from autopar.run.memory import LiveBytes, trace_peak
+from autopar.run.live import LiveBytes
+from autopar.run.memory import trace_peak
 from autopar.run.module import ParallelModule
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.plans import Plan
-from autopar.run.memory import LiveBytes
+from autopar.run.live import LiveBytes
 
 STEPS, LEARNING_RATE, MAX_NORM = 3, 1e-3, 0.5
 

@@ -14,8 +14,8 @@ from autopar.kernels import collectives as steps
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.run.device_mesh import device_mesh, groups_of
+from autopar.run.live import LiveBytes
 from autopar.run.lockstep import run_lockstep
-from autopar.run.memory import LiveBytes
 from autopar.run.program import Program, ProgramTensor
 
 MESH = Mesh({"data": 2, "tensor": 2})

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar import ops
 from autopar.ops import attending
-from autopar.run.memory import LiveBytes
+from autopar.run.live import LiveBytes
 
 EQUATIONS = [
     "bsk,nk->bsn",  # linear

@@ -7,7 +7,8 @@ import torch
 from handwritten import program
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.run.memory import LiveBytes, trace_peak
+from autopar.run.live import LiveBytes
+from autopar.run.memory import trace_peak
 
 
 def chain() -> torch.Tensor:

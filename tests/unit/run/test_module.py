@@ -17,7 +17,8 @@ from autopar.errors import MeshError, RuntimeStateError
 from autopar.mesh import Mesh
 from autopar.run import executor
 from autopar.run.device_mesh import device_mesh, mesh_of
-from autopar.run.memory import LiveBytes, trace_peak
+from autopar.run.live import LiveBytes
+from autopar.run.memory import trace_peak
 from autopar.run.module import ParallelModule
 
 
