@@ -24,7 +24,7 @@ from torch import Tensor
 
 import autopar
 from autopar import hf
-from autopar.run.memory import LiveBytes
+from autopar.run.live import LiveBytes
 from autopar.units import size
 from benchmarks.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from autopar.run.memory import LiveBytes
+from autopar.run.live import LiveBytes
 
 aten = torch.ops.aten
 # torch has no formula for the attention kernels of the CPU. Masks save no flops in its formulas of other kernels, nor here;
