@@ -1,8 +1,9 @@
 """At which change of the hardware a runner-up overtakes: by which factor a link's bandwidth, or the speed of compute, has to change.
 
 The chosen strategy of an op and its runner-up are priced again on changed hardware, exactly, all else fixed as in
-`autopar.planning.runner_up`; the factor nearest to 1 is bisected at which they cost the same. Only this one choice is compared: a plan
-made for the changed hardware may change others sooner.
+`autopar.planning.runner_up`, but for one thing: early communication costs s of its time, as if compute always hid it; the factor nearest
+to 1 is bisected at which they cost the same. Only this one choice is compared: a plan made for the changed hardware may change others
+sooner.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from autopar.cost.times import price_collectives
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning.repricing import decisions
-from autopar.planning.runner_up import op_cost, variants_by_op
+from autopar.planning.runner_up import local_load, variants_by_op
 from autopar.plans import Plan
 from autopar.problem import Choices, Problem
+from autopar.streams import ON_COMPUTE
 
 _FARTHEST = 64.0  # factors beyond are not looked at
 _STEP = 2**0.5  # of the outward search for a factor at which the runner-up is no dearer
@@ -65,7 +67,7 @@ def flips(plan: Plan, priced: Priced, mesh: Mesh, profile: HardwareProfile, *, m
         assert entry.runner_up is not None, "it is among the closest"
         touched = touching.get(index, ())
         named = [i for i, s in enumerate(priced.problem.ops[index].strategies) if str(s.layouts) == entry.runner_up.strategy]
-        other = min(named, key=lambda s: op_cost(priced.problem, choices, index, s, touched))
+        other = min(named, key=lambda s: _cost(priced.problem, choices, index, s, touched))
         changes: list[tuple[float, float, str]] = []
         for what in (COMPUTE, *links):
             local = _Local(priced.problem, choices, index, other, touched, mesh, profile, what)
@@ -95,7 +97,7 @@ class _Local:
         """By how much the runner-up is dearer."""
         problem = self._changed(factor)
         chosen = self.choices.strategies[self.index]
-        costs = (op_cost(problem, self.choices, self.index, s, self.touched) for s in (self.other, chosen))
+        costs = (_cost(problem, self.choices, self.index, s, self.touched) for s in (self.other, chosen))
         return next(costs) - next(costs)
 
     def _changed(self, factor: float) -> Problem:
@@ -111,6 +113,11 @@ class _Local:
             arcs = tuple(replace(arc, time_s=price(arc.collective)) for arc in graph.arcs)
             values[v] = replace(values[v], graph=replace(graph, arcs=arcs))
         return replace(self.problem, values=tuple(values))
+
+
+def _cost(problem: Problem, choices: Choices, index: int, strategy: int, touched: Sequence[int]) -> float:
+    load = local_load(problem, choices, index, strategy, touched)
+    return math.inf if load is None else load.priced_s(problem.overlap_slowdown, ON_COMPUTE)
 
 
 def nearest_root(delta: Callable[[float], float]) -> float | None:
