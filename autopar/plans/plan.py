@@ -238,8 +238,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode_plan(data: Mapping[str, Any]) -> Plan:
-    alone = {"hidden_s": 0.0, "simulated_s": data["prediction"]["step_s"]}  # of plans that were made before these were known
-    prediction = {**alone, **data["prediction"], "timeline": tuple(tuple(row) for row in data["prediction"]["timeline"])}
+    prediction = {**data["prediction"], "timeline": tuple(tuple(row) for row in data["prediction"]["timeline"])}
     kept = tuple(
         Kept(**{**k, "instances": read_instances(k["instances"]), "layouts": tuple(map(Layout.parse, k["layouts"]))}) for k in data["kept"]
     )
