@@ -22,6 +22,7 @@ from typing import Literal
 
 from autopar.layout import Layout, Strategy
 from autopar.redistribute import LayoutGraph
+from autopar.streams import ON_COMPUTE, Balance
 
 Phase = Literal["forward", "backward"]
 Slack = Literal["critical", "prefetchable", "deferrable"]  # of a collective, see `autopar.solve.slack`
@@ -163,11 +164,13 @@ class Multipliers:
         potentials_s: (variant, 1 where backward reads what forward made else 0, the reader's position in `uses`, layout) → what the
             layout is worth to the reader, all instances of the variant together; 0 where there is none.
         memory_s: budget row (`autopar.solve.memory`) → what the whole budget is worth there; 0 where there is none.
+        balance: at whose prices they hold (`autopar.solve.prices`).
     """
 
     bound_s: float
     potentials_s: Mapping[tuple[int, int, int, int], float]
     memory_s: Mapping[str, float]
+    balance: Balance = ON_COMPUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +181,10 @@ class Choices:
         strategies: chosen strategy index per op.
         recomputed: strategy index with which backward runs an op again, per recomputed op.
         kept: per variant index, the layout indices in which the value is kept for backward.
-        objective_s: cost of these choices. bound_s: proven lower bound on every choice the problem admits.
+        objective_s: least time of a step with these choices. bound_s: proven lower bound on every choice the problem admits.
         free_bound_s: proven lower bound on every choice that the problem would admit if all reserves were 0.
         num_variables, num_constraints: size of the program that was solved.
-        solver: which solver answered.
+        solver: which solver answered. stats: whether time ran out, how many budget rows came in, how many balances were searched at.
         memory_price_s_per_byte: dual of the budget row in the relaxation (0 where memory is ample).
         multipliers: what of the bound is proven by arithmetic alone; None where the solver gives no duals.
     """

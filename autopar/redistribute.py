@@ -183,8 +183,17 @@ def layout_graph(
     return LayoutGraph(tuple(layouts), sizes, tuple(arcs), index)
 
 
-def cheapest_tree(graph: LayoutGraph, sources: Iterable[int], targets: Iterable[int]) -> tuple[tuple[Arc, ...], float]:
-    """The cheapest set of arcs that makes all `targets` from any of `sources`, and its price.
+def _duration(arc: Arc) -> float:
+    return arc.time_s
+
+
+def cheapest_tree(
+    graph: LayoutGraph, sources: Iterable[int], targets: Iterable[int], cost: Callable[[Arc], float] = _duration
+) -> tuple[tuple[Arc, ...], float]:
+    """The cheapest set of arcs that makes all `targets` from any of `sources`, and its time.
+
+    Args:
+        cost: what an arc costs; by default its time.
 
     Exact by Dreyfus and Wagner (1971), "The Steiner problem in graphs", on directed arcs, for up to five wanted layouts;
     beyond that the union of cheapest paths.
@@ -199,18 +208,18 @@ def cheapest_tree(graph: LayoutGraph, sources: Iterable[int], targets: Iterable[
     if not have:
         raise LayoutError(f"no version is at hand to make {', '.join(str(graph.layouts[t]) for t in want)} from")
     if len(want) <= _EXACT_TARGETS:
-        arcs = _steiner(graph, have, want)
+        arcs = _steiner(graph, have, want, cost)
     else:
-        arcs = {arc for target in want for arc in _steiner(graph, have, [target])}
+        arcs = {arc for target in want for arc in _steiner(graph, have, [target], cost)}
     ordered = _in_order(have, arcs)
     return ordered, sum(arc.time_s for arc in ordered)
 
 
-def _steiner(graph: LayoutGraph, have: list[int], want: list[int]) -> set[Arc]:
+def _steiner(graph: LayoutGraph, have: list[int], want: list[int], cost: Callable[[Arc], float]) -> set[Arc]:
     """Dreyfus-Wagner: best[mask][v] is the price of a tree rooted at v that reaches the wanted layouts in mask."""
-    incoming: list[list[Arc]] = [[] for _ in graph.layouts]
+    incoming: list[list[tuple[Arc, float]]] = [[] for _ in graph.layouts]
     for arc in graph.arcs:
-        incoming[arc.dst].append(arc)
+        incoming[arc.dst].append((arc, cost(arc)))
     num, full = len(graph.layouts), (1 << len(want)) - 1
     best = [[math.inf] * num for _ in range(full + 1)]
     how: list[list[Arc | int | None]] = [[None] * num for _ in range(full + 1)]
@@ -221,8 +230,8 @@ def _steiner(graph: LayoutGraph, have: list[int], want: list[int]) -> set[Arc]:
         sub = (mask - 1) & mask
         while sub > mask - sub:
             for v in range(num):
-                if (cost := best[sub][v] + best[mask ^ sub][v]) < row[v]:
-                    row[v], how[mask][v] = cost, sub
+                if (both := best[sub][v] + best[mask ^ sub][v]) < row[v]:
+                    row[v], how[mask][v] = both, sub
             sub = (sub - 1) & mask
         _relax(row, how[mask], incoming)
     root = min(have, key=lambda v: (best[full][v], v))
@@ -232,7 +241,7 @@ def _steiner(graph: LayoutGraph, have: list[int], want: list[int]) -> set[Arc]:
     return _collect(how, full, root)
 
 
-def _relax(row: list[float], how: list[Arc | int | None], incoming: list[list[Arc]]) -> None:
+def _relax(row: list[float], how: list[Arc | int | None], incoming: list[list[tuple[Arc, float]]]) -> None:
     """Dijkstra against the arcs, from every node that has a price."""
     heap = [(cost, v) for v, cost in enumerate(row) if cost < math.inf]
     heapq.heapify(heap)
@@ -240,8 +249,8 @@ def _relax(row: list[float], how: list[Arc | int | None], incoming: list[list[Ar
         cost, v = heapq.heappop(heap)
         if cost > row[v]:
             continue
-        for arc in incoming[v]:
-            if (longer := cost + arc.time_s) < row[arc.src]:
+        for arc, price in incoming[v]:
+            if (longer := cost + price) < row[arc.src]:
                 row[arc.src], how[arc.src] = longer, arc
                 heapq.heappush(heap, (longer, arc.src))
 

@@ -4,6 +4,7 @@ Early steps run one after another in the order in which they were started, besid
 rate 1 − s, where s is the profile's `overlap_slowdown`: a hidden second of communication costs compute s seconds. A step that
 compute waits for where it is issued stops both streams: it takes the link from the early ones, which go on after it. So a phase
 with C seconds of compute, P of early and K of other communication takes at least max(C + s·P, P) + K, and C + P + K with s = 1.
+For any λ in [0, 1] that is at least λ(C + s·P) + (1 − λ)P + K, a sum over all pieces of work (`Load`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,62 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+
+PHASES = ("forward", "backward")
+Balance = tuple[float, float]  # λ of forward and of backward
+ON_COMPUTE: Balance = (1.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Seconds of a step's work, per device.
+
+    Attributes:
+        serial_s: all of it, one piece after the other. compute_s, early_s: in forward and in backward what of it is compute, beside which
+            communication may run, and what is early communication.
+    """
+
+    serial_s: float = 0.0
+    compute_s: tuple[float, float] = (0.0, 0.0)
+    early_s: tuple[float, float] = (0.0, 0.0)
+
+    def __add__(self, other: Load) -> Load:
+        (a, b), (c, d) = self.compute_s, other.compute_s
+        (e, f), (g, h) = self.early_s, other.early_s
+        return Load(self.serial_s + other.serial_s, (a + c, b + d), (e + g, f + h))
+
+    def scaled(self, factor: float) -> Load:
+        """So much of it; a negative factor takes it away from another load."""
+        (a, b), (c, d) = self.compute_s, self.early_s
+        return Load(factor * self.serial_s, (factor * a, factor * b), (factor * c, factor * d))
+
+    def saved_s(self, slowdown: float) -> float:
+        """C + P − max(C + s·P, P), summed over both phases: the most that is hidden."""
+        return sum(min((1.0 - slowdown) * p, c) for c, p in zip(self.compute_s, self.early_s, strict=True))
+
+    def least_s(self, slowdown: float) -> float:
+        """The step takes no less: max(C + s·P, P) + K per phase, and what belongs to neither."""
+        return self.serial_s - self.saved_s(slowdown)
+
+    def priced_s(self, slowdown: float, balance: Balance) -> float:
+        """λ(C + s·P) + (1 − λ)P + K: no more than `least_s`, and a sum over all pieces of work."""
+        phases = zip(self.compute_s, self.early_s, balance, strict=True)
+        return self.serial_s - sum(share * (1.0 - slowdown) * p + (1.0 - share) * c for c, p, share in phases)
+
+    def unbalanced(self, slowdown: float) -> tuple[bool, bool]:
+        """Whether a phase has more early communication than its compute can hide."""
+        forward, backward = ((1.0 - slowdown) * p > c for c, p in zip(self.compute_s, self.early_s, strict=True))
+        return forward, backward
+
+
+def work(phase: str, time_s: float, *, compute: bool = False, early: bool = False) -> Load:
+    """The load of one piece of work."""
+    at = PHASES.index(phase)
+
+    def here(counts: bool) -> tuple[float, float]:
+        return (0.0 if at or not counts else time_s, time_s if at and counts else 0.0)
+
+    return Load(time_s, here(compute), here(early))
 
 
 @dataclass

@@ -36,7 +36,7 @@ DEFAULTS: tuple[tuple[ModelSpec, str, int, int, str, int | None, float], ...] = 
     (ModelSpec.known("llama3-405b"), "node=2048,gpu=8", 2048, 8192, FREE, None, 0.01),
 )
 PHASES = ("trace_s", "enumerate_s", "price_s", "solve_s", "emit_s", "total_s", "cpu_s")
-SIZES = ("peak_rss_bytes", "num_variables", "num_constraints", "objective_s", "bound_s", "gap", "peak_bytes")
+SIZES = ("peak_rss_bytes", "num_variables", "num_constraints", "objective_s", "simulated_s", "bound_s", "gap", "peak_bytes")
 
 
 def row(
@@ -94,6 +94,7 @@ def row(
         "gap": proof.gap,
         "compute_s": planned.plan.prediction.compute_s,
         "communication_s": planned.plan.prediction.communication_s,
+        "simulated_s": planned.plan.prediction.simulated_s,
         "peak_bytes": planned.plan.prediction.peak_bytes,
         "memory_bytes": dict(planned.plan.prediction.memory_bytes),
     }

@@ -3,6 +3,14 @@
 The problem is relaxed to a linear program; names are those of the plan: op n, strategy s, tensor v (all instances with the same
 readers, `count` of them), reader c, layout l, collective a from tail(a) to head(a). All variables lie in [0, 1].
 
+A step takes max(C + s·P, P) + K seconds in forward, and so in backward: C is compute, slices included, P is communication beside which
+it may run, each second of which costs it s, K all else. For every λ in [0, 1], one per phase, λ(C + s·P) + (1 − λ)P + K is no more than
+that. So a second of C has the weight λ, one of P λ·s + 1 − λ, one of K 1; `time` is meant times its weight. P is what moves
+
+    a tensor that rests, in the phase that makes it and in backward
+    in backward, what an op of forward made that backward may not run again
+    what only parameters read in the phase that makes it: their gradients
+
     minimise Σ count·time·x[n,s] + Σ count·time·rc[n,s] + Σ count·time(a)·r[a]
     (1) Σ_s x[n,s] = 1                                                     (5) Σ_s rc[n,s] ≤ 1
     (2) r[a] ≥ f[c,a]
@@ -55,20 +63,42 @@ class _Dual:
     """Reduced costs while the multipliers come in."""
 
     problem: Problem
+    balance: tuple[float, float]
     x: list[Floats] = field(default_factory=list)
     again: dict[int, Floats] = field(default_factory=dict)
     total: float = 0.0
 
     def __post_init__(self) -> None:
+        in_forward, in_backward = self.balance
         for n, op in enumerate(self.problem.ops):
-            self.x.append(np.array([op.count * s.time_s for s in op.strategies]))
+            time_s = np.array([op.count * s.time_s for s in op.strategies])
+            beside = op.kind == "compute"
+            self.x.append(time_s * ((in_forward if op.phase == "forward" else in_backward) if beside else 1.0))
             if op.recomputable:
-                self.again[n] = self.x[n].copy()
+                self.again[n] = time_s * (in_backward if beside else 1.0)
+
+    def weights(self, v: int, *, later: bool) -> Floats:
+        """Per collective of a tensor, the weight of its seconds; `later`: in backward, of what forward made."""
+        variant, ops = self.problem.variants[v], self.problem.ops
+        value = self.problem.values[variant.value]
+        maker = ops[value.op]
+        if later:
+            early = value.resident or (maker.kind == "compute" and not maker.recomputable)
+        else:
+            early = value.resident or {ops[u.op].kind for u in variant.uses if u.phase == value.phase} <= {"parameter"}
+        share = self.balance[1 if later or value.phase == "backward" else 0]
+        sent = share * self.problem.overlap_slowdown + 1.0 - share if early else 1.0
+        return np.array([share if arc.collective.kind == "slice" else sent for arc in value.graph.arcs])
 
 
-def lower_bound(problem: Problem, prices: Prices, rows: Iterable[MemoryRow]) -> float:
-    """What these multipliers prove, in seconds; those of the wrong sign count as 0."""
-    dual, kept = _Dual(problem), np.zeros(len(problem.variants))
+def lower_bound(problem: Problem, prices: Prices, rows: Iterable[MemoryRow], balance: tuple[float, float] = (1.0, 1.0)) -> float:
+    """What these multipliers prove, in seconds; those of the wrong sign count as 0.
+
+    Args:
+        balance: λ of forward and of backward, each from 0 to 1.
+    """
+    assert all(0.0 <= share <= 1.0 for share in balance), "any other proves nothing"
+    dual, kept = _Dual(problem, balance), np.zeros(len(problem.variants))
     for row in rows:
         _memory(dual, row, kept)
     for v in range(len(problem.variants)):
@@ -102,7 +132,7 @@ def _tensor(dual: _Dual, v: int, prices: Prices, per_kept_byte: float) -> None:
     for i, worth in now.items():
         dual.x[variant.uses[i].op] += worth[reads[i]]
         dual.x[maker] -= worth[made]
-    dual.total += _arcs(graph, variant.count, now, made)
+    dual.total += _arcs(graph, variant.count * dual.weights(v, later=False), now, made)
     if not later or value.phase != "forward":
         return
     then = {i: _prices(prices, (v, i, True), graph) for i in later}
@@ -122,15 +152,15 @@ def _tensor(dual: _Dual, v: int, prices: Prices, per_kept_byte: float) -> None:
     dual.x[maker] -= kappa[made]
     for i in first:
         dual.x[variant.uses[i].op] -= kappa[reads[i]]
-    dual.total += _arcs(graph, variant.count, then, np.concatenate([versions, made]))
+    dual.total += _arcs(graph, variant.count * dual.weights(v, later=True), then, np.concatenate([versions, made]))
 
 
-def _arcs(graph: LayoutGraph, count: int, worth: Mapping[int, Floats], supplied: Ints) -> float:
+def _arcs(graph: LayoutGraph, weights: Floats, worth: Mapping[int, Floats], supplied: Ints) -> float:
     """What the collectives' reduced costs take from the bound: 0 where no reader's price rises by more than they cost."""
     if not graph.arcs or not worth:
         return 0.0
     tails, heads = np.array([a.src for a in graph.arcs]), np.array([a.dst for a in graph.arcs])
-    costs = count * np.array([a.time_s for a in graph.arcs])
+    costs = weights * np.array([a.time_s for a in graph.arcs])
     rises = sum((np.maximum(0.0, w[heads] - w[tails]) for w in worth.values()), np.zeros(len(costs)))
     loss = np.minimum(0.0, costs - rises)
     return float(loss[_reachable(tails, heads, supplied, len(graph.layouts))[tails]].sum()) if loss.any() else 0.0

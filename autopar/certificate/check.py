@@ -19,7 +19,7 @@ from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.moves import Walk
 from autopar.certificate.proof import Stored, proven
 from autopar.certificate.report import Certificate, Finding
-from autopar.certificate.resources import emission, memory, overlap, resting, step_s, times
+from autopar.certificate.resources import emission, memory, overlap, resting, seconds_of, times
 from autopar.certificate.steps import steps_per_step
 from autopar.cost.priced import OPTIMIZERS, Priced
 from autopar.emit import emit, with_held
@@ -99,16 +99,17 @@ class _Job:
         )  # fmt: skip
         decisions = Decisions(plan, self.trace, self.facts, self.priced, plan.mesh, self.profile, self.context)
         rests = frozenset(storage_key(p.name) for p in self.trace.parameters) if self.context.accumulates else frozenset[str]()
-        walk = Walk(self.facts, self.claims, plan.mesh, self.profile, rests, self.context.num_microbatches)
+        again = frozenset(n for n, op in enumerate(self.priced.problem.ops) if op.recomputable)
+        walk = Walk(self.facts, self.claims, plan.mesh, self.profile, decisions.owner, again, rests, self.context.num_microbatches)
         strangers = [*decisions.strangers(), *walk.strangers()]
         if strangers:
             return replace(report, findings=(*strangers, *found))
         once = steps_per_step(self.trace, walk, self.claims) if self.context.accumulates else ()
         found = [*decisions.findings(), *walk.findings(), *once, *found]
         if not any(f.claim == "layouts" for f in found):
-            compute_s, communication_s = step_s(plan, decisions)
-            report = replace(report, step_s=compute_s + communication_s)
-            found += times(plan, compute_s, communication_s)
+            seconds = seconds_of(plan, decisions, self.profile.overlap_slowdown)
+            report = replace(report, step_s=seconds.step_s)
+            found += times(plan, seconds)
         return self._emitted(report, found)
 
     def _emitted(self, report: Certificate, found: list[Finding]) -> Certificate:

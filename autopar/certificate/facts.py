@@ -33,6 +33,7 @@ class Tensor:
 
     Attributes:
         key, result: what makes it. phase: when. resident: it is a parameter, a buffer or an input, there all the time.
+        rests: the same without gradients that come from another stage.
         sum_dtype: what its partial sums are reduced in: gradients of 16-bit parameters in fp32, all else in its own dtype.
     """
 
@@ -44,6 +45,7 @@ class Tensor:
     sum_dtype: torch.dtype
     resident: bool
     readers: tuple[Reader, ...]
+    rests: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Facts:
         tangents = {o.tangent: output_key(o.path) if o.crosses else input_key("tangent") for o in trace.differentiable}
         named |= tangents
         passing = {i.node for i in trace.inputs if i.crosses}  # held like what forward makes
+        returning = {o.tangent for o in trace.differentiable if o.crosses}
         nodes = {n.meta["key"]: n for n in trace.graph.nodes if n.op == "call_function"}
         names = named | {node.name: key for key, node in nodes.items()}
         readers: dict[tuple[str, int], list[Reader]] = {}
@@ -81,7 +84,8 @@ class Facts:
                     shape, key = tuple(int(n) for n in each.shape), names[node.name]
                     found = tuple(readers.get(here, ()))
                     resident = node.name in named and node.name not in passing
-                    tensors[key, result] = Tensor(key, result, phase, shape, each.dtype, wide, resident, found)
+                    rests = resident and node.name not in returning
+                    tensors[key, result] = Tensor(key, result, phase, shape, each.dtype, wide, resident, found, rests)
         return Facts(tensors, nodes, names, frozenset(names.values()) | {r.key for _, r in _results(trace)})
 
 

@@ -8,7 +8,7 @@ nobody reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.certificate.facts import Claims, Facts, Tensor
@@ -26,6 +26,7 @@ class Walk:
     """All tensors of a model under a plan.
 
     Attributes:
+        owner: key → the decision it belongs to. again: the decisions that backward may run again.
         rests: keys under which plans say where parameters rest, if these may move once per step. num_microbatches: among which the time
             of that is shared.
     """
@@ -34,6 +35,8 @@ class Walk:
     claims: Claims
     mesh: Mesh
     profile: HardwareProfile
+    owner: Mapping[str, int]
+    again: frozenset[int]
     rests: frozenset[str] = frozenset()
     num_microbatches: int = 1
     _times: dict[object, float] = field(default_factory=dict)
@@ -64,6 +67,8 @@ class Walk:
         yield from self._steps(tensor, steps, made, wanted | set(kept))
         waited = {claims.chosen[r.key].inputs[r.operand] for r in now if r.key in self.facts.nodes}
         yield from _slacks(tensor, steps, set() if tensor.key in self.facts.nodes else made, waited)
+        others = [r for r in now if self.owner[r.key] != self.owner[tensor.key]]
+        yield from self._beside(tensor, steps, tensor.rests or all(r.key.endswith("/parameter") for r in others))
         if missing := wanted - at_hand:
             yield self._missing(tensor, tensor.phase, missing, at_hand)
         if tensor.phase == "backward":
@@ -85,6 +90,8 @@ class Walk:
         waited = {claims.chosen[r.key].inputs[r.operand] for r in ops if r.phase == "backward"}
         waited |= {claims.again[r.key].inputs[r.operand] for r in ops if r.phase == "forward" and r.key in claims.again}
         yield from _slacks(tensor, steps, set(kept) | (made if tensor.resident else set()), waited)
+        only_kept = tensor.key in self.facts.nodes and self.owner[tensor.key] not in self.again
+        yield from self._beside(tensor, steps, tensor.rests or only_kept)
         yield from self._steps(tensor, steps, sources, wanted)
         if missing := wanted - _reached(sources, steps):
             yield self._missing(tensor, "backward", missing, _reached(sources, steps))
@@ -95,6 +102,15 @@ class Walk:
                 yield Finding("kept values", f"{layout} is kept, which backward does not read", _name(*here))
         if len(set(kept)) < len(kept):
             yield Finding("kept values", "a layout is kept twice", _name(*here))
+
+    def _beside(self, tensor: Tensor, steps: Sequence[Communication], always: bool) -> Iterator[Finding]:
+        """Whether steps count as running beside compute where, whatever is chosen, they have slack, and nowhere else."""
+        for step in steps:
+            counts = always and step.collective.kind != "slice"
+            if step.beside != counts:
+                said = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
+                what = f"{said} {'counts' if counts else 'does not count'} as running beside compute"
+                yield Finding("moves", f"{what}, and the plan says otherwise", _name(tensor.key, tensor.result))
 
     def _missing(self, tensor: Tensor, phase: str, missing: set[Layout], at_hand: set[Layout]) -> Finding:
         what = f"{phase} reads it as {_list(missing)}, and nothing makes that: at hand is {_list(at_hand) or 'nothing'}"

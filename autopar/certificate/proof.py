@@ -36,7 +36,11 @@ class Stored:
         tensors = {(self.facts.names[refs[0][0]], refs[0][1]): v for v, refs in enumerate(self.priced.refs)}
         readers = {keys_of(self.priced, n)[0][0]: n for n in range(num_ops)}
         prices = dict(filter(None, (self._found(p, tensors, readers) for p in self.plan.proof.potentials)))
-        return lower_bound(self.priced.problem, prices, self._rows())
+        balance = self.plan.proof.balance
+        if not all(0.0 <= share <= 1.0 for share in balance):
+            self.findings.append(Finding("bound", f"balance {balance} is no pair of shares, and proves nothing"))
+            return 0.0
+        return lower_bound(self.priced.problem, prices, self._rows(), balance)
 
     def _found(
         self, potential: Potential, tensors: dict[tuple[str, int], int], readers: dict[str, int]

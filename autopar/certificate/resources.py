@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -71,7 +72,7 @@ def overlap(plan: Plan, program: Program, held: Overlap, slowdown: float) -> Ite
         said, seen = ((o.forward_bytes, o.backward_bytes) for o in (plan.overlap, held))
         yield Finding("overlap", f"early steps hold at most {seen} bytes in forward and backward, not {said}")
     hidden_s = sum(phase.hidden_s for phase in simulated(program, plan)) if plan.overlap.slowdown < 1.0 else 0.0
-    step = plan.prediction.step_s - (1.0 - plan.overlap.slowdown) * hidden_s
+    step = plan.prediction.compute_s + plan.prediction.communication_s - (1.0 - plan.overlap.slowdown) * hidden_s
     for name, derived, claimed in (("hides", hidden_s, plan.prediction.hidden_s), ("takes", step, plan.prediction.simulated_s)):
         if not near(derived, claimed):
             yield Finding("overlap", f"simulated, the step {name} {derived:.9g} s, not {claimed:.9g} s")
@@ -140,19 +141,43 @@ def _peak(plan: Plan, program: Program, context: Context) -> int:
     return stage.peak_bytes + context.batch_bytes
 
 
-def step_s(plan: Plan, decisions: Decisions) -> tuple[float, float]:
-    """Compute and communication of a step: entries by their layouts, collectives as listed (each is checked where it stands), and what
-    crosses between stages."""
-    compute, crossing = 0.0, 0.0
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """What a step takes: compute, communication, and the least that both together do."""
+
+    compute_s: float
+    communication_s: float
+    step_s: float
+
+
+def seconds_of(plan: Plan, decisions: Decisions, slowdown: float) -> Seconds:
+    """Entries by their layouts, collectives as listed (each is checked where it stands), and what crosses between stages.
+
+    Per phase max(C + s·P, P) + K: C is what ops and slices take, P what counts as beside them; beside the rest runs nothing.
+    """
+    compute, communication = 0.0, 0.0
+    own, sent = dict.fromkeys(("forward", "backward"), 0.0), dict.fromkeys(("forward", "backward"), 0.0)
     for entry in plan.entries:
-        time_s = sum(len(entry.instances) * decisions.time_s(entry, c) for c in (entry.nodes, entry.recompute) if c)
-        compute, crossing = (compute, crossing + time_s) if decisions.crosses(entry) else (compute + time_s, crossing)
-    return compute, crossing + sum(len(c.instances) * c.time_s for c in plan.communications)
+        for choices, phase in ((entry.nodes, entry.phase), (entry.recompute, "backward")):
+            time_s = len(entry.instances) * decisions.time_s(entry, choices) if choices else 0.0
+            if decisions.crosses(entry):
+                communication += time_s
+            else:
+                compute += time_s
+            own[phase] += time_s if entry.kind == "compute" else 0.0
+    for c in plan.communications:
+        time_s = len(c.instances) * c.time_s
+        communication += time_s
+        if c.phase in own:
+            own[c.phase] += time_s if c.collective.kind == "slice" else 0.0
+            sent[c.phase] += time_s if c.beside else 0.0
+    alone = compute + communication - sum(own.values()) - sum(sent.values())
+    return Seconds(compute, communication, alone + sum(max(own[p] + slowdown * sent[p], sent[p]) for p in own))
 
 
-def times(plan: Plan, compute_s: float, communication_s: float) -> Iterator[Finding]:
+def times(plan: Plan, found: Seconds) -> Iterator[Finding]:
     """Whether the sums are what is predicted and proven."""
-    claimed, step = plan.prediction, compute_s + communication_s
+    claimed, compute_s, communication_s, step = plan.prediction, found.compute_s, found.communication_s, found.step_s
     figures = [
         ("compute", compute_s, claimed.compute_s), ("communication", communication_s, claimed.communication_s),
         ("the step", step, claimed.step_s), ("the objective", step, plan.proof.objective_s), *_bars(plan, compute_s, communication_s),
@@ -167,7 +192,7 @@ def _bars(plan: Plan, compute_s: float, communication_s: float) -> Iterator[tupl
     if plan.overlap.slowdown < 1.0:  # simulated: hidden seconds stretch compute, and slices, which are local, run there
         moved = [c for c in plan.communications if c.phase != "step"]  # what is done once per step is not in the graphs
         local_s = sum(len(c.instances) * c.time_s for c in moved if c.collective.kind == "slice")
-        compute_s += local_s + claimed.simulated_s - claimed.step_s + claimed.hidden_s
+        compute_s += local_s + claimed.simulated_s - claimed.compute_s - claimed.communication_s + claimed.hidden_s
         communication_s -= local_s
     for kind, derived in (("compute", compute_s), ("communication", communication_s)):
         yield f"{kind} on the time line", derived, sum(bar[4] for bar in claimed.timeline if bar[2] == kind)

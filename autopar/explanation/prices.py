@@ -1,7 +1,7 @@
 """What faster links are worth to a plan as it is: its own communication, priced again on a link that is a little faster.
 
-The difference is exact for the plan's decisions. A plan made for the faster link is at least as fast as this one is on it, so planning
-anew gains no less. What a faster link is, `autopar.collective.faster` says.
+The difference is exact for the plan's decisions, with what compute hides in it. A plan made for the faster link is at least as fast as this
+one is on it, so planning anew gains no less. What a faster link is, `autopar.collective.faster` says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.collective import collective_time, faster
 from autopar.explanation.rendering import table
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
-from autopar.plans import Pipeline, Plan
+from autopar.plans import Pipeline, Plan, load_of, moved_load
 from autopar.units import seconds
 
 _SHARE = 1e-3  # by which a link is made faster
@@ -95,16 +95,22 @@ def _times(plan: Plan, axis: str, profile: HardwareProfile | None) -> list[float
     stages = plan.pipeline.stages if plan.pipeline else (plan,)
     if plan.pipeline and axis == plan.pipeline.axis:
         return [s.prediction.step_s - r + w for s, r, w in zip(stages, *_received(plan.pipeline, plan.mesh, profile), strict=True)]
-    return [stage.prediction.step_s - before + after for stage in stages for before, after in (_sent(stage, axis, profile),)]
+    num = plan.pipeline.num_microbatches if plan.pipeline else 1
+    return [stage.prediction.step_s - _shorter_s(stage, axis, profile, num) for stage in stages]
 
 
-def _sent(plan: Plan, axis: str, profile: HardwareProfile | None) -> tuple[float, float]:
-    """Seconds that collectives along `axis` take in the plan, and on `profile`."""
-    number = plan.mesh.names.index(axis)
+def _shorter_s(plan: Plan, axis: str, profile: HardwareProfile | None, num_microbatches: int) -> float:
+    """By how much a step or a microbatch is shorter where what is sent along `axis` is priced on `profile`; what is done once per step is
+    shared among microbatches."""
+    number, slowdown = plan.mesh.names.index(axis), plan.overlap.slowdown
     size, link = plan.mesh.shape[number], plan.mesh.link(number)
-    mine = [c for c in plan.communications if c.collective.axis == number and c.collective.kind != "slice"]
-    again = sum(len(c.instances) * collective_time(c.collective, size, link, profile) for c in mine) if profile else 0.0
-    return sum(len(c.instances) * c.time_s for c in mine), again
+    load = changed = load_of(plan)
+    for c in plan.communications:
+        if c.collective.axis == number and c.collective.kind != "slice":
+            once_s = collective_time(c.collective, size, link, profile) if profile else 0.0
+            once_s /= num_microbatches if c.phase == "step" else 1
+            changed += moved_load(c, len(c.instances) * (once_s - c.time_s))
+    return load.least_s(slowdown) - changed.least_s(slowdown)
 
 
 def _received(pipeline: Pipeline, mesh: Mesh, profile: HardwareProfile | None) -> tuple[list[float], list[float]]:

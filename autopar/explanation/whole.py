@@ -17,6 +17,7 @@ from autopar.plans import Entry, Plan
 from autopar.units import seconds, share, size
 
 _STATIC = ("parameters", "optimizer", "gathered", "buffers", "inputs")
+_ROUNDING = 1e-12
 _EITHER = ("activations", "gradients")  # activations are gone when the last gradient is there
 
 
@@ -47,7 +48,7 @@ class Explanation(Readable):
         """All but the header."""
         names = self.plan.mesh.names
         if self.pattern is None:
-            yield from table("Parallelism", ("found", f">share of the {self.of}", "modules"), self._parallelism())
+            yield from table("Parallelism", ("found", f">share of the {self.of}'s work", "modules"), self._parallelism())
         columns: tuple[str, ...] = ("<module", ">×", "weights: storage → as used", "activations: in → out")
         yield from table("Layouts", columns, [_layouts(p, names) for p in self.parts])
         columns = ("<module", ">compute", ">communication", "of which, with the bytes that a device puts in", ">kept", "run again")
@@ -68,9 +69,12 @@ class Explanation(Readable):
         """What was planned, its time, memory and proof, one line each."""
         plan, prediction = self.plan, self.plan.prediction
         yield made_for(plan)
+        serial_s = max(prediction.serial_s, 1e-30)
+        saved_s = serial_s - prediction.step_s
         yield (
             f"step {seconds(prediction.step_s)} = compute {seconds(prediction.compute_s)}"
-            f" + communication {seconds(prediction.communication_s)} ({share(prediction.communication_s / max(prediction.step_s, 1e-30))})"
+            f" + communication {seconds(prediction.communication_s)} ({share(prediction.communication_s / serial_s)})"
+            + (f" − {seconds(saved_s)} that both save by running at once" if saved_s > _ROUNDING * serial_s else "")
         )
         yield from beside(plan)
         yield f"peak {memory(plan)}"
@@ -90,7 +94,7 @@ class Explanation(Readable):
         for part in self.parts:
             if part.module not in (INPUTS, *CROSSING):
                 found.setdefault(label(part, self.plan.mesh.names), []).append(part)
-        whole = max(self.plan.prediction.step_s, 1e-30)
+        whole = max(self.plan.prediction.serial_s, 1e-30)
         rows = [(sum(p.compute_s + p.communication_s for p in parts) / whole, said, parts) for said, parts in found.items()]
         rows.sort(key=lambda row: -row[0])
         return [(said, share(part_of), escape(", ".join(p.name for p in parts))) for part_of, said, parts in rows]
@@ -104,7 +108,7 @@ class Explanation(Readable):
 
     def _replicated(self) -> Iterator[RenderableType]:
         entries = [entry for part in self.parts for entry in part.entries]
-        columns = ("op", "module", f">share of the {self.of}", "line")
+        columns = ("op", "module", f">share of the {self.of}'s work", "line")
         if rows := [self._cost(entry.op, entry) for entry in entries if entry.replicated]:
             yield from table("Ops that run replicated because no rule is known", columns, rows)
         elif self.pattern is None:
@@ -113,7 +117,7 @@ class Explanation(Readable):
             yield from table("Ops whose rule was found by experiment", columns, rows)
 
     def _cost(self, op: str, entry: Entry) -> tuple[str, ...]:
-        whole = max(self.plan.prediction.step_s, 1e-30)
+        whole = max(self.plan.prediction.serial_s, 1e-30)
         return op, escape(entry.module), share(entry.time_s * len(entry.instances) / whole), escape(entry.source)
 
 
@@ -129,14 +133,16 @@ def beside(plan: Plan) -> Iterator[str]:
     overlap, prediction = plan.overlap, plan.prediction
     if overlap.slowdown >= 1.0:
         return
-    by_slack = {slack: 0.0 for slack in ("prefetchable", "deferrable")}
+    by_slack, counted_s = {slack: 0.0 for slack in ("prefetchable", "deferrable")}, 0.0
     for c in plan.communications:
         if c.slack in by_slack and c.collective.kind != "slice":
             by_slack[c.slack] += len(c.instances) * c.time_s
+            counted_s += len(c.instances) * c.time_s if c.beside else 0.0
     kinds = " and ".join(f"{seconds(time_s)} {slack}" for slack, time_s in by_slack.items())
     yield (
-        f"{kinds} of communication; {seconds(prediction.hidden_s)} run beside compute, where a second costs it {overlap.slowdown:g} s, "
-        f"{seconds(prediction.exposed_s)} do not: simulated, the emitted step takes {seconds(prediction.simulated_s)}"
+        f"{kinds} of communication, of which {seconds(counted_s)} count so in the objective; {seconds(prediction.hidden_s)} run beside "
+        f"compute, where a second costs it {overlap.slowdown:g} s, {seconds(prediction.exposed_s)} do not: "
+        f"simulated, the emitted step takes {seconds(prediction.simulated_s)}"
     )
     yield f"early steps hold at most {size(overlap.forward_bytes)} in forward, {size(overlap.backward_bytes)} in backward"
 

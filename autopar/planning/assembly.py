@@ -23,6 +23,7 @@ from autopar.rules import is_discovered, is_fallback
 from autopar.rules.call import op_name
 from autopar.solve import Evaluation
 from autopar.strategies import Ref, pattern_of
+from autopar.streams import PHASES
 
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
 _FIELD = re.compile(r"\{\d+\}")
@@ -33,7 +34,7 @@ COVERS = (
     "keeping or recomputing every forward value, in any layout that forward makes",
     "partial sums pass through views, sums and additions, not through products",
     "equal nodes of repeated layers take one decision",
-    "one microbatch, no pipeline; compute and communication do not overlap",
+    "one microbatch, no pipeline",
 )
 
 
@@ -56,7 +57,7 @@ def assemble(draft: Draft, fingerprint: Fingerprint, options: Mapping[str, objec
     proof = Proof(
         objective, min(bound_s, objective), max(objective - bound_s, 0.0) / objective if objective else 0.0,
         choices.num_variables, choices.num_constraints, choices.solver,
-        choices.memory_price_s_per_byte * GIB, COVERS,
+        choices.memory_price_s_per_byte * GIB, COVERS + beside_compute(draft.evaluation),
     )  # fmt: skip
     return Plan(
         mesh=draft.mesh,
@@ -68,6 +69,19 @@ def assemble(draft: Draft, fingerprint: Fingerprint, options: Mapping[str, objec
         prediction=_prediction(draft),
         proof=proof,
         capture=str(draft.trace.folding),
+    )
+
+
+def beside_compute(evaluation: Evaluation) -> tuple[str, ...]:
+    """What is said of communication beside compute."""
+    slowdown = evaluation.slowdown
+    if slowdown >= 1.0:
+        return ("compute and communication do not overlap",)
+    outlasting = [phase for phase, said in zip(PHASES, evaluation.load.unbalanced(slowdown), strict=True) if said]
+    return (
+        "max(C + s·P, P) + K in forward and in backward: P is communication that has slack whatever is chosen (gathers of what rests or is "
+        f"kept, reductions of gradients), K all else, s = {slowdown:g}; as if memory had room for all of it, the first and last included",
+        *(f"in {phase} communication outlasts the compute that could hide it: there the bound may leave a gap" for phase in outlasting),
     )
 
 
@@ -154,7 +168,8 @@ def _communications(draft: Draft) -> Iterable[Communication]:
                 ends = value.graph.layouts[arc.src], value.graph.layouts[arc.dst]
                 for pattern, result, instances in _tensor_patterns(draft, draft.priced.refs[v], keys):
                     module = _FIELD.sub("*", pattern.partition("/")[0])
-                    yield Communication(pattern, result, instances, module, phase, arc.collective, *ends, arc.time_s, slack)
+                    beside = redistribution.early and arc.collective.kind != "slice"
+                    yield Communication(pattern, result, instances, module, phase, arc.collective, *ends, arc.time_s, slack, beside)
     yield from _step_communications(draft)
 
 
@@ -195,8 +210,9 @@ def _prediction(draft: Draft) -> Prediction:
     memory = {**resting, "activations": evaluation.kept_bytes, "gradients": evaluation.gradient_bytes}
     bars = timeline(draft.trace, draft.priced, choices, evaluation)
     moved_s = sum(sum(priced_s) for priced_s in crossing_times(draft.trace, draft.priced, choices)) + step_time(draft.priced, choices)
-    communication_s, step_s = evaluation.communication_s + moved_s, evaluation.objective_s
-    return Prediction(step_s, evaluation.compute_s - moved_s, communication_s, 0, memory, bars, 0.0, step_s)
+    compute_s, communication_s = evaluation.compute_s - moved_s, evaluation.communication_s + moved_s
+    serial_s = evaluation.compute_s + evaluation.communication_s
+    return Prediction(evaluation.objective_s, compute_s, communication_s, 0, memory, bars, 0.0, serial_s)
 
 
 def fingerprint(trace: Trace, model_name: str, profile_name: str, profile_hash: str, version: str) -> Fingerprint:

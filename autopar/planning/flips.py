@@ -1,8 +1,9 @@
 """At which change of the hardware a runner-up overtakes: by which factor a link's bandwidth, or the speed of compute, has to change.
 
 The chosen strategy of an op and its runner-up are priced again on changed hardware, exactly, all else fixed as in
-`autopar.planning.runner_up`; the factor nearest to 1 is bisected at which they cost the same. Only this one choice is compared: a plan
-made for the changed hardware may change others sooner.
+`autopar.planning.runner_up`; a second of compute and of early communication costs what it does in the plan's own step, whose longer stream
+stays the longer. The factor nearest to 1 is bisected at which they cost the same. Only this one choice is compared: a plan made for the
+changed hardware may change others sooner.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from autopar.cost.times import price_collectives
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning.repricing import decisions
-from autopar.planning.runner_up import op_cost, variants_by_op
-from autopar.plans import Plan
+from autopar.planning.runner_up import local_load, variants_by_op
+from autopar.plans import Plan, load_of
 from autopar.problem import Choices, Problem
+from autopar.streams import Balance
 
 _FARTHEST = 64.0  # factors beyond are not looked at
 _STEP = 2**0.5  # of the outward search for a factor at which the runner-up is no dearer
@@ -59,16 +61,18 @@ def flips(plan: Plan, priced: Priced, mesh: Mesh, profile: HardwareProfile, *, m
     close = sorted((e.runner_up.delta_s, i) for i, e in enumerate(plan.entries) if e.runner_up and e.runner_up.delta_s > 0)[:most]
     links = dict.fromkeys(mesh.link(axis) for axis, size in enumerate(mesh.shape) if size > 1)
     touching = variants_by_op(priced.problem)
+    forward, backward = load_of(plan).unbalanced(profile.overlap_slowdown)
+    balance = (float(not forward), float(not backward))
     found: list[Flip] = []
     for delta_s, index in close:
         entry = plan.entries[index]
         assert entry.runner_up is not None, "it is among the closest"
         touched = touching.get(index, ())
         named = [i for i, s in enumerate(priced.problem.ops[index].strategies) if str(s.layouts) == entry.runner_up.strategy]
-        other = min(named, key=lambda s: op_cost(priced.problem, choices, index, s, touched))
+        other = min(named, key=lambda s: _cost(priced.problem, choices, index, s, touched, balance))
         changes: list[tuple[float, float, str]] = []
         for what in (COMPUTE, *links):
-            local = _Local(priced.problem, choices, index, other, touched, mesh, profile, what)
+            local = _Local(priced.problem, choices, index, other, touched, mesh, profile, what, balance)
             factor = nearest_root(local.delta_s)
             if factor is not None:
                 changes.append((abs(math.log(factor)), factor, what))
@@ -80,7 +84,7 @@ def flips(plan: Plan, priced: Priced, mesh: Mesh, profile: HardwareProfile, *, m
 
 @dataclass(frozen=True, slots=True)
 class _Local:
-    """What one op's choice costs on hardware of which `what` is faster by a factor."""
+    """What one op's choice costs on hardware of which `what` is faster by a factor, at the prices of a balance."""
 
     problem: Problem
     choices: Choices
@@ -90,12 +94,13 @@ class _Local:
     mesh: Mesh
     profile: HardwareProfile
     what: str
+    balance: Balance
 
     def delta_s(self, factor: float) -> float:
         """By how much the runner-up is dearer."""
         problem = self._changed(factor)
         chosen = self.choices.strategies[self.index]
-        costs = (op_cost(problem, self.choices, self.index, s, self.touched) for s in (self.other, chosen))
+        costs = (_cost(problem, self.choices, self.index, s, self.touched, self.balance) for s in (self.other, chosen))
         return next(costs) - next(costs)
 
     def _changed(self, factor: float) -> Problem:
@@ -111,6 +116,11 @@ class _Local:
             arcs = tuple(replace(arc, time_s=price(arc.collective)) for arc in graph.arcs)
             values[v] = replace(values[v], graph=replace(graph, arcs=arcs))
         return replace(self.problem, values=tuple(values))
+
+
+def _cost(problem: Problem, choices: Choices, index: int, strategy: int, touched: Sequence[int], balance: Balance) -> float:
+    load = local_load(problem, choices, index, strategy, touched)
+    return math.inf if load is None else load.priced_s(problem.overlap_slowdown, balance)
 
 
 def nearest_root(delta: Callable[[float], float]) -> float | None:

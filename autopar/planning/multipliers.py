@@ -20,7 +20,8 @@ def certified(proof: Proof, draft: Draft, multipliers: Multipliers | None) -> Pr
     keys = {node.name: node.meta["key"] for node in draft.trace.graph.nodes if node.op == "call_function"}
     memory = {keys.get(row, row): value for row, value in multipliers.memory_s.items()}
     bound = min(multipliers.bound_s, proof.bound_s)
-    return replace(proof, certified_bound_s=bound, potentials=tuple(_potentials(draft, multipliers, keys)), memory_s=memory)
+    potentials = tuple(_potentials(draft, multipliers, keys))
+    return replace(proof, certified_bound_s=bound, potentials=potentials, memory_s=memory, balance=multipliers.balance)
 
 
 def _potentials(draft: Draft, multipliers: Multipliers, keys: dict[str, str]) -> Iterable[Potential]:

@@ -1,7 +1,7 @@
 """A plan's decisions priced again: what the step takes on another profile, with every layout and every collective as in the plan.
 
 Compute is priced as in planning, for the strategies that the plan names; communication is the plan's own collectives, which are
-those that it is emitted with, on the profile's links.
+those that it is emitted with, on the profile's links; what counts as running beside compute does so there too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from autopar.layout import Strategy
 from autopar.mesh import Mesh
 from autopar.planning.options import PlanOptions
 from autopar.planning.schedules import step_time
-from autopar.plans import Plan
+from autopar.plans import Plan, moved_load
+from autopar.solve import op_load
 from autopar.stages import cut
 from autopar.strategies import classes_of, resolve
+from autopar.streams import Load, work
 
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
 _NO_LIMIT = 2**60  # what fits does not bear on what it takes
@@ -56,11 +58,14 @@ def _time(
     priced = _priced(trace, whole, mesh, profile, options, crossing, num)
     strategies, again = decisions(priced, plan)
     ops = priced.problem.ops
-    compute_s = sum(ops[i].count * own_time_s(ops[i], s) for i, s in enumerate(strategies))
-    compute_s += sum(ops[i].count * ops[i].strategies[s].time_s for i, s in again.items())
+    pairs = [(op, op.count * own_time_s(op, s)) for op, s in zip(ops, strategies, strict=True)]
+    load = sum((work(op.phase, time_s, compute=op.kind == "compute") for op, time_s in pairs), Load())
+    load = sum((op_load(priced.problem, i, s, again=True) for i, s in again.items()), load)
     sizes, links = mesh.shape, [mesh.link(axis) for axis in range(len(mesh.axes))]
-    moves = ((len(c.instances) / (num if c.phase == "step" else 1), c.collective) for c in plan.communications)
-    return compute_s + sum(n * collective_time(c, sizes[c.axis], links[c.axis], profile) for n, c in moves)
+    for c in plan.communications:
+        once_s = collective_time(c.collective, sizes[c.collective.axis], links[c.collective.axis], profile)
+        load += moved_load(c, len(c.instances) * once_s / (num if c.phase == "step" else 1))
+    return load.least_s(profile.overlap_slowdown)
 
 
 def priced_for(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions) -> Priced:

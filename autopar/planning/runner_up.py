@@ -1,6 +1,7 @@
 """Why not the runner-up: per op, the best other strategy with all else fixed, and what it would cost.
 
-The price of a change is exact: compute of the op, and the cheapest trees of every variant that it makes or reads.
+The price of a change is exact: compute of the op, and the cheapest trees of every variant that it makes or reads, in a step that takes as
+long as `autopar.solve.evaluate` says.
 Candidates are ranked first by shortest distances between layouts, and only the most promising are priced exactly.
 """
 
@@ -10,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from autopar.plans import RunnerUp
 from autopar.problem import Choices, Problem
-from autopar.solve import variant_time
+from autopar.solve import evaluate, op_load, variant_load
+from autopar.streams import Load
 
 _EXACT = 3  # candidates priced exactly per op
 
@@ -18,10 +20,11 @@ _EXACT = 3  # candidates priced exactly per op
 def runner_ups(problem: Problem, choices: Choices) -> Mapping[int, RunnerUp]:
     """Best other choice per op that has one."""
     touching = variants_by_op(problem)
+    step = evaluate(problem, choices.strategies, choices.recomputed, choices.kept).load
     found: dict[int, RunnerUp] = {}
     for index, op in enumerate(problem.ops):
         if len(op.strategies) > 1:
-            best = _best_other(problem, choices, index, touching.get(index, []))
+            best = _best_other(problem, choices, index, touching.get(index, []), step)
             if best is not None:
                 found[index] = best
     return found
@@ -36,9 +39,10 @@ def variants_by_op(problem: Problem) -> Mapping[int, list[int]]:
     return touching
 
 
-def _best_other(problem: Problem, choices: Choices, index: int, touched: Sequence[int]) -> RunnerUp | None:
+def _best_other(problem: Problem, choices: Choices, index: int, touched: Sequence[int], step: Load) -> RunnerUp | None:
     op, current = problem.ops[index], choices.strategies[index]
-    now = op_cost(problem, choices, index, current, touched)
+    now = local_load(problem, choices, index, current, touched)
+    assert now is not None, "the plan's own layouts can be reached"
     others = [s for s in range(len(op.strategies)) if s != current and op.strategies[s].layouts != op.strategies[current].layouts]
     chosen = op.strategies[current].layouts
 
@@ -47,17 +51,29 @@ def _best_other(problem: Problem, choices: Choices, index: int, touched: Sequenc
         pairs = zip((*layouts.inputs, *layouts.outputs), (*chosen.inputs, *chosen.outputs), strict=True)
         return sum(a != b for a, b in pairs), op.strategies[s].time_s, s
 
-    exact = [(op_cost(problem, choices, index, s, touched) - now, s) for s in sorted(others, key=promise)[:_EXACT]]
-    exact = [(delta, s) for delta, s in exact if delta < float("inf")]
+    loads = [(local_load(problem, choices, index, s, touched), s) for s in sorted(others, key=promise)[:_EXACT]]
+    exact = [(_longer(step, now, load, problem.overlap_slowdown), s) for load, s in loads if load is not None]
     if not exact:
         return None
     delta, s = min(exact)
     return RunnerUp(str(op.strategies[s].layouts), delta)
 
 
-def op_cost(problem: Problem, choices: Choices, index: int, strategy: int, touched: Sequence[int]) -> float:
-    """Seconds of a step for what depends on one op's strategy: its compute, and the variants `touched` that it makes or reads."""
+def local_load(problem: Problem, choices: Choices, index: int, strategy: int, touched: Sequence[int]) -> Load | None:
+    """What depends on one op's strategy: its compute, and the variants `touched` that it makes or reads; None where some layout cannot be
+    reached."""
     strategies = list(choices.strategies)
     strategies[index] = strategy
-    total = problem.ops[index].count * problem.ops[index].strategies[strategy].time_s
-    return total + sum(variant_time(problem, v, strategies, choices.recomputed) for v in touched)
+    total = op_load(problem, index, strategy)
+    for v in touched:
+        moves = variant_load(problem, v, strategies, choices.recomputed)
+        if moves is None:
+            return None
+        total += moves
+    return total
+
+
+def _longer(step: Load, now: Load, other: Load, slowdown: float) -> float:
+    """By how much a step is longer with one part of it in another's place."""
+    change = other + now.scaled(-1.0)
+    return change.serial_s - ((step + change).saved_s(slowdown) - step.saved_s(slowdown))

@@ -47,7 +47,8 @@ _NO_LIMIT = 2**60
 COVERS = (
     "every cut between layers, for this axis, number of microbatches and schedule; memory counts for each stage's plan, not for the bound",
     "per stage, every layout of every op, storage of every parameter, recomputation and kept versions (see the stages' proofs)",
-    "(M − 1) · max τ + Σ τ for times τ of a microbatch, forward and backward, per stage; the optimizer shared among microbatches",
+    "(M − 1) · max τ + Σ τ for times τ of a microbatch, forward and backward, per stage; the optimizer shared among microbatches; what a "
+    "stage's communication takes beside its compute is in its proof",
     "equal nodes of repeated layers take one decision in a stage; the bound takes one for all stages",
 )
 

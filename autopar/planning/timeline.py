@@ -1,7 +1,7 @@
 """The time line of a step, for people to look at: one bar per stretch of equal (layer, phase, kind), one after the other.
 
 Collectives that shrink what they read stand behind the op that makes it, the others before their first reader, as they are
-emitted; a layer's recomputation stands before its first backward op. The bars add up to the predicted step. Where communication runs
+emitted; a layer's recomputation stands before its first backward op. The bars add up to compute and communication. Where communication runs
 beside compute, the bars of forward and backward are those of the simulated program: a bar of compute is as long as it takes there.
 """
 
@@ -51,7 +51,7 @@ def beside(serial: Prediction, program: Program, plan: Plan) -> Prediction:
             if phases[phase].missing_s:
                 bars.append((NOT_RUN, phase, "compute", _end(bars), phases[phase].missing_s))
     hidden_s = sum(phase.hidden_s for phase in phases.values())
-    return replace(serial, timeline=tuple(bars), hidden_s=hidden_s, simulated_s=serial.step_s - (1.0 - plan.overlap.slowdown) * hidden_s)
+    return replace(serial, timeline=tuple(bars), hidden_s=hidden_s, simulated_s=serial.serial_s - (1.0 - plan.overlap.slowdown) * hidden_s)
 
 
 def _end(bars: Sequence[Bar]) -> float:

@@ -17,6 +17,7 @@ from autopar.problem import Choices
 from autopar.solve import Evaluation
 from autopar.stages import CutPoint, cut_points
 from autopar.stages.placing import CutError, Placing, place
+from autopar.streams import ON_COMPUTE
 
 _SLOWER_WITH_RECOMPUTATION = 4 / 3  # forward again, of forward and twice as much backward
 
@@ -58,7 +59,7 @@ def _cuttable(trace: Trace, point: CutPoint) -> bool:
 
 
 def units_of(placing: Placing, num_units: int, priced: Priced, choices: Choices, evaluation: Evaluation) -> tuple[Unit, ...]:
-    """What each unit costs in these choices for the whole model."""
+    """What each unit costs in these choices for the whole model; early communication as if compute hid it."""
     time_s, static, kept = [0.0] * num_units, [0] * num_units, [0] * num_units
     homes = {name: held[0] for name, held in placing.holders.items()}
     nodes = {**{name: unit for name, unit in placing.stage.items()}}
@@ -77,7 +78,8 @@ def units_of(placing: Placing, num_units: int, priced: Priced, choices: Choices,
         size = sum(value.graph.bytes[n] for n in evaluation.kept[v])
         for name, _ in refs:
             unit = nodes.get(name, 0)
-            time_s[unit] += evaluation.forward[v].time_s + evaluation.backward[v].time_s
+            moves = evaluation.forward[v].load + evaluation.backward[v].load
+            time_s[unit] += moves.priced_s(evaluation.slowdown, ON_COMPUTE)
             kept[unit] += size
     return tuple(Unit(*each) for each in zip(time_s, static, kept, strict=True))
 

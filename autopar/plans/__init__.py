@@ -1,5 +1,6 @@
 """Plans and their parts."""
 
+from autopar.plans.load import load_of, moved_load
 from autopar.plans.parts import (
     Communication,
     Crossed,
@@ -31,4 +32,6 @@ __all__ = [
     "Prediction",
     "Proof",
     "RunnerUp",
+    "load_of",
+    "moved_load",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 from autopar.collective import Collective
 from autopar.layout import Layout, Strategy
 from autopar.problem import Slack
+from autopar.streams import ON_COMPUTE, Balance
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class Communication:
             several microbatches. module: module pattern of the node.
         source, target: layouts before and after. time_s: of one instance, per microbatch.
         slack: ``critical``, or ``prefetchable`` or ``deferrable`` where it may run beside compute (`autopar.solve.slack`).
+        beside: whether it counts as running beside compute in the objective: it has slack whatever is chosen (`autopar.solve.prices`).
     """
 
     node: str
@@ -92,6 +94,7 @@ class Communication:
     target: Layout
     time_s: float
     slack: Slack = "critical"
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +120,8 @@ class Prediction:
             ``transient``; ``gathered``: copies of parameters held through a step) → bytes at the peak.
         peak_bytes: peak of live tensor bytes from the start of forward to the end of backward.
         timeline: (label, phase, kind ``compute`` or ``communication``, start_s, duration_s), in order, per module.
-        step_s: compute and communication one after the other, which is the objective.
-        simulated_s: of the emitted program, with communication beside compute (`autopar.emit.simulation`); `step_s` where none is.
+        step_s: the objective: compute and communication, less what may be hidden of them where memory is ample (`autopar.streams`).
+        simulated_s: of the emitted program, with communication beside compute (`autopar.emit.simulation`), as far as memory allows.
         hidden_s: how long both run at once. exposed_s: communication that nothing runs beside.
     """
 
@@ -130,6 +133,11 @@ class Prediction:
     timeline: tuple[tuple[str, str, str, float, float], ...]
     hidden_s: float
     simulated_s: float
+
+    @property
+    def serial_s(self) -> float:
+        """Compute and communication one after the other."""
+        return self.compute_s + self.communication_s
 
     @property
     def exposed_s(self) -> float:
@@ -160,6 +168,7 @@ class Proof:
 
     Attributes:
         certified_bound_s: what the multipliers prove of `bound_s` by arithmetic alone (`autopar.check`); the search may prove more.
+        balance: λ of forward and backward at whose prices the multipliers hold (`autopar.streams`).
         potentials: multipliers of tensors. memory_s: what the whole budget is worth at a point of the step: ``start of
             backward``, ``end of backward``, or while a node runs.
     """
@@ -175,6 +184,7 @@ class Proof:
     certified_bound_s: float = 0.0
     potentials: tuple[Potential, ...] = ()
     memory_s: Mapping[str, float] = field(default_factory=dict)
+    balance: Balance = ON_COMPUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,4 +240,4 @@ def read_communication(data: Mapping[str, Any]) -> Communication:
 
 def read_proof(data: Mapping[str, Any]) -> Proof:
     potentials = tuple(Potential(**p) for p in data.get("potentials", ()))
-    return Proof(**{**data, "covers": tuple(data["covers"]), "potentials": potentials})
+    return Proof(**{**data, "covers": tuple(data["covers"]), "potentials": potentials, "balance": tuple(data["balance"])})

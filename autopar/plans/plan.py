@@ -35,7 +35,7 @@ from autopar.typed import mismatch
 from autopar.units import seconds, size
 
 FORMAT = "autopar-plan"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +190,8 @@ def _misfit(plan: Plan) -> str:
     overlap = plan.overlap
     if not 0.0 <= overlap.slowdown <= 1.0 or min(overlap.forward_bytes, overlap.backward_bytes) < 0:
         return f"its overlap is {overlap}"
+    if not all(0.0 <= share <= 1.0 for share in plan.proof.balance):
+        return f"its proof's balance is {plan.proof.balance}"
     return "" if plan.entries and all(k.layouts for k in plan.kept) else "it holds no decisions, or keeps something in no layout"
 
 
@@ -236,8 +238,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode_plan(data: Mapping[str, Any]) -> Plan:
-    alone = {"hidden_s": 0.0, "simulated_s": data["prediction"]["step_s"]}  # of plans that were made before these were known
-    prediction = {**alone, **data["prediction"], "timeline": tuple(tuple(row) for row in data["prediction"]["timeline"])}
+    prediction = {**data["prediction"], "timeline": tuple(tuple(row) for row in data["prediction"]["timeline"])}
     kept = tuple(
         Kept(**{**k, "instances": read_instances(k["instances"]), "layouts": tuple(map(Layout.parse, k["layouts"]))}) for k in data["kept"]
     )

@@ -1,33 +1,39 @@
 """What given choices cost, by arithmetic alone: no solver, exact trees of collectives.
 
+A step takes at least max(C + s·P, P) + K seconds per phase (`autopar.streams`), which is what is minimised; trees are the cheapest where
+an early second costs s.
+
 The same function prices the incumbent, runner-ups and hand-made choices, and says which versions of a value forward
 makes, which are kept and which collectives run. Emission follows it step by step, so that what is priced is emitted.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.errors import LayoutError
 from autopar.layout import Layout
 from autopar.problem import Problem, Slack, Use
 from autopar.redistribute import Arc, LayoutGraph, cheapest_tree
 from autopar.solve.memory import budget_rows
+from autopar.solve.prices import arc_loads, is_early, op_load, tree_costs
 from autopar.solve.slack import slacks
+from autopar.streams import Load
 
 
 @dataclass(frozen=True, slots=True)
 class Redistribution:
-    """The collectives of one variant in one phase: `sources` at hand, `arcs` in order, `wanted` layouts (node indices), and the
-    slack of each arc."""
+    """The collectives of one variant in one phase: `sources` at hand, `arcs` in order, `wanted` layouts (node indices), the slack of each
+    arc, and whether it counts as early (`autopar.solve.prices`). Times are of one instance."""
 
     sources: tuple[int, ...]
     arcs: tuple[Arc, ...]
     wanted: tuple[int, ...]
     time_s: float
     slacks: tuple[Slack, ...] = ()
+    early: bool = False
+    load: Load = Load()  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,8 @@ class Evaluation:
     """Cost of given choices, per device and step.
 
     Attributes:
-        compute_s, communication_s: their sum is the objective.
+        compute_s, communication_s: as they take alone. load: how much of them may run at once.
+        slowdown: the profile's `overlap_slowdown`.
         kept_bytes, static_bytes, gradient_bytes: what rests between forward and backward, always, and at the end.
         kept: per variant, the layouts kept (only those that backward reads).
         forward, backward: per variant, its redistributions.
@@ -51,10 +58,12 @@ class Evaluation:
     forward: Mapping[int, Redistribution]
     backward: Mapping[int, Redistribution]
     resting_bytes: tuple[int, ...]
+    load: Load
+    slowdown: float
 
     @property
     def objective_s(self) -> float:
-        return self.compute_s + self.communication_s
+        return self.load.least_s(self.slowdown)
 
 
 def demand(problem: Problem, use: Use, chosen: Mapping[int, int] | Sequence[int]) -> Layout:
@@ -92,7 +101,14 @@ def evaluate(
     kept_bytes = sum(problem.variants[v].count * size for v, size in held.items())
     resting = tuple(row.size(static, strategies, recomputed, held) for row in budget_rows(problem))
     communication = sum(problem.variants[v].count * r.time_s for phase in (forward, backward) for v, r in phase.items())
-    return Evaluation(compute, communication, kept_bytes, static, gradient, kept_now, forward, backward, resting)
+    runs = [*((n, s, False) for n, s in enumerate(strategies)), *((n, s, True) for n, s in recomputed.items())]
+    load = sum((op_load(problem, n, s, again=again) for n, s, again in runs), Load())
+    moves = ((v, r) for phase in (forward, backward) for v, r in phase.items() if r.arcs)
+    load = sum((r.load.scaled(problem.variants[v].count) for v, r in moves), load)
+    load = replace(load, serial_s=compute + communication)
+    return Evaluation(
+        compute, communication, kept_bytes, static, gradient, kept_now, forward, backward, resting, load, problem.overlap_slowdown
+    )
 
 
 def _variant(
@@ -110,7 +126,7 @@ def _variant(
     later = [u for u in variant.uses if u.phase != value.phase]
     rests = problem.ops[value.op].kind != "compute"
     wanted, awaited = _wanted(problem, graph, now, strategies)
-    first = _redistribute(graph, {made}, wanted, {made} if rests else set(), awaited)
+    first = _redistribute(problem, v, False, {made}, wanted, {made} if rests else set(), awaited)
     wanted_later, awaited_later = _wanted(problem, graph, later, strategies)
     again, awaited_again = _wanted(problem, graph, [u for u in now if u.op in recomputed], recomputed)
     wanted_later |= again
@@ -124,7 +140,7 @@ def _variant(
     if value.op in recomputed:
         sources.add(graph.index[problem.ops[value.op].strategies[recomputed[value.op]].layouts.outputs[value.result]])
     at_hand = allowed | ({made} if value.resident else set())
-    second = _redistribute(graph, sources, wanted_later, at_hand, awaited_later | awaited_again)
+    second = _redistribute(problem, v, True, sources, wanted_later, at_hand, awaited_later | awaited_again)
     read = {arc.src for arc in second.arcs} | set(second.wanted)
     free = sources - allowed
     keep = tuple(sorted(n for n in allowed if n in read and n not in free))
@@ -139,15 +155,20 @@ def _wanted(
     return {layout for layout, _ in read}, {layout for layout, kind in read if kind == "compute"}
 
 
-def _redistribute(graph: LayoutGraph, sources: set[int], wanted: set[int], at_hand: set[int], awaited: set[int]) -> Redistribution:
-    arcs, time_s = cheapest_tree(graph, sources, wanted)
-    return Redistribution(tuple(sorted(sources)), arcs, tuple(sorted(wanted)), time_s, slacks(arcs, at_hand, awaited))
+def _redistribute(
+    problem: Problem, v: int, late: bool, sources: set[int], wanted: set[int], at_hand: set[int], awaited: set[int]
+) -> Redistribution:
+    graph = problem.values[problem.variants[v].value].graph
+    arcs, time_s = cheapest_tree(graph, sources, wanted, tree_costs(problem, v, late=late))
+    load = sum(map(arc_loads(problem, v, late=late), arcs), Load())
+    early = is_early(problem, v, late=late)
+    return Redistribution(tuple(sorted(sources)), arcs, tuple(sorted(wanted)), time_s, slacks(arcs, at_hand, awaited), early, load)
 
 
-def variant_time(problem: Problem, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]) -> float:
-    """Communication time of one variant, all its instances; infinite where some layout cannot be reached."""
+def variant_load(problem: Problem, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]) -> Load | None:
+    """Communication of one variant, all its instances; None where some layout cannot be reached."""
     try:
         first, second, _ = _variant(problem, v, strategies, recomputed, None)
     except LayoutError:
-        return math.inf
-    return problem.variants[v].count * (first.time_s + second.time_s)
+        return None
+    return (first.load + second.load).scaled(problem.variants[v].count)

@@ -19,7 +19,7 @@ layers cost one block of variables.
     k[v,l] ≤ Σ_{c forward} demand(c,l)                   where v rests anyway, what supply(l) makes needs no k     (9)
     budget rows (6), (7), (8): see `autopar.solve.memory`
 
-    minimise Σ count·time·x + Σ count·time·rc + Σ count·time(a)·r[a]
+    minimise Σ count·price·x + Σ count·price·rc + Σ count·price(a)·r[a]               prices: see `autopar.solve.prices`
 
 The flow form (3) has the same relaxation value as a table of layout pairs with far fewer variables, and finds chains of
 collectives by itself. Two readers share without rows (2): f[c,a] = g[a] + h[c,a], paid as g[a] + h[1,a] + h[2,a]. Versions
@@ -42,6 +42,8 @@ import pulp
 from autopar.problem import Problem, Use
 from autopar.redistribute import LayoutGraph
 from autopar.solve.memory import BudgetRow
+from autopar.solve.prices import arc_loads, op_load
+from autopar.streams import ON_COMPUTE, Balance, Load
 
 SCALE = 1e6  # objective in microseconds: keeps coefficients near 1 for the solver's tolerances
 Terms = list[tuple[pulp.LpVariable, float]]
@@ -52,16 +54,17 @@ CHOOSE, SHARE, FLOW, KEEP, AGAIN, BUDGET = 1, 2, 3, 4, 5, 6
 
 @dataclass
 class Formulation:
-    """The PuLP model of a problem, and its variables by index."""
+    """The PuLP model of a problem at the prices of a balance, and its variables by index."""
 
     problem: Problem
+    balance: Balance = ON_COMPUTE
     model: pulp.LpProblem = field(init=False)
     x: list[list[pulp.LpVariable]] = field(default_factory=list)
     again: dict[int, list[pulp.LpVariable]] = field(default_factory=dict)
     keep: dict[tuple[int, int], pulp.LpVariable] = field(default_factory=dict)
     keys: list[RowKey] = field(default_factory=list)
     tighter: list[Terms] = field(default_factory=list)  # rows (9): each sum ≤ 0
-    _objective: Terms = field(default_factory=list)
+    loads: list[tuple[pulp.LpVariable, Load]] = field(default_factory=list)  # what a variable stands for, where that takes time
     _count: int = 0
 
     def __post_init__(self) -> None:
@@ -69,7 +72,9 @@ class Formulation:
         self._strategies()
         for v in range(len(self.problem.variants)):
             self._variant(v)
-        self.model += pulp.LpAffineExpression(self._objective)
+        slowdown = self.problem.overlap_slowdown
+        costs = ((variable, load.priced_s(slowdown, self.balance) * SCALE) for variable, load in self.loads)
+        self.model += pulp.LpAffineExpression([(variable, cost) for variable, cost in costs if cost])
 
     @property
     def num_variables(self) -> int:
@@ -82,11 +87,11 @@ class Formulation:
     def _binary(self, name: str) -> pulp.LpVariable:
         return self.model.add_variable(name, 0, 1, pulp.LpBinary)
 
-    def _flow(self, cost_s: float) -> pulp.LpVariable:
+    def _flow(self, load: Load | None = None) -> pulp.LpVariable:
         self._count += 1
         variable = self.model.add_variable(f"f{self._count}", 0, 1)
-        if cost_s:
-            self._objective.append((variable, cost_s * SCALE))
+        if load is not None and load.serial_s:
+            self.loads.append((variable, load))
         return variable
 
     def _row(self, key: RowKey, terms: Terms, sense: int, right: float) -> None:
@@ -99,14 +104,13 @@ class Formulation:
         for n, op in enumerate(self.problem.ops):
             self.x.append([self._binary(f"x{n}_{s}") for s in range(len(op.strategies))])
             self._row((CHOOSE, n), [(v, 1) for v in self.x[n]], pulp.LpConstraintEQ, 1)
-            rows = [self.x[n]]
+            rows = [(self.x[n], False)]
             if n in useful:
                 self.again[n] = [self._binary(f"rc{n}_{s}") for s in range(len(op.strategies))]
                 self._row((AGAIN, n), [(v, 1) for v in self.again[n]], pulp.LpConstraintLE, 1)
-                rows.append(self.again[n])
-            self._objective += [
-                (variable, op.count * s.time_s * SCALE) for row in rows for variable, s in zip(row, op.strategies, strict=True) if s.time_s
-            ]
+                rows.append((self.again[n], True))
+            for row, again in rows:
+                self.loads += [(x, op_load(self.problem, n, s, again=again)) for s, x in enumerate(row) if op.strategies[s].time_s]
 
     def _demand(self, use: Use, graph: LayoutGraph, variables: list[pulp.LpVariable]) -> Demand:
         """layout → the strategies that read the operand in it."""
@@ -167,17 +171,18 @@ class Formulation:
         variant = self.problem.variants[group[0]]
         graph = self.problem.values[variant.value].graph
         arcs = _useful(graph, supply.keys(), {layout for demand in demands.values() for layout in demand})
-        prices = [variant.count * graph.arcs[a].time_s for a in arcs]
+        load = arc_loads(self.problem, group[0], late=bool(group[1]))
+        loads = [load(graph.arcs[a]).scaled(variant.count) for a in arcs]
         if len(demands) > 2:
-            paid = [self._flow(price) for price in prices]
+            paid = [self._flow(load) for load in loads]
             for c, demand in demands.items():
-                flows = [self._flow(0.0) for _ in arcs]
+                flows = [self._flow() for _ in arcs]
                 self._balance((*group, c), arcs, supply, demand, [flows])
                 for a, pay, flow in zip(arcs, paid, flows, strict=True):
                     self._row((SHARE, *group, c, a), [(pay, 1), (flow, -1)], pulp.LpConstraintGE, 0)
             return _arriving(graph, arcs, [paid])
-        shared = [[self._flow(price) for price in prices]] if len(demands) == 2 else []
-        apart = [[self._flow(price) for price in prices] for _ in demands]
+        shared = [[self._flow(load) for load in loads]] if len(demands) == 2 else []
+        apart = [[self._flow(load) for load in loads] for _ in demands]
         for (c, demand), own in zip(demands.items(), apart, strict=True):
             self._balance((*group, c), arcs, supply, demand, [*shared, own])
         return _arriving(graph, arcs, [*shared, *apart])

@@ -54,6 +54,11 @@ class Live:
         num, entries = len(rows.lower), len(rows.indices)
         self._highs.addRows(num, rows.lower, rows.upper, entries, rows.starts[:-1], rows.indices, rows.values)
 
+    def reprice(self, cost: Floats) -> None:
+        """Other costs of the columns."""
+        self.cost = cost
+        self._highs.changeColsCost(len(self._numbers), self._numbers, cost)
+
     def solve(self, lower: Floats, upper: Floats) -> Point | None:
         """Solve within bounds of the columns.
 

@@ -40,7 +40,7 @@ def multipliers(program: Formulation, engine: Engine, duals: Floats, budget: Row
     bound, _, _ = proof(engine.cost, engine.rows.plus(budget), np.concatenate([_completed(engine, kinds, known, budget, worth), worth]))
     potentials = {key[1:]: _rounded(y / SCALE) for key, y in zip(program.keys, known.tolist(), strict=True) if y}
     memory = {name: _rounded(-y / SCALE) for name, y in zip(prices, worth.tolist(), strict=True) if y}
-    return Multipliers(max(bound / SCALE, 0.0), potentials, memory)  # type: ignore[arg-type]  # a row (3) has four indices
+    return Multipliers(max(bound / SCALE, 0.0), potentials, memory, program.balance)  # type: ignore[arg-type]  # a row (3) has four indices
 
 
 def _completed(engine: Engine, kinds: NDArray[np.int64], known: Floats, budget: Rows, worth: Floats) -> Floats:

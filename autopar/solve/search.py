@@ -26,6 +26,7 @@ from autopar.solve.live import Live
 from autopar.solve.memory import BudgetRow, budget_rows
 from autopar.solve.multipliers import multipliers
 from autopar.solve.tree import Tree
+from autopar.streams import ON_COMPUTE, Balance
 
 # Restricted programs over so many columns, those of the smallest reduced cost. Memory makes near-ties of many versions, so
 # shares of the bound say little; and few columns do better than many: beyond some thousands each node takes seconds.
@@ -54,16 +55,23 @@ def budget_matrix(engine: Engine, program: Formulation, rows: list[BudgetRow]) -
 
 @dataclass
 class Search:
-    """One search: the program, which budget rows are in it, the best plan and the best bound (in the program's unit)."""
+    """One search: the program at one balance, which budget rows are in it, the best plan and the best bound (in the program's unit).
+
+    The best plan is the one of the least price, `best_s`, which the search brings down. What a plan takes may be more than its price
+    (`autopar.solve.balancing`), so that the `fastest` of all plans on the way may be another; it is the answer.
+    """
 
     problem: Problem
     gap: float
     max_nodes: int
     time_limit_s: float
+    balance: Balance = ON_COMPUTE
     program: Formulation = field(init=False)
     engine: Engine = field(init=False)
     active: list[int] = field(default_factory=list)
     best: Choices | None = None
+    best_s: float = np.inf
+    fastest: Choices | None = None
     start: Floats | None = None
     bound: float = -np.inf
     free_bound: float = -np.inf
@@ -74,7 +82,7 @@ class Search:
     prices: dict[int, float] = field(default_factory=dict)  # budget row → its dual in the best relaxation
 
     def __post_init__(self) -> None:
-        self.program = Formulation(self.problem)
+        self.program = Formulation(self.problem, self.balance)
         self.engine = Engine(self.program.model, self.time_limit_s)
         self.rows = budget_rows(self.problem)
 
@@ -108,13 +116,29 @@ class Search:
         """Proven lower bound so far, in seconds; 0 where none is known."""
         return max(self.bound / SCALE, 0.0) if np.isfinite(self.bound) else 0.0
 
-    def _answer(self) -> Choices | None:
-        if self.best is None:
+    def relaxed_at(self, balance: Balance) -> tuple[float, tuple[float, float]] | None:
+        """What the relaxation with the budget rows so far proves at another balance, and by how much that rises with λ of forward and of
+        backward; None where it says nothing. The search itself is over then."""
+        live, slowdown = self._live(), self.problem.overlap_slowdown
+        cost, beside = np.zeros(len(live.cost)), np.zeros((2, len(live.cost)))
+        for variable, load in self.program.loads:
+            i = self.engine.column[variable.name]
+            cost[i] = load.priced_s(slowdown, balance) * SCALE
+            beside[:, i] = [c - (1.0 - slowdown) * p for c, p in zip(load.compute_s, load.early_s, strict=True)]
+        live.reprice(cost)
+        point = live.solve(np.zeros(len(cost)), np.ones(len(cost)))
+        if point is None or not len(point.values):
             return None
-        bound = min(self.bound_s, self.best.objective_s)
+        forward, backward = beside @ point.values
+        return point.bound, (float(forward), float(backward))
+
+    def _answer(self) -> Choices | None:
+        if self.fastest is None:
+            return None
+        bound = min(self.bound_s, self.fastest.objective_s)
         stats = {"timed_out": float(self.engine.timed_out), "budget_rows": float(len(self.active))}
         return replace(
-            self.best, bound_s=bound, free_bound_s=min(self.free_bound / SCALE, bound), num_variables=self.program.num_variables,
+            self.fastest, bound_s=bound, free_bound_s=min(self.free_bound / SCALE, bound), num_variables=self.program.num_variables,
             num_constraints=self.program.num_constraints + len(self.active), solver="highs",
             memory_price_s_per_byte=self.price_s_per_byte, stats=stats, multipliers=self.multipliers(),
         )  # fmt: skip
@@ -177,7 +201,7 @@ class Search:
                 return []
 
         def best() -> float:
-            return self.best.objective_s * SCALE if self.best is not None else np.inf
+            return self.best_s * SCALE
 
         live = self._live()
         sizes = self._budget().most(len(live.cost))
@@ -227,12 +251,12 @@ class Search:
         relaxation = self.engine.relax(budget)
         if self._close() or relaxation is None:
             return []
-        room = np.inf if self.best is None else self.best.objective_s * SCALE - relaxation.bound
+        room = self.best_s * SCALE - relaxation.bound
         columns = relaxation.reduced <= room + 1e-9 * abs(relaxation.bound)
         if self.best is not None and columns.sum() > _SMALL:
             return []
         found = self.engine.restricted(columns, budget, gap=self.gap, target=-np.inf, max_nodes=self.max_nodes, start=self._start(columns))
-        proven = found.bound if self.best is None else min(found.bound, self.best.objective_s * SCALE)
+        proven = min(found.bound, self.best_s * SCALE)
         if found.values is None:
             self._raise_bound(proven)
             return []
@@ -246,7 +270,7 @@ class Search:
             self.free_bound = max(self.free_bound, bound)
 
     def _close(self) -> bool:
-        return self.best is not None and self.best.objective_s * SCALE * (1 - self.gap) <= self.bound
+        return self.best is not None and self.best_s * SCALE * (1 - self.gap) <= self.bound
 
     def _start(self, columns: Columns) -> Floats | None:
         known = self.start
@@ -267,7 +291,10 @@ class Search:
         if max(over.values()) > 0:
             broken = [r for r, size in over.items() if size > 0]
             return [] if set(broken) & set(self.active) else sorted(broken, key=lambda r: -over[r])[:_NEW_ROWS]
-        if self.best is None or evaluation.objective_s < self.best.objective_s:
-            self.best = Choices(strategies, recomputed, evaluation.kept, evaluation.objective_s, 0.0)
-            self.start = values
+        plan = Choices(strategies, recomputed, evaluation.kept, evaluation.objective_s, 0.0)
+        if self.fastest is None or plan.objective_s < self.fastest.objective_s:
+            self.fastest = plan
+        price_s = evaluation.load.priced_s(evaluation.slowdown, self.balance)
+        if price_s < self.best_s:
+            self.best, self.best_s, self.start = plan, price_s, values
         return []

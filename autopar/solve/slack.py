@@ -6,7 +6,7 @@
     critical       all others: some op waits for it, and it waits for some op
 
 A slice moves nothing between devices: it has the slack of its place, and is no communication. Slack follows from the choices alone.
-Pricing, emission and explanation go by what is said here.
+Emission and explanation go by what is said here; pricing by where it is so whatever is chosen (`autopar.solve.prices`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,3 @@ def slacks(arcs: Sequence[Arc], at_hand: Collection[int], waited_for: Collection
         awaited |= set() if late else {arc.src}
         found.append("prefetchable" if early else "deferrable" if late else "critical")
     return tuple(reversed(found))
-
-
-def is_hideable(arc: Arc, slack: Slack) -> bool:
-    """Whether it is communication that may run beside compute."""
-    return slack != "critical" and arc.collective.kind != "slice"

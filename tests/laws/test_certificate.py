@@ -243,6 +243,14 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda p: with_part(p, "communications", lambda c: c.slack == "critical", slack="deferrable"),
         "moves: .* is critical, not deferrable",
     ),
+    "what counts as running beside compute": (
+        lambda p: with_part(p, "communications", lambda c: c.slack == "critical", beside=True), "moves: .* does not count as running",
+    ),
+    "what does not count so": (
+        lambda p: with_part(p, "communications", lambda c: c.beside, beside=False), "moves: .* counts as running beside compute",
+    ),
+    "the balance": (proof(balance=(0.9, 1.0)), "bound: the multipliers prove"),
+    "a balance beyond its range": (proof(balance=(1.0, 1.5)), "bound: balance .* proves nothing"),
     "the time of what runs again": (
         lambda p: with_part(p, "entries", lambda e: e.recompute, again_s=lambda e: e.again_s * 2), "time: one instance takes .* runs again",
     ),
@@ -349,7 +357,7 @@ def test_no_solver_runs(tight: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a certificate needs no solver")
 
-    for name in ("formulation.Formulation.__post_init__", "engine.Engine.__init__", "solver.Search", "least.least_budget"):
+    for name in ("formulation.Formulation.__post_init__", "engine.Engine.__init__", "solver.balanced", "least.least_budget"):
         monkeypatch.setattr(f"autopar.solve.{name}", refuse)
     trace, plan = tight
     assert certify(trace, plan, H100).ok

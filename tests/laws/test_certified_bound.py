@@ -22,9 +22,10 @@ from autopar.solve import evaluate, solve
 from autopar.solve.engine import Engine
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.memory import KEPT_ROW, BudgetRow, budget_rows
-from autopar.solve.search import budget_matrix
+from autopar.solve.search import Search, budget_matrix
 
 CASES = (Case(0, LINE, True), Case(1, LINE), Case(0, SQUARE))
+BESIDE = (Case(1, LINE, True, 0.4), Case(0, LINE, slowdown=0.4), Case(2, LINE, slowdown=0.0))
 
 
 def row(row: BudgetRow, worth_s: float) -> MemoryRow:
@@ -36,7 +37,7 @@ def proven(p: Problem, multipliers: Multipliers) -> float:
     for (v, late, use, layout), value in multipliers.potentials_s.items():
         prices.setdefault((v, use, bool(late)), {})[layout] = value
     named = {r.name: r for r in budget_rows(p)}
-    return lower_bound(p, prices, [row(named[name], worth) for name, worth in multipliers.memory_s.items()])
+    return lower_bound(p, prices, [row(named[name], worth) for name, worth in multipliers.memory_s.items()], multipliers.balance)
 
 
 @cache
@@ -79,6 +80,47 @@ def test_whatever_the_multipliers_are_no_plan_is_below_the_bound(
     p, rng, known = case.problem(budget), random.Random(seed), relaxed(case, budget)
     rows = [row(r, known.memory_s.get(r.name, 0.0) + size * rng.gauss(0.0, 1.0)) for r in budget_rows(p)]
     assert lower_bound(p, changed(p, known, rng, size, share, shift), rows) <= best * (1 + 1e-9)
+
+
+SHARES = st.sampled_from(((1.0, 1.0), (0.5, 0.0), (0.2, 0.9)))
+
+
+@settings(max_examples=60)
+@given(case=st.sampled_from(BESIDE), number=st.integers(0, 100), seed=st.integers(0, 2**32), balance=SHARES, **SIZES)
+def test_whatever_the_balance_is_no_plan_is_below_the_bound(
+    case: Case, number: int, seed: int, balance: tuple[float, float], size: float, share: float, shift: float
+) -> None:
+    """Against brute force with its own formula of the step, from the relaxation's multipliers at that balance."""
+    points = [*front(case), (AMPLE, front(case)[-1][1])]
+    budget, best = points[number % len(points)]
+    p, rng, known = case.problem(budget), random.Random(seed), at_balance(case, budget, balance)
+    rows = [row(r, known.memory_s.get(r.name, 0.0) + size * rng.gauss(0.0, 1.0)) for r in budget_rows(p)]
+    assert lower_bound(p, changed(p, known, rng, size, share, shift), rows, balance) <= best * (1 + 1e-9)
+    if not p.moments:
+        assert known.bound_s <= proven(p, known) * (1 + 1e-12) <= best * (1 + 2e-9)
+
+
+@cache
+def at_balance(case: Case, budget: int, balance: tuple[float, float]) -> Multipliers:
+    looked = Search(replace(case.problem(budget), moments=()), 0.5, 200, 60.0, balance)
+    looked.run()
+    found = looked.multipliers()
+    assert found is not None and found.balance == balance
+    return found
+
+
+@pytest.mark.parametrize("balance", [(1.0, 1.0), (0.5, 0.0), (0.3, 0.8)])
+def test_at_every_balance_the_relaxations_multipliers_prove_what_it_does(balance: tuple[float, float]) -> None:
+    for case in BESIDE:
+        p = replace(case.problem(), moments=())
+        relaxation = Engine(Formulation(p, balance).model, 60.0).relax()
+        assert relaxation is not None
+        assert proven(p, at_balance(case, AMPLE, balance)) == pytest.approx(relaxation.bound / SCALE, rel=1e-3)
+
+
+def test_a_balance_beyond_its_range_proves_nothing() -> None:
+    with pytest.raises(AssertionError, match="proves nothing"):
+        lower_bound(BESIDE[0].problem(), {}, [], (1.0, 1.1))
 
 
 @settings(max_examples=150)

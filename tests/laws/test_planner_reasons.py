@@ -30,11 +30,13 @@ from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions, make_plan
+from autopar.planning.repricing import repriced
 from autopar.plans import Plan
 from autopar.rules import call_of
 
 H100 = HardwareProfile.load("h100-sxm")
 # Where each further collective costs a lot, gathering and scattering is dearer than one reduction: weights rest whole.
+ALONE = replace(H100, overlap_slowdown=1.0, hash="alone")  # nothing runs beside compute
 SLUGGISH = replace(H100, launch_overhead_s=3e-5, hash="sluggish")
 MIB = 2**20
 
@@ -162,8 +164,8 @@ def with_link(profile: HardwareProfile, link: str, factor: float) -> HardwarePro
 def test_a_slow_axis_carries_less_than_a_fast_one_and_less_than_if_it_were_fast(slow: str) -> None:
     other = "b" if slow == "a" else "a"
     trace, axes = traced(2048, 8192, 32768), {"a": 2 if slow == "a" else 4, "b": 2 if slow == "b" else 4}
-    uneven = plan(trace, Mesh(axes, links={slow: "inter", other: "intra"}))
-    even = plan(trace, Mesh(axes, links={slow: "intra", other: "intra"}))
+    uneven = plan(trace, Mesh(axes, links={slow: "inter", other: "intra"}), ALONE)
+    even = plan(trace, Mesh(axes, links={slow: "intra", other: "intra"}), ALONE)
     index = {"a": 0, "b": 1}
     assert 0 < bytes_on(uneven, index[slow]) < bytes_on(uneven, index[other])
     assert bytes_on(uneven, index[slow]) < bytes_on(even, index[slow])
@@ -212,7 +214,7 @@ def test_a_weight_forced_onto_two_axes_computes_the_model(weight: str) -> None:
 
 
 def test_with_one_sample_norms_are_split_over_the_sequence_and_attention_over_heads() -> None:
-    p = plan(llama(1, 4096, 2, 1024, 4096, 16), Mesh(4))
+    p = plan(llama(1, 4096, 2, 1024, 4096, 16), Mesh(4), ALONE)
     ops = forward_ops(p)
     for norm in ("input_layernorm", "post_attention_layernorm"):
         found = [s for node, s in ops.items() if node.startswith(f"model.layers.{{0}}.{norm}/")]
@@ -221,6 +223,20 @@ def test_with_one_sample_norms_are_split_over_the_sequence_and_attention_over_he
     assert {shards(layout) == {1} for layout in (*attention.inputs, *attention.outputs)} == {True}, "[batch, heads, sequence, size]"
     assert str(matmuls(p)["model.layers.{0}.mlp.down_proj"].outputs[0]) == "P", "summed into the split sequence"
     assert any(c.collective.kind == "reduce_scatter" and c.collective.dim == 1 and "down_proj" in c.node for c in p.communications)
+
+
+# Communication beside compute
+
+
+def test_where_compute_hides_it_more_is_communicated_and_the_step_is_shorter() -> None:
+    """With one sample, weights are gathered rather than activations, which ops wait for."""
+    trace, mesh = llama(1, 4096, 2, 1024, 4096, 16), Mesh(4)
+    alone, beside = plan(trace, mesh, ALONE), plan(trace, mesh)
+    there_s = repriced(alone, trace, mesh, H100, PlanOptions())
+    assert gathered(beside, "forward") > gathered(alone, "forward")
+    assert beside.prediction.communication_s > alone.prediction.communication_s
+    assert beside.prediction.step_s < there_s * 0.99, "than what was planned without regard for it, on the same hardware"
+    assert beside.proof.bound_s <= beside.prediction.step_s <= beside.prediction.simulated_s < beside.prediction.serial_s
 
 
 # Space

@@ -15,31 +15,40 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autopar.collective import Collective
 from autopar.errors import InfeasibleError, LayoutError
 from autopar.layout import Layout, Strategy
 from autopar.problem import Choices, Moment, Op, OpKind, OpStrategy, Phase, Problem, Use, Value, Variant
 from autopar.redistribute import all_layouts, layout_graph, local_bytes
-from autopar.solve import evaluate, least_budget, search, solve
+from autopar.solve import Evaluation, evaluate, least_budget, search, solve
 from autopar.solve.formulation import SCALE
 
 SHAPE, LINE, SQUARE = (4, 4), (2,), (2, 2)
 PARTIALS = {LINE: "P", SQUARE: "R P"}
 NUM_LAYOUTS = 3  # an op has a strategy for so many results; on a line these are all
 AMPLE = 2**40
-A, B = 2, 3  # variants: what forward makes
+W, X, A, B, GRADIENT = range(5)  # variants; A and B are what forward makes
 Point = tuple[int, float]  # bytes, seconds
+Seconds = tuple[float, float, float, float, float]  # alone; compute in forward, in backward; what runs beside it in forward, in backward
 Chosen = tuple[int, ...]
 
 
-def problem(seed: int, mesh: tuple[int, ...] = LINE, *, moments: bool = False) -> Problem:
-    """x → a → b; backward c reads a and b and makes the gradient of the parameter that a reads; a and c stand for two each."""
+def problem(seed: int, mesh: tuple[int, ...] = LINE, *, moments: bool = False, slowdown: float = 1.0) -> Problem:
+    """x → a → b; backward c reads a and b and makes the gradient of the parameter that a reads; a and c stand for two each.
+
+    Where communication runs beside compute, slices take time too, and in every other problem b may not run again, so that what is kept of
+    it is there when backward begins.
+    """
     rng = random.Random(seed)
     possible = all_layouts(SHAPE, mesh)
     prices: dict[Collective, float] = {}
 
     def price(c: Collective) -> float:
+        if slowdown < 1.0 and c.kind == "slice":
+            return 0.05
         return prices.setdefault(c, 0.0 if c.kind == "slice" else rng.uniform(0.1, 2.0))
 
     def compute(key: str, phase: Phase, reads: int, count: int = 1, *, partial: bool = False) -> Op:
@@ -59,6 +68,8 @@ def problem(seed: int, mesh: tuple[int, ...] = LINE, *, moments: bool = False) -
         border("w", "parameter", True), border("x", "input", False),
         compute("a", "forward", 2, 2, partial=True), compute("b", "forward", 1), compute("c", "backward", 2, 2, partial=True),
     )  # fmt: skip
+    if slowdown < 1.0 and seed % 2:
+        ops = (*ops[:B], replace(ops[B], recomputable=False), *ops[B + 1 :])
     uses = {
         0: (Use(2, 0, "forward"),), 1: (Use(2, 1, "forward"),),
         2: (Use(3, 0, "forward"), Use(4, 0, "backward")), 3: (Use(4, 1, "backward"),), 4: (Use(0, 0, "backward"),),
@@ -71,7 +82,28 @@ def problem(seed: int, mesh: tuple[int, ...] = LINE, *, moments: bool = False) -
         values.append(Value(ops[op].key, op, 0, ops[op].phase, graph, op < 2))
         variants.append(Variant(op, ops[op].count, readers))
     seen = tuple(_moment(ops, rng) for _ in range(3)) if moments else ()
-    return Problem(ops, tuple(values), tuple(variants), AMPLE, seen)
+    return Problem(ops, tuple(values), tuple(variants), AMPLE, seen, overlap_slowdown=slowdown)
+
+
+def seconds_of(p: Problem, phase: str, time_s: float, how: str) -> Seconds:
+    """Of one piece of work: ``compute``, ``beside`` or ``alone``."""
+    late = phase == "backward"
+    if how == "alone":
+        return (time_s, 0.0, 0.0, 0.0, 0.0)
+    return (0.0, *(time_s if (h, at) == (how, late) else 0.0 for h in ("compute", "beside") for at in (False, True)))  # type: ignore[return-value]
+
+
+def step_s(p: Problem, parts: Iterable[Seconds]) -> float:
+    """Communication beside compute takes s of its time from it, and is not shorter than itself."""
+    alone, *rest = map(sum, zip((0.0,) * 5, *parts, strict=True))
+    forward, backward, sent_forward, sent_backward = rest
+    s = p.overlap_slowdown
+    return alone + max(forward + s * sent_forward, sent_forward) + max(backward + s * sent_backward, sent_backward)
+
+
+def runs_beside(p: Problem, v: int, late: bool) -> bool:
+    """w and x rest; only w reads its gradient; b is kept where it may not run again."""
+    return v in (W, X) or (v == GRADIENT and not late) or (v == B and late and not p.ops[B].recomputable)
 
 
 def _moment(ops: tuple[Op, ...], rng: random.Random) -> Moment:
@@ -100,7 +132,7 @@ class BruteForce:
     own; so what each variant can come to is found once for all choices of the ops that touch it."""
 
     p: Problem
-    _known: dict[tuple[object, ...], list[Point]] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], list[tuple[int, Seconds]]] = field(default_factory=dict)
 
     def front(self) -> tuple[Point, ...]:
         """The cheapest plan of each peak that no plan of a smaller peak undercuts, by rising peak."""
@@ -114,13 +146,17 @@ class BruteForce:
         return _undercut(best.items())
 
     def _outcomes(self, strategies: Chosen, recomputed: dict[int, int]) -> Iterator[Point]:
-        runs = [*enumerate(strategies), *recomputed.items()]
-        compute = sum(self.p.ops[n].count * self.p.ops[n].strategies[s].time_s for n, s in runs)
+        ops = self.p.ops
+        runs = [(n, s, ops[n].phase) for n, s in enumerate(strategies)] + [(n, s, "backward") for n, s in recomputed.items()]
+        kinds = ["compute" if ops[n].kind == "compute" else "alone" for n, _, _ in runs]
+        timed = [(phase, ops[n].count * ops[n].strategies[s].time_s) for n, s, phase in runs]
+        compute = [seconds_of(self.p, phase, time_s, kind) for (phase, time_s), kind in zip(timed, kinds, strict=True)]
+        done = tuple(map(sum, zip(*compute, strict=True)))
         options = [self._variant(v, strategies, recomputed) for v in range(len(self.p.variants))]
         for held in itertools.product(*options):
-            yield peak_of(self.p, strategies, recomputed, [size for size, _ in held]), compute + sum(time for _, time in held)
+            yield peak_of(self.p, strategies, recomputed, [size for size, _ in held]), step_s(self.p, (done, *(t for _, t in held)))  # type: ignore[arg-type]
 
-    def _variant(self, v: int, strategies: Chosen, recomputed: dict[int, int]) -> list[Point]:
+    def _variant(self, v: int, strategies: Chosen, recomputed: dict[int, int]) -> list[tuple[int, Seconds]]:
         """(bytes kept of one instance, communication of all) for every set of versions that may be kept."""
         variant = self.p.variants[v]
         touching = (variant.value, *(use.op for use in variant.uses))  # here value v is made by op v
@@ -132,15 +168,30 @@ class BruteForce:
             versions = sorted({*made.sources, *made.wanted})
             keepable = self.p.values[variant.value].keepable
             versions = [n for n in versions if keepable is None or n in keepable]
-            found: list[Point] = []
+            found: list[tuple[int, Seconds]] = []
             for kept in itertools.chain.from_iterable(itertools.combinations(versions, k) for k in range(len(versions) + 1)):
                 try:
                     e = evaluate(alone, strategies, recomputed, {0: kept})
                 except LayoutError:  # backward wants what is neither kept nor made again
                     continue
-                found.append((e.kept_bytes // variant.count, e.communication_s))
-            self._known[key] = list(_undercut(found))
+                found.append((e.kept_bytes // variant.count, self._moves(v, e)))
+            self._known[key] = [a for a in found if not any(b != a and b[0] <= a[0] and _no_more(b[1], a[1]) for b in found)]
+            self._known[key] = list(dict.fromkeys(self._known[key]))
         return self._known[key]
+
+    def _moves(self, v: int, e: Evaluation) -> Seconds:
+        variant, total = self.p.variants[v], (0.0,) * 5
+        for late, redistribution in ((False, e.forward[0]), (True, e.backward[0])):
+            phase = "backward" if late else self.p.values[variant.value].phase
+            for arc in redistribution.arcs:
+                how = "compute" if arc.collective.kind == "slice" else "beside" if runs_beside(self.p, v, late) else "alone"
+                more = seconds_of(self.p, phase, variant.count * arc.time_s, how)
+                total = tuple(a + b for a, b in zip(total, more, strict=True))  # type: ignore[assignment]
+        return total  # type: ignore[return-value]
+
+
+def _no_more(a: Seconds, b: Seconds) -> bool:
+    return all(x <= y for x, y in zip(a, b, strict=True))
 
 
 def _undercut(points: Iterable[Point]) -> tuple[Point, ...]:
@@ -156,12 +207,14 @@ class Case:
     seed: int
     mesh: tuple[int, ...] = LINE
     moments: bool = False
+    slowdown: float = 1.0
 
     def __str__(self) -> str:
-        return f"{self.seed} {'line' if self.mesh == LINE else 'square'}{' moments' if self.moments else ''}"
+        beside = f" beside {self.slowdown}" if self.slowdown < 1.0 else ""
+        return f"{self.seed} {'line' if self.mesh == LINE else 'square'}{' moments' if self.moments else ''}{beside}"
 
     def problem(self, budget: int = AMPLE) -> Problem:
-        return replace(problem(self.seed, self.mesh, moments=self.moments), budget_bytes=budget)
+        return replace(problem(self.seed, self.mesh, moments=self.moments, slowdown=self.slowdown), budget_bytes=budget)
 
 
 @cache
@@ -181,6 +234,8 @@ def needs(p: Problem, found: Choices) -> int:
 
 
 FAST = [Case(seed, mesh, m) for mesh, num in ((LINE, 3), (SQUARE, 2)) for seed in range(num) for m in (False, True)]
+BESIDE = [Case(0, LINE, slowdown=0.4), Case(1, LINE, slowdown=0.4), Case(1, SQUARE, True, 0.4), Case(2, LINE, True, slowdown=0.0)]
+OFTEN_BESIDE = [Case(seed, mesh, mesh == SQUARE, slowdown) for seed in range(3, 20) for mesh in (LINE, SQUARE) for slowdown in (0.4, 0.0)]
 SLOW = [Case(seed, mesh, m) for mesh in (LINE, SQUARE) for seed in range(3, 40) for m in (False, True)]
 every_case = pytest.mark.parametrize("case", [*FAST, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW)], ids=str)
 
@@ -196,6 +251,37 @@ def test_under_every_budget_the_plan_fits_and_is_as_close_to_the_best_of_all_pla
             assert found.bound_s <= best * (1 + 1e-6) and best <= found.objective_s * (1 + 1e-6)
             assert found.objective_s * (1 - gap) <= best * (1 + 1e-6)
             assert found.gap <= gap + 1e-6
+
+
+@pytest.mark.parametrize("case", [*BESIDE, *(pytest.param(c, marks=pytest.mark.slow) for c in OFTEN_BESIDE)], ids=str)
+def test_with_communication_beside_compute_the_step_and_the_bound_enclose_the_best_of_all_plans(case: Case) -> None:
+    for budget, best in (*front(case), (AMPLE, front(case)[-1][1])):
+        p = case.problem(budget)
+        found = solve(p, gap=0.0)
+        taken = evaluate(p, found.strategies, found.recomputed, found.kept)
+        assert needs(p, found) <= budget and found.objective_s == pytest.approx(taken.objective_s)
+        assert found.bound_s <= best * (1 + 1e-6) and best <= found.objective_s * (1 + 1e-6)
+        if found.stats["balances"] == 1:  # compute hides all that it could: the program's objective is the step
+            assert found.objective_s == pytest.approx(best) and found.gap <= 1e-6
+
+
+def test_both_compute_and_communication_bound_the_problems_that_are_tried() -> None:
+    found = [solve(case.problem(budget), gap=0.0) for case in BESIDE for budget, _ in front(case)]
+    assert {choices.stats["balances"] > 1 for choices in found} == {False, True}
+    assert any(c.multipliers is not None and min(c.multipliers.balance) < 1.0 for c in found)
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**16), choice=st.integers(0, 2**32), line=st.booleans())
+def test_what_counts_as_running_beside_compute_has_slack_whatever_is_chosen(seed: int, choice: int, line: bool) -> None:
+    p, rng = problem(seed, LINE if line else SQUARE, slowdown=0.5), random.Random(choice)
+    again = [n for n, op in enumerate(p.ops) if op.recomputable and rng.random() < 0.5]
+    recomputed = {n: rng.randrange(len(p.ops[n].strategies)) for n in again}
+    e = evaluate(p, [rng.randrange(len(op.strategies)) for op in p.ops], recomputed)
+    for late, phase in ((False, e.forward), (True, e.backward)):
+        for v, moves in phase.items():
+            assert moves.early == runs_beside(p, v, late) or not moves.arcs
+            assert not moves.early or "critical" not in moves.slacks
 
 
 @every_case

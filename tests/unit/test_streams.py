@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.streams import Streams
+from autopar.streams import ON_COMPUTE, PHASES, Load, Streams, work
 
 Event = tuple[str, int, int]  # "compute" or "block" with its ticks, "start" with step and ticks, "finish" with step
 
@@ -99,6 +99,45 @@ def test_time_lies_between_the_bound_and_one_after_the_other(seed: int, slowdown
     assert streams.hidden_s + streams.waited_s == pytest.approx(early)
     assert sum(end - start for _, start, end in streams.ran) == pytest.approx(early)
     assert all(before <= after + 1e-9 for (_, _, before), (_, after, _) in zip(streams.ran, streams.ran[1:], strict=False))
+
+
+PIECES = st.lists(st.tuples(st.sampled_from(PHASES), st.floats(0.0, 9.0), st.sampled_from(("compute", "early", "critical"))), max_size=9)
+
+
+SHARE = st.floats(0.0, 1.0)
+
+
+@given(pieces=PIECES, slowdown=SHARE, shares=st.tuples(SHARE, SHARE), outside_s=st.floats(0.0, 9.0))
+def test_a_load_takes_what_the_larger_of_its_streams_does_and_no_balance_proves_more(
+    pieces: list[tuple[str, float, str]], slowdown: float, shares: tuple[float, float], outside_s: float
+) -> None:
+    load = Load(outside_s)
+    for phase, time_s, kind in pieces:
+        load += work(phase, time_s, compute=kind == "compute", early=kind == "early")
+    total = {(phase, kind): sum(t for p, t, k in pieces if (p, k) == (phase, kind)) for phase in PHASES for kind in ("compute", "early")}
+    expected = outside_s + sum(t for _, t, kind in pieces if kind == "critical")
+    for phase in PHASES:
+        compute, early = total[phase, "compute"], total[phase, "early"]
+        expected += max(compute + slowdown * early, early)
+    assert load.least_s(slowdown) == pytest.approx(expected, abs=1e-9)
+    assert load.priced_s(slowdown, shares) <= load.least_s(slowdown) + 1e-9
+    corners = [(float(a), float(b)) for a in (0, 1) for b in (0, 1)]
+    assert max(load.priced_s(slowdown, corner) for corner in corners) == pytest.approx(load.least_s(slowdown), abs=1e-9)
+    assert any(load.unbalanced(slowdown)) or load.priced_s(slowdown, ON_COMPUTE) == pytest.approx(load.least_s(slowdown), abs=1e-9)
+    twice = (load + load).scaled(0.5)
+    assert twice.least_s(slowdown) == pytest.approx(load.least_s(slowdown), abs=1e-9)
+    if slowdown == 1.0:
+        assert load.least_s(slowdown) == load.priced_s(slowdown, ON_COMPUTE) == load.serial_s
+
+
+@given(seed=st.integers(0, 10_000), slowdown=st.floats(0.0, 1.0))
+def test_no_order_of_a_phase_is_faster_than_its_load(seed: int, slowdown: float) -> None:
+    events = programs(random.Random(seed), 6)
+    load = Load()
+    for kind, what, ticks in events:
+        if kind != "finish":
+            load += work("backward", ticks if kind == "start" else what, compute=kind == "compute", early=kind == "start")
+    assert load.least_s(slowdown) - 1e-9 <= run(events, slowdown).now_s <= load.serial_s + 1e-9
 
 
 def test_where_nothing_can_be_hidden_times_add_up() -> None:

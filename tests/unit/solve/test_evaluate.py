@@ -12,7 +12,7 @@ from autopar.errors import LayoutError
 from autopar.layout import Layout, Strategy
 from autopar.problem import Moment, Op, OpStrategy, Problem, Use, Value, Variant
 from autopar.redistribute import LayoutGraph, layout_graph
-from autopar.solve import evaluate, fits, variant_time
+from autopar.solve import evaluate, fits, variant_load
 from autopar.solve.memory import GRADIENT_ROW, KEPT_ROW, budget_rows
 
 R, S0, S1 = map(Layout.parse, ("R", "S(0)", "S(1)"))
@@ -105,10 +105,10 @@ def test_of_several_versions_the_one_that_is_nearest_to_what_backward_reads_is_k
 def test_the_time_of_one_variant_is_its_share_of_the_communication() -> None:
     p = problem()
     for strategies in ((0, 0, 1), (1, 0, 1), (1, 1, 0)):
-        total = sum(variant_time(p, v, strategies, {}) for v in range(len(p.variants)))
-        assert total == pytest.approx(evaluate(p, strategies).communication_s)
+        loads = [variant_load(p, v, strategies, {}) for v in range(len(p.variants))]
+        assert sum(load.serial_s for load in loads if load) == pytest.approx(evaluate(p, strategies).communication_s)
     lonely = replace(p, values=(*p.values[:2], replace(p.values[2], graph=replace(p.values[2].graph, arcs=()))))
-    assert variant_time(lonely, 2, (0, 0, 1), {}) == float("inf")
+    assert variant_load(lonely, 2, (0, 0, 1), {}) is None
 
 
 def test_the_budget_rows_are_what_rests_when_backward_begins_when_it_ends_and_at_each_moment() -> None:

@@ -1,0 +1,27 @@
+"""What the two streams of a step have to do under a plan (`autopar.streams.Load`), from what the plan says of each piece of work."""
+
+from __future__ import annotations
+
+from autopar.plans.parts import Communication, Entry
+from autopar.plans.plan import Plan
+from autopar.streams import Load, work
+
+
+def load_of(plan: Plan) -> Load:
+    """Of a step, or of a stage's microbatch."""
+    entries = sum((_entry_load(e, e.time_s * len(e.instances), e.again_s * len(e.instances)) for e in plan.entries), Load())
+    return sum((moved_load(c, c.time_s * len(c.instances)) for c in plan.communications), entries)
+
+
+def _entry_load(entry: Entry, time_s: float, again_s: float) -> Load:
+    """All instances of an entry, for so many seconds, and so many when backward runs it again."""
+    if entry.kind != "compute":  # beside what parameters, inputs and what crosses take nothing runs
+        return Load(time_s + again_s)
+    return work(entry.phase, time_s, compute=True) + work("backward", again_s, compute=True)
+
+
+def moved_load(c: Communication, time_s: float) -> Load:
+    """All instances of a collective, for so many seconds."""
+    if c.phase == "step":
+        return Load(time_s)
+    return work(c.phase, time_s, compute=c.collective.kind == "slice", early=c.beside)

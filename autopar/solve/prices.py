@@ -1,0 +1,65 @@
+"""What the program pays for each piece of work, so that its objective, a sum, is a lower bound of the step.
+
+With s the profile's `overlap_slowdown` and λ a share per phase (`autopar.streams`), a second
+
+    of compute, or of a slice, which is local        costs λ
+    of early communication                           costs λ·s + (1 − λ)
+    of all else                                      costs 1
+
+With λ = 1 that is the step itself, as long as compute can hide what is early. Communication counts as early here where it has slack
+(`autopar.solve.slack`) whatever is chosen, which the problem alone shows (`is_early`); where that hangs on choices, it counts as critical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.problem import Phase, Problem
+from autopar.redistribute import Arc
+from autopar.streams import ON_COMPUTE, Load, work
+
+_TIE = 1e-9  # share of its time that an arc costs beside its price: of equally cheap trees the quicker is taken
+
+
+def is_early(problem: Problem, v: int, *, late: bool) -> bool:
+    """Whether all that moves a variant in one phase has slack, whatever is chosen.
+
+    So it is where a tree starts from what is there when its phase starts: what rests; in backward also what forward made and backward
+    cannot make again, which is kept. And where nothing but parameters waits for what it makes: of gradients. What crosses to another stage
+    is left out, since in the whole model it is like all else.
+
+    Args:
+        late: in backward, of what forward made; else in the phase that makes it.
+    """
+    variant = problem.variants[v]
+    value = problem.values[variant.value]
+    made_by = problem.ops[value.op]
+    if value.resident or late:
+        return value.resident or (made_by.kind == "compute" and not made_by.recomputable)
+    return all(problem.ops[use.op].kind == "parameter" for use in variant.uses if use.phase == value.phase)
+
+
+def op_load(problem: Problem, n: int, strategy: int, *, again: bool = False) -> Load:
+    """What all instances of an op do, `again` where backward runs it again; beside what parameters and inputs take nothing runs."""
+    op = problem.ops[n]
+    return work("backward" if again else op.phase, op.count * op.strategies[strategy].time_s, compute=op.kind == "compute")
+
+
+def arc_loads(problem: Problem, v: int, *, late: bool) -> Callable[[Arc], Load]:
+    """What one instance of each arc of a variant does."""
+    phase: Phase = "backward" if late else problem.values[problem.variants[v].value].phase
+    early = is_early(problem, v, late=late)
+
+    def load(arc: Arc) -> Load:
+        local = arc.collective.kind == "slice"
+        return work(phase, arc.time_s, compute=local, early=early and not local)
+
+    return load
+
+
+def tree_costs(problem: Problem, v: int, *, late: bool) -> Callable[[Arc], float]:
+    """What arcs cost where compute hides what is early, without ties between quick and slow."""
+    load, slowdown = arc_loads(problem, v, late=late), problem.overlap_slowdown
+    if slowdown >= 1.0:
+        return lambda arc: arc.time_s
+    return lambda arc: load(arc).priced_s(slowdown, ON_COMPUTE) + _TIE * arc.time_s
