@@ -27,8 +27,8 @@ from autopar.mesh import Mesh
 from autopar.planning import PlanOptions, make_plan
 from autopar.plans import Plan
 from autopar.run.device_mesh import device_mesh
-from autopar.run.measure import measure
 from autopar.run.live import LiveBytes
+from autopar.run.measure import measure
 from autopar.run.module import ParallelModule
 from benchmarks.common import Row, load_profile, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
