@@ -43,7 +43,9 @@ LINE, SQUARE = Mesh({"data": 2}), Mesh({"data": 2, "tensor": 2})
 MICROBATCHES = 2
 
 
-def planned(kind: str, mesh: Mesh, *constraints: Any, hardware: Any = "h100-sxm", **options: Any) -> tuple[Planned, nn.Module, dict[str, Any]]:
+def planned(
+    kind: str, mesh: Mesh, *constraints: Any, hardware: Any = "h100-sxm", **options: Any
+) -> tuple[Planned, nn.Module, dict[str, Any]]:
     model, batch = getattr(zoo_small, kind)()
     made = plan_model(model, mesh, example_inputs=batch, hardware=hardware, constraints=constraints, **options)[1]
     return made, model, batch
