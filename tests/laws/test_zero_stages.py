@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from autopar.constraints import fsdp, megatron, pipeline
 from autopar.cost.held import Held, StepMoves, held_ways, stage_on
 from autopar.emit.calls import CALLS
 from autopar.errors import ConstraintError, LayoutError, VerificationError
+from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, local_shape
 from autopar.mesh import Mesh
 from autopar.planning import Planned
@@ -41,9 +43,11 @@ LINE, SQUARE = Mesh({"data": 2}), Mesh({"data": 2, "tensor": 2})
 MICROBATCHES = 2
 
 
-def planned(kind: str, mesh: Mesh, *constraints: Any, **options: Any) -> tuple[Planned, nn.Module, dict[str, Any]]:
+def planned(
+    kind: str, mesh: Mesh, *constraints: Any, hardware: Any = "h100-sxm", **options: Any
+) -> tuple[Planned, nn.Module, dict[str, Any]]:
     model, batch = getattr(zoo_small, kind)()
-    made = plan_model(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=constraints, **options)[1]
+    made = plan_model(model, mesh, example_inputs=batch, hardware=hardware, constraints=constraints, **options)[1]
     return made, model, batch
 
 
@@ -77,8 +81,9 @@ def test_each_stage_moves_what_the_paper_says(stage: int) -> None:
     assert autopar.check(made.plan, model, batch).ok
 
 
-def test_data_parallelism_reduces_once_a_step() -> None:
-    made, model, batch = planned("llama", LINE, megatron(dp=2, microbatches=MICROBATCHES))
+def test_data_parallelism_reduces_once_a_step_where_nothing_is_hidden() -> None:
+    alone = replace(HardwareProfile.load("h100-sxm"), overlap_slowdown=1.0, hash="alone")
+    made, model, batch = planned("llama", LINE, megatron(dp=2, microbatches=MICROBATCHES), hardware=alone)
     assert moved(made, "step", "all_reduce") == Counter(p.numel() for p in model.parameters())
     assert not moved(made, "backward", "all_reduce")
     assert autopar.verify(made.plan, model, batch).ok
