@@ -20,7 +20,7 @@ from autopar.hardware import HardwareProfile
 from autopar.layout import Strategy
 from autopar.mesh import Mesh
 from autopar.planning.options import PlanOptions
-from autopar.planning.schedules import step_time
+from autopar.planning.schedules import scheduled_time
 from autopar.plans import Plan
 from autopar.stages import cut
 from autopar.strategies import classes_of, resolve
@@ -40,27 +40,33 @@ def repriced(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, opt
     """
     pipeline = plan.pipeline
     if pipeline is None:
-        return _time(plan, trace, trace, mesh, profile, options, Crossing(), 1)
+        return sum(_phases(plan, trace, trace, mesh, profile, options, Crossing(), 1))
     left = mesh.without(pipeline.axis) if pipeline.axis else mesh
     crossing = Crossing.along(pipeline.axis, mesh, profile)
     num = pipeline.num_microbatches
     stages = cut(trace, pipeline.positions).stages if pipeline.positions else (trace,)
     pairs = zip(pipeline.stages, stages, strict=True)
-    return step_time([_time(staged, stage, trace, left, profile, options, crossing, num) for staged, stage in pairs], num)
+    times = [_phases(staged, stage, trace, left, profile, options, crossing, num) for staged, stage in pairs]
+    return scheduled_time(pipeline.schedule, [f for f, _ in times], [b for _, b in times], num, pipeline.num_chunks)
 
 
-def _time(
+def _phases(
     plan: Plan, trace: Trace, whole: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, crossing: Crossing, num: int
-) -> float:
-    """Of a step, or of a stage's microbatch; `whole` is the trace that constraints speak of."""
+) -> tuple[float, float]:
+    """Of a step, or of a stage's microbatch, forward and all else; `whole` is the trace that constraints speak of."""
     priced = _priced(trace, whole, mesh, profile, options, crossing, num)
     strategies, again = decisions(priced, plan)
     ops = priced.problem.ops
-    compute_s = sum(ops[i].count * own_time_s(ops[i], s) for i, s in enumerate(strategies))
-    compute_s += sum(ops[i].count * ops[i].strategies[s].time_s for i, s in again.items())
+    found = [0.0, 0.0]
+    for i, s in enumerate(strategies):
+        first = ops[i].kind == "input" or (ops[i].kind == "compute" and ops[i].phase == "forward")
+        found[0 if first else 1] += ops[i].count * own_time_s(ops[i], s)
+    found[1] += sum(ops[i].count * ops[i].strategies[s].time_s for i, s in again.items())
     sizes, links = mesh.shape, [mesh.link(axis) for axis in range(len(mesh.axes))]
-    moves = ((len(c.instances) / (num if c.phase == "step" else 1), c.collective) for c in plan.communications)
-    return compute_s + sum(n * collective_time(c, sizes[c.axis], links[c.axis], profile) for n, c in moves)
+    for move in plan.communications:
+        each_s = collective_time(move.collective, sizes[move.collective.axis], links[move.collective.axis], profile)
+        found[0 if move.phase == "forward" else 1] += len(move.instances) / (num if move.phase == "step" else 1) * each_s
+    return found[0], found[1]
 
 
 def priced_for(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions) -> Priced:
