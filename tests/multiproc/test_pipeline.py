@@ -69,6 +69,15 @@ def test_microbatches_without_stages() -> None:
 
 
 @pytest.mark.slow
+def test_four_processes_with_several_stages_each() -> None:
+    plans = {
+        "zero 1": text("gpt2:4", {"stage": 2, "data": 2}, megatron(pp="stage", dp=2, zero=1, microbatches=2, chunks=2)),
+        "four": text("llama:8", {"stage": 4}, pipeline("stage", microbatches=4, schedule="interleaved_1f1b")),
+    }
+    check(run_processes(4, WORKER, "run", plans), plans)
+
+
+@pytest.mark.slow
 def test_parameters_gathered_per_use() -> None:
     plans = {"zero 3": text("gpt2", {"data": 2, "stage": 2}, pipeline("stage", microbatches=2), fsdp("data"))}
     check(run_processes(4, WORKER, "run", plans), plans)
