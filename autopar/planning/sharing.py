@@ -13,7 +13,7 @@ from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import InfeasibleError, size_text
 from autopar.planning.alike import Alike
 from autopar.planning.options import PlanOptions
-from autopar.planning.search import Planned
+from autopar.planning.search import Planned, Schedule
 from autopar.run.orders import interleaved
 from autopar.run.rank_memory import ChunkMemory, chunk_memory, rank_peak
 from autopar.solve import REMEDY
@@ -46,6 +46,12 @@ class Sharing:
         self.budgets = [self.budget] * self.num_stages
         self.lowered: set[int] = set()  # the stages whose budgets went down last
         self._round = 0
+
+    def schedule(self, name: str, stage: int) -> Schedule:
+        """What a stage is planned for."""
+        num_ranks = self.num_stages // self.num_chunks
+        actions = interleaved(num_ranks, self.num_chunks, self.num_microbatches)[stage % num_ranks] if self.num_chunks > 1 else ()
+        return Schedule(name, self.num_microbatches, self.batch_bytes, stage, actions)
 
     def fits(self, stages: Sequence[Planned]) -> bool:
         """Whether every rank does; else the budgets are lower now.

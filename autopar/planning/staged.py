@@ -30,14 +30,14 @@ from autopar.planning.alike import Alike
 from autopar.planning.assembly import fingerprint
 from autopar.planning.options import PlanOptions
 from autopar.planning.schedules import least_time
-from autopar.planning.search import Clock, Job, Planned, Progress, Schedule, TooSlow, finished
+from autopar.planning.search import Clock, Job, Planned, Progress, TooSlow, finished
 from autopar.planning.sharing import Sharing
-from autopar.planning.steps import simulated_step_of, slowest_rank, step_of
+from autopar.planning.steps import check_order, simulated_step_of, slowest_rank, step_of
 from autopar.planning.units import Unit, balanced, units_of, usable_points
 from autopar.plans import Crossed, Fingerprint, Pipeline, Plan, Prediction, Proof
 from autopar.problem import Choices
 from autopar.redistribute import local_bytes
-from autopar.run.orders import interleaved, num_in_flight, num_rounds
+from autopar.run.orders import num_in_flight
 from autopar.solve import Evaluation, evaluate, solve
 from autopar.stages import Cut, CutPoint, cut
 from autopar.stages.placing import Placing
@@ -201,19 +201,12 @@ class StagedSearch:
         mark = self._mark(stage.fingerprint)
         job = Job(
             stage, self.left, priced, Liveness(stage, priced), self.options, self.clock, mark, {}, budget,
-            self._schedule(number), alike=self.alike,
+            self.sharing.schedule(self.wish.schedule, number), alike=self.alike,
         )  # fmt: skip
         try:
             return finished(job.best_tried(), self.clock, self.options)
         except InfeasibleError as error:
             raise InfeasibleError(f"stage {number} of {self.num_stages}: {error.what}", remedy=error.remedy) from error
-
-    def _schedule(self, number: int) -> Schedule:
-        plain = Schedule(self.wish.schedule, self.how.num, self.batch_bytes)
-        if self.wish.chunks == 1:
-            return plain
-        ranks = interleaved(self.num_stages // self.wish.chunks, self.wish.chunks, self.how.num)
-        return replace(plain, stage=number, actions=ranks[number % len(ranks)])
 
     def _sharing(self, flying: Sequence[int]) -> Sharing:
         budget = self.options.budget(self.profile)
@@ -343,26 +336,10 @@ def make_staged_plan(
     for constraint in options.constraints:  # all but the pipeline speak of what a stage runs on
         if not isinstance(constraint, Pipelined):
             check(constraint, left)
-    _check_order(wish, mesh, how.num)
+    check_order(wish, mesh, how.num)
     if wish.schedule == "1f1b" and wish.axis and how.num < mesh.shape[mesh.names.index(wish.axis)]:
         what = f"{how.num} microbatches are fewer than the stages along {wish.axis!r}, which 1F1B does not run"
         raise ConstraintError(what, remedy='use more microbatches, or schedule="gpipe"')
     batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
     search = StagedSearch(part, how, batch_bytes, mesh, profile, options, wish, model_name, whole.fingerprint, Clock(progress), limit_s)
     return search.run()
-
-
-def _check_order(wish: Pipelined, mesh: Mesh, num: int) -> None:
-    """That the interleaved order is there.
-
-    Raises:
-        ConstraintError: as torch's schedule does.
-    """
-    if wish.schedule != INTERLEAVED:
-        return
-    ranks = mesh.shape[mesh.names.index(wish.axis)] if wish.axis else 1
-    if ranks < 2:
-        raise ConstraintError(f"{wish}: one rank has nothing to interleave with", remedy="name an axis of two devices or more")
-    if not num_rounds(ranks, num):
-        what = f"{num} microbatches are not equal rounds over {ranks} ranks of {wish.axis!r}, which interleaved 1F1B runs"
-        raise ConstraintError(what, remedy=f"use a multiple of {ranks} microbatches")

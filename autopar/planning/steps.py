@@ -1,11 +1,15 @@
-"""From stages' plans to a pipeline's step."""
+"""From stages' plans to a pipeline's step, and whether its schedule can be run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.constraints import INTERLEAVED, Pipelined
+from autopar.errors import ConstraintError
+from autopar.mesh import Mesh
 from autopar.planning.schedules import scheduled_time
 from autopar.plans import Plan, Prediction
+from autopar.run.orders import num_rounds
 
 
 def phases_s(stage: Plan) -> tuple[float, float]:
@@ -42,3 +46,19 @@ def slowest_rank(stages: Sequence[Plan], num_chunks: int) -> tuple[Prediction, .
     num_ranks = len(stages) // num_chunks
     ranks = [tuple(stage.prediction for stage in stages[rank::num_ranks]) for rank in range(num_ranks)]
     return max(ranks, key=lambda chunks: sum(p.step_s for p in chunks))
+
+
+def check_order(wish: Pipelined, mesh: Mesh, num: int) -> None:
+    """That the interleaved order is there.
+
+    Raises:
+        ConstraintError: as torch's schedule does.
+    """
+    if wish.schedule != INTERLEAVED:
+        return
+    ranks = mesh.shape[mesh.names.index(wish.axis)] if wish.axis else 1
+    if ranks < 2:
+        raise ConstraintError(f"{wish}: one rank has nothing to interleave with", remedy="name an axis of two devices or more")
+    if not num_rounds(ranks, num):
+        what = f"{num} microbatches are not equal rounds over {ranks} ranks of {wish.axis!r}, which interleaved 1F1B runs"
+        raise ConstraintError(what, remedy=f"use a multiple of {ranks} microbatches")

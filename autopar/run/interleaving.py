@@ -1,10 +1,9 @@
 """Several stages of one rank, run in the interleaved order (`autopar.run.orders`).
 
-torch makes the order; it is run here, since torch's own runtime of several stages keeps all that it has sent until the step ends, and has
-no place for values that cross but have no gradient. Here a stage waits for what it sent before it sends the next of the same kind, and
-holds what it sends until then: `autopar.run.rank_memory` counts on it. Every transfer stands at one place of a common order of all
-ranks, as the last thing that its sender and the first that its receiver does there; so nobody waits for a rank that waits for it, and
-between two ranks all transfers start in one order.
+torch makes the order; it is run here, since torch's own runtime of several stages keeps all that it has sent until the step ends. Here a
+stage waits for what it sent before it sends the next of the same kind, and holds what it sends until then: `autopar.run.rank_memory`
+counts on it. Every transfer stands at one place of a common order of all ranks, as the last thing that its sender and the first that its
+receiver does there; so nobody waits for a rank that waits for it, and between two ranks all transfers start in one order.
 """
 
 from __future__ import annotations
