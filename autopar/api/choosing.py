@@ -21,6 +21,7 @@ from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, TooSlow, make_plan, make_staged_plan
 from autopar.planning.search import Progress
 from autopar.plans import Plan
+from autopar.run.orders import num_rounds
 
 log = logging.getLogger("autopar")
 _MOST_NUMBERS = 3  # of microbatches per axis
@@ -187,9 +188,10 @@ class Chooser:
         for axis in axes:
             stages = self.mesh.shape[self.mesh.names.index(axis)] if axis else 1
             divisors = [n for n in range(1, samples + 1) if samples % n == 0]
+            divisors = [n for n in divisors if num_rounds(stages, n)] if wish.chunks > 1 else divisors
             numbers = [n for n in divisors if stages <= n <= _MOST_ROUNDS * stages][-_MOST_NUMBERS:]
             numbers = numbers if axis else [1]
-            yield from ((axis, num) for num in ([asked] if asked is not None else numbers or divisors[-1:]))
+            yield from ((axis, num) for num in ([asked] if asked is not None else numbers or divisors[-1:] or [samples]))
 
 
 def _is_bound_by_memory(plan: Plan) -> bool:

@@ -14,6 +14,7 @@ Sharding a weight in its storage layout only is said beside it, per axis:
 
     ZeRO-3       the weight rests sharded and is gathered for use; a gathered copy is not kept for backward
     ZeRO-2       the same, and the gathered copy is kept from forward to backward
+    ZeRO-1       as ZeRO-2, through a step of several microbatches, whose gradients add up as partial sums
 
 A weight that rests as it is read is neither: its gradient and optimizer state are as sharded as the weight.
 """
@@ -72,7 +73,7 @@ def label(part: Parallel, names: Sequence[str]) -> str:
     said = over(part.parallelism, names, PARALLELISMS)
     if set(part.parallelism) == {"replicated"}:
         said = "replicated"
-    sharded = over(part.sharded, names, ("ZeRO-2", "ZeRO-3"))
+    sharded = over(part.sharded, names, ("ZeRO-1", "ZeRO-2", "ZeRO-3"))
     return f"{said}; weights {sharded}" if sharded else said
 
 

@@ -10,6 +10,7 @@ from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
 from autopar.hardware import HardwareProfile
 from autopar.plans import Plan
+from autopar.run.orders import Action
 from autopar.strategies import Forced, classes_of, resolve
 
 
@@ -21,6 +22,7 @@ class Context:
         forced: what constraints force. crossing: how tensors cross to a stage's neighbours.
         num_microbatches, num_in_flight: of a stage. schedule: its name, ``""`` for a plan without stages.
         batch_bytes: of the whole batch, which is there during a step of several microbatches.
+        stage, actions: its number, and what its rank does, where the rank holds other stages beside it.
     """
 
     forced: Forced
@@ -29,6 +31,8 @@ class Context:
     num_in_flight: int = 1
     schedule: str = ""
     batch_bytes: int = 0
+    stage: int = 0
+    actions: tuple[Action, ...] = ()
 
     @property
     def accumulates(self) -> bool:

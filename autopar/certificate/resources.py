@@ -22,6 +22,7 @@ from autopar.kernels import collectives as kernels
 from autopar.plans import Overlap, Plan
 from autopar.run.memory import trace_peak
 from autopar.run.program import Program
+from autopar.run.rank_memory import chunk_memory, rank_peak
 from autopar.run.stage_memory import trace_stage_peak
 
 _CALLS = {
@@ -137,6 +138,9 @@ def _peak(plan: Plan, program: Program, context: Context) -> int:
     outputs = plan.options.get("outputs", "dtensor")
     if not context.schedule:
         return trace_peak(program, batch=plan.options.get("batch", "global"), outputs=outputs).peak_bytes
+    if context.actions:
+        chunk = {context.stage: chunk_memory(program, outputs)}
+        return rank_peak(chunk, context.actions, context.num_microbatches) + context.batch_bytes
     stage = trace_stage_peak(program, context.schedule, context.num_in_flight, context.num_microbatches, outputs)
     return stage.peak_bytes + context.batch_bytes
 

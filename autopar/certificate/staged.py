@@ -16,8 +16,10 @@ from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
 from autopar.certificate.check import certify, identity, notes
 from autopar.certificate.context import Context
+from autopar.certificate.interleaved import held_by_chunks, least_of_ranks, phases_of, step_by_longest_path
+from autopar.certificate.ranks import actions_of, interleaves, shared_memory
 from autopar.certificate.report import Certificate, Finding, near
-from autopar.constraints import Pipelined, read_constraint
+from autopar.constraints import INTERLEAVED, Pipelined, read_constraint
 from autopar.cost.priced import Crossing
 from autopar.emit import emit_staged
 from autopar.emit.choices import input_key, output_key, parameter_key, storage_key
@@ -44,20 +46,25 @@ def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, pla
         claimed_peak_bytes=plan.prediction.peak_bytes, budget_bytes=int(plan.options.get("memory_bytes", 0)),
         objective_s=plan.proof.objective_s, claimed_bound_s=plan.proof.bound_s,
     )  # fmt: skip
+    if report.ok:
+        report = replace(report, findings=tuple(interleaves(pipeline)))
     if not report.ok:
         return report
     try:
-        emit_staged(part, made, how, plan)
+        program = emit_staged(part, made, how, plan)
         stages = _Stages(whole, part, made, plan, pipeline, profile).certificates()
     except AutoparError as error:
         return replace(report, findings=(Finding("emission", error.what, "" if error.where is None else str(error.where)),))
     found = [replace(f, what=f"stage {n}: {f.what}") for n, stage in enumerate(stages) for f in stage.findings]
     found += _joined(plan, pipeline, made)
+    found += shared_memory(plan, program)
     return _summed(replace(report, findings=tuple(found)), stages, pipeline)
 
 
-def held_at_most(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> int:
+def held_at_most(schedule: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> int:
     """Microbatches whose kept values a stage holds: under GPipe all; under 1F1B one per stage from here to the last."""
+    if schedule == INTERLEAVED:
+        return held_by_chunks(stage, num_stages // num_chunks, num_chunks, num_microbatches)
     return num_microbatches if schedule == "gpipe" else min(num_microbatches, num_stages - stage)
 
 
@@ -84,14 +91,15 @@ class _Stages:
             chosen = staged.node_choices()
             layouts = {i.path: chosen[input_key(i.path)].outputs[0] for i in trace.inputs if i.crosses}
             layouts |= {o.path: chosen[output_key(o.path)].inputs[0] for o in trace.outputs if o.crosses}
-            flying = held_at_most(pipeline.schedule, number, len(pipeline.stages), pipeline.num_microbatches)
+            flying = held_at_most(pipeline.schedule, number, len(pipeline.stages), pipeline.num_microbatches, pipeline.num_chunks)
             crossing = replace(Crossing.along(pipeline.axis, plan.mesh, self.profile), layouts=layouts)
             here, num = replace(forced, storage=dict(storage)), pipeline.num_microbatches
-            context = Context(here, crossing, num, flying, pipeline.schedule, batch_bytes)
+            context = Context(here, crossing, num, flying, pipeline.schedule, batch_bytes, number, actions_of(pipeline, number))
             if pipeline.accumulates != context.accumulates:
                 what = f"with {num} microbatches gradients {'are' if context.accumulates else 'are not'} added to sums"
                 raise PlanError(f"{what}, and the plan says otherwise", remedy="plan again; the file was changed by hand")
-            found.append(certify(trace, replace(staged, options=plan.options), self.profile, context))
+            options = {**plan.options, **({"memory_bytes": pipeline.budgets[number]} if pipeline.budgets else {})}
+            found.append(certify(trace, replace(staged, options=options), self.profile, context))
             storage |= {p.name: _rests(chosen, p.name) for p in trace.parameters if p.name in self.made.shared}
         return found
 
@@ -99,7 +107,7 @@ class _Stages:
 def _joined(plan: Plan, pipeline: Pipeline, made: Cut) -> Iterator[Finding]:
     """What joins the stages."""
     num = len(pipeline.stages)
-    expected = tuple(held_at_most(pipeline.schedule, s, num, pipeline.num_microbatches) for s in range(num))
+    expected = tuple(held_at_most(pipeline.schedule, s, num, pipeline.num_microbatches, pipeline.num_chunks) for s in range(num))
     if pipeline.num_in_flight != expected:
         what = f"{pipeline.schedule} holds {expected} microbatches, stage by stage, not {pipeline.num_in_flight}"
         yield Finding("memory", what)
@@ -119,23 +127,41 @@ def _step_s(times: Sequence[float], num_microbatches: int) -> float:
     return (num_microbatches - 1) * max(times) + sum(times)
 
 
+def _whole_step_s(pipeline: Pipeline, *, simulated: bool = False) -> float:
+    """From what the stages claim."""
+    if pipeline.schedule == INTERLEAVED:
+        phases = [phases_of(stage, simulated=simulated) for stage in pipeline.stages]
+        return step_by_longest_path(phases, len(pipeline.rank_bytes), pipeline.num_microbatches)
+    claims = [stage.prediction for stage in pipeline.stages]
+    return _step_s([p.simulated_s if simulated else p.step_s for p in claims], pipeline.num_microbatches)
+
+
+def _least_s(pipeline: Pipeline, bounds: Sequence[float]) -> float:
+    """Of a step, where a stage's microbatch takes at least its bound."""
+    if pipeline.schedule == INTERLEAVED:
+        return least_of_ranks(bounds, len(pipeline.rank_bytes), pipeline.num_microbatches)
+    return _step_s(bounds, pipeline.num_microbatches)
+
+
 def _figures(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
-    times = [stage.prediction.step_s for stage in pipeline.stages]
-    slowest = pipeline.stages[max(range(len(times)), key=times.__getitem__)].prediction
-    fullest = max((stage.prediction for stage in pipeline.stages), key=lambda p: p.peak_bytes)
-    step, claimed, num = _step_s(times, pipeline.num_microbatches), plan.prediction, pipeline.num_microbatches
+    every = [stage.prediction for stage in pipeline.stages]
+    num_ranks = len(every) // pipeline.num_chunks
+    slowest = max((every[rank::num_ranks] for rank in range(num_ranks)), key=lambda chunks: sum(p.step_s for p in chunks))
+    fullest = max(every, key=lambda p: p.peak_bytes)
+    step, claimed, num = _whole_step_s(pipeline), plan.prediction, pipeline.num_microbatches
     said: Mapping[str, tuple[float, float]] = {
         "the step": (step, claimed.step_s),
         "the objective": (step, plan.proof.objective_s),
-        "the slowest stage's compute": (slowest.compute_s * num, claimed.compute_s),
-        "the slowest stage's communication": (slowest.communication_s * num, claimed.communication_s),
-        "what the slowest stage hides": (slowest.hidden_s * num, claimed.hidden_s),
-        "the simulated step": (_step_s([s.prediction.simulated_s for s in pipeline.stages], num), claimed.simulated_s),
+        "the slowest stage's compute": (sum(p.compute_s for p in slowest) * num, claimed.compute_s),
+        "the slowest stage's communication": (sum(p.communication_s for p in slowest) * num, claimed.communication_s),
+        "what the slowest stage hides": (sum(p.hidden_s for p in slowest) * num, claimed.hidden_s),
+        "the simulated step": (_whole_step_s(pipeline, simulated=True), claimed.simulated_s),
     }
     for what, (derived, number) in said.items():
         if not near(derived, number):
             yield Finding("time", f"{what} takes {derived:.9g} s, not {number:.9g} s")
-    if claimed.peak_bytes != fullest.peak_bytes or dict(claimed.memory_bytes) != dict(fullest.memory_bytes):
+    alone = pipeline.num_chunks == 1  # else ranks are what is full (`shared_memory`)
+    if alone and (claimed.peak_bytes != fullest.peak_bytes or dict(claimed.memory_bytes) != dict(fullest.memory_bytes)):
         yield Finding(
             "memory", f"the fullest stage's peak is {fullest.peak_bytes} bytes, not {claimed.peak_bytes}, or is made up otherwise"
         )
@@ -156,11 +182,12 @@ def _summed(report: Certificate, stages: Sequence[Certificate], pipeline: Pipeli
     steps, peaks = [s.step_s for s in stages if s.step_s is not None], [s.peak_bytes for s in stages if s.peak_bytes is not None]
     bounds = [s.certified_bound_s for s in stages if s.certified_bound_s is not None]
     if len(steps) == len(stages):
-        report = replace(report, step_s=_step_s(steps, pipeline.num_microbatches))
+        shared = pipeline.num_chunks > 1  # then a stage's finding would say where its time is another than it claims
+        report = replace(report, step_s=_whole_step_s(pipeline) if shared else _step_s(steps, pipeline.num_microbatches))
     if len(peaks) == len(stages):
-        report = replace(report, peak_bytes=max(peaks))
+        report = replace(report, peak_bytes=max(pipeline.rank_bytes, default=max(peaks)))
     if len(bounds) == len(stages) and report.objective_s:
-        least = _step_s([max(b, 0.0) for b in bounds], pipeline.num_microbatches)
+        least = _least_s(pipeline, [max(b, 0.0) for b in bounds])
         note = (
             f"for these cuts and these layouts of what crosses, {seconds(least)} is proven by arithmetic, "
             f"{1 - least / report.objective_s:.2%} below the plan; that no other cuts are faster than {seconds(report.claimed_bound_s)} "

@@ -9,11 +9,12 @@ from __future__ import annotations
 from autopar.constraints.layouts import KINDS, LayoutConstraint, layout
 from autopar.constraints.megatron import Megatron, Recompute, megatron
 from autopar.constraints.parallel import Parallelism, axes_of, context_parallel, ddp, fsdp, tensor_parallel
-from autopar.constraints.pipelines import SCHEDULES, Pipelined, pipeline
+from autopar.constraints.pipelines import INTERLEAVED, SCHEDULES, Pipelined, pipeline
 from autopar.constraints.reading import read_constraint
 from autopar.constraints.together import Constraint, check, parallelisms, pipeline_in
 
 __all__ = [
+    "INTERLEAVED",
     "KINDS",
     "SCHEDULES",
     "Constraint",

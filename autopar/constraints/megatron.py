@@ -26,17 +26,20 @@ class Megatron:
     pp: int | str = 1
     microbatches: int | None = None
     cp: int | tuple[str, ...] = 1
+    chunks: int = 1
 
     def to_json(self) -> dict[str, Any]:
         degrees = [("tp", self.tp), ("dp", self.dp), *([] if self.cp == 1 else [("cp", self.cp)])]
         words = {name: list(value) if isinstance(value, tuple) else value for name, value in degrees}
         again = {} if self.recompute is None else {"recompute": self.recompute}
         stages = {} if self.pp == 1 and not self.microbatches else {"pp": self.pp, "microbatches": self.microbatches}
+        stages |= {"chunks": self.chunks} if self.chunks > 1 else {}
         return {"plan": "megatron", **words, "zero": self.zero, **again, **stages}
 
     def __str__(self) -> str:
         again = "" if self.recompute is None else f", recompute={self.recompute!r}"
         stages = "" if self.pp == 1 and not self.microbatches else f", pp={self.pp!r}, microbatches={self.microbatches}"
+        stages += f", chunks={self.chunks}" if self.chunks > 1 else ""
         context = "" if self.cp == 1 else f", cp={_text(self.cp)}"
         return f"megatron(tp={_text(self.tp)}, dp={_text(self.dp)}{context}, zero={self.zero}{again}{stages})"
 
@@ -50,6 +53,7 @@ def megatron(
     recompute: Recompute | None = None,
     pp: int | str = 1,
     microbatches: int | None = None,
+    chunks: int = 1,
 ) -> Megatron:
     """Megatron's plan: `tensor_parallel` of degree `tp`, `context_parallel` of degree `cp`, data parallelism of degree `dp`, `pipeline` of
     `pp` stages; together the whole mesh.
@@ -67,8 +71,8 @@ def megatron(
             Transformer Models", 2022, section 5), no more in either; by default what the planner likes. With ``full`` a layer keeps
             its input, b·s·h elements, and what it gathers or reduces for what is run again it does again: one all-reduce of b·s·h
             more in backward over the tensor axes, attention's. ``selective`` keeps no tensor of [heads, s, s].
-        pp: number of stages, or the name of their axis; by number the first axis of that size. microbatches: as in `pipeline`, also
-            without stages.
+        pp: devices in the pipeline, or the name of their axis; by number the first axis of that size. microbatches: as in `pipeline`,
+            also without stages. chunks: stages per device (Megatron's virtual pipeline); with 2 or more their schedule is interleaved.
 
     Volumes are those of the two plans, with the batch and the parameters that are left on a device: each rank of a tensor group
     has b/dp samples, and all-reduces gradients of the part of the parameters that it holds.
@@ -83,7 +87,10 @@ def megatron(
         raise ConstraintError(f"megatron(recompute={recompute!r}) is not there", remedy='pass "none", "full" or "selective"')
     if not isinstance(pp, str) and pp < 1:
         raise ConstraintError(f"megatron(pp={pp}) is no number of stages", remedy="pass a number from 1, or the name of an axis")
-    return Megatron(_degree(tp), None if dp is None else _degree(dp), zero, recompute, pp, microbatches, _degree(cp))
+    if chunks < 1 or (chunks > 1 and pp == 1):
+        what = f"megatron(pp={pp!r}, chunks={chunks}) has no pipeline of so many stages"
+        raise ConstraintError(what, remedy="pass pp too, and chunks from 1")
+    return Megatron(_degree(tp), None if dp is None else _degree(dp), zero, recompute, pp, microbatches, _degree(cp), chunks)
 
 
 def stage_axis(constraint: Megatron, mesh: Mesh) -> str:

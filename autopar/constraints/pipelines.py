@@ -8,7 +8,8 @@ from typing import Any
 
 from autopar.errors import ConstraintError
 
-SCHEDULES = ("1f1b", "gpipe")
+INTERLEAVED = "interleaved_1f1b"
+SCHEDULES = ("1f1b", "gpipe", INTERLEAVED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +21,17 @@ class Pipelined:
     schedule: str
     cuts: tuple[str, ...] | None
     independent: bool
+    chunks: int = 1
 
     def to_json(self) -> dict[str, Any]:
         cuts = None if self.cuts is None else list(self.cuts)
         words = {"axis": self.axis, "microbatches": self.microbatches, "schedule": self.schedule, "cuts": cuts}
+        words |= {"chunks": self.chunks} if self.chunks > 1 else {}
         return {"plan": "pipeline", **words, "independent": self.independent}
 
     def __str__(self) -> str:
-        return f"pipeline({self.axis!r}, microbatches={self.microbatches}, schedule={self.schedule!r})"
+        chunks = f", chunks={self.chunks}" if self.chunks > 1 else ""
+        return f"pipeline({self.axis!r}, microbatches={self.microbatches}, schedule={self.schedule!r}{chunks})"
 
 
 def pipeline(
@@ -37,6 +41,7 @@ def pipeline(
     schedule: str = "1f1b",
     cuts: Sequence[str] | None = None,
     independent: bool = False,
+    chunks: int | None = None,
 ) -> Pipelined:
     """Cut the model into as many stages as `axis` has devices, which work on different microbatches at the same time.
 
@@ -44,9 +49,13 @@ def pipeline(
         axis: name of a mesh axis; the others shard what each stage computes. By default the planner tries every axis, and none.
         microbatches: into how many the batch is cut; by default the planner's choice.
         schedule: ``"1f1b"`` (Narayanan et al., "PipeDream", 2019, as Megatron-LM runs it: as many microbatches in flight as there are
-            stages from here to the last), or ``"gpipe"`` (Huang et al., 2019: all in flight).
+            stages from here to the last), ``"gpipe"`` (Huang et al., 2019: all in flight), or ``"interleaved_1f1b"`` (Narayanan et al.,
+            "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021, section 2.2: several stages a
+            device, far apart in the model, so that it waits less and holds and sends more).
         cuts: module paths with which the later stages begin, ``["model.layers.8"]``; by default the planner's choice.
         independent: a promise that no sample depends on another, where the planner cannot see it (tokens sorted by expert).
+        chunks: stages per device of the interleaved schedule, 2 by default; device r of P has stages r, r + P, … of chunks·P. Its
+            microbatches are as many as devices or more, in equal rounds, such as a multiple of P.
 
     Raises:
         ConstraintError: on another schedule or no number. When a model is planned: where the axis is not in the mesh, the batch does
@@ -56,4 +65,8 @@ def pipeline(
         raise ConstraintError(f"schedule {schedule!r} is not known", remedy=f"pass one of {', '.join(SCHEDULES)}")
     if microbatches is not None and microbatches < 1:
         raise ConstraintError(f"microbatches={microbatches} is no number of microbatches", remedy="pass a number from 1")
-    return Pipelined(axis, microbatches, schedule, None if cuts is None else tuple(cuts), independent)
+    chunks = (2 if schedule == INTERLEAVED else 1) if chunks is None else chunks
+    if (chunks < 2) if schedule == INTERLEAVED else (chunks != 1):
+        what = f"schedule {schedule!r} has no {chunks} stages per device"
+        raise ConstraintError(what, remedy=f"pass chunks=2 or more with schedule={INTERLEAVED!r}, none with others")
+    return Pipelined(axis, microbatches, schedule, None if cuts is None else tuple(cuts), independent, chunks)

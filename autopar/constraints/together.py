@@ -8,7 +8,7 @@ from autopar.constraints.grids import GRIDS, check_grid
 from autopar.constraints.layouts import LayoutConstraint, check_layouts
 from autopar.constraints.megatron import Megatron, parts_of, stage_axis
 from autopar.constraints.parallel import Parallelism, axes_of
-from autopar.constraints.pipelines import Pipelined
+from autopar.constraints.pipelines import INTERLEAVED, Pipelined
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 
@@ -26,7 +26,9 @@ def pipeline_in(constraints: Iterable[Constraint], mesh: Mesh) -> Pipelined | No
         if isinstance(constraint, Pipelined):
             found.append(constraint)
         elif isinstance(constraint, Megatron) and (constraint.pp != 1 or constraint.zero in (1, 2) or constraint.microbatches):
-            found.append(Pipelined(stage_axis(constraint, mesh), constraint.microbatches, "1f1b", None, independent=False))
+            schedule = INTERLEAVED if constraint.chunks > 1 else "1f1b"
+            axis, num, chunks = stage_axis(constraint, mesh), constraint.microbatches, constraint.chunks
+            found.append(Pipelined(axis, num, schedule, None, independent=False, chunks=chunks))
     if len(found) > 1:
         raise ConstraintError(f"{found[0]} and {found[1]} both cut the model", remedy="pass one of them")
     return found[0] if found else None

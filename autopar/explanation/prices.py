@@ -1,7 +1,8 @@
 """What faster links are worth to a plan as it is: its own communication, priced again on a link that is a little faster.
 
-The difference is exact for the plan's decisions, with what compute hides in it. A plan made for the faster link is at least as fast as this
-one is on it, so planning anew gains no less. What a faster link is, `autopar.collective.faster` says.
+The difference is exact for the plan's decisions, with what compute hides in it; where stages are interleaved, devices are taken to wait
+for as large a share of the step as in the plan. A plan made for the faster link is at least as fast as this one is on it, so planning
+anew gains no less. What a faster link is, `autopar.collective.faster` says.
 """
 
 from __future__ import annotations
@@ -87,7 +88,16 @@ def _of_axis(plan: Plan, axis: str, profile: HardwareProfile) -> LinkWorth:
 def _step(plan: Plan, times: Sequence[float]) -> float:
     """The step, for times of the step or of a microbatch per stage; see `Pipeline`."""
     num = plan.pipeline.num_microbatches if plan.pipeline else 1
+    if plan.pipeline and plan.pipeline.num_chunks > 1:
+        then, planned = (_busiest(plan.pipeline, each) for each in (times, [s.prediction.step_s for s in plan.pipeline.stages]))
+        return plan.prediction.step_s * then / planned
     return (num - 1) * max(times) + sum(times)
+
+
+def _busiest(pipeline: Pipeline, times: Sequence[float]) -> float:
+    """Of a microbatch, what all stages of the rank take that does most."""
+    num_ranks = len(pipeline.rank_bytes)
+    return max(sum(times[rank::num_ranks]) for rank in range(num_ranks))
 
 
 def _times(plan: Plan, axis: str, profile: HardwareProfile | None) -> list[float]:

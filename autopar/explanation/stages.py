@@ -1,7 +1,8 @@
 """A plan with a pipeline in words: its stages and schedule, what crosses between stages, then each stage as a plan of its own.
 
 All devices of a stage do the same. A stage *waits* while its devices have nothing to do: with times τ of a microbatch per stage and M
-microbatches, stage s waits step − M · τ_s (the bubble, and what it is faster than the slowest).
+microbatches, stage s waits step − M · τ_s (the bubble, and what it is faster than the slowest); of several stages on a device, all their
+times count.
 """
 
 from __future__ import annotations
@@ -85,7 +86,14 @@ class StagedExplanation(Readable):
         step = seconds(plan.prediction.step_s)
         if pipeline.axis:
             waiting = sum(self._waits(s) for s in range(len(times))) / len(times)
-            yield f"{num} microbatches through {len(times)} stages along {pipeline.axis}, schedule {pipeline.schedule}"
+            each = f", {pipeline.num_chunks} on each device" if pipeline.num_chunks > 1 else ""
+            yield f"{num} microbatches through {len(times)} stages along {pipeline.axis}{each}, schedule {pipeline.schedule}"
+        if pipeline.num_chunks > 1:
+            busy = [num * sum(times[rank :: self._num_ranks]) for rank in range(self._num_ranks)]
+            most = max(range(self._num_ranks), key=busy.__getitem__)
+            waits = f"devices wait {share(waiting)} of it on average"
+            yield f"step {step}, simulated; the devices of rank {most}, which do most, work {seconds(busy[most])} of it; {waits}"
+        elif pipeline.axis:
             yield (
                 f"step {step} = {num - 1} × {seconds(times[slowest])} (stage {slowest}, the slowest)"
                 f" + {seconds(sum(times))} (one microbatch through all stages); devices wait {share(waiting)} of it on average"
@@ -97,8 +105,10 @@ class StagedExplanation(Readable):
             hidden_s = [stage.prediction.hidden_s for stage in pipeline.stages]
             simulated = seconds(plan.prediction.simulated_s)
             yield f"{', '.join(map(seconds, hidden_s))} of a microbatch run beside compute, by stages: simulated, a step takes {simulated}"
-        fullest = max(range(len(times)), key=lambda s: pipeline.stages[s].prediction.peak_bytes)
-        yield f"peak{f' of stage {fullest}' if pipeline.axis else ''} {memory(plan)}"
+        peaks = pipeline.rank_bytes or [stage.prediction.peak_bytes for stage in pipeline.stages]
+        which = "rank" if pipeline.rank_bytes else "stage"
+        fullest = max(range(len(peaks)), key=peaks.__getitem__)
+        yield f"peak{f' of {which} {fullest}' if pipeline.axis else ''} {memory(plan)}"
         yield from of_loss(plan)
         yield objective(plan)
         yield from self._prices()
@@ -118,13 +128,20 @@ class StagedExplanation(Readable):
         """Seconds of a step that a GiB more on the devices of one stage is worth: its microbatch counts M times in the step if it alone
         is the slowest, else once."""
         times = [s.prediction.step_s for s in self.pipeline.stages]
-        alone = all(times[stage] > other for number, other in enumerate(times) if number != stage)
+        times = [sum(times[rank :: self._num_ranks]) for rank in range(self._num_ranks)]
+        rank = stage % self._num_ranks
+        alone = all(times[rank] > other for number, other in enumerate(times) if number != rank)
         return self.pipeline.stages[stage].proof.memory_price_s_per_gib * (self.pipeline.num_microbatches if alone else 1)
 
+    @property
+    def _num_ranks(self) -> int:
+        return len(self.pipeline.stages) // self.pipeline.num_chunks
+
     def _waits(self, stage: int) -> float:
-        """Share of the step."""
+        """Of the stage's devices, share of the step."""
         whole = max(self.plan.prediction.step_s, 1e-30)
-        return 1 - self.pipeline.num_microbatches * self.pipeline.stages[stage].prediction.step_s / whole
+        chunks = self.pipeline.stages[stage % self._num_ranks :: self._num_ranks]
+        return 1 - self.pipeline.num_microbatches * sum(chunk.prediction.step_s for chunk in chunks) / whole
 
     def _stages(self) -> list[tuple[str, ...]]:
         rows = []
@@ -134,7 +151,9 @@ class StagedExplanation(Readable):
             receiving = receiving_s(stage)
             times = (p.step_s, p.compute_s, p.communication_s - receiving, receiving)
             flying = str(self.pipeline.num_in_flight[number])
-            rows.append((str(number), escape(begins), *map(seconds, times), share(self._waits(number)), flying, size(p.peak_bytes)))
+            row = (escape(begins), *map(seconds, times), share(self._waits(number)), flying, size(p.peak_bytes))
+            rank = number % self._num_ranks
+            rows.append((f"{number} on rank {rank}" if self.pipeline.num_chunks > 1 else str(number), *row))
         return rows
 
     def _crossing(self) -> Iterator[tuple[str, ...]]:

@@ -14,6 +14,7 @@ from torch import fx
 
 from autopar.problem import Choices, Problem
 from autopar.run.program import Program, ProgramTensor
+from autopar.run.rank_memory import ChunkMemory
 from autopar.run.stage_memory import SIMULATED, StagePeak
 from autopar.solve import evaluate
 from autopar.solve.memory import budget_rows
@@ -27,6 +28,7 @@ class Alike:
 
     _answers: list[tuple[Problem, Problem, Choices]] = field(default_factory=list)  # the problem, the same without names
     _peaks: dict[Form, tuple[int, StagePeak]] = field(default_factory=dict)  # and with how many in flight
+    _memories: dict[Form, ChunkMemory] = field(default_factory=dict)
 
     def known(self, problem: Problem) -> Choices | None:
         """The choices for a problem that is alike, where they are as good here: they fit, and what is proven of them holds."""
@@ -52,6 +54,16 @@ class Alike:
             self._peaks[form] = (num_in_flight, measure())
         before, peak = self._peaks[form]
         return StagePeak(peak.peak_bytes + (num_in_flight - before) * peak.held_bytes, peak.held_bytes)
+
+    def memory(self, program: Program, measure: Callable[[], ChunkMemory]) -> ChunkMemory:
+        """What a stage's work adds on a rank that holds several."""
+        ends = tuple(None if module is None else _graph(module) for module in (program.begin, program.end))
+        form = (*form_of(program), *ends, *map(_tensor, program.sums))
+        if form not in self._memories:
+            self._memories[form] = measure()
+        found = self._memories[form]
+        names = [t.name for t in (*program.parameters, *program.buffers)]
+        return replace(found, resting=dict(zip(names, found.resting.values(), strict=True)), mutated=program.mutated)
 
 
 def _nameless(problem: Problem) -> Problem:

@@ -20,7 +20,7 @@ from autopar.hardware import HardwareProfile
 from autopar.layout import Strategy
 from autopar.mesh import Mesh
 from autopar.planning.options import PlanOptions
-from autopar.planning.schedules import step_time
+from autopar.planning.schedules import scheduled_time
 from autopar.plans import Plan, moved_load
 from autopar.solve import op_load
 from autopar.stages import cut
@@ -42,30 +42,34 @@ def repriced(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, opt
     """
     pipeline = plan.pipeline
     if pipeline is None:
-        return _time(plan, trace, trace, mesh, profile, options, Crossing(), 1)
+        return sum(_phases(plan, trace, trace, mesh, profile, options, Crossing(), 1))
     left = mesh.without(pipeline.axis) if pipeline.axis else mesh
     crossing = Crossing.along(pipeline.axis, mesh, profile)
     num = pipeline.num_microbatches
     stages = cut(trace, pipeline.positions).stages if pipeline.positions else (trace,)
     pairs = zip(pipeline.stages, stages, strict=True)
-    return step_time([_time(staged, stage, trace, left, profile, options, crossing, num) for staged, stage in pairs], num)
+    times = [_phases(staged, stage, trace, left, profile, options, crossing, num) for staged, stage in pairs]
+    return scheduled_time(pipeline.schedule, [f for f, _ in times], [b for _, b in times], num, pipeline.num_chunks)
 
 
-def _time(
+def _phases(
     plan: Plan, trace: Trace, whole: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, crossing: Crossing, num: int
-) -> float:
-    """Of a step, or of a stage's microbatch; `whole` is the trace that constraints speak of."""
+) -> tuple[float, float]:
+    """Of a step, or of a stage's microbatch, forward and all else; `whole` is the trace that constraints speak of."""
     priced = _priced(trace, whole, mesh, profile, options, crossing, num)
     strategies, again = decisions(priced, plan)
     ops = priced.problem.ops
-    pairs = [(op, op.count * own_time_s(op, s)) for op, s in zip(ops, strategies, strict=True)]
-    load = sum((work(op.phase, time_s, compute=op.kind == "compute") for op, time_s in pairs), Load())
-    load = sum((op_load(priced.problem, i, s, again=True) for i, s in again.items()), load)
+    loads = [Load(), Load()]  # of forward, and of all else
+    for op, s in zip(ops, strategies, strict=True):
+        first = op.kind == "input" or (op.kind == "compute" and op.phase == "forward")
+        loads[0 if first else 1] += work(op.phase, op.count * own_time_s(op, s), compute=op.kind == "compute")
+    loads[1] = sum((op_load(priced.problem, i, s, again=True) for i, s in again.items()), loads[1])
     sizes, links = mesh.shape, [mesh.link(axis) for axis in range(len(mesh.axes))]
     for c in plan.communications:
         once_s = collective_time(c.collective, sizes[c.collective.axis], links[c.collective.axis], profile)
-        load += moved_load(c, len(c.instances) * once_s / (num if c.phase == "step" else 1))
-    return load.least_s(profile.overlap_slowdown)
+        loads[0 if c.phase == "forward" else 1] += moved_load(c, len(c.instances) * once_s / (num if c.phase == "step" else 1))
+    forward, rest = (load.least_s(profile.overlap_slowdown) for load in loads)
+    return forward, rest
 
 
 def priced_for(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions) -> Priced:

@@ -1,11 +1,12 @@
-"""Pipeline schedules: the order of work of every stage, how many microbatches it holds, and when each piece of work runs."""
+"""When each piece of a pipeline's work runs, and how long a step takes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Work = tuple[str, int]  # "forward" or "backward", microbatch
+from autopar.constraints import INTERLEAVED
+from autopar.run.orders import Action, orders
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,51 +19,60 @@ class Bar:
     start_s: float
     duration_s: float
 
-
-def num_in_flight(schedule: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
-    """Per stage, of how many microbatches it holds kept values at most.
-
-    GPipe runs all forwards first; 1F1B at stage s as many as there are stages from s to the last.
-    """
-    if schedule == "gpipe":
-        return (num_microbatches,) * num_stages
-    return tuple(min(num_microbatches, num_stages - stage) for stage in range(num_stages))
-
-
-def order(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> tuple[Work, ...]:
-    """What a stage does, in order."""
-    ahead = num_in_flight(schedule, num_stages, num_microbatches)[stage]
-    work: list[Work] = [("forward", m) for m in range(ahead)]
-    for m in range(num_microbatches):
-        work.append(("backward", m))
-        if ahead + m < num_microbatches:
-            work.append(("forward", ahead + m))
-    return tuple(work)
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.duration_s
 
 
 def step_time(stage_s: Sequence[float], num_microbatches: int) -> float:
-    """(M − 1) · max τ + Σ τ for times τ of one microbatch, forward and backward, per stage."""
+    """(M − 1) · max τ + Σ τ for times τ of one microbatch, forward and backward, per stage; each on a rank of its own."""
     return (num_microbatches - 1) * max(stage_s) + sum(stage_s)
 
 
-def simulate(schedule: str, forward_s: Sequence[float], backward_s: Sequence[float], num_microbatches: int) -> tuple[Bar, ...]:
-    """When each piece of work runs, if each begins as soon as its stage is free and what it reads is there."""
+def scheduled_time(
+    schedule: str, forward_s: Sequence[float], backward_s: Sequence[float], num_microbatches: int, num_chunks: int = 1
+) -> float:
+    """Seconds of a step under a schedule; per stage those of one microbatch.
+
+    With one stage a rank `step_time`'s formula; interleaved the end of the simulated schedule. That is, with v equal chunks of time τ/v
+    each and M a multiple of the P ranks, M · τ + (P − 1) · τ / v (Narayanan et al., 2021, section 2.2).
+    """
+    if schedule != INTERLEAVED:
+        return step_time([f + b for f, b in zip(forward_s, backward_s, strict=True)], num_microbatches)
+    return max(bar.end_s for bar in simulate(schedule, forward_s, backward_s, num_microbatches, num_chunks))
+
+
+def least_time(schedule: str, least_s: float, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> float:
+    """What a step takes at least, however the model is cut, where a microbatch takes at least `least_s` through all stages.
+
+    With one stage a rank the slowest takes at least an S-th of it. Interleaved, the rank that does most takes at least a P-th for each
+    microbatch; how long it waits for the first, and the others for it at the end, can be next to nothing for some cuts.
+    """
+    if schedule != INTERLEAVED:
+        return least_s + (num_microbatches - 1) * least_s / num_stages
+    return least_s * max(1.0, num_microbatches / (num_stages // num_chunks))
+
+
+def simulate(
+    schedule: str, forward_s: Sequence[float], backward_s: Sequence[float], num_microbatches: int, num_chunks: int = 1
+) -> tuple[Bar, ...]:
+    """When each piece of work runs, if each begins as soon as its rank is free and what it reads is there."""
     num_stages = len(forward_s)
-    waiting = [list(order(schedule, s, num_stages, num_microbatches)) for s in range(num_stages)]
-    done: dict[tuple[str, int, int], float] = {}
-    free = [0.0] * num_stages
+    waiting = [list(reversed(order)) for order in orders(schedule, num_stages, num_microbatches, num_chunks)]
+    done: dict[Action, float] = {}
+    free = [0.0] * len(waiting)
     bars: list[Bar] = []
     while any(waiting):
-        for stage in range(num_stages):
-            while waiting[stage]:
-                phase, m = waiting[stage][0]
-                before = ("forward", stage - 1, m) if phase == "forward" else ("backward", stage + 1, m)
-                at_end = before[1] in (-1, num_stages)
+        for rank, left in enumerate(waiting):
+            while left:
+                work = left[-1]
+                before = Action(work.kind, work.stage + (-1 if work.kind == "forward" else 1), work.microbatch)
+                at_end = before.stage in (-1, num_stages)
                 if not at_end and before not in done:
                     break
-                start = max(free[stage], 0.0 if at_end else done[before])
-                duration = (forward_s if phase == "forward" else backward_s)[stage]
-                free[stage] = done[phase, stage, m] = start + duration
-                bars.append(Bar(stage, phase, m, start, duration))
-                waiting[stage].pop(0)
+                start = max(free[rank], 0.0 if at_end else done[before])
+                duration = (forward_s if work.kind == "forward" else backward_s)[work.stage]
+                free[rank] = done[work] = start + duration
+                bars.append(Bar(work.stage, work.kind, work.microbatch, start, duration))
+                left.pop()
     return tuple(sorted(bars, key=lambda bar: (bar.start_s, bar.stage)))

@@ -31,7 +31,9 @@ from autopar.planning.timeline import beside
 from autopar.plans import Fingerprint, Overlap, Plan
 from autopar.problem import Choices, Moment, Multipliers, Problem
 from autopar.run.memory import node_peaks, trace_peak
+from autopar.run.orders import Action
 from autopar.run.program import Program, StagedProgram
+from autopar.run.rank_memory import chunk_memory, rank_peak
 from autopar.run.stage_memory import StagePeak, trace_stage_peak
 from autopar.solve import REMEDY, Least, choices_or_least, evaluate
 from autopar.strategies import ClusterClass, Forced, classes_of, resolve
@@ -107,11 +109,14 @@ class Schedule:
 
     Attributes:
         name: of the schedule. batch_bytes: of the whole batch, which is there during the whole step.
+        stage, actions: its number, and what its rank does, where the rank holds other stages beside it.
     """
 
     name: str
     num_microbatches: int
     batch_bytes: int
+    stage: int = 0
+    actions: tuple[Action, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +239,9 @@ class Job:
 
     def _stage_peak(self, schedule: Schedule, program: Program) -> int:
         num = self.priced.problem.num_in_flight
+        if schedule.actions:
+            memory = self.alike.memory(program, lambda: chunk_memory(program, self.options.outputs))
+            return rank_peak({schedule.stage: memory}, schedule.actions, schedule.num_microbatches)
 
         def measured() -> StagePeak:
             return trace_stage_peak(program, schedule.name, num, schedule.num_microbatches, self.options.outputs)

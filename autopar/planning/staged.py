@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
-from autopar.constraints import Pipelined, check
+from autopar.constraints import INTERLEAVED, Pipelined, check
 from autopar.cost.moments import Liveness
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
@@ -29,12 +29,15 @@ from autopar.mesh import Mesh
 from autopar.planning.alike import Alike
 from autopar.planning.assembly import fingerprint
 from autopar.planning.options import PlanOptions
-from autopar.planning.schedules import num_in_flight, step_time
-from autopar.planning.search import Clock, Job, Planned, Progress, Schedule, TooSlow, finished
+from autopar.planning.schedules import least_time
+from autopar.planning.search import Clock, Job, Planned, Progress, TooSlow, finished
+from autopar.planning.sharing import Sharing
+from autopar.planning.steps import check_order, simulated_step_of, slowest_rank, step_of
 from autopar.planning.units import Unit, balanced, units_of, usable_points
 from autopar.plans import Crossed, Fingerprint, Pipeline, Plan, Prediction, Proof
 from autopar.problem import Choices
 from autopar.redistribute import local_bytes
+from autopar.run.orders import num_in_flight
 from autopar.solve import Evaluation, evaluate, solve
 from autopar.stages import Cut, CutPoint, cut
 from autopar.stages.placing import Placing
@@ -47,8 +50,8 @@ _NO_LIMIT = 2**60
 COVERS = (
     "every cut between layers, for this axis, number of microbatches and schedule; memory counts for each stage's plan, not for the bound",
     "per stage, every layout of every op, storage of every parameter, recomputation and kept versions (see the stages' proofs)",
-    "(M − 1) · max τ + Σ τ for times τ of a microbatch, forward and backward, per stage; the optimizer shared among microbatches; what a "
-    "stage's communication takes beside its compute is in its proof",
+    "{} for times τ of a microbatch, forward and backward, per stage; the optimizer shared among microbatches; what a stage's "
+    "communication takes beside its compute is in its proof",
     "equal nodes of repeated layers take one decision in a stage; the bound takes one for all stages",
 )
 
@@ -89,12 +92,13 @@ class StagedSearch:
     num_stages: int = field(init=False)
     forced: Forced = field(init=False)
     crossing: Crossing = field(init=False)
+    sharing: Sharing = field(init=False)
     alike: Alike = field(default_factory=Alike)
 
     def __post_init__(self) -> None:
         self.axis = self.wish.axis or ""
         self.left = self.mesh.without(self.axis) if self.axis else self.mesh
-        self.num_stages = self.mesh.shape[self.mesh.names.index(self.axis)] if self.axis else 1
+        self.num_stages = self.wish.chunks * (self.mesh.shape[self.mesh.names.index(self.axis)] if self.axis else 1)
         self.forced = resolve(self.part, [c for c in self.options.constraints if not isinstance(c, Pipelined)], self.left)
         self.crossing = Crossing.along(self.axis, self.mesh, self.profile)
 
@@ -105,19 +109,20 @@ class StagedSearch:
             ConstraintError: where the model cannot be cut. InfeasibleError: where a stage does not fit.
             TooSlow: where no plan beats `limit_s`.
         """
-        flying = num_in_flight(self.wish.schedule, self.num_stages, self.how.num)
+        flying = num_in_flight(self.wish.schedule, self.num_stages, self.how.num, self.wish.chunks)
+        budget = self.options.budget(self.profile) // self.wish.chunks
         whole = self._whole()
-        first = self._asked(whole) if self.wish.cuts is not None else balanced(whole.units, flying, self.options.budget(self.profile))
+        first = self._asked(whole) if self.wish.cuts is not None else balanced(whole.units, flying, budget)
         best = self._planned(whole, first, flying)
         for _ in range(_ROUNDS if self.wish.cuts is None and self.num_stages > 1 else 0):
-            again = balanced(_reweighed(whole.units, first, best[1]), flying, self.options.budget(self.profile))
+            again = balanced(_reweighed(whole.units, first, best[1]), flying, budget)
             if again == first:
                 break
             try:
                 other = self._planned(whole, again, flying)
             except InfeasibleError:
                 break
-            if step_time(other[1], self.how.num) >= step_time(best[1], self.how.num):
+            if self._step_s(other[0]) >= self._step_s(best[0]):
                 break
             first, best = again, other
         return self._assembled(whole, first, flying, *best)
@@ -139,7 +144,7 @@ class StagedSearch:
             gap = self.options.gap / _CLOSER
             choices = solve(priced.problem, gap=gap, time_limit_s=self.options.time_limit_s, solver=self.options.solver)
             evaluation = evaluate(priced.problem, choices.strategies, choices.recomputed, choices.kept)
-        bound = choices.bound_s * (1 + (self.how.num - 1) / self.num_stages)
+        bound = self._least_s(choices.bound_s)
         if bound >= self.limit_s:
             raise TooSlow(bound)
         with self.clock.phase("cut"):
@@ -165,21 +170,31 @@ class StagedSearch:
         with self.clock.phase("cut"):
             made = cut(self.part, positions) if positions else Cut((self.part,), (), {})
         crossing = replace(self.crossing, layouts=self._crossing_layouts(whole, made))
+        self.sharing = self._sharing(flying)
+        found = self._all_stages(made, crossing, flying)
+        while not self.sharing.fits(found):
+            found = self._all_stages(made, crossing, flying, found)
+        return found, tuple(planned.plan.proof.objective_s for planned in found), made
+
+    def _all_stages(self, made: Cut, crossing: Crossing, flying: Sequence[int], before: Sequence[Planned] = ()) -> tuple[Planned, ...]:
+        """Plans within the stages' budgets; of those `before`, the ones whose budget has not changed and that share no parameter stay."""
         storage: dict[str, Layout] = dict(self.forced.storage)
         found: list[Planned] = []
         for number, stage in enumerate(made.stages):
-            planned = self._stage(stage, crossing, replace(self.forced, storage=storage), flying[number], number)
+            again = not before or made.shared or number in self.sharing.lowered
+            here = replace(self.forced, storage=storage)
+            planned = self._stage(stage, crossing, here, flying[number], number) if again else before[number]
             found.append(planned)
             for tensor in planned.stage_program().parameters:
                 if tensor.name in made.shared:  # its copies are updated alike, so they rest alike
                     storage[tensor.name] = tensor.layout
-        return tuple(found), tuple(planned.plan.proof.objective_s for planned in found), made
+        return tuple(found)
 
     def _stage(self, stage: Trace, crossing: Crossing, forced: Forced, flying: int, number: int) -> Planned:
         with self.clock.phase("enumerate"):
             classes = classes_of(stage, self.left.shape, forced)
         with self.clock.phase("price"):
-            budget = self.options.budget(self.profile)
+            budget = self.sharing.budgets[number]
             priced = price(
                 stage, classes, self.left, self.profile, budget_bytes=budget, optimizer=self.options.optimizer, forced=forced,
                 crossing=crossing, num_microbatches=self.how.num, num_in_flight=flying,
@@ -187,12 +202,22 @@ class StagedSearch:
         mark = self._mark(stage.fingerprint)
         job = Job(
             stage, self.left, priced, Liveness(stage, priced), self.options, self.clock, mark, {}, budget,
-            Schedule(self.wish.schedule, self.how.num, self.batch_bytes), alike=self.alike,
+            self.sharing.schedule(self.wish.schedule, number), alike=self.alike,
         )  # fmt: skip
         try:
             return finished(job.best_tried(), self.clock, self.options)
         except InfeasibleError as error:
             raise InfeasibleError(f"stage {number} of {self.num_stages}: {error.what}", remedy=error.remedy) from error
+
+    def _sharing(self, flying: Sequence[int]) -> Sharing:
+        budget = self.options.budget(self.profile)
+        return Sharing(self.num_stages, self.wish.chunks, flying, self.how.num, self.batch_bytes, budget, self.options, self.alike)
+
+    def _step_s(self, stages: Sequence[Planned]) -> float:
+        return step_of(self.wish.schedule, [planned.plan for planned in stages], self.how.num, self.wish.chunks)
+
+    def _least_s(self, whole_s: float) -> float:
+        return least_time(self.wish.schedule, whole_s, self.num_stages, self.how.num, self.wish.chunks)
 
     def _crossing_layouts(self, whole: _Whole, made: Cut) -> Mapping[str, Layout]:
         """Per crossing value the layout of the fewest bytes among those that the plan of the whole makes of it."""
@@ -227,12 +252,13 @@ class StagedSearch:
         self, whole: _Whole, cuts: Sequence[int], flying: Sequence[int], stages: tuple[Planned, ...], times: tuple[float, ...], made: Cut
     ) -> Planned:
         """The plan of all stages."""
-        objective = step_time(times, self.how.num)
-        least = whole.choices.bound_s
-        bound = min(least + (self.how.num - 1) * least / self.num_stages, objective)
         plans = tuple(planned.plan for planned in stages)
-        slowest = plans[max(range(len(times)), key=times.__getitem__)]
-        fullest = max(plans, key=lambda p: p.prediction.peak_bytes)
+        objective = self._step_s(stages)
+        bound = min(self._least_s(whole.choices.bound_s), objective)
+        slowest = slowest_rank(plans, self.wish.chunks)
+        ranks = self.sharing.ranks(stages)
+        fullest = max(ranks, key=lambda memory: memory.peak_bytes)
+        shared = self.wish.chunks > 1
         points = [whole.points[index - 1] for index in cuts]
         named = ", ".join(self.how.promised)
         promised = (f"samples are independent by the user's promise, which rules do not show at {named}",) if named else ()
@@ -240,17 +266,18 @@ class StagedSearch:
             self.axis, tuple(p.position for p in points), tuple(p.module for p in points), self.how.num, self.wish.schedule,
             tuple(flying), self.wish.independent, plans, tuple(map(self._crossed, made.stages[:-1], stages)),
             whole.priced.problem.accumulates,
+            *((tuple(memory.peak_bytes for memory in ranks), tuple(self.sharing.budgets)) if shared else ()),
         )  # fmt: skip
         prediction = Prediction(
-            objective, slowest.prediction.compute_s * self.how.num, slowest.prediction.communication_s * self.how.num,
-            fullest.prediction.peak_bytes, fullest.prediction.memory_bytes, (), slowest.prediction.hidden_s * self.how.num,
-            step_time([plan.prediction.simulated_s for plan in plans], self.how.num),
+            objective, sum(p.compute_s for p in slowest) * self.how.num, sum(p.communication_s for p in slowest) * self.how.num,
+            fullest.peak_bytes, fullest.memory_bytes, (), sum(p.hidden_s for p in slowest) * self.how.num,
+            simulated_step_of(self.wish.schedule, plans, self.how.num, self.wish.chunks),
         )  # fmt: skip
         proof = Proof(
             objective, bound, (objective - bound) / objective if objective else 0.0,
             whole.choices.num_variables + sum(p.proof.num_variables for p in plans),
             whole.choices.num_constraints + sum(p.proof.num_constraints for p in plans),
-            whole.choices.solver, max(p.proof.memory_price_s_per_gib for p in plans), COVERS + promised,
+            whole.choices.solver, max(p.proof.memory_price_s_per_gib for p in plans), _covers(self.wish) + promised,
         )  # fmt: skip
         plan = Plan(
             self.mesh, self._mark(self.model_fingerprint), self.options.to_json(self.profile), (), (), (), prediction, proof,
@@ -259,6 +286,11 @@ class StagedSearch:
         with self.clock.phase("emit"):
             program = emit_staged(self.part, made, self.how, plan)
         return Planned(plan, program, self.clock.seconds)
+
+
+def _covers(wish: Pipelined) -> tuple[str, ...]:
+    taken = "the end of the simulated schedule" if wish.schedule == INTERLEAVED else "(M − 1) · max τ + Σ τ"
+    return tuple(line.format(taken) for line in COVERS)
 
 
 def _one_stage(trace: Trace) -> Placing:
@@ -305,6 +337,7 @@ def make_staged_plan(
     for constraint in options.constraints:  # all but the pipeline speak of what a stage runs on
         if not isinstance(constraint, Pipelined):
             check(constraint, left)
+    check_order(wish, mesh, how.num)
     if wish.schedule == "1f1b" and wish.axis and how.num < mesh.shape[mesh.names.index(wish.axis)]:
         what = f"{how.num} microbatches are fewer than the stages along {wish.axis!r}, which 1F1B does not run"
         raise ConstraintError(what, remedy='use more microbatches, or schedule="gpipe"')

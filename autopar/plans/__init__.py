@@ -1,6 +1,6 @@
 """Plans and their parts."""
 
-from autopar.plans.load import load_of, moved_load
+from autopar.plans.load import forward_load, load_of, moved_load
 from autopar.plans.parts import (
     Communication,
     Crossed,
@@ -32,6 +32,7 @@ __all__ = [
     "Prediction",
     "Proof",
     "RunnerUp",
+    "forward_load",
     "load_of",
     "moved_load",
 ]

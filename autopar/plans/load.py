@@ -13,6 +13,14 @@ def load_of(plan: Plan) -> Load:
     return sum((moved_load(c, c.time_s * len(c.instances)) for c in plan.communications), entries)
 
 
+def forward_load(plan: Plan) -> Load:
+    """Of a step's forward, or of a stage's microbatch."""
+    entries = (e for e in plan.entries if e.phase == "forward" and e.kind in ("compute", "input"))
+    found = sum((_entry_load(e, e.time_s * len(e.instances), 0.0) for e in entries), Load())
+    moves = (c for c in plan.communications if c.phase == "forward")
+    return sum((moved_load(c, c.time_s * len(c.instances)) for c in moves), found)
+
+
 def _entry_load(entry: Entry, time_s: float, again_s: float) -> Load:
     """All instances of an entry, for so many seconds, and so many when backward runs it again."""
     if entry.kind != "compute":  # beside what parameters, inputs and what crosses take nothing runs

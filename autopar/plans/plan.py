@@ -50,6 +50,8 @@ class Pipeline:
         accumulates: whether gradients are added to sums, and parameters may be held gathered, through a step.
         stages: one plan per stage, over the mesh without the axis; its prediction is that of one microbatch, with the stage's peak.
         crossings: per cut, what goes from the stage before it to the one behind.
+        rank_bytes, budgets: where a device holds several stages, the peak of each rank of the axis, and the share of memory within which
+            each stage was planned; a stage's own peak is then as if it were alone.
     """
 
     axis: str
@@ -62,6 +64,13 @@ class Pipeline:
     stages: tuple[Plan, ...]
     crossings: tuple[tuple[Crossed, ...], ...]
     accumulates: bool
+    rank_bytes: tuple[int, ...] = ()
+    budgets: tuple[int, ...] = ()
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages per device."""
+        return len(self.stages) // len(self.rank_bytes) if self.rank_bytes else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +212,9 @@ def _misfit_of_stages(plan: Plan, pipeline: Pipeline) -> str:
     per_cut = {len(pipeline.positions), len(pipeline.modules), len(pipeline.crossings)}
     if per_cut != {num - 1} or len(pipeline.num_in_flight) != num or pipeline.num_microbatches < 1:
         return "its pipeline's cuts are not one less than its stages"
+    ranks = sizes[pipeline.axis]
+    if (len(pipeline.rank_bytes), len(pipeline.budgets)) != ((ranks, num) if num > ranks else (0, 0)):
+        return f"it does not say what {ranks} ranks of {num} stages hold"
     mesh = plan.mesh.without(pipeline.axis) if pipeline.axis else plan.mesh
     for crossed in (c for cut in pipeline.crossings for c in cut):
         if len(crossed.layout.placements) != len(mesh.axes):
@@ -262,5 +274,6 @@ def _decode_pipeline(data: Mapping[str, Any] | None) -> Pipeline | None:
     if data is None:
         return None
     lists = {name: tuple(data[name]) for name in ("positions", "modules", "num_in_flight")}
+    lists |= {name: tuple(data.get(name, ())) for name in ("rank_bytes", "budgets")}
     crossings = tuple(tuple(Crossed(**{**c, "layout": Layout.parse(c["layout"])}) for c in cut) for cut in data["crossings"])
     return Pipeline(**{**data, **lists, "stages": tuple(map(_decode_plan, data["stages"])), "crossings": crossings})

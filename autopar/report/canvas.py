@@ -19,6 +19,7 @@ COLOURS = {
     "replicated": "#e3e3e3",
     "ZeRO-3": "#2f5d8a",
     "ZeRO-2": "#8fb4d6",
+    "ZeRO-1": "#c5d9ec",
     "sharded": "#f0c08d",
     "whole": "#f1f1f1",
     "compute": "#4a4f57",

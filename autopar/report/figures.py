@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _ROW_INCHES = 0.27
-_LIGHT = ("replicated", "whole", "sharded", "ZeRO-2")  # colours on which text is dark
+_LIGHT = ("replicated", "whole", "sharded", "ZeRO-2", "ZeRO-1")  # colours on which text is dark
 
 
 def shown_parts(plan: Plan) -> tuple[Part, ...]:
@@ -116,7 +116,8 @@ def _times(axes: Axes, parts: Sequence[Part], of: str) -> None:
 def _legend(figure: Any, kinds: Sequence[str]) -> None:
     from matplotlib.patches import Patch
 
-    names = {"sharded": "sharded as used", "ZeRO-2": "gathered once (ZeRO-2)", "ZeRO-3": "gathered twice (ZeRO-3)"}
+    names = {"sharded": "sharded as used", "ZeRO-1": "gathered per step (ZeRO-1)", "ZeRO-2": "gathered once (ZeRO-2)"}
+    names["ZeRO-3"] = "gathered twice (ZeRO-3)"
     patches = [Patch(facecolor=COLOURS[kind], label=names.get(kind, kind)) for kind in kinds]
     figure.legend(
         handles=patches, loc="outside lower left", ncols=len(patches), fontsize=8, frameon=False, handlelength=1.2, columnspacing=1.4

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from autopar.planning.schedules import simulate
+from autopar.planning.steps import simulated_phases_s
 from autopar.plans import Pipeline, Plan
 from autopar.report.canvas import COLOURS, FAINT, INK, MEMORY_COLOURS, canvas, quiet
 from autopar.report.figures import GIB, peak_bar
@@ -15,33 +17,38 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
 _SHADES = {"forward": "#5b8db8", "backward": "#5aa469"}
+_LIGHTER = 0.55  # opacity of a device's last stage, where it holds several; those before lie between it and full
 _NUMBERED = 0.006  # share of the step from which on a bar is wide enough for its number
 _ROW_INCHES = 0.34
 
 
 def schedule_height(plan: Plan) -> float:
     """Inches that `schedule` needs; `stage_memory` needs as much."""
-    return 1.3 + _ROW_INCHES * len(_pipeline(plan).stages)
+    return 1.3 + _ROW_INCHES * _num_ranks(_pipeline(plan))
 
 
 def schedule(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
-    """One row per stage: forward and backward of each microbatch, with its number, as soon as they can run.
+    """One row per rank: forward and backward of each microbatch, with its number, as soon as they can run; lighter for a later stage of
+    the rank.
 
     A microbatch's share of the optimizer's time, with which stages are priced, is drawn in its backward.
     """
     pipeline = _pipeline(plan)
     figure: Any = canvas(11.5, schedule_height(plan), inside)
     axes: Axes = figure.subplots()
-    times = [_phases(stage) for stage in pipeline.stages]
-    bars = simulate(pipeline.schedule, [f for f, _ in times], [b for _, b in times], pipeline.num_microbatches)
+    times = [simulated_phases_s(stage) for stage in pipeline.stages]
+    rows, chunks = _num_ranks(pipeline), pipeline.num_chunks
+    bars = simulate(pipeline.schedule, [f for f, _ in times], [b for _, b in times], pipeline.num_microbatches, chunks)
     end = max(bar.start_s + bar.duration_s for bar in bars)
     for bar in bars:
-        axes.barh(bar.stage, bar.duration_s, 0.8, left=bar.start_s, color=_SHADES[bar.phase], edgecolor="white", linewidth=0.6)
+        row, opacity = bar.stage % rows, 1.0 - (1.0 - _LIGHTER) * (bar.stage // rows) / max(chunks - 1, 1)
+        colour = (_SHADES[bar.phase], opacity)
+        axes.barh(row, bar.duration_s, 0.8, left=bar.start_s, color=colour, edgecolor="white", linewidth=0.6)
         if bar.duration_s > _NUMBERED * end:
-            axes.text(bar.start_s + bar.duration_s / 2, bar.stage, str(bar.microbatch), ha="center", va="center", fontsize=7, color="white")
+            axes.text(bar.start_s + bar.duration_s / 2, row, str(bar.microbatch), ha="center", va="center", fontsize=7, color="white")
     quiet(axes, "bottom")
-    axes.set_yticks(range(len(times)), [_row_name(pipeline, number) for number in range(len(times))])
-    axes.set_ylim(len(times) - 0.5, -0.5)
+    axes.set_yticks(range(rows), [_row_name(pipeline, number) for number in range(rows)])
+    axes.set_ylim(rows - 0.5, -0.5)
     axes.set_xlim(0, end)
     axes.set_xticks([end * part / 4 for part in range(5)], [seconds(end * part / 4) for part in range(5)])
     title = f"{pipeline.schedule}, {pipeline.num_microbatches} microbatches: {seconds(end)}; priced at {seconds(plan.prediction.step_s)}"
@@ -52,17 +59,18 @@ def schedule(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
 
 
 def stage_memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
-    """Predicted peak of each stage's devices, with what makes it up, and the budget."""
+    """Predicted peak of each rank's devices, with what makes it up, and the budget; a rank holds one stage or several."""
     pipeline = _pipeline(plan)
     figure: Any = canvas(11.5, schedule_height(plan), inside)
     axes: Axes = figure.subplots()
-    peaks = [stage.prediction.peak_bytes / GIB for stage in pipeline.stages]
+    ranks = [_rank_memory(pipeline, rank) for rank in range(_num_ranks(pipeline))]
+    peaks = [peak / GIB for peak, _ in ranks]
     budget = float(plan.options.get("memory_bytes") or 0.0) / GIB
     near = 0 < budget < 4 * max(peaks)
     width = 1.18 * max(*peaks, budget if near else 0.0)
-    for number, stage in enumerate(pipeline.stages):
-        peak_bar(axes, {kind: stage.prediction.memory_bytes.get(kind, 0) / GIB for kind in MEMORY_COLOURS}, number)
-        said = f"{size(stage.prediction.peak_bytes)}, {pipeline.num_in_flight[number]} in flight"
+    for number, (peak, kinds) in enumerate(ranks):
+        peak_bar(axes, {kind: kinds.get(kind, 0) / GIB for kind in MEMORY_COLOURS}, number)
+        said = f"{size(peak)}, {' and '.join(map(str, pipeline.num_in_flight[number :: len(ranks)]))} in flight"
         axes.text(peaks[number] + 0.006 * width, number, said, va="center", fontsize=8, color=INK)
     if near:
         axes.axvline(budget, color=COLOURS["communication"], linestyle="--", linewidth=1.2)
@@ -72,7 +80,8 @@ def stage_memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
     axes.set_xlim(0, width)
     axes.set_xticks([])
     of = f", budget {size(budget * GIB)}" if budget else ""
-    axes.set_title(f"peak per device of each stage, predicted{of}", fontsize=10, color=INK, loc="left")
+    each = "rank" if pipeline.rank_bytes else "stage"
+    axes.set_title(f"peak per device of each {each}, predicted{of}", fontsize=10, color=INK, loc="left")
     from matplotlib.patches import Patch
 
     patches = [Patch(facecolor=colour, label=kind) for kind, colour in MEMORY_COLOURS.items()]
@@ -86,15 +95,25 @@ def _pipeline(plan: Plan) -> Pipeline:
     return plan.pipeline
 
 
-def _phases(stage: Plan) -> tuple[float, float]:
-    """Seconds of forward and of the rest of a microbatch."""
-    whole_s = stage.prediction.simulated_s
-    forward_s = min((bar[3] for bar in stage.prediction.timeline if bar[1] == "backward"), default=whole_s)
-    return forward_s, whole_s - forward_s
+def _num_ranks(pipeline: Pipeline) -> int:
+    return len(pipeline.stages) // pipeline.num_chunks
+
+
+def _rank_memory(pipeline: Pipeline, rank: int) -> tuple[int, Mapping[str, int]]:
+    """A rank's peak, and what makes it up."""
+    chunks = [stage.prediction for stage in pipeline.stages[rank :: _num_ranks(pipeline)]]
+    if not pipeline.rank_bytes:
+        return chunks[0].peak_bytes, chunks[0].memory_bytes
+    peak, kinds = pipeline.rank_bytes[rank], {kind: sum(p.memory_bytes.get(kind, 0) for p in chunks) for kind in MEMORY_COLOURS}
+    either = max(kinds["activations"], kinds["gradients"])
+    rests = sum(kinds.values()) - kinds["activations"] - kinds["gradients"] - kinds["transient"]
+    return peak, {**kinds, "transient": max(peak - rests - either, 0)}
 
 
 def _row_name(pipeline: Pipeline, number: int) -> str:
-    return f"{number}  {pipeline.modules[number - 1]}" if number else "0  the model"
+    """Of a rank: the parts of the model with which its stages begin."""
+    begins = [pipeline.modules[stage - 1] if stage else "the model" for stage in range(number, len(pipeline.stages), _num_ranks(pipeline))]
+    return f"{number}  {', '.join(begins)}"
 
 
 def _legend(axes: Axes) -> None:

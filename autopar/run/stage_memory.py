@@ -45,7 +45,7 @@ def trace_stage_peak(program: Program, schedule: str, num_in_flight: int, num_mi
     num = flying if schedule == "gpipe" else min(num_microbatches, flying + 1)
     memory = LiveBytes()
     with FakeTensorMode(), torch.no_grad():
-        work, tensors = _work(program, outputs, memory)
+        work, tensors = stage_work(program, outputs, memory)
         parts = [{t.name: torch.empty(t.shape, dtype=t.dtype) for t in program.inputs if not t.crosses} for _ in range(num)]
         with memory:
             memory.register(tensors)
@@ -64,7 +64,7 @@ def trace_stage_peak(program: Program, schedule: str, num_in_flight: int, num_mi
     return StagePeak(memory.peak_bytes + (num_in_flight - flying) * held, held)
 
 
-def _work(program: Program, outputs: Outputs, memory: LiveBytes) -> tuple[StageWork, list[Tensor]]:
+def stage_work(program: Program, outputs: Outputs, memory: LiveBytes) -> tuple[StageWork, list[Tensor]]:
     """The stage's work on one rank, its parameters and buffers."""
     groups = fake_groups(program.mesh)
     place = tuple(group.coordinate for group in groups)

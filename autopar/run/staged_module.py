@@ -1,4 +1,4 @@
-"""`StagedModule`: a pipeline's stage on this rank, or one stage that works through microbatches, as an ordinary `nn.Module`.
+"""`StagedModule`: a pipeline's stages on this rank, or one stage that works through microbatches, as an ordinary `nn.Module`.
 
 A call takes the whole batch and runs the schedule, forward and backward of all microbatches; what it returns is what the model returns for
 the batch, on every rank: with ``outputs="full"`` every output, else the loss and None for the others, since parts of microbatches
@@ -10,7 +10,7 @@ output, and what comes after it must be linear: `loss_scale` is what the losses 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from autopar.run.clipping import clip_over_stages
 from autopar.run.device_mesh import agree, groups_of, mesh_of, stage_devices
 from autopar.run.executor import Backend, Batch, Executor, Outputs
 from autopar.run.holder import Holder
-from autopar.run.program import StagedProgram
+from autopar.run.interleaving import Interleaving
+from autopar.run.program import Program, ProgramTensor, StagedProgram
 from autopar.run.stage_work import StageWork
 from autopar.run.stage_worker import StageWorker
 
@@ -35,13 +36,13 @@ _SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
 class StagedModule(Holder):
-    """The stage of `program` that this rank runs; it holds the parameters of that stage only.
+    """The stages of `program` that this rank runs, mostly one; it holds the parameters of those only.
 
     Args:
         devices: the whole mesh. model: gives values, names and the train/eval flag; it may be on meta, and is not kept.
 
     Attributes:
-        loss_scale: factor of the losses in backward (see the module docstring).
+        loss_scale: factor of the losses in backward (see the module docstring). rank: this one's place along the pipeline's axis.
 
     Raises:
         MeshError: where the program was made for another mesh. RuntimeStateError: where ranks hold different plans; on ``batch="local"``.
@@ -66,22 +67,28 @@ class StagedModule(Holder):
             what = f"batch={batch!r}: a plan with microbatches takes whole batches, of which each stage takes its parts"
             raise RuntimeStateError(what, remedy='pass batch="global"')
         agree(program.plan_hash, "plan", devices)
-        own, group, number = stage_devices(devices, program.axis)
-        stage = program.stages[number]
-        held = {name for t in (*stage.parameters, *stage.buffers) for name in (t.name, *t.aliases)}
+        own, group, self.rank = stage_devices(devices, program.axis)
+        self._num_ranks = 1 if group is None else group.size()
+        stages = {n: program.stages[n] for n in range(self.rank, len(program.stages), self._num_ranks)}
+        held = {t.name: t for stage in stages.values() for t in (*stage.parameters, *stage.buffers)}
+        here = {name for t in held.values() for name in (t.name, *t.aliases)}
         every = {name for s in program.stages for t in (*s.parameters, *s.buffers) for name in (t.name, *t.aliases)}
-        super().__init__((*stage.parameters, *stage.buffers), own, model, elsewhere=every - held, world=devices)
-        self.program, self.stage, self.stage_number, self.loss_scale = program, stage, number, 1.0
+        super().__init__(tuple(held.values()), own, model, elsewhere=every - here, world=devices)
+        self.program, self.loss_scale = program, 1.0
         self.world_mesh, self._group = devices, group
         groups = groups_of(own)
-        executor = Executor(stage, groups, backend=backend, batch=batch, outputs=outputs, device=devices.device_type)
         self._kept = [t for t in program.outputs if outputs == "full" or t.is_loss]
-        self._work = StageWork(stage, executor, executor.device)
+        self._works: dict[int, StageWork] = {}
+        for number, stage in stages.items():
+            executor = Executor(stage, groups, backend=backend, batch=batch, outputs=outputs, device=devices.device_type)
+            self._works[number] = StageWork(stage, executor, executor.device)
+        self._held = _held_by(stages.values())
         self._schedule = self._make_schedule()
         self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
         self._results = Results(program)
         self._captured_mode = None if both_modes else model.training
-        self._shared = {name: held_by for name, held_by in program.shared.items() if number in held_by}
+        holders = {name: tuple(dict.fromkeys(s % self._num_ranks for s in held_by)) for name, held_by in program.shared.items()}
+        self._shared = {name: ranks for name, ranks in holders.items() if self.rank in ranks and len(ranks) > 1}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch; with gradients enabled, backward has run.
@@ -98,7 +105,7 @@ class StagedModule(Holder):
         how = self.program.microbatches
         parts = how.split({t.name: x for t, x in zip(self.program.inputs, values, strict=True)})
         weights = how.weights(parts)
-        parameters = [self.get_parameter(t.name) for t in self.stage.parameters]
+        parameters = [self.get_parameter(t.name) for t in self._held]
         trained = torch.is_grad_enabled()
         with torch.autocast(self.device_mesh.device_type, enabled=False):
             outputs, gradients = self._step(parts, weights, parameters, keep=trained)
@@ -111,7 +118,7 @@ class StagedModule(Holder):
 
         A parameter that several stages hold counts once.
         """
-        counted = {name for name, held_by in self._shared.items() if held_by[0] != self.stage_number}
+        counted = {name for name, ranks in self._shared.items() if ranks[0] != self.rank}
         parameters = [(p, self._names[name] not in counted) for name, p in self.named_parameters()]
         return clip_over_stages(parameters, max_norm, norm_type, self._group, self.device_mesh)
 
@@ -120,52 +127,70 @@ class StagedModule(Holder):
         if self._group is None:
             return None
         num = self.program.microbatches.num
-        worker = StageWorker(self._work, self.stage_number, len(self.program.stages), self._group)
+        if len(self._works) > 1:
+            return Interleaving(self._works, self._group, num)
+        worker = StageWorker(self._works[self.rank], self.rank, len(self.program.stages), self._group)
         return _SCHEDULES[self.program.schedule](worker, num, loss_fn=lambda output, _: output, scale_grads=False)
 
     def _step(
         self, parts: list[dict[str, Tensor]], weights: list[float], parameters: Sequence[Tensor], *, keep: bool
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """The batch's outputs by path, and this stage's gradients, both the same on all ranks that should have them."""
-        work, how = self._work, self.program.microbatches
-        locals = [self._storages[t.name].local(p.detach()) for p, t in zip(parameters, self.stage.parameters, strict=True)]
-        buffers = [self._storages[t.name].local(self.get_buffer(t.name)) for t in self.stage.buffers]
-        work.begin([t.name for t in self._kept], locals, buffers, parts, [weight * self.loss_scale for weight in weights], keep=keep)
-        if keep and self._schedule is not None:
+        """The batch's outputs by path, and this rank's gradients, both the same on all ranks that should have them."""
+        how = self.program.microbatches
+        locals = {t.name: self._storages[t.name].local(p.detach()) for p, t in zip(parameters, self._held, strict=True)}
+        self._begin(locals, parts, [weight * self.loss_scale for weight in weights], keep=keep)
+        if isinstance(self._schedule, Interleaving):
+            self._schedule.run(backward=keep)
+        elif keep and self._schedule is not None:
             with torch.enable_grad():  # the schedule insists, though nothing runs through autograd
                 self._schedule.step(target=torch.zeros(how.num), return_outputs=False)
         else:
             for number in range(how.num):
                 self._forward(number)
                 if keep:
-                    work.backward(number)
-        own = {path: how.join(path, values, weights) for path, values in work.outputs.items()}
-        gradients = work.finish()
+                    self._works[self.rank].backward(number)
+        own = {path: how.join(path, values, weights) for work in self._works.values() for path, values in work.outputs.items()}
+        found: dict[str, Tensor] = {}
+        for work in self._works.values():
+            named = [t.name for t in work.program.parameters if t.has_gradient]
+            for name, gradient in zip(named, work.finish(), strict=False):  # none without backward
+                found[name] = found[name].add_(gradient) if name in found else gradient
         if keep:
-            self._add_shared(gradients)
-        return self._spread(own), gradients
+            self._add_shared(found)
+        return self._spread(own), [found[t.name] for t in self._held if t.has_gradient and keep]
+
+    def _begin(self, locals: Mapping[str, Tensor], parts: list[dict[str, Tensor]], weights: list[float], *, keep: bool) -> None:
+        """Of each stage. A buffer that several change, each once per microbatch, is changed in a copy by all but the first."""
+        changed: set[str] = set()
+        for work in self._works.values():
+            program = work.program
+            buffers = {t.name: self._storages[t.name].local(self.get_buffer(t.name)) for t in program.buffers}
+            buffers |= {name: buffers[name].clone() for name in program.mutated if name in changed}
+            changed |= {*program.mutated}
+            mine = [locals[t.name] for t in program.parameters]
+            work.begin([t.name for t in self._kept], mine, list(buffers.values()), parts, weights, keep=keep)
 
     def _forward(self, number: int) -> None:
         """One microbatch forward, without a schedule."""
-        self._pass(dist.irecv, self._work.arriving(number), -1)
-        self._work.forward(number)
-        self._pass(dist.isend, self._work.leaving(number), 1)
+        work = self._works[self.rank]
+        self._pass(dist.irecv, work.arriving(number), -1)
+        work.forward(number)
+        self._pass(dist.isend, work.leaving(number), 1)
 
     def _pass(self, kind: Any, tensors: Sequence[Tensor], step: int) -> None:
         if tensors:
             assert self._group is not None, "several stages have a group"
-            peer = dist.get_global_rank(self._group, self.stage_number + step)
+            peer = dist.get_global_rank(self._group, self.rank + step)
             for work in dist.batch_isend_irecv([dist.P2POp(kind, tensor, peer, self._group) for tensor in tensors]):
                 work.wait()
 
-    def _add_shared(self, gradients: list[Tensor]) -> None:
-        """The first stage that holds a parameter adds up all parts of its gradient, in order, and sends the sum back."""
-        names = [t.name for t in self.stage.parameters if t.has_gradient]
-        for name, held_by in sorted(self._shared.items()):
-            assert self._group is not None, "several stages have a group"
-            mine = gradients[names.index(name)]
-            owner, others = dist.get_global_rank(self._group, held_by[0]), held_by[1:]
-            if self.stage_number != held_by[0]:
+    def _add_shared(self, gradients: Mapping[str, Tensor]) -> None:
+        """The first rank that holds a parameter adds up all parts of its gradient, in order, and sends the sum back."""
+        for name, ranks in sorted(self._shared.items()):
+            assert self._group is not None, "several ranks have a group"
+            mine = gradients[name]
+            owner, others = dist.get_global_rank(self._group, ranks[0]), ranks[1:]
+            if self.rank != ranks[0]:
                 dist.send(mine, owner, self._group)
                 dist.recv(mine, owner, self._group)
                 continue
@@ -185,14 +210,22 @@ class StagedModule(Holder):
             made_by = next(i for i, s in enumerate(self.program.stages) if any(t.name == tensor.name for t in s.outputs if not t.crosses))
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device_mesh.device_type)
             value = own[tensor.name].contiguous() if tensor.name in own else empty
-            dist.broadcast(value, dist.get_global_rank(self._group, made_by), self._group)
+            dist.broadcast(value, dist.get_global_rank(self._group, made_by % self._num_ranks), self._group)
             found[tensor.name] = value
         return found
 
     def _wrapped(self, gradients: Sequence[Tensor]) -> list[DTensor | None]:
-        """One per parameter of the stage."""
+        """One per parameter that is held."""
         remaining = iter(gradients)
-        return [self._storages[t.name].wrap(next(remaining)) if t.has_gradient else None for t in self.stage.parameters]
+        return [self._storages[t.name].wrap(next(remaining)) if t.has_gradient else None for t in self._held]
+
+
+def _held_by(stages: Iterable[Program]) -> tuple[ProgramTensor, ...]:
+    """The parameters of all stages, each once; it has a gradient where it has one in any."""
+    found: dict[str, ProgramTensor] = {}
+    for t in (t for stage in stages for t in stage.parameters):
+        found[t.name] = t if t.name not in found or t.has_gradient else found[t.name]
+    return tuple(found.values())
 
 
 class _Published(torch.autograd.Function):

@@ -13,8 +13,9 @@ from autopar.breakdown import breakdown
 from autopar.constraints import fsdp, layout, pipeline, tensor_parallel
 from autopar.errors import ConstraintError, EmissionError, InfeasibleError, MeshError, VerificationError
 from autopar.planning import Planned
-from autopar.planning.schedules import num_in_flight, step_time
+from autopar.planning.schedules import step_time
 from autopar.plans import Plan
+from autopar.run.orders import num_in_flight
 from autopar.run.program import StagedProgram
 from benchmarks import zoo
 

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
-import zoo_small  # noqa: E402
 from harness import run_processes  # noqa: E402
+from worker_pipeline import built  # noqa: E402
 
 import autopar  # noqa: E402
 from autopar.constraints import fsdp, megatron, pipeline, tensor_parallel  # noqa: E402
@@ -22,7 +21,7 @@ WORKER = str(Path(__file__).parent / "worker_pipeline.py")
 
 
 def text(kind: str, mesh: dict[str, int], *constraints: Any, **options: Any) -> tuple[str, str]:
-    model, batch = getattr(zoo_small, kind)(dtype=torch.float64)
+    model, batch = built(kind)
     return kind, autopar.plan(
         model, autopar.Mesh(mesh), example_inputs=batch, hardware="cpu-gloo", constraints=constraints, **options
     ).dumps()
@@ -47,6 +46,15 @@ def test_two_stages() -> None:
     check(run_processes(2, WORKER, "run", plans), plans)
 
 
+def test_two_processes_with_several_stages_each() -> None:
+    inter = {"schedule": "interleaved_1f1b", "microbatches": 4}
+    plans = {
+        "two": text("llama:4", {"stage": 2}, pipeline("stage", **inter)),
+        "tied, three": text("gpt2:6", {"stage": 2}, pipeline("stage", **inter, chunks=3)),
+    }
+    check(run_processes(2, WORKER, "run", plans), plans)
+
+
 def test_four_processes_in_two_stages() -> None:
     plans = {
         "tensor": text("llama", {"stage": 2, "tensor": 2}, pipeline("stage", microbatches=2), tensor_parallel(axes="tensor")),
@@ -58,6 +66,16 @@ def test_four_processes_in_two_stages() -> None:
 def test_microbatches_without_stages() -> None:
     plans = {"zero 2": text("gpt2", {"data": 2}, megatron(dp=2, zero=2, microbatches=2))}
     check(run_processes(2, WORKER, "run", plans), plans, staged=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero 1", "four ranks"])
+def test_four_processes_with_several_stages_each(name: str) -> None:
+    if name == "zero 1":
+        plan = text("gpt2:4", {"stage": 2, "data": 2}, megatron(pp="stage", dp=2, zero=1, microbatches=2, chunks=2))
+    else:
+        plan = text("llama:8", {"stage": 4}, pipeline("stage", microbatches=4, schedule="interleaved_1f1b"))
+    check(run_processes(4, WORKER, "run", {name: plan}, timeout_s=600.0), {name: plan})
 
 
 @pytest.mark.slow

@@ -21,9 +21,15 @@ def run(rank: int, plans: dict[str, tuple[str, str]]) -> dict[str, Any]:
     return {name: follow(kind, Plan.loads(text)) for name, (kind, text) in plans.items()}
 
 
+def built(kind: str) -> zoo_small.Built:
+    """A model in float64 by name, as ``llama`` or, with another number of layers, ``llama:4``."""
+    name, _, layers = kind.partition(":")
+    return getattr(zoo_small, name)(num_layers=int(layers or 2), dtype=torch.float64)  # type: ignore[no-any-return]
+
+
 def follow(kind: str, plan: Plan) -> dict[str, Any]:
     """Errors of loss, norm and parameters over some steps, and what the module does beside training."""
-    model, batch = getattr(zoo_small, kind)(dtype=torch.float64)
+    model, batch = built(kind)
     plain = copy.deepcopy(model)
     module: Any = autopar.compile(model, plan.mesh, example_inputs=batch, plan=plan, outputs="full")
     facts: dict[str, Any] = {"loss": [], "norm": []}
@@ -49,7 +55,7 @@ def follow(kind: str, plan: Plan) -> dict[str, Any]:
         got, expected_out = module(**batch), plain(**batch)
         facts["logits"] = float((got.logits - expected_out.logits).abs().max() / expected_out.logits.abs().max())
     facts["scaled"] = _scaled(module, batch)
-    model, _ = getattr(zoo_small, kind)(dtype=torch.float64)
+    model, _ = built(kind)
     facts["peak"] = _peak(autopar.compile(model, plan.mesh, example_inputs=batch, plan=plan), batch, plan)
     facts["state"] = _round_trip(kind, plan, batch, module)
     return facts
@@ -71,18 +77,20 @@ def _scaled(module: Any, batch: dict[str, Any]) -> float:
 def _peak(module: Any, batch: dict[str, Any], plan: Plan) -> tuple[int, int]:
     """Live bytes of a step at their most, measured and predicted, without the optimizer's state."""
     assert plan.pipeline is not None
-    prediction = plan.pipeline.stages[module.stage_number].prediction
+    ranks = len(plan.pipeline.stages) // plan.pipeline.num_chunks
+    chunks = [stage.prediction for stage in plan.pipeline.stages[module.rank :: ranks]]
+    predicted = plan.pipeline.rank_bytes[module.rank] if plan.pipeline.rank_bytes else chunks[0].peak_bytes
     with LiveBytes() as memory:
         memory.register([*module.parameters(), *module.buffers(), *batch.values()])
         memory.reset_peak()
         module(**batch)
         peak = memory.peak_bytes
-    return peak, prediction.peak_bytes - prediction.memory_bytes["optimizer"]
+    return peak, predicted - sum(p.memory_bytes["optimizer"] for p in chunks)
 
 
 def _round_trip(kind: str, plan: Plan, batch: dict[str, Any], module: Any) -> bool:
     """A fresh module with other weights takes the state, and then computes the same loss."""
-    other, _ = getattr(zoo_small, kind)(dtype=torch.float64)
+    other, _ = built(kind)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(0.1)

@@ -9,6 +9,7 @@ from typing import Any
 from autopar.collective import Collective
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
+from autopar.planning.steps import step_of
 from autopar.plans import (
     Communication,
     Crossed,
@@ -146,22 +147,27 @@ WIRE_S = 2e-3
 
 
 def made_staged_plan(*, schedule: str = "1f1b", microbatches: int = 8) -> Plan:
-    """Four stages of three layers each; those in the middle are alike, the last recomputes nothing."""
+    """Four stages of three layers each; those in the middle are alike, the last recomputes nothing. Interleaved, two to a device."""
     stages = tuple(_stage(number) for number in range(4))
     times = [stage.prediction.step_s for stage in stages]
     crossed = tuple((Crossed(f"net.layers.{3 * n + 2}/add/forward/0", Layout.parse("S(0) R"), MIB, True),) for n in range(3))
     flying = (microbatches,) * 4 if schedule == "gpipe" else (4, 3, 2, 1)
+    num_ranks = 2 if schedule == "interleaved_1f1b" else 4
+    peaks = tuple(sum(stage.prediction.peak_bytes for stage in stages[rank::2]) for rank in range(2)) if num_ranks == 2 else ()
+    budgets = (20 * MIB,) * 4 if num_ranks == 2 else ()
     pipeline = Pipeline(
         "stage", (10, 20, 30), ("net.layers.3", "net.layers.6", "net.layers.9"), microbatches, schedule, flying, False, stages, crossed,
-        True,
+        True, peaks, budgets,
     )  # fmt: skip
     step_s = (microbatches - 1) * max(times) + sum(times)
+    if num_ranks == 2:
+        step_s = step_of(schedule, stages, microbatches, 2)
     slowest, fullest = stages[times.index(max(times))].prediction, stages[-1].prediction
     compute_s, communication_s = (microbatches * part_s for part_s in (slowest.compute_s, slowest.communication_s))
     prediction = Prediction(step_s, compute_s, communication_s, fullest.peak_bytes, fullest.memory_bytes, (), 0.0, step_s)
     proof = replace(stages[0].proof, objective_s=step_s, bound_s=step_s * 0.9, gap=0.1)
     nothing: dict[str, Any] = {"entries": (), "kept": (), "communications": ()}
-    mesh = Mesh({"stage": 4, "node": 2, "gpu": 4}, devices_per_node=4, links={"stage": "inter"})
+    mesh = Mesh({"stage": num_ranks, "node": 2, "gpu": 4}, devices_per_node=4, links={"stage": "inter"})
     return replace(stages[0], mesh=mesh, prediction=prediction, proof=proof, pipeline=pipeline, **nothing)
 
 

@@ -91,6 +91,9 @@ def test_a_pipeline_is_planned_explained_compared_and_drawn(here: Path, command:
     assert "Between stages" in command("explain", "plan.json")[1]
     assert command("diff", "plan.json", "other.json")[1].startswith("schedule: 1f1b → gpipe")
     assert command("report", "plan.json", "--out", "plan.png")[0] == 0
+    code, said, complaint = command(*PLAN, "--module", "model.py:deep", *stages, "--schedule", "interleaved_1f1b", "--chunks", "2")
+    assert code == 0, complaint
+    assert "4 microbatches through 4 stages along node, 2 on each device, schedule interleaved_1f1b" in said
 
 
 def test_the_same_command_writes_the_same_file(here: Path, command: Command) -> None:

@@ -184,6 +184,7 @@ def test_a_plan_records_what_was_asked() -> None:
         *(megatron(), megatron(tp=8, dp=4), megatron(tp="gpu", dp="node", zero=3)),
         *(megatron(recompute="selective"), megatron(pp="node", microbatches=8), tensor_parallel("2d", axes=("node", "gpu"))),
         *(pipeline(), pipeline("node", microbatches=4, schedule="gpipe", cuts=["layers.3"], independent=True)),
+        *(pipeline("node", schedule="interleaved_1f1b", chunks=3), megatron(pp="node", microbatches=8, chunks=2)),
     ],
     ids=str,
 )

@@ -11,6 +11,7 @@ from made_plan import WIRE_S, made_plan, made_staged_plan
 from autopar.errors import PlanError
 from autopar.explanation import StagedExplanation, diff, explain
 from autopar.plans import Plan
+from autopar.units import seconds
 
 
 def test_an_explanation_reads_as_it_should(golden: Callable[[str, str], None]) -> None:
@@ -114,3 +115,14 @@ def test_a_plan_with_stages_is_read_back_as_it_was_written_and_damage_is_refused
     assert repr(plan) == "Plan(Net on stage=4,node=2,gpu=4, 4 stages, 8 microbatches: step 397 ms, peak 44.0 MiB)"
     with pytest.raises(PlanError, match="crosses as 'S"):
         Plan.loads(plan.dumps().replace('"layout": "S(0) R"', '"layout": "S(0)"'))
+
+
+def test_interleaved_stages_are_told_by_rank() -> None:
+    plan = made_staged_plan(schedule="interleaved_1f1b", microbatches=4)
+    assert plan.pipeline is not None
+    found = explain(plan)
+    text = str(found)
+    assert "4 microbatches through 4 stages along stage, 2 on each device, schedule interleaved_1f1b" in text
+    assert "3 on rank 1" in text and "peak of rank 1 " in text
+    busy = 4 * sum(stage.prediction.step_s for stage in plan.pipeline.stages[0::2])
+    assert f"the devices of rank 0, which do most, work {seconds(busy)} of it" in text

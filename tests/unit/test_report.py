@@ -93,6 +93,21 @@ def test_a_schedule_has_a_row_per_stage_with_all_its_work() -> None:
     assert [text.get_text() for text in axes.get_yticklabels()] == ["0  the model", "1  net.layers.3", "2  net.layers.6", "3  net.layers.9"]
 
 
+def test_interleaved_stages_have_a_row_per_rank() -> None:
+    plan = made_staged_plan(schedule="interleaved_1f1b", microbatches=4)
+    assert plan.pipeline is not None
+    (axes,), (beside,) = schedule(plan).axes, stage_memory(plan).axes
+    for row in range(2):
+        bars = [bar for bar in axes.patches if round(bar.get_y() + bar.get_height() / 2) == row]
+        assert len(bars) == 2 * 2 * 4
+        starts = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars)
+        assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(starts))
+        held = [bar for bar in beside.patches if round(bar.get_y() + bar.get_height() / 2) == row]
+        assert sum(bar.get_width() for bar in held) * 2**30 == pytest.approx(plan.pipeline.rank_bytes[row])
+    names = [text.get_text() for text in axes.get_yticklabels()]
+    assert names == ["0  the model, net.layers.6", "1  net.layers.3, net.layers.9"]
+
+
 def test_the_memory_of_a_stage_is_as_long_as_its_peak() -> None:
     plan = made_staged_plan()
     assert plan.pipeline is not None

@@ -1,0 +1,124 @@
+"""Stages that share a rank's memory.
+
+Each is planned as if it were alone, within a budget of its own; what they hold together is put together (`autopar.run.rank_memory`).
+Where that is over the rank's budget, each is planned again with less, in proportion to what it keeps for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.cost.priced import OPTIMIZERS
+from autopar.errors import InfeasibleError, size_text
+from autopar.planning.alike import Alike
+from autopar.planning.options import PlanOptions
+from autopar.planning.search import Planned, Schedule
+from autopar.run.orders import interleaved
+from autopar.run.rank_memory import ChunkMemory, chunk_memory, rank_peak
+from autopar.solve import REMEDY
+
+_ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes at the peak of a rank's devices, and what makes them up."""
+
+    peak_bytes: int
+    memory_bytes: Mapping[str, int]
+
+
+@dataclass
+class Sharing:
+    """The memory of ranks with `num_chunks` stages each, and the budgets of the stages, which go down round by round."""
+
+    num_stages: int
+    num_chunks: int
+    in_flight: Sequence[int]
+    num_microbatches: int
+    batch_bytes: int
+    budget: int
+    options: PlanOptions
+    alike: Alike
+
+    def __post_init__(self) -> None:
+        self.budgets = [self.budget] * self.num_stages
+        self.lowered: set[int] = set()  # the stages whose budgets went down last
+        self._round = 0
+
+    def schedule(self, name: str, stage: int) -> Schedule:
+        """What a stage is planned for."""
+        num_ranks = self.num_stages // self.num_chunks
+        actions = interleaved(num_ranks, self.num_chunks, self.num_microbatches)[stage % num_ranks] if self.num_chunks > 1 else ()
+        return Schedule(name, self.num_microbatches, self.batch_bytes, stage, actions)
+
+    def fits(self, stages: Sequence[Planned]) -> bool:
+        """Whether every rank does; else the budgets are lower now.
+
+        Raises:
+            InfeasibleError: after some rounds.
+        """
+        if self.num_chunks == 1:
+            return True
+        self.lowered.clear()
+        over = [rank for rank, memory in enumerate(self.ranks(stages)) if memory.peak_bytes > self.budget]
+        for rank in over:
+            self._lower(rank, stages)
+        self._round += 1
+        return not over
+
+    def ranks(self, stages: Sequence[Planned]) -> tuple[RankMemory, ...]:
+        """What each rank holds."""
+        num_ranks = self.num_stages // self.num_chunks
+        return tuple(self._rank(rank, {n: stages[n] for n in range(rank, self.num_stages, num_ranks)}) for rank in range(num_ranks))
+
+    def _rank(self, rank: int, chunks: Mapping[int, Planned]) -> RankMemory:
+        if len(chunks) == 1:
+            (alone,) = chunks.values()
+            return RankMemory(alone.plan.prediction.peak_bytes, alone.plan.prediction.memory_bytes)
+        memories = {number: self._chunk(planned) for number, planned in chunks.items()}
+        actions = interleaved(self.num_stages // self.num_chunks, self.num_chunks, self.num_microbatches)[rank]
+        kinds: dict[str, int] = {}
+        for planned in chunks.values():
+            for kind, size in planned.plan.prediction.memory_bytes.items():
+                kinds[kind] = kinds.get(kind, 0) + size
+        for kind, size in self._twice(chunks, memories).items():
+            kinds[kind] -= size
+        peak = rank_peak(memories, actions, self.num_microbatches) + self.batch_bytes + kinds["optimizer"]
+        static = sum(kinds.get(kind, 0) for kind in ("parameters", "optimizer", "gathered", "buffers", "inputs"))
+        kinds["transient"] = max(peak - static - max(kinds["activations"], kinds["gradients"]), 0)
+        return RankMemory(peak, kinds)
+
+    def _twice(self, chunks: Mapping[int, Planned], memories: Mapping[int, ChunkMemory]) -> dict[str, int]:
+        """What would be counted again of tensors that several chunks read."""
+        seen: set[str] = set()
+        found = {"parameters": 0, "optimizer": 0, "buffers": 0}
+        state, _ = OPTIMIZERS[self.options.optimizer]
+        for number, planned in chunks.items():
+            program = planned.stage_program()
+            for t in (*program.parameters, *program.buffers):
+                if t.name in seen:
+                    size = memories[number].resting[t.name]
+                    found["parameters" if t in program.parameters else "buffers"] += size
+                    found["optimizer"] += state * size if t.has_gradient else 0
+            seen |= memories[number].resting.keys()
+        return found
+
+    def _chunk(self, planned: Planned) -> ChunkMemory:
+        program = planned.stage_program()
+        return self.alike.memory(program, lambda: chunk_memory(program, self.options.outputs))
+
+    def _lower(self, rank: int, stages: Sequence[Planned]) -> None:
+        numbers = range(rank, self.num_stages, self.num_stages // self.num_chunks)
+        peak = self.ranks(stages)[rank].peak_bytes
+        if self._round == _ROUNDS:
+            which = ", ".join(map(str, numbers))
+            what = f"no plan was found in which stages {which} of rank {rank} fit into {size_text(self.budget)} together"
+            raise InfeasibleError(f"{what}; the last that was tried needs {size_text(peak)}", remedy=REMEDY)
+        predictions = {n: stages[n].plan.prediction for n in numbers}
+        kept = {n: self.in_flight[n] * p.memory_bytes["activations"] + 1 for n, p in predictions.items()}
+        for n, p in predictions.items():
+            share = -(-(peak - self.budget) * kept[n] // sum(kept.values()))
+            self.lowered.add(n)
+            self.budgets[n] = max(min(self.budgets[n], p.peak_bytes) - share, 1)

@@ -1,0 +1,62 @@
+"""From stages' plans to a pipeline's step, and whether its schedule can be run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.constraints import INTERLEAVED, Pipelined
+from autopar.errors import ConstraintError
+from autopar.mesh import Mesh
+from autopar.planning.schedules import scheduled_time
+from autopar.plans import Plan, Prediction, forward_load
+from autopar.run.orders import num_rounds
+
+
+def phases_s(stage: Plan) -> tuple[float, float]:
+    """Seconds of a microbatch's forward, and of the rest of it: backward, and its share of what is done once per step."""
+    forward_s = forward_load(stage).least_s(stage.overlap.slowdown)
+    return forward_s, stage.prediction.step_s - forward_s
+
+
+def simulated_phases_s(stage: Plan) -> tuple[float, float]:
+    """The same with communication beside compute."""
+    whole_s = stage.prediction.simulated_s
+    forward_s = min((bar[3] for bar in stage.prediction.timeline if bar[1] == "backward"), default=whole_s)
+    return forward_s, whole_s - forward_s
+
+
+def step_of(schedule: str, stages: Sequence[Plan], num_microbatches: int, num_chunks: int) -> float:
+    """Seconds of a step, from what each stage takes for a microbatch."""
+    return _step(schedule, [phases_s(stage) for stage in stages], num_microbatches, num_chunks)
+
+
+def simulated_step_of(schedule: str, stages: Sequence[Plan], num_microbatches: int, num_chunks: int) -> float:
+    """The same with communication beside compute."""
+    return _step(schedule, [simulated_phases_s(stage) for stage in stages], num_microbatches, num_chunks)
+
+
+def _step(schedule: str, phases: Sequence[tuple[float, float]], num_microbatches: int, num_chunks: int) -> float:
+    return scheduled_time(schedule, [f for f, _ in phases], [b for _, b in phases], num_microbatches, num_chunks)
+
+
+def slowest_rank(stages: Sequence[Plan], num_chunks: int) -> tuple[Prediction, ...]:
+    """Of the stages of the rank that does most."""
+    num_ranks = len(stages) // num_chunks
+    ranks = [tuple(stage.prediction for stage in stages[rank::num_ranks]) for rank in range(num_ranks)]
+    return max(ranks, key=lambda chunks: sum(p.step_s for p in chunks))
+
+
+def check_order(wish: Pipelined, mesh: Mesh, num: int) -> None:
+    """That the interleaved order is there.
+
+    Raises:
+        ConstraintError: as torch's schedule does.
+    """
+    if wish.schedule != INTERLEAVED:
+        return
+    ranks = mesh.shape[mesh.names.index(wish.axis)] if wish.axis else 1
+    if ranks < 2:
+        raise ConstraintError(f"{wish}: one rank has nothing to interleave with", remedy="name an axis of two devices or more")
+    if not num_rounds(ranks, num):
+        what = f"{num} microbatches are not equal rounds over {ranks} ranks of {wish.axis!r}, which interleaved 1F1B runs"
+        raise ConstraintError(what, remedy=f"use a multiple of {ranks} microbatches")

@@ -1,0 +1,214 @@
+"""Interleaved stages: gradients are the model's, ranks hold what is said and no more than they may, and every claim is certified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar
+from autopar.api.planning import plan_model
+from autopar.capture._torch import FakeTensorMode
+from autopar.constraints import megatron, pipeline
+from autopar.errors import ConstraintError, InfeasibleError
+from autopar.planning import Planned
+from autopar.planning.steps import phases_s
+from autopar.plans import Pipeline, Plan
+from autopar.run import interleaving
+from autopar.run.memory import LiveBytes
+from autopar.run.orders import interleaved
+from autopar.run.program import StagedProgram
+from autopar.run.rank_memory import chunk_memory, rank_peak
+from autopar.run.stage_memory import stage_work
+from benchmarks import zoo
+
+Made = tuple[Planned, torch.nn.Module, dict[str, Any]]
+INTER = {"schedule": "interleaved_1f1b", "microbatches": 4}
+
+
+def planned(name: str, mesh: dict[str, int], *constraints: Any, layers: int = 4, hardware: str = "h100-sxm", **options: Any) -> Made:
+    settings = options.pop("settings", {}) | {} if name == "t5" else {"num_hidden_layers": layers, **options.pop("settings", {})}
+    model, batch = zoo.build(name, batch=8, **settings)
+    made = plan_model(model, autopar.Mesh(mesh), example_inputs=batch, hardware=hardware, constraints=constraints, **options)[1]
+    return made, model, batch
+
+
+def pipe_of(made: Planned) -> Pipeline:
+    assert made.plan.pipeline is not None
+    return made.plan.pipeline
+
+
+@pytest.fixture(scope="module")
+def llama() -> Made:
+    return planned("llama", {"stage": 2, "data": 2}, megatron(pp=2, dp="data", zero=3, microbatches=4, chunks=2))
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Made:
+    """Tied weights, dropout, uneven cuts."""
+    cuts = [f"transformer.h.{layer}" for layer in (1, 2, 3, 5)]
+    force = pipeline("stage", **INTER, chunks=3, cuts=[*cuts, "transformer.ln_f"])
+    return planned("gpt2", {"stage": 2}, force, layers=6, hardware="cpu-gloo", settings={"dropout": 0.1})
+
+
+@pytest.fixture(scope="module")
+def t5() -> Made:
+    """A decoder that reads the encoder's end over all later stages; a table that several stages of one rank read."""
+    return planned("t5", {"stage": 2}, pipeline("stage", **INTER), hardware="cpu-gloo")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_interleaved_stages_equal_the_plain_model(name: str, request: pytest.FixtureRequest) -> None:
+    made, model, batch = request.getfixturevalue(name)
+    assert len(pipe_of(made).stages) == 2 * pipe_of(made).num_chunks > 2
+    report = autopar.verify(made.plan, model, batch)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_their_plans_are_certified_and_read_back_as_they_were(name: str, request: pytest.FixtureRequest) -> None:
+    made, model, batch = request.getfixturevalue(name)
+    found = autopar.check(made.plan, model, batch)
+    assert found.ok, str(found)
+    assert found.step_s == pytest.approx(made.plan.prediction.step_s, rel=1e-12)
+    assert found.peak_bytes == made.plan.prediction.peak_bytes == max(pipe_of(made).rank_bytes)
+    assert Plan.loads(made.plan.dumps()) == made.plan
+
+
+def piped(**changes: Any) -> Callable[[Plan], Plan]:
+    def change(plan: Plan) -> Plan:
+        assert plan.pipeline is not None
+        return replace(plan, pipeline=replace(plan.pipeline, **changes))
+
+    return change
+
+
+def predicted(**changes: float) -> Callable[[Plan], Plan]:
+    return lambda plan: replace(
+        plan, prediction=replace(plan.prediction, **{name: getattr(plan.prediction, name) * by for name, by in changes.items()})
+    )
+
+
+CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
+    "the step": (predicted(step_s=0.99), "time"),
+    "the simulated step": (predicted(simulated_s=0.99), "time"),
+    "the peak": (predicted(peak_bytes=2), "memory"),
+    "the compute of the rank that does most": (predicted(compute_s=0.5), "time"),
+    "what a rank holds": (lambda plan: piped(rank_bytes=(plan.pipeline.rank_bytes[0] - 1, plan.pipeline.rank_bytes[1]))(plan), "memory"),  # type: ignore[union-attr]
+    "the microbatches in flight": (piped(num_in_flight=(4, 3, 2, 2)), "memory"),
+    "the schedule": (piped(schedule="1f1b"), "memory"),
+    "the budget": (lambda plan: plan.with_options(memory_bytes=min(plan.pipeline.rank_bytes)), "memory"),  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_one_changed_claim_is_found(llama: Made, name: str) -> None:
+    change, claim = CHANGES[name]
+    made, model, batch = llama
+    changed = change(made.plan)
+    assert changed != made.plan
+    found = autopar.check(changed, model, batch)
+    assert not found.ok and claim in {f.claim for f in found.findings}, str(found)
+
+
+class _Transfer:
+    """A transfer under way: it holds its tensor, as a process group's does."""
+
+    def __init__(self, tensor: Tensor, peer: int, group: Any) -> None:
+        self.tensor = tensor
+
+    def wait(self) -> None: ...
+
+
+@pytest.mark.parametrize(("name", "outputs"), [("llama", "dtensor"), ("gpt2", "full"), ("t5", "dtensor")])
+def test_what_is_put_together_of_chunks_is_what_the_running_rank_holds(
+    name: str, outputs: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the rank's own run of its order, with tensors on the way that nobody sends."""
+    made: Planned = request.getfixturevalue(name)[0]
+    program, pipe = made.program, pipe_of(made)
+    assert isinstance(program, StagedProgram)
+    for call, value in (("irecv", _Transfer), ("isend", _Transfer), ("get_process_group_ranks", lambda _: [0, 1])):
+        monkeypatch.setattr(interleaving.dist, call, value)
+    for rank in range(2):
+        chunks = {number: program.stages[number] for number in range(rank, len(pipe.stages), 2)}
+        memory, shared = LiveBytes(), dict[str, Tensor]()
+        with FakeTensorMode(), torch.no_grad():
+            works, held = {}, {}
+            for number, stage in chunks.items():
+                works[number], tensors = stage_work(stage, outputs)
+                names = [t.name for t in (*stage.parameters, *stage.buffers)]
+                held[number] = [shared.setdefault(name, x) for name, x in zip(names, tensors, strict=True)]
+            given = {t.name: torch.empty(t.shape, dtype=t.dtype) for s in chunks.values() for t in s.inputs if not t.crosses}
+            group: Any = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
+            running = interleaving.Interleaving(works, group, 4)
+            with memory:
+                memory.register(given.values())
+                batch_bytes = memory.live_bytes  # the user's
+                memory.register(shared.values())
+                for _ in range(2):  # what a graph makes once is there the second time
+                    memory.reset_peak()
+                    changed: set[str] = set()
+                    for number, work in works.items():
+                        count, stage = len(chunks[number].parameters), chunks[number]
+                        buffers = [x.clone() if t.name in changed else x for t, x in zip(stage.buffers, held[number][count:], strict=True)]
+                        changed |= {*stage.mutated}
+                        wanted = {t.name for t in stage.outputs if outputs == "full" or t.is_loss}
+                        work.begin(wanted, held[number][:count], buffers, [given] * 4, [1.0] * 4, keep=True)
+                    del work, buffers
+                    running.run(backward=True)
+                    for number in works:
+                        works[number].finish()
+        put_together = rank_peak({n: chunk_memory(s, outputs) for n, s in chunks.items()}, interleaved(2, len(chunks), 4)[rank], 4)
+        assert put_together == memory.peak_bytes - batch_bytes, rank
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_forward_and_the_rest_of_a_microbatch_are_those_of_the_time_line(name: str, request: pytest.FixtureRequest) -> None:
+    for stage in pipe_of(request.getfixturevalue(name)[0]).stages:
+        if stage.overlap.slowdown == 1.0:
+            forward_s = sum(bar[4] for bar in stage.prediction.timeline if bar[1] == "forward")
+            assert phases_s(stage) == pytest.approx((forward_s, stage.prediction.step_s - forward_s))
+
+
+def test_the_stages_of_a_rank_share_its_memory() -> None:
+    ample = planned("llama", {"stage": 2}, pipeline("stage", **INTER))[0]
+    alone = [stage.prediction.peak_bytes for stage in pipe_of(ample).stages]
+    budget = int(0.9 * max(pipe_of(ample).rank_bytes))
+    assert max(alone) < budget  # each fits, both do not
+    squeezed, model, batch = planned("llama", {"stage": 2}, pipeline("stage", **INTER), memory_bytes=budget)
+    assert max(pipe_of(squeezed).rank_bytes) <= budget
+    assert min(pipe_of(squeezed).budgets) < budget
+    assert squeezed.plan.prediction.step_s > ample.plan.prediction.step_s
+    assert autopar.check(squeezed.plan, model, batch).ok
+    with pytest.raises(InfeasibleError):
+        planned("llama", {"stage": 2}, pipeline("stage", **INTER), memory_bytes=budget // 4)
+
+
+def test_what_interleaving_refuses() -> None:
+    with pytest.raises(ConstraintError, match="has no 1 stages per device"):
+        pipeline("stage", schedule="interleaved_1f1b", chunks=1)
+    with pytest.raises(ConstraintError, match="has no 2 stages per device"):
+        pipeline("stage", schedule="1f1b", chunks=2)
+    with pytest.raises(ConstraintError, match="no pipeline of so many stages"):
+        megatron(chunks=2)
+    force = pipeline("stage", microbatches=2, schedule="interleaved_1f1b")
+    with pytest.raises(ConstraintError, match="not equal rounds over 4 ranks"):
+        planned("llama", {"stage": 4}, force)
+    with pytest.raises(ConstraintError, match="nothing to interleave with"):
+        planned("llama", {"stage": 1, "data": 2}, force)
+    with pytest.raises(ConstraintError, match="8 stages are asked for"):
+        planned("llama", {"stage": 4}, pipeline("stage", **INTER), layers=2)
+
+
+def test_interleaving_waits_less_where_stages_are_long(llama: Made) -> None:
+    """The same cuts, each stage on a rank of its own, wait (P − 1)·τ; interleaved on half the ranks a smaller part of the step."""
+    pipe = pipe_of(llama[0])
+    times = [stage.prediction.step_s for stage in pipe.stages]
+    busy = max(sum(times[rank::2]) for rank in range(2)) * 4
+    assert busy < llama[0].plan.prediction.step_s < busy + max(times) * 1.5
