@@ -41,6 +41,7 @@ from autopar.run.splitting import local_part
 
 LINE, SQUARE = Mesh({"data": 2}), Mesh({"data": 2, "tensor": 2})
 MICROBATCHES = 2
+ALONE = replace(HardwareProfile.load("h100-sxm"), overlap_slowdown=1.0, hash="alone")  # what is done per use is never hidden
 
 
 def planned(
@@ -82,8 +83,7 @@ def test_each_stage_moves_what_the_paper_says(stage: int) -> None:
 
 
 def test_data_parallelism_reduces_once_a_step_where_nothing_is_hidden() -> None:
-    alone = replace(HardwareProfile.load("h100-sxm"), overlap_slowdown=1.0, hash="alone")
-    made, model, batch = planned("llama", LINE, megatron(dp=2, microbatches=MICROBATCHES), hardware=alone)
+    made, model, batch = planned("llama", LINE, megatron(dp=2, microbatches=MICROBATCHES), hardware=ALONE)
     assert moved(made, "step", "all_reduce") == Counter(p.numel() for p in model.parameters())
     assert not moved(made, "backward", "all_reduce")
     assert autopar.verify(made.plan, model, batch).ok
@@ -110,10 +110,10 @@ def test_with_stages_and_tensor_parallelism() -> None:
 
 def test_the_planner_holds_gathered_copies_where_that_is_faster_and_they_fit() -> None:
     """Where parameters do not fit whole with their optimizer's state: gathered once while the copies fit, else per use."""
-    ample = planned("llama", LINE, num_microbatches=MICROBATCHES)[0].plan.prediction.peak_bytes
+    ample = planned("llama", LINE, hardware=ALONE, num_microbatches=MICROBATCHES)[0].plan.prediction.peak_bytes
     steps, stages = [], []
     for share in (1.0, 0.55):
-        made, _, _ = planned("llama", LINE, num_microbatches=MICROBATCHES, memory_bytes=int(ample * share))
+        made, _, _ = planned("llama", LINE, hardware=ALONE, num_microbatches=MICROBATCHES, memory_bytes=int(ample * share))
         pipe = made.plan.pipeline
         assert pipe is not None
         steps.append(made.plan.prediction.step_s)
