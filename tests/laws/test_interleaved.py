@@ -141,7 +141,7 @@ def test_what_is_put_together_of_chunks_is_what_the_running_rank_holds(
         with FakeTensorMode(), torch.no_grad():
             works, held = {}, {}
             for number, stage in chunks.items():
-                works[number], tensors = stage_work(stage, outputs)
+                works[number], tensors = stage_work(stage, outputs, memory)
                 names = [t.name for t in (*stage.parameters, *stage.buffers)]
                 held[number] = [shared.setdefault(name, x) for name, x in zip(names, tensors, strict=True)]
             given = {t.name: torch.empty(t.shape, dtype=t.dtype) for s in chunks.values() for t in s.inputs if not t.crosses}
