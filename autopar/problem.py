@@ -163,11 +163,14 @@ class Multipliers:
         potentials_s: (variant, 1 where backward reads what forward made else 0, the reader's position in `uses`, layout) → what the
             layout is worth to the reader, all instances of the variant together; 0 where there is none.
         memory_s: budget row (`autopar.solve.memory`) → what the whole budget is worth there; 0 where there is none.
+        versions_s: (variant, layout) → what it is worth that the layout is made or arrives, to those who keep it, all instances of the
+            variant together (rows (9) of `autopar.solve.formulation`); 0 where there is none.
     """
 
     bound_s: float
     potentials_s: Mapping[tuple[int, int, int, int], float]
     memory_s: Mapping[str, float]
+    versions_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

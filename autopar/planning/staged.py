@@ -1,8 +1,7 @@
 """The search over pipelines: a microbatch's trace, cut into stages, each planned as a whole model is.
 
 1. The model is planned once without stages on the mesh that is left, with memory as if there were no limit. That says what each part
-   costs and in which layout values cross most cheaply, and its bound is one for all cuts: V seconds a microbatch over all stages
-   are at least V/S for the slowest, and so a step of M microbatches takes at least V + (M − 1)·V/S.
+   costs and in which layout values cross most cheaply, and its relaxation bounds all cuts and layouts (`autopar.planning.parted`).
 2. Cuts that balance the parts (`autopar.planning.units`); then each stage's own problem, with its microbatches in flight. Stages that
    are alike are solved once.
 3. With what the stages really take, parts are weighed anew and cut again, as long as that is faster.
@@ -27,16 +26,19 @@ from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.planning.alike import Alike
-from autopar.planning.assembly import fingerprint
+from autopar.planning.assembly import Draft, fingerprint
+from autopar.planning.multipliers import with_multipliers
 from autopar.planning.options import PlanOptions
+from autopar.planning.over_cuts import Least
+from autopar.planning.proving import Pipelines, parted, proven
 from autopar.planning.schedules import num_in_flight, step_time
 from autopar.planning.search import Clock, Job, Planned, Progress, Schedule, TooSlow, finished
-from autopar.planning.units import Unit, balanced, units_of, usable_points
+from autopar.planning.units import Unit, balanced, units_of
 from autopar.plans import Crossed, Fingerprint, Pipeline, Plan, Prediction, Proof
-from autopar.problem import Choices
+from autopar.problem import Choices, Multipliers
 from autopar.redistribute import local_bytes
 from autopar.solve import Evaluation, evaluate, solve
-from autopar.stages import Cut, CutPoint, cut
+from autopar.stages import Cut, CutPoint, cut, seams, usable_points
 from autopar.stages.placing import Placing
 from autopar.strategies import Forced, classes_of, resolve
 from autopar.version import VERSION
@@ -45,10 +47,17 @@ _ROUNDS = 3  # of cutting anew
 _CLOSER = 4  # times closer than asked for the whole is solved, since its bound is that of all cuts
 _NO_LIMIT = 2**60
 COVERS = (
-    "every cut between layers, for this axis, number of microbatches and schedule; memory counts for each stage's plan, not for the bound",
-    "per stage, every layout of every op, storage of every parameter, recomputation and kept versions (see the stages' proofs)",
+    "every cut between layers, for this axis, number of microbatches and schedule, and every layout in which tensors cross",
+    "per stage, every layout of every op, storage of every parameter, recomputation and kept versions (see the stages' proofs); memory "
+    "counts for the stages' plans, not for the bound",
     "(M − 1) · max τ + Σ τ for times τ of a microbatch, forward and backward, per stage; the optimizer shared among microbatches",
-    "equal nodes of repeated layers take one decision in a stage; the bound takes one for all stages",
+    "equal nodes of repeated layers take one decision in a stage's plan; the bound lets each decide for itself",
+)
+_COVERS_ONE = (
+    "one stage, for this number of microbatches; every layout of every op, storage of every parameter, recomputation and kept versions, "
+    "within the memory (see the stage's proof)",
+    COVERS[2],
+    "equal nodes of repeated layers take one decision",
 )
 
 
@@ -60,8 +69,9 @@ class _Whole:
     choices: Choices
     evaluation: Evaluation
     points: tuple[CutPoint, ...]
-    placing: Placing
     units: tuple[Unit, ...]
+    least: Least
+    multipliers: Multipliers | None
 
 
 @dataclass
@@ -106,10 +116,11 @@ class StagedSearch:
         """
         flying = num_in_flight(self.wish.schedule, self.num_stages, self.how.num)
         whole = self._whole()
-        first = self._asked(whole) if self.wish.cuts is not None else balanced(whole.units, flying, self.options.budget(self.profile))
+        budget, asked = self.options.budget(self.profile), self.wish.cuts is not None
+        first = self._asked(whole.points) if asked else balanced(whole.units, flying, budget)
         best = self._planned(whole, first, flying)
-        for _ in range(_ROUNDS if self.wish.cuts is None and self.num_stages > 1 else 0):
-            again = balanced(_reweighed(whole.units, first, best[1]), flying, self.options.budget(self.profile))
+        for _ in range(_ROUNDS if not asked and self.num_stages > 1 else 0):
+            again = balanced(_reweighed(whole.units, first, best[1]), flying, budget)
             if again == first:
                 break
             try:
@@ -127,28 +138,38 @@ class StagedSearch:
         Raises:
             ConstraintError: where the model cannot be cut. TooSlow: where no plan beats `limit_s`.
         """
+        with self.clock.phase("cut"):
+            points, placing = usable_points(self.part) if self.num_stages > 1 else ((), _one_stage(self.part))
+            sewn = seams(self.part, placing)
+            forced = parted(self.forced, sewn)
         with self.clock.phase("enumerate"):
-            classes = classes_of(self.part, self.left.shape, self.forced)
+            classes = classes_of(self.part, self.left.shape, forced)
         with self.clock.phase("price"):
             priced = price(
                 self.part, classes, self.left, self.profile, budget_bytes=_NO_LIMIT, optimizer=self.options.optimizer,
-                forced=self.forced, num_microbatches=self.how.num,
+                forced=forced, num_microbatches=self.how.num, exposed=sewn.exposed,
             )  # fmt: skip
         with self.clock.phase("solve"):
             gap = self.options.gap / _CLOSER
             choices = solve(priced.problem, gap=gap, time_limit_s=self.options.time_limit_s, solver=self.options.solver)
             evaluation = evaluate(priced.problem, choices.strategies, choices.recomputed, choices.kept)
-        bound = choices.bound_s * (1 + (self.how.num - 1) / self.num_stages)
-        if bound >= self.limit_s:
-            raise TooSlow(bound)
-        with self.clock.phase("cut"):
-            points, placing = usable_points(self.part) if self.num_stages > 1 else ((), _one_stage(self.part))
+        if self.num_stages == 1:
+            least, multipliers = Least(self.how.num * choices.bound_s, ()), None
+        else:
+            with self.clock.phase("bound"):
+                ways = Pipelines(
+                    self.part, self.left.shape, placing, len(points) + 1, self.crossing, self.num_stages, self.how.num,
+                    None if self.wish.cuts is None else self._asked(points),
+                )  # fmt: skip
+                least, multipliers = proven(priced, forced, sewn, ways, self.options.time_limit_s)
+        if self.limit_s <= least.step_s < math.inf:  # infinite where there are fewer parts than stages
+            raise TooSlow(least.step_s)
         units = units_of(placing, len(points) + 1, priced, choices, evaluation)
-        return _Whole(priced, choices, evaluation, points, placing, units)
+        return _Whole(priced, choices, evaluation, points, units, least, multipliers)
 
-    def _asked(self, whole: _Whole) -> tuple[int, ...]:
+    def _asked(self, points: Sequence[CutPoint]) -> tuple[int, ...]:
         """The cuts that the user asks for, as indices of units."""
-        modules = {point.module: index + 1 for index, point in enumerate(whole.points)}
+        modules = {point.module: index + 1 for index, point in enumerate(points)}
         wanted = self.wish.cuts or ()
         unknown = [name for name in wanted if name not in modules]
         if unknown or len(wanted) != self.num_stages - 1:
@@ -227,8 +248,6 @@ class StagedSearch:
     ) -> Planned:
         """The plan of all stages."""
         objective = step_time(times, self.how.num)
-        least = whole.choices.bound_s
-        bound = min(least + (self.how.num - 1) * least / self.num_stages, objective)
         plans = tuple(planned.plan for planned in stages)
         slowest = plans[max(range(len(times)), key=times.__getitem__)]
         fullest = max(plans, key=lambda p: p.prediction.peak_bytes)
@@ -245,12 +264,7 @@ class StagedSearch:
             fullest.prediction.peak_bytes, fullest.prediction.memory_bytes, (), slowest.prediction.hidden_s * self.how.num,
             step_time([plan.prediction.simulated_s for plan in plans], self.how.num),
         )  # fmt: skip
-        proof = Proof(
-            objective, bound, (objective - bound) / objective if objective else 0.0,
-            whole.choices.num_variables + sum(p.proof.num_variables for p in plans),
-            whole.choices.num_constraints + sum(p.proof.num_constraints for p in plans),
-            whole.choices.solver, max(p.proof.memory_price_s_per_gib for p in plans), COVERS + promised,
-        )  # fmt: skip
+        proof = self._proof(whole, objective, plans, promised)
         plan = Plan(
             self.mesh, self._mark(self.model_fingerprint), self.options.to_json(self.profile), (), (), (), prediction, proof,
             str(self.part.folding), pipeline,
@@ -258,6 +272,21 @@ class StagedSearch:
         with self.clock.phase("emit"):
             program = emit_staged(self.part, made, self.how, plan)
         return Planned(plan, program, self.clock.seconds)
+
+    def _proof(self, whole: _Whole, objective: float, plans: Sequence[Plan], promised: tuple[str, ...]) -> Proof:
+        """Of all cuts; of one stage, its own."""
+        own = plans[0].proof if len(plans) == 1 else None
+        bound, certified = (own.bound_s * self.how.num, own.certified_bound_s * self.how.num) if own else (whole.least.step_s,) * 2
+        bound = min(bound, objective)
+        proof = Proof(
+            objective, bound, (objective - bound) / objective if objective else 0.0,
+            whole.choices.num_variables + sum(p.proof.num_variables for p in plans),
+            whole.choices.num_constraints + sum(p.proof.num_constraints for p in plans),
+            whole.choices.solver, max(p.proof.memory_price_s_per_gib for p in plans), (_COVERS_ONE if own else COVERS) + promised,
+            min(certified, bound),
+        )  # fmt: skip
+        draft = Draft(self.part, self.left, whole.priced, whole.choices, whole.evaluation, {})
+        return proof if whole.multipliers is None else with_multipliers(proof, draft, whole.multipliers)
 
 
 def _one_stage(trace: Trace) -> Placing:

@@ -12,6 +12,7 @@ from autopar.plans.parts import (
     Prediction,
     Proof,
     RunnerUp,
+    Version,
 )
 from autopar.plans.plan import FORMAT, VERSION, Pipeline, Plan
 
@@ -31,4 +32,5 @@ __all__ = [
     "Prediction",
     "Proof",
     "RunnerUp",
+    "Version",
 ]

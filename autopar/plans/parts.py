@@ -155,6 +155,20 @@ class Potential:
 
 
 @dataclass(frozen=True, slots=True)
+class Version:
+    """What it is worth that a tensor is made, or arrives, in a layout, to those who keep it until backward, for all tensors that have the
+    same readers: multipliers of a pipeline's proof (`autopar.certificate.over_cuts`).
+
+    Attributes:
+        node, result: the first of these tensors. values_s: layout → seconds, where it is worth any.
+    """
+
+    node: str
+    result: int
+    values_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Proof:
     """Incumbent, bound, and what the bound covers.
 
@@ -162,6 +176,7 @@ class Proof:
         certified_bound_s: what the multipliers prove of `bound_s` by arithmetic alone (`autopar.check`); the search may prove more.
         potentials: multipliers of tensors. memory_s: what the whole budget is worth at a point of the step: ``start of
             backward``, ``end of backward``, or while a node runs.
+        versions: further multipliers of tensors, of a pipeline's proof.
     """
 
     objective_s: float
@@ -175,6 +190,7 @@ class Proof:
     certified_bound_s: float = 0.0
     potentials: tuple[Potential, ...] = ()
     memory_s: Mapping[str, float] = field(default_factory=dict)
+    versions: tuple[Version, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,4 +246,5 @@ def read_communication(data: Mapping[str, Any]) -> Communication:
 
 def read_proof(data: Mapping[str, Any]) -> Proof:
     potentials = tuple(Potential(**p) for p in data.get("potentials", ()))
-    return Proof(**{**data, "covers": tuple(data["covers"]), "potentials": potentials})
+    versions = tuple(Version(**v) for v in data.get("versions", ()))
+    return Proof(**{**data, "covers": tuple(data["covers"]), "potentials": potentials, "versions": versions})

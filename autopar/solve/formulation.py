@@ -61,6 +61,7 @@ class Formulation:
     keep: dict[tuple[int, int], pulp.LpVariable] = field(default_factory=dict)
     keys: list[RowKey] = field(default_factory=list)
     tighter: list[Terms] = field(default_factory=list)  # rows (9): each sum ≤ 0
+    tighter_keys: list[RowKey] = field(default_factory=list)  # of these, the variant, the layout, and which of the two it is
     _objective: Terms = field(default_factory=list)
     _count: int = 0
 
@@ -152,14 +153,18 @@ class Formulation:
             if value.keepable is None or layout in value.keepable:
                 self.keep[v, layout] = keep = self._binary(f"k{v}_{layout}")
                 self._row((KEEP, v, layout), _merged([(keep, 1), *((variable, -c) for variable, c in made)]), pulp.LpConstraintLE, 0)
-                self.tighter.append(_merged([(keep, 1), *((variable, -c) for variable, c in first + arriving.get(layout, []))]))
+                self._tighter((v, layout, 0), [(keep, 1), *((variable, -c) for variable, c in first + arriving.get(layout, []))])
                 if free:
-                    self.tighter.append(_merged([(keep, 1), *((variable, -c) for variable, c in read)]))
+                    self._tighter((v, layout, 1), [(keep, 1), *((variable, -c) for variable, c in read)])
                 found[layout].append((keep, 1))
         if value.op in self.again:
             for layout, terms in self._supply(v, self.again[value.op]).items():
                 found[layout] = found.get(layout, []) + terms
         return found
+
+    def _tighter(self, key: RowKey, terms: Terms) -> None:
+        self.tighter_keys.append(key)
+        self.tighter.append(_merged(terms))
 
     def _flows(self, group: RowKey, supply: Demand, demands: dict[int, Demand]) -> Demand:
         """Rows (2) and (3) for the readers of variant `group[0]`: in its own phase, or (`group[1]` is 1) in backward what forward
