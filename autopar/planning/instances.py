@@ -81,6 +81,10 @@ class Instances:
             self.found += [Instance(n, unit, (), refs, False, True, 1.0 / len(units)) for unit in units]
             self.everywhere.update(refs)
 
+    def shared(self) -> set[Ref]:
+        """Tensors that several stages may have each for itself."""
+        return {ref for ref in self.everywhere if len({r.unit for r in self.reads.get(ref, ())}) > 1}
+
     def use(self, op: int, operand: int, ref: Ref) -> int:
         """Which of its variant's uses reads the tensor as this operand of this op."""
         uses = self.priced.problem.variants[self.variant[ref]].uses

@@ -10,6 +10,7 @@ from autopar.cost.priced import Crossing, Priced
 from autopar.planning.instances import Instances
 from autopar.planning.over_cuts import Least, least_step
 from autopar.planning.parted import Parting
+from autopar.planning.spreading import spread
 from autopar.problem import Multipliers
 from autopar.solve.relaxed import relaxed
 from autopar.stages import Seams
@@ -47,7 +48,7 @@ def proven(priced: Priced, forced: Forced, seams: Seams, ways: Pipelines, time_l
     Args:
         priced: of the whole, under `parted` constraints `forced` and with what the seams expose.
     """
-    multipliers = relaxed(priced.problem, time_limit_s)
     instances = Instances(ways.trace, priced, ways.placing, forced)
+    multipliers = relaxed(priced.problem, time_limit_s, spread(instances))
     parting = Parting(instances, ways.num_units, ways.mesh_shape, ways.crossing, multipliers, seams.exposed)
     return least_step(parting.parts(), ways.num_stages, ways.num_microbatches, ways.allowed), multipliers

@@ -96,7 +96,7 @@ class Formulation:
 
     def _strategies(self) -> None:
         """Rows (1) and (5)."""
-        useful = _worth_recomputing(self.problem)
+        useful = self._useful_again()
         for n, op in enumerate(self.problem.ops):
             self.x.append([self._binary(f"x{n}_{s}") for s in range(len(op.strategies))])
             self._row((CHOOSE, n), [(v, 1) for v in self.x[n]], pulp.LpConstraintEQ, 1)
@@ -108,6 +108,13 @@ class Formulation:
             self._objective += [
                 (variable, op.count * s.time_s * SCALE) for row in rows for variable, s in zip(row, op.strategies, strict=True) if s.time_s
             ]
+
+    def _useful_again(self) -> set[int]:
+        return _worth_recomputing(self.problem)
+
+    def _has_later(self, v: int) -> bool:
+        """Whether backward's readers of what forward made have rows."""
+        return True
 
     def _demand(self, use: Use, graph: LayoutGraph, variables: list[pulp.LpVariable]) -> Demand:
         """layout → the strategies that read the operand in it."""
@@ -135,7 +142,7 @@ class Formulation:
         again = [(i, u) for i, u in uses if u.phase == value.phase and u.op in self.again]
         later |= {i: self._demand(u, graph, self.again[u.op]) for i, u in again}
         arriving = self._flows((v, 0), supply, now)
-        if later:
+        if later and self._has_later(v):
             self._flows((v, 1), self._later_supply(v, supply, [*now.values()], arriving), later)
 
     def _later_supply(self, v: int, supply: Demand, now: list[Demand], arriving: Demand) -> Demand:

@@ -27,6 +27,7 @@ from autopar.planning.over_cuts import Parts, least_step
 from autopar.planning.parted import Parting
 from autopar.planning.proving import parted
 from autopar.planning.schedules import step_time
+from autopar.planning.spreading import spread
 from autopar.problem import Multipliers
 from autopar.redistribute import all_layouts
 from autopar.solve import solve
@@ -67,12 +68,15 @@ class Model:
         return self.priced(self.trace, classes, forced=self.forced, exposed=self.sewn.exposed)
 
     @cached_property
+    def instances(self) -> Instances:
+        return Instances(self.trace, self.whole, self.placing, self.forced)
+
+    @cached_property
     def multipliers(self) -> Multipliers:
-        return relaxed(self.whole.problem)
+        return relaxed(self.whole.problem, spread=spread(self.instances))
 
     def parts(self, multipliers: Multipliers) -> Parts:
-        instances = Instances(self.trace, self.whole, self.placing, self.forced)
-        return Parting(instances, len(self.points) + 1, self.mesh_shape, self.crossing, multipliers, self.sewn.exposed).parts()
+        return Parting(self.instances, len(self.points) + 1, self.mesh_shape, self.crossing, multipliers, self.sewn.exposed).parts()
 
     def checked(self, multipliers: Multipliers) -> over_cuts.Unfolded:
         ways = over_cuts.Pipelines(
@@ -161,7 +165,16 @@ def test_no_cut_of_a_chain_is_faster_than_the_bound_whatever_crosses_and_even_wh
         assert least_step(parts, num_stages, MICROBATCHES, cuts).step_s <= fastest * (1 + 1e-9)
         best = min(best, fastest)
     bound = least_step(parts, num_stages, MICROBATCHES).step_s
-    assert 0.9 * best <= bound <= best * (1 + 1e-9)
+    assert 0.97 * best <= bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_units_take_together_what_the_relaxation_proves_and_folding_costs_little(seed: int) -> None:
+    model = Model(chain(seed), (2,), 2, HardwareProfile.load("cpu-gloo"))
+    folded, known = relaxed(model.whole.problem), model.multipliers
+    assert known.bound_s <= folded.bound_s * (1 + 1e-9), "where equal ops decide for themselves, there are more choices"
+    assert sum(model.parts(known).units) == pytest.approx(known.bound_s, rel=1e-3)
+    assert sum(model.parts(folded).units) <= known.bound_s * (1 + 1e-3)
 
 
 def worse(known: Multipliers, model: Model, rng: random.Random) -> Multipliers:
@@ -208,9 +221,9 @@ def test_no_cut_of_a_model_is_faster_than_the_bound(name: str) -> None:
     for mine, theirs in zip(parts.borders, checked.borders, strict=True):
         assert [x for pair in theirs for x in pair] == pytest.approx([x for pair in mine for x in pair], rel=1e-9, abs=1e-15)
     ways = [*itertools.combinations(range(1, len(model.points) + 1), model.num_stages - 1)]
-    for cuts in rng.sample(ways, min(len(ways), 3)):
+    for cuts in rng.sample(ways, min(len(ways), 2)):
         bound = least_step(parts, model.num_stages, MICROBATCHES, cuts).step_s
-        assert 0.0 < bound <= min(model.every_step(cuts, rng, 4)) * (1 + 1e-9)
+        assert 0.0 < bound <= min(model.every_step(cuts, rng, 2)) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "t5", "unet2d", "clip", "mamba"))])
