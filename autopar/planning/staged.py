@@ -53,6 +53,9 @@ COVERS = (
     "(M − 1) · max τ + Σ τ for times τ of a microbatch, forward and backward, per stage; the optimizer shared among microbatches",
     "equal nodes of repeated layers take one decision in a stage's plan; the bound lets each decide for itself",
 )
+_COVERS_ASKED = (
+    "the cuts that are asked for, with this axis, schedule and number of microbatches, and every layout in which tensors cross",
+)
 _COVERS_ONE = (
     "one stage, for this number of microbatches; every layout of every op, storage of every parameter, recomputation and kept versions, "
     "within the memory (see the stage's proof)",
@@ -277,12 +280,13 @@ class StagedSearch:
         """Of all cuts; of one stage, its own."""
         own = plans[0].proof if len(plans) == 1 else None
         bound, certified = (own.bound_s * self.how.num, own.certified_bound_s * self.how.num) if own else (whole.least.step_s,) * 2
+        covers = _COVERS_ONE if own else COVERS if self.wish.cuts is None else _COVERS_ASKED + COVERS[1:]
         bound = min(bound, objective)
         proof = Proof(
             objective, bound, (objective - bound) / objective if objective else 0.0,
             whole.choices.num_variables + sum(p.proof.num_variables for p in plans),
             whole.choices.num_constraints + sum(p.proof.num_constraints for p in plans),
-            whole.choices.solver, max(p.proof.memory_price_s_per_gib for p in plans), (_COVERS_ONE if own else COVERS) + promised,
+            whole.choices.solver, max(p.proof.memory_price_s_per_gib for p in plans), covers + promised,
             min(certified, bound),
         )  # fmt: skip
         draft = Draft(self.part, self.left, whole.priced, whole.choices, whole.evaluation, {})

@@ -60,6 +60,20 @@ def test_a_plan_with_stages_is_certified(made: Made) -> None:
     assert Plan.loads(made.plan.dumps()) == made.plan
 
 
+def test_the_bound_of_one_stage_is_its_own_for_each_microbatch() -> None:
+    model, batch = zoo.build("gpt2")
+    whole, planned = plan_model(model, autopar.Mesh({"data": 2}), example_inputs=batch, hardware="cpu-gloo", num_microbatches=4)
+    pipe, proof = planned.plan.pipeline, planned.plan.proof
+    assert pipe is not None and len(pipe.stages) == 1
+    own = pipe.stages[0].proof
+    assert (proof.bound_s, proof.certified_bound_s) == pytest.approx((4 * own.bound_s, 4 * own.certified_bound_s), rel=1e-12)
+    part, how, stages = staged_trace(pipe, model, whole, (), batch)
+    found = certify_staged(whole, part, stages, how, planned.plan, PROFILE)
+    assert found.ok, str(found)
+    proven_more = replace(planned.plan, proof=replace(proof, certified_bound_s=proof.bound_s * 1.01))
+    assert "bound" in {f.claim for f in certify_staged(whole, part, stages, how, proven_more, PROFILE).findings}
+
+
 def test_a_bound_that_leaves_out_what_a_stage_gains_by_what_crosses_is_found(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     crosses = Parting._crosses
 
