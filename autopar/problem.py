@@ -165,12 +165,15 @@ class Multipliers:
             layout is worth to the reader, all instances of the variant together; 0 where there is none.
         memory_s: budget row (`autopar.solve.memory`) → what the whole budget is worth there; 0 where there is none.
         balance: at whose prices they hold (`autopar.solve.prices`).
+        versions_s: (variant, layout) → what it is worth that the layout is made or arrives, to those who keep it, all instances of the
+            variant together (rows (9) of `autopar.solve.formulation`); 0 where there is none.
     """
 
     bound_s: float
     potentials_s: Mapping[tuple[int, int, int, int], float]
     memory_s: Mapping[str, float]
     balance: Balance = ON_COMPUTE
+    versions_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from autopar.capture.trace import Trace
-from autopar.certificate.bound import MemoryRow, lower_bound
+from autopar.certificate.bound import MemoryRow, Prices, lower_bound
 from autopar.certificate.decisions import keys_of
 from autopar.certificate.facts import Facts
 from autopar.certificate.moments import Moments
@@ -28,19 +28,39 @@ class Stored:
     @property
     def num_multipliers(self) -> int:
         """How many there are."""
-        return sum(len(p.values_s) for p in self.plan.proof.potentials) + len(self.plan.proof.memory_s)
+        proof = self.plan.proof
+        worths = [*(p.values_s for p in proof.potentials), *(v.values_s for v in proof.versions), proof.memory_s]
+        return sum(map(len, worths))
 
     def bound_s(self) -> float:
-        """What they prove."""
-        num_ops = len(self.priced.problem.ops)
-        tensors = {(self.facts.names[refs[0][0]], refs[0][1]): v for v, refs in enumerate(self.priced.refs)}
-        readers = {keys_of(self.priced, n)[0][0]: n for n in range(num_ops)}
-        prices = dict(filter(None, (self._found(p, tensors, readers) for p in self.plan.proof.potentials)))
+        """What they prove of a plan without stages."""
         balance = self.plan.proof.balance
         if not all(0.0 <= share <= 1.0 for share in balance):
             self.findings.append(Finding("bound", f"balance {balance} is no pair of shares, and proves nothing"))
             return 0.0
-        return lower_bound(self.priced.problem, prices, self._rows(), balance)
+        return lower_bound(self.priced.problem, self.prices(), self._rows(), balance)
+
+    def prices(self) -> Prices:
+        """The potentials."""
+        num_ops = len(self.priced.problem.ops)
+        tensors, readers = self._tensors(), {keys_of(self.priced, n)[0][0]: n for n in range(num_ops)}
+        return dict(filter(None, (self._found(p, tensors, readers) for p in self.plan.proof.potentials)))
+
+    def versions(self) -> dict[int, dict[int, float]]:
+        """The multipliers of versions, by variant and layout."""
+        tensors, found = self._tensors(), dict[int, dict[int, float]]()
+        for version in self.plan.proof.versions:
+            v, problem = tensors.get((version.node, version.result), -1), self.priced.problem
+            graph = problem.values[problem.variants[v].value].graph
+            index = {str(layout): i for i, layout in enumerate(graph.layouts)} if v >= 0 else {}
+            if version.values_s.keys() <= index.keys():
+                found[v] = {index[layout]: worth for layout, worth in version.values_s.items()}
+            else:
+                self.findings.append(Finding("bound", "a multiplier is of layouts of which some are not among the problem's", version.node))
+        return found
+
+    def _tensors(self) -> dict[tuple[str, int], int]:
+        return {(self.facts.names[refs[0][0]], refs[0][1]): v for v, refs in enumerate(self.priced.refs)}
 
     def _found(
         self, potential: Potential, tensors: dict[tuple[str, int], int], readers: dict[str, int]

@@ -7,7 +7,7 @@ The map between the problem's ops and the trace stays in `Priced`, so that answe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -43,6 +43,7 @@ class _Builder:
     crossing: Crossing
     moves: StepMoves
     accumulates: bool
+    exposed: Collection[str]
     ops: list[Op] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     made: dict[Ref, tuple[int, int]] = field(default_factory=dict)  # tensor → (op, result)
@@ -172,12 +173,13 @@ class _Builder:
             self.ops[i] = replace(op, recomputable=may)
 
     def _borders(self, classes: Sequence[ClusterClass]) -> set[int]:
-        """Ops whose result another layer reads in forward. These are not recomputed: a chain of recomputed layers would be
-        run, and held, all at once when backward first asks for its end, and nothing would be saved."""
+        """Ops whose result another layer, or another stage, reads in forward. These are not recomputed: a chain of recomputed layers
+        would be run, and held, all at once when backward first asks for its end, and nothing would be saved."""
         forward = [cluster for c in classes for cluster in c.instances if c.first.phase == "forward"]
         layers = {ref: cluster.indices for cluster in forward for ref in cluster.results}
         read = [(ref, cluster.indices) for cluster in forward for ref in cluster.operands if ref in layers]
-        return {self.made[ref][0] for ref, indices in read if layers[ref] != indices}
+        leaving = [(o.node, 0) for o in self.trace.outputs if o.crosses]
+        return {self.made[ref][0] for ref in (*(ref for ref, indices in read if layers[ref] != indices), *leaving)}
 
     def _cluster_strategy(self, cluster_class: ClusterClass, strategy: ClusterStrategy) -> OpStrategy:
         members = zip(cluster_class.first.members, strategy.members, strict=True)
@@ -224,7 +226,9 @@ class _Builder:
         refs: list[tuple[Ref, ...]] = []
         price = price_collectives(self.mesh, self.profile)
         for (op, result), by_uses in groups.items():
-            graph = self._layout_graph(op, result, next(iter(by_uses.values()))[0], {u for uses in by_uses for u in uses}, price)
+            refs_here = [ref for members in by_uses.values() for ref in members]
+            ref = next((r for r in refs_here if r[0] in self.exposed), refs_here[0])
+            graph = self._layout_graph(op, result, ref, {u for uses in by_uses for u in uses}, price)
             resident = self.sources[op].kind != "compute" and not self.sources[op].crosses
             key = f"{self.ops[op].key}#{result}"
             phase: Phase = "backward" if self.ops[op].kind == "output" else self.ops[op].phase
@@ -252,6 +256,7 @@ class _Builder:
         produced = [s.layouts.outputs[result] for s in self.ops[op].strategies]
         ordered = sorted(uses, key=lambda u: (u.op, u.operand))
         wanted = [s.layouts.inputs[u.operand] for u in ordered for s in self.ops[u.op].strategies]
+        wanted += all_layouts(info.shape, self.mesh.shape) if ref[0] in self.exposed else ()
         gradient = any(self.ops[u.op].kind == "parameter" for u in uses)
         wide = torch.float32 if gradient and info.dtype.is_floating_point and info.dtype.itemsize < 4 else None
         return layout_graph(info.shape, info.dtype, self.mesh.shape, produced, wanted, price, wide)
@@ -269,6 +274,7 @@ def price(
     crossing: Crossing | None = None,
     num_microbatches: int = 1,
     num_in_flight: int = 1,
+    exposed: Collection[str] = (),
 ) -> Priced:
     """Price everything: see the module docstring.
 
@@ -276,11 +282,12 @@ def price(
         crossing: how tensors cross between stages, for the trace of a stage.
         num_microbatches: how many steps of the trace one optimizer step takes; the optimizer's time is shared among them.
         num_in_flight: how many microbatches a stage holds the kept values of.
+        exposed: nodes whose results may cross between stages, in any layout without partial sums: their layout graphs hold all.
     """
     forced = forced or Forced.nothing()
     accumulates = num_microbatches > 1 or forced.named.holds
     moves = StepMoves(mesh.shape, price_collectives(mesh, profile), num_microbatches)
-    builder = _Builder(trace, mesh, profile, optimizer, forced, crossing or Crossing(), moves, accumulates)
+    builder = _Builder(trace, mesh, profile, optimizer, forced, crossing or Crossing(), moves, accumulates, exposed)
     builder.parameters()
     builder.placeholders()
     builder.clusters(classes)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys
 from autopar.planning.assembly import Draft
-from autopar.plans import Potential, Proof
+from autopar.plans import Potential, Proof, Version
 from autopar.problem import Multipliers
 
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
@@ -17,11 +17,27 @@ def certified(proof: Proof, draft: Draft, multipliers: Multipliers | None) -> Pr
     """The proof with what arithmetic alone can tell of it; as it is where there are no multipliers."""
     if multipliers is None:
         return proof
+    proof = replace(proof, certified_bound_s=min(multipliers.bound_s, proof.bound_s))
+    return with_multipliers(proof, draft, multipliers)
+
+
+def with_multipliers(proof: Proof, draft: Draft, multipliers: Multipliers) -> Proof:
+    """The proof with these."""
     keys = {node.name: node.meta["key"] for node in draft.trace.graph.nodes if node.op == "call_function"}
     memory = {keys.get(row, row): value for row, value in multipliers.memory_s.items()}
-    bound = min(multipliers.bound_s, proof.bound_s)
-    potentials = tuple(_potentials(draft, multipliers, keys))
-    return replace(proof, certified_bound_s=bound, potentials=potentials, memory_s=memory, balance=multipliers.balance)
+    potentials, versions = tuple(_potentials(draft, multipliers, keys)), tuple(_versions(draft, multipliers, keys))
+    return replace(proof, potentials=potentials, memory_s=memory, versions=versions, balance=multipliers.balance)
+
+
+def _versions(draft: Draft, multipliers: Multipliers, keys: dict[str, str]) -> Iterable[Version]:
+    tensors = {**keys, **placeholder_keys(draft.trace)}
+    grouped: dict[int, dict[str, float]] = {}
+    for (v, layout), worth in multipliers.versions_s.items():
+        graph = draft.priced.problem.values[draft.priced.problem.variants[v].value].graph
+        grouped.setdefault(v, {})[str(graph.layouts[layout])] = worth
+    for v, by_layout in grouped.items():
+        name, result = draft.priced.refs[v][0]
+        yield Version(tensors[name], result, by_layout)
 
 
 def _potentials(draft: Draft, multipliers: Multipliers, keys: dict[str, str]) -> Iterable[Potential]:

@@ -1,8 +1,7 @@
 """The search over pipelines: a microbatch's trace, cut into stages, each planned as a whole model is.
 
 1. The model is planned once without stages on the mesh that is left, with memory as if there were no limit. That says what each part
-   costs and in which layout values cross most cheaply, and its bound is one for all cuts: V seconds a microbatch over all stages
-   are at least V/S for the slowest, and so a step of M microbatches takes at least V + (M − 1)·V/S.
+   costs and in which layout values cross most cheaply, and its relaxation bounds all cuts and layouts (`autopar.planning.parted`).
 2. Cuts that balance the parts (`autopar.planning.units`); then each stage's own problem, with its microbatches in flight. Stages that
    are alike are solved once.
 3. With what the stages really take, parts are weighed anew and cut again, as long as that is faster.
@@ -27,19 +26,22 @@ from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.planning.alike import Alike
-from autopar.planning.assembly import fingerprint
+from autopar.planning.assembly import Draft, fingerprint
+from autopar.planning.multipliers import with_multipliers
 from autopar.planning.options import PlanOptions
+from autopar.planning.over_cuts import Least
+from autopar.planning.proving import Pipelines, parted, proven
 from autopar.planning.schedules import least_time
 from autopar.planning.search import Clock, Job, Planned, Progress, TooSlow, finished
 from autopar.planning.sharing import Sharing
 from autopar.planning.steps import check_order, simulated_step_of, slowest_rank, step_of
-from autopar.planning.units import Unit, balanced, units_of, usable_points
+from autopar.planning.units import Unit, balanced, units_of
 from autopar.plans import Crossed, Fingerprint, Pipeline, Plan, Prediction, Proof
-from autopar.problem import Choices
+from autopar.problem import Choices, Multipliers
 from autopar.redistribute import local_bytes
 from autopar.run.orders import num_in_flight
 from autopar.solve import Evaluation, evaluate, solve
-from autopar.stages import Cut, CutPoint, cut
+from autopar.stages import Cut, CutPoint, cut, seams, usable_points
 from autopar.stages.placing import Placing
 from autopar.strategies import Forced, classes_of, resolve
 from autopar.version import VERSION
@@ -47,12 +49,29 @@ from autopar.version import VERSION
 _ROUNDS = 3  # of cutting anew
 _CLOSER = 4  # times closer than asked for the whole is solved, since its bound is that of all cuts
 _NO_LIMIT = 2**60
-COVERS = (
-    "every cut between layers, for this axis, number of microbatches and schedule; memory counts for each stage's plan, not for the bound",
-    "per stage, every layout of every op, storage of every parameter, recomputation and kept versions (see the stages' proofs)",
+COVERS: tuple[str, ...] = (
+    "every cut between layers, for this axis, number of microbatches and schedule, and every layout in which tensors cross",
+    "per stage, every layout of every op, storage of every parameter, recomputation and kept versions (see the stages' proofs); memory "
+    "counts for the stages' plans, not for the bound",
     "{} for times τ of a microbatch, forward and backward, per stage; the optimizer shared among microbatches; what a stage's "
     "communication takes beside its compute is in its proof",
+    "equal nodes of repeated layers take one decision in a stage's plan; the bound lets each decide for itself",
+)
+_COVERS_ASKED: tuple[str, ...] = (
+    "the cuts that are asked for, with this axis, schedule and number of microbatches, and every layout in which tensors cross",
+)
+_COVERS_INTERLEAVED: tuple[str, ...] = (
+    "every cut between layers, for this axis, number of microbatches and schedule; memory counts for the stages' plans, not for the bound, "
+    "which leaves out what devices wait for each other",
+    "per stage, every layout of every op, storage of every parameter, recomputation and kept versions (see the stages' proofs)",
+    COVERS[2],
     "equal nodes of repeated layers take one decision in a stage; the bound takes one for all stages",
+)
+_COVERS_ONE: tuple[str, ...] = (
+    "one stage, for this number of microbatches; every layout of every op, storage of every parameter, recomputation and kept versions, "
+    "within the memory (see the stage's proof)",
+    COVERS[2],
+    "equal nodes of repeated layers take one decision",
 )
 
 
@@ -64,8 +83,9 @@ class _Whole:
     choices: Choices
     evaluation: Evaluation
     points: tuple[CutPoint, ...]
-    placing: Placing
     units: tuple[Unit, ...]
+    least: Least
+    multipliers: Multipliers | None
 
 
 @dataclass
@@ -112,9 +132,10 @@ class StagedSearch:
         flying = num_in_flight(self.wish.schedule, self.num_stages, self.how.num, self.wish.chunks)
         budget = self.options.budget(self.profile) // self.wish.chunks
         whole = self._whole()
-        first = self._asked(whole) if self.wish.cuts is not None else balanced(whole.units, flying, budget)
+        asked = self.wish.cuts is not None
+        first = self._asked(whole.points) if asked else balanced(whole.units, flying, budget)
         best = self._planned(whole, first, flying)
-        for _ in range(_ROUNDS if self.wish.cuts is None and self.num_stages > 1 else 0):
+        for _ in range(_ROUNDS if not asked and self.num_stages > 1 else 0):
             again = balanced(_reweighed(whole.units, first, best[1]), flying, budget)
             if again == first:
                 break
@@ -133,28 +154,38 @@ class StagedSearch:
         Raises:
             ConstraintError: where the model cannot be cut. TooSlow: where no plan beats `limit_s`.
         """
+        with self.clock.phase("cut"):
+            points, placing = usable_points(self.part) if self.num_stages > 1 else ((), _one_stage(self.part))
+            sewn = seams(self.part, placing)
+            forced = parted(self.forced, sewn)
         with self.clock.phase("enumerate"):
-            classes = classes_of(self.part, self.left.shape, self.forced)
+            classes = classes_of(self.part, self.left.shape, forced)
         with self.clock.phase("price"):
             priced = price(
                 self.part, classes, self.left, self.profile, budget_bytes=_NO_LIMIT, optimizer=self.options.optimizer,
-                forced=self.forced, num_microbatches=self.how.num,
+                forced=forced, num_microbatches=self.how.num, exposed=sewn.exposed,
             )  # fmt: skip
         with self.clock.phase("solve"):
             gap = self.options.gap / _CLOSER
             choices = solve(priced.problem, gap=gap, time_limit_s=self.options.time_limit_s, solver=self.options.solver)
             evaluation = evaluate(priced.problem, choices.strategies, choices.recomputed, choices.kept)
-        bound = self._least_s(choices.bound_s)
-        if bound >= self.limit_s:
-            raise TooSlow(bound)
-        with self.clock.phase("cut"):
-            points, placing = usable_points(self.part) if self.num_stages > 1 else ((), _one_stage(self.part))
+        if self.num_stages == 1 or self.wish.schedule == INTERLEAVED:
+            least, multipliers = Least(self._least_s(choices.bound_s), ()), None
+        else:
+            with self.clock.phase("bound"):
+                ways = Pipelines(
+                    self.part, self.left.shape, placing, len(points) + 1, self.crossing, self.num_stages, self.how.num,
+                    None if self.wish.cuts is None else self._asked(points),
+                )  # fmt: skip
+                least, multipliers = proven(priced, forced, sewn, ways, self.options.time_limit_s)
+        if self.limit_s <= least.step_s < math.inf:  # infinite where there are fewer parts than stages
+            raise TooSlow(least.step_s)
         units = units_of(placing, len(points) + 1, priced, choices, evaluation)
-        return _Whole(priced, choices, evaluation, points, placing, units)
+        return _Whole(priced, choices, evaluation, points, units, least, multipliers)
 
-    def _asked(self, whole: _Whole) -> tuple[int, ...]:
+    def _asked(self, points: Sequence[CutPoint]) -> tuple[int, ...]:
         """The cuts that the user asks for, as indices of units."""
-        modules = {point.module: index + 1 for index, point in enumerate(whole.points)}
+        modules = {point.module: index + 1 for index, point in enumerate(points)}
         wanted = self.wish.cuts or ()
         unknown = [name for name in wanted if name not in modules]
         if unknown or len(wanted) != self.num_stages - 1:
@@ -254,7 +285,6 @@ class StagedSearch:
         """The plan of all stages."""
         plans = tuple(planned.plan for planned in stages)
         objective = self._step_s(stages)
-        bound = min(self._least_s(whole.choices.bound_s), objective)
         slowest = slowest_rank(plans, self.wish.chunks)
         ranks = self.sharing.ranks(stages)
         fullest = max(ranks, key=lambda memory: memory.peak_bytes)
@@ -273,12 +303,7 @@ class StagedSearch:
             fullest.peak_bytes, fullest.memory_bytes, (), sum(p.hidden_s for p in slowest) * self.how.num,
             simulated_step_of(self.wish.schedule, plans, self.how.num, self.wish.chunks),
         )  # fmt: skip
-        proof = Proof(
-            objective, bound, (objective - bound) / objective if objective else 0.0,
-            whole.choices.num_variables + sum(p.proof.num_variables for p in plans),
-            whole.choices.num_constraints + sum(p.proof.num_constraints for p in plans),
-            whole.choices.solver, max(p.proof.memory_price_s_per_gib for p in plans), _covers(self.wish) + promised,
-        )  # fmt: skip
+        proof = self._proof(whole, objective, plans, promised)
         plan = Plan(
             self.mesh, self._mark(self.model_fingerprint), self.options.to_json(self.profile), (), (), (), prediction, proof,
             str(self.part.folding), pipeline,
@@ -287,10 +312,33 @@ class StagedSearch:
             program = emit_staged(self.part, made, self.how, plan)
         return Planned(plan, program, self.clock.seconds)
 
+    def _proof(self, whole: _Whole, objective: float, plans: Sequence[Plan], promised: tuple[str, ...]) -> Proof:
+        """Of all cuts; of one stage, its own."""
+        own = plans[0].proof if len(plans) == 1 else None
+        bound, certified = (own.bound_s * self.how.num, own.certified_bound_s * self.how.num) if own else (whole.least.step_s,) * 2
+        covers = _covers(self.wish, one=own is not None)
+        bound = min(bound, objective)
+        proof = Proof(
+            objective, bound, (objective - bound) / objective if objective else 0.0,
+            whole.choices.num_variables + sum(p.proof.num_variables for p in plans),
+            whole.choices.num_constraints + sum(p.proof.num_constraints for p in plans),
+            whole.choices.solver, max(p.proof.memory_price_s_per_gib for p in plans), covers + promised,
+            0.0 if self.wish.schedule == INTERLEAVED and not own else min(certified, bound),
+        )  # fmt: skip
+        draft = Draft(self.part, self.left, whole.priced, whole.choices, whole.evaluation, {})
+        return proof if whole.multipliers is None else with_multipliers(proof, draft, whole.multipliers)
 
-def _covers(wish: Pipelined) -> tuple[str, ...]:
-    taken = "the end of the simulated schedule" if wish.schedule == INTERLEAVED else "(M − 1) · max τ + Σ τ"
-    return tuple(line.format(taken) for line in COVERS)
+
+def _covers(wish: Pipelined, *, one: bool) -> tuple[str, ...]:
+    interleaved = wish.schedule == INTERLEAVED
+    taken = "the end of the simulated schedule" if interleaved else "(M − 1) · max τ + Σ τ"
+    if one:
+        covers = _COVERS_ONE
+    elif interleaved:
+        covers = _COVERS_INTERLEAVED
+    else:
+        covers = COVERS if wish.cuts is None else _COVERS_ASKED + COVERS[1:]
+    return tuple(line.format(taken) for line in covers)
 
 
 def _one_stage(trace: Trace) -> Placing:

@@ -10,13 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.capture.trace import Trace
 from autopar.cost.priced import Priced
 from autopar.errors import ConstraintError
 from autopar.problem import Choices
 from autopar.solve import Evaluation
-from autopar.stages import CutPoint, cut_points
-from autopar.stages.placing import CutError, Placing, place
+from autopar.stages.placing import Placing
 from autopar.streams import ON_COMPUTE
 
 _SLOWER_WITH_RECOMPUTATION = 4 / 3  # forward again, of forward and twice as much backward
@@ -29,33 +27,6 @@ class Unit:
     time_s: float = 0.0
     static_bytes: int = 0
     kept_bytes: int = 0
-
-
-def usable_points(trace: Trace) -> tuple[tuple[CutPoint, ...], Placing]:
-    """The places at which the model can be cut, and where everything is if it is cut at all of them.
-
-    Raises:
-        ConstraintError: where there is none.
-    """
-    points = list(cut_points(trace))
-    tried = False
-    while points:
-        try:
-            return tuple(points), place(trace, [p.position for p in points])
-        except CutError:
-            if tried:  # each alone can be cut, but not all together
-                points = points[::2] if len(points) > 1 else []
-            else:
-                points, tried = [p for p in points if _cuttable(trace, p)], True
-    raise ConstraintError("the model has no place to cut it into stages", remedy="use the axis for data or tensor parallelism")
-
-
-def _cuttable(trace: Trace, point: CutPoint) -> bool:
-    try:
-        place(trace, [point.position])
-    except CutError:
-        return False
-    return True
 
 
 def units_of(placing: Placing, num_units: int, priced: Priced, choices: Choices, evaluation: Evaluation) -> tuple[Unit, ...]:

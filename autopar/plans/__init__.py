@@ -13,6 +13,7 @@ from autopar.plans.parts import (
     Prediction,
     Proof,
     RunnerUp,
+    Version,
 )
 from autopar.plans.plan import FORMAT, VERSION, Pipeline, Plan
 
@@ -32,6 +33,7 @@ __all__ = [
     "Prediction",
     "Proof",
     "RunnerUp",
+    "Version",
     "forward_load",
     "load_of",
     "moved_load",

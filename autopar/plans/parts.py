@@ -163,6 +163,20 @@ class Potential:
 
 
 @dataclass(frozen=True, slots=True)
+class Version:
+    """What it is worth that a tensor is made, or arrives, in a layout, to those who keep it until backward, for all tensors that have the
+    same readers: multipliers of a pipeline's proof (`autopar.certificate.over_cuts`).
+
+    Attributes:
+        node, result: the first of these tensors. values_s: layout → seconds, where it is worth any.
+    """
+
+    node: str
+    result: int
+    values_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Proof:
     """Incumbent, bound, and what the bound covers.
 
@@ -171,6 +185,7 @@ class Proof:
         balance: λ of forward and backward at whose prices the multipliers hold (`autopar.streams`).
         potentials: multipliers of tensors. memory_s: what the whole budget is worth at a point of the step: ``start of
             backward``, ``end of backward``, or while a node runs.
+        versions: further multipliers of tensors, of a pipeline's proof.
     """
 
     objective_s: float
@@ -185,6 +200,7 @@ class Proof:
     potentials: tuple[Potential, ...] = ()
     memory_s: Mapping[str, float] = field(default_factory=dict)
     balance: Balance = ON_COMPUTE
+    versions: tuple[Version, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,4 +256,6 @@ def read_communication(data: Mapping[str, Any]) -> Communication:
 
 def read_proof(data: Mapping[str, Any]) -> Proof:
     potentials = tuple(Potential(**p) for p in data.get("potentials", ()))
-    return Proof(**{**data, "covers": tuple(data["covers"]), "potentials": potentials, "balance": tuple(data["balance"])})
+    versions = tuple(Version(**v) for v in data.get("versions", ()))
+    lists = {"covers": tuple(data["covers"]), "balance": tuple(data["balance"]), "potentials": potentials, "versions": versions}
+    return Proof(**{**data, **lists})

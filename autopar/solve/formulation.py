@@ -65,6 +65,7 @@ class Formulation:
     keys: list[RowKey] = field(default_factory=list)
     tighter: list[Terms] = field(default_factory=list)  # rows (9): each sum ≤ 0
     loads: list[tuple[pulp.LpVariable, Load]] = field(default_factory=list)  # what a variable stands for, where that takes time
+    tighter_keys: list[RowKey] = field(default_factory=list)  # of these, the variant, the layout, and which of the two it is
     _count: int = 0
 
     def __post_init__(self) -> None:
@@ -100,7 +101,7 @@ class Formulation:
 
     def _strategies(self) -> None:
         """Rows (1) and (5)."""
-        useful = _worth_recomputing(self.problem)
+        useful = self._useful_again()
         for n, op in enumerate(self.problem.ops):
             self.x.append([self._binary(f"x{n}_{s}") for s in range(len(op.strategies))])
             self._row((CHOOSE, n), [(v, 1) for v in self.x[n]], pulp.LpConstraintEQ, 1)
@@ -111,6 +112,13 @@ class Formulation:
                 rows.append((self.again[n], True))
             for row, again in rows:
                 self.loads += [(x, op_load(self.problem, n, s, again=again)) for s, x in enumerate(row) if op.strategies[s].time_s]
+
+    def _useful_again(self) -> set[int]:
+        return _worth_recomputing(self.problem)
+
+    def _has_later(self, v: int) -> bool:
+        """Whether backward's readers of what forward made have rows."""
+        return True
 
     def _demand(self, use: Use, graph: LayoutGraph, variables: list[pulp.LpVariable]) -> Demand:
         """layout → the strategies that read the operand in it."""
@@ -138,7 +146,7 @@ class Formulation:
         again = [(i, u) for i, u in uses if u.phase == value.phase and u.op in self.again]
         later |= {i: self._demand(u, graph, self.again[u.op]) for i, u in again}
         arriving = self._flows((v, 0), supply, now)
-        if later:
+        if later and self._has_later(v):
             self._flows((v, 1), self._later_supply(v, supply, [*now.values()], arriving), later)
 
     def _later_supply(self, v: int, supply: Demand, now: list[Demand], arriving: Demand) -> Demand:
@@ -156,14 +164,18 @@ class Formulation:
             if value.keepable is None or layout in value.keepable:
                 self.keep[v, layout] = keep = self._binary(f"k{v}_{layout}")
                 self._row((KEEP, v, layout), _merged([(keep, 1), *((variable, -c) for variable, c in made)]), pulp.LpConstraintLE, 0)
-                self.tighter.append(_merged([(keep, 1), *((variable, -c) for variable, c in first + arriving.get(layout, []))]))
+                self._tighter((v, layout, 0), [(keep, 1), *((variable, -c) for variable, c in first + arriving.get(layout, []))])
                 if free:
-                    self.tighter.append(_merged([(keep, 1), *((variable, -c) for variable, c in read)]))
+                    self._tighter((v, layout, 1), [(keep, 1), *((variable, -c) for variable, c in read)])
                 found[layout].append((keep, 1))
         if value.op in self.again:
             for layout, terms in self._supply(v, self.again[value.op]).items():
                 found[layout] = found.get(layout, []) + terms
         return found
+
+    def _tighter(self, key: RowKey, terms: Terms) -> None:
+        self.tighter_keys.append(key)
+        self.tighter.append(_merged(terms))
 
     def _flows(self, group: RowKey, supply: Demand, demands: dict[int, Demand]) -> Demand:
         """Rows (2) and (3) for the readers of variant `group[0]`: in its own phase, or (`group[1]` is 1) in backward what forward

@@ -34,12 +34,12 @@ def multipliers(program: Formulation, engine: Engine, duals: Floats, budget: Row
     kinds = np.array([key[0] for key in program.keys])
     least = _LEAST * float(np.abs(engine.cost).max(initial=0.0))
     known = np.where((kinds == FLOW) & (duals > least), duals, 0.0)
-    known = np.array([_rounded(y / SCALE) for y in known]) * SCALE
+    known = np.array([rounded(y / SCALE) for y in known]) * SCALE
     few = min(prices.values(), default=0.0) * _LEAST_PRICE
-    worth = np.array([_rounded(y / SCALE) if y < min(few, -least) else 0.0 for y in prices.values()]) * SCALE
+    worth = np.array([rounded(y / SCALE) if y < min(few, -least) else 0.0 for y in prices.values()]) * SCALE
     bound, _, _ = proof(engine.cost, engine.rows.plus(budget), np.concatenate([_completed(engine, kinds, known, budget, worth), worth]))
-    potentials = {key[1:]: _rounded(y / SCALE) for key, y in zip(program.keys, known.tolist(), strict=True) if y}
-    memory = {name: _rounded(-y / SCALE) for name, y in zip(prices, worth.tolist(), strict=True) if y}
+    potentials = {key[1:]: rounded(y / SCALE) for key, y in zip(program.keys, known.tolist(), strict=True) if y}
+    memory = {name: rounded(-y / SCALE) for name, y in zip(prices, worth.tolist(), strict=True) if y}
     return Multipliers(max(bound / SCALE, 0.0), potentials, memory, program.balance)  # type: ignore[arg-type]  # a row (3) has four indices
 
 
@@ -60,5 +60,6 @@ def _completed(engine: Engine, kinds: NDArray[np.int64], known: Floats, budget: 
     return y
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
+    """To as many digits as are kept."""
     return float(f"{value:.{_DIGITS - 1}e}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,11 @@ from autopar.capture import Trace
 from autopar.certificate import Certificate, certify_staged
 from autopar.constraints import fsdp, pipeline
 from autopar.hardware import HardwareProfile
+from autopar.planning.over_cuts import Pair
+from autopar.planning.parted import Parting
 from autopar.plans import Pipeline, Plan
 from autopar.stages import Cut
+from autopar.strategies import Ref
 from benchmarks import zoo
 
 PROFILE = HardwareProfile.load("cpu-gloo")
@@ -52,6 +55,38 @@ def test_a_plan_with_stages_is_certified(made: Made) -> None:
     assert found.ok, str(found)
     assert found.step_s == pytest.approx(made.plan.prediction.step_s, rel=1e-12) and found.peak_bytes == made.plan.prediction.peak_bytes
     assert any("proven by arithmetic" in note for note in found.notes)
+    assert found.certified_bound_s == pytest.approx(made.plan.proof.bound_s, rel=1e-12)
+    assert 0 < made.plan.proof.certified_bound_s == made.plan.proof.bound_s <= made.plan.proof.objective_s
+    assert Plan.loads(made.plan.dumps()) == made.plan
+
+
+def test_the_bound_of_one_stage_is_its_own_for_each_microbatch() -> None:
+    model, batch = zoo.build("gpt2")
+    whole, planned = plan_model(model, autopar.Mesh({"data": 2}), example_inputs=batch, hardware="cpu-gloo", num_microbatches=4)
+    pipe, proof = planned.plan.pipeline, planned.plan.proof
+    assert pipe is not None and len(pipe.stages) == 1
+    own = pipe.stages[0].proof
+    assert (proof.bound_s, proof.certified_bound_s) == pytest.approx((4 * own.bound_s, 4 * own.certified_bound_s), rel=1e-12)
+    part, how, stages = staged_trace(planned.plan, model, whole, (), batch)
+    found = certify_staged(whole, part, stages, how, planned.plan, PROFILE)
+    assert found.ok, str(found)
+    proven_more = replace(planned.plan, proof=replace(proof, certified_bound_s=proof.bound_s * 1.01))
+    assert "bound" in {f.claim for f in certify_staged(whole, part, stages, how, proven_more, PROFILE).findings}
+
+
+def test_a_bound_that_leaves_out_what_a_stage_gains_by_what_crosses_is_found(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    crosses = Parting._crosses
+
+    def dearer(self: Parting, ref: Ref, maker: int) -> Iterator[tuple[int, tuple[Pair, ...]]]:
+        for border, pairs in crosses(self, ref, maker):
+            yield border, tuple((max(pair), max(pair)) for pair in pairs)
+
+    monkeypatch.setattr(Parting, "_crosses", dearer)
+    model, batch = zoo.build("gpt2")
+    mesh, force = autopar.Mesh({"stage": 2, "data": 2}), (pipeline("stage", microbatches=4), fsdp("data"))
+    plan = plan_model(model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=force)[1].plan
+    assert plan.proof.certified_bound_s > made.plan.proof.certified_bound_s
+    assert "bound" in {f.claim for f in made.certificate(plan).findings}
 
 
 def piped(**changes: Any) -> Callable[[Plan], Plan]:
@@ -81,6 +116,18 @@ def proven(**changes: float) -> Callable[[Plan], Plan]:
     return lambda plan: replace(plan, proof=replace(plan.proof, **{name: getattr(plan.proof, name) * by for name, by in changes.items()}))
 
 
+def multiplied(which: str, by: float) -> Callable[[Plan], Plan]:
+    """The multiplier of the whole that is worth the most, changed."""
+
+    def change(plan: Plan) -> Plan:
+        found = list(getattr(plan.proof, which))
+        most, layout = max(((n, at) for n, p in enumerate(found) for at in p.values_s), key=lambda w: found[w[0]].values_s[w[1]])
+        found[most] = replace(found[most], values_s={**found[most].values_s, layout: found[most].values_s[layout] * by})
+        return replace(plan, proof=replace(plan.proof, **{which: tuple(found)}))
+
+    return change
+
+
 def slower_crossing(plan: Plan) -> Plan:
     entries = tuple(replace(e, time_s=e.time_s * 0.5) if e.kind == "output" and e.time_s else e for e in plan.entries)
     assert entries != plan.entries
@@ -99,6 +146,13 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "the step": (predicted(step_s=0.9), "time"),
     "the compute of the slowest stage": (predicted(compute_s=0.9), "time"),
     "the bound": (proven(bound_s=1e3), "bound"),
+    "the bound over all cuts": (proven(certified_bound_s=1.001), "bound"),
+    "a multiplier": (multiplied("potentials", 1.5), "bound"),
+    "a multiplier that is gone": (multiplied("potentials", 0.0), "bound"),
+    "a multiplier of no layout": (
+        lambda p: replace(p, proof=replace(p.proof, potentials=(replace(p.proof.potentials[0], values_s={"X": 1.0}),))),
+        "bound",
+    ),
     "the gap": (proven(gap=0.5), "bound"),
     "the objective": (proven(objective_s=0.99), "time"),
     "the microbatches in flight": (piped(num_in_flight=(1, 1)), "memory"),

@@ -143,6 +143,7 @@ def test_cuts_by_name_and_what_refuses() -> None:
     settings = {"num_hidden_layers": 3}
     made = planned("llama", mesh, pipeline("stage", microbatches=4, cuts=["model.layers.1"]), settings=settings)[0]
     assert made.plan.pipeline is not None and made.plan.pipeline.modules == ("model.layers.1",)
+    assert made.plan.proof.covers[0].startswith("the cuts that are asked for")
     with pytest.raises(ConstraintError, match=r"no cut at 'model\.layers\.9'"):
         planned("llama", mesh, pipeline("stage", microbatches=4, cuts=["model.layers.9"]), settings=settings)
     with pytest.raises(ConstraintError, match="1F1B"):

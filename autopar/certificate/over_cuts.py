@@ -1,0 +1,319 @@
+"""The bound of a plan with stages over all cuts, from the multipliers in the plan, by arithmetic alone.
+
+Every op and tensor of the microbatch's trace is taken by itself, so that equal layers may decide differently. Names are those of
+`autopar.certificate.bound`; a stored π is of all tensors with the same readers together, and each gets its share. Beside π there is μ ≥ 0
+of one more row, which holds of every choice, and one in place of (4) for what rests anyway:
+
+    (9) k[v,l] ≤ strategies that make l + Σ_{head(a)=l} r[a]          (4') k[v,l] ≤ strategies of forward readers that read l
+
+Given π and μ the best of the others are κ[l] = max(0, Σ_c π[c,l] − μ[l]) over readers c in backward, and so
+
+    op            least of   time + Σ π of what it reads − Σ κ of what forward reads − Σ π of what it supplies − Σ (κ + μ) of what it makes
+    again         min(0, least of   time + Σ π of what it reads again − Σ π in backward of what it makes)
+    collective    min(0, time − μ[head] − Σ_c max(0, Δ[c]));   where no Δ is positive, with the largest of them instead of the sum
+
+Units are what lies between neighbouring places to cut. What a unit takes at least is the sum over its ops and over the tensors that these
+make. Where tensor v crosses, the problems of the two stages have ops that stand for each other: one reads v in layout L, the other makes it
+in L. With G the sum of π of the readers on the far side, these cost, for what forward makes,
+
+    before    G(L) − max(0, Σ π in backward of readers before it − μ)(L)
+    behind    time to arrive − G(L) − Σ π in backward of readers behind it (L)
+
+and for what backward makes, which goes the other way, G(L) behind and time to arrive − G(L) before. Any cut into S stages then takes
+(M − 1) · max τ + Σ τ with τ at least the sum of units and of what is at its two borders, in some layouts; the least over all is the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.capture.trace import Trace
+from autopar.certificate.bound import Prices
+from autopar.certificate.places import Place, Places
+from autopar.cost.priced import Crossing, Priced
+from autopar.problem import Value
+from autopar.redistribute import LayoutGraph, all_layouts
+from autopar.stages.placing import Placing
+from autopar.strategies import Forced, Ref
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+Pairs = list[tuple[float, float]]
+_PAIRS = 8  # at a border; of more, neighbours are replaced by the least of both
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelines:
+    """What the bound is of.
+
+    Attributes:
+        trace: of a microbatch. priced, forced: the problem of the whole, and what it was stated under. placing: at all places to cut.
+        exposed: nodes whose results may cross. mesh_shape, crossing: of a stage, and between stages.
+    """
+
+    trace: Trace
+    priced: Priced
+    forced: Forced
+    placing: Placing
+    num_units: int
+    exposed: frozenset[str]
+    mesh_shape: tuple[int, ...]
+    crossing: Crossing
+
+
+@dataclass
+class Unfolded:
+    """Reduced costs of all ops, one by one, while the multipliers come in.
+
+    Args:
+        prices: π. versions: μ, by variant and layout.
+    """
+
+    ways: Pipelines
+    prices: Prices
+    versions: Mapping[int, Mapping[int, float]]
+    places: Places = field(init=False)
+    x: dict[Place, Floats] = field(default_factory=dict)
+    again: dict[Place, Floats] = field(default_factory=dict)
+    units: list[float] = field(default_factory=list)
+    borders: list[Pairs] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        ways = self.ways
+        self.problem = ways.priced.problem
+        self.places = Places.of(ways.trace, ways.priced, ways.placing, ways.forced)
+        self._free = bool(ways.forced.named.grid) or ways.forced.recompute is not None
+        self._shapes = {n.name: tuple(n.meta["val"].shape) for n in ways.trace.graph.nodes if n.name in ways.exposed}
+        self.units, self.borders = [0.0] * ways.num_units, [[(0.0, 0.0)] for _ in range(ways.num_units - 1)]
+        self._at: dict[tuple[int, int, int, str, int], Ints] = {}
+        for place, share in self.places.shares.items():
+            self.x[place] = share * np.array([s.time_s for s in self.problem.ops[place.op].strategies])
+            if place in self.places.again:
+                self.again[place] = self.x[place].copy()
+        for v, refs in enumerate(ways.priced.refs):
+            for ref in refs:
+                if ref in self.places.makers:
+                    self._tensor(v, ref)
+        for place, costs in self.x.items():
+            self.units[place.unit] += float(costs.min())
+        for place, costs in self.again.items():
+            self.units[place.unit] += min(0.0, float(costs.min()))
+
+    def _tensor(self, v: int, ref: Ref) -> None:
+        variant, value, makers = self.problem.variants[v], self._value(v), self.places.makers[ref]
+        num, exposed = len(value.graph.layouts), ref[0] in self.ways.exposed
+        reads = [self.places.readers.get((ref, u.op, u.operand), []) for u in variant.uses]
+        forward = [i for i, u in enumerate(variant.uses) if u.phase == value.phase]
+        hidden = ref in self.places.hidden or (ref in self.places.everywhere and len(makers) > 1)
+        now = {i: self._pi(v, i, False, reads[i], num) for i in forward if reads[i]}
+        later = {i: self._pi(v, i, True, r, num) for i, r in enumerate(reads) if r and value.phase == "forward" and not hidden}
+        if self._is_narrower(v, exposed):
+            now, later = ({i: np.zeros(num) for i in each} for each in (now, later))
+        made = _flags(num, [self._layouts(value, value.op, "outputs", value.result)])
+        wanted = _flags(num, [self._layouts(value, variant.uses[i].op, "inputs", variant.uses[i].operand) for i in forward])
+        kept = made | wanted
+        if value.keepable is not None and not self._free:
+            kept &= _flags(num, [np.array(sorted(value.keepable), int)])
+        wants = _sum(num, ((len(reads[i]), pi) for i, pi in later.items()))
+        mu = np.where(kept, np.minimum(self._mu(v, num), wants), 0.0)
+        first = [(len(reads[i]), pi) for i, pi in now.items()]
+        first += [(1, np.zeros(num))] if ref in self.places.hidden or len(now) < len(forward) else []
+        then = [(len(reads[i]), pi) for i, pi in later.items()]
+        costs = self._seconds(v, exposed, later=False), self._seconds(v, exposed, later=True)
+        loss = self._collectives(value.graph, exposed, made, kept, wanted, first, then, mu, costs)
+        kappa = np.where(kept, np.maximum(_sum(num, then) - mu, 0.0), 0.0)
+        for i, u in enumerate(variant.uses):
+            at = self._layouts(value, u.op, "inputs", u.operand)
+            for p in reads[i]:
+                if i in now:
+                    self.x[p] += now[i][at] - kappa[at]
+                if i in later:
+                    (self.again if i in now else self.x).get(p, np.zeros(len(at)))[:] += later[i][at]
+        self._supplied(value, makers, reads, now, later, kept, loss)
+        if exposed and ref not in self.places.everywhere and len(makers) == 1:
+            self._crossing(value, ref, makers[0].unit, reads, now, later, mu, loss)
+
+    def _supplied(
+        self, value: Value, makers: Sequence[Place], reads: Sequence[Sequence[Place]], now: Mapping[int, Floats],
+        later: Mapping[int, Floats], kept: Flags, loss: float,
+    ) -> None:  # fmt: skip
+        """What making it is worth: to all readers, or, of several makers, to those in the unit of each."""
+        at = self._layouts(value, value.op, "outputs", value.result)
+        for p in makers:
+            mine = [[r for r in each if len(makers) == 1 or r.unit == p.unit] for each in reads]
+            first = _sum(len(kept), ((len(mine[i]), pi) for i, pi in now.items()))
+            then = _sum(len(kept), ((len(mine[i]), pi) for i, pi in later.items()))
+            self.x[p] -= (first + (then if value.resident else np.where(kept, then, 0.0)))[at]
+            if p in self.again:
+                self.again[p] -= then[at]
+            self.units[p.unit] += loss
+
+    def _crossing(
+        self, value: Value, ref: Ref, unit: int, reads: Sequence[Sequence[Place]], now: Mapping[int, Floats], later: Mapping[int, Floats],
+        mu: Floats, loss: float,
+    ) -> None:  # fmt: skip
+        """The borders that it may cross."""
+        units = [p.unit for each in reads for p in each] or [unit]
+        forward, num = value.phase == "forward", len(mu)
+        for border in range(unit + 1, max(units) + 1) if forward else range(min(units) + 1, unit + 1):
+            far = [sum((p.unit >= border) == forward for p in each) for each in reads]
+            gain = _sum(num, ((far[i], pi) for i, pi in now.items()))
+            behind = _sum(num, ((far[i], pi) for i, pi in later.items()))
+            before = _sum(num, ((len(reads[i]) - far[i], pi) for i, pi in later.items()))
+            pairs = []
+            for layout in all_layouts(self._shapes[ref[0]], self.ways.mesh_shape):
+                at = value.graph.index[layout]
+                arrives = self.ways.crossing.time_s(value.graph.bytes[at])
+                g, near = float(gain[at]), float(np.maximum(before - mu, 0.0)[at])
+                pairs.append((g - near, arrives - g - float(behind[at]) + loss) if forward else (arrives - g, g + loss))
+            pairs = _few(pairs)
+            self.borders[border - 1] = _few((a + c, b + d) for a, b in self.borders[border - 1] for c, d in pairs)
+
+    def _collectives(
+        self, graph: LayoutGraph, exposed: bool, made: Flags, kept: Flags, wanted: Flags, now: Sequence[tuple[int, Floats]],
+        later: Sequence[tuple[int, Floats]], mu: Floats, costs: tuple[Floats, Floats],
+    ) -> float:  # fmt: skip
+        """What their reduced costs take; π of what may cross is raised first where the whole never has it."""
+        ends = wanted | exposed
+        worth = np.where(_led(graph, ends, back=True), mu, 0.0)
+        loss = 0.0
+        for pis, begin, gain, seconds in ((now, made, worth, costs[0]), (later, made | kept, np.zeros(len(mu)), costs[1])):
+            reached = _led(graph, begin)
+            if exposed:
+                for _, pi in pis:
+                    _raise(graph, pi, reached)
+            loss += _below(graph, pis, reached, gain, seconds)
+        return loss
+
+    def _value(self, v: int) -> Value:
+        return self.problem.values[self.problem.variants[v].value]
+
+    def _layouts(self, value: Value, op: int, side: str, position: int) -> Ints:
+        """Per strategy of an op, the layout of one operand or result."""
+        key = value.op, value.result, op, side, position
+        if key not in self._at:
+            strategies = self.problem.ops[op].strategies
+            self._at[key] = np.array([value.graph.index[getattr(s.layouts, side)[position]] for s in strategies])
+        return self._at[key]
+
+    def _pi(self, v: int, use: int, later: bool, reads: Sequence[Place], num: int) -> Floats:
+        """Of one reader; shifted so that the least is 0, since only differences count."""
+        found = np.zeros(num)
+        for layout, worth in self.prices.get((v, use, later), {}).items():
+            found[layout] = max(worth, 0.0) / self.problem.variants[v].count / len(reads)
+        return found - found.min()
+
+    def _mu(self, v: int, num: int) -> Floats:
+        found = np.zeros(num)
+        for layout, worth in self.versions.get(v, {}).items():
+            found[layout] = max(worth, 0.0) / self.problem.variants[v].count
+        return found
+
+    def _seconds(self, v: int, exposed: bool, *, later: bool) -> Floats:
+        """Of collectives, where compute hides what is early (λ = 1); of what may cross also what is early in some stage alone."""
+        variant, ops, phase = self.problem.variants[v], self.problem.ops, self._value(v).phase
+        value, maker = self._value(v), ops[self._value(v).op]
+        same = [x for x in self.problem.variants if x.value == variant.value]
+        trained = any(ops[u.op].kind == "parameter" for x in same for u in x.uses)
+        if later:
+            early = value.resident or (maker.kind == "compute" and (exposed or not maker.recomputable))
+        else:
+            own = {ops[u.op].kind for u in variant.uses if u.phase == phase} <= {"parameter"}
+            early = value.resident or own or (exposed and phase == "backward" and trained)
+        weight = self.problem.overlap_slowdown if early else 1.0
+        return np.array([a.time_s * (1.0 if a.collective.kind == "slice" else weight) for a in value.graph.arcs])
+
+    def _is_narrower(self, v: int, exposed: bool) -> bool:
+        """Whether a stage may reduce its partial sums in a narrower dtype, since no parameter reads it there."""
+        alike = [x for x in self.problem.variants if x.value == self.problem.variants[v].value]
+        wide = [any(self.problem.ops[u.op].kind == "parameter" for u in x.uses) for x in alike]
+        return any(wide) and (exposed or not all(wide))
+
+
+def _flags(num: int, layouts: Iterable[Ints]) -> Flags:
+    found = np.zeros(num, bool)
+    for each in layouts:
+        found[each] = True
+    return found
+
+
+def _sum(num: int, terms: Iterable[tuple[int, Floats]]) -> Floats:
+    return sum((times * pi for times, pi in terms), np.zeros(num))
+
+
+def _few(pairs: Iterable[tuple[float, float]]) -> Pairs:
+    """Pairs of which each given one is at least one in both."""
+    found: Pairs = []
+    for pair in sorted(pairs):
+        if not found or pair[1] < found[-1][1]:
+            found.append(pair)
+    while len(found) > _PAIRS:
+        halves = [(found[i][0], found[i + 1][1]) for i in range(0, len(found) - 1, 2)]
+        found = halves + found[2 * len(halves) :]
+    return found
+
+
+def _ends(graph: LayoutGraph) -> tuple[Ints, Ints]:
+    return np.array([a.src for a in graph.arcs], int), np.array([a.dst for a in graph.arcs], int)
+
+
+def _led(graph: LayoutGraph, start: Flags, *, back: bool = False) -> Flags:
+    """The layouts that collectives lead to, or, `back`, come from."""
+    tails, heads = _ends(graph)[:: -1 if back else 1]
+    found = start.copy()
+    for _ in graph.layouts:
+        found[heads[found[tails]]] = True
+    return found
+
+
+def _raise(graph: LayoutGraph, pi: Floats, reached: Flags) -> None:
+    """To the most of what lies behind."""
+    tails, heads = _ends(graph)
+    free = ~reached[tails]
+    for _ in graph.layouts:
+        np.maximum.at(pi, tails[free], pi[heads[free]])
+
+
+def _below(graph: LayoutGraph, pis: Sequence[tuple[int, Floats]], reached: Flags, worth: Floats, seconds: Floats) -> float:
+    if not pis or not graph.arcs:
+        return 0.0
+    tails, heads = _ends(graph)
+    steps = [pi[heads] - pi[tails] for _, pi in pis]
+    up = sum(times * np.maximum(step, 0.0) for (times, _), step in zip(pis, steps, strict=True))
+    rises = np.where(np.max(steps, axis=0) > 0.0, up, np.max(steps, axis=0))
+    costs = seconds - worth[heads] - rises
+    return float(np.minimum(costs, 0.0)[reached[tails]].sum())
+
+
+def least_over_cuts(found: Unfolded, num_stages: int, num_microbatches: int, allowed: Collection[int] | None) -> float:
+    """The least step over all cuts before units that are `allowed`, and all pairs at borders.
+
+    With every τ below a limit, the shortest Σ τ by dynamic programming, one stage after another; then with a lower limit.
+    """
+    sums = np.concatenate([[0.0], np.cumsum(found.units)])
+    ends = [(0, 0.0, 0.0)]
+    ends += [(b, *pair) for b, pairs in enumerate(found.borders, 1) if allowed is None or b in allowed for pair in pairs]
+    ends.append((len(found.units), 0.0, 0.0))
+    at, before, behind = (np.array(column) for column in zip(*ends, strict=True))
+    taus = np.maximum(sums[at] + before - (sums[at] - behind)[:, None], 0.0)
+    taus[at[:, None] >= at] = np.inf
+    slowest = taus[0]
+    for _ in range(num_stages - 1):
+        slowest = np.maximum(slowest[:, None], taus).min(axis=0)
+    least, limit = np.inf, np.inf
+    while True:
+        within = np.where(taus < limit, taus, np.inf)
+        total, worst = within[0], within[0]
+        for _ in range(num_stages - 1):
+            ways = total[:, None] + within
+            chosen = ways.argmin(axis=0), np.arange(len(at))
+            total, worst = ways[chosen], np.maximum(worst[:, None], within)[chosen]
+        least = min(least, float((num_microbatches - 1) * worst[-1] + total[-1]))
+        if (num_microbatches - 1) * slowest[-1] + total[-1] >= least:  # less for the slowest only makes the sum longer
+            return least
+        limit = worst[-1]

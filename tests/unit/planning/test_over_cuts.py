@@ -1,0 +1,83 @@
+"""The least step over all cuts: against enumeration, in the search's arithmetic and in the certificate's."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.certificate.over_cuts import least_over_cuts
+from autopar.planning.over_cuts import Pair, Parts, front, joined, least_step
+from autopar.planning.schedules import step_time
+
+SECONDS = st.integers(0, 8).map(float)
+PAIRS = st.lists(st.tuples(st.integers(-3, 6).map(float), st.integers(-3, 6).map(float)), min_size=1, max_size=3)
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> Parts:
+    units = draw(st.lists(SECONDS, min_size=2, max_size=6))
+    return Parts(tuple(units), tuple(tuple(draw(PAIRS)) for _ in units[1:]))
+
+
+@dataclass
+class Found:
+    """What the certificate asks for."""
+
+    units: list[float]
+    borders: list[list[Pair]]
+
+
+def enumerated(given: Parts, num_stages: int, num_microbatches: int, allowed: set[int]) -> float:
+    """Every cut and every pair, one by one."""
+    best = math.inf
+    for cuts in itertools.combinations(sorted(allowed), num_stages - 1):
+        edges = [0, *cuts, len(given.units)]
+        for chosen in itertools.product(*(given.borders[c - 1] for c in cuts)):
+            behind, before = [0.0, *(b for _, b in chosen)], [*(a for a, _ in chosen), 0.0]
+            times = [
+                max(0.0, behind[s] + sum(given.units[edges[s] : edges[s + 1]]) + before[s]) for s in range(num_stages)
+            ]  # fmt: skip
+            best = min(best, step_time(times, num_microbatches))
+    return best
+
+
+@settings(max_examples=300, deadline=None)
+@given(parts(), st.integers(1, 4), st.integers(1, 6), st.data())
+def test_the_least_step_is_that_of_the_best_cut(given: Parts, num_stages: int, num_microbatches: int, data: st.DataObject) -> None:
+    num = len(given.units)
+    num_stages = min(num_stages, num)
+    kept = data.draw(st.sets(st.integers(1, num - 1), min_size=num_stages - 1)) if num_stages > 1 else set(range(1, num))
+    expected = enumerated(given, num_stages, num_microbatches, kept)
+    found = least_step(given, num_stages, num_microbatches, kept)
+    assert found.step_s == pytest.approx(expected)
+    assert len(found.cuts) == num_stages - 1 and set(found.cuts) <= kept
+    everything = Found(list(given.units), [list(pairs) for pairs in given.borders])
+    assert least_over_cuts(everything, num_stages, num_microbatches, kept) == pytest.approx(expected)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1)), min_size=1, max_size=60))
+def test_few_pairs_stand_for_many_and_are_never_dearer(pairs: list[Pair]) -> None:
+    few = front(pairs)
+    assert 0 < len(few) <= 8
+    assert all(any(a <= before and b <= behind for a, b in few) for before, behind in pairs)
+    assert len(pairs) > 8 or set(few) <= set(pairs)
+
+
+@given(PAIRS, PAIRS)
+def test_two_things_that_cross_cost_what_both_cost(one: list[Pair], other: list[Pair]) -> None:
+    both = joined(one, other)
+    assert all(any(x <= a + c and y <= b + d for x, y in both) for a, b in one for c, d in other)
+    assert set(both) <= {(a + c, b + d) for a, b in one for c, d in other} or len(one) * len(other) > 8
+
+
+def test_a_heavy_last_unit_moves_the_cut_and_more_microbatches_the_weight_of_the_slowest_stage() -> None:
+    chain = Parts((4.0, 4.0, 4.0, 10.0), (((0.0, 0.0),),) * 3)
+    assert least_step(chain, 2, 8).cuts == (3,) and least_step(chain, 2, 8).step_s == 7 * 12 + 22
+    dear = Parts(chain.units, (((0.0, 0.0),), ((0.0, 0.0),), ((9.0, 9.0),)))
+    assert least_step(dear, 2, 8).cuts == (2,)
+    assert least_step(chain, 2, 1).step_s == 22
