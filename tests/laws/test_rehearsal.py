@@ -81,8 +81,8 @@ def test_a_loss_by_rows_shows_what_is_there_while_it_runs(monkeypatch: pytest.Mo
 def test_equal_layers_are_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     monkeypatch.setattr(rehearsal, "_effects", {})
-    kept = rehearsal._tried_out
-    monkeypatch.setattr(rehearsal, "_tried_out", lambda *call: tried.append(call[0].name) or kept(*call))
+    kept = rehearsal.tried_out
+    monkeypatch.setattr(rehearsal, "tried_out", lambda *call: tried.append(call[0].name) or kept(*call))
     numbers = []
     for num_layers in (3, 6):
         model, batch = zoo_small.llama(num_layers=num_layers)
