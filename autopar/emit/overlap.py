@@ -49,8 +49,9 @@ def with_held(program: Program, plan: Plan) -> tuple[Program, Overlap]:
         graphs[phase], held[phase] = module, 0
         if limit > 0:
             schedule = _Schedule(module.graph, node_times(module.graph, plan), program.mesh.shape, overlap.slowdown, limit)
-            graphs[phase] = fx.GraphModule(module, _rebuilt(schedule.run()))
-            held[phase] = schedule.most_held
+            order, held[phase] = schedule.run(), schedule.most_held
+            if held[phase]:  # else nothing is started, and the order stays as it was
+                graphs[phase] = fx.GraphModule(module, _rebuilt(order))
     least = replace(overlap, forward_bytes=held["forward"], backward_bytes=held["backward"])
     return replace(program, forward=graphs["forward"], backward=graphs["backward"]), least
 
