@@ -90,7 +90,7 @@ class Chooser:
     def _row_choices(self, num_rows: int, found: Planned | None) -> tuple[int, ...]:
         """How many rows of a device's the loss may have at a time."""
         pipeline = None if found is None else found.plan.pipeline
-        num_stages, parts = (1, 1) if pipeline is None else (len(pipeline.stages), pipeline.num_microbatches)
+        num_stages, parts = (1, 1) if pipeline is None else (len(pipeline.stages) // pipeline.num_chunks, pipeline.num_microbatches)
         local = num_rows * num_stages // (self.mesh.num_devices * parts)
         rows = [max(-(-local // (part * _LEAST_ROWS)) * _LEAST_ROWS, _LEAST_ROWS) for part in _PARTS]
         return tuple(dict.fromkeys(n for n in rows if n < local))
