@@ -20,8 +20,10 @@ from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, TooSlow, make_plan, make_staged_plan
 from autopar.planning.search import Progress
+from autopar.planning.units import check_parts
 from autopar.plans import Plan
 from autopar.run.orders import num_rounds
+from autopar.stages.points import cut_points
 
 log = logging.getLogger("autopar")
 _MOST_NUMBERS = 3  # of microbatches per axis
@@ -169,6 +171,8 @@ class Chooser:
 
     def _staged(self, wish: Pipelined, axis: str, num: int, limit_s: float) -> Planned:
         here = replace(wish, axis=axis)
+        if axis:
+            check_parts(len(cut_points(self.trace)) + 1, wish.chunks * self.mesh.shape[self.mesh.names.index(axis)])
         call = self.args, self.kwargs
         part, how = trace_part(self.model, self.trace, *call, num, independent=here.independent, known=self.captured)
         found = make_staged_plan(

@@ -55,6 +55,15 @@ def units_of(placing: Placing, num_units: int, priced: Priced, choices: Choices,
     return tuple(Unit(*each) for each in zip(time_s, static, kept, strict=True))
 
 
+def check_parts(num_parts: int, num_stages: int) -> None:
+    """Raises:
+    ConstraintError: where a model has fewer parts than stages.
+    """
+    if num_parts < num_stages:
+        what = f"the model has {num_parts} parts between places to cut, and {num_stages} stages are asked for"
+        raise ConstraintError(what, remedy="use a shorter pipeline axis")
+
+
 def balanced(units: Sequence[Unit], in_flight: Sequence[int], budget_bytes: int) -> tuple[int, ...]:
     """The cuts, as indices of the units that begin later stages, whose slowest stage is fastest; of those whose sum of squares is
     least. A stage that does not fit as it is counts as recomputing; one whose parameters alone do not fit is avoided.
@@ -63,9 +72,7 @@ def balanced(units: Sequence[Unit], in_flight: Sequence[int], budget_bytes: int)
         ConstraintError: where there are fewer units than stages.
     """
     num, num_stages = len(units), len(in_flight)
-    if num < num_stages:
-        what = f"the model has {num} parts between places to cut, and {num_stages} stages are asked for"
-        raise ConstraintError(what, remedy="use a shorter pipeline axis")
+    check_parts(num, num_stages)
     sums = [(0.0, 0, 0)]
     for unit in units:
         t, s, k = sums[-1]

@@ -40,13 +40,18 @@ def orders(schedule: str, num_stages: int, num_microbatches: int, num_chunks: in
 
 def _one_stage(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
     """GPipe runs all forwards first; 1F1B at stage s as many as there are stages from s to the last."""
-    ahead = num_microbatches if schedule == "gpipe" else min(num_microbatches, num_stages - stage)
+    ahead = _ahead(schedule, stage, num_stages, num_microbatches)
     work = [Action("forward", stage, m) for m in range(ahead)]
     for m in range(num_microbatches):
         work.append(Action("backward", stage, m))
         if ahead + m < num_microbatches:
             work.append(Action("forward", stage, ahead + m))
     return tuple(work)
+
+
+def _ahead(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> int:
+    """Forwards before the first backward; then both take turns."""
+    return num_microbatches if schedule == "gpipe" else min(num_microbatches, num_stages - stage)
 
 
 @lru_cache(maxsize=64)
@@ -69,7 +74,9 @@ def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int) -> tuple
 
 @lru_cache(maxsize=64)
 def num_in_flight(schedule: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> tuple[int, ...]:
-    """Per stage, of how many microbatches it holds kept values at most: counted."""
+    """Per stage, of how many microbatches it holds kept values at most; counted where ranks hold several stages."""
+    if schedule != INTERLEAVED:
+        return tuple(_ahead(schedule, stage, num_stages, num_microbatches) for stage in range(num_stages))
     most = [0] * num_stages
     for actions in orders(schedule, num_stages, num_microbatches, num_chunks):
         held: Counter[int] = Counter()
