@@ -18,7 +18,7 @@ from autopar.mesh import Mesh
 Axes = str | Sequence[str]
 Recompute = Literal["none", "full", "selective"]
 PlanName = Literal[
-    "ddp", "fsdp", "context_parallel", "tensor_parallel_1d", "tensor_parallel_2d", "tensor_parallel_2.5d", "tensor_parallel_3d"
+    "ddp", "fsdp", "context_parallel", "expert_parallel", "tensor_parallel_1d", "tensor_parallel_2d", "tensor_parallel_2.5d", "tensor_parallel_3d"
 ]  # fmt: skip
 
 
@@ -27,7 +27,7 @@ class Parallelism:
     """One plan of the field on some mesh axes.
 
     Attributes:
-        name: ``ddp``, ``fsdp``, ``context_parallel`` or ``tensor_parallel_`` and its kind.
+        name: ``ddp``, ``fsdp``, ``context_parallel``, ``expert_parallel`` or ``tensor_parallel_`` and its kind.
         axes: names of mesh axes, of a grid in its order; None for all of them.
         zero: ZeRO's stage of data parallelism: 3 of ``fsdp``, 0 of ``ddp``; `megatron` has 1 and 2 as well.
     """
@@ -91,6 +91,32 @@ def context_parallel(axes: Axes) -> Parallelism:
         ConstraintError: naming the first op that cannot compute on a part of the sequence, or not into so many parts.
     """
     return Parallelism("context_parallel", names_of(axes))
+
+
+def expert_parallel(axes: Axes) -> Parallelism:
+    """Expert parallelism: the batch is split over `axes` as in `ddp`, and of every layer of experts each device has 1/P of the experts, with
+    their gradients and optimizer's states (Lepikhin et al., "GShard", 2020, section 3.3; Rajbhandari et al., "DeepSpeed-MoE", 2022,
+    section 5.2). All other parameters rest whole.
+
+    How many tokens pick an expert is known to no one before. GShard and Switch (Fedus et al., 2021, section 2.2) cut them at a capacity, and
+    drop what is above; here none is dropped, so that numbers are the plain model's. A device gathers the tokens of all P, with their picks and
+    gates, computes with its own experts those rows that picked them and no others, and what it makes, zeros for other rows, is summed and
+    scattered (Megatron Core MoE's "allgather" dispatcher). With T tokens on all P devices, h features and k picks each, elements a device
+    sends per layer:
+
+        forward     tokens T·h(P−1)/P, picks and gates 2·T·k(P−1)/P gathered; results T·h(P−1)/P scattered
+        backward    the results' gradients T·h(P−1)/P gathered; those of tokens T·h(P−1)/P and of gates T·k(P−1)/P scattered
+
+    and in backward what forward gathers again, where it is not kept whole. An all-to-all of balanced picks would send T·h·k(P−1)/P² instead
+    of each T·h(P−1)/P: less where P > k. Experts' gradients are summed over no axis of `axes`, where each is complete. A device computes T·k/P
+    rows if all experts are picked alike, which is how it is priced; with others the device of the most picked experts is waited for.
+
+    The axes are beside those of `ddp` or `fsdp`, as `megatron(ep=...)` composes them.
+
+    Raises (when a model is planned):
+        ConstraintError: where the model has no experts, or the number of experts is no multiple of P, naming the op; and as `ddp`.
+    """
+    return Parallelism("expert_parallel", names_of(axes))
 
 
 def tensor_parallel(kind: str = "1d", *, axes: Axes) -> Parallelism:

@@ -28,6 +28,7 @@ from autopar.mesh import Mesh
 from autopar.rules import axis_options, where_of
 from autopar.strategies.clusters import Ref
 from autopar.strategies.context import along_sequence
+from autopar.strategies.experts import by_experts
 from autopar.strategies.grids import SIDES, walk_sides
 from autopar.strategies.reading import Read, product_of, read
 from autopar.strategies.spreading import Policy, Row, Spread, spread
@@ -89,7 +90,7 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
             for name, row in found.rows.items():
                 rows.setdefault(name, []).append((axis, row))
             for p in trace.parameters:
-                label = found.labels.get((p.node, 0), REPLICATE) if plan.kind else REPLICATE
+                label = found.labels.get((p.node, 0), REPLICATE) if plan.kind or p.node in found.weights else REPLICATE
                 rests[p.name][axis] = frozenset((label,))
                 if label == REPLICATE and (plan.zero or _is_side(plan, mesh, axis)):
                     sharded[p.name].append(axis)
@@ -105,6 +106,8 @@ def _spreads(graph: Read, plan: Parallelism, mesh: Mesh) -> dict[int, Spread]:
     if not axes:
         return {}
     if plan.kind is None or plan.kind not in SIDES:
+        if plan.name == "expert_parallel":
+            return dict.fromkeys(axes, _data_parallel(graph, plan, [mesh.shape[axis] for axis in axes]))
         walk = _tensor_parallel if plan.kind else _context_parallel if plan.name == "context_parallel" else _data_parallel
         return dict.fromkeys(axes, walk(graph, plan))
     samples, sides = _data_parallel(graph, plan), walk_sides(graph, plan)
@@ -132,15 +135,16 @@ def _alternatives(p: Parameter, rest: Sequence[frozenset[Placement] | None], axe
     return tuple(tuple(dims if axis in some else allowed for axis, allowed in enumerate(rest)) for some, dims in choices)
 
 
-def _data_parallel(graph: Read, plan: Parallelism) -> Spread:
-    """Every input is split over its dim 0, and all that follows from them."""
+def _data_parallel(graph: Read, plan: Parallelism, experts: Sequence[int] = ()) -> Spread:
+    """Every input is split over its dim 0, and all that follows from them; experts over axes of the sizes that are given, if any are."""
     inputs = [i for i in graph.trace.inputs if i.shape]
     batch = inputs[0].shape[0] if inputs else 0
     split = {i.node: Shard(0) for i in inputs if i.shape[0] == batch and batch > 1}
     if not split:
         what = f"{plan}: no input has a batch to split; its dim 0 would be it"
         raise ConstraintError(what, remedy="plan with more than one sample in the batch, or without the constraint")
-    found = spread(graph, Policy(split, slices=True))
+    policy = Policy(split, slices=True)
+    found = by_experts(graph, plan, policy, experts) if experts else spread(graph, policy)
     if found.failure is not None:
         _refuse(graph, plan, found.failure.node, "the batch is split over it, and it has no way to compute on a part of the batch")
     return found
