@@ -1,7 +1,8 @@
 """What users force. Hard: a strategy that does not meet a constraint is not considered.
 
 `layout` forces layouts by module pattern. `ddp`, `fsdp`, `tensor_parallel`, `context_parallel`, `expert_parallel` and `megatron` name
-whole plans of the field on some mesh axes, for any model; the axes that they leave stay the planner's. `pipeline` cuts the model into stages along an axis.
+whole plans of the field on some mesh axes, for any model; the axes that they leave stay the planner's. `pipeline` cuts the model into
+stages along an axis.
 """
 
 from __future__ import annotations

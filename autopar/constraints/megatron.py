@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autopar.constraints.parallel import Axes, Parallelism, names_of
+from autopar.constraints.parallel import Axes, Parallelism, PlanName, names_of
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 
@@ -132,8 +132,8 @@ def parts_of(constraint: Megatron, mesh: Mesh) -> tuple[Parallelism, ...]:
         sizes = math.prod(axis.size for axis in mesh.axes if axis.name in left)
         what = f"{constraint} does not fill mesh {mesh}: beside the tensor axes it has {sizes} devices"
         raise ConstraintError(what, remedy=f"pass dp={sizes}, or leave it out")
-    along = (Parallelism("context_parallel", context, constraint.zero),) if context else ()
-    along += (Parallelism("expert_parallel", experts, constraint.zero),) if experts else ()
+    pairs: tuple[tuple[PlanName, tuple[str, ...]], ...] = (("context_parallel", context), ("expert_parallel", experts))
+    along = tuple(Parallelism(name, axes, constraint.zero) for name, axes in pairs if axes)
     data = tuple(name for name in data if name not in experts)
     return Parallelism("tensor_parallel_1d", tensor), *along, Parallelism("fsdp" if constraint.zero else "ddp", data, constraint.zero)
 

@@ -18,7 +18,8 @@ from autopar.mesh import Mesh
 Axes = str | Sequence[str]
 Recompute = Literal["none", "full", "selective"]
 PlanName = Literal[
-    "ddp", "fsdp", "context_parallel", "expert_parallel", "tensor_parallel_1d", "tensor_parallel_2d", "tensor_parallel_2.5d", "tensor_parallel_3d"
+    "ddp", "fsdp", "context_parallel", "expert_parallel",
+    "tensor_parallel_1d", "tensor_parallel_2d", "tensor_parallel_2.5d", "tensor_parallel_3d",
 ]  # fmt: skip
 
 
@@ -94,22 +95,22 @@ def context_parallel(axes: Axes) -> Parallelism:
 
 
 def expert_parallel(axes: Axes) -> Parallelism:
-    """Expert parallelism: the batch is split over `axes` as in `ddp`, and of every layer of experts each device has 1/P of the experts, with
-    their gradients and optimizer's states (Lepikhin et al., "GShard", 2020, section 3.3; Rajbhandari et al., "DeepSpeed-MoE", 2022,
-    section 5.2). All other parameters rest whole.
+    """Expert parallelism: the batch is split over `axes` as in `ddp`, and of every layer of experts each device has 1/P of the
+    experts, with their gradients and optimizer's states (Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation
+    and Automatic Sharding", 2020, section 3; Rajbhandari et al., "DeepSpeed-MoE", 2022, section 5). All other parameters rest whole.
 
-    How many tokens pick an expert is known to no one before. GShard and Switch (Fedus et al., 2021, section 2.2) cut them at a capacity, and
-    drop what is above; here none is dropped, so that numbers are the plain model's. A device gathers the tokens of all P, with their picks and
-    gates, computes with its own experts those rows that picked them and no others, and what it makes, zeros for other rows, is summed and
-    scattered (Megatron Core MoE's "allgather" dispatcher). With T tokens on all P devices, h features and k picks each, elements a device
-    sends per layer:
+    How many tokens pick an expert is known to no one before. GShard, and Fedus et al., "Switch Transformers", 2021, section 2.2, cut
+    them at a capacity, and drop what is above; here none is dropped, so that numbers are the plain model's. A device gathers the
+    tokens of all P, with their picks and gates, computes with its own experts the rows that picked them and no others, and what it
+    makes, zeros for other tokens, is summed and scattered (the all-gather dispatcher of Megatron Core's MoE). With T tokens on the P
+    devices together, h features and k picks of each, elements that a device sends per layer:
 
-        forward     tokens T·h(P−1)/P, picks and gates 2·T·k(P−1)/P gathered; results T·h(P−1)/P scattered
-        backward    the results' gradients T·h(P−1)/P gathered; those of tokens T·h(P−1)/P and of gates T·k(P−1)/P scattered
+        forward     gathered: tokens T·h(P−1)/P, picks T·k(P−1)/P, gates T·k(P−1)/P; scattered: results T·h(P−1)/P
+        backward    gathered: the results' gradients T·h(P−1)/P; scattered: those of tokens T·h(P−1)/P, of gates T·k(P−1)/P
 
-    and in backward what forward gathers again, where it is not kept whole. An all-to-all of balanced picks would send T·h·k(P−1)/P² instead
-    of each T·h(P−1)/P: less where P > k. Experts' gradients are summed over no axis of `axes`, where each is complete. A device computes T·k/P
-    rows if all experts are picked alike, which is how it is priced; with others the device of the most picked experts is waited for.
+    and in backward again what forward gathered, where it is not kept whole. An all-to-all of balanced picks would send T·h·k(P−1)/P²
+    instead of each T·h(P−1)/P: less where P > k. Gradients of experts are summed over none of `axes`. A device computes T·k/P rows
+    where all experts are picked alike, which is what is priced; where not, all wait for the one whose experts are picked most.
 
     The axes are beside those of `ddp` or `fsdp`, as `megatron(ep=...)` composes them.
 

@@ -48,6 +48,7 @@ class Named:
         gathered: parameter name → axes over which it is gathered alone, so that they are to be the innermost splitters.
         apart: nodes that read an operand otherwise than it is made.
         zero: per axis of data parallelism ZeRO's stage, 0 where parameters rest whole.
+        parted: parameter name → axes of data parallelism over which it is read in parts: experts.
     """
 
     rows: Mapping[str, tuple[tuple[int, Row], ...]] = field(default_factory=dict)
@@ -57,6 +58,11 @@ class Named:
     gathered: Mapping[str, frozenset[int]] = field(default_factory=dict)
     apart: frozenset[str] = frozenset()
     zero: Mapping[int, int] = field(default_factory=dict)
+    parted: Mapping[str, frozenset[int]] = field(default_factory=dict)
+
+    def stages_of(self, parameter: str) -> Mapping[int, int]:
+        """`zero`, and 3 where the parameter is read in parts: it is neither gathered nor summed there."""
+        return {**self.zero, **dict.fromkeys(self.parted.get(parameter, ()), 3)}
 
     @property
     def holds(self) -> bool:
@@ -81,6 +87,7 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
     grid: list[int] = []
     apart: set[str] = set()
     zero: dict[int, int] = {}
+    parted: dict[str, set[int]] = {}
     for plan in plans:
         for axis, found in _spreads(graph, plan, mesh).items():
             words[axis] = str(plan)
@@ -92,12 +99,15 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
             for p in trace.parameters:
                 label = found.labels.get((p.node, 0), REPLICATE) if plan.kind or p.node in found.weights else REPLICATE
                 rests[p.name][axis] = frozenset((label,))
+                if p.node in found.weights and label != REPLICATE:
+                    parted.setdefault(p.name, set()).add(axis)
                 if label == REPLICATE and (plan.zero or _is_side(plan, mesh, axis)):
                     sharded[p.name].append(axis)
     allowed = {p.name: _alternatives(p, rests[p.name], sharded[p.name], apart=bool(grid)) for p in trace.parameters}
     sorted_rows = {name: tuple(sorted(r, key=lambda x: x[0])) for name, r in rows.items()}
+    parts = {name: frozenset(axes) for name, axes in parted.items()}
     gathered = {name: frozenset(axes).intersection(grid) for name, axes in sharded.items()}
-    return Named(sorted_rows, allowed, tuple(words), tuple(grid), gathered, frozenset(apart), zero)
+    return Named(sorted_rows, allowed, tuple(words), tuple(grid), gathered, frozenset(apart), zero, parts)
 
 
 def _spreads(graph: Read, plan: Parallelism, mesh: Mesh) -> dict[int, Spread]:
