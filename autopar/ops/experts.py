@@ -6,8 +6,8 @@ up, an activation, a linear down; a *gated* one has two linears up, and multipli
 The rows of an expert's picks are brought together and go through its linears; picks of experts that are not here cost nothing, nor
 does a copy of weights for each pick. What lies between the linears is not kept: backward computes it again from the tokens. So a part of
 the experts adds its part to every token's result, and parts add up, though what lies between is not linear. How many rows an expert has
-depends on the numbers, so these are opaque ops of torch's, not calls of ATen; torch differentiates `experts` by `experts_backward`. What they
-hold meanwhile, the rows of one expert at a time, is a kernel's scratch, which no prediction of memory counts.
+depends on the numbers, so these are opaque ops of torch's, not calls of ATen; torch differentiates `experts` by `experts_backward`. The
+rows of one expert at a time, which they hold meanwhile, are a kernel's scratch, which no prediction of memory counts.
 """
 
 from __future__ import annotations
