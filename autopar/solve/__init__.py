@@ -1,9 +1,8 @@
 """Problem → Choices: the only package that imports pulp and highspy."""
 
-from autopar.solve.evaluate import Evaluation, evaluate, variant_load
+from autopar.solve.evaluate import Evaluation, evaluate, fits, variant_load
 from autopar.solve.least import Least, least_budget
 from autopar.solve.prices import op_load
-from autopar.solve.search import fits
 from autopar.solve.solver import REMEDY, choices_or_least, solve
 
 __all__ = ["REMEDY", "Evaluation", "Least", "choices_or_least", "evaluate", "fits", "least_budget", "op_load", "solve", "variant_load"]

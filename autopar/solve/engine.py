@@ -12,7 +12,7 @@ d ≤ δ proves that whatever it leaves out costs at least bound + δ.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import highspy
@@ -106,12 +106,17 @@ class Engine:
         self.names = [v.name for v in variables]
         self.column = {v.name: i for i, v in enumerate(variables)}
         self.integer = np.array([v.cat == pulp.LpInteger for v in variables])
-        self.cost = np.zeros(len(variables))
-        for v, c in model.objective.items():
-            self.cost[self.column[v.name]] = c
+        self.cost = self.costs(model.objective.items())
         self.rows = Rows.of([self._row(c) for c in model.constraints()])
         self.end = time.monotonic() + time_limit_s
         self.timed_out = False
+
+    def costs(self, terms: Iterable[tuple[pulp.LpVariable, float]]) -> Floats:
+        """Costs of all columns; 0 where there are none."""
+        cost = np.zeros(len(self.names))
+        for variable, c in terms:
+            cost[self.column[variable.name]] = c
+        return cost
 
     def _row(self, constraint: pulp.LpConstraint) -> tuple[list[int], list[float], float, float]:
         lower, upper = constraint.getLb(), constraint.getUb()
@@ -138,6 +143,15 @@ class Engine:
         bound, reduced, duals = proof(cost, rows, np.array(solution.row_dual))
         values = np.array(solution.col_value)
         return Relaxation(bound, reduced, duals, values if len(values) else np.zeros(len(cost)), not interior and len(values) > 0)
+
+    def part(self, columns: Columns, rows: Rows) -> Relaxation | None:
+        """The relaxation of these rows over some columns only: its bound, duals and values; None where it has no solution."""
+        highs = self._run(self.cost[columns], rows.only(columns), None, _SIMPLEX)
+        solution = highs.getSolution()
+        if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        bound, reduced, duals = proof(self.cost[columns], rows.only(columns), np.array(solution.row_dual))
+        return Relaxation(bound, reduced, duals, np.array(solution.col_value), True)
 
     def restricted(
         self,

@@ -66,6 +66,11 @@ class Evaluation:
         return self.load.least_s(self.slowdown)
 
 
+def fits(problem: Problem, evaluation: Evaluation) -> bool:
+    """Whether all budget rows hold."""
+    return max(evaluation.resting_bytes) <= problem.budget_bytes
+
+
 def demand(problem: Problem, use: Use, chosen: Mapping[int, int] | Sequence[int]) -> Layout:
     """The layout in which `use` reads, under the chosen strategy of its op."""
     return problem.ops[use.op].strategies[chosen[use.op]].layouts.inputs[use.operand]

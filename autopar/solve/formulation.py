@@ -20,6 +20,7 @@ layers cost one block of variables.
     budget rows (6), (7), (8): see `autopar.solve.memory`
 
     minimise Σ count·price·x + Σ count·price·rc + Σ count·price(a)·r[a]               prices: see `autopar.solve.prices`
+    (what early communication takes beyond the compute that hides it comes on top: `autopar.solve.hiding`)
 
 The flow form (3) has the same relaxation value as a table of layout pairs with far fewer variables, and finds chains of
 collectives by itself. Two readers share without rows (2): f[c,a] = g[a] + h[c,a], paid as g[a] + h[1,a] + h[2,a]. Versions
@@ -54,10 +55,9 @@ CHOOSE, SHARE, FLOW, KEEP, AGAIN, BUDGET = 1, 2, 3, 4, 5, 6
 
 @dataclass
 class Formulation:
-    """The PuLP model of a problem at the prices of a balance, and its variables by index."""
+    """The PuLP model of a problem, where compute hides all that is early, and its variables by index."""
 
     problem: Problem
-    balance: Balance = ON_COMPUTE
     model: pulp.LpProblem = field(init=False)
     x: list[list[pulp.LpVariable]] = field(default_factory=list)
     again: dict[int, list[pulp.LpVariable]] = field(default_factory=dict)
@@ -73,9 +73,12 @@ class Formulation:
         self._strategies()
         for v in range(len(self.problem.variants)):
             self._variant(v)
+        self.model += pulp.LpAffineExpression([(variable, cost) for variable, cost in self.costs(ON_COMPUTE) if cost])
+
+    def costs(self, balance: Balance) -> Terms:
+        """The prices of variables that take time, at a balance."""
         slowdown = self.problem.overlap_slowdown
-        costs = ((variable, load.priced_s(slowdown, self.balance) * SCALE) for variable, load in self.loads)
-        self.model += pulp.LpAffineExpression([(variable, cost) for variable, cost in costs if cost])
+        return [(variable, load.priced_s(slowdown, balance) * SCALE) for variable, load in self.loads]
 
     @property
     def num_variables(self) -> int:

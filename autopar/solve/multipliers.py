@@ -12,44 +12,50 @@ with d = cost − Aᵀy over the rows that are known so far (names of rows and c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.problem import Multipliers
 from autopar.solve.engine import Engine, Floats, Rows, proof
 from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, KEEP, SCALE, SHARE, Formulation
+from autopar.streams import Balance
 
 _DIGITS = 5  # significant: of Llama-3 8B's bound 5e-5 is lost, 4e-4 with one less
 _LEAST = 1e-7  # share of the largest cost: what is worth less is worth nothing
 _LEAST_PRICE = 1e-5  # share of the largest price of memory: below stands what is left of an inexact solution
 
 
-def multipliers(program: Formulation, engine: Engine, duals: Floats, budget: Rows, prices: dict[str, float]) -> Multipliers:
-    """What these duals prove.
+def multipliers(
+    program: Formulation, engine: Engine, balance: Balance, duals: Floats, budget: Rows, prices: Mapping[str, float]
+) -> Multipliers:
+    """What these duals prove at the prices of a balance.
 
     Args:
         duals: of the engine's own rows, in the program's unit. Those of a vertex have few potentials that are not 0.
         budget: rows without reserves. prices: the dual of each, ≤ 0, by name.
     """
+    cost = engine.costs(program.costs(balance))
     kinds = np.array([key[0] for key in program.keys])
-    least = _LEAST * float(np.abs(engine.cost).max(initial=0.0))
+    least = _LEAST * float(np.abs(cost).max(initial=0.0))
     known = np.where((kinds == FLOW) & (duals > least), duals, 0.0)
     known = np.array([rounded(y / SCALE) for y in known]) * SCALE
     few = min(prices.values(), default=0.0) * _LEAST_PRICE
     worth = np.array([rounded(y / SCALE) if y < min(few, -least) else 0.0 for y in prices.values()]) * SCALE
-    bound, _, _ = proof(engine.cost, engine.rows.plus(budget), np.concatenate([_completed(engine, kinds, known, budget, worth), worth]))
+    bound, _, _ = proof(cost, engine.rows.plus(budget), np.concatenate([_completed(engine, cost, kinds, known, budget, worth), worth]))
     potentials = {key[1:]: rounded(y / SCALE) for key, y in zip(program.keys, known.tolist(), strict=True) if y}
     memory = {name: rounded(-y / SCALE) for name, y in zip(prices, worth.tolist(), strict=True) if y}
-    return Multipliers(max(bound / SCALE, 0.0), potentials, memory, program.balance)  # type: ignore[arg-type]  # a row (3) has four indices
+    return Multipliers(max(bound / SCALE, 0.0), potentials, memory, balance)  # type: ignore[arg-type]  # a row (3) has four indices
 
 
-def _completed(engine: Engine, kinds: NDArray[np.int64], known: Floats, budget: Rows, worth: Floats) -> Floats:
+def _completed(engine: Engine, cost: Floats, kinds: NDArray[np.int64], known: Floats, budget: Rows, worth: Floats) -> Floats:
     """The duals of all rows but the budget's: see the module."""
     rows, y = engine.rows, known.copy()
     first, last = rows.starts[:-1], rows.starts[1:] - 1
 
     def reduced() -> Floats:
-        return proof(engine.cost, rows.plus(budget), np.concatenate([y, worth]))[1]
+        return proof(cost, rows.plus(budget), np.concatenate([y, worth]))[1]
 
     share, keep = kinds == SHARE, kinds == KEEP
     y[share] = np.maximum(0.0, -reduced()[rows.indices[last[share]]])

@@ -1,4 +1,4 @@
-"""Problem → Choices, by HiGHS (`autopar.solve.balancing`) or by CBC, PuLP's own."""
+"""Problem → Choices, by HiGHS (`autopar.solve.search`) or by CBC, PuLP's own."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from autopar.errors import InfeasibleError, size_text
 from autopar.problem import Choices, Problem
-from autopar.solve.balancing import balanced
 from autopar.solve.cbc import solve_with_cbc
 from autopar.solve.least import Least, least_budget
+from autopar.solve.search import Search
 
 
 def solve(problem: Problem, *, gap: float = 0.01, max_nodes: int = 200, time_limit_s: float = 60.0, solver: str = "highs") -> Choices:
@@ -46,9 +46,9 @@ def choices_or_least(
     if solver == "cbc":
         choices, bound_s, proven_by = solve_with_cbc(problem, gap, max_nodes, time_limit_s), 0.0, None
     else:
-        found = balanced(problem, gap, max_nodes, time_limit_s)
-        choices, bound_s, proven = found.choices, found.first.bound_s, found.first.infeasible
-        proven_by = found.first.multipliers() if choices is None and not proven else None
+        search = Search(problem, gap, max_nodes, time_limit_s)
+        choices, bound_s, proven = search.run(), search.bound_s, search.infeasible
+        proven_by = search.multipliers() if choices is None and not proven else None
     if choices is not None:
         return choices
     least = least_budget(problem, time_limit_s, bound_only=bound_only and proven)

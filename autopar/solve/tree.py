@@ -2,7 +2,8 @@
 
 A node is a box of bounds: of some ops one strategy is settled, or some are ruled out; where all are settled, what is kept and what is
 run again. Its relaxation's duals prove a bound for the box; rounded, it is offered as a plan. A node whose bound is within the wanted
-gap of the best plan is closed. Nodes are taken by the least bound; until there is a plan, the better child of the last one is taken.
+gap of the best plan is closed. First one box is made smaller and smaller, to have a plan early; then nodes are taken by the least bound,
+or, until there is a plan, the better child of the last one.
 
 Which op to branch on: the one whose two boxes have the higher bounds, which is tried out for a few ops per node, and once an op has
 been tried twice its average stands for it. Relaxations differ by a few simplex steps from node to node, so that a node costs
@@ -25,6 +26,7 @@ from autopar.solve.live import Live, Point
 Key = tuple[int, int]  # 0 and an op, or 1 and the position of a bit: what runs again, what is kept
 _WHOLE = 1e-6  # what is this close to 0 or 1 is
 _TRIED, _OFTEN = 6, 2  # ops that are tried out per node; how often one is
+_DIVE = 3  # of what is not settled, one in so many is at a time
 _STEPS = 4  # simplex steps of the whole tree, in those of the first relaxation: what that does not close, more seldom does
 
 
@@ -83,6 +85,7 @@ class Tree:
         if root is None:
             return Grown(np.inf)
         self._last = self.live.num_iterations + _STEPS * max(self.live.num_iterations, 1000)
+        self._dive(root)
         order = itertools.count()
         waiting = [(root.point.bound, next(order), root)]
         last: _Node | None = None  # the better child, which comes next while there is no plan
@@ -99,6 +102,28 @@ class Tree:
         if self._broken:
             return Grown(root.point.bound, self._broken)
         return Grown(max(root.point.bound, min([self._closed, *(bound for bound, _, _ in waiting)])))
+
+    def _dive(self, root: _Node) -> None:
+        """Settle what is nearly so, a share of it at a time, ops first; each box is offered as a plan. It ends where none within it can be
+        better, or all is settled."""
+        node: _Node | None = root
+        while node is not None and len(node.point.values) and not self._broken and not self._spent():
+            if node.point.bound >= self._enough():
+                return
+            lower, upper, values = node.lower.copy(), node.upper.copy(), node.point.values
+            ops = sorted(
+                (columns for columns in self._choices if values[columns].max() < 1.0 - _WHOLE), key=lambda c: -float(values[c].max())
+            )
+            for columns in ops[: max(len(ops) // _DIVE, 1)]:
+                upper[columns[columns != columns[int(np.argmax(values[columns]))]]] = 0.0
+            if not ops:
+                far = np.minimum(values[self._bits], 1.0 - values[self._bits])
+                bits = [i for i in np.argsort(far, kind="stable").tolist() if far[i] > _WHOLE]
+                if not bits:
+                    return
+                near = self._bits[bits[: max(len(bits) // _DIVE, 1)]]
+                lower[near] = upper[near] = np.round(values[near])
+            node = self._at(lower, upper)
 
     def _enough(self) -> float:
         best = self.best()

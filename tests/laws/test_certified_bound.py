@@ -21,8 +21,9 @@ from autopar.redistribute import layout_graph
 from autopar.solve import evaluate, solve
 from autopar.solve.engine import Engine
 from autopar.solve.formulation import SCALE, Formulation
+from autopar.solve.incoming import budget_matrix
 from autopar.solve.memory import KEPT_ROW, BudgetRow, budget_rows
-from autopar.solve.search import Search, budget_matrix
+from autopar.solve.search import Search
 
 CASES = (Case(0, LINE, True), Case(1, LINE), Case(0, SQUARE))
 BESIDE = (Case(1, LINE, True, 0.4), Case(0, LINE, slowdown=0.4), Case(2, LINE, slowdown=0.0))
@@ -102,8 +103,9 @@ def test_whatever_the_balance_is_no_plan_is_below_the_bound(
 
 @cache
 def at_balance(case: Case, budget: int, balance: tuple[float, float]) -> Multipliers:
-    looked = Search(replace(case.problem(budget), moments=()), 0.5, 200, 60.0, balance)
+    looked = Search(replace(case.problem(budget), moments=()), 0.5, 200, 60.0)
     looked.run()
+    looked.balance = balance
     found = looked.multipliers()
     assert found is not None and found.balance == balance
     return found
@@ -113,7 +115,9 @@ def at_balance(case: Case, budget: int, balance: tuple[float, float]) -> Multipl
 def test_at_every_balance_the_relaxations_multipliers_prove_what_it_does(balance: tuple[float, float]) -> None:
     for case in BESIDE:
         p = replace(case.problem(), moments=())
-        relaxation = Engine(Formulation(p, balance).model, 60.0).relax()
+        program = Formulation(p)
+        engine = Engine(program.model, 60.0)
+        relaxation = engine.relax(cost=engine.costs(program.costs(balance)))
         assert relaxation is not None
         assert proven(p, at_balance(case, AMPLE, balance)) == pytest.approx(relaxation.bound / SCALE, rel=1e-3)
 

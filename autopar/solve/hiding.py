@@ -1,0 +1,78 @@
+"""Early communication that compute cannot hide, in the program: one column and one row per phase.
+
+A phase takes max(C + s·P, P) + K (`autopar.streams`). The program pays C + s·P + K, and with it the *excess* of the phase
+
+    e ≥ (1 − s)·P − C        0 ≤ e ≤ u, at a price of 1
+
+The row is dense, and in most plans e is 0. So it comes in as budget rows do: when a plan is found of which it speaks. With y, from 0 to 1,
+the dual of the row, the program without it proves the same at the prices of λ = 1 − y (`autopar.solve.prices`). The unit u is what a
+plan takes that is known then: what has a larger excess is slower anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pulp
+
+from autopar.solve.engine import Engine, Floats
+from autopar.solve.formulation import SCALE, Formulation
+from autopar.streams import ON_COMPUTE, PHASES, Balance, Load
+
+Line = tuple[list[int], list[float], float, float]  # columns, coefficients, lower and upper side
+_DIGITS = 6  # of λ
+
+
+@dataclass
+class Excess:
+    """The excess of each phase; columns are shares of the unit.
+
+    Attributes:
+        unit: of the program; 0 until a row comes in.
+    """
+
+    program: Formulation
+    variables: tuple[pulp.LpVariable, ...] = field(init=False)
+    unit: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.variables = tuple(self.program.model.add_variable(f"excess_{phase}", 0, 1) for phase in PHASES)
+        for variable in self.variables:  # at any price: without a row it is 0
+            self.program.model.objective.addterm(variable, 1.0)
+
+    def columns(self, engine: Engine) -> list[int]:
+        return [engine.column[variable.name] for variable in self.variables]
+
+    def price(self, engine: Engine, step_s: float) -> Floats:
+        """The engine's costs with those of the excess, the first time in the unit of a step."""
+        self.unit = self.unit or step_s * SCALE
+        engine.cost[self.columns(engine)] = self.unit
+        return engine.cost
+
+    def line(self, engine: Engine, phase: int) -> Line:
+        """The row of a phase, in units."""
+        slowdown = self.program.problem.overlap_slowdown
+        parts = ((engine.column[v.name], _unhidden(load, phase, slowdown) * SCALE / self.unit) for v, load in self.program.loads)
+        terms = [(column, -part) for column, part in parts if part]
+        return [*(column for column, _ in terms), engine.column[self.variables[phase].name]], [*(c for _, c in terms), 1.0], 0.0, np.inf
+
+    def add(self, phase: int, step_s: float) -> None:
+        """Bring a row into the PuLP model."""
+        model, slowdown, column = self.program.model, self.program.problem.overlap_slowdown, self.variables[phase]
+        self.unit = self.unit or step_s * SCALE
+        terms = [(v, -_unhidden(load, phase, slowdown) * SCALE / self.unit) for v, load in self.program.loads]
+        model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression([*terms, (column, 1.0)]), pulp.LpConstraintGE, None, 0.0))
+        model.objective.addterm(column, self.unit - 1.0)
+
+    def balance(self, duals: dict[int, float]) -> Balance:
+        """λ per phase from the duals of the rows that are in."""
+        if not self.unit:
+            return ON_COMPUTE
+        forward, backward = (round(1.0 - min(max(duals.get(phase, 0.0) / self.unit, 0.0), 1.0), _DIGITS) for phase in range(2))
+        return forward, backward
+
+
+def _unhidden(load: Load, phase: int, slowdown: float) -> float:
+    """(1 − s)·P − C."""
+    return (1.0 - slowdown) * load.early_s[phase] - load.compute_s[phase]
