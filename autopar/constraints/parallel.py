@@ -126,13 +126,15 @@ def tensor_parallel(kind: str = "1d", *, axes: Axes) -> Parallelism:
 
     ``"1d"`` is Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019,
     section 3. In each chain from one linear to the next that every op between can compute in parts (attention by heads, an MLP,
-    a gated one), the first linears' weights are split by columns (what they make), the last's by rows (what they contract). A
+    a gated one, each expert), the first linears' weights are split by columns (what they make), the last's by rows (what they contract). A
     table of more rows than columns that is looked up by ids of the batch is split by rows, and so is a head of more classes than
     features whose cross entropy is the loss. Other linears stay whole, such as those before a norm, and so do keys and values of
     a single head; where an op is the reason, the log names both. Weights rest as they are used. With b samples of s tokens of h
     features, elements a step:
 
         attention, MLP    one all-reduce of b·s·h in forward and one in backward, each: 2·2·b·s·h(P−1)/P for either
+        experts           one all-reduce of b·s·h in forward; in backward one of b·s·h, and, for each token's k gates, one of b·s·k for
+                          each op that reads their gradient
         embedding         one all-reduce of b·s·h in forward, none in backward
         head and loss     one all-reduce of b·s·h in backward; in forward three of b·s (maximum, sum and the label's logit)
 

@@ -240,9 +240,12 @@ def _column_dims(graph: Read, node: fx.Node) -> list[int]:
 
 
 def _tables(graph: Read) -> dict[Ref, Placement]:
-    """Tables that are looked up by ids of the batch and have more rows than columns, to be split by rows."""
+    """Tables that are looked up by ids of the batch and have more rows than columns, to be split by rows; experts' weights, to be split
+    by what lies between their two linears."""
     found: dict[Ref, Placement] = {}
     for node in graph.nodes.values():
+        if node.target is ops.experts:
+            found |= dict.fromkeys(graph.reads[node.name][3:5], Shard(2))
         if node.target is ops.embedding and node.meta["phase"] == "forward":
             table, ids = graph.reads[node.name][:2]
             rows, columns = graph.calls[node.name].inputs[0].shape

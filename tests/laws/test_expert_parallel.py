@@ -20,7 +20,7 @@ import autopar
 from autopar import ops
 from autopar.api.planning import plan_model
 from autopar.capture import capture
-from autopar.constraints import Megatron, ddp, expert_parallel, megatron, parallelisms, pipeline, read_constraint
+from autopar.constraints import Megatron, ddp, expert_parallel, megatron, parallelisms, pipeline, read_constraint, tensor_parallel
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 from autopar.planning import Planned
@@ -119,6 +119,15 @@ def test_a_rank_computes_with_its_own_experts_alone() -> None:
 def test_loss_outputs_and_gradients_are_the_models(mesh: Mesh, asked: Megatron) -> None:
     made, model, batch = planned(mesh, asked, times=2)
     assert autopar.verify(made.plan, model, batch).ok
+
+
+def test_tensor_parallelism_splits_what_lies_between_an_experts_linears() -> None:
+    made, model, batch = planned(LINE, tensor_parallel("1d", axes="expert"))
+    for phase, lookup_or_head in (("forward", 1), ("backward", 1)):
+        assert moved(made, phase, "all_reduce", 0)[B * S * H] == 2 * LAYERS + lookup_or_head, "attention and experts"
+    used = [c.strategy for e in made.plan.entries for c in e.nodes if c.node.endswith("experts/forward/0")]
+    assert used and all(str(s.inputs[3]) == str(s.inputs[4]) == "S(2)" for s in used)
+    assert is_right(made, model, batch)
 
 
 def test_without_stage_3_experts_are_not_gathered_whatever_the_stage() -> None:
