@@ -111,8 +111,8 @@ def test_a_rank_computes_with_its_own_experts_alone() -> None:
         (Mesh({"data": 2, "expert": 4}), megatron(ep=4)),
         (Mesh({"data": 2, "expert": 2, "tensor": 2}), megatron(tp=2, ep=2, zero=3)),
         (SQUARE, megatron(ep=4, zero=1, microbatches=2)),
-        (Mesh({"stage": 2, "data": 1, "expert": 2}), megatron(pp=2, ep=2, zero=2, microbatches=2)),
-        (LINE, megatron(ep=2, recompute="full")),
+        pytest.param(Mesh({"stage": 2, "data": 1, "expert": 2}), megatron(pp=2, ep=2, zero=2, microbatches=2), marks=pytest.mark.slow),
+        pytest.param(LINE, megatron(ep=2, recompute="full"), marks=pytest.mark.slow),
     ],
     ids=["8", "tensor beside", "microbatches", "stages", "recomputed"],
 )
@@ -157,7 +157,7 @@ def of_type(kind: str, implementation: str = "batched_mm", **settings: Any) -> t
     return model, zoo_small.mixtral()[1]
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", ["qwen3_moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("olmoe", "deepseek_v3"))])
 def test_other_models_with_experts(kind: str) -> None:
     model, batch = of_type(kind, **TYPES[kind])
     plan = autopar.plan(model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(expert_parallel("expert"),))
