@@ -61,6 +61,14 @@ def place(trace: Trace, positions: Sequence[int]) -> Placing:
     return _Placer(trace, sorted(positions)).run()
 
 
+@dataclass(frozen=True, slots=True)
+class _Sides:
+    """Of each backward node, where it has to be: behind all boundaries before `late_before`, not behind those from `early_from` on."""
+
+    late_before: dict[str, int]
+    early_from: dict[str, int]
+
+
 @dataclass
 class _Placer:
     trace: Trace
@@ -69,6 +77,7 @@ class _Placer:
     copied: set[str] = field(default_factory=set)
     last_reader: dict[str, int] = field(default_factory=dict)  # forward node → latest stage that reads it in forward
     homes: dict[str, int] = field(default_factory=dict)  # forward node → stage by its position, copied ones too
+    _carriers: dict[int, set[_Kind]] = field(default_factory=dict)  # boundary → kinds of forward values that cross it
 
     def run(self) -> Placing:
         self._forward()
@@ -76,10 +85,12 @@ class _Placer:
         terms, dropped = self._terms(holders)
         backward = [n for n in self._calls("backward") if n.name not in dropped and n.name not in self.copied]
         pinned = self._pinned(holders, terms)
+        self._crossing()
+        sides = self._sides(backward, pinned)
         late: set[str] = set()
         stages: dict[str, int] = {n.name: 0 for n in backward}
         for boundary in reversed(range(len(self.positions))):
-            late = self._late(backward, boundary, late, pinned)
+            late = self._late(backward, boundary, late, sides)
             for name in late:
                 stages[name] = max(stages[name], boundary + 1)
         self._check_parameters(stages, holders)
@@ -150,45 +161,46 @@ class _Placer:
                     what = f"{node.meta['key']} would read {names[operand.name]!r} in a stage that does not hold it"
                     raise CutError(what, where=where_of(node), remedy="cut elsewhere")
 
-    def _late(self, backward: Sequence[fx.Node], boundary: int, after: set[str], pinned: Mapping[str, int]) -> set[str]:
+    def _late(self, backward: Sequence[fx.Node], boundary: int, after: set[str], sides: _Sides) -> set[str]:
         """The backward nodes that run behind the boundary, `after` (behind the next one) among them."""
-        names = {n.name for n in backward}
-        late, early = set(after), set[str]()
-        for node in backward:
-            for side in self._sides(node, boundary, pinned):
-                (late if side else early).add(node.name)
-        for node in reversed(backward):  # what a late node reads is late
-            if node.name in late:
-                late |= {operand.name for operand in node.all_input_nodes if operand.name in names}
-        for node in backward:  # what reads an early node is early
-            if any(operand.name in early for operand in node.all_input_nodes):
-                early.add(node.name)
-        for node in backward:
+        late = after | {n.name for n in backward if boundary < sides.late_before[n.name]}
+        early = {n.name for n in backward if boundary >= sides.early_from[n.name]}
+        for node in backward if late & early else ():
             if node.name in late and node.name in early:
                 what = f"{node.meta['key']} needs values from both sides of a cut, against the flow of backward"
                 raise CutError(what, where=where_of(node), remedy="cut elsewhere: between layers that pass on one stream")
         free = [n for n in backward if n.name not in late and n.name not in early]
         behind = {o.tangent for o in self.trace.differentiable if self.stage[o.tangent] > boundary}
-        crossing = (
-            n for n in forward_nodes(self.trace) if self.stage.get(n.name, boundary + 1) <= boundary < self.last_reader.get(n.name, 0)
-        )
-        carriers = {_kind(n) for n in crossing}
-        return late | _cheapest(free, late | behind, names | behind, carriers)
+        return late | _cheapest(free, late | behind, sides.early_from.keys() | behind, self._carriers.get(boundary, set()))
 
-    def _sides(self, node: fx.Node, boundary: int, pinned: Mapping[str, int]) -> Iterable[bool]:
-        """True for each reason to run behind the boundary, False for each not to."""
-        if node.name in pinned:
-            yield pinned[node.name] > boundary
-        if node.target is operator.getitem:
-            return
-        for operand in node.all_input_nodes:
-            made = self.stage.get(operand.name)
-            if made is None or operand.op == "placeholder":
-                continue
-            if made > boundary:
-                yield True
-            elif self.last_reader.get(operand.name, made) <= boundary:
-                yield False
+    def _crossing(self) -> None:
+        """Of each boundary, the kinds of forward values that cross it."""
+        for node in forward_nodes(self.trace):
+            made = self.stage.get(node.name)
+            for boundary in range(made, self.last_reader.get(node.name, 0)) if made is not None else ():
+                self._carriers.setdefault(boundary, set()).add(_kind(node))
+
+    def _sides(self, backward: Sequence[fx.Node], pinned: Mapping[str, int]) -> _Sides:
+        """What is settled of backward: what a late node reads is late, what reads an early one is early."""
+        sides = _Sides({n.name: 0 for n in backward}, {n.name: len(self.positions) + 1 for n in backward})
+        late_before, early_from = sides.late_before, sides.early_from
+        for node in backward:
+            made = [self.stage[o.name] for o in self._read(node)]
+            read = [self.last_reader.get(o.name, self.stage[o.name]) for o in self._read(node)]
+            at = [pinned[node.name]] if node.name in pinned else []
+            late_before[node.name] = max([0, *made, *at])
+            before = [early_from[o.name] for o in node.all_input_nodes if o.name in early_from]
+            early_from[node.name] = min([early_from[node.name], *read, *at, *before])
+        for node in reversed(backward):
+            for operand in node.all_input_nodes:
+                if operand.name in late_before:
+                    late_before[operand.name] = max(late_before[operand.name], late_before[node.name])
+        return sides
+
+    def _read(self, node: fx.Node) -> list[fx.Node]:
+        """What a backward node reads of what forward or the loss made; what picks a result goes with its producer."""
+        operands = () if node.target is operator.getitem else node.all_input_nodes
+        return [o for o in operands if o.name in self.stage and o.op != "placeholder"]
 
 
 def _addends(node: fx.Node, dropped: set[str]) -> Iterable[fx.Node]:
