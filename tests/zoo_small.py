@@ -1,4 +1,4 @@
-"""Small models of the four families that the tests use: `gpt2()`, `llama()`, `bert()`, `vit()` → (model, batch).
+"""Small models of the families that the tests use: `gpt2()`, `llama()`, `mixtral()`, `bert()`, `vit()` → (model, batch).
 
 Dropout is 0, caches are off, the model is in training mode, and the batch has more than one sample and labels with
 ignored positions.
@@ -31,6 +31,16 @@ def llama(*, num_layers: int = 2, dtype: torch.dtype = torch.float32, **settings
     sizes = {"num_hidden_layers": num_layers, "hidden_size": 32, "intermediate_size": 48, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
     return _built(LlamaForCausalLM, LlamaConfig(**{**sizes, **heads, **settings}), dtype), _tokens()
+
+
+def mixtral(*, num_layers: int = 2, num_experts: int = 4, dtype: torch.dtype = torch.float32, **settings: Any) -> Built:
+    """Mixtral: the Llama above with experts, of which each token picks 2; by itself it computes them in a way that float64 has."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"num_hidden_layers": num_layers, "hidden_size": 32, "intermediate_size": 48, "vocab_size": VOCABULARY}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    experts = {"num_local_experts": num_experts, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
+    return _built(MixtralForCausalLM, MixtralConfig(**{**sizes, **heads, **experts, **settings}), dtype), _tokens()
 
 
 def bert(*, num_layers: int = 2, dtype: torch.dtype = torch.float32, **settings: Any) -> Built:

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from autopar.ops import linear_cross_entropy
+from autopar.ops import experts, experts_backward, linear_cross_entropy
 from autopar.random_ops import NUM_PASSES
 
 WorkKind = Literal["matmul", "attention", "attention_backward", "elementwise", "transcendental", "reduction", "indexing", "view"]
@@ -83,6 +83,10 @@ def works(
     if target is linear_cross_entropy:
         x, weight, index = input_infos
         return _by_rows(_numel(index), args[4], weight.shape, x.dtype)
+    if target is experts:
+        return _experts(input_infos, args[6])
+    if target is experts_backward:
+        return _experts_backward(input_infos[1:], args[7])
     return ((work(target, args, kwargs, input_infos, output_infos), 1),)
 
 
@@ -113,6 +117,45 @@ def _by_rows(num_rows: int, rows: int, weight: tuple[int, ...], dtype: torch.dty
         )
         found += [(product, 3 * times), *((w, times) for w in once)] if part and times else []
     return tuple(found)
+
+
+def _experts(infos: Infos, size: int) -> tuple[tuple[Work, int], ...]:
+    """Of `experts`, as its code stands, where all of `size` experts are picked as often as each other: per expert that is here its
+    products, what lies between them, rows that are brought together and added up; and once a sort of picks and the result."""
+    x, ids, _, up, down = infos
+    (num, parts, inner, features), made, item = up.shape, down.shape[1], x.dtype.itemsize
+    rows, wide = -(-_numel(ids) // size), max(item, 4)
+    return (
+        (Work(0, 4 * _bytes(ids), "reduction"), 1),
+        (Work(0, x.shape[0] * made * (2 * wide + item), "elementwise"), 1),
+        (_product(rows, features, parts * inner, item), num),
+        (_product(rows, inner, made, item), num),
+        (Work(0, rows * (parts + 1) * inner * item, "transcendental"), num),
+        (Work(0, rows * (2 * features * item + made * (item + 2 * wide)), "indexing"), num),
+    )
+
+
+def _experts_backward(infos: Infos, size: int) -> tuple[tuple[Work, int], ...]:
+    """As `_experts`: per expert its up product again and two for each gradient's, with passes over what lies between, the rows of two
+    tensors that are brought together and one's that are added up; gradients of weights are written once more where they are put."""
+    x, ids, gates, up, down = infos
+    (num, parts, inner, features), made, item = up.shape, down.shape[1], x.dtype.itemsize
+    rows, wide = -(-_numel(ids) // size), max(item, 4)
+    weights = parts * inner * features + inner * made
+    return (
+        (Work(0, 4 * _bytes(ids), "reduction"), 1),
+        (Work(0, _numel(x) * (2 * wide + item) + _bytes(gates), "elementwise"), 1),
+        (_product(rows, features, parts * inner, item), 3 * num),
+        (_product(rows, inner, made, item), 2 * num),
+        (Work(0, 3 * rows * (parts + 1) * inner * item, "transcendental"), num),
+        (Work(0, rows * (2 * (features + made) * item + features * (item + 2 * wide)), "indexing"), num),
+        (Work(0, (rows * (5 * inner + 2 * made) + 3 * weights) * item, "elementwise"), num),
+    )
+
+
+def _product(m: int, k: int, n: int, item: int) -> Work:
+    """[m, k] by [k, n], or a gradient of it: whichever of the three tensors it makes."""
+    return Work(2 * m * k * n, (m * k + m * n + k * n) * item, "matmul")
 
 
 def _numel(info: Info) -> int:

@@ -4,6 +4,9 @@
 - Speech encoders (wav2vec2 and its like) switch `requires_grad` of their input on: off during a capture.
 - Models that record outputs install hooks at their first forward; Dynamo cannot trace the installation, so it is done
   before. The hooks read a context variable, which it cannot trace either: a plain one takes its place.
+- Experts. What transformers does with a layer of experts depends on a setting: a loop over values, which cannot be traced; a copy of an
+  expert's weights for each token that picks it; or a sort of all picks, after which no sample stands alone. All give the same, so whatever
+  the setting, experts of the common kind (no biases, gated as usual or not at all) are one op, `autopar.ops.experts`. Others stay.
 - Branches. Some models make a mask in eager which under tracing they expect of the caller. Where a model cannot be captured
   as it is traced, the branches that eager takes are tried.
 - Masks. In eager, a batch without attention mask and position ids is one sequence per row and needs no mask: attention
@@ -23,7 +26,15 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import nn
+
+from autopar import ops
+
+_ACTS = {
+    "SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "ReLU": "relu",
+    "ReLUSquaredActivation": "relu2",
+}  # fmt: skip
 
 
 def model_loggers() -> list[logging.Logger]:
@@ -40,6 +51,7 @@ def transformers_under_capture(model: nn.Module, args: tuple[Any, ...], kwargs: 
         if "transformers" in sys.modules:
             _install_recording_hooks(model)
             stack.enter_context(_recorder_in_a_plain_variable())
+            stack.enter_context(_experts_as_one_op(model))
             stack.enter_context(_masks_by_shape(_positions_are_default(model, args, kwargs)))
         yield
 
@@ -120,6 +132,43 @@ def _recorder_in_a_plain_variable() -> Iterator[None]:
         return
     with mock.patch.object(_active_collector, "context_var", _Variable()):
         yield
+
+
+@contextlib.contextmanager
+def _experts_as_one_op(model: nn.Module) -> Iterator[None]:
+    """Classes of which all modules in the model are of the common kind get the op's forward."""
+    try:
+        from transformers.integrations.moe import _default_apply_gate
+    except ImportError:
+        yield  # releases without this module have a module for each expert
+        return
+    found: dict[type[nn.Module], list[nn.Module]] = {}
+    for module in model.modules():
+        if hasattr(module, "_is_expert_parallel") and hasattr(type(module), "_apply_gate"):
+            found.setdefault(type(module), []).append(module)
+    with contextlib.ExitStack() as stack:
+        for kind, modules in found.items():
+            if kind._apply_gate is _default_apply_gate and all(map(_is_common_expert, modules)):
+                stack.enter_context(mock.patch.object(kind, "forward", _experts_forward))
+        yield
+
+
+def _is_common_expert(module: Any) -> bool:
+    weights = [getattr(module, name, None) for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")]
+    odd = module._is_expert_parallel or module.has_bias or module.has_post_expert_norm or (module.has_gate and not module.is_concatenated)
+    known = type(getattr(module, "act_fn", None)).__name__ in _ACTS
+    return known and not odd and all(isinstance(w, nn.Parameter) and w.dim() == 3 for w in weights)
+
+
+def _experts_forward(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    """What transformers' own functions for experts do, by one op: tokens [t, h], picks and their weights [t, p] → [t, h]."""
+    up, down = self.gate_up_proj if self.has_gate else self.up_proj, self.down_proj
+    if self.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    up = up.unflatten(1, (2 if self.has_gate else 1, -1))
+    act = _ACTS[type(self.act_fn).__name__]
+    made = ops.experts(hidden_states.to(up.dtype), top_k_index, top_k_weights, up, down, act, up.shape[0])
+    return made.to(hidden_states.dtype)
 
 
 def _positions_are_default(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,14 +1,15 @@
 """What users force. Hard: a strategy that does not meet a constraint is not considered.
 
-`layout` forces layouts by module pattern. `ddp`, `fsdp`, `tensor_parallel`, `context_parallel` and `megatron` name whole plans of the
-field on some mesh axes, for any model; the axes that they leave stay the planner's. `pipeline` cuts the model into stages along an axis.
+`layout` forces layouts by module pattern. `ddp`, `fsdp`, `tensor_parallel`, `context_parallel`, `expert_parallel` and `megatron` name
+whole plans of the field on some mesh axes, for any model; the axes that they leave stay the planner's. `pipeline` cuts the model into
+stages along an axis.
 """
 
 from __future__ import annotations
 
 from autopar.constraints.layouts import KINDS, LayoutConstraint, layout
 from autopar.constraints.megatron import Megatron, Recompute, megatron
-from autopar.constraints.parallel import Parallelism, axes_of, context_parallel, ddp, fsdp, tensor_parallel
+from autopar.constraints.parallel import Parallelism, axes_of, context_parallel, ddp, expert_parallel, fsdp, tensor_parallel
 from autopar.constraints.pipelines import INTERLEAVED, SCHEDULES, Pipelined, pipeline
 from autopar.constraints.reading import read_constraint
 from autopar.constraints.together import Constraint, check, parallelisms, pipeline_in
@@ -27,6 +28,7 @@ __all__ = [
     "check",
     "context_parallel",
     "ddp",
+    "expert_parallel",
     "fsdp",
     "layout",
     "megatron",

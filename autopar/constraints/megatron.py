@@ -1,4 +1,4 @@
-"""`megatron`: tensor, context, data parallelism and stages together, as Megatron-LM composes them."""
+"""`megatron`: tensor, context, data, expert parallelism and stages together, as Megatron-LM composes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autopar.constraints.parallel import Axes, Parallelism, names_of
+from autopar.constraints.parallel import Axes, Parallelism, PlanName, names_of
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 
@@ -27,9 +27,10 @@ class Megatron:
     microbatches: int | None = None
     cp: int | tuple[str, ...] = 1
     chunks: int = 1
+    ep: int | tuple[str, ...] = 1
 
     def to_json(self) -> dict[str, Any]:
-        degrees = [("tp", self.tp), ("dp", self.dp), *([] if self.cp == 1 else [("cp", self.cp)])]
+        degrees = [("tp", self.tp), ("dp", self.dp), *(pair for pair in (("cp", self.cp), ("ep", self.ep)) if pair[1] != 1)]
         words = {name: list(value) if isinstance(value, tuple) else value for name, value in degrees}
         again = {} if self.recompute is None else {"recompute": self.recompute}
         stages = {} if self.pp == 1 and not self.microbatches else {"pp": self.pp, "microbatches": self.microbatches}
@@ -40,8 +41,8 @@ class Megatron:
         again = "" if self.recompute is None else f", recompute={self.recompute!r}"
         stages = "" if self.pp == 1 and not self.microbatches else f", pp={self.pp!r}, microbatches={self.microbatches}"
         stages += f", chunks={self.chunks}" if self.chunks > 1 else ""
-        context = "" if self.cp == 1 else f", cp={_text(self.cp)}"
-        return f"megatron(tp={_text(self.tp)}, dp={_text(self.dp)}{context}, zero={self.zero}{again}{stages})"
+        more = "".join(f", {word}={_text(degree)}" for word, degree in (("cp", self.cp), ("ep", self.ep)) if degree != 1)
+        return f"megatron(tp={_text(self.tp)}, dp={_text(self.dp)}{more}, zero={self.zero}{again}{stages})"
 
 
 def megatron(
@@ -49,6 +50,7 @@ def megatron(
     tp: int | Axes = 1,
     dp: int | Axes | None = None,
     cp: int | Axes = 1,
+    ep: int | Axes = 1,
     zero: int = 0,
     recompute: Recompute | None = None,
     pp: int | str = 1,
@@ -56,12 +58,14 @@ def megatron(
     chunks: int = 1,
 ) -> Megatron:
     """Megatron's plan: `tensor_parallel` of degree `tp`, `context_parallel` of degree `cp`, data parallelism of degree `dp`, `pipeline` of
-    `pp` stages; together the whole mesh.
+    `pp` stages; together the whole mesh. Over `ep` of the `dp` devices experts are split too, by `expert_parallel`.
 
     Args:
         tp, dp, cp: numbers of devices, or names of axes. By number, `tp` takes the last axes whose sizes give it as their product
             (in a mesh written from the slowest links to the fastest these have the fastest), `cp` the last of those before them. `dp`
             takes what is left, of which it must be the size.
+        ep: number of devices, or names of axes, among those of `dp`, by number the last of them (as in Megatron Core, where expert
+            parallelism divides data parallelism). Experts rest split over them, whatever `zero`, and over the rest of `dp` as all else.
         zero: 0 as `ddp`, 3 as `fsdp` over the data axes. 1 and 2 rest as 3 between steps, and hold parameters gathered through a
             step, of several microbatches; with 1 gradients add up as partial sums, which are reduced once at its end, with 2 each
             microbatch's is scattered, as with 1 are gradients that are summed where they are made, such as one read through a lookup
@@ -90,7 +94,7 @@ def megatron(
     if chunks < 1 or (chunks > 1 and pp == 1):
         what = f"megatron(pp={pp!r}, chunks={chunks}) has no pipeline of so many stages"
         raise ConstraintError(what, remedy="pass pp too, and chunks from 1")
-    return Megatron(_degree(tp), None if dp is None else _degree(dp), zero, recompute, pp, microbatches, _degree(cp), chunks)
+    return Megatron(_degree(tp), None if dp is None else _degree(dp), zero, recompute, pp, microbatches, _degree(cp), chunks, _degree(ep))
 
 
 def stage_axis(constraint: Megatron, mesh: Mesh) -> str:
@@ -109,7 +113,7 @@ def stage_axis(constraint: Megatron, mesh: Mesh) -> str:
 
 
 def parts_of(constraint: Megatron, mesh: Mesh) -> tuple[Parallelism, ...]:
-    """Tensor, context and data parallelism, each with its axes named.
+    """Tensor, context, expert and data parallelism, each with its axes named.
 
     Raises:
         ConstraintError: where they do not fill the mesh.
@@ -118,13 +122,19 @@ def parts_of(constraint: Megatron, mesh: Mesh) -> tuple[Parallelism, ...]:
     tensor = _last_axes(constraint, "tp", constraint.tp, [a.name for a in wide], mesh)
     context = _last_axes(constraint, "cp", constraint.cp, [a.name for a in wide if a.name not in tensor], mesh)
     left = tuple(name for name in mesh.names if name not in (*tensor, *context))
-    data = left if constraint.dp is None or isinstance(constraint.dp, int) else constraint.dp
+    experts = _last_axes(constraint, "ep", constraint.ep, [a.name for a in wide if a.name in left], mesh)
+    if not set(experts) <= {*left, *(a.name for a in mesh.axes if a.size == 1)}:
+        what = f"{constraint}: experts are split over axes of data parallelism, and {', '.join(experts)} are not all such"
+        raise ConstraintError(what, remedy="name axes that neither tp, cp nor pp have" + (f": {', '.join(left)}" if left else ""))
+    data = left if constraint.dp is None or isinstance(constraint.dp, int) else tuple(dict.fromkeys((*constraint.dp, *experts)))
     size = math.prod(axis.size for axis in mesh.axes if axis.name in data)
     if (isinstance(constraint.dp, int) and size != constraint.dp) or not set(left) <= {*data, *(a.name for a in mesh.axes if a.size == 1)}:
         sizes = math.prod(axis.size for axis in mesh.axes if axis.name in left)
         what = f"{constraint} does not fill mesh {mesh}: beside the tensor axes it has {sizes} devices"
         raise ConstraintError(what, remedy=f"pass dp={sizes}, or leave it out")
-    along = (Parallelism("context_parallel", context, constraint.zero),) if context else ()
+    pairs: tuple[tuple[PlanName, tuple[str, ...]], ...] = (("context_parallel", context), ("expert_parallel", experts))
+    along = tuple(Parallelism(name, axes, constraint.zero) for name, axes in pairs if axes)
+    data = tuple(name for name in data if name not in experts)
     return Parallelism("tensor_parallel_1d", tensor), *along, Parallelism("fsdp" if constraint.zero else "ddp", data, constraint.zero)
 
 

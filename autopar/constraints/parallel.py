@@ -18,7 +18,8 @@ from autopar.mesh import Mesh
 Axes = str | Sequence[str]
 Recompute = Literal["none", "full", "selective"]
 PlanName = Literal[
-    "ddp", "fsdp", "context_parallel", "tensor_parallel_1d", "tensor_parallel_2d", "tensor_parallel_2.5d", "tensor_parallel_3d"
+    "ddp", "fsdp", "context_parallel", "expert_parallel",
+    "tensor_parallel_1d", "tensor_parallel_2d", "tensor_parallel_2.5d", "tensor_parallel_3d",
 ]  # fmt: skip
 
 
@@ -27,7 +28,7 @@ class Parallelism:
     """One plan of the field on some mesh axes.
 
     Attributes:
-        name: ``ddp``, ``fsdp``, ``context_parallel`` or ``tensor_parallel_`` and its kind.
+        name: ``ddp``, ``fsdp``, ``context_parallel``, ``expert_parallel`` or ``tensor_parallel_`` and its kind.
         axes: names of mesh axes, of a grid in its order; None for all of them.
         zero: ZeRO's stage of data parallelism: 3 of ``fsdp``, 0 of ``ddp``; `megatron` has 1 and 2 as well.
     """
@@ -93,19 +94,47 @@ def context_parallel(axes: Axes) -> Parallelism:
     return Parallelism("context_parallel", names_of(axes))
 
 
+def expert_parallel(axes: Axes) -> Parallelism:
+    """Expert parallelism: the batch is split over `axes` as in `ddp`, and of every layer of experts each device has 1/P of the
+    experts, with their gradients and optimizer's states (Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation
+    and Automatic Sharding", 2020, section 3; Rajbhandari et al., "DeepSpeed-MoE", 2022, section 5). All other parameters rest whole.
+
+    How many tokens pick an expert is known to no one before. GShard, and Fedus et al., "Switch Transformers", 2021, section 2.2, cut
+    them at a capacity, and drop what is above; here none is dropped, so that numbers are the plain model's. A device gathers the
+    tokens of all P, with their picks and gates, computes with its own experts the rows that picked them and no others, and what it
+    makes, zeros for other tokens, is summed and scattered (the all-gather dispatcher of Megatron Core's MoE). With T tokens on the P
+    devices together, h features and k picks of each, elements that a device sends per layer:
+
+        forward     gathered: tokens T·h(P−1)/P, picks T·k(P−1)/P, gates T·k(P−1)/P; scattered: results T·h(P−1)/P
+        backward    gathered: the results' gradients T·h(P−1)/P; scattered: those of tokens T·h(P−1)/P, of gates T·k(P−1)/P
+
+    and in backward again what forward gathered, where it is not kept whole. An all-to-all of balanced picks would send T·h·k(P−1)/P²
+    instead of each T·h(P−1)/P: less where P > k. Gradients of experts are summed over none of `axes`. A device computes T·k/P rows
+    where all experts are picked alike, which is what is priced; where not, all wait for the one whose experts are picked most.
+
+    The axes are beside those of `ddp` or `fsdp`, as `megatron(ep=...)` composes them.
+
+    Raises (when a model is planned):
+        ConstraintError: where the model has no experts, or the number of experts is no multiple of P, naming the op; and as `ddp`.
+    """
+    return Parallelism("expert_parallel", names_of(axes))
+
+
 def tensor_parallel(kind: str = "1d", *, axes: Axes) -> Parallelism:
     """Tensor parallelism of linears over `axes`. Of ``"2d"``, ``"2.5d"`` and ``"3d"`` says `autopar.constraints.grids` what lies
     where and what moves: there axes are named in the grid's order. In ``"1d"`` the residual stream, and all else, is whole.
 
     ``"1d"`` is Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019,
     section 3. In each chain from one linear to the next that every op between can compute in parts (attention by heads, an MLP,
-    a gated one), the first linears' weights are split by columns (what they make), the last's by rows (what they contract). A
+    a gated one, each expert), the first linears' weights are split by columns (what they make), the last's by rows (what they contract). A
     table of more rows than columns that is looked up by ids of the batch is split by rows, and so is a head of more classes than
     features whose cross entropy is the loss. Other linears stay whole, such as those before a norm, and so do keys and values of
     a single head; where an op is the reason, the log names both. Weights rest as they are used. With b samples of s tokens of h
     features, elements a step:
 
         attention, MLP    one all-reduce of b·s·h in forward and one in backward, each: 2·2·b·s·h(P−1)/P for either
+        experts           one all-reduce of b·s·h in forward; in backward one of b·s·h, and, for each token's k gates, one of b·s·k for
+                          each op that reads their gradient
         embedding         one all-reduce of b·s·h in forward, none in backward
         head and loss     one all-reduce of b·s·h in backward; in forward three of b·s (maximum, sum and the label's logit)
 

@@ -33,7 +33,8 @@ def _named(data: Mapping[str, Any]) -> Constraint:
     if data["plan"] == "megatron":
         dp = None if data["dp"] is None else _degree(data["dp"])
         rest = {name: data[name] for name in ("recompute", "pp", "microbatches", "chunks") if name in data}
-        return megatron(tp=_degree(data["tp"]), dp=dp, cp=_degree(data.get("cp", 1)), zero=data["zero"], **rest)
+        more: dict[str, Any] = {name: _degree(data[name]) for name in ("cp", "ep") if name in data}
+        return megatron(tp=_degree(data["tp"]), dp=dp, zero=data["zero"], **more, **rest)
     if data["plan"] == "pipeline":
         return pipeline(**{str(name): value for name, value in data.items() if name != "plan"})
     if data["plan"] not in get_args(PlanName) or not {"plan", "axes"} >= data.keys():

@@ -31,14 +31,14 @@ class HeldPrices:
     profile: HardwareProfile
     optimizer: str
     moves: StepMoves
-    stages: ZeroStages
 
-    def strategies(self, p: Parameter, storages: Sequence[Layout]) -> tuple[OpStrategy, ...]:
-        """All ways to hold it; of those that are the same for microbatches, such as take less time or rest with less."""
+    def strategies(self, p: Parameter, storages: Sequence[Layout], stages: ZeroStages) -> tuple[OpStrategy, ...]:
+        """All ways to hold it that have these stages; of those that are the same for microbatches, such as take less time or rest with
+        less."""
         mesh_shape, trained = self.moves.mesh_shape, p.gradient is not None
         found: dict[Strategy, list[OpStrategy]] = {}
         for storage in storages:
-            for held in held_ways(storage, mesh_shape, trained=trained, stages=self.stages):
+            for held in held_ways(storage, mesh_shape, trained=trained, stages=stages):
                 strategy = self._strategy(p, held)
                 if strategy is not None:
                     found.setdefault(strategy.layouts, []).append(strategy)

@@ -61,7 +61,7 @@ class _Builder:
     def parameters(self) -> None:
         """One op per class of equal parameters: the storage layout, in which the gradient arrives as well."""
         groups: dict[tuple[object, ...], list[Parameter]] = {}
-        held = HeldPrices(self.profile, self.optimizer, self.moves, self.forced.named.zero)
+        held = HeldPrices(self.profile, self.optimizer, self.moves)
         for p in self.trace.parameters:
             rest = self.forced.storage.get(p.name), self.forced.rests(p.name)
             groups.setdefault((_DIGITS.sub("*", p.name), p.view, p.dtype, p.requires_grad, p.gradient is None, rest), []).append(p)
@@ -77,7 +77,8 @@ class _Builder:
             if not possible:
                 what = f"{first.name} of shape {first.shape} cannot rest as {self.forced.asked(first.name)} on mesh {self.mesh}"
                 raise ConstraintError(what, remedy="force a storage layout that splits its dims evenly")
-            strategies = held.strategies(first, possible) if self.accumulates else tuple(self._storage(first, x) for x in possible)
+            stages = self.forced.named.stages_of(first.name)
+            strategies = held.strategies(first, possible, stages) if self.accumulates else tuple(self._storage(first, x) for x in possible)
             op = Op(str(pattern), "parameter", "forward", len(members), (), strategies)
             index = self.add(op, Source("parameter", tuple(p.name for p in members), tuple(p.node for p in members)))
             for p in members:

@@ -184,6 +184,8 @@ class _Schedule:
             return
         for operand in node.all_input_nodes:
             self._demand(operand)
+        if node in self.there:  # it ran as soon as the last operand was there
+            return
         self.pending.pop(node, None)
         self.held -= self.waiting.pop(node, 0)
         self._run(node)

@@ -3,13 +3,15 @@
 They exist because their ATen spelling cannot be sharded: `dot` keeps batch and sequence apart where ATen flattens them;
 `embedding` and the pieces of the cross entropy work on a part of the vocabulary, told by `start`, its first index;
 `attention` is one op on every device; `constant` is a tensor in the graph's own code. None is differentiable: backward is
-written out in the graph.
+written out in the graph. `experts` and its gradient, whose shapes depend on values, are operators of torch's instead, opaque and
+differentiable.
 """
 
 from __future__ import annotations
 
 from autopar.ops.attending import attention, attention_backward
 from autopar.ops.constants import constant
+from autopar.ops.experts import experts, experts_backward
 from autopar.ops.products import dot
 from autopar.ops.vocabulary import cross_entropy_backward, embedding, embedding_backward, linear_cross_entropy, pick, sum_exp
 
@@ -21,6 +23,8 @@ __all__ = [
     "dot",
     "embedding",
     "embedding_backward",
+    "experts",
+    "experts_backward",
     "linear_cross_entropy",
     "pick",
     "sum_exp",

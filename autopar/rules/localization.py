@@ -136,6 +136,8 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = {
     ops.attention_backward: _attention(1),
     ops.embedding: _start(0, 0, sized=True),
     ops.pick: _start(0, -1, sized=True),
+    ops.experts: _start(3, 0),
+    ops.experts_backward: _start(4, 0),
     ops.cross_entropy_backward: _start(0, -1),
     ops.embedding_backward: _embedding_backward,
     **{op: _drawn for op in (random_ops.keep_mask, random_ops.uniform, random_ops.normal, random_ops.randint)},

@@ -49,6 +49,11 @@ EMBEDDING: Mapping[Any, f.Family] = {
     ),
 }
 
+EXPERTS: Mapping[Any, f.Family] = {  # f lies between two linears with an activation; what is split of it, or of the experts, adds up
+    ops.experts: Row("t _, t p, t p, e _ f _, e d f -> t d", ((2,), (4,))),
+    ops.experts_backward: Row("t d, t _, t p, t p, e _ f _, e d f -> t _, t p, e _ f _, e d f", FIRST),
+}
+
 LOSS: Mapping[Any, f.Family] = {
     ops.sum_exp: Row("... v, ... -> ..."),
     ops.pick: Row("... v, ... -> ...", FIRST),
@@ -234,6 +239,7 @@ POINTWISE_UNTAGGED = (
 TABLE: Mapping[Callable[..., Any], f.Family] = {
     **MATMUL,
     **EMBEDDING,
+    **EXPERTS,
     **LOSS,
     **NORMS,
     **POOLING,

@@ -33,6 +33,7 @@ Ref = tuple[str, int]  # a tensor: node name, result index
 HEADS = frozenset(
     (
         ops.dot, ops.attention, ops.attention_backward, ops.embedding, ops.embedding_backward,
+        ops.experts, ops.experts_backward,
         torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default,
         torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default,
     )

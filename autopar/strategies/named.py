@@ -28,6 +28,7 @@ from autopar.mesh import Mesh
 from autopar.rules import axis_options, where_of
 from autopar.strategies.clusters import Ref
 from autopar.strategies.context import along_sequence
+from autopar.strategies.experts import by_experts
 from autopar.strategies.grids import SIDES, walk_sides
 from autopar.strategies.reading import Read, product_of, read
 from autopar.strategies.spreading import Policy, Row, Spread, spread
@@ -47,6 +48,7 @@ class Named:
         gathered: parameter name → axes over which it is gathered alone, so that they are to be the innermost splitters.
         apart: nodes that read an operand otherwise than it is made.
         zero: per axis of data parallelism ZeRO's stage, 0 where parameters rest whole.
+        parted: parameter name → axes of data parallelism over which it is read in parts: experts.
     """
 
     rows: Mapping[str, tuple[tuple[int, Row], ...]] = field(default_factory=dict)
@@ -56,6 +58,11 @@ class Named:
     gathered: Mapping[str, frozenset[int]] = field(default_factory=dict)
     apart: frozenset[str] = frozenset()
     zero: Mapping[int, int] = field(default_factory=dict)
+    parted: Mapping[str, frozenset[int]] = field(default_factory=dict)
+
+    def stages_of(self, parameter: str) -> Mapping[int, int]:
+        """`zero`, and 3 where the parameter is read in parts: it is neither gathered nor summed there."""
+        return {**self.zero, **dict.fromkeys(self.parted.get(parameter, ()), 3)}
 
     @property
     def holds(self) -> bool:
@@ -80,6 +87,7 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
     grid: list[int] = []
     apart: set[str] = set()
     zero: dict[int, int] = {}
+    parted: dict[str, set[int]] = {}
     for plan in plans:
         for axis, found in _spreads(graph, plan, mesh).items():
             words[axis] = str(plan)
@@ -89,14 +97,17 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
             for name, row in found.rows.items():
                 rows.setdefault(name, []).append((axis, row))
             for p in trace.parameters:
-                label = found.labels.get((p.node, 0), REPLICATE) if plan.kind else REPLICATE
+                label = found.labels.get((p.node, 0), REPLICATE) if plan.kind or p.node in found.weights else REPLICATE
                 rests[p.name][axis] = frozenset((label,))
+                if p.node in found.weights and label != REPLICATE:
+                    parted.setdefault(p.name, set()).add(axis)
                 if label == REPLICATE and (plan.zero or _is_side(plan, mesh, axis)):
                     sharded[p.name].append(axis)
     allowed = {p.name: _alternatives(p, rests[p.name], sharded[p.name], apart=bool(grid)) for p in trace.parameters}
     sorted_rows = {name: tuple(sorted(r, key=lambda x: x[0])) for name, r in rows.items()}
+    parts = {name: frozenset(axes) for name, axes in parted.items()}
     gathered = {name: frozenset(axes).intersection(grid) for name, axes in sharded.items()}
-    return Named(sorted_rows, allowed, tuple(words), tuple(grid), gathered, frozenset(apart), zero)
+    return Named(sorted_rows, allowed, tuple(words), tuple(grid), gathered, frozenset(apart), zero, parts)
 
 
 def _spreads(graph: Read, plan: Parallelism, mesh: Mesh) -> dict[int, Spread]:
@@ -105,6 +116,8 @@ def _spreads(graph: Read, plan: Parallelism, mesh: Mesh) -> dict[int, Spread]:
     if not axes:
         return {}
     if plan.kind is None or plan.kind not in SIDES:
+        if plan.name == "expert_parallel":
+            return dict.fromkeys(axes, _data_parallel(graph, plan, [mesh.shape[axis] for axis in axes]))
         walk = _tensor_parallel if plan.kind else _context_parallel if plan.name == "context_parallel" else _data_parallel
         return dict.fromkeys(axes, walk(graph, plan))
     samples, sides = _data_parallel(graph, plan), walk_sides(graph, plan)
@@ -132,15 +145,16 @@ def _alternatives(p: Parameter, rest: Sequence[frozenset[Placement] | None], axe
     return tuple(tuple(dims if axis in some else allowed for axis, allowed in enumerate(rest)) for some, dims in choices)
 
 
-def _data_parallel(graph: Read, plan: Parallelism) -> Spread:
-    """Every input is split over its dim 0, and all that follows from them."""
+def _data_parallel(graph: Read, plan: Parallelism, experts: Sequence[int] = ()) -> Spread:
+    """Every input is split over its dim 0, and all that follows from them; experts over axes of the sizes that are given, if any are."""
     inputs = [i for i in graph.trace.inputs if i.shape]
     batch = inputs[0].shape[0] if inputs else 0
     split = {i.node: Shard(0) for i in inputs if i.shape[0] == batch and batch > 1}
     if not split:
         what = f"{plan}: no input has a batch to split; its dim 0 would be it"
         raise ConstraintError(what, remedy="plan with more than one sample in the batch, or without the constraint")
-    found = spread(graph, Policy(split, slices=True))
+    policy = Policy(split, slices=True)
+    found = by_experts(graph, plan, policy, experts) if experts else spread(graph, policy)
     if found.failure is not None:
         _refuse(graph, plan, found.failure.node, "the batch is split over it, and it has no way to compute on a part of the batch")
     return found
@@ -226,9 +240,12 @@ def _column_dims(graph: Read, node: fx.Node) -> list[int]:
 
 
 def _tables(graph: Read) -> dict[Ref, Placement]:
-    """Tables that are looked up by ids of the batch and have more rows than columns, to be split by rows."""
+    """Tables that are looked up by ids of the batch and have more rows than columns, to be split by rows; experts' weights, to be split
+    by what lies between their two linears."""
     found: dict[Ref, Placement] = {}
     for node in graph.nodes.values():
+        if node.target is ops.experts:
+            found |= dict.fromkeys(graph.reads[node.name][3:5], Shard(2))
         if node.target is ops.embedding and node.meta["phase"] == "forward":
             table, ids = graph.reads[node.name][:2]
             rows, columns = graph.calls[node.name].inputs[0].shape

@@ -82,6 +82,7 @@ class Spread:
         rows: per node that is forced. labels: per tensor that is not free.
         sources: per split tensor. contracted, scored: sources of what ended in a product, in a cross entropy.
         apart: nodes that read an operand otherwise than it is made.
+        weights: names of weights that rest as they are read, of what else is data parallelism.
         failure: where the walk stopped, if it did.
     """
 
@@ -91,6 +92,7 @@ class Spread:
     contracted: set[str] = field(default_factory=set)
     scored: set[str] = field(default_factory=set)
     apart: set[str] = field(default_factory=set)
+    weights: set[str] = field(default_factory=set)
     failure: Failure | None = None
 
 

@@ -45,6 +45,13 @@ def pooled2d_backward(s: Any) -> Built:
     return on(real(*y.shape), x, [2, 2], [2, 2], [0, 0], [1, 1], False, indices)
 
 
+def experts(s: Any, parts: int = 2, act: str = "silu", gradient: bool = False) -> Built:
+    """s.a tokens of 3 features pick 2 of s.b experts with s.c features between and s.d made; some picks are of no expert."""
+    x, picked, gates = real(s.a, 3), ids(s.b + 1, s.a, 2), real(s.a, 2)
+    weights = real(s.b, parts, s.c, 3), real(s.b, s.d, s.c)
+    return on(*((real(s.a, s.d),) if gradient else ()), x, picked, gates, *weights, act, s.b)
+
+
 def softmaxed(s: Any) -> Built:
     x = real(s.a, s.b, s.c)
     m, total = x.amax(-1), (x - x.amax(-1, keepdim=True)).exp().sum(-1)
@@ -219,6 +226,8 @@ CASES: Mapping[Any, Case | list[Case]] = {
         lambda s: on(real(s.c, s.d, s.b), ids(s.a, s.c, s.d), s.a, 0, False),
         lambda s: on(real(s.c, s.d, s.b), ids(s.a, s.c, s.d), s.a, -1, True),
     ],
+    ops.experts: [experts, lambda s: experts(s, 1, "relu2")],
+    ops.experts_backward: [lambda s: experts(s, gradient=True), lambda s: experts(s, 1, "relu2", gradient=True)],
     ops.sum_exp: lambda s: on(x := real(s.a, s.b, s.c), x.amax(-1)),
     ops.pick: lambda s: on(real(s.a, s.b, s.c), ids(s.c, s.a, s.b), -100),
     ops.cross_entropy_backward: softmaxed,

@@ -29,6 +29,7 @@ from autopar.cost.held import Held, StepMoves, held_ways, stage_on
 from autopar.emit.calls import CALLS
 from autopar.errors import ConstraintError, LayoutError, VerificationError
 from autopar.hardware import HardwareProfile
+from autopar.kernels.sums import add_to
 from autopar.layout import Layout, local_shape
 from autopar.mesh import Mesh
 from autopar.planning import Planned
@@ -80,6 +81,15 @@ def test_each_stage_moves_what_the_paper_says(stage: int) -> None:
     assert said == {f"ZeRO-{stage}"} if stage < 3 else said <= {"ZeRO-2", "ZeRO-3"}  # gathered per use, some kept until backward
     assert autopar.verify(made.plan, model, batch).ok
     assert autopar.check(made.plan, model, batch).ok
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_over_two_axes_each_gradient_is_added_once(stage: int) -> None:
+    made, model, batch = planned("llama", Mesh({"a": 2, "b": 2}), megatron(dp=4, zero=stage))
+    assert isinstance(made.program, StagedProgram)
+    added = [n for n in made.program.stages[0].backward.graph.nodes if n.target is add_to]
+    assert len(added) == len({n.args[0] for n in added})
+    assert autopar.verify(made.plan, model, batch).ok
 
 
 def test_data_parallelism_reduces_once_a_step_where_nothing_is_hidden() -> None:

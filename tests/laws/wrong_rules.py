@@ -173,6 +173,17 @@ WRONG: Mapping[str, tuple[Any, f.Family]] = {
     "heads of the queries without those of the keys": (ops.attention, always("b h _ _, b _ _ _, b _ _ _, b _ _ _ -> b h _ _, b h _")),
     "a key's gradient not added over queries": (ops.attention_backward, causal_backward),
     "a look-up's parts reduced by maximum": (ops.embedding, Row("v d, ... -> ... d", FIRST, "max")),
+    "experts' parts reduced by maximum": (ops.experts, Row("t _, t p, t p, e _ f _, e d f -> t d", (), "max")),
+    "tokens' features split before an activation": (ops.experts, Row("t h, t p, t p, e _ f h, e d f -> t d")),
+    "experts split, what they make taken for whole": (ops.experts, Row("t _, t p, t p, e _ f _, e d f -> t d =e")),
+    "an expert's gradient not added over tokens": (
+        ops.experts_backward,
+        Row("t d, t _, t p, t p, e _ f _, e d f -> t _, t p, e _ f _ =t, e d f =t"),
+    ),
+    "gates' gradient not added over experts": (
+        ops.experts_backward,
+        Row("t d, t _, t p, t p, e _ f _, e d f -> t _, t p =e, e _ f _, e d f"),
+    ),
     "a vocabulary split without its start": (aten.embedding.default, Row("v d, ... -> ... d", FIRST)),
     "a sum of exponentials by its maximum": (ops.sum_exp, Row("... v, ... -> ...", (), "max")),
     "a sum of exponentials linear": (ops.sum_exp, Row("... v, ... -> ...", FIRST)),
@@ -372,6 +383,8 @@ MISPLACED: Mapping[str, tuple[Any, Callable[[Any], Local]]] = {
     "a mask that every rank draws alike": (random_ops.keep_mask, _unplaced_draw),
     "a draw placed in a whole of the wrong size": (random_ops.uniform, _shrunk_draw),
     "a vocabulary whose parts all start at 0": (ops.embedding, _numbered_from(0, 0, lambda site, at: 0, True)),
+    "experts whose parts all start at 0": (ops.experts, _numbered_from(3, 0, lambda site, at: 0, False)),
+    "experts' gradients whose parts all start at 0": (ops.experts_backward, _numbered_from(4, 0, lambda site, at: 0, False)),
     "classes that all start at 1": (ops.pick, _numbered_from(0, -1, lambda site, at: 1, True)),
     "classes that start where the batch does": (
         ops.cross_entropy_backward,
@@ -395,5 +408,6 @@ UNEVEN: Mapping[str, tuple[Any, Callable[[Any], Local]]] = {
         lambda site: Local(aten.reshape.default, (site.call.args[0], _largest(site)), {}),
     ),
     "a vocabulary that starts as if parts were equal": (ops.embedding, _floor(0, 0, True)),
+    "experts that start as if parts were equal": (ops.experts, _floor(3, 0, False)),
     "classes that start as if parts were equal": (ops.pick, _floor(0, -1, True)),
 }

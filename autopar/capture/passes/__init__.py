@@ -14,6 +14,7 @@ from autopar.capture.passes.attention import replace_attention
 from autopar.capture.passes.batch_norm import split_batch_norm
 from autopar.capture.passes.clean import clean, fold_views
 from autopar.capture.passes.embedding import replace_embeddings
+from autopar.capture.passes.experts import see_experts
 from autopar.capture.passes.fused import separate_fused_projections
 from autopar.capture.passes.likelihood import split_likelihood
 from autopar.capture.passes.linears import unflatten_products, unflatten_sums
@@ -36,4 +37,5 @@ PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (
     ("views of views", fold_views),
     ("clean again", clean),
     ("fused projections", separate_fused_projections),
+    ("experts", see_experts),
 )

@@ -1,0 +1,52 @@
+"""Experts' weights seen with a dim of their own for gate and up.
+
+A gated expert's two linears are one weight ``[e, 2 f, h]``, and sharding ``2 f`` would cut across the two. So the parameter is seen as
+`autopar.ops.experts` reads it, ``[e, 2, f, h]``, as fused projections are (`autopar.capture.passes.fused`).
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from autopar import ops
+from autopar.capture.graphs import aten, calls, shape_of, sweep
+
+_UP = 2  # the result of `experts_backward` that is up's gradient
+
+
+def see_experts(graph: fx.Graph) -> None:
+    """Every weight that only experts read, as a view, gets the view's shape, and so does its gradient."""
+    for node in calls(graph, ops.experts):
+        seen = node.args[3]
+        if seen.target is not aten.view.default or seen.args[0].op != "placeholder":
+            continue
+        weight, shape = seen.args[0], shape_of(seen)
+        views = list(weight.users)
+        if all(_is_read_as(view, shape) for view in views):
+            for view in views:
+                _see_gradients(view)
+                view.replace_all_uses_with(weight)
+            weight.meta["val"] = weight.meta["val"].new_empty(shape)
+    sweep(graph)
+
+
+def _is_read_as(view: fx.Node, shape: tuple[int, ...]) -> bool:
+    """Whether it is that view, which experts alone read, whose gradient nothing reads but the end of the graph."""
+    if view.target is not aten.view.default or shape_of(view) != shape:
+        return False
+    readers = all(user.target in (ops.experts, ops.experts_backward) for user in view.users)
+    return readers and all(user.op == "output" for back in _gradients(view) for user in back.users)
+
+
+def _gradients(view: fx.Node) -> list[fx.Node]:
+    """What the gradients of the view are read by: views back to the weight's shape."""
+    made = [user for user in view.users if user.target is ops.experts_backward]
+    parts = [part for node in made for part in node.users if part.target is operator.getitem and part.args[1] == _UP]
+    return [user for part in parts for user in part.users]
+
+
+def _see_gradients(view: fx.Node) -> None:
+    for back in _gradients(view):
+        back.replace_all_uses_with(back.args[0])

@@ -1,0 +1,256 @@
+"""Expert parallelism by name: what it moves and holds is what the formulas say, a rank computes with its own experts, numbers are right.
+
+Volumes as `autopar.constraints.expert_parallel` states them, per layer and axis, counted in the emitted program.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import zoo_small
+from torch import nn
+from torch.distributed.tensor import Shard
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import autopar
+from autopar import ops
+from autopar.api.planning import plan_model
+from autopar.capture import capture
+from autopar.constraints import Megatron, ddp, expert_parallel, megatron, parallelisms, pipeline, read_constraint, tensor_parallel
+from autopar.errors import ConstraintError
+from autopar.mesh import Mesh
+from autopar.planning import Planned
+from autopar.run.program import Program
+
+LAYERS, B, S, H, F, E, K = 2, zoo_small.BATCH, zoo_small.SEQUENCE, 32, 48, 4, 2
+EXPERTS = (E * 2 * F * H, E * H * F)  # elements of a layer's two weights
+LINE, SQUARE = Mesh({"expert": 2}), Mesh({"data": 2, "expert": 2})
+
+
+@cache
+def planned(mesh: Mesh, *constraints: Any, times: int = 1) -> tuple[Planned, nn.Module, dict[str, Any]]:
+    model, batch = zoo_small.mixtral(num_layers=LAYERS)
+    batch = {name: torch.cat([value.roll(n, 1) for n in range(times)]) for name, value in batch.items()}
+    return plan_model(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=constraints)[1], model, batch
+
+
+def moved(made: Planned, phase: str, kind: str, axis: int) -> Counter[int]:
+    """Elements of the whole that is gathered, scattered or reduced within an axis, by how many collectives."""
+    assert isinstance(made.program, Program)
+    size = made.plan.mesh.shape[axis]
+    found = [c for p, _, c in made.program.collectives if (p, c.kind, c.axis) == (phase, kind, axis)]
+    return Counter(max(c.bytes, c.output_bytes(size)) // getattr(torch, c.dtype).itemsize for c in found)
+
+
+def per_layer(*sizes: int) -> Counter[int]:
+    return Counter({size: count * LAYERS for size, count in Counter(sizes).items()})
+
+
+def is_right(made: Planned, model: nn.Module, batch: dict[str, Any]) -> bool:
+    return autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
+
+
+@pytest.mark.parametrize(
+    ("mesh", "asked", "axis"),
+    [(LINE, expert_parallel("expert"), 0), (Mesh({"expert": 4}), megatron(ep=4), 0), (SQUARE, megatron(ep=2), 1)],
+    ids=["2", "4", "data beside"],
+)
+def test_tokens_are_gathered_and_results_scattered_once_a_layer(mesh: Mesh, asked: Any, axis: int) -> None:
+    made, model, batch = planned(mesh, asked)
+    tokens = B * S // (1 if len(mesh.shape) == 1 else mesh.shape[0])  # of the devices of the axis together
+    assert moved(made, "forward", "all_gather", axis) == per_layer(tokens * H, tokens * K, tokens * K)
+    assert moved(made, "forward", "reduce_scatter", axis) == per_layer(tokens * H)
+    assert moved(made, "backward", "all_gather", axis) == per_layer(tokens * H)
+    assert moved(made, "backward", "reduce_scatter", axis) == per_layer(tokens * H, tokens * K)
+    dense = Counter(p.numel() for name, p in model.named_parameters() if "experts" not in name)
+    assert moved(made, "backward", "all_reduce", axis) == dense, "no gradient of an expert"
+    if len(mesh.shape) == 2:
+        assert moved(made, "backward", "all_reduce", 0) == dense + per_layer(*(n // 2 for n in EXPERTS)), "over data those of their own"
+        assert not moved(made, "forward", "all_gather", 0)
+    assert is_right(made, model, batch)
+
+
+def test_over_two_axes_tokens_are_gathered_along_one_after_the_other() -> None:
+    made, model, batch = planned(Mesh({"a": 2, "b": 2}), megatron(ep=4))
+    gathered = moved(made, "forward", "all_gather", 0), moved(made, "forward", "all_gather", 1)
+    assert sorted(sum(c.elements()) for c in gathered) == [
+        LAYERS * B * S * (H + 2 * K) // 2,
+        LAYERS * B * S * (H + 2 * K),
+    ]
+    assert is_right(made, model, batch)
+
+
+@pytest.mark.parametrize(("mesh", "ep", "zero"), [(LINE, 2, 0), (SQUARE, 2, 0), (SQUARE, 4, 0), (SQUARE, 2, 3), (SQUARE, 4, 3)])
+def test_a_device_rests_with_its_share(mesh: Mesh, ep: int, zero: int) -> None:
+    """Ψ_e elements of experts and Ψ of all else on D devices: Ψ_e/ep + Ψ, or with ZeRO's stage 3 both over D."""
+    made, model, _ = planned(mesh, megatron(ep=ep, zero=zero))
+    experts = LAYERS * sum(EXPERTS)
+    other, devices = sum(p.numel() for p in model.parameters()) - experts, made.plan.mesh.num_devices
+    elements = (experts + other) // devices if zero else experts // ep + other
+    rests = made.plan.prediction.memory_bytes
+    assert (rests["parameters"], rests["optimizer"], rests["gradients"]) == (4 * elements, 8 * elements, 4 * elements)
+
+
+def test_a_rank_computes_with_its_own_experts_alone() -> None:
+    made, _, _ = planned(SQUARE, megatron(ep=2))
+    assert isinstance(made.program, Program)
+    seen = [c for e in made.plan.entries for c in e.nodes if "experts/experts" in c.node]
+    assert len(seen) == 2, "forward and backward, of all layers alike"
+    for choice in seen:
+        up = choice.strategy.inputs[3 + ("backward" in choice.node)]
+        assert up.placements[1] == Shard(0) and up.placements[0] != Shard(0)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "asked"),
+    [
+        (Mesh({"data": 2, "expert": 4}), megatron(ep=4)),
+        (Mesh({"data": 2, "expert": 2, "tensor": 2}), megatron(tp=2, ep=2, zero=3)),
+        (SQUARE, megatron(ep=4, zero=1, microbatches=2)),
+        pytest.param(Mesh({"stage": 2, "data": 1, "expert": 2}), megatron(pp=2, ep=2, zero=2, microbatches=2), marks=pytest.mark.slow),
+        pytest.param(LINE, megatron(ep=2, recompute="full"), marks=pytest.mark.slow),
+    ],
+    ids=["8", "tensor beside", "microbatches", "stages", "recomputed"],
+)
+def test_loss_outputs_and_gradients_are_the_models(mesh: Mesh, asked: Megatron) -> None:
+    made, model, batch = planned(mesh, asked, times=2)
+    assert autopar.verify(made.plan, model, batch).ok
+
+
+def test_tensor_parallelism_splits_what_lies_between_an_experts_linears() -> None:
+    made, model, batch = planned(LINE, tensor_parallel("1d", axes="expert"))
+    for phase, lookup_or_head in (("forward", 1), ("backward", 1)):
+        assert moved(made, phase, "all_reduce", 0)[B * S * H] == 2 * LAYERS + lookup_or_head, "attention and experts"
+    used = [c.strategy for e in made.plan.entries for c in e.nodes if c.node.endswith("experts/forward/0")]
+    assert used and all(str(s.inputs[3]) == str(s.inputs[4]) == "S(2)" for s in used)
+    assert is_right(made, model, batch)
+
+
+def test_without_stage_3_experts_are_not_gathered_whatever_the_stage() -> None:
+    """Held through a step are all parameters but the experts, which are read as they rest."""
+    made, model, _ = planned(LINE, megatron(ep=2, zero=2, microbatches=2))
+    other = sum(p.numel() for name, p in model.named_parameters() if "experts" not in name)
+    rests = made.plan.prediction.memory_bytes
+    assert rests["parameters"] == 4 * (LAYERS * sum(EXPERTS) + other) // 2
+    assert rests["gathered"] <= 4 * other
+
+
+TYPES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+
+
+def of_type(kind: str, implementation: str = "batched_mm", **settings: Any) -> tuple[nn.Module, dict[str, Any]]:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "num_attention_heads": 4}
+    config = AutoConfig.for_model(kind, **sizes, num_key_value_heads=4 if kind == "deepseek_v3" else 2, **settings)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
+    return model, zoo_small.mixtral()[1]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("olmoe", "deepseek_v3"))])
+def test_other_models_with_experts(kind: str) -> None:
+    model, batch = of_type(kind, **TYPES[kind])
+    plan = autopar.plan(model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(expert_parallel("expert"),))
+    assert autopar.verify(plan, model, batch).ok
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_every_setting_of_transformers_is_one_graph(implementation: str) -> None:
+    ours, (model, batch) = [
+        capture(*_call(zoo_small.mixtral())),
+        of_type("mixtral", implementation, num_local_experts=E, num_experts_per_tok=K),
+    ]
+    theirs = capture(*_call((model, batch)))
+    assert [(n.op, n.target, n.meta.get("key")) for n in theirs.graph.nodes] == [
+        (n.op, n.target, n.meta.get("key")) for n in ours.graph.nodes
+    ]
+    assert sum(n.target is ops.experts for n in theirs.graph.nodes) == LAYERS
+    expected = model(**batch).loss  # what was replaced is back
+    assert torch.isfinite(expected)
+    assert "experts_forward" not in type(model.model.layers[0].mlp.experts).forward.__qualname__
+
+
+def _call(built: tuple[nn.Module, dict[str, Any]]) -> tuple[nn.Module, tuple[()], dict[str, Any]]:
+    return built[0], (), built[1]
+
+
+def test_experts_with_biases_stay_as_they_are() -> None:
+    """They are another op's, so expert parallelism says that there are none it could split."""
+    model, batch = of_type("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=8)
+    with pytest.raises(ConstraintError, match=r"no experts to split; they would be those .* without biases"):
+        autopar.plan(model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(expert_parallel("expert"),))
+
+
+def test_samples_stand_alone_so_that_microbatches_need_no_promise() -> None:
+    made, model, batch = planned(Mesh({"stage": 2}), pipeline("stage", microbatches=2))
+    assert not any("promise" in line for line in made.plan.proof.covers)
+    assert autopar.verify(made.plan, model, batch).ok
+
+
+def test_the_planner_splits_experts_unasked_where_that_is_faster() -> None:
+    """Eight devices, eight large experts: to gather tokens moves less than to gather weights, and a part of each makes smaller products."""
+    config = AutoConfig.for_model(
+        "mixtral",
+        num_hidden_layers=2,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=1024,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    ids = torch.zeros(8, 1024, dtype=torch.long)
+    plan = autopar.plan(model, Mesh({"gpu": 8}), example_inputs={"input_ids": ids, "labels": ids}, hardware="h100-sxm", outputs="loss")
+    used = [c.strategy for e in plan.entries for c in e.nodes if c.node.endswith("experts/forward/0")]
+    assert used and all(str(s.inputs[3]) == str(s.inputs[4]) == "S(0)" for s in used)
+
+
+# ── what cannot hold, and the words ──
+
+
+def test_a_model_without_experts_refuses() -> None:
+    model, batch = zoo_small.llama()
+    with pytest.raises(ConstraintError, match=r"expert_parallel\(axes=\['expert'\]\): the model has no experts"):
+        autopar.plan(model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(expert_parallel("expert"),))
+
+
+@pytest.mark.parametrize(("mesh", "asked"), [(Mesh({"a": 3}), expert_parallel("a")), (Mesh({"a": 2, "b": 4}), megatron(ep=8))])
+def test_a_number_of_experts_that_does_not_divide_is_named_with_its_op(mesh: Mesh, asked: Any) -> None:
+    with pytest.raises(
+        ConstraintError, match=r"layers\.0\.mlp\.experts/experts/forward/0 refuses, its 4 experts are no multiple of [38] devices"
+    ):
+        planned(mesh, asked)
+
+
+def test_experts_are_split_over_axes_of_data_parallelism() -> None:
+    mesh = Mesh({"a": 2, "b": 2, "c": 2})
+    found = [(p.name, p.axes) for p in parallelisms([megatron(tp=2, ep=2)], mesh)]
+    assert found == [("tensor_parallel_1d", ("c",)), ("expert_parallel", ("b",)), ("ddp", ("a",))]
+    assert [(p.name, p.axes) for p in parallelisms([megatron(ep=4, dp=8, zero=3)], mesh)] == [
+        ("expert_parallel", ("b", "c")),
+        ("fsdp", ("a",)),
+    ]
+    beside = [(p.name, p.axes) for p in parallelisms([ddp("a"), expert_parallel(("b", "c"))], mesh)]
+    assert beside == [("ddp", ("a",)), ("expert_parallel", ("b", "c"))]
+    named = megatron(dp=("a", "b"), tp="c", ep="b")
+    assert [p.axes for p in parallelisms([named], mesh)] == [("c",), ("b",), ("a",)]
+    with pytest.raises(ConstraintError, match="split over axes of data parallelism, and c are not all such"):
+        list(parallelisms([megatron(tp="c", ep="c")], mesh))
+    with pytest.raises(ConstraintError, match="no axes of mesh"):
+        list(parallelisms([megatron(tp=4, ep=4)], mesh))
+
+
+@pytest.mark.parametrize("wish", [megatron(ep=2, dp=4), megatron(ep=("a", "b"), cp=2, zero=3), expert_parallel("a")])
+def test_a_constraint_is_read_back_as_it_was(wish: Any) -> None:
+    assert read_constraint(wish.to_json()) == wish and "ep=" in str(wish) + "ep=" * (wish == expert_parallel("a"))
