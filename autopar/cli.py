@@ -78,9 +78,11 @@ def plan_command(
     optimizer: Annotated[str, typer.Option(help="Whose state rests: adamw, adam, sgd, momentum or none.")] = "adamw",
     gap: Annotated[float, typer.Option(help="Relative distance to the proven bound at which the search stops.")] = 0.01,
     strict: Annotated[bool, typer.Option(help="Refuse ops that run replicated for want of a rule.")] = False,
-    pipeline: Annotated[str | None, typer.Option(metavar="AXIS", help="Cut the model into stages along this axis of the mesh.")] = None,
+    pipeline: Annotated[
+        str | None, typer.Option(metavar="AXIS", help="Cut the model into stages along this axis of the mesh; auto: any, or none.")
+    ] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Into how many the batch is cut.")] = None,
-    schedule: Annotated[str, typer.Option(help=f"Of the stages: {', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}.")] = SCHEDULES[0],
+    schedule: Annotated[str | None, typer.Option(help=f"Of the stages: {', '.join(SCHEDULES)} or {constraints.AUTO}.")] = None,
     chunks: Annotated[int | None, typer.Option(min=1, help=f"Stages per device of {constraints.INTERLEAVED}, 2 by default.")] = None,
     outputs: Annotated[
         str, typer.Option(help="loss, if a step needs no other output: a language model's logits need never be there at once. Or dtensor.")
@@ -89,7 +91,15 @@ def plan_command(
 ) -> None:
     """Plan a model for a mesh: no GPU, no process group, weights on meta."""
     axes, profile = int(mesh) if mesh.isdigit() else Mesh.parse(mesh), HardwareProfile.load(hardware)
-    stages = (constraints.pipeline(pipeline, microbatches=microbatches, schedule=schedule, chunks=chunks),) if pipeline is not None else ()
+    stages = (
+        (
+            constraints.pipeline(
+                None if pipeline == constraints.AUTO else pipeline, microbatches=microbatches, schedule=schedule, chunks=chunks
+            ),
+        )
+        if pipeline is not None
+        else ()
+    )
     options = PlanOptions(
         parse_size(memory), optimizer, stages, strict, gap, num_microbatches=microbatches or "auto", outputs=cast(Outputs, outputs)
     )

@@ -14,7 +14,7 @@ from torch import nn
 from autopar.api.tracing import batch_size, by_rows, trace_part
 from autopar.capture import Trace
 from autopar.capture.loss_head import heads_of
-from autopar.constraints import Pipelined, check, pipeline_in
+from autopar.constraints import AUTO, INTERLEAVED, Pipelined, check, pipeline_in
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
@@ -29,6 +29,7 @@ log = logging.getLogger("autopar")
 _MOST_NUMBERS = 3  # of microbatches per axis
 _PARTS = (4, 16)  # into which a device's rows of logits are cut
 _LEAST_ROWS = 64  # below, a product no longer fills a device
+_WORTH = 0.01  # share of a step: a further stage per device is to save as much
 _MOST_ROUNDS = 8  # microbatches per stage: beyond, the pipeline waits for less than an eighth of its time
 
 
@@ -117,7 +118,7 @@ class Chooser:
         for axis, num in self._candidates(wish):
             limit_s = limit_s if best is None else best.plan.prediction.step_s
             try:
-                found = self._without(limit_s) if num == 0 else self._staged(wish, axis, num, limit_s)
+                found = self._without(limit_s) if num == 0 else self._scheduled(replace(wish, axis=axis), num, limit_s)
             except TooSlow as error:
                 refusal = refusal or error
                 log.info("no plan of %d microbatches along %r is faster: at least %.4g s", num, axis, error.args[0])
@@ -143,7 +144,7 @@ class Chooser:
         samples = batch_size(self.args, self.kwargs) if free and self.options.batch == "global" else 1
         for num in (n for n in range(2, samples + 1) if samples % n == 0):
             try:
-                found = self._staged(Pipelined("", num, "1f1b", None, independent=False), "", num, limit_s)
+                found = self._staged(Pipelined("", num, "1f1b", None, independent=False), num, limit_s)
             except InfeasibleError as error:
                 log.info("no plan of %d microbatches: %s", num, error.what)
             except ConstraintError as error:
@@ -169,10 +170,46 @@ class Chooser:
         plan = replace(found.plan, loss_rows=self.rows, proof=replace(found.plan.proof, covers=covers))
         return replace(found, plan=plan, program=replace(found.program, plan_hash=plan.hash))
 
-    def _staged(self, wish: Pipelined, axis: str, num: int, limit_s: float) -> Planned:
-        here = replace(wish, axis=axis)
-        if axis:
-            check_parts(len(cut_points(self.trace)) + 1, wish.chunks * self.mesh.shape[self.mesh.names.index(axis)])
+    def _scheduled(self, wish: Pipelined, num: int, limit_s: float) -> Planned:
+        """The plan of the schedule that is asked for, or of the fastest: 1F1B, then more and more stages a device.
+
+        A step of 1F1B is M microbatches on each of P devices and P − 1 that these wait for; with v stages a device they wait for the
+        v-th part. So interleaving is tried where 1F1B, or what bounds it, would be fast enough with so much less to wait for.
+        """
+        if wish.schedule != AUTO:
+            return self._staged(wish, num, limit_s)
+        ranks = self._num_ranks(wish)
+        best: Planned | None = None
+        refusal: TooSlow | None = None
+        try:
+            best = self._staged(replace(wish, schedule="1f1b"), num, limit_s)
+            plain_s = best.plan.prediction.step_s
+        except TooSlow as error:
+            refusal, plain_s = error, error.args[0]
+        chunks = 2
+        while ranks > 1 and num_rounds(ranks, num):
+            fast_enough = limit_s if best is None else min(limit_s, best.plan.prediction.step_s * (1.0 - _WORTH))
+            if plain_s * (num + (ranks - 1) / chunks) / (num + ranks - 1) >= fast_enough:
+                break
+            try:
+                found = self._staged(replace(wish, schedule=INTERLEAVED, chunks=chunks), num, fast_enough)
+            except (TooSlow, InfeasibleError, ConstraintError) as error:
+                log.info("no plan of %d stages a device along %r: %s", chunks, wish.axis, error)
+                break
+            if found.plan.prediction.step_s >= fast_enough:
+                break
+            best, chunks = found, chunks * 2
+        if best is None:
+            assert refusal is not None, "1F1B was found, or is too slow"
+            raise refusal
+        return best
+
+    def _num_ranks(self, wish: Pipelined) -> int:
+        return self.mesh.shape[self.mesh.names.index(wish.axis)] if wish.axis else 1
+
+    def _staged(self, here: Pipelined, num: int, limit_s: float) -> Planned:
+        if here.axis:
+            check_parts(len(cut_points(self.trace)) + 1, here.chunks * self._num_ranks(here))
         call = self.args, self.kwargs
         part, how = trace_part(self.model, self.trace, *call, num, independent=here.independent, known=self.captured)
         found = make_staged_plan(

@@ -10,11 +10,12 @@ from __future__ import annotations
 from autopar.constraints.layouts import KINDS, LayoutConstraint, layout
 from autopar.constraints.megatron import Megatron, Recompute, megatron
 from autopar.constraints.parallel import Parallelism, axes_of, context_parallel, ddp, expert_parallel, fsdp, tensor_parallel
-from autopar.constraints.pipelines import INTERLEAVED, SCHEDULES, Pipelined, pipeline
+from autopar.constraints.pipelines import AUTO, INTERLEAVED, SCHEDULES, Pipelined, pipeline
 from autopar.constraints.reading import read_constraint
 from autopar.constraints.together import Constraint, check, parallelisms, pipeline_in
 
 __all__ = [
+    "AUTO",
     "INTERLEAVED",
     "KINDS",
     "SCHEDULES",

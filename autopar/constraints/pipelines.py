@@ -10,6 +10,7 @@ from autopar.errors import ConstraintError
 
 INTERLEAVED = "interleaved_1f1b"
 SCHEDULES = ("1f1b", "gpipe", INTERLEAVED)
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def pipeline(
     axis: str | None = None,
     *,
     microbatches: int | None = None,
-    schedule: str = "1f1b",
+    schedule: str | None = None,
     cuts: Sequence[str] | None = None,
     independent: bool = False,
     chunks: int | None = None,
@@ -51,7 +52,9 @@ def pipeline(
         schedule: ``"1f1b"`` (Narayanan et al., "PipeDream", 2019, as Megatron-LM runs it: as many microbatches in flight as there are
             stages from here to the last), ``"gpipe"`` (Huang et al., 2019: all in flight), or ``"interleaved_1f1b"`` (Narayanan et al.,
             "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021, section 2.2: several stages a
-            device, far apart in the model, so that it waits less and holds and sends more).
+            device, far apart in the model, so that it waits less and holds and sends more). ``"auto"``: 1F1B, and where its stages wait so
+            long that it may be worth it, also interleaved, with 2 stages a device, 4, … as long as that is faster. By default
+            ``"1f1b"`` on an axis that is named, ``"auto"`` where the planner chooses the axis.
         cuts: module paths with which the later stages begin, ``["model.layers.8"]``; by default the planner's choice.
         independent: a promise that no sample depends on another, where the planner cannot see it (tokens sorted by expert).
         chunks: stages per device of the interleaved schedule, 2 by default; device r of P has stages r, r + P, … of chunks·P. Its
@@ -61,12 +64,15 @@ def pipeline(
         ConstraintError: on another schedule or no number. When a model is planned: where the axis is not in the mesh, the batch does
             not divide, samples depend on each other, or the model cannot be cut there; naming the op that refuses.
     """
-    if schedule not in SCHEDULES:
-        raise ConstraintError(f"schedule {schedule!r} is not known", remedy=f"pass one of {', '.join(SCHEDULES)}")
+    schedule = schedule or ("1f1b" if axis is not None or cuts is not None else AUTO)
+    if schedule not in (*SCHEDULES, AUTO):
+        raise ConstraintError(f"schedule {schedule!r} is not known", remedy=f"pass one of {', '.join((*SCHEDULES, AUTO))}")
     if microbatches is not None and microbatches < 1:
         raise ConstraintError(f"microbatches={microbatches} is no number of microbatches", remedy="pass a number from 1")
     chunks = (2 if schedule == INTERLEAVED else 1) if chunks is None else chunks
     if (chunks < 2) if schedule == INTERLEAVED else (chunks != 1):
         what = f"schedule {schedule!r} has no {chunks} stages per device"
         raise ConstraintError(what, remedy=f"pass chunks=2 or more with schedule={INTERLEAVED!r}, none with others")
+    if schedule == AUTO and cuts is not None:
+        raise ConstraintError("cuts fix how many stages a device has, and the planner is to choose it", remedy='pass schedule="1f1b"')
     return Pipelined(axis, microbatches, schedule, None if cuts is None else tuple(cuts), independent, chunks)

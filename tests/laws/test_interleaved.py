@@ -199,7 +199,7 @@ def test_what_interleaving_refuses() -> None:
         megatron(chunks=2)
     force = pipeline("stage", microbatches=2, schedule="interleaved_1f1b")
     with pytest.raises(ConstraintError, match="not equal rounds over 4 ranks"):
-        planned("llama", {"stage": 4}, force)
+        planned("llama", {"stage": 4}, force, layers=6)
     with pytest.raises(ConstraintError, match="nothing to interleave with"):
         planned("llama", {"stage": 1, "data": 2}, force)
     with pytest.raises(ConstraintError, match="8 stages are asked for"):
@@ -212,3 +212,25 @@ def test_interleaving_waits_less_where_stages_are_long(llama: Made) -> None:
     times = [stage.prediction.step_s for stage in pipe.stages]
     busy = max(sum(times[rank::2]) for rank in range(2)) * 4
     assert busy < llama[0].plan.prediction.step_s < busy + max(times) * 1.5
+
+
+@pytest.mark.parametrize(("microbatches", "chunks"), [(2, 2), pytest.param(8, 1, marks=pytest.mark.slow)])
+def test_the_planner_interleaves_where_that_is_faster(microbatches: int, chunks: int) -> None:
+    """With two microbatches a device waits a third of 1F1B's time; with eight, a ninth, less than smaller stages cost on this machine."""
+    mesh, settings = {"stage": 2}, {"hidden_size": 256, "intermediate_size": 1024}
+
+    def with_schedule(schedule: str) -> Made:
+        asked = pipeline("stage", microbatches=microbatches, schedule=schedule)
+        return planned("llama", mesh, asked, hardware="cpu-gloo", settings=settings)
+
+    chosen, model, batch = with_schedule("auto")
+    steps = {schedule: with_schedule(schedule)[0].plan.prediction.step_s for schedule in ("1f1b", "interleaved_1f1b")}
+    assert chosen.plan.prediction.step_s == min(steps.values()) and pipe_of(chosen).num_chunks == chunks
+    assert (steps["interleaved_1f1b"] < steps["1f1b"]) == (chunks > 1), "both kinds are tried"
+    assert autopar.verify(chosen.plan, model, batch).ok
+
+
+def test_the_schedule_is_the_planners_where_the_axis_is() -> None:
+    assert (pipeline().schedule, pipeline("stage").schedule, pipeline("stage", schedule="auto").schedule) == ("auto", "1f1b", "auto")
+    with pytest.raises(ConstraintError, match="cuts fix how many stages a device has"):
+        pipeline("stage", schedule="auto", cuts=["model.layers.1"])
