@@ -110,6 +110,8 @@ class Engine:
         self.rows = Rows.of([self._row(c) for c in model.constraints()])
         self.end = time.monotonic() + time_limit_s
         self.timed_out = False
+        self.basis: highspy.HighsBasis | None = None  # of the last vertex of the relaxation without further rows, and the steps to it
+        self.num_iterations = 0
 
     def costs(self, terms: Iterable[tuple[pulp.LpVariable, float]]) -> Floats:
         """Costs of all columns; 0 where there are none."""
@@ -140,6 +142,8 @@ class Engine:
         if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             return None
         solution = highs.getSolution()
+        if extra is None and not interior:
+            self.basis, self.num_iterations = highs.getBasis(), max(highs.getInfo().simplex_iteration_count, 0)
         bound, reduced, duals = proof(cost, rows, np.array(solution.row_dual))
         values = np.array(solution.col_value)
         return Relaxation(bound, reduced, duals, values if len(values) else np.zeros(len(cost)), not interior and len(values) > 0)

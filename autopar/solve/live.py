@@ -31,15 +31,15 @@ class Point:
 
 
 class Live:
-    """The relaxation of an engine's program, with some rows more.
+    """The relaxation of an engine's program, with some rows more; it starts where the engine's own has ended.
 
     Attributes:
-        num_iterations: of the simplex method so far. timed_out: whether the engine's time ran out.
+        num_iterations: of the simplex method so far, the engine's own among them. timed_out: whether the engine's time ran out.
     """
 
     def __init__(self, engine: Engine, extra: Rows) -> None:
-        self.cost, self.rows = engine.cost, engine.rows.plus(extra)
-        self.num_iterations, self.timed_out = 0, False
+        self.cost, self.rows = engine.cost, engine.rows
+        self.num_iterations, self.timed_out = engine.num_iterations, False
         self._end = engine.end
         self._numbers = np.arange(len(self.cost), dtype=np.int32)
         self._highs = highspy.Highs()
@@ -47,6 +47,9 @@ class Live:
         for name, value in options.items():
             self._highs.setOptionValue(name, value)
         self._highs.passModel(engine.lp(self.cost, self.rows))
+        if engine.basis is not None:
+            self._highs.setBasis(engine.basis)
+        self.add(extra)
 
     def add(self, rows: Rows) -> None:
         """Further rows."""
