@@ -13,7 +13,7 @@ from autopar.breakdown import CROSSING, INPUTS, Part, Transfer, in_words, label
 from autopar.explanation.prices import Worth
 from autopar.explanation.rendering import Readable, table
 from autopar.layout import Layout
-from autopar.plans import Entry, Plan
+from autopar.plans import Entry, Flip, Plan
 from autopar.units import seconds, share, size
 
 _STATIC = ("parameters", "optimizer", "gathered", "buffers", "inputs")
@@ -30,6 +30,7 @@ class Explanation(Readable):
         pattern: the module pattern asked for, or None for all.
         worth: what faster links are worth.
         of: what times and shares are of: the step, or, for a stage, a microbatch.
+        flips: at which change of the hardware choices turn, where that was asked for.
     """
 
     plan: Plan
@@ -37,6 +38,7 @@ class Explanation(Readable):
     pattern: str | None = None
     of: str = "step"
     worth: Worth = Worth()  # noqa: RUF009 - frozen
+    flips: tuple[Flip, ...] = ()
 
     def renderables(self) -> Iterator[RenderableType]:
         """Header, parallelism, layouts, costs, runner-ups; for a pattern every decision of its modules."""
@@ -63,6 +65,11 @@ class Explanation(Readable):
             columns = ("decision", "layouts", ">time", "runner-up, all else equal", f">{self.of}", "line")
             for part in self.parts:
                 yield from table(f"Decisions of {part.name}", columns, [_decision(e) for e in part.entries])
+        if self.flips:
+            columns = ("decision", "would take", f">{self.of} now", "from")
+            title = "What would turn close choices, each alone"
+            rows = [(escape(f.key), f.strategy, seconds(f.delta_s, signed=True), f.change) for f in self.flips]
+            yield from table(title, columns, rows)
         yield from self._replicated()
 
     def header(self) -> Iterator[str]:

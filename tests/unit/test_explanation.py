@@ -10,7 +10,7 @@ from made_plan import WIRE_S, made_plan, made_staged_plan
 
 from autopar.errors import PlanError
 from autopar.explanation import StagedExplanation, diff, explain
-from autopar.plans import Plan
+from autopar.plans import COMPUTE, Flip, Plan
 from autopar.units import seconds
 
 
@@ -86,6 +86,19 @@ def test_a_pattern_shows_only_the_stages_that_have_its_modules() -> None:
     assert [(section.first, section.last) for section in found.sections] == [(1, 1)]
     with pytest.raises(PlanError, match=r"no module matches 'net.layers.12.up'"):
         explain(made_staged_plan(), module="net.layers.12.up")
+
+
+def test_what_would_turn_a_choice_is_told_in_its_stage_and_of_the_modules_asked_for() -> None:
+    key, other = "net.layers.*.up/dot/forward/0", "S(0) R, R R -> S(0) R"
+    turning = tuple(Flip(key, other, 4e-3, what, factor, stage) for what, factor, stage in (("inter", 0.25, 0), (COMPUTE, 3.0, 3)))
+    said = str(explain(made_staged_plan(), flips=turning))
+    first, last = said.index("── stage 0 ──"), said.index("── stage 3 ──")
+    assert first < said.index("1/4 of the bandwidth of link inter") < said.index("── stages 1 to 2")
+    assert last < said.index("3 times the speed of compute")
+    assert said.count("What would turn close choices") == 2
+    assert "close choices" in str(explain(made_staged_plan(), module="net.layers.*.up", flips=turning))
+    assert "close choices" not in str(explain(made_staged_plan(), module="net.head", flips=turning))
+    assert "3 times the speed" in str(explain(made_plan(), flips=(Flip(key, other, 4e-3, COMPUTE, 3.0),)))
 
 
 def test_a_diff_of_stages_says_cuts_microbatches_and_schedule_first(golden: Callable[[str, str], None]) -> None:
