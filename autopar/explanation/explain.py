@@ -40,7 +40,7 @@ def explain(
         parts = tuple(part for stage in broken for part in stage)
         chosen = [tuple(p for p in stage if module is None or p.matches(module)) for stage in broken]
         each = tuple(
-            Explanation(stage, mine, module, "microbatch", flips=_of(flips, number, mine))
+            Explanation(stage, mine, module, "microbatch", flips=_of(flips, number, mine), stage_of=(plan, number))
             for number, (stage, mine) in enumerate(zip(pipeline.stages, chosen, strict=True))
         )
         found = StagedExplanation(plan, sections_of(each), module, priced)

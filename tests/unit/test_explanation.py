@@ -10,6 +10,7 @@ from made_plan import WIRE_S, made_plan, made_staged_plan
 
 from autopar.errors import PlanError
 from autopar.explanation import StagedExplanation, diff, explain
+from autopar.planning.schedules import step_time
 from autopar.plans import COMPUTE, Flip, Plan
 from autopar.units import seconds
 
@@ -139,3 +140,16 @@ def test_interleaved_stages_are_told_by_rank() -> None:
     assert "3 on rank 1" in text and "peak of rank 1 " in text
     busy = 4 * sum(stage.prediction.step_s for stage in plan.pipeline.stages[0::2])
     assert f"the devices of rank 0, which do most, work {seconds(busy)} of it" in text
+
+
+def test_what_a_runner_up_costs_is_told_of_the_step_as_well() -> None:
+    plan = made_staged_plan(microbatches=8)
+    assert plan.pipeline is not None
+    times = [stage.prediction.step_s for stage in plan.pipeline.stages]
+    said = str(explain(plan)).split("── stage")
+    for section, number in zip(said[1:], (0, 1, 3), strict=True):  # stages 1 and 2 are equal
+        then = [*times[:number], times[number] + 4e-3, *times[number + 1 :]]
+        delta = seconds(step_time(then, 8) - step_time(times, 8), signed=True)
+        line = next(line for line in section.splitlines() if "S(0) R, R R -> S(0) R" in line)
+        assert line.split("S(0) R, R R -> S(0) R")[1].split("  ")[-1].strip() == delta, line
+    assert "step, about" in str(explain(made_staged_plan(schedule="interleaved_1f1b", microbatches=4)))
