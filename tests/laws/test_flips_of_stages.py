@@ -62,6 +62,7 @@ CASES: dict[str, Case] = {
     "uneven cuts": (MESH, (pipeline("stage", microbatches=4, cuts=["layers.1"]),), 4, 16384, H100),
     "interleaved": (MESH, (pipeline("stage", microbatches=4, **INTER),), 4, 16384, H100),
     "one stage": ({"node": 2, "gpu": 2}, (), 2, 4096, GLOO),
+    "partial sums": ({"node": 2, "gpu": 2}, (), 2, 65536, H100),
     "tied": (MESH, (pipeline("stage", microbatches=2),), 2, 65536, H100),
 }
 Built = tuple[Plan, Trace, PlanOptions, HardwareProfile]
@@ -147,3 +148,21 @@ def test_the_public_call_asks_for_the_plan_s_own_hardware_and_says_the_stage() -
     assert found and all(str(flip).startswith("stage 0: ") for flip in found)
     with pytest.raises(PlanError, match="made for another profile"):
         autopar.flips(plan, Net(), batch, hardware=H100)
+
+
+def test_what_moves_a_parameter_once_a_step_is_priced_on_the_changed_hardware_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = built("partial sums")
+    plan, part, options, profile = made
+    assert plan.pipeline is not None
+    entries, looked_at = plan.pipeline.stages[0].entries, []
+    monkeypatch.setattr("autopar.planning.flips.nearest_root", lambda delta: looked_at.append(delta.__self__))
+    all_flips(plan, part, plan.mesh, profile, options, most=1000)
+    parameters = [local for local in looked_at if entries[local.index].kind == "parameter"]
+    assert {local.what for local in parameters} >= {COMPUTE, "intra"}
+    for what in {local.what for local in parameters}:
+        parts = parts_on(made, what, 2.0)
+        for local in (local for local in parameters if local.what == what):
+            entry = entries[local.index]
+            assert entry.runner_up is not None
+            flip = Flip(entry.key, entry.runner_up.strategy, entry.runner_up.delta_s, what, 2.0, 0)
+            assert local.delta_s(2.0) == pytest.approx(step_deltas(made, flip, parts)[0], rel=1e-6, abs=1e-12)
