@@ -58,7 +58,6 @@ INTER: dict[str, Any] = {"schedule": "interleaved_1f1b", "chunks": 2}
 Case = tuple[dict[str, int], tuple[Any, ...], int, int, HardwareProfile]  # mesh, constraints, microbatches, rows, profile
 CASES: dict[str, Case] = {
     "1f1b": (MESH, (pipeline("stage", microbatches=4),), 4, 16384, H100),
-    "parameters": (MESH, (pipeline("stage", microbatches=4),), 4, 65536, H100),
     "uneven cuts": (MESH, (pipeline("stage", microbatches=4, cuts=["layers.1"]),), 4, 16384, H100),
     "interleaved": (MESH, (pipeline("stage", microbatches=4, **INTER),), 4, 16384, H100),
     "one stage": ({"node": 2, "gpu": 2}, (), 2, 4096, GLOO),
