@@ -36,7 +36,7 @@ True
 """
 
 from autopar import constraints
-from autopar.api import check, compile, plan, verify, what_if
+from autopar.api import check, compile, flips, plan, verify, what_if
 from autopar.errors import AutoparError
 from autopar.explanation import diff, explain
 from autopar.hardware import HardwareProfile
@@ -57,6 +57,7 @@ __all__ = [
     "constraints",
     "diff",
     "explain",
+    "flips",
     "plan",
     "verify",
     "what_if",

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autopar import constraints, hf
-from autopar.api import as_call, check, verify, what_if
+from autopar.api import as_call, check, flips, verify, what_if
 from autopar.api.planning import plan_call
 from autopar.constraints.pipelines import SCHEDULES
 from autopar.errors import AutoparError, PlanError
@@ -29,7 +29,7 @@ from autopar.explanation import diff, explain
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions
-from autopar.plans import Plan
+from autopar.plans import Flip, Plan
 from autopar.run.executor import Outputs
 from autopar.units import seconds
 
@@ -57,6 +57,10 @@ Hf = Annotated[
 ]
 ModelName = Annotated[str | None, typer.Option("--model", metavar="NAME", help=f"A known size: {', '.join(hf.KNOWN)}.")]
 Module = Annotated[str | None, typer.Option("--module", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch).")]
+Function = Annotated[
+    str | None, typer.Option("--function", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch), for --flips.")
+]
+Flips = Annotated[int, typer.Option(min=0, help="Of so many close choices, in each stage, say at which change of the hardware they turn.")]
 Batch = Annotated[int, typer.Option(min=1, help="Global batch in samples.")]
 Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")]
 Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(_DTYPES)}.")]
@@ -120,10 +124,20 @@ def plan_command(
 
 @app.command("explain")
 def explain_command(
-    plan: PlanFile, module: Annotated[str | None, typer.Option(metavar="PATTERN", help="Only these modules, with every decision.")] = None
+    plan: PlanFile,
+    module: Annotated[str | None, typer.Option(metavar="PATTERN", help="Only these modules, with every decision.")] = None,
+    flips: Flips = 0,
+    hf: Hf = None,
+    model: ModelName = None,
+    function: Function = None,
+    batch: Batch = 8,
+    seq: Seq = None,
+    dtype: Dtype = "bfloat16",
 ) -> None:
-    """What a plan does and costs, module by module, and why not otherwise."""
-    _show(explain(Plan.load(plan), module=module))
+    """What a plan does and costs, module by module, and why not otherwise; with --flips and the model also what would turn choices."""
+    loaded = Plan.load(plan)
+    turning = _turning(loaded, flips, hf, model, function, batch, seq, dtype)
+    _show(explain(loaded, module=module, flips=turning))
 
 
 @app.command("diff")
@@ -185,7 +199,7 @@ def what_if_command(
     batch: Batch = 8,
     seq: Seq = None,
     dtype: Dtype = "bfloat16",
-    flips: Annotated[int, typer.Option(min=0, help="Of so many close choices say at which change of the hardware they turn.")] = 0,
+    flips: Flips = 0,
 ) -> None:
     """What a plan would take on other hardware, and how much a plan made there would gain."""
     loaded = Plan.load(plan)
@@ -213,11 +227,20 @@ def profile_command(
 def report_command(
     plan: PlanFile,
     out_file: Annotated[Path, typer.Option("--out", help="A .png, .svg or .pdf picture, or an .html page.")] = Path("plan.png"),
+    flips: Flips = 0,
+    hf: Hf = None,
+    model: ModelName = None,
+    module: Module = None,
+    batch: Batch = 8,
+    seq: Seq = None,
+    dtype: Dtype = "bfloat16",
 ) -> None:
     """Draw a plan: layouts per module, memory by kind, time line; of a pipeline its schedule and its stages' memory too."""
     from autopar.report import report
 
-    _say(f"written to {report(Plan.load(plan), out_file)}")
+    loaded = Plan.load(plan)
+    turning = _turning(loaded, flips, hf, model, module, batch, seq, dtype)
+    _say(f"written to {report(loaded, out_file, flips=turning)}")
 
 
 @app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -247,6 +270,21 @@ def parse_size(text: str | None) -> int | None:
     unit = match[2].lower().removesuffix("b")
     base = 1024 if unit.endswith("i") else 1000
     return int(float(match[1]) * base ** ("kmgt".index(unit[0]) + 1 if unit else 0))
+
+
+def _turning(
+    plan: Plan, num: int, config: str | None, name: str | None, function: str | None, batch: int, seq: int | None, dtype: str
+) -> tuple[Flip, ...]:
+    """What would turn close choices; nothing where that is not asked for."""
+    if not num:
+        return ()
+    if (config, name, function) == (None, None, None):
+        what = "what would turn choices cannot be told without the model"
+        raise AutoparError(what, remedy="pass --hf or --model, or a function: --function of explain, --module of report")
+    with _progress("building the model") as tell:
+        network, example = _build(config, name, function, batch, seq, dtype, "meta")
+        tell("pricing other hardware")
+        return flips(plan, network, example, most=num)
 
 
 def _build(

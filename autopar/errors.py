@@ -75,7 +75,11 @@ class ConstraintError(AutoparError):
 
 
 class InfeasibleError(AutoparError):
-    """No plan fits; the message says what would."""
+    """No plan fits; the message says what would: `needed_bytes` per device, 0 where that is not known."""
+
+    def __init__(self, what: str, *, where: Where | str | None = None, remedy: str = "", needed_bytes: int = 0) -> None:
+        super().__init__(what, where=where, remedy=remedy)
+        self.needed_bytes = needed_bytes
 
 
 class PlanError(AutoparError):

@@ -3,7 +3,7 @@
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware
 from autopar.api.compiling import Deferred, compile
 from autopar.api.planning import check, check_fits, plan, plan_model, verify
-from autopar.api.what_if import WhatIf, what_if
+from autopar.api.what_if import WhatIf, flips, what_if
 
 __all__ = [
     "Deferred",
@@ -16,6 +16,7 @@ __all__ = [
     "check_fits",
     "compile",
     "default_hardware",
+    "flips",
     "plan",
     "plan_model",
     "verify",

@@ -1,4 +1,4 @@
-"""`what_if`: an old plan on other hardware, beside the plan that would be made there."""
+"""`what_if`: an old plan on other hardware, beside the plan made there. `flips`: which hardware would turn a plan's choices."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch import nn
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh
 from autopar.api.planning import check_fits, plan_call
 from autopar.api.tracing import as_planned, planned_part
-from autopar.capture import capture
+from autopar.capture import Trace, capture
 from autopar.constraints import read_constraint
+from autopar.errors import PlanError
 from autopar.hardware import HardwareProfile
 from autopar.planning import PlanOptions
-from autopar.planning.flips import Flip, flips
-from autopar.planning.repricing import priced_for, repriced
-from autopar.plans import Plan
+from autopar.planning.flips import all_flips
+from autopar.planning.repricing import repriced
+from autopar.plans import Flip, Plan
 from autopar.units import seconds, share, size
 
 
@@ -90,8 +91,8 @@ def what_if(
         hardware: name or path of a profile, or a profile. mesh: of the plan's axes, where its links are others; by default the plan's.
         memory_bytes: budget per device; by default the plan's, where its user set one or the hardware is the same, else the device's
             memory less 10 %.
-        num_flips: for so many choices of the plan made there, those with the closest runner-ups, also say at which change of the
-            hardware they turn. Not for plans with stages, which have none.
+        num_flips: for so many choices of the plan made there, or of each of its stages, those with the closest runner-ups, also say at
+            which change of the hardware they turn.
 
     Raises:
         PlanError: where the plan is for another model or mesh. InfeasibleError: where no plan fits the other hardware.
@@ -102,13 +103,44 @@ def what_if(
     trace = capture(model, args, kwargs)
     check_fits(plan, trace, there)
     options = _options(plan, profile, memory_bytes)
-    part = as_planned(trace, plan) if plan.pipeline is None else planned_part(plan, model, trace, args, kwargs)[0]
-    step_s = repriced(plan, part, there, profile, options)
+    step_s = repriced(plan, _part(plan, model, trace, args, kwargs), there, profile, options)
     best = plan_call(model, there, args, kwargs, profile, options)[1].plan
     turning: tuple[Flip, ...] = ()
-    if num_flips and best.pipeline is None:
-        turning = flips(best, priced_for(best, as_planned(trace, best), there, profile, options), there, profile, most=num_flips)
+    if num_flips:
+        turning = all_flips(best, _part(best, model, trace, args, kwargs), there, profile, options, most=num_flips)
     return WhatIf(plan, profile.name, step_s, best, options.budget(profile), turning)
+
+
+def flips(
+    plan: Plan, model: nn.Module, batch: Example, *, most: int = 5, hardware: str | Path | HardwareProfile | None = None
+) -> tuple[Flip, ...]:
+    """At which change of the hardware close choices of a plan turn, the least change first; `autopar.explain` shows them.
+
+    The chosen strategy of an op and its runner-up are priced again where a link, or compute, is faster or slower, all else as in the
+    plan. A plan made for that hardware may change other choices sooner.
+
+    Args:
+        batch: the example inputs that the plan was made with.
+        most: so many choices, those with the closest runner-ups, are looked at; in a plan with stages, of each stage.
+        hardware: the profile that the plan was made for, where it is not found under its name.
+
+    Raises:
+        PlanError: where the plan is for another model or profile.
+    """
+    args, kwargs = as_call(batch)
+    profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or plan.fingerprint.profile)
+    if profile.hash != plan.fingerprint.profile_hash:
+        what = f"the plan was made for another profile than this {profile.name}"
+        raise PlanError(what, remedy="pass the one that it was made for as hardware=, or ask autopar.what_if about this one")
+    trace = capture(model, args, kwargs)
+    check_fits(plan, trace, plan.mesh)
+    part = _part(plan, model, trace, args, kwargs)
+    return all_flips(plan, part, plan.mesh, profile, _options(plan, profile, None), most=most)
+
+
+def _part(plan: Plan, model: nn.Module, trace: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
+    """What a plan is for: the captured call, or one microbatch of it."""
+    return as_planned(trace, plan) if plan.pipeline is None else planned_part(plan, model, trace, args, kwargs)[0]
 
 
 def _options(plan: Plan, profile: HardwareProfile, memory_bytes: int | None) -> PlanOptions:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from autopar.breakdown import breakdown
+from collections.abc import Sequence
+
+from autopar.breakdown import Part, breakdown
 from autopar.errors import PlanError
 from autopar.explanation.prices import Worth, worth
 from autopar.explanation.stages import StagedExplanation, sections_of
 from autopar.explanation.whole import Explanation
 from autopar.hardware import HardwareProfile
-from autopar.plans import Plan
+from autopar.plans import Flip, Plan
 
 
-def explain(plan: Plan, *, module: str | None = None, profile: HardwareProfile | None = None) -> Explanation | StagedExplanation:
+def explain(
+    plan: Plan, *, module: str | None = None, profile: HardwareProfile | None = None, flips: Sequence[Flip] = ()
+) -> Explanation | StagedExplanation:
     """A readable account of a plan: time, memory, proof; per module its layouts, costs, and the best other choice. Of a plan with a
     pipeline also its schedule and what crosses between stages, then the same per stage.
 
@@ -20,6 +24,7 @@ def explain(plan: Plan, *, module: str | None = None, profile: HardwareProfile |
     Args:
         module: a module path with shell wildcards; only these modules, with every decision taken in them.
         profile: the one that the plan was made for, where it is not a shipped one; it tells what faster links are worth.
+        flips: at which change of the hardware close choices turn, as `autopar.flips` finds them for the plan and its model.
 
     Raises:
         PlanError: where no module matches.
@@ -29,14 +34,23 @@ def explain(plan: Plan, *, module: str | None = None, profile: HardwareProfile |
     if pipeline is None:
         parts = breakdown(plan)
         mine = tuple(p for p in parts if module is None or p.matches(module))
-        found: Explanation | StagedExplanation = Explanation(plan, mine, module, worth=priced)
+        found: Explanation | StagedExplanation = Explanation(plan, mine, module, worth=priced, flips=_of(flips, None, mine))
     else:
         broken = [breakdown(stage) for stage in pipeline.stages]
         parts = tuple(part for stage in broken for part in stage)
         chosen = [tuple(p for p in stage if module is None or p.matches(module)) for stage in broken]
-        each = (Explanation(stage, mine, module, of="microbatch") for stage, mine in zip(pipeline.stages, chosen, strict=True))
-        found = StagedExplanation(plan, sections_of(tuple(each)), module, priced)
+        each = tuple(
+            Explanation(stage, mine, module, "microbatch", flips=_of(flips, number, mine), stage_of=(plan, number))
+            for number, (stage, mine) in enumerate(zip(pipeline.stages, chosen, strict=True))
+        )
+        found = StagedExplanation(plan, sections_of(each), module, priced)
     if module is not None and not found.parts:
         known = ", ".join(dict.fromkeys(p.module for p in parts if p.module))
         raise PlanError(f"no module matches {module!r}", remedy=f"its modules are {known}")
     return found
+
+
+def _of(flips: Sequence[Flip], stage: int | None, parts: Sequence[Part]) -> tuple[Flip, ...]:
+    """Those of one stage, and of the entries that are asked for."""
+    keys = {entry.key for part in parts for entry in part.entries}
+    return tuple(flip for flip in flips if flip.stage == stage and flip.key in keys)

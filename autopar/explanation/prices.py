@@ -80,18 +80,26 @@ def _of_axis(plan: Plan, axis: str, profile: HardwareProfile) -> LinkWorth:
     link = profile.links[name]
     quicker = replace(profile, links={**profile.links, name: faster(link, _SHARE)})
     now, then, nothing = (_times(plan, axis, p) for p in (profile, quicker, None))
-    saved_s = _step(plan, now) - _step(plan, then)
+    saved_s = step_with(plan, now) - step_with(plan, then)
     per_gb = saved_s / (_SHARE * link.bandwidth_bytes_per_s / _GB)
-    return LinkWorth(axis, name, link.bandwidth_bytes_per_s, _step(plan, now) - _step(plan, nothing), per_gb)
+    return LinkWorth(axis, name, link.bandwidth_bytes_per_s, step_with(plan, now) - step_with(plan, nothing), per_gb)
 
 
-def _step(plan: Plan, times: Sequence[float]) -> float:
-    """The step, for times of the step or of a microbatch per stage; see `Pipeline`."""
+def step_with(plan: Plan, times: Sequence[float]) -> float:
+    """Seconds of the step, for times of the step or of a microbatch per stage; see the module docstring for interleaved stages."""
     num = plan.pipeline.num_microbatches if plan.pipeline else 1
     if plan.pipeline and plan.pipeline.num_chunks > 1:
         then, planned = (_busiest(plan.pipeline, each) for each in (times, [s.prediction.step_s for s in plan.pipeline.stages]))
         return plan.prediction.step_s * then / planned
     return (num - 1) * max(times) + sum(times)
+
+
+def longer_step_s(plan: Plan, stage: int, delta_s: float) -> float:
+    """By how much the step of a plan with stages is longer where one stage's microbatch takes so much longer."""
+    assert plan.pipeline is not None, "the plan has stages"
+    now = [s.prediction.step_s for s in plan.pipeline.stages]
+    then = [time_s + delta_s * (number == stage) for number, time_s in enumerate(now)]
+    return step_with(plan, then) - step_with(plan, now)
 
 
 def _busiest(pipeline: Pipeline, times: Sequence[float]) -> float:

@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.text import Text
 
 from autopar.breakdown import CROSSING, INPUTS, Part, Transfer, in_words, label
-from autopar.explanation.prices import Worth
+from autopar.explanation.prices import Worth, longer_step_s
 from autopar.explanation.rendering import Readable, table
 from autopar.layout import Layout
-from autopar.plans import Entry, Plan
+from autopar.plans import Entry, Flip, Plan, RunnerUp
 from autopar.units import seconds, share, size
 
 _STATIC = ("parameters", "optimizer", "gathered", "buffers", "inputs")
@@ -30,6 +30,8 @@ class Explanation(Readable):
         pattern: the module pattern asked for, or None for all.
         worth: what faster links are worth.
         of: what times and shares are of: the step, or, for a stage, a microbatch.
+        flips: at which change of the hardware choices turn, where that was asked for.
+        stage_of: of a stage, the plan that it belongs to and its number.
     """
 
     plan: Plan
@@ -37,6 +39,8 @@ class Explanation(Readable):
     pattern: str | None = None
     of: str = "step"
     worth: Worth = Worth()  # noqa: RUF009 - frozen
+    flips: tuple[Flip, ...] = ()
+    stage_of: tuple[Plan, int] | None = None
 
     def renderables(self) -> Iterator[RenderableType]:
         """Header, parallelism, layouts, costs, runner-ups; for a pattern every decision of its modules."""
@@ -56,13 +60,18 @@ class Explanation(Readable):
             f"Costs, per device and {self.of}, all copies of a module together", columns, [_costs(p, names) for p in self.parts]
         )
         if self.pattern is None:
-            columns = ("<module", "op", "chosen", "runner-up, all else equal", f">{self.of}")
+            columns = ("<module", "op", "chosen", "runner-up, all else equal", *self._longer())
             yield from table("Why not otherwise", columns, list(self._runner_ups()))
             yield from self.worth.renderables()
         else:
-            columns = ("decision", "layouts", ">time", "runner-up, all else equal", f">{self.of}", "line")
+            columns = ("decision", "layouts", ">time", "runner-up, all else equal", *self._longer(), "line")
             for part in self.parts:
-                yield from table(f"Decisions of {part.name}", columns, [_decision(e) for e in part.entries])
+                yield from table(f"Decisions of {part.name}", columns, [self._decision(e) for e in part.entries])
+        if self.flips:
+            columns = ("decision", "would take", f">{self.of} now", "from")
+            title = "What would turn close choices, each alone"
+            rows = [(escape(f.key), f.strategy, seconds(f.delta_s, signed=True), f.change) for f in self.flips]
+            yield from table(title, columns, rows)
         yield from self._replicated()
 
     def header(self) -> Iterator[str]:
@@ -103,8 +112,29 @@ class Explanation(Readable):
         for part in self.parts:
             if part.runner_up is not None and part.main is not None and part.main in part.entries:
                 chosen = _chosen(part.main)
-                delta = seconds(part.runner_up.delta_s, signed=True)
-                yield escape(part.name), part.main.op, chosen, part.runner_up.strategy, delta
+                yield escape(part.name), part.main.op, chosen, *self._other(part.runner_up)
+
+    def _decision(self, entry: Entry) -> tuple[str, ...]:
+        again = " (and again in backward)" if entry.recompute else ""
+        source = entry.source.partition(": ")[2] or entry.source
+        op = f"{entry.op} {entry.phase}{again}" if entry.kind == "compute" else f"{entry.module.rpartition('.')[2]} {entry.kind}"
+        return escape(op), _chosen(entry), seconds(entry.time_s * len(entry.instances)), *self._other(entry.runner_up), escape(source)
+
+    def _longer(self) -> tuple[str, ...]:
+        """Names of the columns that say what a runner-up costs."""
+        if self.stage_of is None:
+            return (f">{self.of}",)
+        pipeline = self.stage_of[0].pipeline
+        return f">{self.of}", ">step, about" if pipeline is not None and pipeline.num_chunks > 1 else ">step"
+
+    def _other(self, runner_up: RunnerUp | None) -> tuple[str, ...]:
+        """A runner-up and by how much longer a step, or a microbatch and the step, would take with it."""
+        if runner_up is None:
+            return "", *("" for _ in self._longer())
+        longer = [runner_up.delta_s]
+        if self.stage_of is not None:
+            longer.append(longer_step_s(*self.stage_of, runner_up.delta_s))
+        return runner_up.strategy, *(seconds(delta_s, signed=True) for delta_s in longer)
 
     def _replicated(self) -> Iterator[RenderableType]:
         entries = [entry for part in self.parts for entry in part.entries]
@@ -215,11 +245,3 @@ def _chosen(entry: Entry) -> str:
     """The layouts that cross the decision's border: what the first op reads and the last makes."""
     first, last = entry.nodes[0].strategy, entry.nodes[-1].strategy
     return f"{', '.join(map(str, first.inputs))} -> {', '.join(map(str, last.outputs))}"
-
-
-def _decision(entry: Entry) -> tuple[str, ...]:
-    again = " (and again in backward)" if entry.recompute else ""
-    other = (entry.runner_up.strategy, seconds(entry.runner_up.delta_s, signed=True)) if entry.runner_up else ("", "")
-    source = entry.source.partition(": ")[2] or entry.source
-    op = f"{entry.op} {entry.phase}{again}" if entry.kind == "compute" else f"{entry.module.rpartition('.')[2]} {entry.kind}"
-    return escape(op), _chosen(entry), seconds(entry.time_s * len(entry.instances)), *other, escape(source)

@@ -4,75 +4,75 @@ The chosen strategy of an op and its runner-up are priced again on changed hardw
 `autopar.planning.runner_up`; a second of compute and of early communication costs what it does in the plan's own step, whose longer stream
 stays the longer. The factor nearest to 1 is bisected at which they cost the same. Only this one choice is compared: a plan made for the
 changed hardware may change others sooner.
+
+A stage is a plan of its own: what a microbatch takes there is compared, with which the step grows under every schedule with one stage a
+rank. What several stages decide together, the layout of what crosses between them and where a parameter that they share rests, is no
+choice of one and is left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.capture.trace import Parameter, Trace
 from autopar.collective import faster
+from autopar.cost.held import StepMoves, held_of
 from autopar.cost.priced import Priced
 from autopar.cost.times import price_collectives
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
-from autopar.planning.repricing import decisions
+from autopar.planning.options import PlanOptions
+from autopar.planning.repricing import decisions, problems_of
 from autopar.planning.runner_up import local_load, variants_by_op
-from autopar.plans import Plan, load_of
-from autopar.problem import Choices, Problem
+from autopar.plans import COMPUTE, Flip, Plan, load_of
+from autopar.problem import Choices, OpStrategy, Problem
 from autopar.streams import Balance
 
 _FARTHEST = 64.0  # factors beyond are not looked at
 _STEP = 2**0.5  # of the outward search for a factor at which the runner-up is no dearer
 _PRECISION = 1e-4  # relative, of the factor
-COMPUTE = "compute"
 
 
-@dataclass(frozen=True, slots=True)
-class Flip:
-    """A choice and what would turn it.
+def all_flips(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, *, most: int) -> tuple[Flip, ...]:
+    """`flips` of a plan, or of each of its stages, the least change first.
 
-    Attributes:
-        key: of the entry. strategy: the runner-up. delta_s: by how much it is dearer now.
-        what: ``compute``, or the name of a link. factor: by which its speed has to change for the two to cost the same.
+    Args:
+        trace: of the batch; of a plan with a pipeline, of one microbatch. options: those that the plan was made with.
     """
-
-    key: str
-    strategy: str
-    delta_s: float
-    what: str
-    factor: float
-
-    def __str__(self) -> str:
-        what = "the speed of compute" if self.what == COMPUTE else f"the bandwidth of link {self.what}"
-        change = f"{self.factor:.3g} times" if self.factor > 1 else f"1/{1 / self.factor:.3g} of"
-        return f"{self.key} would take {self.strategy} from {change} {what} on"
+    found: list[Flip] = []
+    for number, part in enumerate(problems_of(plan, trace, mesh, profile, options)):
+        turning = flips(part.plan, part.trace, part.priced, part.mesh, profile, most=most, shared=part.shared)
+        found += (replace(flip, stage=None if plan.pipeline is None else number) for flip in turning)
+    return tuple(sorted(found, key=lambda flip: abs(math.log(flip.factor))))
 
 
-def flips(plan: Plan, priced: Priced, mesh: Mesh, profile: HardwareProfile, *, most: int) -> tuple[Flip, ...]:
+def flips(
+    plan: Plan, trace: Trace, priced: Priced, mesh: Mesh, profile: HardwareProfile, *, most: int, shared: Collection[str] = ()
+) -> tuple[Flip, ...]:
     """Per op of the `most` closest runner-ups the least change that turns the choice, the least first; ops that none turns are left out.
 
     Args:
-        priced: the problem that the plan answers, on `profile`.
+        plan: without stages, or a stage. trace: what it is for. priced: the problem that it answers, on `profile`.
+        shared: parameters that other stages hold, too.
     """
     strategies, again = decisions(priced, plan)
     choices = Choices(strategies, again, {}, 0.0, 0.0)
-    close = sorted((e.runner_up.delta_s, i) for i, e in enumerate(plan.entries) if e.runner_up and e.runner_up.delta_s > 0)[:most]
     links = dict.fromkeys(mesh.link(axis) for axis, size in enumerate(mesh.shape) if size > 1)
     touching = variants_by_op(priced.problem)
     forward, backward = load_of(plan).unbalanced(profile.overlap_slowdown)
     balance = (float(not forward), float(not backward))
+    parameters = {p.name: p for p in trace.parameters}
     found: list[Flip] = []
-    for delta_s, index in close:
+    assert len(plan.entries) == len(priced.sources), "an entry per op"
+    for delta_s, index in _closest(plan, priced, shared)[:most]:
         entry = plan.entries[index]
         assert entry.runner_up is not None, "it is among the closest"
-        touched = touching.get(index, ())
-        named = [i for i, s in enumerate(priced.problem.ops[index].strategies) if str(s.layouts) == entry.runner_up.strategy]
-        other = min(named, key=lambda s: _cost(priced.problem, choices, index, s, touched, balance))
+        named = tuple(i for i, s in enumerate(priced.problem.ops[index].strategies) if str(s.layouts) == entry.runner_up.strategy)
         changes: list[tuple[float, float, str]] = []
         for what in (COMPUTE, *links):
-            local = _Local(priced.problem, choices, index, other, touched, mesh, profile, what, balance)
+            local = _Local(priced, parameters, choices, index, named, touching.get(index, ()), mesh, profile, what, balance)
             factor = nearest_root(local.delta_s)
             if factor is not None:
                 changes.append((abs(math.log(factor)), factor, what))
@@ -82,14 +82,25 @@ def flips(plan: Plan, priced: Priced, mesh: Mesh, profile: HardwareProfile, *, m
     return tuple(sorted(found, key=lambda flip: abs(math.log(flip.factor))))
 
 
+def _closest(plan: Plan, priced: Priced, shared: Collection[str]) -> list[tuple[float, int]]:
+    """Ops by how much dearer their runner-ups are, without those that a stage does not decide alone."""
+    alone = [not source.crosses and set(shared).isdisjoint(source.names) for source in priced.sources]
+    return sorted((e.runner_up.delta_s, i) for i, e in enumerate(plan.entries) if alone[i] and e.runner_up and e.runner_up.delta_s > 0)
+
+
 @dataclass(frozen=True, slots=True)
 class _Local:
-    """What one op's choice costs on hardware of which `what` is faster by a factor, at the prices of a balance."""
+    """What one op's choice costs on hardware of which `what` is faster by a factor, at the prices of a balance.
 
-    problem: Problem
+    Attributes:
+        others: strategies of the runner-up's layouts, which differ in where a parameter rests.
+    """
+
+    priced: Priced
+    parameters: Mapping[str, Parameter]
     choices: Choices
     index: int
-    other: int
+    others: Sequence[int]
     touched: Sequence[int]
     mesh: Mesh
     profile: HardwareProfile
@@ -99,28 +110,41 @@ class _Local:
     def delta_s(self, factor: float) -> float:
         """By how much the runner-up is dearer."""
         problem = self._changed(factor)
-        chosen = self.choices.strategies[self.index]
-        costs = (_cost(problem, self.choices, self.index, s, self.touched, self.balance) for s in (self.other, chosen))
-        return next(costs) - next(costs)
+        return min(self._cost(problem, s) for s in self.others) - self._cost(problem, self.choices.strategies[self.index])
+
+    def _cost(self, problem: Problem, strategy: int) -> float:
+        load = local_load(problem, self.choices, self.index, strategy, self.touched)
+        return math.inf if load is None else load.priced_s(problem.overlap_slowdown, self.balance)
 
     def _changed(self, factor: float) -> Problem:
-        ops, values = list(self.problem.ops), list(self.problem.values)
+        problem = self.priced.problem
         if self.what == COMPUTE:
-            op = ops[self.index]
-            ops[self.index] = replace(op, strategies=tuple(replace(s, time_s=s.time_s / factor) for s in op.strategies))
-            return replace(self.problem, ops=tuple(ops))
+            return self._with_strategies(lambda s: replace(s, time_s=(s.time_s - s.communication_s) / factor + s.communication_s))
         links = {**self.profile.links, self.what: faster(self.profile.links[self.what], factor - 1)}
         price = price_collectives(self.mesh, replace(self.profile, links=links))
-        for v in {self.problem.variants[v].value for v in self.touched}:
+        moves = replace(self.priced.moves, price=price)
+        values = list(problem.values)
+        for v in {problem.variants[v].value for v in self.touched}:
             graph = values[v].graph
             arcs = tuple(replace(arc, time_s=price(arc.collective)) for arc in graph.arcs)
             values[v] = replace(values[v], graph=replace(graph, arcs=arcs))
-        return replace(self.problem, values=tuple(values))
+        return replace(self._with_strategies(lambda s: self._moving(s, moves)), values=tuple(values))
 
+    def _with_strategies(self, changed: Callable[[OpStrategy], OpStrategy]) -> Problem:
+        """The problem with other prices of the op's own strategies, of those that are compared."""
+        ops = list(self.priced.problem.ops)
+        op, compared = ops[self.index], {*self.others, self.choices.strategies[self.index]}
+        ops[self.index] = replace(op, strategies=tuple(changed(s) if i in compared else s for i, s in enumerate(op.strategies)))
+        return replace(self.priced.problem, ops=tuple(ops))
 
-def _cost(problem: Problem, choices: Choices, index: int, strategy: int, touched: Sequence[int], balance: Balance) -> float:
-    load = local_load(problem, choices, index, strategy, touched)
-    return math.inf if load is None else load.priced_s(problem.overlap_slowdown, balance)
+    def _moving(self, strategy: OpStrategy, moves: StepMoves) -> OpStrategy:
+        """A strategy with what its parameter moves at the begin and the end of a step priced by `moves`."""
+        source = self.priced.sources[self.index]
+        if not self.priced.problem.accumulates or source.kind != "parameter":
+            return strategy
+        moved_s = moves.seconds(self.parameters[source.names[0]], held_of(strategy))
+        assert moved_s is not None, "the strategy is offered"
+        return replace(strategy, time_s=strategy.time_s - strategy.communication_s + moved_s, communication_s=moved_s)
 
 
 def nearest_root(delta: Callable[[float], float]) -> float | None:

@@ -6,7 +6,8 @@ those that it is emitted with, on the profile's links; what counts as running be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from autopar.capture.trace import Trace
 from autopar.collective import collective_time
@@ -23,8 +24,8 @@ from autopar.planning.options import PlanOptions
 from autopar.planning.schedules import scheduled_time
 from autopar.plans import Plan, moved_load
 from autopar.solve import op_load
-from autopar.stages import cut
-from autopar.strategies import classes_of, resolve
+from autopar.stages import Cut, cut
+from autopar.strategies import Forced, classes_of, resolve
 from autopar.streams import Load, work
 
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
@@ -41,22 +42,51 @@ def repriced(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, opt
         PlanError: where a decision is not one that can be taken here.
     """
     pipeline = plan.pipeline
+    num = 1 if pipeline is None else pipeline.num_microbatches
+    times = [_phases(part, profile, num) for part in problems_of(plan, trace, mesh, profile, options)]
     if pipeline is None:
-        return sum(_phases(plan, trace, trace, mesh, profile, options, Crossing(), 1))
-    left = mesh.without(pipeline.axis) if pipeline.axis else mesh
-    crossing = Crossing.along(pipeline.axis, mesh, profile)
-    num = pipeline.num_microbatches
-    stages = cut(trace, pipeline.positions).stages if pipeline.positions else (trace,)
-    pairs = zip(pipeline.stages, stages, strict=True)
-    times = [_phases(staged, stage, trace, left, profile, options, crossing, num) for staged, stage in pairs]
+        return sum(times[0])
     return scheduled_time(pipeline.schedule, [f for f, _ in times], [b for _, b in times], num, pipeline.num_chunks)
 
 
-def _phases(
-    plan: Plan, trace: Trace, whole: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, crossing: Crossing, num: int
-) -> tuple[float, float]:
-    """Of a step, or of a stage's microbatch, forward and all else; `whole` is the trace that constraints speak of."""
-    priced = _priced(trace, whole, mesh, profile, options, crossing, num)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A plan without stages, or a stage's, with the problem that it answers.
+
+    Attributes:
+        mesh: of a stage, without the axis of the pipeline. shared: parameters that other stages hold, too.
+    """
+
+    plan: Plan
+    trace: Trace
+    mesh: Mesh
+    priced: Priced
+    shared: Collection[str] = ()
+
+
+def problems_of(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions) -> Iterator[Part]:
+    """The plan, or its stages in order, each with its problem on a profile; memory has no limit in them, tensors may cross in any layout,
+    and copies of a parameter rest as in the stages before. Arguments as of `repriced`."""
+    pipeline = plan.pipeline
+    left = mesh if pipeline is None or not pipeline.axis else mesh.without(pipeline.axis)
+    forced = resolve(trace, [c for c in options.constraints if not isinstance(c, Pipelined)], left)
+    if pipeline is None:
+        yield Part(plan, trace, mesh, _priced(trace, mesh, profile, options, forced, Crossing(), 1))
+        return
+    crossing = Crossing.along(pipeline.axis, mesh, profile)
+    made = cut(trace, pipeline.positions) if pipeline.positions else Cut((trace,), (), {})
+    for staged, stage in zip(pipeline.stages, made.stages, strict=True):
+        priced = _priced(stage, left, profile, options, forced, crossing, pipeline.num_microbatches)
+        yield Part(staged, stage, left, priced, made.shared)
+        chosen = staged.node_choices()
+        shared = [p.name for p in stage.parameters if p.name in made.shared]
+        rests = {name: chosen.get(storage_key(name), chosen[parameter_key(name)]).outputs[0] for name in shared}
+        forced = replace(forced, storage={**forced.storage, **rests})
+
+
+def _phases(part: Part, profile: HardwareProfile, num: int) -> tuple[float, float]:
+    """Of a step, or of a stage's microbatch, forward and all else."""
+    plan, mesh, priced = part.plan, part.mesh, part.priced
     strategies, again = decisions(priced, plan)
     ops = priced.problem.ops
     loads = [Load(), Load()]  # of forward, and of all else
@@ -75,7 +105,7 @@ def _phases(
 def priced_for(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions) -> Priced:
     """The problem that a plan without a pipeline answers."""
     assert plan.pipeline is None, "stages have problems of their own"
-    return _priced(trace, trace, mesh, profile, options, Crossing(), 1)
+    return next(problems_of(plan, trace, mesh, profile, options)).priced
 
 
 def decisions(priced: Priced, plan: Plan) -> tuple[tuple[int, ...], dict[int, int]]:
@@ -87,8 +117,10 @@ def decisions(priced: Priced, plan: Plan) -> tuple[tuple[int, ...], dict[int, in
     return tuple(_found(priced, plan.node_choices()).values()), _found(priced, plan.recomputed_choices(), every=False)
 
 
-def _priced(trace: Trace, whole: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, crossing: Crossing, num: int) -> Priced:
-    forced = resolve(whole, [c for c in options.constraints if not isinstance(c, Pipelined)], mesh)
+def _priced(
+    trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, forced: Forced, crossing: Crossing, num: int
+) -> Priced:
+    """Of a trace of a step, or of one of `num` microbatches."""
     classes = classes_of(trace, mesh.shape, forced)
     return price(
         trace, classes, mesh, profile, budget_bytes=_NO_LIMIT, optimizer=options.optimizer, forced=forced, crossing=crossing,

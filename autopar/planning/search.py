@@ -269,9 +269,12 @@ def _refusal(budget: int, last: Choices | Least, smallest: int) -> InfeasibleErr
     """Says what is certain: the smallest peak of a plan that was emitted, or, where none was, what any plan needs at least."""
     if smallest or isinstance(last, Choices):
         tried = f"; the smallest that was tried needs {size_text(smallest)}"
-        return InfeasibleError(f"no plan was found that fits into {size_text(budget)} per device{tried}", remedy=REMEDY)
+        return InfeasibleError(
+            f"no plan was found that fits into {size_text(budget)} per device{tried}", remedy=REMEDY, needed_bytes=smallest
+        )
     needed = f"at least {size_text(last.bound_bytes)} is needed, and the transient peak beside it"
-    return InfeasibleError(f"no plan fits into {size_text(budget)} per device: {needed}", remedy=REMEDY)
+    what = f"no plan fits into {size_text(budget)} per device: {needed}"
+    return InfeasibleError(what, remedy=REMEDY, needed_bytes=int(last.bound_bytes))
 
 
 def finished(tried: Tried, clock: Clock, options: PlanOptions) -> Planned:

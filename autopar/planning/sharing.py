@@ -68,6 +68,14 @@ class Sharing:
         self._round += 1
         return not over
 
+    def refusal(self, stage: int, error: InfeasibleError) -> InfeasibleError:
+        """What was refused to a stage."""
+        shares = self.budgets[stage] < self.budget
+        rank = stage % (self.num_stages // self.num_chunks)
+        which = f", whose share of the {size_text(self.budget)} of rank {rank} was lowered" if shares else ""
+        needed = 0 if shares else error.needed_bytes
+        return InfeasibleError(f"stage {stage} of {self.num_stages}{which}: {error.what}", remedy=error.remedy, needed_bytes=needed)
+
     def ranks(self, stages: Sequence[Planned]) -> tuple[RankMemory, ...]:
         """What each rank holds."""
         num_ranks = self.num_stages // self.num_chunks
@@ -122,3 +130,12 @@ class Sharing:
             share = -(-(peak - self.budget) * kept[n] // sum(kept.values()))
             self.lowered.add(n)
             self.budgets[n] = max(min(self.budgets[n], p.peak_bytes) - share, 1)
+
+
+def neediest(refused: Sequence[InfeasibleError]) -> InfeasibleError:
+    """Of what was refused to stages, what needs the most memory: with less, some stage does not fit."""
+    most = max(refused, key=lambda error: error.needed_bytes)
+    if len(refused) == 1:
+        return most
+    what = f"{most.what}; {len(refused)} stages do not fit, and of them this one needs the most"
+    return InfeasibleError(what, remedy=most.remedy, needed_bytes=most.needed_bytes)

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,22 +26,22 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.planning.alike import Alike
 from autopar.planning.assembly import Draft, fingerprint
+from autopar.planning.conflicts import with_conflict_of_stages
 from autopar.planning.multipliers import with_multipliers
 from autopar.planning.options import PlanOptions
 from autopar.planning.over_cuts import Least
 from autopar.planning.proving import Pipelines, parted, proven
 from autopar.planning.schedules import least_time
 from autopar.planning.search import Clock, Job, Planned, Progress, TooSlow, finished
-from autopar.planning.sharing import Sharing
+from autopar.planning.sharing import Sharing, neediest
 from autopar.planning.steps import check_order, simulated_step_of, slowest_rank, step_of
-from autopar.planning.units import Unit, balanced, units_of
+from autopar.planning.units import Unit, balanced, one_stage, reweighed, units_of
 from autopar.plans import Crossed, Fingerprint, Pipeline, Plan, Prediction, Proof
 from autopar.problem import Choices, Multipliers
 from autopar.redistribute import local_bytes
 from autopar.run.orders import num_in_flight
 from autopar.solve import Evaluation, evaluate, solve
 from autopar.stages import Cut, CutPoint, cut, seams, usable_points
-from autopar.stages.placing import Placing
 from autopar.strategies import Forced, classes_of, resolve
 from autopar.version import VERSION
 
@@ -136,7 +135,7 @@ class StagedSearch:
         first = self._asked(whole.points) if asked else balanced(whole.units, flying, budget)
         best = self._planned(whole, first, flying)
         for _ in range(_ROUNDS if not asked and self.num_stages > 1 else 0):
-            again = balanced(_reweighed(whole.units, first, best[1]), flying, budget)
+            again = balanced(reweighed(whole.units, first, best[1]), flying, budget)
             if again == first:
                 break
             try:
@@ -155,7 +154,7 @@ class StagedSearch:
             ConstraintError: where the model cannot be cut. TooSlow: where no plan beats `limit_s`.
         """
         with self.clock.phase("cut"):
-            points, placing = usable_points(self.part) if self.num_stages > 1 else ((), _one_stage(self.part))
+            points, placing = usable_points(self.part) if self.num_stages > 1 else ((), one_stage(self.part))
             sewn = seams(self.part, placing)
             forced = parted(self.forced, sewn)
         with self.clock.phase("enumerate"):
@@ -211,14 +210,23 @@ class StagedSearch:
         """Plans within the stages' budgets; of those `before`, the ones whose budget has not changed and that share no parameter stay."""
         storage: dict[str, Layout] = dict(self.forced.storage)
         found: list[Planned] = []
+        refused: list[InfeasibleError] = []
         for number, stage in enumerate(made.stages):
             again = not before or made.shared or number in self.sharing.lowered
             here = replace(self.forced, storage=storage)
-            planned = self._stage(stage, crossing, here, flying[number], number) if again else before[number]
+            try:
+                planned = self._stage(stage, crossing, here, flying[number], number) if again else before[number]
+            except InfeasibleError as error:
+                refused.append(error)
+                if self.wish.chunks > 1 or any(isinstance(c, Pipelined) and c.axis is None for c in self.options.constraints):
+                    raise  # ranks share what there is; another pipeline may do
+                continue
             found.append(planned)
             for tensor in planned.stage_program().parameters:
                 if tensor.name in made.shared:  # its copies are updated alike, so they rest alike
                     storage[tensor.name] = tensor.layout
+        if refused:
+            raise neediest(refused)
         return tuple(found)
 
     def _stage(self, stage: Trace, crossing: Crossing, forced: Forced, flying: int, number: int) -> Planned:
@@ -238,7 +246,7 @@ class StagedSearch:
         try:
             return finished(job.best_tried(), self.clock, self.options)
         except InfeasibleError as error:
-            raise InfeasibleError(f"stage {number} of {self.num_stages}: {error.what}", remedy=error.remedy) from error
+            raise self.sharing.refusal(number, error) from error
 
     def _sharing(self, flying: Sequence[int]) -> Sharing:
         budget = self.options.budget(self.profile)
@@ -341,21 +349,6 @@ def _covers(wish: Pipelined, *, one: bool) -> tuple[str, ...]:
     return tuple(line.format(taken) for line in covers)
 
 
-def _one_stage(trace: Trace) -> Placing:
-    names = [n.name for n in trace.graph.nodes if n.op == "call_function"]
-    return Placing(dict.fromkeys(names, 0), frozenset(), {}, {p.name: (0,) for p in trace.parameters}, {}, frozenset())
-
-
-def _reweighed(units: Sequence[Unit], cuts: Sequence[int], times: Sequence[float]) -> tuple[Unit, ...]:
-    """Units with the times that their stages really take."""
-    edges = [0, *cuts, len(units)]
-    found: list[Unit] = []
-    for (first, last), time_s in zip(itertools.pairwise(edges), times, strict=True):
-        guessed = sum(unit.time_s for unit in units[first:last])
-        found += [replace(unit, time_s=unit.time_s * time_s / guessed if guessed else time_s) for unit in units[first:last]]
-    return tuple(found)
-
-
 def make_staged_plan(
     whole: Trace,
     part: Trace,
@@ -379,6 +372,17 @@ def make_staged_plan(
         ConstraintError: where a constraint cannot hold, or the model cannot be cut. InfeasibleError: where a stage does not fit.
         TooSlow: where the bound shows that no plan beats the limit.
     """
+    try:
+        return _searched(whole, part, how, mesh, profile, options, wish, model_name, progress, limit_s)
+    except ConstraintError as error:
+        here = replace(wish, microbatches=how.num)
+        raise with_conflict_of_stages(error, whole, part, mesh, here, options.constraints) from error
+
+
+def _searched(
+    whole: Trace, part: Trace, how: Microbatching, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, wish: Pipelined,
+    model_name: str, progress: Progress, limit_s: float,
+) -> Planned:  # fmt: skip
     if wish.axis:
         check(wish, mesh)
     left = mesh.without(wish.axis) if wish.axis else mesh
@@ -390,5 +394,5 @@ def make_staged_plan(
         what = f"{how.num} microbatches are fewer than the stages along {wish.axis!r}, which 1F1B does not run"
         raise ConstraintError(what, remedy='use more microbatches, or schedule="gpipe"')
     batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
-    search = StagedSearch(part, how, batch_bytes, mesh, profile, options, wish, model_name, whole.fingerprint, Clock(progress), limit_s)
-    return search.run()
+    clock = Clock(progress)
+    return StagedSearch(part, how, batch_bytes, mesh, profile, options, wish, model_name, whole.fingerprint, clock, limit_s).run()

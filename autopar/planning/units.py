@@ -6,10 +6,12 @@ themselves.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from autopar.capture.trace import Trace
 from autopar.cost.priced import Priced
 from autopar.errors import ConstraintError
 from autopar.problem import Choices
@@ -99,3 +101,19 @@ def balanced(units: Sequence[Unit], in_flight: Sequence[int], budget_bytes: int)
     worst, _, cuts = best[num_stages][num]
     assert math.isfinite(worst), "some cut is always possible"
     return cuts
+
+
+def reweighed(units: Sequence[Unit], cuts: Sequence[int], times: Sequence[float]) -> tuple[Unit, ...]:
+    """Units with the times that their stages really take."""
+    edges = [0, *cuts, len(units)]
+    found: list[Unit] = []
+    for (first, last), time_s in zip(itertools.pairwise(edges), times, strict=True):
+        guessed = sum(unit.time_s for unit in units[first:last])
+        found += [replace(unit, time_s=unit.time_s * time_s / guessed if guessed else time_s) for unit in units[first:last]]
+    return tuple(found)
+
+
+def one_stage(trace: Trace) -> Placing:
+    """Everything in one unit."""
+    names = [n.name for n in trace.graph.nodes if n.op == "call_function"]
+    return Placing(dict.fromkeys(names, 0), frozenset(), {}, {p.name: (0,) for p in trace.parameters}, {}, frozenset())

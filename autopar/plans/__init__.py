@@ -1,5 +1,6 @@
 """Plans and their parts."""
 
+from autopar.plans.flip import COMPUTE, Flip
 from autopar.plans.load import forward_load, load_of, moved_load
 from autopar.plans.parts import (
     Communication,
@@ -18,12 +19,14 @@ from autopar.plans.parts import (
 from autopar.plans.plan import FORMAT, VERSION, Pipeline, Plan
 
 __all__ = [
+    "COMPUTE",
     "FORMAT",
     "VERSION",
     "Communication",
     "Crossed",
     "Entry",
     "Fingerprint",
+    "Flip",
     "Kept",
     "NodeChoice",
     "Overlap",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.explanation import StagedExplanation, explain
-from autopar.plans import Plan
+from autopar.plans import Flip, Plan
 from autopar.report.canvas import canvas
 from autopar.report.figures import layouts, layouts_height, memory
 from autopar.report.pipeline import schedule, schedule_height, stage_memory
@@ -28,9 +28,9 @@ _HTML = """<!doctype html>
 _HEIGHTS = (2.9, 4.0)  # of the memory figure and the time line, in inches
 
 
-def report(plan: Plan, path: str | Path) -> Path:
+def report(plan: Plan, path: str | Path, *, flips: Sequence[Flip] = ()) -> Path:
     """Write layouts, memory and time line of `plan`, of a pipeline its schedule too:
-    one picture (.png, .svg, .pdf), or a page (.html) with the tables too.
+    one picture (.png, .svg, .pdf), or a page (.html) with the tables too, `flips` among them (`autopar.flips`).
 
     Raises:
         AutoparError: for another suffix, where the file cannot be written, or matplotlib is missing.
@@ -43,7 +43,7 @@ def report(plan: Plan, path: str | Path) -> Path:
         )
     try:
         if suffix == ".html":
-            path.write_text(_page(plan), encoding="utf-8")
+            path.write_text(_page(plan, flips), encoding="utf-8")
         else:
             picture(plan).savefig(path)
     except OSError as error:
@@ -94,10 +94,10 @@ def _figures(plan: Plan) -> Iterator[Any]:
         yield from (layouts(stage, stage=name), timeline(stage))
 
 
-def _page(plan: Plan) -> str:
+def _page(plan: Plan, flips: Sequence[Flip]) -> str:
     title = html.escape(f"{plan.fingerprint.model_name or 'model'} on {plan.mesh}")
     figures = "\n".join(f'<img src="data:image/png;base64,{_png(figure)}">' for figure in _figures(plan))
-    return _HTML.format(title=title, body=f"{figures}\n{explain(plan)._repr_html_()}")
+    return _HTML.format(title=title, body=f"{figures}\n{explain(plan, flips=flips)._repr_html_()}")
 
 
 def _png(figure: Any) -> str:

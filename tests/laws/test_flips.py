@@ -17,9 +17,9 @@ from autopar.collective import faster
 from autopar.cost.priced import Priced
 from autopar.hardware import HardwareProfile
 from autopar.planning import PlanOptions
-from autopar.planning.flips import COMPUTE, flips, nearest_root
+from autopar.planning.flips import flips, nearest_root
 from autopar.planning.repricing import decisions, priced_for
-from autopar.plans import Plan
+from autopar.plans import COMPUTE, Plan
 from autopar.problem import Problem
 from autopar.solve import evaluate
 
@@ -45,7 +45,7 @@ def test_at_its_factor_a_runner_up_costs_what_the_chosen_one_does() -> None:
     batch = {"x": torch.randn(4096, 128)}
     trace, planned = plan_model(Net(), MESH, example_inputs=batch, hardware=PROFILE)
     plan = planned.plan
-    found = flips(plan, priced_for(plan, trace, MESH, PROFILE, OPTIONS), MESH, PROFILE, most=50)
+    found = flips(plan, trace, priced_for(plan, trace, MESH, PROFILE, OPTIONS), MESH, PROFILE, most=50)
     assert {flip.what for flip in found} >= {COMPUTE, "intra"}
     assert [abs(math.log(f.factor)) for f in found] == sorted(abs(math.log(f.factor)) for f in found)
     for flip in found:

@@ -91,6 +91,13 @@ def test_a_pipeline_is_planned_explained_compared_and_drawn(here: Path, command:
     assert "Between stages" in command("explain", "plan.json")[1]
     assert command("diff", "plan.json", "other.json")[1].startswith("schedule: 1f1b → gpipe")
     assert command("report", "plan.json", "--out", "plan.png")[0] == 0
+    code, said, complaint = command("explain", "plan.json", "--flips", "40", "--function", "model.py:deep")
+    assert code == 0, complaint
+    assert "What would turn close choices" in said
+    code, said, complaint = command("report", "plan.json", "--flips", "40", "--module", "model.py:deep", "--out", "plan.html")
+    assert code == 0 and "What would turn close choices" in (here / "plan.html").read_text(), complaint
+    code, _, complaint = command("explain", "plan.json", "--flips", "1")
+    assert code == 1 and "cannot be told without the model" in complaint
     code, said, complaint = command(*PLAN, "--module", "model.py:deep", *stages, "--schedule", "interleaved_1f1b", "--chunks", "2")
     assert code == 0, complaint
     assert "4 microbatches through 4 stages along node, 2 on each device, schedule interleaved_1f1b" in said

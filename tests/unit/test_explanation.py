@@ -10,7 +10,8 @@ from made_plan import WIRE_S, made_plan, made_staged_plan
 
 from autopar.errors import PlanError
 from autopar.explanation import StagedExplanation, diff, explain
-from autopar.plans import Plan
+from autopar.planning.schedules import step_time
+from autopar.plans import COMPUTE, Flip, Plan
 from autopar.units import seconds
 
 
@@ -88,6 +89,19 @@ def test_a_pattern_shows_only_the_stages_that_have_its_modules() -> None:
         explain(made_staged_plan(), module="net.layers.12.up")
 
 
+def test_what_would_turn_a_choice_is_told_in_its_stage_and_of_the_modules_asked_for() -> None:
+    key, other = "net.layers.*.up/dot/forward/0", "S(0) R, R R -> S(0) R"
+    turning = tuple(Flip(key, other, 4e-3, what, factor, stage) for what, factor, stage in (("inter", 0.25, 0), (COMPUTE, 3.0, 3)))
+    said = str(explain(made_staged_plan(), flips=turning))
+    first, last = said.index("── stage 0 ──"), said.index("── stage 3 ──")
+    assert first < said.index("1/4 of the bandwidth of link inter") < said.index("── stages 1 to 2")
+    assert last < said.index("3 times the speed of compute")
+    assert said.count("What would turn close choices") == 2
+    assert "close choices" in str(explain(made_staged_plan(), module="net.layers.*.up", flips=turning))
+    assert "close choices" not in str(explain(made_staged_plan(), module="net.head", flips=turning))
+    assert "3 times the speed" in str(explain(made_plan(), flips=(Flip(key, other, 4e-3, COMPUTE, 3.0),)))
+
+
 def test_a_diff_of_stages_says_cuts_microbatches_and_schedule_first(golden: Callable[[str, str], None]) -> None:
     first, second = made_staged_plan(schedule="gpipe"), made_staged_plan(microbatches=4)
     golden("diff_stages.txt", str(diff(first, second)))
@@ -126,3 +140,16 @@ def test_interleaved_stages_are_told_by_rank() -> None:
     assert "3 on rank 1" in text and "peak of rank 1 " in text
     busy = 4 * sum(stage.prediction.step_s for stage in plan.pipeline.stages[0::2])
     assert f"the devices of rank 0, which do most, work {seconds(busy)} of it" in text
+
+
+def test_what_a_runner_up_costs_is_told_of_the_step_as_well() -> None:
+    plan = made_staged_plan(microbatches=8)
+    assert plan.pipeline is not None
+    times = [stage.prediction.step_s for stage in plan.pipeline.stages]
+    said = str(explain(plan)).split("── stage")
+    for section, number in zip(said[1:], (0, 1, 3), strict=True):  # stages 1 and 2 are equal
+        then = [*times[:number], times[number] + 4e-3, *times[number + 1 :]]
+        delta = seconds(step_time(then, 8) - step_time(times, 8), signed=True)
+        line = next(line for line in section.splitlines() if "S(0) R, R R -> S(0) R" in line)
+        assert line.split("S(0) R, R R -> S(0) R")[1].split("  ")[-1].strip() == delta, line
+    assert "step, about" in str(explain(made_staged_plan(schedule="interleaved_1f1b", microbatches=4)))

@@ -1,0 +1,35 @@
+"""At which change of the hardware a choice of a plan turns, as people read it; `autopar.planning.flips` finds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """A choice and what would turn it.
+
+    Attributes:
+        key: of the entry. strategy: the runner-up. delta_s: by how much a step, or in a stage a microbatch, is longer with it now.
+        what: ``compute``, or the name of a link. factor: by which its speed has to change for the two to cost the same.
+        stage: whose choice it is, in a plan with stages.
+    """
+
+    key: str
+    strategy: str
+    delta_s: float
+    what: str
+    factor: float
+    stage: int | None = None
+
+    @property
+    def change(self) -> str:
+        """Of the hardware: ``2.1 times the bandwidth of link inter``."""
+        what = "the speed of compute" if self.what == COMPUTE else f"the bandwidth of link {self.what}"
+        return f"{f'{self.factor:.3g} times' if self.factor > 1 else f'1/{1 / self.factor:.3g} of'} {what}"
+
+    def __str__(self) -> str:
+        where = "" if self.stage is None else f"stage {self.stage}: "
+        return f"{where}{self.key} would take {self.strategy} from {self.change} on"
