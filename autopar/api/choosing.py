@@ -115,12 +115,18 @@ class Chooser:
         wish = asked or Pipelined("", None, "1f1b", None, independent=False)
         best: Planned | None = None
         refusal: AutoparError | TooSlow | None = None
+        alone_s: dict[str, float] = {}  # axis → what its microbatches take at least if no stage waits, however many they are
         for axis, num in self._candidates(wish):
             limit_s = limit_s if best is None else best.plan.prediction.step_s
+            if axis and alone_s.get(axis, 0.0) >= limit_s:
+                log.info("more microbatches along %r are not tried: with nothing to wait for they take %.4g s", axis, alone_s[axis])
+                continue
             try:
                 found = self._without(limit_s) if num == 0 else self._scheduled(replace(wish, axis=axis), num, limit_s)
             except TooSlow as error:
                 refusal = refusal or error
+                # A smaller microbatch takes no smaller share of its time: launches and latencies stay as they are.
+                alone_s[axis] = error.args[0] * num / (num + self._num_ranks(replace(wish, axis=axis)) - 1)
                 log.info("no plan of %d microbatches along %r is faster: at least %.4g s", num, axis, error.args[0])
                 continue
             except (InfeasibleError, ConstraintError) as error:
