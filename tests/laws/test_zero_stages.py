@@ -123,8 +123,8 @@ def test_the_planner_holds_gathered_copies_where_that_is_faster_and_they_fit() -
     ample = planned("llama", LINE, hardware=ALONE, num_microbatches=MICROBATCHES)[0].plan.prediction.peak_bytes
     steps, stages = [], []
     for share in (1.0, 0.55):
-        budget = int(ample * share)
-        made, _, _ = planned("llama", LINE, hardware=ALONE, num_microbatches=MICROBATCHES, memory_bytes=budget, gap=1e-4)  # they are near ties
+        limits = {"memory_bytes": int(ample * share), "gap": 1e-4}  # the ways to hold a parameter are near ties
+        made, _, _ = planned("llama", LINE, hardware=ALONE, num_microbatches=MICROBATCHES, **limits)
         pipe = made.plan.pipeline
         assert pipe is not None
         steps.append(made.plan.prediction.step_s)
