@@ -17,8 +17,8 @@ import numpy as np
 import pulp
 
 from autopar.solve.engine import Engine, Floats
-from autopar.solve.formulation import SCALE, Formulation
-from autopar.streams import ON_COMPUTE, PHASES, Balance, Load
+from autopar.solve.formulation import SCALE, Formulation, Terms
+from autopar.streams import ON_COMPUTE, PHASES, Balance
 
 Line = tuple[list[int], list[float], float, float]  # columns, coefficients, lower and upper side
 _DIGITS = 6  # of λ
@@ -52,18 +52,21 @@ class Excess:
 
     def line(self, engine: Engine, phase: int) -> Line:
         """The row of a phase, in units."""
-        slowdown = self.program.problem.overlap_slowdown
-        parts = ((engine.column[v.name], _unhidden(load, phase, slowdown) * SCALE / self.unit) for v, load in self.program.loads)
-        terms = [(column, -part) for column, part in parts if part]
-        return [*(column for column, _ in terms), engine.column[self.variables[phase].name]], [*(c for _, c in terms), 1.0], 0.0, np.inf
+        terms = self._terms(phase)
+        return [engine.column[variable.name] for variable, _ in terms], [c for _, c in terms], 0.0, np.inf
 
     def add(self, phase: int, step_s: float) -> None:
         """Bring a row into the PuLP model."""
-        model, slowdown, column = self.program.model, self.program.problem.overlap_slowdown, self.variables[phase]
         self.unit = self.unit or step_s * SCALE
-        terms = [(v, -_unhidden(load, phase, slowdown) * SCALE / self.unit) for v, load in self.program.loads]
-        model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression([*terms, (column, 1.0)]), pulp.LpConstraintGE, None, 0.0))
-        model.objective.addterm(column, self.unit - 1.0)
+        terms = pulp.LpAffineExpression(self._terms(phase))
+        self.program.model.addConstraint(pulp.LpConstraint(terms, pulp.LpConstraintGE, None, 0.0))
+        self.program.model.objective.addterm(self.variables[phase], self.unit - 1.0)
+
+    def _terms(self, phase: int) -> Terms:
+        """(C − (1 − s)·P)/u + e, which is at least 0."""
+        slowdown = self.program.problem.overlap_slowdown
+        parts = ((variable, load.compute_s[phase] - (1.0 - slowdown) * load.early_s[phase]) for variable, load in self.program.loads)
+        return [*((variable, part * SCALE / self.unit) for variable, part in parts if part), (self.variables[phase], 1.0)]
 
     def balance(self, duals: dict[int, float]) -> Balance:
         """λ per phase from the duals of the rows that are in."""
@@ -71,8 +74,3 @@ class Excess:
             return ON_COMPUTE
         forward, backward = (round(1.0 - min(max(duals.get(phase, 0.0) / self.unit, 0.0), 1.0), _DIGITS) for phase in range(2))
         return forward, backward
-
-
-def _unhidden(load: Load, phase: int, slowdown: float) -> float:
-    """(1 − s)·P − C."""
-    return (1.0 - slowdown) * load.early_s[phase] - load.compute_s[phase]

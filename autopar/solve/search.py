@@ -159,6 +159,7 @@ class Search:
             live.reprice(cost)
         live.add(self.extra.matrix(broken))
         point = live.solve(np.zeros(len(live.cost)), np.ones(len(live.cost)))
+        self.engine.timed_out |= live.timed_out
         if point is not None:
             duals = dict(zip(self.extra.active, point.duals[len(point.duals) - len(self.extra.active) :].tolist(), strict=True))
             balance = self.excess.balance({phase: duals[len(self.extra.rows) + phase] for phase in self.extra.phases})
@@ -176,6 +177,7 @@ class Search:
             self._restricted(self.extra.with_excess(at.columns))
             if self._close():
                 break
+        self.engine.timed_out |= live.timed_out
         if found is not None:
             live.reprice(self.engine.costs(self.program.costs(found.balance)))
         return None if found is None else found.point
