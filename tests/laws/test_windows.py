@@ -101,9 +101,9 @@ def test_volumes_are_split_as_images_are(mesh_shape: tuple[int, ...]) -> None:
     assert lawful(aten.convolution.default, (x, weight, None, *how), mesh_shape, 3)
     assert lawful(aten.convolution_backward.default, (image(*x.shape), x, weight, [2], *how, [True] * 3), mesh_shape, 3)
     values, indices = aten.max_pool3d_with_indices.default(x, [2] * 3)
-    lawful(aten.max_pool3d_with_indices.default, (x, [2] * 3), mesh_shape, 3)
+    assert lawful(aten.max_pool3d_with_indices.default, (x, [2] * 3), mesh_shape, 3)
     pooled = (image(*values.shape), x, [2] * 3, [2] * 3, [0] * 3, [1] * 3, False, indices)
-    lawful(aten.max_pool3d_with_indices_backward.default, pooled, mesh_shape, 3)
+    assert lawful(aten.max_pool3d_with_indices_backward.default, pooled, mesh_shape, 3)
 
 
 def test_a_transposed_convolution_is_split_where_its_windows_do_not_overlap() -> None:
