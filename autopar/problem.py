@@ -190,6 +190,8 @@ class Choices:
         solver: which solver answered. stats: whether time ran out, how many budget rows came in, and how many of excess.
         memory_price_s_per_byte: dual of the budget row in the relaxation (0 where memory is ample).
         multipliers: what of the bound is proven by arithmetic alone; None where the solver gives no duals.
+        mixed: op of several instances → the shares of them for which the relaxation decides, runs again or keeps something, where these
+            are neither all nor none: instances that decide apart would come nearer to the bound.
     """
 
     strategies: tuple[int, ...]
@@ -204,6 +206,7 @@ class Choices:
     memory_price_s_per_byte: float = 0.0
     stats: Mapping[str, float] = field(default_factory=dict)
     multipliers: Multipliers | None = None
+    mixed: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def gap(self) -> float:

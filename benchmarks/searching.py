@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from autopar.capture import Trace
-from autopar.cost.moments import Liveness
 from autopar.cost.priced import Priced
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions
 from autopar.planning.assembly import fingerprint
-from autopar.planning.search import Clock, Job, Tried
+from autopar.planning.job import Clock, Job, Tried
+from autopar.strategies import Starts
 from autopar.version import VERSION
 
 
-def searched(trace: Trace, mesh: Mesh, profile: HardwareProfile, priced: Priced, options: PlanOptions, job: type[Job] = Job) -> Tried:
+def searched(
+    trace: Trace,
+    mesh: Mesh,
+    profile: HardwareProfile,
+    pricing: Callable[[Starts], Priced],
+    options: PlanOptions,
+    job: type[Job] = Job,
+    *,
+    whole: bool = False,
+) -> Tried:
     """The best plan, emitted, with its peak re-derived, as `make_plan` would find it for this problem; runner-ups are not sought.
 
     Args:
-        priced: under the budget of the options.
+        pricing: gives the problem under the budget of the options, where layers decide in these groups. whole: equal layers decide alike.
 
     Raises:
         InfeasibleError: where none was found.
     """
     budget = options.budget(profile)
-    assert priced.problem.budget_bytes == budget
     mark = fingerprint(trace, "", profile.name, profile.hash, VERSION)
     clock, recorded = Clock(lambda _: None), options.to_json(profile)
-    return job(trace, mesh, priced, Liveness(trace, priced), options, clock, mark, recorded, budget).best_tried()
+    return job(trace, mesh, pricing, options, clock, mark, recorded, budget, whole=whole).best_tried()

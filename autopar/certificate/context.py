@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.capture.trace import Trace
 from autopar.constraints import check, read_constraint
@@ -49,7 +49,7 @@ class Context:
         constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
         for constraint in constraints:
             check(constraint, plan.mesh)
-        return Context(resolve(trace, constraints, plan.mesh))
+        return Context(replace(resolve(trace, constraints, plan.mesh), starts=plan.starts))
 
     def problem(self, trace: Trace, plan: Plan, profile: HardwareProfile) -> Priced:
         """The problem that the plan claims to solve."""

@@ -128,7 +128,7 @@ class _Stages:
             layouts |= {o.path: chosen[output_key(o.path)].inputs[0] for o in trace.outputs if o.crosses}
             flying = held_at_most(pipeline.schedule, number, len(pipeline.stages), pipeline.num_microbatches, pipeline.num_chunks)
             crossing = replace(Crossing.along(pipeline.axis, plan.mesh, self.profile), layouts=layouts)
-            here, num = replace(forced, storage=dict(storage)), pipeline.num_microbatches
+            here, num = replace(forced, storage=dict(storage), starts=staged.starts), pipeline.num_microbatches
             context = Context(here, crossing, num, flying, pipeline.schedule, batch_bytes, number, actions_of(pipeline, number))
             if pipeline.accumulates != context.accumulates:
                 what = f"with {num} microbatches gradients {'are' if context.accumulates else 'are not'} added to sums"

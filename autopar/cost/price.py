@@ -28,7 +28,7 @@ from autopar.problem import Op, OpKind, OpStrategy, Phase, Problem, Use, Value, 
 from autopar.redistribute import LayoutGraph, all_layouts, layout_graph, local_bytes
 from autopar.rules import TensorInfo
 from autopar.run.parameters import storable
-from autopar.strategies import ClusterClass, ClusterStrategy, Forced, Ref
+from autopar.strategies import ClusterClass, ClusterStrategy, Forced, Ref, group_of
 
 _DIGITS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -63,7 +63,7 @@ class _Builder:
         groups: dict[tuple[object, ...], list[Parameter]] = {}
         held = HeldPrices(self.profile, self.optimizer, self.moves)
         for p in self.trace.parameters:
-            rest = self.forced.storage.get(p.name), self.forced.rests(p.name)
+            rest = self.forced.storage.get(p.name), self.forced.rests(p.name), group_of(p.name, self.forced.starts)
             groups.setdefault((_DIGITS.sub("*", p.name), p.view, p.dtype, p.requires_grad, p.gradient is None, rest), []).append(p)
         outputs = _output_nodes(self.trace)
         for (pattern, *_), members in groups.items():
@@ -301,7 +301,7 @@ def price(
         results.setdefault(value.op, []).append(index)
     ops = tuple(replace(op, results=tuple(results.get(i, ()))) for i, op in enumerate(builder.ops))
     problem = Problem(ops, tuple(values), tuple(variants), budget_bytes, (), num_in_flight, accumulates, profile.overlap_slowdown)
-    return Priced(problem, tuple(builder.sources), tuple(refs), optimizer, moves)
+    return Priced(problem, tuple(builder.sources), tuple(refs), optimizer, moves, forced.starts)
 
 
 def _output_nodes(trace: Trace) -> list[fx.Node]:

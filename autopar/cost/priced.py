@@ -11,7 +11,7 @@ from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.problem import OpKind, Problem
-from autopar.strategies import ClusterClass, Ref
+from autopar.strategies import ClusterClass, Ref, Starts
 
 # Resting bytes of an optimizer's state, as multiples of the parameter's own bytes (torch.optim keeps it in the parameter's
 # dtype), and how many parameter-sized tensors a step reads and writes.
@@ -67,6 +67,7 @@ class Priced:
         sources: per op. refs: per variant, the tensors (node, result) of its instances.
         optimizer: whose state and traffic the parameters were priced with.
         moves: collectives of parameters at the begin and the end of a step of several microbatches.
+        starts: groups of layers that decide for themselves (`autopar.strategies.groups`).
     """
 
     problem: Problem
@@ -74,3 +75,4 @@ class Priced:
     refs: tuple[tuple[Ref, ...], ...]
     optimizer: str
     moves: StepMoves
+    starts: Starts = field(default_factory=dict)

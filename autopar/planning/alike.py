@@ -26,14 +26,20 @@ Form = tuple[object, ...]
 class Alike:
     """What was found for the stages so far."""
 
-    _answers: list[tuple[Problem, Problem, Choices]] = field(default_factory=list)  # the problem, the same without names
+    _answers: list[tuple[Problem, Problem, bool, Choices]] = field(default_factory=list)  # the problem, without names, how far searched
     _peaks: dict[Form, tuple[int, StagePeak]] = field(default_factory=dict)  # and with how many in flight
     _memories: dict[Form, ChunkMemory] = field(default_factory=dict)
 
-    def known(self, problem: Problem) -> Choices | None:
-        """The choices for a problem that is alike, where they are as good here: they fit, and what is proven of them holds."""
+    def known(self, problem: Problem, *, whole: bool) -> Choices | None:
+        """The choices for a problem that is alike, where they are as good here: they fit, and what is proven of them holds.
+
+        Args:
+            whole: as `autopar.solve.choices_or_least` has it; the answer to a search that went on stands for one that did not.
+        """
         nameless = _nameless(problem)
-        for other, form, choices in self._answers:
+        for other, form, searched_on, choices in self._answers:
+            if whole and not searched_on and choices.mixed:
+                continue
             if form != nameless or (other.num_in_flight != problem.num_in_flight and choices.stats.get("budget_rows")):
                 continue
             evaluation = evaluate(problem, choices.strategies, choices.recomputed, choices.kept)
@@ -41,10 +47,10 @@ class Alike:
                 return _renamed(choices, other, problem)
         return None
 
-    def learn(self, problem: Problem, choices: Choices) -> None:
+    def learn(self, problem: Problem, choices: Choices, *, whole: bool) -> None:
         """Remember an answer that the solver gave without running out of time."""
         if not choices.stats.get("timed_out"):
-            self._answers.append((problem, _nameless(problem), choices))
+            self._answers.append((problem, _nameless(problem), whole, choices))
 
     def peak(self, program: Program, num_in_flight: int, measure: Callable[[], StagePeak]) -> StagePeak:
         """The peak of a stage under one schedule, with so many microbatches in flight."""

@@ -28,12 +28,13 @@ from autopar.streams import PHASES
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
 _FIELD = re.compile(r"\{\d+\}")
 GIB = 2**30
+_ALIKE = "equal nodes of repeated layers take one decision"
 COVERS = (
     "every layout of every op that the rules offer, on every mesh axis; a dim is split unevenly by one axis alone",
     "storage layout of every parameter; gathering it once or again in backward",
     "keeping or recomputing every forward value, in any layout that forward makes",
     "partial sums pass through views, sums and additions, not through products",
-    "equal nodes of repeated layers take one decision",
+    _ALIKE,
     "one microbatch, no pipeline",
 )
 
@@ -57,7 +58,7 @@ def assemble(draft: Draft, fingerprint: Fingerprint, options: Mapping[str, objec
     proof = Proof(
         objective, min(bound_s, objective), max(objective - bound_s, 0.0) / objective if objective else 0.0,
         choices.num_variables, choices.num_constraints, choices.solver,
-        choices.memory_price_s_per_byte * GIB, COVERS + beside_compute(draft.evaluation),
+        choices.memory_price_s_per_byte * GIB, covers_of(draft) + beside_compute(draft.evaluation),
     )  # fmt: skip
     return Plan(
         mesh=draft.mesh,
@@ -69,7 +70,23 @@ def assemble(draft: Draft, fingerprint: Fingerprint, options: Mapping[str, objec
         prediction=_prediction(draft),
         proof=proof,
         capture=str(draft.trace.folding),
+        starts=draft.priced.starts,
     )
+
+
+def covers_of(draft: Draft) -> tuple[str, ...]:
+    """What the bound covers."""
+    starts = draft.priced.starts
+    if not starts:
+        return COVERS
+    apart = f"{_ALIKE} within each group of layers: {'; '.join(_groups(layers, cuts) for layers, cuts in starts.items())}"
+    return tuple(apart if line == _ALIKE else line for line in COVERS)
+
+
+def _groups(layers: str, cuts: Sequence[int]) -> str:
+    """``model.layers 0–2, 3–7, from 8 on``."""
+    ended = (f"{first}–{after - 1}" if after - first > 1 else str(first) for first, after in zip((0, *cuts), cuts, strict=False))
+    return f"{layers} {', '.join(ended)}, from {cuts[-1]} on"
 
 
 def beside_compute(evaluation: Evaluation) -> tuple[str, ...]:

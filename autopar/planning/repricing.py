@@ -71,12 +71,14 @@ def problems_of(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, 
     left = mesh if pipeline is None or not pipeline.axis else mesh.without(pipeline.axis)
     forced = resolve(trace, [c for c in options.constraints if not isinstance(c, Pipelined)], left)
     if pipeline is None:
+        forced = replace(forced, starts=plan.starts)
         yield Part(plan, trace, mesh, _priced(trace, mesh, profile, options, forced, Crossing(), 1))
         return
     crossing = Crossing.along(pipeline.axis, mesh, profile)
     made = cut(trace, pipeline.positions) if pipeline.positions else Cut((trace,), (), {})
     for staged, stage in zip(pipeline.stages, made.stages, strict=True):
-        priced = _priced(stage, left, profile, options, forced, crossing, pipeline.num_microbatches)
+        here = replace(forced, starts=staged.starts)
+        priced = _priced(stage, left, profile, options, here, crossing, pipeline.num_microbatches)
         yield Part(staged, stage, left, priced, made.shared)
         chosen = staged.node_choices()
         shared = [p.name for p in stage.parameters if p.name in made.shared]

@@ -1,51 +1,28 @@
-"""The search: trace and mesh in, plan and program out.
-
-The transient peak depends on the order of the emitted program, so it is re-derived on it, node by node. Where the plan is over
-its budget, these moments become rows of the problem (`autopar.cost.moments`), and it is solved again. The first problem has
-none of them, so its bound holds for all.
-"""
+"""The search without stages: trace and mesh in, plan and program out (the rounds are in `autopar.planning.job`)."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from autopar.capture.trace import Trace
 from autopar.constraints import Constraint, check
-from autopar.cost.moments import Liveness, by_trace_node, explained, over_budget
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
-from autopar.emit import emit, with_held
-from autopar.errors import AutoparError, ConstraintError, InfeasibleError, size_text
+from autopar.errors import AutoparError, ConstraintError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
-from autopar.planning.alike import Alike
-from autopar.planning.assembly import Draft, assemble, fingerprint
+from autopar.planning.assembly import assemble, fingerprint
 from autopar.planning.conflicts import with_conflict
-from autopar.planning.multipliers import certified
+from autopar.planning.job import Clock, Job, Progress, Tried
 from autopar.planning.options import PlanOptions
 from autopar.planning.runner_up import runner_ups
 from autopar.planning.timeline import beside
-from autopar.plans import Fingerprint, Overlap, Plan
-from autopar.problem import Choices, Moment, Multipliers, Problem
-from autopar.run.memory import node_peaks, trace_peak
-from autopar.run.orders import Action
+from autopar.plans import Plan
 from autopar.run.program import Program, StagedProgram
-from autopar.run.rank_memory import chunk_memory, rank_peak
-from autopar.run.stage_memory import StagePeak, trace_stage_peak
-from autopar.solve import REMEDY, Least, choices_or_least, evaluate
-from autopar.strategies import ClusterClass, Forced, classes_of, resolve
+from autopar.strategies import ClusterClass, Forced, Starts, apart, classes_of, resolve
 from autopar.version import VERSION
-
-_ROUNDS = 12  # each either fits or adds moments at which the plan before did not
-_WASTE = 0.02  # share of the budget: where a plan leaves more unused, moments learnt from it may admit a better one
-Progress = Callable[[str], None]
-
-
-class TooSlow(Exception):
-    """No plan is as fast as is asked for; its argument is the bound in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,186 +72,15 @@ def make_plan(
             forced, classes = enumerated(options.constraints)
         except ConstraintError as error:
             raise with_conflict(error, options.constraints, enumerated) from error
-    with clock.phase("price"):
-        budget = options.budget(profile)
-        priced = price(trace, classes, mesh, profile, budget_bytes=budget, optimizer=options.optimizer, forced=forced)
+    budget = options.budget(profile)
+
+    def pricing(starts: Starts) -> Priced:
+        here = replace(forced, starts=starts)
+        return price(trace, apart(classes, starts), mesh, profile, budget_bytes=budget, optimizer=options.optimizer, forced=here)
+
     mark = fingerprint(trace, model_name, profile.name, profile.hash, VERSION)
-    job = Job(trace, mesh, priced, Liveness(trace, priced), options, clock, mark, options.to_json(profile), budget, limit_s=limit_s)
+    job = Job(trace, mesh, pricing, options, clock, mark, options.to_json(profile), budget, limit_s=limit_s)
     return finished(job.best_tried(), clock, options)
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """What a stage is planned for.
-
-    Attributes:
-        name: of the schedule. batch_bytes: of the whole batch, which is there during the whole step.
-        stage, actions: its number, and what its rank does, where the rank holds other stages beside it.
-    """
-
-    name: str
-    num_microbatches: int
-    batch_bytes: int
-    stage: int = 0
-    actions: tuple[Action, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """A plan that was emitted: its peak, optimizer's state included, and the bound that holds for all plans."""
-
-    draft: Draft
-    plan: Plan
-    program: Program
-    peak_bytes: int
-    bound_s: float
-
-    @property
-    def time_s(self) -> float:
-        return self.draft.evaluation.objective_s
-
-    @property
-    def gap(self) -> float:
-        return (self.time_s - self.bound_s) / self.time_s if self.time_s else 0.0
-
-
-@dataclass
-class Job:
-    """The rounds of one search: solve, emit, look at the memory, learn moments."""
-
-    trace: Trace
-    mesh: Mesh
-    priced: Priced
-    liveness: Liveness
-    options: PlanOptions
-    clock: Clock
-    mark: Fingerprint
-    recorded: Mapping[str, object]
-    budget: int
-    schedule: Schedule | None = None  # of a stage
-    moments: dict[str, Moment] = field(default_factory=dict)
-    bound_s: float = 0.0
-    multipliers: Multipliers | None = None
-    limit_s: float = math.inf
-    alike: Alike = field(default_factory=Alike)
-
-    def best_tried(self) -> Tried:
-        """The best plan that fits.
-
-        Raises:
-            InfeasibleError: where none was found. TooSlow: where the bound is not below `limit_s`.
-        """
-        best: Tried | None = None
-        certain, smallest = self.liveness.certain(), 0
-        for _ in range(_ROUNDS):
-            with self.clock.phase("solve"):
-                found = self._solved(replace(self.priced.problem, moments=(*certain, *self.moments.values())))
-            choices = found.choices if isinstance(found, Least) else found
-            if choices is None or (isinstance(found, Least) and best is not None):
-                break
-            # what was learnt holds reserves, which hold for the plans that it was learnt from only
-            self.bound_s = self.bound_s or (choices.free_bound_s if self.moments else choices.bound_s)
-            if self.bound_s >= self.limit_s:
-                raise TooSlow(self.bound_s)
-            self.multipliers = self.multipliers if self.moments else choices.multipliers  # others hold under learnt moments only
-            tried = self._try(choices)
-            if tried.peak_bytes <= self.budget:
-                improved = best is None or tried.time_s < best.time_s
-                best = tried if improved else best
-                wasted = tried.peak_bytes < self.budget * (1 - _WASTE)
-                if not (improved and wasted and self.moments and tried.gap > self.options.gap):
-                    break
-            elif isinstance(found, Least) and smallest and tried.peak_bytes >= smallest:
-                break
-            smallest = min(smallest or tried.peak_bytes, tried.peak_bytes)
-            self._learn(tried)
-        if best is None:
-            raise _refusal(self.budget, found, smallest)
-        return self._overlapped(best)
-
-    def _solved(self, problem: Problem) -> Choices | Least:
-        """The solver's answer, or what it said of a stage that is alike."""
-        known = None if self.moments else self.alike.known(problem)
-        if known is not None:
-            return known
-        found = _solve(problem, self.options)
-        if isinstance(found, Choices) and not self.moments:
-            self.alike.learn(problem, found)
-        return found
-
-    def _try(self, choices: Choices) -> Tried:
-        with self.clock.phase("assemble"):
-            evaluation = evaluate(self.priced.problem, choices.strategies, choices.recomputed, choices.kept)
-            draft = Draft(self.trace, self.mesh, self.priced, choices, evaluation, {})
-            plan = assemble(draft, self.mark, self.recorded, self.bound_s)
-            plan = replace(plan, proof=certified(plan.proof, draft, self.multipliers))
-        with self.clock.phase("emit"):
-            program = emit(self.trace, plan, accumulates=self.priced.problem.accumulates)
-        with self.clock.phase("memory"):
-            peak = self._peak(program)
-        return Tried(draft, plan, program, peak + plan.prediction.memory_bytes["optimizer"], self.bound_s)
-
-    def _overlapped(self, tried: Tried) -> Tried:
-        """The plan with its communication beside its compute, as far as what it leaves of the budget allows."""
-        slowdown = self.priced.problem.overlap_slowdown
-        if slowdown >= 1.0:
-            return tried
-        allowed = Overlap(slowdown, self.budget, self.budget)
-        while True:
-            with self.clock.phase("overlap"):
-                program, held = with_held(tried.program, replace(tried.plan, overlap=allowed))
-            plan = replace(tried.plan, overlap=held)
-            with self.clock.phase("memory"):
-                peak = self._peak(program) + plan.prediction.memory_bytes["optimizer"]
-            if peak <= self.budget:
-                return replace(tried, plan=plan, program=program, peak_bytes=peak)
-            sizes = (held.forward_bytes, held.backward_bytes)
-            allowed = Overlap(slowdown, *(max(size - max(peak - self.budget, size // 4), 0) for size in sizes))
-
-    def _peak(self, program: Program) -> int:
-        """Without the optimizer's state."""
-        if self.schedule is not None:
-            return self.schedule.batch_bytes + self._stage_peak(self.schedule, program)
-        return trace_peak(program, batch=self.options.batch, outputs=self.options.outputs).peak_bytes
-
-    def _stage_peak(self, schedule: Schedule, program: Program) -> int:
-        num = self.priced.problem.num_in_flight
-        if schedule.actions:
-            memory = self.alike.memory(program, lambda: chunk_memory(program, self.options.outputs))
-            return rank_peak({schedule.stage: memory}, schedule.actions, schedule.num_microbatches)
-
-        def measured() -> StagePeak:
-            return trace_stage_peak(program, schedule.name, num, schedule.num_microbatches, self.options.outputs)
-
-        return self.alike.peak(program, num, measured).peak_bytes
-
-    def _learn(self, tried: Tried) -> None:
-        """Moments at which the plan is over the budget, and those known before as they were in it."""
-        with self.clock.phase("memory"):
-            peaks = node_peaks(tried.program, batch=self.options.batch, outputs=self.options.outputs)
-            beside = tried.plan.prediction.memory_bytes["optimizer"]
-            if self.schedule is not None:  # what the schedule holds beside the microbatch that runs
-                beside = tried.peak_bytes - max(peak.peak_bytes for peak in peaks)
-            seen = by_trace_node(self.liveness, peaks, beside)
-            wanted = dict.fromkeys([*self.moments, *over_budget(self.liveness, seen, self.budget)])
-            self.moments = explained(self.liveness, tried.draft.choices, seen, wanted)
-
-
-def _solve(problem: Problem, options: PlanOptions) -> Choices | Least:
-    only_bound = not any(moment.reserve_bytes for moment in problem.moments)
-    return choices_or_least(problem, gap=options.gap, time_limit_s=options.time_limit_s, solver=options.solver, bound_only=only_bound)
-
-
-def _refusal(budget: int, last: Choices | Least, smallest: int) -> InfeasibleError:
-    """Says what is certain: the smallest peak of a plan that was emitted, or, where none was, what any plan needs at least."""
-    if smallest or isinstance(last, Choices):
-        tried = f"; the smallest that was tried needs {size_text(smallest)}"
-        return InfeasibleError(
-            f"no plan was found that fits into {size_text(budget)} per device{tried}", remedy=REMEDY, needed_bytes=smallest
-        )
-    needed = f"at least {size_text(last.bound_bytes)} is needed, and the transient peak beside it"
-    what = f"no plan fits into {size_text(budget)} per device: {needed}"
-    return InfeasibleError(what, remedy=REMEDY, needed_bytes=int(last.bound_bytes))
 
 
 def finished(tried: Tried, clock: Clock, options: PlanOptions) -> Planned:
@@ -291,24 +97,3 @@ def finished(tried: Tried, clock: Clock, options: PlanOptions) -> Planned:
     memory["transient"] = max(peak - evaluation.static_bytes - max(evaluation.kept_bytes, evaluation.gradient_bytes), 0)
     plan = replace(plan, prediction=beside(replace(plan.prediction, peak_bytes=peak, memory_bytes=memory), program, plan))
     return Planned(plan, replace(program, plan_hash=plan.hash), clock.seconds)
-
-
-class Clock:
-    """Seconds by phase; tells `progress` what is going on."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.seconds: dict[str, float] = {}
-        self._progress = progress
-        self._name = ""
-        self._start = 0.0
-
-    def phase(self, name: str) -> Clock:
-        self._name = name
-        return self
-
-    def __enter__(self) -> None:
-        self._progress(self._name)
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + time.perf_counter() - self._start

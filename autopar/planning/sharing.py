@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import InfeasibleError, size_text
 from autopar.planning.alike import Alike
+from autopar.planning.job import Schedule
 from autopar.planning.options import PlanOptions
-from autopar.planning.search import Planned, Schedule
+from autopar.planning.search import Planned
 from autopar.run.orders import interleaved
 from autopar.run.rank_memory import ChunkMemory, chunk_memory, rank_peak
 from autopar.solve import REMEDY

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
 from autopar.constraints import INTERLEAVED, Pipelined, check
-from autopar.cost.moments import Liveness
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
 from autopar.emit import emit_staged
@@ -27,12 +26,13 @@ from autopar.mesh import Mesh
 from autopar.planning.alike import Alike
 from autopar.planning.assembly import Draft, fingerprint
 from autopar.planning.conflicts import with_conflict_of_stages
+from autopar.planning.job import Clock, Job, Progress, TooSlow
 from autopar.planning.multipliers import with_multipliers
 from autopar.planning.options import PlanOptions
 from autopar.planning.over_cuts import Least
 from autopar.planning.proving import Pipelines, parted, proven
 from autopar.planning.schedules import least_time
-from autopar.planning.search import Clock, Job, Planned, Progress, TooSlow, finished
+from autopar.planning.search import Planned, finished
 from autopar.planning.sharing import Sharing, neediest
 from autopar.planning.steps import check_order, simulated_step_of, slowest_rank, step_of
 from autopar.planning.units import Unit, balanced, one_stage, reweighed, units_of
@@ -42,7 +42,7 @@ from autopar.redistribute import local_bytes
 from autopar.run.orders import num_in_flight
 from autopar.solve import Evaluation, evaluate, solve
 from autopar.stages import Cut, CutPoint, cut, seams, usable_points
-from autopar.strategies import Forced, classes_of, resolve
+from autopar.strategies import Forced, Starts, apart, classes_of, resolve
 from autopar.version import VERSION
 
 _ROUNDS = 3  # of cutting anew
@@ -232,17 +232,17 @@ class StagedSearch:
     def _stage(self, stage: Trace, crossing: Crossing, forced: Forced, flying: int, number: int) -> Planned:
         with self.clock.phase("enumerate"):
             classes = classes_of(stage, self.left.shape, forced)
-        with self.clock.phase("price"):
-            budget = self.sharing.budgets[number]
-            priced = price(
-                stage, classes, self.left, self.profile, budget_bytes=budget, optimizer=self.options.optimizer, forced=forced,
-                crossing=crossing, num_microbatches=self.how.num, num_in_flight=flying,
+        budget = self.sharing.budgets[number]
+
+        def pricing(starts: Starts) -> Priced:
+            return price(
+                stage, apart(classes, starts), self.left, self.profile, budget_bytes=budget, optimizer=self.options.optimizer,
+                forced=replace(forced, starts=starts), crossing=crossing, num_microbatches=self.how.num, num_in_flight=flying,
             )  # fmt: skip
+
         mark = self._mark(stage.fingerprint)
-        job = Job(
-            stage, self.left, priced, Liveness(stage, priced), self.options, self.clock, mark, {}, budget,
-            self.sharing.schedule(self.wish.schedule, number), alike=self.alike,
-        )  # fmt: skip
+        schedule = self.sharing.schedule(self.wish.schedule, number)
+        job = Job(stage, self.left, pricing, self.options, self.clock, mark, {}, budget, schedule, alike=self.alike)
         try:
             return finished(job.best_tried(), self.clock, self.options)
         except InfeasibleError as error:

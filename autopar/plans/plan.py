@@ -76,7 +76,8 @@ class Pipeline:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The answer: see the module docstring. `capture` says how repeated layers were captured, or why in full; `overlap` how far
-    communication runs beside compute; `loss_rows` how many rows of logits the loss has at a time on a device, 0 for all.
+    communication runs beside compute; `loss_rows` how many rows of logits the loss has at a time on a device, 0 for all; `starts`, per list
+    of layers whose layers do not all decide alike, where its second and later groups begin.
 
     A plan with a `pipeline` has its decisions in the plans of its stages.
     """
@@ -93,6 +94,7 @@ class Plan:
     pipeline: Pipeline | None = None
     overlap: Overlap = field(default_factory=Overlap)
     loss_rows: int = 0
+    starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def node_choices(self) -> dict[str, Strategy]:
         """Strategy per node key, all instances expanded."""
@@ -196,6 +198,8 @@ def _misfit(plan: Plan) -> str:
         return f"its budget is {plan.options['memory_bytes']!r}"
     if plan.loss_rows < 0:
         return f"its loss has {plan.loss_rows} rows at a time"
+    if any(not cuts or list(cuts) != sorted(set(cuts)) for cuts in plan.starts.values()):
+        return f"its groups of layers are {dict(plan.starts)}"
     overlap = plan.overlap
     if not 0.0 <= overlap.slowdown <= 1.0 or min(overlap.forward_bytes, overlap.backward_bytes) < 0:
         return f"its overlap is {overlap}"
@@ -267,6 +271,7 @@ def _decode_plan(data: Mapping[str, Any]) -> Plan:
         pipeline=_decode_pipeline(data.get("pipeline")),
         overlap=Overlap(**data.get("overlap", {})),
         loss_rows=data.get("loss_rows", 0),
+        starts={layers: tuple(starts) for layers, starts in data.get("starts", {}).items()},
     )
 
 

@@ -14,7 +14,7 @@ Limits count nodes of search trees and columns, not seconds, so the same problem
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -27,6 +27,7 @@ from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.hiding import Excess
 from autopar.solve.incoming import Incoming
 from autopar.solve.live import Live, Point
+from autopar.solve.mixing import mixed
 from autopar.solve.multipliers import multipliers
 from autopar.solve.sifting import Sifted, middle, sifted
 from autopar.solve.tree import Tree
@@ -37,6 +38,7 @@ from autopar.streams import ON_COMPUTE, Balance
 _RUNGS = (2000, 4000, 8000)
 _RUNG_NODES = 20
 _SMALL = 4000  # columns: below, one program over all is cheaper than several
+_FEW = (500, 1000, 2000)  # columns of restricted programs that come before a tree
 _ROUNDS = 12
 _SIFTED = 50_000  # columns: from here on the balance is sifted for
 _RELAXATIONS = 2  # of a tree, per node that a search may have
@@ -56,6 +58,7 @@ class Search:
     gap: float
     max_nodes: int
     time_limit_s: float
+    whole: bool = True
     program: Formulation = field(init=False)
     engine: Engine = field(init=False)
     excess: Excess = field(init=False)
@@ -71,6 +74,7 @@ class Search:
     vertex: Floats | None = None
     prices: dict[int, float] = field(default_factory=dict)
     balance: Balance = ON_COMPUTE
+    mixed: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.program = Formulation(self.problem)
@@ -91,6 +95,8 @@ class Search:
         for _ in range(_ROUNDS):
             broken = [] if self.extra.active else self._rounded(relaxation)
             broken = broken or ([] if self._close() else self._grow())
+            if not broken and not self._close() and self._set_apart():
+                break
             if not broken and self.extra.active and not self.infeasible:
                 broken = self._climb()
             if not broken and not self.infeasible and not self._close():
@@ -120,6 +126,7 @@ class Search:
             self.best, bound_s=bound, free_bound_s=min(self.free_bound / SCALE, bound), num_variables=self.program.num_variables,
             num_constraints=self.program.num_constraints + len(self.extra.active), solver="highs",
             memory_price_s_per_byte=self.price_s_per_byte, stats={k: float(n) for k, n in stats.items()}, multipliers=self.multipliers(),
+            mixed={} if self._close() else self.mixed,
         )  # fmt: skip
 
     def multipliers(self) -> Multipliers | None:
@@ -188,6 +195,7 @@ class Search:
         reserves = [self.extra.rows[r].reserve_bytes for r in duals]
         if point.bound > self.proven:
             self.proven, self.prices, self.balance = point.bound, dict(duals), balance
+            self.mixed = mixed(self.program, self.engine, point.values) if len(point.values) else {}
             self.price_s_per_byte = max(0.0, float(-prices.sum()) / SCALE)
         self.bound = max(self.bound, point.bound)
         self.free_bound = max(self.free_bound, point.bound + float(prices @ np.array(reserves, float)))
@@ -212,13 +220,27 @@ class Search:
 
         live = self._live()
         sizes = self.extra.sizes()
-        grown = Tree(self.program, self.engine, live, offer, best, self.gap, self.max_nodes * _RELAXATIONS, sizes).grow()
+        broken = self._few() if self.extra.phases else []
+        if broken or self._close() or (self.extra.phases and self._set_apart()):
+            return broken
+        tree = Tree(self.program, self.engine, live, offer, best, self.gap, self.max_nodes * _RELAXATIONS, sizes)
+        grown = tree.dive()
+        if tree.root is not None and not grown.broken and not self._close() and not self._set_apart():
+            grown = tree.branch()
         self.engine.timed_out |= live.timed_out
         if np.isinf(grown.bound):
             self.infeasible = self.best is None
         else:
             self._raise_bound(min(grown.bound, best()))
         return list(grown.broken)
+
+    def _few(self) -> list[int]:
+        """Of a large program, few columns: rows over all columns make a tree slow, and these do not."""
+        return self._climb(_FEW) if _SMALL < len(self.engine.names) < _SIFTED else []
+
+    def _set_apart(self) -> bool:
+        """Whether equal ops that decide apart are to be tried rather than a tree."""
+        return bool(self.mixed) and not self.whole and self.best is not None and len(self.engine.names) > _SMALL
 
     def _rounded(self, relaxation: Relaxation) -> list[int]:
         """Offer the relaxation itself, rounded where it is fractional, with every version kept that backward reads."""
@@ -228,12 +250,12 @@ class Search:
         except LayoutError:  # rounded strategies may make nothing that a reader can use
             return []
 
-    def _climb(self) -> list[int]:
+    def _climb(self, rungs: Sequence[int] = _RUNGS) -> list[int]:
         """Restricted programs, from small to large, until the gap is closed or a plan breaks a row that is not in yet."""
         if self._close():
             return []
         relaxation = self.engine.relax(self.extra.matrix(self.extra.active), interior=True)
-        for most in _RUNGS:
+        for most in rungs:
             if relaxation is None or self._close() or (self.best is not None and most == _RUNGS[-1]):
                 return []
             columns = np.ones(len(relaxation.reduced), bool)

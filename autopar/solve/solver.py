@@ -35,18 +35,19 @@ REMEDY = "use more devices, a smaller batch or shorter sequence, or pass a large
 
 
 def choices_or_least(
-    problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False
+    problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False, whole: bool = True
 ) -> Choices | Least:
     """As `solve`, but where no plan fits, how much memory would do.
 
     Args:
         bound_only: what would do need not be found (`least_budget`) where it is proven that nothing fits.
+        whole: search on where the relaxation mixes decisions of equal ops; else the answer then says which (`Choices.mixed`).
     """
     proven = False
     if solver == "cbc":
         choices, bound_s, proven_by = solve_with_cbc(problem, gap, max_nodes, time_limit_s), 0.0, None
     else:
-        search = Search(problem, gap, max_nodes, time_limit_s)
+        search = Search(problem, gap, max_nodes, time_limit_s, whole)
         choices, bound_s, proven = search.run(), search.bound_s, search.infeasible
         proven_by = search.multipliers() if choices is None and not proven else None
     if choices is not None:

@@ -71,6 +71,7 @@ class Tree:
     _closed: float = np.inf  # the least bound of nodes that are not looked into any further
     _gains: dict[Key, list[float]] = field(default_factory=dict)
     _broken: tuple[int, ...] = ()
+    root: _Node | None = None
 
     def __post_init__(self) -> None:
         column = self.engine.column
@@ -78,14 +79,20 @@ class Tree:
         again = [column[v.name] for row in self.program.again.values() for v in row]
         self._bits = np.array([*again, *(column[v.name] for v in self.program.keep.values())], np.int32)
 
-    def grow(self) -> Grown:
-        """Branch until the gap is closed, a budget row has to come in, or a limit is reached."""
+    def dive(self) -> Grown:
+        """The root, and from there one box within the other; each is offered as a plan."""
         n = len(self.engine.cost)
-        root = self._at(np.zeros(n), np.ones(n))
-        if root is None:
+        self.root = self._at(np.zeros(n), np.ones(n))
+        if self.root is None:
             return Grown(np.inf)
         self._last = self.live.num_iterations + _STEPS * max(self.live.num_iterations, 1000)
-        self._dive(root)
+        self._dive(self.root)
+        return Grown(self.root.point.bound, self._broken)
+
+    def branch(self) -> Grown:
+        """From the root on, until the gap is closed, a budget row has to come in, or a limit is reached."""
+        root = self.root
+        assert root is not None, "the dive has found one"
         order = itertools.count()
         waiting = [(root.point.bound, next(order), root)]
         last: _Node | None = None  # the better child, which comes next while there is no plan

@@ -1,7 +1,11 @@
 """Rules applied to nodes: clusters that share a decision, folded into classes, with their strategies."""
 
 from autopar.strategies.clusters import Cluster, Member, Ref, clusters_of, pattern_of
-from autopar.strategies.expansion import ClusterClass, ClusterStrategy, classes_of
+from autopar.strategies.expansion import ClusterClass, ClusterStrategy, apart, classes_of
 from autopar.strategies.forced import Forced, resolve
+from autopar.strategies.groups import Starts, group_of, layer_of
 
-__all__ = ["Cluster", "ClusterClass", "ClusterStrategy", "Forced", "Member", "Ref", "classes_of", "clusters_of", "pattern_of", "resolve"]
+__all__ = [
+    "Cluster", "ClusterClass", "ClusterStrategy", "Forced", "Member", "Ref", "Starts", "apart", "classes_of", "clusters_of", "group_of",
+    "layer_of", "pattern_of", "resolve",
+]  # fmt: skip

@@ -20,6 +20,7 @@ from autopar.layout import REPLICATE, Layout, Strategy
 from autopar.rules import AxisOption, TensorInfo, cuts_alike
 from autopar.strategies.clusters import Cluster, Member, Ref, clusters_of, offered_options
 from autopar.strategies.forced import Forced
+from autopar.strategies.groups import Starts, group_of
 
 Assignment = dict[Ref, Placement]  # on one axis
 
@@ -55,12 +56,23 @@ def classes_of(trace: Trace, mesh_shape: Sequence[int], forced: Forced | None = 
     groups: dict[tuple[object, ...], list[Cluster]] = {}
     for cluster in clusters:
         slots = tuple((forced.slots.get(m.node, ()), forced.named.rows.get(m.node, ())) for m in cluster.members)
-        groups.setdefault((*cluster.signature, slots), []).append(cluster)
+        groups.setdefault((*cluster.signature, slots, group_of(cluster.members[0].key, forced.starts)), []).append(cluster)
     partial = _partial_operands(clusters, groups)
     return tuple(
         ClusterClass(tuple(group), _allowed(group[0], _expanded(group[0], partial[signature], mesh_shape, forced), forced))
         for signature, group in groups.items()
     )
+
+
+def apart(classes: Sequence[ClusterClass], starts: Starts) -> tuple[ClusterClass, ...]:
+    """The same strategies, for each group of layers by itself."""
+    found: list[ClusterClass] = []
+    for each in classes:
+        groups: dict[int, list[Cluster]] = {}
+        for cluster in each.instances:
+            groups.setdefault(group_of(cluster.members[0].key, starts), []).append(cluster)
+        found += [ClusterClass(tuple(groups[group]), each.strategies) for group in sorted(groups)]
+    return tuple(found)
 
 
 def _expanded(

@@ -21,6 +21,7 @@ from autopar.errors import ConstraintError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.rules import operands_of
+from autopar.strategies.groups import Starts
 from autopar.strategies.named import Named, Rest, resolve_named
 from autopar.strategies.softmax import around_softmax
 
@@ -36,6 +37,7 @@ class Forced:
         named: what named plans force, axis by axis.
         recompute: what backward runs again (`autopar.constraints.megatron`), None where it is the planner's.
         softmax: the nodes that selective recomputation runs again.
+        starts: groups of layers that decide for themselves (`autopar.strategies.groups`); the planner's own, no user's.
     """
 
     slots: Mapping[str, tuple[Slot, ...]]
@@ -43,6 +45,7 @@ class Forced:
     named: Named = field(default_factory=Named)
     recompute: Recompute | None = None
     softmax: frozenset[str] = frozenset()
+    starts: Starts = field(default_factory=dict)
 
     @staticmethod
     def nothing() -> Forced:

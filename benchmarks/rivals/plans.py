@@ -18,17 +18,18 @@ from autopar.api.compiling import compile
 from autopar.capture import Trace, capture
 from autopar.capture.loss_head import loss_by_rows
 from autopar.cost.price import price
+from autopar.cost.priced import Priced
 from autopar.errors import InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
+from autopar.planning.job import Job, Tried
 from autopar.planning.options import PlanOptions
-from autopar.planning.search import Job, Tried
 from autopar.problem import Choices, Op
 from autopar.run.device_mesh import device_mesh
 from autopar.run.memory import trace_peak
 from autopar.run.module import ParallelModule
 from autopar.run.program import Program
-from autopar.strategies import classes_of
+from autopar.strategies import Forced, Starts, apart, classes_of
 from benchmarks.rivals.measuring import Variant
 from benchmarks.searching import searched
 
@@ -138,9 +139,13 @@ class Planner:
     def _by_rows(self, rows: int, options: PlanOptions) -> Tried:
         trace = loss_by_rows(self.trace, rows) if rows else self.trace
         classes, budget = classes_of(trace, MESH.shape), options.budget(self.profile)
-        priced = price(trace, classes, MESH, self.profile, budget_bytes=budget, optimizer="none")
-        priced = replace(priced, problem=replace(priced.problem, ops=tuple(map(_without_gradient, priced.problem.ops))))
-        tried = searched(trace, MESH, self.profile, priced, options, _ActivationJob)
+
+        def pricing(starts: Starts) -> Priced:
+            forced = replace(Forced.nothing(), starts=starts)
+            priced = price(trace, apart(classes, starts), MESH, self.profile, budget_bytes=budget, optimizer="none", forced=forced)
+            return replace(priced, problem=replace(priced.problem, ops=tuple(map(_without_gradient, priced.problem.ops))))
+
+        tried = searched(trace, MESH, self.profile, pricing, options, _ActivationJob)
         return replace(tried, plan=replace(tried.plan, loss_rows=rows))
 
     def _compiled(self, module: ParallelModule, plan: Any, peak_bytes: int) -> Compiled:

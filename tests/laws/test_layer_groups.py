@@ -1,0 +1,146 @@
+"""Equal layers in groups that decide apart: faster where memory suits some of the layers only, proven, and right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import zoo_small
+from torch import nn
+
+import autopar
+from autopar.capture import Trace, capture
+from autopar.cost.moments import Liveness
+from autopar.cost.price import price
+from autopar.errors import PlanError
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from autopar.planning import Planned, PlanOptions, job, make_plan
+from autopar.plans import Plan
+from autopar.problem import Choices
+from autopar.run.memory import trace_peak
+from autopar.solve import choices_or_least, solve
+from autopar.strategies import Forced, Starts, apart, classes_of
+from autopar.verification import verify_program
+
+NUM_LAYERS, LIST, GAP = 8, "model.layers", 1e-3
+MESH, PROFILE = Mesh(2), HardwareProfile.load("h100-sxm")
+BETWEEN = 0.85  # of the memory that a plan takes which has all it wants
+
+
+@cache
+def traced() -> tuple[Trace, nn.Module, dict[str, Any]]:
+    model, batch = zoo_small.llama(num_layers=NUM_LAYERS)
+    return capture(model, (), batch), model, batch
+
+
+@cache
+def budget() -> int:
+    ample = make_plan(traced()[0], MESH, PROFILE, PlanOptions(optimizer="sgd", gap=GAP))
+    return int(BETWEEN * ample.plan.prediction.peak_bytes)
+
+
+def planned() -> Planned:
+    return make_plan(traced()[0], MESH, PROFILE, PlanOptions(memory_bytes=budget(), optimizer="sgd", gap=GAP))
+
+
+@cache
+def grouped() -> Planned:
+    return planned()
+
+
+def solved(starts: Starts, gap: float = GAP) -> Choices:
+    """The problem of these groups without what is learnt of the program's peak."""
+    trace = traced()[0]
+    forced = replace(Forced.nothing(), starts=starts)
+    classes = apart(classes_of(trace, MESH.shape), starts)
+    priced = price(trace, classes, MESH, PROFILE, budget_bytes=budget(), optimizer="sgd", forced=forced)
+    problem = replace(priced.problem, moments=tuple(Liveness(trace, priced).certain()))
+    return solve(problem, gap=gap)
+
+
+def test_the_plan_says_which_layers_decide_together_and_they_differ() -> None:
+    plan = grouped().plan
+    assert list(plan.starts) == [LIST]
+    [line] = [line for line in plan.proof.covers if LIST in line]
+    assert line.endswith(f"from {plan.starts[LIST][-1]} on") and f"{LIST} 0–{plan.starts[LIST][0] - 1}, " in line
+    per_layer = [decisions_of(plan, layer) for layer in range(NUM_LAYERS)]
+    borders = [layer for layer in range(1, NUM_LAYERS) if per_layer[layer] != per_layer[layer - 1]]
+    assert borders == list(plan.starts[LIST]), "layers of one group are alike, those of two are not"
+
+
+def decisions_of(plan: Plan, layer: int) -> dict[str, Any]:
+    """What a layer's nodes do, by their names within the layer."""
+    inside = f"{LIST}.{layer}."
+    kept = {f"{node}#{result}": tuple(map(str, layouts)) for (node, result), layouts in plan.kept_layouts().items()}
+    said = {**plan.node_choices(), **{f"again {k}": v for k, v in plan.recomputed_choices().items()}, **kept}
+    return {key.replace(inside, ""): str(choice) for key, choice in said.items() if inside in key}
+
+
+def test_it_is_faster_than_with_all_layers_alike_and_as_fast_as_the_best_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = grouped().plan
+    assert plan.proof.gap <= GAP
+    cuts = [solved({LIST: (layer,)}) for layer in range(1, NUM_LAYERS)]
+    assert plan.proof.objective_s <= min(c.objective_s for c in cuts) * (1 + GAP)
+    monkeypatch.setattr(job, "starts_of", lambda priced, choices: {})
+    alike = planned().plan
+    assert not alike.starts
+    assert plan.proof.objective_s < alike.proof.objective_s
+    assert plan.proof.bound_s <= alike.proof.bound_s, "what all layers alike can do, groups can"
+
+
+def test_the_bound_of_groups_holds_for_fewer_and_the_relaxation_hardly_knows_them() -> None:
+    whole, finer, finest = (solved({LIST: cuts} if cuts else {}, gap=1e-4) for cuts in ((), (3,), (2, 3, 6)))
+    for fewer, more in ((whole, finer), (finer, finest)):
+        assert more.bound_s <= fewer.objective_s * (1 + 1e-9)
+        assert more.objective_s <= fewer.objective_s * (1 + 1e-4)
+
+
+def test_it_computes_the_model_in_the_predicted_memory() -> None:
+    made, (trace, model, batch) = grouped(), traced()
+    assert verify_program(trace, made.stage_program(), model, (), batch).ok
+    peak = trace_peak(made.stage_program()).peak_bytes + made.plan.prediction.memory_bytes["optimizer"]
+    assert peak == made.plan.prediction.peak_bytes <= budget()
+
+
+def test_it_is_certified_and_not_without_its_groups() -> None:
+    plan, (_, model, batch) = grouped().plan, traced()
+    assert autopar.check(plan, model, batch).ok
+    [start] = plan.starts[LIST][:1]
+    for starts in ({}, {LIST: (start + 1, *plan.starts[LIST][1:])}):
+        refused = autopar.check(replace(plan, starts=starts), model, batch)
+        assert any("one decision" in finding.what for finding in refused.findings), "classes are other ones"
+
+
+def test_it_is_read_back_as_it_was_written() -> None:
+    plan = grouped().plan
+    assert Plan.loads(plan.dumps()) == plan
+    assert Plan.loads(plan.dumps()).dumps() == plan.dumps() == planned().plan.dumps()
+
+
+@pytest.mark.parametrize("cuts", [(), (3, 3), (5, 2)])
+def test_groups_that_are_none_are_refused(cuts: tuple[int, ...]) -> None:
+    with pytest.raises(PlanError, match="groups of layers"):
+        Plan.loads(replace(grouped().plan, starts={LIST: cuts}).dumps())
+
+
+def test_what_is_asked_of_a_plan_is_answered() -> None:
+    plan, (_, model, batch) = grouped().plan, traced()
+    same = autopar.what_if(plan, model, batch, hardware=PROFILE)
+    assert same.step_s == pytest.approx(plan.proof.objective_s, rel=1e-9)
+    text = str(autopar.explain(plan))
+    assert all(f"{LIST}.*" in text for _ in plan.starts)
+    assert not autopar.diff(plan, plan).changes
+
+
+def test_a_search_that_ends_early_says_which_ops_it_would_have_apart() -> None:
+    trace = traced()[0]
+    priced = price(trace, classes_of(trace, MESH.shape), MESH, PROFILE, budget_bytes=budget(), optimizer="sgd")
+    problem = replace(priced.problem, moments=tuple(Liveness(trace, priced).certain()))
+    early = choices_or_least(problem, gap=1e-5, time_limit_s=60.0, solver="highs", whole=False)
+    assert isinstance(early, Choices)
+    assert early.mixed
+    assert all(problem.ops[n].count > 1 and all(0.0 < share < 1.0 for share in shares) for n, shares in early.mixed.items())
+    assert early.gap > 1e-5
