@@ -1,0 +1,131 @@
+"""Plans of stages → one plan: its cuts, what crosses, step, peak, and the bound over all cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.capture.trace import Trace
+from autopar.constraints import INTERLEAVED, Pipelined
+from autopar.emit import emit_staged
+from autopar.planning.asked import Asked, Whole
+from autopar.planning.assembly import Draft
+from autopar.planning.job import Clock
+from autopar.planning.multipliers import with_multipliers
+from autopar.planning.search import Planned
+from autopar.planning.sharing import Sharing
+from autopar.planning.steps import simulated_step_of, slowest_rank, step_of
+from autopar.plans import Crossed, Pipeline, Plan, Prediction, Proof
+from autopar.redistribute import local_bytes
+from autopar.stages import Cut
+
+COVERS: tuple[str, ...] = (
+    "every cut between layers, for this axis, number of microbatches and schedule, and every layout in which tensors cross",
+    "per stage, every layout of every op, storage of every parameter, recomputation and kept versions (see the stages' proofs); memory "
+    "counts for the stages' plans, not for the bound",
+    "{} for times τ of a microbatch, forward and backward, per stage; the optimizer shared among microbatches; what a stage's "
+    "communication takes beside its compute is in its proof",
+    "equal nodes of repeated layers take one decision in a stage's plan, or in each of a few groups of its layers; the bound lets each "
+    "decide for itself",
+)
+_COVERS_ASKED: tuple[str, ...] = (
+    "the cuts that are asked for, with this axis, schedule and number of microbatches, and every layout in which tensors cross",
+)
+_COVERS_INTERLEAVED: tuple[str, ...] = (
+    "every cut between layers, for this axis, number of microbatches and schedule; memory counts for the stages' plans, not for the bound, "
+    "which leaves out what devices wait for each other",
+    "per stage, every layout of every op, storage of every parameter, recomputation and kept versions (see the stages' proofs)",
+    COVERS[2],
+    "equal nodes of repeated layers take one decision in a stage, or in each of a few groups of its layers; the bound takes one for "
+    "all stages",
+)
+_COVERS_ONE: tuple[str, ...] = (
+    "one stage, for this number of microbatches; every layout of every op, storage of every parameter, recomputation and kept versions, "
+    "within the memory (see the stage's proof)",
+    COVERS[2],
+    "equal nodes of repeated layers take one decision, or one in each of a few groups of layers",
+)
+
+
+def joined(
+    asked: Asked,
+    whole: Whole,
+    cuts: Sequence[int],
+    flying: Sequence[int],
+    stages: Sequence[Planned],
+    made: Cut,
+    sharing: Sharing,
+    clock: Clock,
+) -> Planned:
+    """The plan of all stages.
+
+    Args:
+        cuts: indices of the units that begin later stages. flying: microbatches in flight, per stage. stages: their plans.
+    """
+    plans = tuple(planned.plan for planned in stages)
+    objective = step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks)
+    slowest = slowest_rank(plans, asked.wish.chunks)
+    ranks = sharing.ranks(stages)
+    fullest = max(ranks, key=lambda memory: memory.peak_bytes)
+    shared = asked.wish.chunks > 1
+    points = [whole.points[index - 1] for index in cuts]
+    named = ", ".join(asked.how.promised)
+    promised = (f"samples are independent by the user's promise, which rules do not show at {named}",) if named else ()
+    pipeline = Pipeline(
+        asked.axis, tuple(p.position for p in points), tuple(p.module for p in points), asked.how.num, asked.wish.schedule,
+        tuple(flying), asked.wish.independent, plans,
+        tuple(_crossed(asked, trace, planned) for trace, planned in zip(made.stages[:-1], stages, strict=False)),
+        whole.priced.problem.accumulates,
+        *((tuple(memory.peak_bytes for memory in ranks), tuple(sharing.budgets)) if shared else ()),
+    )  # fmt: skip
+    prediction = Prediction(
+        objective, sum(p.compute_s for p in slowest) * asked.how.num, sum(p.communication_s for p in slowest) * asked.how.num,
+        fullest.peak_bytes, fullest.memory_bytes, (), sum(p.hidden_s for p in slowest) * asked.how.num,
+        simulated_step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks),
+    )  # fmt: skip
+    proof = _proof(asked, whole, objective, plans, promised)
+    plan = Plan(
+        asked.mesh, asked.mark(asked.model_fingerprint), asked.options.to_json(asked.profile), (), (), (), prediction, proof,
+        str(asked.part.folding), pipeline,
+    )  # fmt: skip
+    with clock.phase("emit"):
+        program = emit_staged(asked.part, made, asked.how, plan)
+    return Planned(plan, program, clock.seconds)
+
+
+def _crossed(asked: Asked, stage: Trace, planned: Planned) -> tuple[Crossed, ...]:
+    """What leaves a stage."""
+    layouts = {t.name: t.layout for t in planned.stage_program().outputs if t.crosses}
+    return tuple(
+        Crossed(o.path, layouts[o.path], local_bytes(o.shape, o.dtype, layouts[o.path], asked.left.shape), bool(o.tangent))
+        for o in stage.outputs
+        if o.crosses
+    )
+
+
+def _proof(asked: Asked, whole: Whole, objective: float, plans: Sequence[Plan], promised: tuple[str, ...]) -> Proof:
+    """Of all cuts; of one stage, its own."""
+    own = plans[0].proof if len(plans) == 1 else None
+    bound, certified = (own.bound_s * asked.how.num, own.certified_bound_s * asked.how.num) if own else (whole.least.step_s,) * 2
+    covers = _covers(asked.wish, one=own is not None)
+    bound = min(bound, objective)
+    proof = Proof(
+        objective, bound, (objective - bound) / objective if objective else 0.0,
+        whole.choices.num_variables + sum(p.proof.num_variables for p in plans),
+        whole.choices.num_constraints + sum(p.proof.num_constraints for p in plans),
+        whole.choices.solver, max(p.proof.memory_price_s_per_gib for p in plans), covers + promised,
+        0.0 if asked.wish.schedule == INTERLEAVED and not own else min(certified, bound),
+    )  # fmt: skip
+    draft = Draft(asked.part, asked.left, whole.priced, whole.choices, whole.evaluation, {})
+    return proof if whole.multipliers is None else with_multipliers(proof, draft, whole.multipliers)
+
+
+def _covers(wish: Pipelined, *, one: bool) -> tuple[str, ...]:
+    interleaved = wish.schedule == INTERLEAVED
+    taken = "the end of the simulated schedule" if interleaved else "(M − 1) · max τ + Σ τ"
+    if one:
+        covers = _COVERS_ONE
+    elif interleaved:
+        covers = _COVERS_INTERLEAVED
+    else:
+        covers = COVERS if wish.cuts is None else _COVERS_ASKED + COVERS[1:]
+    return tuple(line.format(taken) for line in covers)
