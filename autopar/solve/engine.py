@@ -128,18 +128,20 @@ class Engine:
 
         Args:
             interior: by the interior point method, which dense rows slow down less, instead of the simplex method.
-            cost: of the columns, instead of the program's own.
+            cost: of the columns, instead of the program's own. Without further rows the simplex method then starts from the vertex that it
+                found at the program's own costs.
         """
-        cost = self.cost if cost is None else cost
+        known = self.basis if extra is None and not interior and cost is not None else None
+        own, cost = cost is None, self.cost if cost is None else cost
         rows = self.rows if extra is None else self.rows.plus(extra)
         ended = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit, highspy.HighsModelStatus.kInfeasible)
-        highs = self._run(cost, rows, None, _INTERIOR if interior else _SIMPLEX)
+        highs = self._run(cost, rows, None, _INTERIOR if interior else _SIMPLEX, basis=known)
         if interior and highs.getModelStatus() not in ended:
             highs, interior = self._run(cost, rows, None, _SIMPLEX), False
         if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             return None
         solution = highs.getSolution()
-        if extra is None and not interior:
+        if extra is None and own and not interior:
             self.basis, self.num_iterations = highs.getBasis(), max(highs.getInfo().simplex_iteration_count, 0)
         bound, reduced, duals = proof(cost, rows, np.array(solution.row_dual))
         values = np.array(solution.col_value)
@@ -194,7 +196,10 @@ class Engine:
         lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = rows.starts, rows.indices, rows.values
         return lp
 
-    def _run(self, cost: Floats, rows: Rows, integer: Columns | None, options: Options, start: Floats | None = None) -> highspy.Highs:
+    def _run(
+        self, cost: Floats, rows: Rows, integer: Columns | None, options: Options, start: Floats | None = None,
+        basis: highspy.HighsBasis | None = None,
+    ) -> highspy.Highs:  # fmt: skip
         lp = self.lp(cost, rows)
         if integer is not None:
             kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
@@ -209,6 +214,8 @@ class Engine:
             solution = highspy.HighsSolution()
             solution.col_value = list(start)
             highs.setSolution(solution)
+        if basis is not None:
+            highs.setBasis(basis)
         highs.run()
         self.timed_out |= highs.getModelStatus() == highspy.HighsModelStatus.kTimeLimit
         return highs
