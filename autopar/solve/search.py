@@ -172,9 +172,9 @@ class Search:
     def _sifted(self, live: Live) -> Point | None:
         """The relaxation at the best balance; plans over the columns that are cheap at each that is tried."""
         found: Sifted | None = None
-        start = self.balance if self.balance != ON_COMPUTE else middle(self.extra.phases)
+        first = (self.balance,) if self.balance != ON_COMPUTE else (ON_COMPUTE, middle(self.extra.phases))  # near the first vertex, and far
         rows = self.extra.budget
-        for at in sifted(self.program, self.engine, live, self.excess, self.extra.phases, start):
+        for at in sifted(self.program, self.engine, live, self.excess, self.extra.phases, first):
             found = at if found is None or at.point.bound > found.point.bound else found
             self._learn(at.point, at.balance, dict(zip(rows, at.point.duals[len(at.point.duals) - len(rows) :].tolist(), strict=True)))
             self._restricted(self.extra.with_excess(at.columns))
