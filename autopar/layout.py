@@ -41,6 +41,7 @@ class Layout:
     placements: tuple[Placement, ...]
     order: tuple[int, ...]
     _hash: int = field(compare=False, repr=False)
+    _dims: tuple[int, ...] = field(compare=False, repr=False)  # per axis the dim that it splits, or −1: asked for all the time
 
     def __init__(self, placements: Iterable[Placement], order: Sequence[int] | None = None) -> None:
         placements = tuple(placements)
@@ -48,6 +49,7 @@ class Layout:
         object.__setattr__(self, "placements", placements)
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "_hash", hash((placements, order)))
+        object.__setattr__(self, "_dims", tuple(p.dim if isinstance(p, Shard) else -1 for p in placements))
 
     def __hash__(self) -> int:
         return self._hash
@@ -119,12 +121,13 @@ class Layout:
 
     def splitters(self, dim: int) -> tuple[int, ...]:
         """The axes that split `dim`, outermost first."""
-        return tuple(axis for axis in self.order if isinstance(p := self.placements[axis], Shard) and p.dim == dim)
+        dims = self._dims
+        return tuple([axis for axis in self.order if dims[axis] == dim])
 
     def is_innermost(self, axis: int) -> bool:
         """Whether `axis` is the innermost splitter of the dim it shards."""
-        placement = self.placements[axis]
-        return isinstance(placement, Shard) and self.splitters(placement.dim)[-1] == axis
+        dim = self._dims[axis]
+        return dim >= 0 and self.splitters(dim)[-1] == axis
 
     def with_placement(self, axis: int, placement: Placement) -> Layout:
         """The layout with another placement on one axis; where that is a shard, the axis becomes the innermost splitter."""
@@ -133,7 +136,7 @@ class Layout:
 
     def num_shards(self, dim: int, mesh_shape: Sequence[int]) -> int:
         """Into how many parts `dim` is split."""
-        return math.prod(n for p, n in zip(self.placements, mesh_shape, strict=True) if isinstance(p, Shard) and p.dim == dim)
+        return math.prod([n for d, n in zip(self._dims, mesh_shape, strict=True) if d == dim])
 
     def divides(self, shape: Sequence[int], mesh_shape: Sequence[int]) -> bool:
         """Whether every dim exists and is split evenly."""
@@ -147,7 +150,7 @@ class Layout:
         return self._has_dims_of(shape) and all(self._fits_dim(dim, size, mesh_shape) for dim, size in enumerate(shape))
 
     def _has_dims_of(self, shape: Sequence[int]) -> bool:
-        return not any(isinstance(p, Shard) and p.dim >= len(shape) for p in self.placements)
+        return max(self._dims, default=-1) < len(shape)
 
     def _fits_dim(self, dim: int, size: int, mesh_shape: Sequence[int]) -> bool:
         num_shards = self.num_shards(dim, mesh_shape)
@@ -160,7 +163,7 @@ class Layout:
 
     def halo(self, dim: int) -> Halo | None:
         """The halo with which `dim` is split, if any."""
-        return next((p for p in self.halos if p.dim == dim), None)
+        return next((p for p, d in zip(self.placements, self._dims, strict=True) if d == dim and isinstance(p, Halo)), None)
 
 
 def _canonical(placements: tuple[Placement, ...], order: Sequence[int] | None) -> tuple[int, ...]:

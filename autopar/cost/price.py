@@ -49,6 +49,7 @@ class _Builder:
     made: dict[Ref, tuple[int, int]] = field(default_factory=dict)  # tensor → (op, result)
     readers: dict[Ref, list[Use]] = field(default_factory=dict)
     infos: dict[Ref, TensorInfo] = field(default_factory=dict)
+    graphs: dict[tuple[object, ...], LayoutGraph] = field(default_factory=dict)  # by all that they follow from
 
     def add(self, op: Op, source: Source) -> int:
         self.ops.append(op)
@@ -260,7 +261,10 @@ class _Builder:
         wanted += all_layouts(info.shape, self.mesh.shape) if ref[0] in self.exposed else ()
         gradient = any(self.ops[u.op].kind == "parameter" for u in uses)
         wide = torch.float32 if gradient and info.dtype.is_floating_point and info.dtype.itemsize < 4 else None
-        return layout_graph(info.shape, info.dtype, self.mesh.shape, produced, wanted, price, wide)
+        key = (tuple(info.shape), info.dtype, wide, tuple(dict.fromkeys(produced)), tuple(dict.fromkeys(wanted)))
+        if key not in self.graphs:
+            self.graphs[key] = layout_graph(info.shape, info.dtype, self.mesh.shape, produced, wanted, price, wide)
+        return self.graphs[key]
 
 
 def price(

@@ -1,7 +1,12 @@
-"""The same program solved by CBC, which comes with PuLP: for machines without HiGHS, and as its oracle."""
+"""The same program solved by CBC, which comes with PuLP: for machines without HiGHS, and as its oracle.
+
+The program is a PuLP model here, made of the arrays that HiGHS takes (`autopar.solve.model`).
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 import warnings
 
 import pulp
@@ -11,6 +16,7 @@ from autopar.solve.evaluate import evaluate
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.hiding import Excess
 from autopar.solve.memory import budget_rows
+from autopar.solve.model import Model
 
 _ROUNDS = 8
 
@@ -26,10 +32,11 @@ def solve_with_cbc(problem: Problem, gap: float, max_nodes: int, time_limit_s: f
     active: set[int] = set()
     outlasted: set[int] = set()
     for _ in range(_ROUNDS):
-        program.model.solve(engine)
-        if program.model.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        model = to_pulp(program.model)
+        model.solve(engine)
+        if model.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             return None
-        strategies, recomputed, kept = program.chosen({v.name: v.value() or 0.0 for v in program.model.variables()})
+        strategies, recomputed, kept = program.chosen({v.name: v.value() or 0.0 for v in model.variables()})
         evaluation = evaluate(problem, strategies, recomputed, kept)
         broken = {r for r, size in enumerate(evaluation.resting_bytes) if size > problem.budget_bytes}
         exceeds = {phase for phase, said in enumerate(evaluation.load.unbalanced(evaluation.slowdown)) if said} - outlasted
@@ -40,7 +47,7 @@ def solve_with_cbc(problem: Problem, gap: float, max_nodes: int, time_limit_s: f
             continue
         if not broken:
             # CBC through PuLP does not report its bound: what it proved is the gap it stopped at
-            bound = min(pulp.value(program.model.objective) / SCALE * (1.0 - gap), evaluation.objective_s)
+            bound = min(pulp.value(model.objective) / SCALE * (1.0 - gap), evaluation.objective_s)
             free = bound if not any(rows[r].reserve_bytes for r in active) else 0.0
             return Choices(
                 strategies, recomputed, evaluation.kept, evaluation.objective_s, bound, free, program.num_variables,
@@ -50,3 +57,16 @@ def solve_with_cbc(problem: Problem, gap: float, max_nodes: int, time_limit_s: f
             program.add_budget(rows[r])
         active |= broken
     return None
+
+
+def to_pulp(model: Model) -> pulp.LpProblem:
+    """The same program in PuLP's words; each row has one side, or two that are equal."""
+    made = pulp.LpProblem("autopar", pulp.LpMinimize)
+    variables = [made.add_variable(c.name, 0, 1, pulp.LpBinary if c.integer else pulp.LpContinuous) for c in model.columns]
+    made += pulp.LpAffineExpression([(variable, cost) for variable, cost in zip(variables, model.costs, strict=True) if cost])
+    for (start, end), lower, upper in zip(itertools.pairwise(model.starts), model.lower, model.upper, strict=True):
+        entries = zip(model.numbers[start:end], model.values[start:end], strict=True)
+        terms = pulp.LpAffineExpression([(variables[number], value) for number, value in entries])
+        sense = pulp.LpConstraintEQ if lower == upper else pulp.LpConstraintLE if math.isinf(lower) else pulp.LpConstraintGE
+        made.addConstraint(pulp.LpConstraint(terms, sense, None, lower if math.isinf(upper) else upper))
+    return made

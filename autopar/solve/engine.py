@@ -12,13 +12,14 @@ d ≤ δ proves that whatever it leaves out costs at least bound + δ.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import highspy
 import numpy as np
-import pulp
 from numpy.typing import NDArray
+
+from autopar.solve.model import Costs, Model
 
 Floats = NDArray[np.float64]
 Columns = NDArray[np.bool_]
@@ -98,51 +99,49 @@ class Engine:
     """HiGHS, one thread, on one program.
 
     Args:
-        model: the PuLP model without budget rows. time_limit_s: a safety net for all runs together.
+        model: without budget rows; its columns come by name. time_limit_s: a safety net for all runs together.
     """
 
-    def __init__(self, model: pulp.LpProblem, time_limit_s: float) -> None:
-        variables = model.variables()
-        self.names = [v.name for v in variables]
-        self.column = {v.name: i for i, v in enumerate(variables)}
-        self.integer = np.array([v.cat == pulp.LpInteger for v in variables])
-        self.cost = self.costs(model.objective.items())
-        self.rows = Rows.of([self._row(c) for c in model.constraints()])
+    def __init__(self, model: Model, time_limit_s: float) -> None:
+        columns = sorted(model.columns, key=lambda c: c.name)
+        self.names = [c.name for c in columns]
+        self.column = {name: i for i, name in enumerate(self.names)}
+        self.integer = np.array([c.integer for c in columns])
+        self._at = np.empty(len(columns), np.int32)  # a column's number in the model → its place here
+        self._at[[c.number for c in columns]] = np.arange(len(columns))
+        self.cost = np.array(model.costs)[[c.number for c in columns]]
+        starts, numbers = np.array(model.starts, np.int32), np.array(model.numbers, np.int32)
+        self.rows = Rows(starts, self._at[numbers], np.array(model.values), np.array(model.lower), np.array(model.upper))
         self.end = time.monotonic() + time_limit_s
         self.timed_out = False
         self.basis: highspy.HighsBasis | None = None  # of the last vertex of the relaxation without further rows, and the steps to it
         self.num_iterations = 0
 
-    def costs(self, terms: Iterable[tuple[pulp.LpVariable, float]]) -> Floats:
+    def costs(self, costs: Costs) -> Floats:
         """Costs of all columns; 0 where there are none."""
         cost = np.zeros(len(self.names))
-        for variable, c in terms:
-            cost[self.column[variable.name]] = c
+        cost[self._at[costs[0]]] = costs[1]
         return cost
-
-    def _row(self, constraint: pulp.LpConstraint) -> tuple[list[int], list[float], float, float]:
-        lower, upper = constraint.getLb(), constraint.getUb()
-        items = list(constraint.items())
-        lower, upper = -_INF if lower is None else lower, _INF if upper is None else upper
-        return [self.column[v.name] for v, _ in items], [c for _, c in items], lower, upper
 
     def relax(self, extra: Rows | None = None, *, interior: bool = False, cost: Floats | None = None) -> Relaxation | None:
         """Solve the relaxation with some more rows; None where it is infeasible.
 
         Args:
             interior: by the interior point method, which dense rows slow down less, instead of the simplex method.
-            cost: of the columns, instead of the program's own.
+            cost: of the columns, instead of the program's own. Without further rows the simplex method then starts from the vertex that it
+                found at the program's own costs.
         """
-        cost = self.cost if cost is None else cost
+        known = self.basis if extra is None and not interior and cost is not None else None
+        own, cost = cost is None, self.cost if cost is None else cost
         rows = self.rows if extra is None else self.rows.plus(extra)
         ended = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit, highspy.HighsModelStatus.kInfeasible)
-        highs = self._run(cost, rows, None, _INTERIOR if interior else _SIMPLEX)
+        highs = self._run(cost, rows, None, _INTERIOR if interior else _SIMPLEX, basis=known)
         if interior and highs.getModelStatus() not in ended:
             highs, interior = self._run(cost, rows, None, _SIMPLEX), False
         if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             return None
         solution = highs.getSolution()
-        if extra is None and not interior:
+        if extra is None and own and not interior:
             self.basis, self.num_iterations = highs.getBasis(), max(highs.getInfo().simplex_iteration_count, 0)
         bound, reduced, duals = proof(cost, rows, np.array(solution.row_dual))
         values = np.array(solution.col_value)
@@ -197,7 +196,10 @@ class Engine:
         lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = rows.starts, rows.indices, rows.values
         return lp
 
-    def _run(self, cost: Floats, rows: Rows, integer: Columns | None, options: Options, start: Floats | None = None) -> highspy.Highs:
+    def _run(
+        self, cost: Floats, rows: Rows, integer: Columns | None, options: Options, start: Floats | None = None,
+        basis: highspy.HighsBasis | None = None,
+    ) -> highspy.Highs:  # fmt: skip
         lp = self.lp(cost, rows)
         if integer is not None:
             kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
@@ -212,6 +214,8 @@ class Engine:
             solution = highspy.HighsSolution()
             solution.col_value = list(start)
             highs.setSolution(solution)
+        if basis is not None:
+            highs.setBasis(basis)
         highs.run()
         self.timed_out |= highs.getModelStatus() == highspy.HighsModelStatus.kTimeLimit
         return highs

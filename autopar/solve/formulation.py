@@ -38,16 +38,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import pulp
+import numpy as np
+from numpy.typing import NDArray
 
 from autopar.problem import Problem, Use
 from autopar.redistribute import LayoutGraph
 from autopar.solve.memory import BudgetRow
+from autopar.solve.model import AT_LEAST, AT_MOST, EQUAL, Column, Costs, Model, Terms
 from autopar.solve.prices import arc_loads, op_load
 from autopar.streams import ON_COMPUTE, Balance, Load
 
 SCALE = 1e6  # objective in microseconds: keeps coefficients near 1 for the solver's tolerances
-Terms = list[tuple[pulp.LpVariable, float]]
+Floats = NDArray[np.float64]
 Demand = dict[int, Terms]  # layout → variables
 RowKey = tuple[int, ...]  # number of the formula, then the indices that stand in it: what a row is, whatever its position
 CHOOSE, SHARE, FLOW, KEEP, AGAIN, BUDGET = 1, 2, 3, 4, 5, 6
@@ -55,63 +57,74 @@ CHOOSE, SHARE, FLOW, KEEP, AGAIN, BUDGET = 1, 2, 3, 4, 5, 6
 
 @dataclass
 class Formulation:
-    """The PuLP model of a problem, where compute hides all that is early, and its variables by index."""
+    """The model of a problem, where compute hides all that is early, and its variables by index."""
 
     problem: Problem
-    model: pulp.LpProblem = field(init=False)
-    x: list[list[pulp.LpVariable]] = field(default_factory=list)
-    again: dict[int, list[pulp.LpVariable]] = field(default_factory=dict)
-    keep: dict[tuple[int, int], pulp.LpVariable] = field(default_factory=dict)
+    model: Model = field(default_factory=Model, init=False)
+    x: list[list[Column]] = field(default_factory=list)
+    again: dict[int, list[Column]] = field(default_factory=dict)
+    keep: dict[tuple[int, int], Column] = field(default_factory=dict)
     keys: list[RowKey] = field(default_factory=list)
     tighter: list[Terms] = field(default_factory=list)  # rows (9): each sum ≤ 0
-    loads: list[tuple[pulp.LpVariable, Load]] = field(default_factory=list)  # what a variable stands for, where that takes time
+    loads: list[tuple[Column, Load]] = field(default_factory=list)  # what a variable stands for, where that takes time
     tighter_keys: list[RowKey] = field(default_factory=list)  # of these, the variant, the layout, and which of the two it is
     _count: int = 0
+    _parts: tuple[NDArray[np.int32], Floats, Floats, Floats] | None = None
 
     def __post_init__(self) -> None:
-        self.model = pulp.LpProblem("autopar", pulp.LpMinimize)
         self._strategies()
         for v in range(len(self.problem.variants)):
             self._variant(v)
-        self.model += pulp.LpAffineExpression([(variable, cost) for variable, cost in self.costs(ON_COMPUTE) if cost])
+        self.model.minimise(self.costs(ON_COMPUTE))
 
-    def costs(self, balance: Balance) -> Terms:
-        """The prices of variables that take time, at a balance."""
-        slowdown = self.problem.overlap_slowdown
-        return [(variable, load.priced_s(slowdown, balance) * SCALE) for variable, load in self.loads]
+    def costs(self, balance: Balance) -> Costs:
+        """The prices of variables that take time, at a balance (`autopar.streams.Load.priced_s`)."""
+        numbers, serial_s, compute_s, early_s = self.parts()
+        shares, slowdown = np.array(balance), self.problem.overlap_slowdown
+        return numbers, (serial_s - (1.0 - slowdown) * early_s @ shares - compute_s @ (1.0 - shares)) * SCALE
+
+    def parts(self) -> tuple[NDArray[np.int32], Floats, Floats, Floats]:
+        """All loads: the number of the variable, seconds in all, and per phase (second dim) those of compute and early ones."""
+        if self._parts is None:
+            loads, num = [load for _, load in self.loads], len(self.loads)
+            numbers = np.fromiter((variable.number for variable, _ in self.loads), np.int32, num)
+            serial_s = np.fromiter((load.serial_s for load in loads), np.float64, num)
+            both = [np.array([getattr(load, name) for load in loads], float).reshape(num, 2) for name in ("compute_s", "early_s")]
+            self._parts = (numbers, serial_s, both[0], both[1])
+        return self._parts
 
     @property
     def num_variables(self) -> int:
-        return self.model.numVariables()
+        return len(self.model.columns)
 
     @property
     def num_constraints(self) -> int:
-        return self.model.numConstraints()
+        return len(self.model.lower)
 
-    def _binary(self, name: str) -> pulp.LpVariable:
-        return self.model.add_variable(name, 0, 1, pulp.LpBinary)
+    def _binary(self, name: str) -> Column:
+        return self.model.add_column(name, integer=True)
 
-    def _flow(self, load: Load | None = None) -> pulp.LpVariable:
+    def _flow(self, load: Load | None = None) -> Column:
         self._count += 1
-        variable = self.model.add_variable(f"f{self._count}", 0, 1)
+        variable = self.model.add_column(f"f{self._count}")
         if load is not None and load.serial_s:
             self.loads.append((variable, load))
         return variable
 
-    def _row(self, key: RowKey, terms: Terms, sense: int, right: float) -> None:
+    def _row(self, key: RowKey, terms: Terms, sense: str, right: float) -> None:
         self.keys.append(key)
-        self.model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, None, right))
+        self.model.add_row(terms, sense, right)
 
     def _strategies(self) -> None:
         """Rows (1) and (5)."""
         useful = self._useful_again()
         for n, op in enumerate(self.problem.ops):
             self.x.append([self._binary(f"x{n}_{s}") for s in range(len(op.strategies))])
-            self._row((CHOOSE, n), [(v, 1) for v in self.x[n]], pulp.LpConstraintEQ, 1)
+            self._row((CHOOSE, n), [(v, 1) for v in self.x[n]], EQUAL, 1)
             rows = [(self.x[n], False)]
             if n in useful:
                 self.again[n] = [self._binary(f"rc{n}_{s}") for s in range(len(op.strategies))]
-                self._row((AGAIN, n), [(v, 1) for v in self.again[n]], pulp.LpConstraintLE, 1)
+                self._row((AGAIN, n), [(v, 1) for v in self.again[n]], AT_MOST, 1)
                 rows.append((self.again[n], True))
             for row, again in rows:
                 self.loads += [(x, op_load(self.problem, n, s, again=again)) for s, x in enumerate(row) if op.strategies[s].time_s]
@@ -123,14 +136,14 @@ class Formulation:
         """Whether backward's readers of what forward made have rows."""
         return True
 
-    def _demand(self, use: Use, graph: LayoutGraph, variables: list[pulp.LpVariable]) -> Demand:
+    def _demand(self, use: Use, graph: LayoutGraph, variables: list[Column]) -> Demand:
         """layout → the strategies that read the operand in it."""
         result: Demand = {}
         for variable, strategy in zip(variables, self.problem.ops[use.op].strategies, strict=True):
             result.setdefault(graph.index[strategy.layouts.inputs[use.operand]], []).append((variable, 1))
         return result
 
-    def _supply(self, v: int, variables: list[pulp.LpVariable]) -> Demand:
+    def _supply(self, v: int, variables: list[Column]) -> Demand:
         """layout → the strategies that make the value in it."""
         value = self.problem.values[self.problem.variants[v].value]
         result: Demand = {}
@@ -166,7 +179,7 @@ class Formulation:
             found[layout] = list(supply[layout]) if free else []
             if value.keepable is None or layout in value.keepable:
                 self.keep[v, layout] = keep = self._binary(f"k{v}_{layout}")
-                self._row((KEEP, v, layout), _merged([(keep, 1), *((variable, -c) for variable, c in made)]), pulp.LpConstraintLE, 0)
+                self._row((KEEP, v, layout), _merged([(keep, 1), *((variable, -c) for variable, c in made)]), AT_MOST, 0)
                 self._tighter((v, layout, 0), [(keep, 1), *((variable, -c) for variable, c in first + arriving.get(layout, []))])
                 if free:
                     self._tighter((v, layout, 1), [(keep, 1), *((variable, -c) for variable, c in read)])
@@ -186,15 +199,15 @@ class Formulation:
         variant = self.problem.variants[group[0]]
         graph = self.problem.values[variant.value].graph
         arcs = _useful(graph, supply.keys(), {layout for demand in demands.values() for layout in demand})
-        load = arc_loads(self.problem, group[0], late=bool(group[1]))
-        loads = [load(graph.arcs[a]).scaled(variant.count) for a in arcs]
+        load = arc_loads(self.problem, group[0], late=bool(group[1]), count=variant.count)
+        loads = [load(graph.arcs[a]) for a in arcs]
         if len(demands) > 2:
             paid = [self._flow(load) for load in loads]
             for c, demand in demands.items():
                 flows = [self._flow() for _ in arcs]
                 self._balance((*group, c), arcs, supply, demand, [flows])
                 for a, pay, flow in zip(arcs, paid, flows, strict=True):
-                    self._row((SHARE, *group, c, a), [(pay, 1), (flow, -1)], pulp.LpConstraintGE, 0)
+                    self._row((SHARE, *group, c, a), [(pay, 1), (flow, -1)], AT_LEAST, 0)
             return _arriving(graph, arcs, [paid])
         shared = [[self._flow(load) for load in loads]] if len(demands) == 2 else []
         apart = [[self._flow(load) for load in loads] for _ in demands]
@@ -202,7 +215,7 @@ class Formulation:
             self._balance((*group, c), arcs, supply, demand, [*shared, own])
         return _arriving(graph, arcs, [*shared, *apart])
 
-    def _balance(self, reader: RowKey, arcs: list[int], supply: Demand, demand: Demand, flows: list[list[pulp.LpVariable]]) -> None:
+    def _balance(self, reader: RowKey, arcs: list[int], supply: Demand, demand: Demand, flows: list[list[Column]]) -> None:
         """Rows (3) for one reader, whose flow is the sum of `flows`."""
         graph = self.problem.values[self.problem.variants[reader[0]].value].graph
         balance = [list(supply.get(layout, [])) for layout in range(len(graph.layouts))]
@@ -213,7 +226,7 @@ class Formulation:
         for layout, terms in enumerate(balance):
             terms += [(variable, -c) for variable, c in demand.get(layout, [])]
             if any(c < 0 for _, c in terms):
-                self._row((FLOW, *reader, layout), _merged(terms), pulp.LpConstraintGE, 0)
+                self._row((FLOW, *reader, layout), _merged(terms), AT_LEAST, 0)
 
     def budget_terms(self, row: BudgetRow) -> Terms:
         """Left side of a budget row without its reserve, in bytes."""
@@ -229,7 +242,7 @@ class Formulation:
         """Add a budget row, in shares of the budget."""
         unit = 1.0 / max(self.problem.budget_bytes, 1)
         terms = [(variable, size * unit) for variable, size in self.budget_terms(row)]
-        self._row((BUDGET,), terms, pulp.LpConstraintLE, (self.problem.budget_bytes - row.reserve_bytes) * unit)
+        self._row((BUDGET,), terms, AT_MOST, (self.problem.budget_bytes - row.reserve_bytes) * unit)
 
     def chosen(self, values: Mapping[str, float]) -> tuple[tuple[int, ...], dict[int, int], dict[int, tuple[int, ...]]]:
         """Strategies, recomputed and kept, from the values of the variables by name."""
@@ -242,7 +255,7 @@ class Formulation:
         return strategies, recomputed, kept
 
 
-def _largest(row: Sequence[pulp.LpVariable], values: Mapping[str, float]) -> int:
+def _largest(row: Sequence[Column], values: Mapping[str, float]) -> int:
     return max(range(len(row)), key=lambda s: (values[row[s].name], -s))
 
 
@@ -269,13 +282,13 @@ def _worth_recomputing(problem: Problem) -> set[int]:
 
 def _merged(terms: Terms) -> Terms:
     """Terms with each variable once (a strategy may both make and read a layout)."""
-    total: dict[pulp.LpVariable, float] = {}
+    total: dict[Column, float] = {}
     for variable, coefficient in terms:
         total[variable] = total.get(variable, 0.0) + coefficient
     return [(variable, c) for variable, c in total.items() if c]
 
 
-def _arriving(graph: LayoutGraph, arcs: Sequence[int], flows: Iterable[Sequence[pulp.LpVariable]]) -> Demand:
+def _arriving(graph: LayoutGraph, arcs: Sequence[int], flows: Iterable[Sequence[Column]]) -> Demand:
     """layout → the flows over arcs into it."""
     found: Demand = {}
     for flow in flows:

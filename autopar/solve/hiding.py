@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import pulp
 
 from autopar.solve.engine import Engine, Floats
-from autopar.solve.formulation import SCALE, Formulation, Terms
+from autopar.solve.formulation import SCALE, Formulation
+from autopar.solve.model import AT_LEAST, Column, Terms
 from autopar.streams import ON_COMPUTE, PHASES, Balance
 
 Line = tuple[list[int], list[float], float, float]  # columns, coefficients, lower and upper side
@@ -33,13 +33,13 @@ class Excess:
     """
 
     program: Formulation
-    variables: tuple[pulp.LpVariable, ...] = field(init=False)
+    variables: tuple[Column, ...] = field(init=False)
     unit: float = 0.0
 
     def __post_init__(self) -> None:
-        self.variables = tuple(self.program.model.add_variable(f"excess_{phase}", 0, 1) for phase in PHASES)
+        self.variables = tuple(self.program.model.add_column(f"excess_{phase}") for phase in PHASES)
         for variable in self.variables:  # at any price: without a row it is 0
-            self.program.model.objective.addterm(variable, 1.0)
+            self.program.model.costs[variable.number] = 1.0
 
     def columns(self, engine: Engine) -> list[int]:
         return [engine.column[variable.name] for variable in self.variables]
@@ -56,17 +56,18 @@ class Excess:
         return [engine.column[variable.name] for variable, _ in terms], [c for _, c in terms], 0.0, np.inf
 
     def add(self, phase: int, step_s: float) -> None:
-        """Bring a row into the PuLP model."""
+        """Bring a row into the model itself."""
         self.unit = self.unit or step_s * SCALE
-        terms = pulp.LpAffineExpression(self._terms(phase))
-        self.program.model.addConstraint(pulp.LpConstraint(terms, pulp.LpConstraintGE, None, 0.0))
-        self.program.model.objective.addterm(self.variables[phase], self.unit - 1.0)
+        self.program.model.add_row(self._terms(phase), AT_LEAST, 0.0)
+        self.program.model.costs[self.variables[phase].number] = self.unit
 
     def _terms(self, phase: int) -> Terms:
         """(C − (1 − s)·P)/u + e, which is at least 0."""
         slowdown = self.program.problem.overlap_slowdown
-        parts = ((variable, load.compute_s[phase] - (1.0 - slowdown) * load.early_s[phase]) for variable, load in self.program.loads)
-        return [*((variable, part * SCALE / self.unit) for variable, part in parts if part), (self.variables[phase], 1.0)]
+        numbers, _, compute_s, early_s = self.program.parts()
+        parts = (compute_s[:, phase] - (1.0 - slowdown) * early_s[:, phase]) * SCALE / self.unit
+        columns, some = self.program.model.columns, np.flatnonzero(parts)
+        return [*zip([columns[n] for n in numbers[some]], parts[some].tolist(), strict=True), (self.variables[phase], 1.0)]
 
     def balance(self, duals: dict[int, float]) -> Balance:
         """λ per phase from the duals of the rows that are in."""

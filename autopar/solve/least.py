@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import pulp
 
 from autopar.problem import Choices, Problem
 from autopar.solve.engine import Engine, Relaxation, Rows
@@ -43,8 +42,8 @@ def least_budget(problem: Problem, time_limit_s: float = 60.0, *, bound_only: bo
     """
     program = Formulation(problem)
     most, unit = _most(problem), _unit(problem)
-    peak = program.model.add_variable("peak", 0, 1)  # in shares of `most`
-    program.model.setObjective(pulp.LpAffineExpression([(peak, most / unit)]))
+    peak = program.model.add_column("peak")  # in shares of `most`
+    program.model.minimise((np.array([peak.number]), np.array([most / unit])))
     engine = Engine(program.model, time_limit_s)
     rows = budget_rows(problem)
     active, bound = [0, 1], 0.0

@@ -45,14 +45,17 @@ def op_load(problem: Problem, n: int, strategy: int, *, again: bool = False) -> 
     return work("backward" if again else op.phase, op.count * op.strategies[strategy].time_s, compute=op.kind == "compute")
 
 
-def arc_loads(problem: Problem, v: int, *, late: bool) -> Callable[[Arc], Load]:
-    """What one instance of each arc of a variant does."""
+def arc_loads(problem: Problem, v: int, *, late: bool, count: float = 1.0) -> Callable[[Arc], Load]:
+    """What so many instances of each arc of a variant do."""
     phase: Phase = "backward" if late else problem.values[problem.variants[v].value].phase
     early = is_early(problem, v, late=late)
+    known: dict[tuple[float, bool], Load] = {}  # arcs of a graph take few different times
 
     def load(arc: Arc) -> Load:
-        local = arc.collective.kind == "slice"
-        return work(phase, arc.time_s, compute=local, early=early and not local)
+        key = time_s, local = arc.time_s, arc.collective.kind == "slice"
+        if key not in known:
+            known[key] = work(phase, count * time_s, compute=local, early=early and not local)
+        return known[key]
 
     return load
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import pulp
 
 from autopar.problem import Multipliers, Problem, Use
 from autopar.redistribute import LayoutGraph
 from autopar.solve.engine import Engine, Rows
-from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, SCALE, Demand, Formulation, Terms
+from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, SCALE, Demand, Formulation
+from autopar.solve.model import AT_MOST, EQUAL, Column, Terms
 from autopar.solve.multipliers import rounded
 from autopar.solve.prices import op_load
 
@@ -62,11 +62,11 @@ class _Grouped(Formulation):
             self.x.append([])
             for g, times in enumerate(self.spread.times[n]):
                 rows = [[self._binary(f"x{n}_{g}_{s}") for s in range(len(op.strategies))]]
-                self._row((CHOOSE, n, g), [(v, 1) for v in rows[0]], pulp.LpConstraintEQ, 1)
+                self._row((CHOOSE, n, g), [(v, 1) for v in rows[0]], EQUAL, 1)
                 self.x[n] += rows[0]
                 if n in useful:
                     rows.append([self._binary(f"rc{n}_{g}_{s}") for s in range(len(op.strategies))])
-                    self._row((AGAIN, n, g), [(v, 1) for v in rows[1]], pulp.LpConstraintLE, 1)
+                    self._row((AGAIN, n, g), [(v, 1) for v in rows[1]], AT_MOST, 1)
                     self.again.setdefault(n, []).extend(rows[1])
                 for row, again in zip(rows, (False, True), strict=False):
                     each = enumerate(row) if times else ()
@@ -80,19 +80,19 @@ class _Grouped(Formulation):
     def _has_later(self, v: int) -> bool:
         return v not in self.spread.apart
 
-    def _demand(self, use: Use, graph: LayoutGraph, variables: list[pulp.LpVariable]) -> Demand:
+    def _demand(self, use: Use, graph: LayoutGraph, variables: list[Column]) -> Demand:
         position = self.problem.variants[self._now].uses.index(use)
         shares = self.spread.read[self._now][position]
         strategies = self.problem.ops[use.op].strategies
         return _by_layout(shares, variables, [graph.index[s.layouts.inputs[use.operand]] for s in strategies])
 
-    def _supply(self, v: int, variables: list[pulp.LpVariable]) -> Demand:
+    def _supply(self, v: int, variables: list[Column]) -> Demand:
         value = self.problem.values[self.problem.variants[v].value]
         strategies = self.problem.ops[value.op].strategies
         return _by_layout(self.spread.made[v], variables, [value.graph.index[s.layouts.outputs[value.result]] for s in strategies])
 
 
-def _by_layout(shares: Shares, variables: list[pulp.LpVariable], layouts: list[int]) -> Demand:
+def _by_layout(shares: Shares, variables: list[Column], layouts: list[int]) -> Demand:
     found: dict[int, Terms] = {}
     for group, share in shares.items():
         for s, layout in enumerate(layouts):

@@ -130,20 +130,23 @@ class Search:
         )  # fmt: skip
 
     def multipliers(self) -> Multipliers | None:
-        """What the best relaxation proves by arithmetic alone, or None where that leans on reserves.
-
-        Interior duals are neither few nor short; so with the prices of memory as they are, those of a vertex are found anew.
-        """
+        """What a relaxation proves by arithmetic alone, or None where that leans on reserves: the first, without further rows, or the
+        best without rows (9), whichever proves more."""
         if self.vertex is None or self.extra.reserves:
             return None
-        rows = [self.extra.rows[r] for r in self.prices]
+        first = multipliers(self.program, self.engine, ON_COMPUTE, self.vertex, Rows.of([]), {})
+        if not self.prices and self.balance == ON_COMPUTE:
+            return first
+        return max(first, self._multipliers_at(self.vertex), key=lambda m: m.bound_s)
+
+    def _multipliers_at(self, vertex: Floats) -> Multipliers:
+        """Those at the balance, with the prices of memory as they are. Duals of inner points are neither few nor short, and those of
+        vertices with rows (9) lean on these; so a vertex is found anew."""
         budget, prices = self.extra.matrix([*self.prices]), np.array([*self.prices.values()])
-        duals: Floats = self.vertex
-        if rows or self.balance != ON_COMPUTE:
-            apart, cost = np.concatenate([np.zeros(len(duals)), prices]), self.engine.costs(self.program.costs(self.balance))
-            relaxation = self.engine.relax(cost=proof(cost, self.engine.rows.plus(budget), apart)[1])
-            duals = duals if relaxation is None else relaxation.duals
-        named = {r.name: y for r, y in zip(rows, prices.tolist(), strict=True)}
+        apart, cost = np.concatenate([np.zeros(len(vertex)), prices]), self.engine.costs(self.program.costs(self.balance))
+        relaxation = self.engine.relax(cost=proof(cost, self.engine.rows.plus(budget), apart)[1])
+        duals = vertex if relaxation is None else relaxation.duals
+        named = {self.extra.rows[r].name: y for r, y in self.prices.items()}
         return multipliers(self.program, self.engine, self.balance, duals, budget, named)
 
     def _relax(self) -> Relaxation | None:
@@ -176,9 +179,9 @@ class Search:
     def _sifted(self, live: Live) -> Point | None:
         """The relaxation at the best balance; plans over the columns that are cheap at each that is tried."""
         found: Sifted | None = None
-        start = self.balance if self.balance != ON_COMPUTE else middle(self.extra.phases)
+        first = (self.balance,) if self.balance != ON_COMPUTE else (ON_COMPUTE, middle(self.extra.phases))  # near the first vertex, and far
         rows = self.extra.budget
-        for at in sifted(self.program, self.engine, live, self.excess, self.extra.phases, start):
+        for at in sifted(self.program, self.engine, live, self.excess, self.extra.phases, first):
             found = at if found is None or at.point.bound > found.point.bound else found
             self._learn(at.point, at.balance, dict(zip(rows, at.point.duals[len(at.point.duals) - len(rows) :].tolist(), strict=True)))
             self._restricted(self.extra.with_excess(at.columns))

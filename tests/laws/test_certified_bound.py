@@ -19,10 +19,11 @@ from autopar.layout import Layout, Strategy
 from autopar.problem import Multipliers, Op, OpStrategy, Problem, Use, Value, Variant
 from autopar.redistribute import layout_graph
 from autopar.solve import evaluate, solve
-from autopar.solve.engine import Engine
+from autopar.solve.engine import Engine, Rows
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.incoming import budget_matrix
 from autopar.solve.memory import KEPT_ROW, BudgetRow, budget_rows
+from autopar.solve.multipliers import multipliers
 from autopar.solve.search import Search
 
 CASES = (Case(0, LINE, True), Case(1, LINE), Case(0, SQUARE))
@@ -106,8 +107,9 @@ def at_balance(case: Case, budget: int, balance: tuple[float, float]) -> Multipl
     looked = Search(replace(case.problem(budget), moments=()), 0.5, 200, 60.0)
     looked.run()
     looked.balance = balance
-    found = looked.multipliers()
-    assert found is not None and found.balance == balance
+    assert looked.vertex is not None
+    found = looked._multipliers_at(looked.vertex)
+    assert found.balance == balance
     return found
 
 
@@ -120,6 +122,20 @@ def test_at_every_balance_the_relaxations_multipliers_prove_what_it_does(balance
         relaxation = engine.relax(cost=engine.costs(program.costs(balance)))
         assert relaxation is not None
         assert proven(p, at_balance(case, AMPLE, balance)) == pytest.approx(relaxation.bound / SCALE, rel=1e-3)
+
+
+def test_of_two_vertices_the_one_that_proves_more_is_kept() -> None:
+    later = []
+    for case in (*BESIDE, *CASES):
+        looked = Search(replace(case.problem(front(case)[0][0]), moments=()), 0.0, 200, 60.0)
+        looked.run()
+        found = looked.multipliers()
+        assert found is not None and looked.vertex is not None
+        first = multipliers(looked.program, looked.engine, (1.0, 1.0), looked.vertex, Rows.of([]), {})
+        last = looked._multipliers_at(looked.vertex)
+        assert found.bound_s == max(first.bound_s, last.bound_s)
+        later.append(last.bound_s > first.bound_s)
+    assert any(later)
 
 
 def test_a_balance_beyond_its_range_proves_nothing() -> None:

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pulp
 import pytest
 
+from autopar.solve.cbc import to_pulp
 from autopar.solve.engine import Engine, Rows, proof
+from autopar.solve.model import AT_LEAST, AT_MOST, EQUAL, Model
 
 
-def knapsack() -> pulp.LpProblem:
-    """Minimise −3a − 4b − 5c + d/2 with 2a + 3b + 4c ≤ 5 and d ≥ a, over bits. The best is a, b and d: −6.5."""
-    model = pulp.LpProblem("knapsack", pulp.LpMinimize)
-    a, b, c, d = (model.add_variable(name, 0, 1, pulp.LpBinary) for name in "abcd")
-    model += -3 * a - 4 * b - 5 * c + 0.5 * d
-    model += 2 * a + 3 * b + 4 * c <= 5
-    model += d >= a
+def model_of(costs: Sequence[float], *rows: tuple[Sequence[float], str, float]) -> Model:
+    """Minimise the costs of bits a, b, c ... within rows: values, sense, right side."""
+    model = Model()
+    bits = [model.add_column(name, integer=True) for name in "abcdef"[: len(costs)]]
+    model.minimise((np.arange(len(costs)), np.array(costs)))
+    for values, sense, right in rows:
+        model.add_row([(bit, value) for bit, value in zip(bits, values, strict=True) if value], sense, right)
     return model
 
 
-def best(model: pulp.LpProblem) -> float:
+def knapsack() -> Model:
+    """Minimise −3a − 4b − 5c + d/2 with 2a + 3b + 4c ≤ 5 and d ≥ a, over bits. The best is a, b and d: −6.5."""
+    return model_of([-3, -4, -5, 0.5], ([2, 3, 4, 0], AT_MOST, 5), ([-1, 0, 0, 1], AT_LEAST, 0))
+
+
+def best(model: Model) -> float:
     """By trying every choice of bits."""
     engine = Engine(model, 60.0)
     n, dense = len(engine.cost), np.zeros((len(engine.rows.lower), len(engine.cost)))
@@ -65,19 +73,15 @@ def test_a_relaxation_bounds_the_program_and_its_reduced_costs_bound_what_a_colu
     assert -7.5 <= relaxation.bound <= -6.5 + 1e-6
     for name in "abcd":
         with_it = knapsack()
-        with_it += next(v for v in with_it.variables() if v.name == name) == 1
+        with_it.add_row([(c, 1.0) for c in with_it.columns if c.name == name], EQUAL, 1.0)
         assert relaxation.bound + max(0.0, relaxation.reduced[engine.column[name]]) <= best(with_it) + 1e-6
 
 
 def test_whatever_the_duals_are_the_bound_holds() -> None:
     rng = random.Random(0)
     for _ in range(50):
-        model = pulp.LpProblem("random", pulp.LpMinimize)
-        bits = [model.add_variable(f"x{i}", 0, 1, pulp.LpBinary) for i in range(6)]
-        model += pulp.lpSum(rng.uniform(-2, 2) * x for x in bits)
-        model += pulp.lpSum(rng.uniform(-2, 2) * x for x in bits) <= 1
-        model += pulp.lpSum(rng.uniform(-2, 2) * x for x in bits) >= -1
-        model += bits[0] + bits[1] == 1
+        costs, most, least = ([rng.uniform(-2, 2) for _ in range(6)] for _ in range(3))
+        model = model_of(costs, (most, AT_MOST, 1), (least, AT_LEAST, -1), ([1, 1, 0, 0, 0, 0], EQUAL, 1))
         engine, optimum = Engine(model, 60.0), best(model)
         if optimum == float("inf"):
             continue
@@ -110,3 +114,41 @@ def test_a_program_that_nothing_solves_says_so(interior: bool) -> None:
     assert engine.relax(impossible, interior=interior) is None
     found = engine.restricted(np.ones(4, bool), impossible, gap=0.0, target=-np.inf, max_nodes=100)
     assert found.values is None and found.bound == np.inf
+
+
+def test_cbc_gets_the_same_program_as_highs() -> None:
+    rng = random.Random(1)
+    for _ in range(8):
+        costs, most, least = ([rng.uniform(-2, 2) for _ in range(6)] for _ in range(3))
+        model = model_of(costs, (most, AT_MOST, 1), (least, AT_LEAST, -1), ([1, 1, 0, 0, 0, 0], EQUAL, 1))
+        same = to_pulp(model)
+        with pytest.warns(DeprecationWarning):
+            same.solve(pulp.PULP_CBC_CMD(msg=False))
+        assert same.sol_status == (pulp.LpSolutionOptimal if np.isfinite(best(model)) else pulp.LpSolutionInfeasible)
+        if np.isfinite(best(model)):
+            assert pulp.value(same.objective) == pytest.approx(best(model))
+
+
+def test_costs_are_by_column_whatever_its_name() -> None:
+    model = Model()
+    last, first = model.add_column("z"), model.add_column("a", integer=True)
+    model.minimise((np.array([last.number, first.number]), np.array([3.0, 4.0])))
+    model.costs[model.add_column("m").number] = 5.0
+    engine = Engine(model, 60.0)
+    assert engine.names == ["a", "m", "z"] and engine.cost.tolist() == [4.0, 5.0, 3.0] and engine.integer.tolist() == [True, False, False]
+    assert engine.costs((np.array([first.number]), np.array([7.0]))).tolist() == [7.0, 0.0, 0.0]
+
+
+def test_at_other_costs_a_relaxation_starts_from_the_first_vertex_and_ends_where_it_would_without() -> None:
+    rng = random.Random(2)
+    for _ in range(20):
+        costs, most, least = ([rng.uniform(-2, 2) for _ in range(6)] for _ in range(3))
+        model = model_of(costs, (most, AT_MOST, 1), (least, AT_LEAST, -1), ([1, 1, 0, 0, 0, 0], EQUAL, 1))
+        warm, cold, other = Engine(model, 60.0), Engine(model, 60.0), np.array([rng.uniform(-2, 2) for _ in range(6)])
+        if warm.relax() is None:
+            continue
+        first = warm.basis.row_status, warm.basis.col_status
+        ours, theirs = warm.relax(cost=other), cold.relax(cost=other)
+        assert ours is not None and theirs is not None and ours.bound == pytest.approx(theirs.bound)
+        assert (warm.basis.row_status, warm.basis.col_status) == first, "the vertex at the program's own costs is what is known"
+        assert cold.basis is None
