@@ -45,6 +45,7 @@ from autopar.problem import Problem, Use
 from autopar.redistribute import LayoutGraph
 from autopar.solve.memory import BudgetRow
 from autopar.solve.model import AT_LEAST, AT_MOST, EQUAL, Column, Costs, Model, Terms
+from autopar.solve.paths import useful_arcs
 from autopar.solve.prices import arc_loads, op_load
 from autopar.streams import ON_COMPUTE, Balance, Load
 
@@ -198,7 +199,7 @@ class Formulation:
         made. Demands are by the reader's position in `uses`. Returns layout → what is paid for collectives that lead to it."""
         variant = self.problem.variants[group[0]]
         graph = self.problem.values[variant.value].graph
-        arcs = _useful(graph, supply.keys(), {layout for demand in demands.values() for layout in demand})
+        arcs = useful_arcs(graph, supply.keys(), {layout for demand in demands.values() for layout in demand})
         load = arc_loads(self.problem, group[0], late=bool(group[1]), count=variant.count)
         loads = [load(graph.arcs[a]) for a in arcs]
         if len(demands) > 2:
@@ -295,24 +296,3 @@ def _arriving(graph: LayoutGraph, arcs: Sequence[int], flows: Iterable[Sequence[
         for a, variable in zip(arcs, flow, strict=True):
             found.setdefault(graph.arcs[a].dst, []).append((variable, 1))
     return found
-
-
-def _useful(graph: LayoutGraph, supplied: Iterable[int], wanted: Iterable[int]) -> list[int]:
-    """Arcs that lie on some path from a supplied to a wanted layout."""
-    forward = _reach(graph, supplied, backwards=False)
-    backward = _reach(graph, wanted, backwards=True)
-    return [a for a, arc in enumerate(graph.arcs) if arc.src in forward and arc.dst in backward]
-
-
-def _reach(graph: LayoutGraph, start: Iterable[int], *, backwards: bool) -> set[int]:
-    seen, stack = set(start), list(start)
-    steps: dict[int, list[int]] = {}
-    for arc in graph.arcs:
-        a, b = (arc.dst, arc.src) if backwards else (arc.src, arc.dst)
-        steps.setdefault(a, []).append(b)
-    while stack:
-        for after in steps.get(stack.pop(), []):
-            if after not in seen:
-                seen.add(after)
-                stack.append(after)
-    return seen

@@ -14,24 +14,23 @@ Limits count nodes of search trees and columns, not seconds, so the same problem
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from autopar.errors import InfeasibleError, LayoutError
-from autopar.problem import Choices, Multipliers, Problem
-from autopar.solve.engine import Columns, Engine, Floats, Relaxation, Rows, proof
+from autopar.problem import Choices, Problem
+from autopar.solve.engine import Columns, Engine, Floats, Relaxation, Rows
 from autopar.solve.evaluate import evaluate
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.hiding import Excess
 from autopar.solve.incoming import Incoming
 from autopar.solve.live import Live, Point
-from autopar.solve.mixing import mixed
-from autopar.solve.multipliers import multipliers
+from autopar.solve.proven import Proven
 from autopar.solve.sifting import Sifted, middle, sifted
 from autopar.solve.tree import Tree
-from autopar.streams import ON_COMPUTE, Balance
+from autopar.streams import ON_COMPUTE
 
 # Restricted programs over so many columns, those of the smallest reduced cost. Memory makes near-ties of many versions, so
 # shares of the bound say little; and few columns do better than many: beyond some thousands each node takes seconds.
@@ -46,12 +45,10 @@ _RELAXATIONS = 2  # of a tree, per node that a search may have
 
 @dataclass
 class Search:
-    """One search: the program, which rows are in it, the best plan and the best bound (in the program's unit).
+    """One search: the program, which rows are in it, the best plan and what is proven.
 
     Attributes:
-        extra: the rows that came in beside the formulation's. proven: by a relaxation alone.
-        prices: budget row → its dual in the best relaxation. balance: at which prices it proves the same without the rows of excess.
-        vertex: duals of the relaxation without further rows. infeasible: proven so.
+        whole: as in `autopar.solve.choices_or_least`. extra: the rows that came in beside the formulation's. infeasible: proven so.
     """
 
     problem: Problem
@@ -63,24 +60,18 @@ class Search:
     engine: Engine = field(init=False)
     excess: Excess = field(init=False)
     extra: Incoming = field(init=False)
+    proven: Proven = field(init=False)
     best: Choices | None = None
     start: Floats | None = None
-    bound: float = -np.inf
-    proven: float = -np.inf
-    free_bound: float = -np.inf
-    price_s_per_byte: float = 0.0
     infeasible: bool = False
     live: Live | None = None
-    vertex: Floats | None = None
-    prices: dict[int, float] = field(default_factory=dict)
-    balance: Balance = ON_COMPUTE
-    mixed: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.program = Formulation(self.problem)
         self.excess = Excess(self.program)
         self.engine = Engine(self.program.model, self.time_limit_s)
         self.extra = Incoming(self.program, self.engine, self.excess)
+        self.proven = Proven(self.program, self.engine, self.extra)
 
     def run(self) -> Choices | None:
         """The best plan found, or None.
@@ -109,52 +100,26 @@ class Search:
         return self._answer()
 
     @property
-    def bound_s(self) -> float:
-        """Proven lower bound so far, in seconds; 0 where none is known."""
-        return max(self.bound / SCALE, 0.0) if np.isfinite(self.bound) else 0.0
-
-    @property
     def best_s(self) -> float:
         return np.inf if self.best is None else self.best.objective_s
 
     def _answer(self) -> Choices | None:
         if self.best is None:
             return None
-        bound = min(self.bound_s, self.best.objective_s)
+        bound = min(self.proven.bound_s, self.best.objective_s)
         stats = {"timed_out": self.engine.timed_out, "budget_rows": len(self.extra.budget), "outlasted": len(self.extra.phases)}
         return replace(
-            self.best, bound_s=bound, free_bound_s=min(self.free_bound / SCALE, bound), num_variables=self.program.num_variables,
+            self.best, bound_s=bound, free_bound_s=min(self.proven.free / SCALE, bound), num_variables=self.program.num_variables,
             num_constraints=self.program.num_constraints + len(self.extra.active), solver="highs",
-            memory_price_s_per_byte=self.price_s_per_byte, stats={k: float(n) for k, n in stats.items()}, multipliers=self.multipliers(),
-            mixed={} if self._close() else self.mixed,
+            memory_price_s_per_byte=self.proven.price_s_per_byte, stats={k: float(n) for k, n in stats.items()},
+            multipliers=self.proven.multipliers(), mixed={} if self._close() else self.proven.mixed,
         )  # fmt: skip
-
-    def multipliers(self) -> Multipliers | None:
-        """What a relaxation proves by arithmetic alone, or None where that leans on reserves: the first, without further rows, or the
-        best without rows (9), whichever proves more."""
-        if self.vertex is None or self.extra.reserves:
-            return None
-        first = multipliers(self.program, self.engine, ON_COMPUTE, self.vertex, Rows.of([]), {})
-        if not self.prices and self.balance == ON_COMPUTE:
-            return first
-        return max(first, self._multipliers_at(self.vertex), key=lambda m: m.bound_s)
-
-    def _multipliers_at(self, vertex: Floats) -> Multipliers:
-        """Those at the balance, with the prices of memory as they are. Duals of inner points are neither few nor short, and those of
-        vertices with rows (9) lean on these; so a vertex is found anew."""
-        budget, prices = self.extra.matrix([*self.prices]), np.array([*self.prices.values()])
-        apart, cost = np.concatenate([np.zeros(len(vertex)), prices]), self.engine.costs(self.program.costs(self.balance))
-        relaxation = self.engine.relax(cost=proof(cost, self.engine.rows.plus(budget), apart)[1])
-        duals = vertex if relaxation is None else relaxation.duals
-        named = {self.extra.rows[r].name: y for r, y in self.prices.items()}
-        return multipliers(self.program, self.engine, self.balance, duals, budget, named)
 
     def _relax(self) -> Relaxation | None:
         """The relaxation without budget rows."""
         relaxation = self.engine.relax()
         if relaxation is not None:
-            self.vertex = relaxation.duals if relaxation.exact else None
-            self.bound = self.free_bound = self.proven = relaxation.bound
+            self.proven.begin(relaxation)
         return relaxation
 
     def _within(self, broken: list[int]) -> Point | None:
@@ -173,17 +138,21 @@ class Search:
         if point is not None:
             duals = dict(zip(self.extra.active, point.duals[len(point.duals) - len(self.extra.active) :].tolist(), strict=True))
             balance = self.excess.balance({phase: duals[len(self.extra.rows) + phase] for phase in self.extra.phases})
-            self._learn(point, balance, {r: duals[r] for r in self.extra.budget})
+            self.proven.learn(point, balance, {r: duals[r] for r in self.extra.budget})
         return point
 
     def _sifted(self, live: Live) -> Point | None:
         """The relaxation at the best balance; plans over the columns that are cheap at each that is tried."""
         found: Sifted | None = None
-        first = (self.balance,) if self.balance != ON_COMPUTE else (ON_COMPUTE, middle(self.extra.phases))  # near the first vertex, and far
+        first = (
+            (self.proven.balance,) if self.proven.balance != ON_COMPUTE else (ON_COMPUTE, middle(self.extra.phases))
+        )  # near the first vertex, and far
         rows = self.extra.budget
         for at in sifted(self.program, self.engine, live, self.excess, self.extra.phases, first):
             found = at if found is None or at.point.bound > found.point.bound else found
-            self._learn(at.point, at.balance, dict(zip(rows, at.point.duals[len(at.point.duals) - len(rows) :].tolist(), strict=True)))
+            self.proven.learn(
+                at.point, at.balance, dict(zip(rows, at.point.duals[len(at.point.duals) - len(rows) :].tolist(), strict=True))
+            )
             self._restricted(self.extra.with_excess(at.columns))
             if self._close():
                 break
@@ -191,17 +160,6 @@ class Search:
         if found is not None:
             live.reprice(self.engine.costs(self.program.costs(found.balance)))
         return None if found is None else found.point
-
-    def _learn(self, point: Point, balance: Balance, duals: Mapping[int, float]) -> None:
-        """What a relaxation proves, and at which prices."""
-        prices = np.array([*duals.values()]) / max(self.problem.budget_bytes, 1)
-        reserves = [self.extra.rows[r].reserve_bytes for r in duals]
-        if point.bound > self.proven:
-            self.proven, self.prices, self.balance = point.bound, dict(duals), balance
-            self.mixed = mixed(self.program, self.engine, point.values) if len(point.values) else {}
-            self.price_s_per_byte = max(0.0, float(-prices.sum()) / SCALE)
-        self.bound = max(self.bound, point.bound)
-        self.free_bound = max(self.free_bound, point.bound + float(prices @ np.array(reserves, float)))
 
     def _live(self) -> Live:
         if self.live is None:
@@ -234,7 +192,7 @@ class Search:
         if np.isinf(grown.bound):
             self.infeasible = self.best is None
         else:
-            self._raise_bound(min(grown.bound, best()))
+            self.proven.rise(min(grown.bound, best()))
         return list(grown.broken)
 
     def _few(self) -> list[int]:
@@ -243,7 +201,7 @@ class Search:
 
     def _set_apart(self) -> bool:
         """Whether equal ops that decide apart are to be tried rather than a tree."""
-        return bool(self.mixed) and not self.whole and self.best is not None and len(self.engine.names) > _SMALL
+        return bool(self.proven.mixed) and not self.whole and self.best is not None and len(self.engine.names) > _SMALL
 
     def _rounded(self, relaxation: Relaxation) -> list[int]:
         """Offer the relaxation itself, rounded where it is fractional, with every version kept that backward reads."""
@@ -272,7 +230,7 @@ class Search:
     def _restricted(self, columns: Columns) -> list[int]:
         """A quick search for a plan over some columns."""
         found = self.engine.restricted(
-            columns, self.extra.matrix(self.extra.active), gap=min(self.gap / 10, 1e-3), target=self.bound / (1 - self.gap),
+            columns, self.extra.matrix(self.extra.active), gap=min(self.gap / 10, 1e-3), target=self.proven.bound / (1 - self.gap),
             max_nodes=_RUNG_NODES, start=self._start(columns), quick=True,
         )  # fmt: skip
         return self._offer(found.values) if found.values is not None else []
@@ -290,16 +248,11 @@ class Search:
         found = self.engine.restricted(columns, budget, gap=self.gap, target=-np.inf, max_nodes=self.max_nodes, start=self._start(columns))
         proven = min(found.bound, self.best_s * SCALE)
         broken = [] if found.values is None else self._offer(found.values)
-        self._raise_bound(proven)
+        self.proven.rise(proven)
         return broken
 
-    def _raise_bound(self, bound: float) -> None:
-        self.bound = max(self.bound, bound)
-        if not self.extra.reserves:
-            self.free_bound = max(self.free_bound, bound)
-
     def _close(self) -> bool:
-        return self.best is not None and self.best_s * SCALE * (1 - self.gap) <= self.bound
+        return self.best is not None and self.best_s * SCALE * (1 - self.gap) <= self.proven.bound
 
     def _start(self, columns: Columns) -> Floats | None:
         known = self.start

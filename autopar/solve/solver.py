@@ -48,8 +48,8 @@ def choices_or_least(
         choices, bound_s, proven_by = solve_with_cbc(problem, gap, max_nodes, time_limit_s), 0.0, None
     else:
         search = Search(problem, gap, max_nodes, time_limit_s, whole)
-        choices, bound_s, proven = search.run(), search.bound_s, search.infeasible
-        proven_by = search.multipliers() if choices is None and not proven else None
+        choices, bound_s, proven = search.run(), search.proven.bound_s, search.infeasible
+        proven_by = search.proven.multipliers() if choices is None and not proven else None
     if choices is not None:
         return choices
     least = least_budget(problem, time_limit_s, bound_only=bound_only and proven)

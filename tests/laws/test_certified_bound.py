@@ -106,9 +106,9 @@ def test_whatever_the_balance_is_no_plan_is_below_the_bound(
 def at_balance(case: Case, budget: int, balance: tuple[float, float]) -> Multipliers:
     looked = Search(replace(case.problem(budget), moments=()), 0.5, 200, 60.0)
     looked.run()
-    looked.balance = balance
-    assert looked.vertex is not None
-    found = looked._multipliers_at(looked.vertex)
+    looked.proven.balance = balance
+    assert looked.proven.vertex is not None
+    found = looked.proven.multipliers_at(looked.proven.vertex)
     assert found.balance == balance
     return found
 
@@ -129,10 +129,10 @@ def test_of_two_vertices_the_one_that_proves_more_is_kept() -> None:
     for case in (*BESIDE, *CASES):
         looked = Search(replace(case.problem(front(case)[0][0]), moments=()), 0.0, 200, 60.0)
         looked.run()
-        found = looked.multipliers()
-        assert found is not None and looked.vertex is not None
-        first = multipliers(looked.program, looked.engine, (1.0, 1.0), looked.vertex, Rows.of([]), {})
-        last = looked._multipliers_at(looked.vertex)
+        found = looked.proven.multipliers()
+        assert found is not None and looked.proven.vertex is not None
+        first = multipliers(looked.program, looked.engine, (1.0, 1.0), looked.proven.vertex, Rows.of([]), {})
+        last = looked.proven.multipliers_at(looked.proven.vertex)
         assert found.bound_s == max(first.bound_s, last.bound_s)
         later.append(last.bound_s > first.bound_s)
     assert any(later)

@@ -1,0 +1,91 @@
+"""What a search has proven so far, and by what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.problem import Multipliers
+from autopar.solve.engine import Engine, Floats, Relaxation, Rows, proof
+from autopar.solve.formulation import SCALE, Formulation
+from autopar.solve.incoming import Incoming
+from autopar.solve.live import Point
+from autopar.solve.mixing import mixed
+from autopar.solve.multipliers import multipliers
+from autopar.streams import ON_COMPUTE, Balance
+
+
+@dataclass
+class Proven:
+    """Bounds, in the program's unit.
+
+    Attributes:
+        bound: no plan costs less. free: none would if all reserves were 0. relaxed: what a relaxation alone proves of `bound`.
+        prices: budget row → its dual in the best relaxation. balance: at which prices it proves the same without the rows of excess.
+        vertex: duals of the relaxation without further rows. mixed: as in `Choices`, of the best relaxation.
+    """
+
+    program: Formulation
+    engine: Engine
+    extra: Incoming
+    bound: float = -np.inf
+    free: float = -np.inf
+    relaxed: float = -np.inf
+    price_s_per_byte: float = 0.0
+    vertex: Floats | None = None
+    prices: dict[int, float] = field(default_factory=dict)
+    balance: Balance = ON_COMPUTE
+    mixed: dict[int, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def bound_s(self) -> float:
+        """In seconds; 0 where none is known."""
+        return max(self.bound / SCALE, 0.0) if np.isfinite(self.bound) else 0.0
+
+    def begin(self, relaxation: Relaxation) -> None:
+        """By the relaxation without further rows."""
+        self.vertex = relaxation.duals if relaxation.exact else None
+        self.bound = self.free = self.relaxed = relaxation.bound
+
+    def learn(self, point: Point, balance: Balance, duals: Mapping[int, float]) -> None:
+        """By a relaxation with further rows, at these prices.
+
+        Args:
+            duals: of budget rows.
+        """
+        prices = np.array([*duals.values()]) / max(self.program.problem.budget_bytes, 1)
+        reserves = [self.extra.rows[r].reserve_bytes for r in duals]
+        if point.bound > self.relaxed:
+            self.relaxed, self.prices, self.balance = point.bound, dict(duals), balance
+            self.mixed = mixed(self.program, self.engine, point.values) if len(point.values) else {}
+            self.price_s_per_byte = max(0.0, float(-prices.sum()) / SCALE)
+        self.bound = max(self.bound, point.bound)
+        self.free = max(self.free, point.bound + float(prices @ np.array(reserves, float)))
+
+    def rise(self, bound: float) -> None:
+        """By a search tree."""
+        self.bound = max(self.bound, bound)
+        if not self.extra.reserves:
+            self.free = max(self.free, bound)
+
+    def multipliers(self) -> Multipliers | None:
+        """What a relaxation proves by arithmetic alone, or None where that leans on reserves: the first, without further rows, or the
+        best without rows (9), whichever proves more."""
+        if self.vertex is None or self.extra.reserves:
+            return None
+        first = multipliers(self.program, self.engine, ON_COMPUTE, self.vertex, Rows.of([]), {})
+        if not self.prices and self.balance == ON_COMPUTE:
+            return first
+        return max(first, self.multipliers_at(self.vertex), key=lambda m: m.bound_s)
+
+    def multipliers_at(self, vertex: Floats) -> Multipliers:
+        """Those at the balance, with the prices of memory as they are. Duals of inner points are neither few nor short, and those of
+        vertices with rows (9) lean on these; so a vertex is found anew."""
+        budget, prices = self.extra.matrix([*self.prices]), np.array([*self.prices.values()])
+        apart, cost = np.concatenate([np.zeros(len(vertex)), prices]), self.engine.costs(self.program.costs(self.balance))
+        relaxation = self.engine.relax(cost=proof(cost, self.engine.rows.plus(budget), apart)[1])
+        duals = vertex if relaxation is None else relaxation.duals
+        named = {self.extra.rows[r].name: y for r, y in self.prices.items()}
+        return multipliers(self.program, self.engine, self.balance, duals, budget, named)
