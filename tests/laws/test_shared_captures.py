@@ -58,12 +58,13 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.other, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5)
+        self.linear, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.drop, self.again = nn.Dropout(0.5), nn.Dropout(0.5)
         self.by, self.how = 2.0, [torch.relu]
         self.register_buffer("shift", torch.ones(4))
 
     def forward(self, x: torch.Tensor, twice: bool = False) -> torch.Tensor:
-        y = self.how[0](self.other(self.drop(self.linear(x)))) * self.by + self.shift
+        y = self.how[0](self.other(self.again(self.drop(self.linear(x))))) * self.by + self.shift
         return y.mean() * (2 if twice else 1)
 
 
@@ -90,7 +91,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "the dropout": lambda m: setattr(m.drop, "p", 0.25),
     "a frozen weight": lambda m: m.linear.weight.requires_grad_(False),
     "tied weights": _tie,
-    "one module twice": lambda m: setattr(m, "other", m.linear),
+    "one module twice": lambda m: setattr(m, "again", m.drop),
     "float64": lambda m: m.double(),
     "no bias": lambda m: setattr(m.linear, "bias", None),
     "strides": lambda m: setattr(m.linear, "weight", nn.Parameter(torch.ones(4, 4).t().contiguous().t())),

@@ -78,20 +78,21 @@ def look(model: nn.Module) -> Any:
     """
     modules = list(model.named_modules(remove_duplicate=False))
     numbers: dict[int, int] = {}
+    ties: dict[int, int] = {}
     looks = []
     for name, module in modules:
         number = numbers.setdefault(id(module), len(numbers))
         own = {key: value for key, value in module.__dict__.items() if key not in _OF_EVERY_MODULE}
         hooks = [_plain(list(getattr(module, key).values())) for key in _HOOKS]
-        tensors = [(key, _tensor(t, numbers)) for held in (module._parameters, module._buffers) for key, t in held.items()]
+        tensors = [(key, _tensor(t, ties)) for held in (module._parameters, module._buffers) for key, t in held.items()]
         looks.append((name, number, type(module), type(module).forward, _plain(own), tuple(hooks), tuple(tensors)))
     return tuple(looks)
 
 
-def _tensor(tensor: torch.Tensor | None, numbers: dict[int, int]) -> Any:
+def _tensor(tensor: torch.Tensor | None, ties: dict[int, int]) -> Any:
     if tensor is None:
         return None
-    number = numbers.setdefault(id(tensor), len(numbers))  # tied ones have one number
+    number = ties.setdefault(id(tensor), len(ties))  # tied ones have one number
     return number, isinstance(tensor, nn.Parameter), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
