@@ -133,3 +133,6 @@ def test_another_call_is_another_capture(traced: list[str]) -> None:
     assert len(traced) == len(calls)
     capture(model, (x,), fold=False)
     assert len(traced) == len(calls) + 1
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        capture(model, (x,))
+    assert len(traced) == len(calls) + 2

@@ -3,7 +3,7 @@
 `share()` puts a memory of the latest captures under `autopar.capture.capture`. What is remembered is a whole `Trace`; each call
 gets a copy with a graph of its own, so that a test which changes its graph changes nobody else's. What a capture can see is
 written down in full by `look`: classes and plain attributes of all modules, shapes, dtypes, strides and ties of their tensors,
-and the call. Whatever `look` does not know, as a closure over some state, makes the model one that is never shared.
+the call, and `around` it. Whatever `look` does not know, as a closure over some state, makes the model one that is never shared.
 
 Tests of capturing itself do not use this. ``pytest --fresh-captures`` turns it off everywhere.
 """
@@ -50,7 +50,8 @@ def unshare() -> None:
 def captured(model: nn.Module, call: Any, fold: bool) -> Trace:
     """What ``capturing._captured`` returns."""
     try:
-        key = (fold, torch.get_default_dtype(), look(model), tuple((path, _leaf(leaf)) for path, leaf in call.in_leaves), str(call.in_spec))
+        leaves = tuple((path, _leaf(leaf)) for path, leaf in call.in_leaves)
+        key = (fold, *around(), look(model), leaves, str(call.in_spec))
     except Unknown:
         return _captured(model, call, fold)
     if key not in _kept:
@@ -59,6 +60,12 @@ def captured(model: nn.Module, call: Any, fold: bool) -> Trace:
             _kept.popitem(last=False)
     _kept.move_to_end(key)
     return copied(_kept[key])
+
+
+def around() -> tuple[Any, ...]:
+    """What torch is set to: the default dtype, and autocast by device."""
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return torch.get_default_dtype(), tuple(autocast), torch.are_deterministic_algorithms_enabled()
 
 
 def copied(trace: Trace) -> Trace:
