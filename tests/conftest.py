@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,9 +22,25 @@ settings.load_profile("autopar")
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
+import shared_captures  # noqa: E402
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden texts instead of comparing with them")
+    parser.addoption("--fresh-captures", action="store_true", help="trace a model anew each time a test captures it")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fresh-captures"):
+        os.environ[shared_captures.FRESH] = "1"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def captures() -> Iterator[None]:
+    """A model that a test of this process captured is not traced again; tests of capturing have a `captures` of their own."""
+    shared_captures.share()
+    yield
+    shared_captures.unshare()
 
 
 @pytest.fixture

@@ -93,6 +93,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
 FAST = ("gpt2 with dropout",)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def captures() -> None:
+    """In place of the one that shares captures between tests: here each model is traced anew."""
+
+
 def build(name: str, **how: Any) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     kind, settings, _ = MODELS[name]
     return hf.build(f"{kind}:{json.dumps(settings)}", batch=4, seq=8, **how)

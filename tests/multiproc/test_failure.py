@@ -23,7 +23,7 @@ def test_the_first_failure_ends_all_ranks_and_is_shown() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_program_with_collectives_follows_the_plain_model() -> None:
-    assert max(run_processes(2, __file__, "compiled", timeout_s=600)) < 2e-6
+    assert max(run_processes(2, __file__, "compiled")) < 2e-6
 
 
 def compiled(rank: int) -> float:

@@ -16,7 +16,8 @@ STEPS, LEARNING_RATE, MAX_NORM = 5, 1e-3, 0.5
 
 
 def run(rank: int, plans: dict[str, str]) -> dict[str, Any]:
-    return {kind: follow(kind, Plan.loads(text)) for kind, text in plans.items()}
+    """By name of a plan, of which the first word is the model's kind."""
+    return {name: follow(name.split()[0], Plan.loads(text)) for name, text in plans.items()}
 
 
 def follow(kind: str, plan: Plan) -> dict[str, Any]:

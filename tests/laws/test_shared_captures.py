@@ -1,0 +1,138 @@
+"""Captures that tests share are what a capture would give, and nobody else's; models that differ at all do not share one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import shared_captures
+import torch
+import zoo_small
+from same_trace import assert_same_trace, differs
+from torch import nn
+
+from autopar.capture import capture, capturing
+
+
+@pytest.fixture(autouse=True, scope="module")
+def captures() -> None:
+    """In place of the one that shares captures between tests."""
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry for each model that was traced; captures are shared while the test runs."""
+    seen: list[str] = []
+
+    def counted(model: nn.Module, *rest: Any) -> Any:
+        seen.append(type(model).__name__)
+        return capturing_itself(model, *rest)
+
+    capturing_itself = shared_captures._captured
+    monkeypatch.setattr(shared_captures, "_captured", counted)
+    monkeypatch.setattr(shared_captures, "_kept", type(shared_captures._kept)())
+    monkeypatch.setattr(capturing, "_captured", shared_captures.captured)
+    return seen
+
+
+def test_a_shared_capture_is_what_a_fresh_one_is_and_has_a_graph_of_its_own(traced: list[str]) -> None:
+    model, batch = zoo_small.gpt2()
+    first, again, third = (capture(m, (), batch) for m in (model, copy.deepcopy(model), zoo_small.gpt2()[0]))
+    assert len(traced) == 1
+    shared_captures._kept.clear()
+    fresh = capture(model, (), batch)
+    assert len(traced) == 2
+    for other in (again, third, fresh):
+        assert_same_trace(first, other)
+        assert [n.name for n in first.graph.nodes] == [n.name for n in other.graph.nodes]
+        assert [n.meta for n in first.graph.nodes if n.op == "output"] == [n.meta for n in other.graph.nodes if n.op == "output"]
+    next(n for n in again.graph.nodes if n.op == "call_function").target = torch.ops.aten.neg.default
+    assert differs(first, again)
+    assert_same_trace(capture(model, (), batch), first)
+
+
+class Scaled(nn.Module):
+    """A linear layer and a mean; `by` and `how` are plain attributes, which no tensor and no printed module shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.drop, self.again = nn.Dropout(0.5), nn.Dropout(0.5)
+        self.by, self.how = 2.0, [torch.relu]
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x: torch.Tensor, twice: bool = False) -> torch.Tensor:
+        y = self.how[0](self.other(self.again(self.drop(self.linear(x))))) * self.by + self.shift
+        return y.mean() * (2 if twice else 1)
+
+
+class Further(Scaled):
+    pass
+
+
+def _model(change: Callable[[Any], Any] = lambda m: None, kind: type[nn.Module] = Scaled) -> nn.Module:
+    model = kind()
+    change(model)
+    return model
+
+
+def _tie(model: Any) -> None:
+    model.other.weight = model.linear.weight
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a plain number": lambda m: setattr(m, "by", 3.0),
+    "a number's type": lambda m: setattr(m, "by", 2),
+    "a function": lambda m: setattr(m, "how", [torch.tanh]),
+    "evaluation": lambda m: m.eval(),
+    "evaluation of a part": lambda m: m.drop.eval(),
+    "the dropout": lambda m: setattr(m.drop, "p", 0.25),
+    "a frozen weight": lambda m: m.linear.weight.requires_grad_(False),
+    "tied weights": _tie,
+    "one module twice": lambda m: setattr(m, "again", m.drop),
+    "float64": lambda m: m.double(),
+    "no bias": lambda m: setattr(m.linear, "bias", None),
+    "strides": lambda m: setattr(m.linear, "weight", nn.Parameter(torch.ones(4, 4).t().contiguous().t())),
+    "a buffer's shape": lambda m: setattr(m, "shift", torch.ones(1)),
+    "a hook": lambda m: m.linear.register_forward_hook(_doubled),
+    "a forward of its own": lambda m: setattr(m.linear, "forward", torch.relu),
+}
+
+
+def _doubled(module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor:
+    return result * 2
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_differs_looks_different(name: str) -> None:
+    assert shared_captures.look(_model()) == shared_captures.look(_model())
+    assert shared_captures.look(_model(CHANGES[name])) == shared_captures.look(_model(CHANGES[name]))
+    assert shared_captures.look(_model(CHANGES[name])) != shared_captures.look(_model())
+
+
+def test_another_class_looks_different_and_what_cannot_be_compared_is_not_shared(traced: list[str]) -> None:
+    assert shared_captures.look(_model(kind=Further)) != shared_captures.look(_model())
+    state = object()
+    for change in (lambda m: setattr(m, "by", state), lambda m: setattr(m, "how", [lambda y: y if state else -y])):
+        with pytest.raises(shared_captures.Unknown):
+            shared_captures.look(_model(change))
+    for _ in range(2):
+        capture(_model(lambda m: setattr(m, "how", [lambda y: y if state else -y])), (torch.ones(2, 4),))
+    assert len(traced) == 2
+
+
+def test_another_call_is_another_capture(traced: list[str]) -> None:
+    model, x = _model(), torch.ones(2, 4)
+    others: list[Any] = [x[:1], x.clone().requires_grad_(), torch.ones(4, 2).t()]
+    calls: list[Any] = [((x,), {}), *(((other,), {}) for other in others), ((x,), {"twice": True}), ((), {"x": x})]
+    for _ in range(2):
+        for args, kwargs in calls:
+            capture(model, args, kwargs)
+    assert len(traced) == len(calls)
+    capture(model, (x,), fold=False)
+    assert len(traced) == len(calls) + 1
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        capture(model, (x,))
+    assert len(traced) == len(calls) + 2
