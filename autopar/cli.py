@@ -6,19 +6,14 @@ and the command exits with 1.
 
 from __future__ import annotations
 
-import re
 import runpy
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import torch
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from autopar import constraints, hf
 from autopar.api import as_call, check, flips, verify, what_if
@@ -31,6 +26,7 @@ from autopar.mesh import Mesh
 from autopar.planning import PlanOptions
 from autopar.plans import Flip, Plan
 from autopar.run.executor import Outputs
+from autopar.terminal import PHASES, complain, parse_size, progress, say, show
 from autopar.units import seconds
 
 app = typer.Typer(
@@ -39,17 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Plan how a PyTorch model runs on many devices, and run it so.",
 )
-out, err = Console(), Console(stderr=True)
-_SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?b?)\s*$", re.IGNORECASE)
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_PHASES = {
-    "enumerate": "finding strategies",
-    "price": "pricing",
-    "cut": "cutting",
-    "solve": "solving",
-    "assemble": "writing the plan",
-    "emit": "emitting",
-}
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan, as `autopar plan --out` writes it.")]
 Hf = Annotated[
@@ -108,18 +94,18 @@ def plan_command(
         parse_size(memory), optimizer, stages, strict, gap, num_microbatches=microbatches or "auto", outputs=cast(Outputs, outputs)
     )
     start = time.perf_counter()
-    with _progress("building the model") as tell:
+    with progress("building the model") as tell:
         network, example = _build(hf, model, module, batch, seq, dtype, "meta")
         tell("capturing")
         args, kwargs = as_call(example)
-        _, planned = plan_call(network, axes, args, kwargs, profile, options, progress=lambda p: tell(_PHASES.get(p, p)))
+        _, planned = plan_call(network, axes, args, kwargs, profile, options, progress=lambda p: tell(PHASES.get(p, p)))
     phases = {"capture": time.perf_counter() - start - sum(planned.seconds.values()), **planned.seconds}
     for line in explain(planned.plan).header():
-        _say(line)
-    _say(f"planned in {seconds(sum(phases.values()))}: {', '.join(f'{phase} {seconds(value)}' for phase, value in phases.items())}")
+        say(line)
+    say(f"planned in {seconds(sum(phases.values()))}: {', '.join(f'{phase} {seconds(value)}' for phase, value in phases.items())}")
     if out_file is not None:
         _save(planned.plan, out_file)
-        _say(f"written to {out_file}: `autopar explain {out_file}` tells more")
+        say(f"written to {out_file}: `autopar explain {out_file}` tells more")
 
 
 @app.command("explain")
@@ -137,13 +123,13 @@ def explain_command(
     """What a plan does and costs, module by module, and why not otherwise; with --flips and the model also what would turn choices."""
     loaded = Plan.load(plan)
     turning = _turning(loaded, flips, hf, model, function, batch, seq, dtype)
-    _show(explain(loaded, module=module, flips=turning))
+    show(explain(loaded, module=module, flips=turning))
 
 
 @app.command("diff")
 def diff_command(first: PlanFile, second: PlanFile) -> None:
     """What changed from one plan to another, module by module."""
-    _show(diff(Plan.load(first), Plan.load(second)))
+    show(diff(Plan.load(first), Plan.load(second)))
 
 
 @app.command("check")
@@ -159,11 +145,11 @@ def check_command(
 ) -> None:
     """Certify a plan without a solver: legality, every collective, memory, time, and the bound by arithmetic alone."""
     loaded = Plan.load(plan)
-    with _progress("building the model") as tell:
+    with progress("building the model") as tell:
         network, example = _build(hf, model, module, batch, seq, dtype, "meta")
         tell("deriving every claim anew")
         found = check(loaded, network, example, hardware=hardware)
-    _say(str(found))
+    say(str(found))
     if not found.ok:
         raise typer.Exit(1)
 
@@ -180,11 +166,11 @@ def verify_command(
 ) -> None:
     """Run all ranks of a plan in this process, in float64, and compare loss, outputs and every gradient with the plain model."""
     loaded = Plan.load(plan)
-    with _progress("building the model") as tell:
+    with progress("building the model") as tell:
         network, example = _build(hf, model, module, batch, seq, dtype, "cpu")
         tell(f"running {loaded.mesh.num_devices} ranks")
         found = verify(loaded, network, example)
-    _say(str(found))
+    say(str(found))
     if not found.ok:
         raise typer.Exit(1)
 
@@ -203,11 +189,11 @@ def what_if_command(
 ) -> None:
     """What a plan would take on other hardware, and how much a plan made there would gain."""
     loaded = Plan.load(plan)
-    with _progress("building the model") as tell:
+    with progress("building the model") as tell:
         network, example = _build(hf, model, module, batch, seq, dtype, "meta")
         tell(f"planning for {hardware}")
         found = what_if(loaded, network, example, hardware=hardware, num_flips=flips)
-    _say(str(found))
+    say(str(found))
 
 
 @app.command("profile")
@@ -219,8 +205,8 @@ def profile_command(
     from autopar.run.measure import measure
 
     profile = measure(world_size=world_size, out=out_file)
-    _say(profile.description)
-    _say(f"written to {out_file or HardwareProfile.local_path()}")
+    say(profile.description)
+    say(f"written to {out_file or HardwareProfile.local_path()}")
 
 
 @app.command("report")
@@ -240,7 +226,7 @@ def report_command(
 
     loaded = Plan.load(plan)
     turning = _turning(loaded, flips, hf, model, module, batch, seq, dtype)
-    _say(f"written to {report(loaded, out_file, flips=turning)}")
+    say(f"written to {report(loaded, out_file, flips=turning)}")
 
 
 @app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -256,22 +242,6 @@ def run_command(
     runpy.run_module("torch.distributed.run", run_name="__main__")
 
 
-def parse_size(text: str | None) -> int | None:
-    """Bytes of ``72GiB``, ``80 GB``, ``500MiB`` or a plain number; None stays None.
-
-    Raises:
-        AutoparError: where the text is none of these.
-    """
-    if text is None:
-        return None
-    match = _SIZE.match(text)
-    if match is None:
-        raise AutoparError(f"{text!r} is no size", remedy="write for example 72GiB, 80GB or a number of bytes")
-    unit = match[2].lower().removesuffix("b")
-    base = 1024 if unit.endswith("i") else 1000
-    return int(float(match[1]) * base ** ("kmgt".index(unit[0]) + 1 if unit else 0))
-
-
 def _turning(
     plan: Plan, num: int, config: str | None, name: str | None, function: str | None, batch: int, seq: int | None, dtype: str
 ) -> tuple[Flip, ...]:
@@ -281,7 +251,7 @@ def _turning(
     if (config, name, function) == (None, None, None):
         what = "what would turn choices cannot be told without the model"
         raise AutoparError(what, remedy="pass --hf or --model, or a function: --function of explain, --module of report")
-    with _progress("building the model") as tell:
+    with progress("building the model") as tell:
         network, example = _build(config, name, function, batch, seq, dtype, "meta")
         tell("pricing other hardware")
         return flips(plan, network, example, most=num)
@@ -310,30 +280,10 @@ def _save(plan: Plan, path: Path) -> None:
         raise PlanError(f"cannot write the plan: {error.strerror}", where=str(path), remedy="check the path") from error
 
 
-def _say(line: str) -> None:
-    """To a terminal wrapped, into a file or pipe as it is."""
-    out.print(Text(line), soft_wrap=not out.is_terminal)
-
-
-def _show(readable: Any) -> None:
-    """To a terminal in its width; into a file or pipe in a fixed one, so that tables stay whole."""
-    if out.is_terminal:
-        out.print(readable)
-    else:
-        typer.echo(str(readable))
-
-
-@contextmanager
-def _progress(first: str) -> Iterator[Callable[[str], None]]:
-    """Say on the terminal what is going on; nothing where there is none."""
-    with err.status(f"{first} …") as status:
-        yield lambda what: status.update(f"{what} …")
-
-
 def main() -> None:
     """Run the command line; errors of autopar are told without a traceback."""
     try:
         app()
     except AutoparError as error:
-        err.print(Text(str(error)), soft_wrap=not err.is_terminal)
+        complain(str(error))
         sys.exit(1)

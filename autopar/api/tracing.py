@@ -83,6 +83,7 @@ def trace_part(
         ConstraintError: where the batch does not divide, or samples depend on each other.
     """
     known = {} if known is None else known
+    known.setdefault(batch_size(args, kwargs), whole)
 
     def captured(call: Call) -> Trace:
         samples = batch_size(*call)

@@ -84,6 +84,8 @@ def test_it_is_faster_than_with_all_layers_alike_and_as_fast_as_the_best_cut(mon
     assert plan.proof.gap <= GAP
     cuts = [solved({LIST: (layer,)}) for layer in range(1, NUM_LAYERS)]
     assert plan.proof.objective_s <= min(c.objective_s for c in cuts) * (1 + GAP)
+    best_there = solved(plan.starts, gap=1e-5).objective_s
+    assert plan.proof.bound_s <= best_there * (1 + 1e-9), "the bound is one for plans with these groups"
     monkeypatch.setattr(job, "starts_of", lambda priced, choices: {})
     alike = planned().plan
     assert not alike.starts

@@ -125,5 +125,3 @@ def _plain(value: Any) -> Any:
     if type(value).__module__.startswith("transformers.") and hasattr(value, "to_dict"):  # configurations
         return type(value), _plain(vars(value))
     raise Unknown(f"{type(value)}")
-
-

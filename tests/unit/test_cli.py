@@ -12,6 +12,7 @@ import pytest
 from autopar import cli
 from autopar.errors import AutoparError
 from autopar.plans import Plan
+from autopar.terminal import parse_size
 
 MODEL = """
 import torch
@@ -161,13 +162,13 @@ def test_a_plan_that_cannot_be_written_is_refused(here: Path, command: Command) 
     ("text", "num_bytes"), [(None, None), ("72GiB", 72 * 2**30), ("80 GB", 80 * 10**9), ("1.5MiB", 3 * 2**19), ("512k", 512_000), ("7", 7)]
 )
 def test_sizes_are_read_with_their_unit(text: str | None, num_bytes: int | None) -> None:
-    assert cli.parse_size(text) == num_bytes
+    assert parse_size(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "72 parsec", "-3GiB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(AutoparError, match="is no size"):
-        cli.parse_size(text)
+        parse_size(text)
 
 
 @pytest.mark.multiproc

@@ -1,0 +1,70 @@
+"""What the command line reads and writes on a terminal: sizes as users write them, lines, tables, and what is going on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from autopar.errors import AutoparError
+
+out, err = Console(), Console(stderr=True)
+_SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?b?)\s*$", re.IGNORECASE)
+PHASES = {
+    "enumerate": "finding strategies",
+    "price": "pricing",
+    "cut": "cutting",
+    "solve": "solving",
+    "bound": "bounding all cuts",
+    "assemble": "writing the plan",
+    "emit": "emitting",
+    "memory": "adding up memory",
+    "overlap": "placing communication beside compute",
+    "explain": "pricing runner-ups",
+}
+"""The planner's phases in words."""
+
+
+def parse_size(text: str | None) -> int | None:
+    """Bytes of ``72GiB``, ``80 GB``, ``500MiB`` or a plain number; None stays None.
+
+    Raises:
+        AutoparError: where the text is none of these.
+    """
+    if text is None:
+        return None
+    match = _SIZE.match(text)
+    if match is None:
+        raise AutoparError(f"{text!r} is no size", remedy="write for example 72GiB, 80GB or a number of bytes")
+    unit = match[2].lower().removesuffix("b")
+    base = 1024 if unit.endswith("i") else 1000
+    return int(float(match[1]) * base ** ("kmgt".index(unit[0]) + 1 if unit else 0))
+
+
+def say(line: str) -> None:
+    """To a terminal wrapped, into a file or pipe as it is."""
+    out.print(Text(line), soft_wrap=not out.is_terminal)
+
+
+def complain(line: str) -> None:
+    """The same where errors go."""
+    err.print(Text(line), soft_wrap=not err.is_terminal)
+
+
+def show(readable: Any) -> None:
+    """To a terminal in its width; into a file or pipe in a fixed one, so that tables stay whole."""
+    if out.is_terminal:
+        out.print(readable)
+    else:
+        out.file.write(f"{readable}\n")
+
+
+@contextmanager
+def progress(first: str) -> Iterator[Callable[[str], None]]:
+    """Say on the terminal what is going on; nothing where there is none."""
+    with err.status(f"{first} …") as status:
+        yield lambda what: status.update(f"{what} …")
