@@ -35,6 +35,7 @@ from autopar.run.rank_memory import chunk_memory, rank_peak
 from autopar.run.stage_memory import StagePeak, trace_stage_peak
 from autopar.solve import REMEDY, Least, choices_or_least, evaluate
 from autopar.strategies import Starts
+from autopar.streams import ON_COMPUTE, Balance
 
 _ROUNDS = 12  # each either fits or adds moments at which the plan before did not
 _WASTE = 0.02  # share of the budget: where a plan leaves more unused, moments learnt from it may admit a better one
@@ -105,6 +106,7 @@ class Job:
     priced: Priced = field(init=False)
     liveness: Liveness = field(init=False)
     whole: bool = False
+    _likely: Balance = ON_COMPUTE  # of the last problem whose bound has multipliers
 
     def __post_init__(self) -> None:
         with self.clock.phase("price"):
@@ -173,7 +175,9 @@ class Job:
         known = None if self.moments else self.alike.known(problem, whole=self.whole)
         if known is not None:
             return known
-        found = _solve(problem, self.options, whole=self.whole)
+        found = _solve(problem, self.options, whole=self.whole, likely=self._likely)
+        if isinstance(found, Choices) and found.multipliers is not None:
+            self._likely = found.multipliers.balance
         if isinstance(found, Choices) and not self.moments:
             self.alike.learn(problem, found, whole=self.whole)
         return found
@@ -236,10 +240,16 @@ class Job:
             self.moments = explained(self.liveness, tried.draft.choices, seen, wanted)
 
 
-def _solve(problem: Problem, options: PlanOptions, *, whole: bool) -> Choices | Least:
+def _solve(problem: Problem, options: PlanOptions, *, whole: bool, likely: Balance) -> Choices | Least:
     only_bound = not any(moment.reserve_bytes for moment in problem.moments)
     return choices_or_least(
-        problem, gap=options.gap, time_limit_s=options.time_limit_s, solver=options.solver, bound_only=only_bound, whole=whole
+        problem,
+        gap=options.gap,
+        time_limit_s=options.time_limit_s,
+        solver=options.solver,
+        bound_only=only_bound,
+        whole=whole,
+        likely=likely,
     )
 
 

@@ -69,8 +69,11 @@ class Incoming:
 
     def outlasted(self, evaluation: Evaluation) -> list[int]:
         """Rows that a plan brings in whose communication outlasts its compute: both phases'."""
-        said = any(evaluation.load.unbalanced(evaluation.slowdown)) and not self.phases
-        return [len(self.rows) + phase for phase in range(len(PHASES))] if said else []
+        return self.excesses() if any(evaluation.load.unbalanced(evaluation.slowdown)) else []
+
+    def excesses(self) -> list[int]:
+        """Both phases' rows, if they are not in yet."""
+        return [] if self.phases else [len(self.rows) + phase for phase in range(len(PHASES))]
 
     def matrix(self, rows: Sequence[int]) -> Rows:
         """These rows, budget rows first."""

@@ -30,7 +30,7 @@ from autopar.solve.live import Live, Point
 from autopar.solve.proven import Proven
 from autopar.solve.sifting import Sifted, middle, sifted
 from autopar.solve.tree import Tree
-from autopar.streams import ON_COMPUTE
+from autopar.streams import ON_COMPUTE, Balance
 
 # Restricted programs over so many columns, those of the smallest reduced cost. Memory makes near-ties of many versions, so
 # shares of the bound say little; and few columns do better than many: beyond some thousands each node takes seconds.
@@ -40,6 +40,7 @@ _SMALL = 4000  # columns: below, one program over all is cheaper than several
 _FEW = (500, 1000, 2000)  # columns of restricted programs that come before a tree
 _ROUNDS = 12
 _SIFTED = 50_000  # columns: from here on the balance is sifted for
+_HUGE = 100_000  # columns: from here on a balance that will do ends the sifting; below, a better bound costs next to nothing
 _RELAXATIONS = 2  # of a tree, per node that a search may have
 
 
@@ -48,7 +49,7 @@ class Search:
     """One search: the program, which rows are in it, the best plan and what is proven.
 
     Attributes:
-        whole: as in `autopar.solve.choices_or_least`. extra: the rows that came in beside the formulation's. infeasible: proven so.
+        whole, likely: as in `autopar.solve.choices_or_least`. extra: the rows that came in beside the formulation's. infeasible: proven so.
     """
 
     problem: Problem
@@ -56,6 +57,7 @@ class Search:
     max_nodes: int
     time_limit_s: float
     whole: bool = True
+    likely: Balance = ON_COMPUTE
     program: Formulation = field(init=False)
     engine: Engine = field(init=False)
     excess: Excess = field(init=False)
@@ -85,6 +87,7 @@ class Search:
             raise InfeasibleError("no assignment of layouts is legal", remedy=remedy)
         for _ in range(_ROUNDS):
             broken = [] if self.extra.active else self._rounded(relaxation)
+            broken += self.extra.excesses() if broken and self.likely != ON_COMPUTE else []
             broken = broken or ([] if self._close() else self._grow())
             if not broken and not self._close() and self._set_apart():
                 break
@@ -127,7 +130,7 @@ class Search:
         live = self._live()
         self.extra.active += broken
         if self.extra.phases:
-            cost = self.excess.price(self.engine, self.best_s)
+            cost = self.excess.price(self.engine, self.proven.bound_s if self.best is None else self.best_s)
             if len(self.engine.names) >= _SIFTED:
                 live.add(self.extra.matrix([r for r in broken if r < len(self.extra.rows)]))
                 return self._sifted(live)
@@ -144,17 +147,17 @@ class Search:
     def _sifted(self, live: Live) -> Point | None:
         """The relaxation at the best balance; plans over the columns that are cheap at each that is tried."""
         found: Sifted | None = None
-        first = (
-            (self.proven.balance,) if self.proven.balance != ON_COMPUTE else (ON_COMPUTE, middle(self.extra.phases))
-        )  # near the first vertex, and far
+        known = next((b for b in (self.proven.balance, self.likely) if b != ON_COMPUTE), None)
+        first = (known,) if known else (ON_COMPUTE, middle(self.extra.phases))  # near the first vertex, and far
         rows = self.extra.budget
         for at in sifted(self.program, self.engine, live, self.excess, self.extra.phases, first):
             found = at if found is None or at.point.bound > found.point.bound else found
             self.proven.learn(
                 at.point, at.balance, dict(zip(rows, at.point.duals[len(at.point.duals) - len(rows) :].tolist(), strict=True))
             )
-            self._restricted(self.extra.with_excess(at.columns))
-            if self._close():
+            if not self._close():
+                self._restricted(self.extra.with_excess(at.columns))
+            if self._close() and len(self.engine.names) >= _HUGE:
                 break
         self.engine.timed_out |= live.timed_out
         if found is not None:

@@ -9,6 +9,7 @@ from autopar.problem import Choices, Problem
 from autopar.solve.cbc import solve_with_cbc
 from autopar.solve.least import Least, least_budget
 from autopar.solve.search import Search
+from autopar.streams import ON_COMPUTE, Balance
 
 
 def solve(problem: Problem, *, gap: float = 0.01, max_nodes: int = 200, time_limit_s: float = 60.0, solver: str = "highs") -> Choices:
@@ -35,19 +36,21 @@ REMEDY = "use more devices, a smaller batch or shorter sequence, or pass a large
 
 
 def choices_or_least(
-    problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False, whole: bool = True
-) -> Choices | Least:
+    problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False, whole: bool = True,
+    likely: Balance = ON_COMPUTE,
+) -> Choices | Least:  # fmt: skip
     """As `solve`, but where no plan fits, how much memory would do.
 
     Args:
         bound_only: what would do need not be found (`least_budget`) where it is proven that nothing fits.
         whole: search on where the relaxation mixes decisions of equal ops; else the answer then says which (`Choices.mixed`).
+        likely: at which balance the bound of a problem like this one was best; a search that begins there is sooner done.
     """
     proven = False
     if solver == "cbc":
         choices, bound_s, proven_by = solve_with_cbc(problem, gap, max_nodes, time_limit_s), 0.0, None
     else:
-        search = Search(problem, gap, max_nodes, time_limit_s, whole)
+        search = Search(problem, gap, max_nodes, time_limit_s, whole, likely)
         choices, bound_s, proven = search.run(), search.proven.bound_s, search.infeasible
         proven_by = search.proven.multipliers() if choices is None and not proven else None
     if choices is not None:

@@ -264,6 +264,22 @@ def test_with_communication_beside_compute_the_step_and_the_bound_enclose_the_be
         assert found.objective_s == pytest.approx(best) and found.gap <= 1e-6
 
 
+@pytest.mark.parametrize("sifted_from", [0, 50_000])
+@pytest.mark.parametrize("likely", [(0.3, 0.7), (0.0, 0.0)])
+def test_wherever_a_search_begins_it_finds_and_proves_the_same(
+    likely: tuple[float, float], sifted_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "_SIFTED", sifted_from)
+    outlasted = 0
+    for p in [replace(case.problem(front(case)[0][0]), moments=()) for case in BESIDE]:
+        plain, begun = (search.Search(p, 0.0, 200, 60.0, likely=balance) for balance in ((1.0, 1.0), likely))
+        first, second = plain.run(), begun.run()
+        assert first is not None and second is not None
+        assert second.objective_s == pytest.approx(first.objective_s) and second.bound_s == pytest.approx(first.bound_s)
+        outlasted += bool(begun.extra.phases)
+    assert outlasted, "some memory binds, so that excess came in with its row"
+
+
 def test_a_balance_that_is_sifted_for_proves_what_rows_over_all_columns_do(monkeypatch: pytest.MonkeyPatch) -> None:
     outlasted = 0
     for p in [replace(case.problem(budget), moments=()) for case in BESIDE for budget in (AMPLE, front(case)[0][0])]:
