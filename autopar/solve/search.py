@@ -184,12 +184,12 @@ class Search:
 
         live = self._live()
         sizes = self.extra.sizes()
-        broken = self._few() if self.extra.phases else []
-        if broken or self._close() or (self.extra.phases and self._set_apart()):
-            return broken
         tree = Tree(self.program, self.engine, live, offer, best, self.gap, self.max_nodes * _RELAXATIONS, sizes)
         grown = tree.dive()
         if tree.root is not None and not grown.broken and not self._close() and not self._set_apart():
+            broken = self._few() if self.extra.phases else []
+            if broken or self._close():
+                return broken
             grown = tree.branch()
         self.engine.timed_out |= live.timed_out
         if np.isinf(grown.bound):

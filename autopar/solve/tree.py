@@ -28,6 +28,7 @@ _WHOLE = 1e-6  # what is this close to 0 or 1 is
 _TRIED, _OFTEN = 6, 2  # ops that are tried out per node; how often one is
 _DIVE = 3  # of what is not settled, one in so many is at a time
 _STEPS = 4  # simplex steps of the whole tree, in those of the first relaxation: what that does not close, more seldom does
+_SHORT = 0.25  # simplex steps of a short dive, likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +81,21 @@ class Tree:
         self._bits = np.array([*again, *(column[v.name] for v in self.program.keep.values())], np.int32)
 
     def dive(self) -> Grown:
-        """The root, and from there one box within the other; each is offered as a plan."""
+        """The root, and from there a short way one box within the other; each is offered as a plan."""
         n = len(self.engine.cost)
         self.root = self._at(np.zeros(n), np.ones(n))
         if self.root is None:
             return Grown(np.inf)
-        self._last = self.live.num_iterations + _STEPS * max(self.live.num_iterations, 1000)
+        self._last = self.live.num_iterations + int(_SHORT * max(self.live.num_iterations, 1000))
         self._dive(self.root)
         return Grown(self.root.point.bound, self._broken)
 
     def branch(self) -> Grown:
-        """From the root on, until the gap is closed, a budget row has to come in, or a limit is reached."""
+        """All the way down, then from the root on, until the gap is closed, a budget row has to come in, or a limit is reached."""
         root = self.root
         assert root is not None, "the dive has found one"
+        self._last = self.live.num_iterations + _STEPS * max(self.live.num_iterations, 1000)
+        self._dive(root)
         order = itertools.count()
         waiting = [(root.point.bound, next(order), root)]
         last: _Node | None = None  # the better child, which comes next while there is no plan
