@@ -149,8 +149,8 @@ class Job:
     def _answer(self) -> Choices | Least:
         """The solver's answer, for layers in groups where that is better, to the problem with the moments that are known."""
         found = self._solved()
-        if self.whole or not isinstance(found, Choices) or found.gap <= self.options.gap or found.bound_s >= self.limit_s:
-            return found
+        if self.whole or not isinstance(found, Choices) or not found.mixed or found.bound_s >= self.limit_s:
+            return found  # it is close enough, or was searched for to the end
         self.whole = True
         starts = starts_of(self.priced, found)
         if not starts:

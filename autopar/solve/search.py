@@ -40,7 +40,7 @@ _SMALL = 4000  # columns: below, one program over all is cheaper than several
 _FEW = (500, 1000, 2000)  # columns of restricted programs that come before a tree
 _ROUNDS = 12
 _SIFTED = 50_000  # columns: from here on the balance is sifted for
-_HUGE = 100_000  # columns: from here on a balance that will do ends the sifting; below, a better bound costs next to nothing
+_HUGE = 100_000  # columns: from here on a balance that will do ends the sifting; below, a better bound costs a few relaxations
 _RELAXATIONS = 2  # of a tree, per node that a search may have
 
 

@@ -56,12 +56,13 @@ def classes_of(trace: Trace, mesh_shape: Sequence[int], forced: Forced | None = 
     groups: dict[tuple[object, ...], list[Cluster]] = {}
     for cluster in clusters:
         slots = tuple((forced.slots.get(m.node, ()), forced.named.rows.get(m.node, ())) for m in cluster.members)
-        groups.setdefault((*cluster.signature, slots, group_of(cluster.members[0].key, forced.starts)), []).append(cluster)
+        groups.setdefault((*cluster.signature, slots), []).append(cluster)
     partial = _partial_operands(clusters, groups)
-    return tuple(
+    found = tuple(
         ClusterClass(tuple(group), _allowed(group[0], _expanded(group[0], partial[signature], mesh_shape, forced), forced))
         for signature, group in groups.items()
     )
+    return apart(found, forced.starts)
 
 
 def apart(classes: Sequence[ClusterClass], starts: Starts) -> tuple[ClusterClass, ...]:
