@@ -7,7 +7,8 @@ Three ways to plan in stages, as others do, beside the joint one, under budgets 
     keep_all         layouts with every activation that backward reads kept, under the whole budget
 
 Then, in each, what is kept and what is run again is chosen under the whole budget, with the layouts as they are. All of it is
-solved by the same solver to the same gap, equal layers deciding alike, emitted, and its peak re-derived on the emitted order; times are predictions.
+solved by the same solver to the same gap, equal layers deciding alike, emitted, and its peak re-derived on the
+emitted order; times are predictions.
 """
 
 from __future__ import annotations
