@@ -27,6 +27,7 @@ from autopar.errors import HardwareError
 FORMAT = "autopar-hardware"
 VERSION = 1
 LINKS = ("intra", "inter")
+KERNELS = ("all_gather_matmul", "matmul_reduce_scatter")
 FLOP_KINDS = ("matmul", "attention", "attention_backward")
 MEMORY_KINDS = ("elementwise", "transcendental", "reduction", "indexing")
 _FOLDER = Path(__file__).parent / "cost_models"
@@ -106,6 +107,8 @@ class HardwareProfile:
         memory_efficiency: kind of `MEMORY_KINDS` → share of the memory bandwidth.
         overlap_slowdown: what a second of communication beside compute costs compute, in seconds: 0 where it costs nothing, 1 where
             nothing can be hidden, which holds where the file does not say.
+        kernels: kind of `KERNELS` → the share that a collective-overlap kernel hides of what its chunks could (`autopar.cost.kernels`);
+            a kernel that the file does not name is not used.
         matmul_half_flops: a matmul of this many flops reaches half of the efficiency of a large one.
         curves: (kind, dtype name) → measured curve; over flops for `FLOP_KINDS`, over bytes, with dtype ``""``, else.
         figures: every figure by its dotted path, for reports.
@@ -118,6 +121,7 @@ class HardwareProfile:
     memory_bandwidth_bytes_per_s: float
     launch_overhead_s: float
     overlap_slowdown: float
+    kernels: Mapping[str, float]
     matmul_half_flops: float
     peak_flops_per_s: Mapping[str, float]
     efficiency: Mapping[str, Mapping[str, float]]
@@ -185,6 +189,7 @@ class HardwareProfile:
             memory_bandwidth_bytes_per_s=reader.figure(data, "memory_bandwidth_bytes_per_s", "bytes/s"),
             launch_overhead_s=reader.figure(data, "launch_overhead_s", "s", zero=True),
             overlap_slowdown=reader.figure(data, "overlap_slowdown", "1", zero=True) if "overlap_slowdown" in data else 1.0,
+            kernels=_kernels(reader, data),
             matmul_half_flops=reader.figure(data, "matmul_half_flops", "flops", zero=True),
             peak_flops_per_s=peaks,
             efficiency={kind: reader.figures_of(efficiency, kind, "1", "efficiency.", tuple(peaks)) for kind in FLOP_KINDS},
@@ -199,7 +204,7 @@ class HardwareProfile:
 
 
 _FIELDS = {"format", "version", "name", "description", "device_memory_bytes", "memory_bandwidth_bytes_per_s", "launch_overhead_s"}
-_FIELDS |= {"overlap_slowdown", "matmul_half_flops", "peak_flops_per_s", "efficiency", "measured", "links"}
+_FIELDS |= {"kernels", "overlap_slowdown", "matmul_half_flops", "peak_flops_per_s", "efficiency", "measured", "links"}
 _POINT_SIZE = {**dict.fromkeys(FLOP_KINDS, ("flops",)), **dict.fromkeys(MEMORY_KINDS, ("bytes",)), "matmul": ("m", "n", "k")}
 
 
@@ -292,6 +297,13 @@ def _links(reader: _Reader, data: Mapping[str, Any]) -> dict[str, Link]:
             _collective_curves(reader, reader.mapping(link.get("measured", {}), f"{path}measured"), f"{path}measured."),
         )
     return found
+
+
+def _kernels(reader: _Reader, data: Mapping[str, Any]) -> Mapping[str, float]:
+    if "kernels" not in data:
+        return {}
+    reader.no_more(reader.mapping(data["kernels"], "kernels"), KERNELS, "kernels.")
+    return reader.figures_of(data, "kernels", "1")
 
 
 def _collective_curves(reader: _Reader, measured: Mapping[str, Any], path: str) -> dict[str, dict[int, Curve]]:

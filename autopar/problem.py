@@ -131,6 +131,38 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
+class Hidden:
+    """What a kernel saves where it does its product and collective `arc` (of the tensor's layout graph) at once, in chunks.
+
+    Attributes:
+        saved_s: of one instance. num_chunks: pieces of each rank's part.
+    """
+
+    arc: int
+    saved_s: float
+    num_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A collective-overlap kernel on offer: a matrix product that waits for what is gathered, or whose partial sums are scattered.
+
+    Attributes:
+        op: whose product it is. again: as backward runs it again. strategies: with any of which.
+        hides: the collectives of one tensor, one of which it can do.
+    """
+
+    op: int
+    again: bool
+    strategies: tuple[int, ...]
+    hides: tuple[Hidden, ...]
+
+
+Kernels = Mapping[tuple[int, bool], tuple[Kernel, ...]]
+"""By variant, and whether in backward of what forward made."""
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """Everything the solver sees.
 
@@ -143,6 +175,7 @@ class Problem:
             one that is running, the others' at every moment.
         accumulates: whether gradients are added to sums that are held through the step.
         overlap_slowdown: what a second of communication beside compute costs compute; 1 where nothing is hidden.
+        kernels: the collective-overlap kernels on offer (`autopar.cost.kernels`).
     """
 
     ops: tuple[Op, ...]
@@ -153,6 +186,7 @@ class Problem:
     num_in_flight: int = 1
     accumulates: bool = False
     overlap_slowdown: float = 1.0
+    kernels: Kernels = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

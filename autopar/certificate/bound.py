@@ -18,6 +18,7 @@ that. So a second of C has the weight λ, one of P λ·s + 1 − λ, one of K 1;
         supply: strategies that make l; in backward of what forward made k[v,l], strategies with which it is made again, and,
         of what rests anyway, those that make l. demand: strategies of c that read l
     (4) k[v,l] ≤ strategies that make l + strategies of forward readers that read l; only in layouts in which v may be kept
+    (10) Σ_g h[g,a] ≤ r[a]      (11) Σ_a h[g,a] ≤ strategies of g     kernel g does collective a beside its product: −count·saved·h[g,a]
     (6) Σ bytes of everything that certainly lives at a point of the step ≤ budget    (`autopar.certificate.moments`)
 
 Every multiplier of the right sign proves a bound: the right sides, times their multipliers, and each variable's reduced cost
@@ -28,8 +29,11 @@ the least reduced cost of the strategies, so that
     bound = Σ_n min_s d[x] + Σ_n min(0, min_s d[rc]) + Σ_a min(0, count·time(a) − Σ_c max(0, Δ[c,a])) − Σ λ
 
     d[x] = count·time + Σ π of what it reads − Σ π of what it supplies − Σ κ of what it makes or reads + λ's share of its bytes
+           − Σ_g max_a max(0, count·saved(g,a) − max(0, count·time(a) − Σ_c max(0, Δ[c,a])))
 
-and d[rc] likewise without κ. Collectives whose tail nothing leads to carry nothing and are left out.
+and d[rc] likewise without κ; the last term is of kernels that the strategy can run in, whose savings, like compute, weigh λ: what a
+collective costs beyond its worth is the multiplier of (10), what a kernel saves beyond that the one of (11).
+Collectives whose tail nothing leads to carry nothing and are left out.
 """
 
 from __future__ import annotations
@@ -132,7 +136,7 @@ def _tensor(dual: _Dual, v: int, prices: Prices, per_kept_byte: float) -> None:
     for i, worth in now.items():
         dual.x[variant.uses[i].op] += worth[reads[i]]
         dual.x[maker] -= worth[made]
-    dual.total += _arcs(graph, variant.count * dual.weights(v, later=False), now, made)
+    _collectives(dual, v, now, made, later=False)
     if not later or value.phase != "forward":
         return
     then = {i: _prices(prices, (v, i, True), graph) for i in later}
@@ -152,18 +156,27 @@ def _tensor(dual: _Dual, v: int, prices: Prices, per_kept_byte: float) -> None:
     dual.x[maker] -= kappa[made]
     for i in first:
         dual.x[variant.uses[i].op] -= kappa[reads[i]]
-    dual.total += _arcs(graph, variant.count * dual.weights(v, later=True), then, np.concatenate([versions, made]))
+    _collectives(dual, v, then, np.concatenate([versions, made]), later=True)
 
 
-def _arcs(graph: LayoutGraph, weights: Floats, worth: Mapping[int, Floats], supplied: Ints) -> float:
-    """What the collectives' reduced costs take from the bound: 0 where no reader's price rises by more than they cost."""
+def _collectives(dual: _Dual, v: int, worth: Mapping[int, Floats], supplied: Ints, *, later: bool) -> None:
+    """What the collectives' reduced costs take from the bound: nothing where no reader's price rises by more than they cost. And rows (10)
+    and (11)."""
+    variant = dual.problem.variants[v]
+    value = dual.problem.values[variant.value]
+    graph = value.graph
     if not graph.arcs or not worth:
-        return 0.0
+        return
     tails, heads = np.array([a.src for a in graph.arcs]), np.array([a.dst for a in graph.arcs])
-    costs = weights * np.array([a.time_s for a in graph.arcs])
+    costs = variant.count * dual.weights(v, later=later) * np.array([a.time_s for a in graph.arcs])
     rises = sum((np.maximum(0.0, w[heads] - w[tails]) for w in worth.values()), np.zeros(len(costs)))
-    loss = np.minimum(0.0, costs - rises)
-    return float(loss[_reachable(tails, heads, supplied, len(graph.layouts))[tails]].sum()) if loss.any() else 0.0
+    left = costs - rises
+    if (left < 0.0).any():
+        dual.total += float(np.minimum(0.0, left)[_reachable(tails, heads, supplied, len(graph.layouts))[tails]].sum())
+    share = dual.balance[1 if later or value.phase == "backward" else 0]
+    for kernel in dual.problem.kernels.get((v, later), ()):
+        most = max(variant.count * share * hidden.saved_s - max(0.0, float(left[hidden.arc])) for hidden in kernel.hides)
+        (dual.again if kernel.again else dual.x)[kernel.op][list(kernel.strategies)] -= max(0.0, most)
 
 
 def _reachable(tails: Ints, heads: Ints, start: Ints, num: int) -> NDArray[np.bool_]:

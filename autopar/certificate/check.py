@@ -16,6 +16,7 @@ from autopar.capture.trace import Trace
 from autopar.certificate.context import Context
 from autopar.certificate.decisions import Decisions
 from autopar.certificate.facts import Claims, Facts
+from autopar.certificate.kernels import KernelWalk
 from autopar.certificate.moves import Walk
 from autopar.certificate.proof import Stored, proven
 from autopar.certificate.report import Certificate, Finding
@@ -105,7 +106,8 @@ class _Job:
         if strangers:
             return replace(report, findings=(*strangers, *found))
         once = steps_per_step(self.trace, walk, self.claims) if self.context.accumulates else ()
-        found = [*decisions.findings(), *walk.findings(), *once, *found]
+        kernels = KernelWalk(self.facts, self.claims, plan.mesh, self.profile, staged=bool(self.context.schedule))
+        found = [*decisions.findings(), *walk.findings(), *kernels.findings(), *once, *found]
         if not any(f.claim == "layouts" for f in found):
             seconds = seconds_of(plan, decisions, self.profile.overlap_slowdown)
             report = replace(report, step_s=seconds.step_s)

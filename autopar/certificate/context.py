@@ -57,5 +57,5 @@ class Context:
         budget, optimizer = int(plan.options.get("memory_bytes", 0)), str(plan.options["optimizer"])
         return price(
             trace, classes, plan.mesh, profile, budget_bytes=budget, optimizer=optimizer, forced=self.forced, crossing=self.crossing,
-            num_microbatches=self.num_microbatches, num_in_flight=self.num_in_flight,
+            num_microbatches=self.num_microbatches, num_in_flight=self.num_in_flight, kernels=not self.schedule,
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,15 +20,16 @@ from autopar.cost.priced import OPTIMIZERS
 from autopar.emit import simulated
 from autopar.emit.choices import buffer_key, input_key, parameter_key, storage_key
 from autopar.kernels import collectives as kernels
+from autopar.kernels import fused
 from autopar.plans import Overlap, Plan
 from autopar.run.memory import trace_peak
 from autopar.run.program import Program
 from autopar.run.rank_memory import chunk_memory, rank_peak
 from autopar.run.stage_memory import trace_stage_peak
 
-_CALLS = {
+_CALLS: dict[Any, str] = {
     kernels.all_gather: "all_gather", kernels.reduce_scatter: "reduce_scatter", kernels.all_reduce: "all_reduce",
-    kernels.all_to_all: "all_to_all", kernels.halo: "halo", kernels.shard: "slice",
+    kernels.all_to_all: "all_to_all", kernels.halo: "halo", kernels.shard: "slice", **fused.KERNELS,
 }  # fmt: skip
 
 
@@ -43,9 +45,10 @@ def emission(plan: Plan, program: Program) -> Iterator[Finding]:
         for node in module.graph.nodes if module is not None else ():
             kind = _kind(node)
             if kind:
-                axis = int(kernels.positional(node)[-1])
+                inside = node.target in fused.KERNELS
+                axis = int(node.args[-2] if inside else kernels.positional(node)[-1])
                 listed[phase, kind, axis] -= 1
-                sizes[phase, kind, axis] -= node.meta["collective"].bytes
+                sizes[phase, kind, axis] -= (node.meta["kernel"].collective if inside else node.meta["collective"]).bytes
     for where in sorted(where for where in sizes if listed[where] or sizes[where]):
         phase, kind, axis = where
         what = f"{abs(listed[where])} {kind} ({abs(sizes[where])} bytes) in {phase} along axis {plan.mesh.names[axis]}"
@@ -73,7 +76,8 @@ def overlap(plan: Plan, program: Program, held: Overlap, slowdown: float) -> Ite
         said, seen = ((o.forward_bytes, o.backward_bytes) for o in (plan.overlap, held))
         yield Finding("overlap", f"early steps hold at most {seen} bytes in forward and backward, not {said}")
     hidden_s = sum(phase.hidden_s for phase in simulated(program, plan)) if plan.overlap.slowdown < 1.0 else 0.0
-    step = plan.prediction.compute_s + plan.prediction.communication_s - (1.0 - plan.overlap.slowdown) * hidden_s
+    predicted = plan.prediction
+    step = predicted.compute_s + predicted.communication_s - predicted.in_kernels_s - (1.0 - plan.overlap.slowdown) * hidden_s
     for name, derived, claimed in (("hides", hidden_s, plan.prediction.hidden_s), ("takes", step, plan.prediction.simulated_s)):
         if not near(derived, claimed):
             yield Finding("overlap", f"simulated, the step {name} {derived:.9g} s, not {claimed:.9g} s")
@@ -147,19 +151,21 @@ def _peak(plan: Plan, program: Program, context: Context) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """What a step takes: compute, communication, and the least that both together do."""
+    """What a step takes: compute, communication, the least that both together do, and what kernels save of them."""
 
     compute_s: float
     communication_s: float
     step_s: float
+    in_kernels_s: float
 
 
 def seconds_of(plan: Plan, decisions: Decisions, slowdown: float) -> Seconds:
     """Entries by their layouts, collectives as listed (each is checked where it stands), and what crosses between stages.
 
-    Per phase max(C + s·P, P) + K: C is what ops and slices take, P what counts as beside them; beside the rest runs nothing.
+    Per phase max(C + s·P, P) + K: C is what ops and slices take less what kernels save, P what counts as beside them; beside the rest runs
+    nothing.
     """
-    compute, communication = 0.0, 0.0
+    compute, communication, saved = 0.0, 0.0, 0.0
     own, sent = dict.fromkeys(("forward", "backward"), 0.0), dict.fromkeys(("forward", "backward"), 0.0)
     for entry in plan.entries:
         for choices, phase in ((entry.nodes, entry.phase), (entry.recompute, "backward")):
@@ -174,9 +180,12 @@ def seconds_of(plan: Plan, decisions: Decisions, slowdown: float) -> Seconds:
         communication += time_s
         if c.phase in own:
             own[c.phase] += time_s if c.collective.kind == "slice" else 0.0
+            in_kernel = len(c.instances) * c.kernel.saved_s if c.kernel else 0.0
+            own[c.phase] -= in_kernel
+            saved += in_kernel
             sent[c.phase] += time_s if c.beside else 0.0
-    alone = compute + communication - sum(own.values()) - sum(sent.values())
-    return Seconds(compute, communication, alone + sum(max(own[p] + slowdown * sent[p], sent[p]) for p in own))
+    alone = compute + communication - saved - sum(own.values()) - sum(sent.values())
+    return Seconds(compute, communication, alone + sum(max(own[p] + slowdown * sent[p], sent[p]) for p in own), saved)
 
 
 def times(plan: Plan, found: Seconds) -> Iterator[Finding]:
@@ -184,6 +193,7 @@ def times(plan: Plan, found: Seconds) -> Iterator[Finding]:
     claimed, compute_s, communication_s, step = plan.prediction, found.compute_s, found.communication_s, found.step_s
     figures = [
         ("compute", compute_s, claimed.compute_s), ("communication", communication_s, claimed.communication_s),
+        ("what kernels save", found.in_kernels_s, claimed.in_kernels_s),
         ("the step", step, claimed.step_s), ("the objective", step, plan.proof.objective_s), *_bars(plan, compute_s, communication_s),
     ]  # fmt: skip
     for name, derived, said in figures:

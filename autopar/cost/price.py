@@ -18,6 +18,7 @@ from autopar.collective import Collective
 from autopar.cost.held import StepMoves
 from autopar.cost.holding import HeldPrices, adding_partial
 from autopar.cost.keeping import is_never_kept, may_run_again, split_furthest
+from autopar.cost.kernels import kernels_on_offer
 from autopar.cost.priced import OPTIMIZERS, Crossing, Priced, Source
 from autopar.cost.times import call_time, price_collectives
 from autopar.errors import ConstraintError
@@ -280,6 +281,7 @@ def price(
     num_microbatches: int = 1,
     num_in_flight: int = 1,
     exposed: Collection[str] = (),
+    kernels: bool = False,
 ) -> Priced:
     """Price everything: see the module docstring.
 
@@ -288,6 +290,7 @@ def price(
         num_microbatches: how many steps of the trace one optimizer step takes; the optimizer's time is shared among them.
         num_in_flight: how many microbatches a stage holds the kept values of.
         exposed: nodes whose results may cross between stages, in any layout without partial sums: their layout graphs hold all.
+        kernels: whether collective-overlap kernels are on offer, as far as the profile has figures for them.
     """
     forced = forced or Forced.nothing()
     accumulates = num_microbatches > 1 or forced.named.holds
@@ -305,7 +308,9 @@ def price(
         results.setdefault(value.op, []).append(index)
     ops = tuple(replace(op, results=tuple(results.get(i, ()))) for i, op in enumerate(builder.ops))
     problem = Problem(ops, tuple(values), tuple(variants), budget_bytes, (), num_in_flight, accumulates, profile.overlap_slowdown)
-    return Priced(problem, tuple(builder.sources), tuple(refs), optimizer, moves, forced.starts)
+    if kernels:
+        problem = replace(problem, kernels=kernels_on_offer(trace, problem, builder.sources, mesh, profile))
+    return Priced(problem, tuple(builder.sources), tuple(refs), optimizer, moves, profile, forced.starts)
 
 
 def _output_nodes(trace: Trace) -> list[fx.Node]:

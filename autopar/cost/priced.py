@@ -68,6 +68,7 @@ class Priced:
         optimizer: whose state and traffic the parameters were priced with.
         moves: collectives of parameters at the begin and the end of a step of several microbatches.
         starts: groups of layers that decide for themselves (`autopar.strategies.groups`).
+        profile: at whose figures.
     """
 
     problem: Problem
@@ -75,4 +76,5 @@ class Priced:
     refs: tuple[tuple[Ref, ...], ...]
     optimizer: str
     moves: StepMoves
+    profile: HardwareProfile
     starts: Starts = field(default_factory=dict)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from autopar.collective import Collective
-from autopar.emit.times import node_times
+from autopar.emit.times import blocked_s, node_times
 from autopar.kernels import collectives as kernels
 from autopar.plans import Overlap, Plan
 from autopar.run.program import Program
@@ -194,6 +194,7 @@ class _Schedule:
         """Run a node where it stands; nobody works beside a collective that is not early."""
         time_s = self.times.get(node, 0.0)
         self.order.append(("run", node))
+        self.streams.block(blocked_s(node))
         if "collective" in node.meta and node.meta["collective"].kind != "slice":
             self.streams.block(time_s)
         else:

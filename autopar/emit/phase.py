@@ -19,6 +19,7 @@ from torch import fx
 from autopar.capture.loss_head import IN_PLACE
 from autopar.capture.trace import Parameter, Trace
 from autopar.collective import Collective
+from autopar.emit import kernels
 from autopar.emit.calls import CALLS
 from autopar.emit.choices import PlanIndex, TensorKey, buffer_key, input_key, output_key, parameter_key
 from autopar.emit.localize import local_call
@@ -83,6 +84,7 @@ class Phase:
     have: Have = field(default_factory=dict)
     earlier: Phase | None = None
     saved: dict[fx.Node, fx.Node] = field(default_factory=dict)  # forward node → backward placeholder
+    done: set[tuple[str, bool]] = field(default_factory=set)  # names of nodes that were emitted, and whether to run again
     sums: dict[str, fx.Node] = field(default_factory=dict)  # parameter → what its gradients are added to
 
     def placeholders(self, parameters: tuple[Parameter, ...], buffers: tuple[Parameter, ...]) -> None:
@@ -143,7 +145,12 @@ class Phase:
             self.have.setdefault(ref, {})[layout] = kept
             return kept
         step = self.job.index.steps.get((self.phase, self.job.key(ref)), {}).get(layout)
-        if step is not None:
+        if step is not None and step.kernel is not None:
+            made = self.job.nodes[ref[0]]
+            self.compute(kernels.product_of(made, step) if step.collective.kind == "all_gather" else made, again=step.kernel.again)
+            if layout in self.have.get(ref, {}):
+                return self.have[ref][layout]
+        elif step is not None:
             source = self.get(ref, step.source, wanted_by)
             at_hand = self.have.get(ref, {})
             return at_hand[layout] if layout in at_hand else self._step(ref, source, step)
@@ -201,22 +208,28 @@ class Phase:
         return {"length": length} if length % step.source.num_shards(c.dim, self.job.mesh.shape) else {}
 
     def compute(self, node: fx.Node, *, again: bool = False) -> None:
-        """Emit one compute node with its chosen strategy."""
+        """Emit one compute node with its chosen strategy; one that stands where a kernel's collective was wanted is there already."""
+        if (node.name, again) in self.done:
+            return
+        self.done.add((node.name, again))
         key = node.meta["key"]
         if node.target is operator.getitem:
             self._alias(node, again)
             return
         strategy = (self.job.index.again if again else self.job.index.chosen)[key]
         refs = _reads(node)
+        if kernels.emitted(self, node, strategy, refs, again):
+            return
         operands = [self.get(ref, layout, key) for ref, layout in zip(refs, strategy.inputs, strict=True)]
         target, args, kwargs = local_call(self.graph, call_of(node), strategy, self.job.mesh.shape, operands)
         here = self.graph.call_function(target, args, kwargs)
         here.meta.update(key=key, module=node.meta["module"], phase=self.phase, source=node.meta.get("source", ""))
         here.meta["recomputed"] = again
         here.meta.update({IN_PLACE: True} if node.meta.get(IN_PLACE) else {})
-        self._define_results(node, here, strategy)
+        self.define_results(node, here, strategy)
 
-    def _define_results(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
+    def define_results(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
+        """What a node made is at hand."""
         if len(strategy.outputs) == 1:
             self.define((node.name, 0), strategy.outputs[0], here)
             return

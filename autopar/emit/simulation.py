@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.emit.times import node_times
+from autopar.emit.times import blocked_s, node_times
 from autopar.kernels import collectives as kernels
 from autopar.plans import Plan
 from autopar.run.program import Program
@@ -48,6 +48,10 @@ def _phase(phase: str, graph: fx.Graph, plan: Plan) -> Simulated:
             streams.finish(node.args[0])
         else:
             waits = "collective" in node.meta and node.meta["collective"].kind != "slice"  # a slice is a local copy
+            if blocked_s(node):
+                streams.block(blocked_s(node))
+                spans.append((node.meta["kernel"].key, "communication", before_s, streams.now_s - before_s))
+                before_s = streams.now_s
             (streams.block if waits else streams.compute)(time_s)
             if time_s > 0.0:
                 spans.append((node.meta["key"], "communication" if waits else "compute", before_s, streams.now_s - before_s))
@@ -55,5 +59,6 @@ def _phase(phase: str, graph: fx.Graph, plan: Plan) -> Simulated:
     priced_s = sum(len(e.instances) * e.time_s for e in plan.entries if e.kind == "compute" and e.phase == phase)
     priced_s += sum(len(e.instances) * e.again_s for e in plan.entries) if phase == "backward" else 0.0
     missing_s = priced_s - sum(time_s for node, time_s in times.items() if "collective" not in node.meta)
+    missing_s -= sum(node.meta["kernel"].saved_s for node in times if "kernel" in node.meta)
     missing_s = missing_s if missing_s > _ROUNDING * priced_s else 0.0
     return Simulated(streams.now_s, streams.hidden_s, tuple(sorted(spans, key=lambda span: span[2])), missing_s)

@@ -1,4 +1,8 @@
-"""Seconds of the nodes of an emitted graph, as the plan predicts them."""
+"""Seconds of the nodes of an emitted graph, as the plan predicts them.
+
+A kernel's node takes the time of its collective, beside which nothing runs, and of its product what is left of it beyond what the kernel
+saves. That part is counted as compute: what saves more than the product takes, would save part of the collective.
+"""
 
 from __future__ import annotations
 
@@ -26,4 +30,11 @@ def node_times(graph: fx.Graph, plan: Plan) -> Mapping[fx.Node, float]:
             if (*at, again) not in spent:
                 spent.add((*at, again))
                 found[node] = plan.entries[at[0]].again_s if again else plan.entries[at[0]].time_s
+            if "kernel" in node.meta:
+                found[node] = found.get(node, 0.0) - node.meta["kernel"].saved_s
     return found
+
+
+def blocked_s(node: fx.Node) -> float:
+    """Seconds of communication in a node beside which nothing runs but its own product."""
+    return node.meta["kernel"].time_s if "kernel" in node.meta else 0.0

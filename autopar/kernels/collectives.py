@@ -1,6 +1,6 @@
 """The communication steps of emitted graphs, as plain functions that name mesh axes by index.
 
-Executed directly they look up the process groups that `use_groups` has made current; `bind` puts constants in their
+Executed directly they look up the process groups that `use_groups` has made current; `autopar.kernels.binding` puts constants in their
 place, so that a bound graph needs no context and `torch.compile` sees only torch operators. No autograd runs through
 them: an emitted backward graph holds its own steps.
 
@@ -32,7 +32,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from autopar.errors import RuntimeStateError
@@ -72,32 +71,32 @@ def fake_groups(mesh: Mesh, coordinate: Sequence[int] | None = None) -> Groups:
 
 def all_gather(x: Tensor, dim: int, axis: int, length: int | None = None) -> Tensor:
     """Shard(dim) → Replicate on `axis`, which must be the innermost splitter of `dim`: the parts joined in order."""
-    group = _group(axis)
+    group = group_of(axis)
     return bound.all_gather(x, dim, group.size, group.name, length)
 
 
 def reduce_scatter(x: Tensor, dim: int, reduce_op: str, axis: int) -> Tensor:
     """Partial(reduce_op) → Shard(dim) on `axis`: this rank's part of the reduced tensor."""
-    group = _group(axis)
+    group = group_of(axis)
     return bound.reduce_scatter(x, dim, reduce_op, group.size, group.name, group.coordinate)
 
 
 def all_reduce(x: Tensor, reduce_op: str, axis: int) -> Tensor:
     """Partial(reduce_op) → Replicate on `axis`; a new tensor."""
-    group = _group(axis)
+    group = group_of(axis)
     return bound.all_reduce(x, reduce_op, group.size, group.name)
 
 
 def all_to_all(x: Tensor, dim: int, to_dim: int, axis: int, length: int | None = None) -> Tensor:
     """Shard(dim) → Shard(to_dim) on `axis`, which must be the innermost splitter of `dim` and becomes that of `to_dim`."""
-    group = _group(axis)
+    group = group_of(axis)
     return bound.all_to_all(x, dim, to_dim, group.size, group.name, group.coordinate, length)
 
 
 def halo(x: Tensor, dim: int, before: int, after: int, lowest: bool, axis: int) -> Tensor:
     """Shard(dim) → `Halo` on `axis`, which alone splits `dim`: with the neighbours' elements, and beyond the ends with zeros or
     the lowest value."""
-    group = _group(axis)
+    group = group_of(axis)
     return bound.halo(x, dim, before, after, lowest, group.size, group.name, group.coordinate)
 
 
@@ -107,21 +106,21 @@ def shard(x: Tensor, dim: int, axis: int) -> Tensor:
     A view would be free, but it would hold all of `x` alive: a gradient or a kept value that was sliced would then cost
     `size` times what the plan says.
     """
-    group = _group(axis)
+    group = group_of(axis)
     return bound.shard(x, dim, group.size, group.coordinate)
 
 
 def start(x: Tensor, kind: str, *settings: Any, length: int | None = None) -> bound.Started:
     """Issue the step `kind` with its settings, the axis last."""
-    return bound.STARTS[kind](x, *_bound_settings(kind, settings, length, _group(settings[-1])))
+    return bound.STARTS[kind](x, *bound_settings(kind, settings, length, group_of(settings[-1])))
 
 
 def finish(started: bound.Started, kind: str, *settings: Any, length: int | None = None) -> Tensor:
     """Wait for what was started with the same settings; the step's result."""
-    return bound.FINISHES[kind](started, *_bound_settings(kind, settings, length, _group(settings[-1])))
+    return bound.FINISHES[kind](started, *bound_settings(kind, settings, length, group_of(settings[-1])))
 
 
-def _bound_settings(kind: str, settings: Sequence[Any], length: int | None, group: AxisGroup) -> tuple[Any, ...]:
+def bound_settings(kind: str, settings: Sequence[Any], length: int | None, group: AxisGroup) -> tuple[Any, ...]:
     """Settings with the axis replaced by its group, in the order of the bound form's arguments."""
     known = {"coordinate": group.coordinate, "length": length}
     return (*settings[:-1], group.size, group.name, *(known[name] for name in _FURTHER[kind]))
@@ -138,58 +137,12 @@ def local_length(size: int, splitters: tuple[tuple[int, int], ...]) -> int:
 
 
 def _own_range(size: int, splitters: tuple[tuple[int, int], ...]) -> tuple[int, int]:
-    return range_of(size, splitters, [_group(axis).coordinate for axis, _ in splitters])
+    return range_of(size, splitters, [group_of(axis).coordinate for axis, _ in splitters])
 
 
 PLACES: tuple[Callable[..., int], ...] = (local_start, local_length)  # in the order of `range_of`
 STEPS: tuple[Callable[..., Tensor], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, halo, shard)
 PARTS: tuple[Callable[..., Any], ...] = (start, finish)
-
-
-def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup], device: str | None = None) -> fx.GraphModule:
-    """A copy of the graph module whose steps name process groups and coordinates instead of mesh axes.
-
-    Graphs are captured on the CPU; ops that name a device make their tensors on `device` instead, where one is given. Steps
-    along axes of size 1 vanish (but for `halo`, which pads there) and `local_start` becomes a literal. Tensors held by the
-    module are shared.
-    """
-    graph = fx.Graph()
-    result = graph.graph_copy(graph_module.graph, {})
-    graph.output(result)
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in PLACES:
-            size, splitters = node.args
-            _replace(node, range_of(size, splitters, [groups[axis].coordinate for axis, _ in splitters])[PLACES.index(node.target)])
-        elif node.op == "call_function" and node.target in STEPS:
-            _bind_step(node, groups)
-        elif node.op == "call_function" and node.target in PARTS:
-            _bind_part(node, groups)
-        elif device is not None and node.kwargs.get("device") is not None:
-            node.kwargs = {**node.kwargs, "device": torch.device(device)}
-    return fx.GraphModule(graph_module, graph)
-
-
-def _bind_step(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
-    x, *rest, axis = positional(node)
-    group = groups[axis]
-    if group.size == 1 and node.target is not halo:
-        _replace(node, x)
-    elif node.target is shard:
-        node.target, node.args, node.kwargs = bound.shard, (x, *rest, group.size, group.coordinate), {}
-    else:
-        settings = _bound_settings(node.target.__name__, (*rest, axis), node.kwargs.get("length"), group)
-        node.target, node.args, node.kwargs = _BOUND[node.target], (x, *settings), {}
-
-
-def _bind_part(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
-    """Bind a `start` or a `finish`; along an axis of size 1 both vanish, but for `halo`."""
-    x, kind, *settings = node.args
-    group = groups[settings[-1]]
-    if group.size == 1 and kind != "halo":
-        _replace(node, x)
-        return
-    parts = bound.STARTS if node.target is start else bound.FINISHES
-    node.target, node.args, node.kwargs = parts[kind], (x, *_bound_settings(kind, settings, node.kwargs.get("length"), group)), {}
 
 
 _ARGUMENTS = {
@@ -211,15 +164,8 @@ def positional(node: fx.Node) -> tuple[Any, ...]:
     return (*node.args, *(node.kwargs[name] for name in names[len(node.args) :]))
 
 
-def _replace(node: fx.Node, value: Any) -> None:
-    """Put `value`, a node or a literal, wherever `node` is used, and erase the node."""
-    for user in list(node.users):
-        user.args = fx.node.map_aggregate(user.args, lambda a: value if a is node else a)
-        user.kwargs = fx.node.map_aggregate(user.kwargs, lambda a: value if a is node else a)
-    node.graph.erase_node(node)
-
-
-def _group(axis: int) -> AxisGroup:
+def group_of(axis: int) -> AxisGroup:
+    """This rank's group along an axis, of those that are current."""
     groups = _current.get()
     if groups is None:
         raise RuntimeStateError(
@@ -238,10 +184,3 @@ _FURTHER: Mapping[str, tuple[str, ...]] = {  # what a bound form takes after its
     "all_gather": ("length",), "reduce_scatter": ("coordinate",), "all_reduce": (), "all_to_all": ("coordinate", "length"),
     "halo": ("coordinate",),
 }  # fmt: skip
-_BOUND: dict[Any, Callable[..., Tensor]] = {
-    all_gather: bound.all_gather,
-    reduce_scatter: bound.reduce_scatter,
-    all_reduce: bound.all_reduce,
-    all_to_all: bound.all_to_all,
-    halo: bound.halo,
-}

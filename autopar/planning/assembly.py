@@ -12,16 +12,18 @@ import torch
 
 from autopar.capture.trace import Trace
 from autopar.cost.held import held_of, offered_as, own_time_s
+from autopar.cost.kernel_times import NAMES
+from autopar.cost.kernels import why_none
 from autopar.cost.priced import OPTIMIZERS, Priced, Source
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys, storage_key
 from autopar.mesh import Mesh
 from autopar.planning.timeline import crossing_times, step_time, timeline
-from autopar.plans import Communication, Entry, Fingerprint, Kept, NodeChoice, Plan, Prediction, Proof, RunnerUp
+from autopar.plans import Communication, Entry, Fingerprint, InKernel, Kept, NodeChoice, Plan, Prediction, Proof, RunnerUp
 from autopar.problem import Choices
-from autopar.redistribute import local_bytes
+from autopar.redistribute import Arc, local_bytes
 from autopar.rules import is_discovered, is_fallback
 from autopar.rules.call import op_name
-from autopar.solve import Evaluation
+from autopar.solve import Evaluation, Taken
 from autopar.strategies import Ref, pattern_of
 from autopar.streams import PHASES
 
@@ -181,13 +183,27 @@ def _communications(draft: Draft) -> Iterable[Communication]:
         value = problem.values[variant.value]
         for late, redistribution in ((False, evaluation.forward[v]), (True, evaluation.backward[v])):
             phase = "backward" if late else value.phase
-            for arc, slack in zip(redistribution.arcs, redistribution.slacks, strict=True):
+            for position, (arc, slack) in enumerate(zip(redistribution.arcs, redistribution.slacks, strict=True)):
+                kernel = _in_kernel(draft, redistribution.taken.get(position), arc)
+                done = kernel is not None or redistribution.early
+                why = "" if done else why_none(draft.trace, draft.priced, draft.mesh, (v, late), arc, draft.choices)
                 ends = value.graph.layouts[arc.src], value.graph.layouts[arc.dst]
                 for pattern, result, instances in _tensor_patterns(draft, draft.priced.refs[v], keys):
                     module = _FIELD.sub("*", pattern.partition("/")[0])
                     beside = redistribution.early and arc.collective.kind != "slice"
-                    yield Communication(pattern, result, instances, module, phase, arc.collective, *ends, arc.time_s, slack, beside)
+                    yield Communication(
+                        pattern, result, instances, module, phase, arc.collective, *ends, arc.time_s, slack, beside, kernel, why
+                    )
     yield from _step_communications(draft)
+
+
+def _in_kernel(draft: Draft, taken: Taken | None, arc: Arc) -> InKernel | None:
+    if taken is None:
+        return None
+    cluster = draft.priced.sources[taken.op].cluster
+    assert cluster is not None, "a kernel's op is a product"
+    hidden = taken.hidden
+    return InKernel(NAMES[arc.collective.kind], cluster.first.members[0].pattern, taken.again, hidden.num_chunks, hidden.saved_s)
 
 
 def _step_communications(draft: Draft) -> Iterable[Communication]:
@@ -229,7 +245,8 @@ def _prediction(draft: Draft) -> Prediction:
     moved_s = sum(sum(priced_s) for priced_s in crossing_times(draft.trace, draft.priced, choices)) + step_time(draft.priced, choices)
     compute_s, communication_s = evaluation.compute_s - moved_s, evaluation.communication_s + moved_s
     serial_s = evaluation.compute_s + evaluation.communication_s
-    return Prediction(evaluation.objective_s, compute_s, communication_s, 0, memory, bars, 0.0, serial_s)
+    saved_s = evaluation.saved_s
+    return Prediction(evaluation.objective_s, compute_s, communication_s, 0, memory, bars, 0.0, serial_s - saved_s, saved_s)
 
 
 def fingerprint(trace: Trace, model_name: str, profile_name: str, profile_hash: str, version: str) -> Fingerprint:

@@ -13,16 +13,19 @@ from autopar.capture.trace import Trace
 from autopar.collective import collective_time
 from autopar.constraints import Pipelined
 from autopar.cost.held import offered_as, own_time_s
+from autopar.cost.kernel_times import Site, saved, terms_of
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, storage_key
+from autopar.emit.kernels import product_of
 from autopar.errors import PlanError
 from autopar.hardware import HardwareProfile
 from autopar.layout import Strategy
 from autopar.mesh import Mesh
 from autopar.planning.options import PlanOptions
 from autopar.planning.schedules import scheduled_time
-from autopar.plans import Plan, moved_load
+from autopar.plans import Communication, Plan, moved_load
+from autopar.rules import call_of, operands_of
 from autopar.solve import op_load
 from autopar.stages import Cut, cut
 from autopar.strategies import Forced, classes_of, resolve
@@ -99,9 +102,26 @@ def _phases(part: Part, profile: HardwareProfile, num: int) -> tuple[float, floa
     sizes, links = mesh.shape, [mesh.link(axis) for axis in range(len(mesh.axes))]
     for c in plan.communications:
         once_s = collective_time(c.collective, sizes[c.collective.axis], links[c.collective.axis], profile)
-        loads[0 if c.phase == "forward" else 1] += moved_load(c, len(c.instances) * once_s / (num if c.phase == "step" else 1))
+        saved_s = len(c.instances) * _saved_s(part, c, once_s, profile)
+        loads[0 if c.phase == "forward" else 1] += moved_load(c, len(c.instances) * once_s / (num if c.phase == "step" else 1), saved_s)
     forward, rest = (load.least_s(profile.overlap_slowdown) for load in loads)
     return forward, rest
+
+
+def _saved_s(part: Part, c: Communication, once_s: float, profile: HardwareProfile) -> float:
+    """What a kernel saves of one instance of a collective and its product, where it is one that a profile has figures for."""
+    if c.kernel is None:
+        return 0.0
+    key = c.node.format(*c.instances[0])
+    made = next(n for n in part.trace.graph.nodes if n.op == "call_function" and n.meta["key"] == key)
+    product = product_of(made, c) if c.collective.kind == "all_gather" else made
+    call, dim = call_of(product), c.collective.dim
+    if product is not made:
+        terms = terms_of(call)
+        dim = terms[2].index(terms[operands_of(product).index(made)][dim])
+    strategy = (part.plan.recomputed_choices() if c.kernel.again else part.plan.node_choices())[product.meta["key"]]
+    sizes = tuple(part.mesh.shape)
+    return saved(Site(call, strategy, sizes, c.collective.kind, sizes[c.collective.axis], dim), once_s, profile)[0]
 
 
 def priced_for(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions) -> Priced:

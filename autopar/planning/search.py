@@ -76,7 +76,9 @@ def make_plan(
 
     def pricing(starts: Starts) -> Priced:
         here = replace(forced, starts=starts)
-        return price(trace, apart(classes, starts), mesh, profile, budget_bytes=budget, optimizer=options.optimizer, forced=here)
+        return price(
+            trace, apart(classes, starts), mesh, profile, budget_bytes=budget, optimizer=options.optimizer, forced=here, kernels=True
+        )
 
     mark = fingerprint(trace, model_name, profile.name, profile.hash, VERSION)
     job = Job(trace, mesh, pricing, options, clock, mark, options.to_json(profile), budget, limit_s=limit_s)

@@ -51,7 +51,8 @@ def beside(serial: Prediction, program: Program, plan: Plan) -> Prediction:
             if phases[phase].missing_s:
                 bars.append((NOT_RUN, phase, "compute", _end(bars), phases[phase].missing_s))
     hidden_s = sum(phase.hidden_s for phase in phases.values())
-    return replace(serial, timeline=tuple(bars), hidden_s=hidden_s, simulated_s=serial.serial_s - (1.0 - plan.overlap.slowdown) * hidden_s)
+    simulated_s = serial.serial_s - serial.in_kernels_s - (1.0 - plan.overlap.slowdown) * hidden_s
+    return replace(serial, timeline=tuple(bars), hidden_s=hidden_s, simulated_s=simulated_s)
 
 
 def _end(bars: Sequence[Bar]) -> float:

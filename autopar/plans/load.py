@@ -10,7 +10,7 @@ from autopar.streams import Load, work
 def load_of(plan: Plan) -> Load:
     """Of a step, or of a stage's microbatch."""
     entries = sum((_entry_load(e, e.time_s * len(e.instances), e.again_s * len(e.instances)) for e in plan.entries), Load())
-    return sum((moved_load(c, c.time_s * len(c.instances)) for c in plan.communications), entries)
+    return sum((moved_load(c, c.time_s * len(c.instances), _saved_s(c)) for c in plan.communications), entries)
 
 
 def forward_load(plan: Plan) -> Load:
@@ -18,7 +18,7 @@ def forward_load(plan: Plan) -> Load:
     entries = (e for e in plan.entries if e.phase == "forward" and e.kind in ("compute", "input"))
     found = sum((_entry_load(e, e.time_s * len(e.instances), 0.0) for e in entries), Load())
     moves = (c for c in plan.communications if c.phase == "forward")
-    return sum((moved_load(c, c.time_s * len(c.instances)) for c in moves), found)
+    return sum((moved_load(c, c.time_s * len(c.instances), _saved_s(c)) for c in moves), found)
 
 
 def _entry_load(entry: Entry, time_s: float, again_s: float) -> Load:
@@ -28,8 +28,13 @@ def _entry_load(entry: Entry, time_s: float, again_s: float) -> Load:
     return work(entry.phase, time_s, compute=True) + work("backward", again_s, compute=True)
 
 
-def moved_load(c: Communication, time_s: float) -> Load:
-    """All instances of a collective, for so many seconds."""
+def _saved_s(c: Communication) -> float:
+    return c.kernel.saved_s * len(c.instances) if c.kernel else 0.0
+
+
+def moved_load(c: Communication, time_s: float, saved_s: float = 0.0) -> Load:
+    """All instances of a collective, for so many seconds, of which and of its product kernels save so many."""
     if c.phase == "step":
         return Load(time_s)
-    return work(c.phase, time_s, compute=c.collective.kind == "slice", early=c.beside)
+    found = work(c.phase, time_s, compute=c.collective.kind == "slice", early=c.beside)
+    return found + work(c.phase, saved_s, compute=True).scaled(-1.0) if saved_s else found

@@ -73,6 +73,23 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
+class InKernel:
+    """The collective-overlap kernel that does a collective beside a matrix product (`autopar.cost.kernels`).
+
+    Attributes:
+        name: ``all_gather_matmul`` or ``matmul_reduce_scatter``. again: as backward runs it again.
+        node: pattern of the product: the first that reads what is gathered, the one that makes what is scattered.
+        num_chunks: in which each rank's part goes. saved_s: against one after the other, of one instance.
+    """
+
+    name: str
+    node: str
+    again: bool
+    num_chunks: int
+    saved_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Communication:
     """One collective, done for result `result` of every instance of node pattern `node`.
 
@@ -82,6 +99,7 @@ class Communication:
         source, target: layouts before and after. time_s: of one instance, per microbatch.
         slack: ``critical``, or ``prefetchable`` or ``deferrable`` where it may run beside compute (`autopar.solve.slack`).
         beside: whether it counts as running beside compute in the objective: it has slack whatever is chosen (`autopar.solve.prices`).
+        kernel: what does it together with a product, if anything does. why: else, where a product stands at its end, why none does.
     """
 
     node: str
@@ -95,6 +113,8 @@ class Communication:
     time_s: float
     slack: Slack = "critical"
     beside: bool = False
+    kernel: InKernel | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +142,8 @@ class Prediction:
         timeline: (label, phase, kind ``compute`` or ``communication``, start_s, duration_s), in order, per module.
         step_s: the objective: compute and communication, less what may be hidden of them where memory is ample (`autopar.streams`).
         simulated_s: of the emitted program, with communication beside compute (`autopar.emit.simulation`), as far as memory allows.
-        hidden_s: how long both run at once. exposed_s: communication that nothing runs beside.
+        hidden_s: how long both run at once. in_kernels_s: what collective-overlap kernels save of both.
+        exposed_s: communication that nothing runs beside.
     """
 
     step_s: float
@@ -133,6 +154,7 @@ class Prediction:
     timeline: tuple[tuple[str, str, str, float, float], ...]
     hidden_s: float
     simulated_s: float
+    in_kernels_s: float = 0.0
 
     @property
     def serial_s(self) -> float:
@@ -141,7 +163,7 @@ class Prediction:
 
     @property
     def exposed_s(self) -> float:
-        return self.communication_s - self.hidden_s
+        return self.communication_s - self.hidden_s - self.in_kernels_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,10 +270,10 @@ def read_entry(data: Mapping[str, Any]) -> Entry:
 
 
 def read_communication(data: Mapping[str, Any]) -> Communication:
-    changed = {"source": Layout.parse(data["source"]), "target": Layout.parse(data["target"])}
-    return Communication(
-        **{**data, **changed, "instances": read_instances(data["instances"]), "collective": Collective(**data["collective"])}
-    )
+    changed: dict[str, Any] = {"source": Layout.parse(data["source"]), "target": Layout.parse(data["target"])}
+    kernel = InKernel(**data["kernel"]) if data.get("kernel") else None
+    changed |= {"instances": read_instances(data["instances"]), "collective": Collective(**data["collective"]), "kernel": kernel}
+    return Communication(**{**data, **changed})
 
 
 def read_proof(data: Mapping[str, Any]) -> Proof:

@@ -18,7 +18,8 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Shard
 
 from autopar.errors import RuntimeStateError
-from autopar.kernels.collectives import Groups, all_gather, all_reduce, bind, use_groups
+from autopar.kernels.binding import bind
+from autopar.kernels.collectives import Groups, all_gather, all_reduce, use_groups
 from autopar.layout import Layout, local_shape
 from autopar.ops import linear_cross_entropy
 from autopar.run.program import Program

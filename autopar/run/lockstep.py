@@ -21,9 +21,11 @@ from autopar.errors import AutoparError, VerificationError
 from autopar.halo import Halo, window
 from autopar.kernels import collectives as steps
 from autopar.kernels.bound import part_of
+from autopar.kernels.fused import KERNELS
 from autopar.kernels.sums import scale_by
 from autopar.layout import part_range
 from autopar.mesh import Mesh
+from autopar.ops import dot
 from autopar.rules import where_of
 from autopar.run.program import Program, ProgramTensor
 from autopar.run.splitting import join, reduce, split
@@ -152,6 +154,11 @@ def node_name(node: fx.Node) -> str:
     return str(node.meta.get("key") or node.name)
 
 
+def moved_name(node: fx.Node) -> str:
+    """As `node_name`, of the collective that a node does."""
+    return str(node.meta["kernel"].key) if "kernel" in node.meta else node_name(node)
+
+
 @dataclass(slots=True)
 class Handed:
     """What an early step made, from its start to its finish, which takes it; `settings` are those of the start."""
@@ -200,6 +207,8 @@ class Ranks:
                 return [Handed(node.args[1:], part) for part in self._run_step(phase, node, env, kind, (x, *settings))]
             if node.target is steps.finish:
                 return _handed_over(node, env)
+            if node.target in KERNELS:
+                return self._run_kernel(phase, node, env)
             if node.target in steps.PLACES:
                 return [self._range(rank, *node.args)[steps.PLACES.index(node.target)] for rank in self.ranks]
             return self._run_op(node, env)
@@ -222,16 +231,40 @@ class Ranks:
             by_rank.append(results[key])
         return by_rank
 
+    def _run_kernel(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
+        """A product and the collective at its border, one after the other; both give what they would alone."""
+        a, b, equation, *settings, axis, _ = node.args
+        factors = [env[a], env[b]]  # type: ignore[index]
+        if KERNELS[node.target] == "all_gather":  # type: ignore[index]
+            operand, dim = settings
+            factors[operand] = whole = self._moved(phase, node, "all_gather", factors[operand], (dim, axis))
+            return list(zip(whole, self._products(str(equation), factors), strict=True))
+        (dim,) = settings
+        return self._moved(phase, node, "reduce_scatter", self._products(str(equation), factors), (dim, "sum", axis))
+
+    def _products(self, equation: str, factors: Sequence[list[Any]]) -> list[Any]:
+        """By rank; ranks with the very same factors share theirs."""
+        found: dict[tuple[int, int], Any] = {}
+        pairs = list(zip(*factors, strict=True))
+        for a, b in pairs:
+            if (id(a), id(b)) not in found:
+                found[id(a), id(b)] = dot(equation, a, b)
+        return [found[id(a), id(b)] for a, b in pairs]
+
     def _run_step(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]], kind: Kind, arguments: Sequence[Any]) -> list[Any]:
-        x, *rest, axis = arguments
-        locals = env[x]
+        x, *settings = arguments
+        return self._moved(phase, node, kind, env[x], settings)
+
+    def _moved(self, phase: str, node: fx.Node, kind: Kind, locals: list[Any], settings: Sequence[Any]) -> list[Any]:
+        """What a step makes of tensors by rank."""
+        *rest, axis = settings
         reduce_op = rest[-1] if kind in ("all_reduce", "reduce_scatter") else ""
         dim, to_dim = rest[0] if kind != "all_reduce" else -1, rest[1] if kind == "all_to_all" else -1
         num_bytes = locals[0].numel() * locals[0].element_size()
         around = Halo(*rest) if kind == "halo" else None
         halo_bytes = num_bytes // locals[0].shape[dim] * around.length if around else 0
         dtype = str(locals[0].dtype).removeprefix("torch.")
-        self.records.append((phase, node_name(node), Collective(kind, axis, dim, to_dim, reduce_op, dtype, num_bytes, halo_bytes)))
+        self.records.append((phase, moved_name(node), Collective(kind, axis, dim, to_dim, reduce_op, dtype, num_bytes, halo_bytes)))
         result: list[Any] = [None for _ in self.ranks]
         for group in self.mesh.groups(axis):
             parts = [locals[rank] for rank in group]

@@ -2,7 +2,11 @@
 
 from autopar.solve.evaluate import Evaluation, evaluate, fits, variant_load
 from autopar.solve.least import Least, least_budget
-from autopar.solve.prices import op_load
+from autopar.solve.prices import is_early, op_load
 from autopar.solve.solver import REMEDY, choices_or_least, solve
+from autopar.solve.taken import Taken
 
-__all__ = ["REMEDY", "Evaluation", "Least", "choices_or_least", "evaluate", "fits", "least_budget", "op_load", "solve", "variant_load"]
+__all__ = [
+    "REMEDY", "Evaluation", "Least", "Taken", "choices_or_least", "evaluate", "fits", "is_early", "least_budget", "op_load", "solve",
+    "variant_load",
+]  # fmt: skip

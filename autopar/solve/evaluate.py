@@ -3,6 +3,9 @@
 A step takes at least max(C + s·P, P) + K seconds per phase (`autopar.streams`), which is what is minimised; trees are the cheapest where
 an early second costs s.
 
+A kernel that is on offer (`autopar.cost.kernels`) is taken where it saves something: of one collective by one product, and of a product
+either what is gathered for it or what its result is scattered by, for all instances alike (`autopar.solve.taken`).
+
 The same function prices the incumbent, runner-ups and hand-made choices, and says which versions of a value forward
 makes, which are kept and which collectives run. Emission follows it step by step, so that what is priced is emitted.
 """
@@ -10,7 +13,8 @@ makes, which are kept and which collectives run. Emission follows it step by ste
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import LayoutError
 from autopar.layout import Layout
@@ -19,13 +23,15 @@ from autopar.redistribute import Arc, LayoutGraph, cheapest_tree
 from autopar.solve.memory import budget_rows
 from autopar.solve.prices import arc_loads, is_early, op_load, tree_costs
 from autopar.solve.slack import slacks
-from autopar.streams import Load
+from autopar.solve.taken import Chosen, Taken, most_saved, saved_by, taken, usable, without_clashes
+from autopar.streams import ON_COMPUTE, Load
 
 
 @dataclass(frozen=True, slots=True)
 class Redistribution:
     """The collectives of one variant in one phase: `sources` at hand, `arcs` in order, `wanted` layouts (node indices), the slack of each
-    arc, and whether it counts as early (`autopar.solve.prices`). Times are of one instance."""
+    arc, whether it counts as early (`autopar.solve.prices`), and the kernels that do some (position among `arcs` → which). Times are of one
+    instance; `load` is without what kernels save."""
 
     sources: tuple[int, ...]
     arcs: tuple[Arc, ...]
@@ -34,6 +40,7 @@ class Redistribution:
     slacks: tuple[Slack, ...] = ()
     early: bool = False
     load: Load = Load()  # noqa: RUF009 - frozen
+    taken: Mapping[int, Taken] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,8 @@ class Evaluation:
     """Cost of given choices, per device and step.
 
     Attributes:
-        compute_s, communication_s: as they take alone. load: how much of them may run at once.
+        compute_s, communication_s: as they take alone. saved_s: what kernels save of both.
+        load: how much of the rest may run at once.
         slowdown: the profile's `overlap_slowdown`.
         kept_bytes, static_bytes, gradient_bytes: what rests between forward and backward, always, and at the end.
         kept: per variant, the layouts kept (only those that backward reads).
@@ -60,6 +68,7 @@ class Evaluation:
     resting_bytes: tuple[int, ...]
     load: Load
     slowdown: float
+    saved_s: float = 0.0
 
     @property
     def objective_s(self) -> float:
@@ -88,7 +97,15 @@ def evaluate(
         strategies: strategy index per op. recomputed: strategy index per op that backward runs again.
         kept: per variant, the layouts that may be kept; by default every keepable version that forward makes.
     """
-    recomputed = recomputed or {}
+    found = _evaluate(problem, strategies, recomputed or {}, kept)
+    if found.saved_s and any(found.load.unbalanced(found.slowdown)):  # compute waits there anyway, so that kernels may save nothing
+        found = min(found, _evaluate(replace(problem, kernels={}), strategies, recomputed or {}, kept), key=lambda e: e.objective_s)
+    return found
+
+
+def _evaluate(
+    problem: Problem, strategies: Sequence[int], recomputed: Mapping[int, int], kept: Mapping[int, tuple[int, ...]] | None
+) -> Evaluation:
     compute = sum(op.count * op.strategies[s].time_s for op, s in zip(problem.ops, strategies, strict=True))
     compute += sum(problem.ops[o].count * problem.ops[o].strategies[s].time_s for o, s in recomputed.items())
     static = sum(op.count * op.strategies[s].static_bytes for op, s in zip(problem.ops, strategies, strict=True))
@@ -110,10 +127,14 @@ def evaluate(
     load = sum((op_load(problem, n, s, again=again) for n, s, again in runs), Load())
     moves = ((v, r) for phase in (forward, backward) for v, r in phase.items() if r.arcs)
     load = sum((r.load.scaled(problem.variants[v].count) for v, r in moves), load)
-    load = replace(load, serial_s=compute + communication)
+    forward, backward = without_clashes(problem, forward, backward)
+    saved = [(problem, v, late, r) for late, phase in ((False, forward), (True, backward)) for v, r in phase.items() if r.taken]
+    less = sum((saved_by(*each) for each in saved), Load())
+    load = replace(load + less, serial_s=compute + communication + less.serial_s)
     return Evaluation(
-        compute, communication, kept_bytes, static, gradient, kept_now, forward, backward, resting, load, problem.overlap_slowdown
-    )
+        compute, communication, kept_bytes, static, gradient, kept_now, forward, backward, resting, load, problem.overlap_slowdown,
+        -less.serial_s,
+    )  # fmt: skip
 
 
 def _variant(
@@ -131,7 +152,8 @@ def _variant(
     later = [u for u in variant.uses if u.phase != value.phase]
     rests = problem.ops[value.op].kind != "compute"
     wanted, awaited = _wanted(problem, graph, now, strategies)
-    first = _redistribute(problem, v, False, {made}, wanted, {made} if rests else set(), awaited)
+    chosen = strategies, recomputed
+    first = _redistribute(problem, v, False, {made}, wanted, {made} if rests else set(), awaited, chosen)
     wanted_later, awaited_later = _wanted(problem, graph, later, strategies)
     again, awaited_again = _wanted(problem, graph, [u for u in now if u.op in recomputed], recomputed)
     wanted_later |= again
@@ -139,17 +161,31 @@ def _variant(
         return first, Redistribution((), (), (), 0.0), ()
     versions = {made, *wanted} if value.keepable is None else {made, *wanted} & value.keepable
     allowed = versions if kept is None else versions & set(kept.get(v, ()))
-    sources = set(allowed)
-    if value.resident:
-        sources.add(made)
+    free = {made} if value.resident else set[int]()
     if value.op in recomputed:
-        sources.add(graph.index[problem.ops[value.op].strategies[recomputed[value.op]].layouts.outputs[value.result]])
-    at_hand = allowed | ({made} if value.resident else set())
-    second = _redistribute(problem, v, True, sources, wanted_later, at_hand, awaited_later | awaited_again)
-    read = {arc.src for arc in second.arcs} | set(second.wanted)
-    free = sources - allowed
-    keep = tuple(sorted(n for n in allowed if n in read and n not in free))
-    return first, second, keep
+        free.add(graph.index[problem.ops[value.op].strategies[recomputed[value.op]].layouts.outputs[value.result]])
+
+    def later_from(allowed: set[int]) -> tuple[Redistribution, tuple[int, ...]]:
+        at_hand = allowed | ({made} if value.resident else set())
+        second = _redistribute(problem, v, True, allowed | free, wanted_later, at_hand, awaited_later | awaited_again, chosen)
+        read = {arc.src for arc in second.arcs} | set(second.wanted)
+        return second, tuple(sorted(n for n in allowed if n in read))
+
+    second, keep = later_from(allowed)
+    if made not in keep or not any(first.arcs[i].src == made for i in first.taken):
+        return first, second, keep
+    # what a product scatters at once is nowhere in one piece: either it is not kept so, or not scattered at once
+    apart = replace(first, taken={i: t for i, t in first.taken.items() if first.arcs[i].src != made})
+    ways = [(apart, second, keep)]
+    with suppress(LayoutError):
+        ways.append((first, *later_from(allowed - {made})))
+    return min(ways, key=lambda way: _moved(problem, v, *way[:2]).priced_s(problem.overlap_slowdown, ON_COMPUTE))
+
+
+def _moved(problem: Problem, v: int, first: Redistribution, second: Redistribution) -> Load:
+    """What all instances of a variant move, less what kernels save."""
+    moved = (first.load + second.load).scaled(problem.variants[v].count)
+    return sum((saved_by(problem, v, late, r) for late, r in ((False, first), (True, second)) if r.taken), moved)
 
 
 def _wanted(
@@ -161,13 +197,15 @@ def _wanted(
 
 
 def _redistribute(
-    problem: Problem, v: int, late: bool, sources: set[int], wanted: set[int], at_hand: set[int], awaited: set[int]
+    problem: Problem, v: int, late: bool, sources: set[int], wanted: set[int], at_hand: set[int], awaited: set[int], chosen: Chosen
 ) -> Redistribution:
     graph = problem.values[problem.variants[v].value].graph
-    arcs, time_s = cheapest_tree(graph, sources, wanted, tree_costs(problem, v, late=late))
+    kernels = usable(problem, v, late, chosen)
+    arcs, time_s = cheapest_tree(graph, sources, wanted, tree_costs(problem, v, late=late, saved_s=most_saved(graph, kernels)))
     load = sum(map(arc_loads(problem, v, late=late), arcs), Load())
     early = is_early(problem, v, late=late)
-    return Redistribution(tuple(sorted(sources)), arcs, tuple(sorted(wanted)), time_s, slacks(arcs, at_hand, awaited), early, load)
+    which = taken(problem, v, arcs, wanted, kernels) if kernels else {}
+    return Redistribution(tuple(sorted(sources)), arcs, tuple(sorted(wanted)), time_s, slacks(arcs, at_hand, awaited), early, load, which)
 
 
 def variant_load(problem: Problem, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]) -> Load | None:
@@ -176,4 +214,4 @@ def variant_load(problem: Problem, v: int, strategies: Sequence[int], recomputed
         first, second, _ = _variant(problem, v, strategies, recomputed, None)
     except LayoutError:
         return None
-    return (first.load + second.load).scaled(problem.variants[v].count)
+    return _moved(problem, v, first, second)

@@ -17,9 +17,14 @@ layers cost one block of variables.
     rc[n,s] ∈ {0,1}   backward runs n again with s       Σ_s rc[n,s] ≤ 1; its operands are backward readers        (5)
     k[v,l] ≤ supply(l) + Σ_{a into l} paid[a]            a version is made, or arrives: once, for all its readers  (9)
     k[v,l] ≤ Σ_{c forward} demand(c,l)                   where v rests anyway, what supply(l) makes needs no k     (9)
+    h[g,a] ∈ [0,1]    kernel g, a product with one of some strategies, does arc a as well (`autopar.cost.kernels`)
+    Σ_g h[g,a] ≤ r[a]                                    an arc is done by one kernel                              (10)
+    Σ_a h[g,a] ≤ Σ_{s of g} x[n,s], or rc                a product does one arc of a variant                       (11)
+    Σ_g h[g,a] + y ≤ supply(tail(a))                     what a product scatters at once is nowhere in one piece:  (12)
+        y: r of another arc from there, a reader's demand for it, or the version k that is kept
     budget rows (6), (7), (8): see `autopar.solve.memory`
 
-    minimise Σ count·price·x + Σ count·price·rc + Σ count·price(a)·r[a]               prices: see `autopar.solve.prices`
+    minimise Σ count·price·x + Σ count·price·rc + Σ count·price(a)·r[a] − Σ count·saved·h    prices: see `autopar.solve.prices`
     (what early communication takes beyond the compute that hides it comes on top: `autopar.solve.hiding`)
 
 The flow form (3) has the same relaxation value as a table of layout pairs with far fewer variables, and finds chains of
@@ -46,14 +51,14 @@ from autopar.redistribute import LayoutGraph
 from autopar.solve.memory import BudgetRow
 from autopar.solve.model import AT_LEAST, AT_MOST, EQUAL, Column, Costs, Model, Terms
 from autopar.solve.paths import useful_arcs
-from autopar.solve.prices import arc_loads, op_load
+from autopar.solve.prices import arc_loads, op_load, saved_load
 from autopar.streams import ON_COMPUTE, Balance, Load
 
 SCALE = 1e6  # objective in microseconds: keeps coefficients near 1 for the solver's tolerances
 Floats = NDArray[np.float64]
 Demand = dict[int, Terms]  # layout → variables
 RowKey = tuple[int, ...]  # number of the formula, then the indices that stand in it: what a row is, whatever its position
-CHOOSE, SHARE, FLOW, KEEP, AGAIN, BUDGET = 1, 2, 3, 4, 5, 6
+CHOOSE, SHARE, FLOW, KEEP, AGAIN, BUDGET, ARC, PRODUCT, WHOLE = 1, 2, 3, 4, 5, 6, 10, 11, 12
 
 
 @dataclass
@@ -68,6 +73,7 @@ class Formulation:
     keys: list[RowKey] = field(default_factory=list)
     tighter: list[Terms] = field(default_factory=list)  # rows (9): each sum ≤ 0
     loads: list[tuple[Column, Load]] = field(default_factory=list)  # what a variable stands for, where that takes time
+    scattered: dict[tuple[int, int], list[Terms]] = field(default_factory=dict)  # variant, layout → kernels that scatter it, by collective
     tighter_keys: list[RowKey] = field(default_factory=list)  # of these, the variant, the layout, and which of the two it is
     _count: int = 0
     _parts: tuple[NDArray[np.int32], Floats, Floats, Floats] | None = None
@@ -182,6 +188,8 @@ class Formulation:
                 self.keep[v, layout] = keep = self._binary(f"k{v}_{layout}")
                 self._row((KEEP, v, layout), _merged([(keep, 1), *((variable, -c) for variable, c in made)]), AT_MOST, 0)
                 self._tighter((v, layout, 0), [(keep, 1), *((variable, -c) for variable, c in first + arriving.get(layout, []))])
+                for i, terms in enumerate(self.scattered.get((v, layout), ())):
+                    self._whole((WHOLE, v, layout, i), [(keep, 1), *terms], supply[layout])
                 if free:
                     self._tighter((v, layout, 1), [(keep, 1), *((variable, -c) for variable, c in read)])
                 found[layout].append((keep, 1))
@@ -209,12 +217,45 @@ class Formulation:
                 self._balance((*group, c), arcs, supply, demand, [flows])
                 for a, pay, flow in zip(arcs, paid, flows, strict=True):
                     self._row((SHARE, *group, c, a), [(pay, 1), (flow, -1)], AT_LEAST, 0)
+            self._kernels(group, arcs, [paid], supply, demands)
             return _arriving(graph, arcs, [paid])
         shared = [[self._flow(load) for load in loads]] if len(demands) == 2 else []
         apart = [[self._flow(load) for load in loads] for _ in demands]
         for (c, demand), own in zip(demands.items(), apart, strict=True):
             self._balance((*group, c), arcs, supply, demand, [*shared, own])
+        self._kernels(group, arcs, [*shared, *apart], supply, demands)
         return _arriving(graph, arcs, [*shared, *apart])
+
+    def _kernels(
+        self, group: RowKey, arcs: Sequence[int], paid: Sequence[Sequence[Column]], supply: Demand, demands: Mapping[int, Demand]
+    ) -> None:
+        """Rows (10), (11) and (12) of the kernels that do a collective of variant `group[0]`; `paid` as what `_flows` pays, per arc."""
+        v, late = group[0], bool(group[1])
+        graph = self.problem.values[self.problem.variants[v].value].graph
+        doing: dict[int, Terms] = {}
+        for i, kernel in enumerate(self.problem.kernels.get((v, late), ())):
+            product = self.again.get(kernel.op) if kernel.again else self.x[kernel.op]
+            terms: Terms = []
+            for hidden in kernel.hides if product else ():
+                if hidden.arc in arcs:
+                    terms.append((self._flow(saved_load(self.problem, v, late=late, saved_s=hidden.saved_s)), 1))
+                    doing.setdefault(hidden.arc, []).append(terms[-1])
+            if product and terms:
+                self._row((PRODUCT, *group, i), [*terms, *((product[s], -1) for s in kernel.strategies)], AT_MOST, 0)
+        for a, terms in doing.items():
+            at, source = arcs.index(a), graph.arcs[a].src
+            self._row((ARC, *group, a), [*((flow[at], -1) for flow in paid), *terms], AT_MOST, 0)
+            if graph.arcs[a].collective.kind == "reduce_scatter":
+                others = [i for i, b in enumerate(arcs) if b != a and graph.arcs[b].src == source]
+                uses = [[(flow[i], 1.0) for flow in paid] for i in others] + [d[source] for d in demands.values() if source in d]
+                for i, use in enumerate(uses):
+                    self._whole((WHOLE, *group, a, i), [*terms, *use], supply[source])
+                if not late:
+                    self.scattered.setdefault((v, source), []).append(terms)
+
+    def _whole(self, key: RowKey, terms: Terms, supply: Terms) -> None:
+        """A row (12)."""
+        self._row(key, _merged([*terms, *((variable, -c) for variable, c in supply)]), AT_MOST, 0)
 
     def _balance(self, reader: RowKey, arcs: list[int], supply: Demand, demand: Demand, flows: list[list[Column]]) -> None:
         """Rows (3) for one reader, whose flow is the sum of `flows`."""

@@ -6,6 +6,8 @@ with d = cost − Aᵀy over the rows that are known so far (names of rows and c
 
     (2)  max(0, −d[f])           then no reader's flow has a negative reduced cost, and what they pay together decides
     (4)  min(0, d[k])            then no version has one; that a version is kept at most once is implied by its readers
+    (10) −max(0, min d[f])       over the flows that pay for the collective: what it costs beyond its worth, kernels may save
+    (11) min(0, min_a d[h])      what they save beyond that, comes from the product
     (5)  min(0, min_s d[rc])     at most one strategy
     (1)  min_s d[x]              exactly one strategy
 """
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 
 from autopar.problem import Multipliers
 from autopar.solve.engine import Engine, Floats, Rows, proof
-from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, KEEP, SCALE, SHARE, Formulation
+from autopar.solve.formulation import AGAIN, ARC, CHOOSE, FLOW, KEEP, PRODUCT, SCALE, SHARE, Formulation
 from autopar.streams import Balance
 
 _DIGITS = 5  # significant: of Llama-3 8B's bound 5e-5 is lost, 4e-4 with one less
@@ -60,10 +62,21 @@ def _completed(engine: Engine, cost: Floats, kinds: NDArray[np.int64], known: Fl
     share, keep = kinds == SHARE, kinds == KEEP
     y[share] = np.maximum(0.0, -reduced()[rows.indices[last[share]]])
     y[keep] = np.minimum(0.0, reduced()[rows.indices[first[keep]]])
+    y[kinds == ARC] = -np.maximum(0.0, _lowest(rows, kinds == ARC, reduced(), -1.0))
+    y[kinds == PRODUCT] = np.minimum(0.0, _lowest(rows, kinds == PRODUCT, reduced(), 1.0))
     least = np.minimum.reduceat(np.append(reduced()[rows.indices], np.inf), first)  # the last row may be empty
     y[kinds == AGAIN] = np.minimum(0.0, least[kinds == AGAIN])
     y[kinds == CHOOSE] = least[kinds == CHOOSE]
     return y
+
+
+def _lowest(rows: Rows, which: NDArray[np.bool_], reduced: Floats, sign: float) -> Floats:
+    """Per row the least reduced cost among the columns whose entry has this sign."""
+    found = []
+    for i in np.flatnonzero(which):
+        here = slice(rows.starts[i], rows.starts[i + 1])
+        found.append(reduced[rows.indices[here]][rows.values[here] * sign > 0.0].min())
+    return np.array(found, float)
 
 
 def rounded(value: float) -> float:

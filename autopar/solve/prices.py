@@ -6,13 +6,15 @@ With s the profile's `overlap_slowdown` and λ a share per phase (`autopar.strea
     of early communication                           costs λ·s + (1 − λ)
     of all else                                      costs 1
 
+What a kernel saves of a product and a critical collective (`autopar.cost.kernels`) is that much less compute.
+
 With λ = 1 that is the step itself, as long as compute can hide what is early. Communication counts as early here where it has slack
 (`autopar.solve.slack`) whatever is chosen, which the problem alone shows (`is_early`); where that hangs on choices, it counts as critical.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from autopar.problem import Phase, Problem
 from autopar.redistribute import Arc
@@ -45,6 +47,13 @@ def op_load(problem: Problem, n: int, strategy: int, *, again: bool = False) -> 
     return work("backward" if again else op.phase, op.count * op.strategies[strategy].time_s, compute=op.kind == "compute")
 
 
+def saved_load(problem: Problem, v: int, *, late: bool, saved_s: float, count: float | None = None) -> Load:
+    """What kernels take away where they do a collective of so many instances of a variant, by default of all."""
+    variant = problem.variants[v]
+    phase: Phase = "backward" if late else problem.values[variant.value].phase
+    return work(phase, (variant.count if count is None else count) * saved_s, compute=True).scaled(-1.0)
+
+
 def arc_loads(problem: Problem, v: int, *, late: bool, count: float = 1.0) -> Callable[[Arc], Load]:
     """What so many instances of each arc of a variant do."""
     phase: Phase = "backward" if late else problem.values[problem.variants[v].value].phase
@@ -60,9 +69,19 @@ def arc_loads(problem: Problem, v: int, *, late: bool, count: float = 1.0) -> Ca
     return load
 
 
-def tree_costs(problem: Problem, v: int, *, late: bool) -> Callable[[Arc], float]:
-    """What arcs cost where compute hides what is early, without ties between quick and slow."""
+def tree_costs(problem: Problem, v: int, *, late: bool, saved_s: Mapping[tuple[int, int], float]) -> Callable[[Arc], float]:
+    """What arcs cost where compute hides what is early, without ties between quick and slow.
+
+    Args:
+        saved_s: ends of an arc → what kernels save where they do it.
+    """
     load, slowdown = arc_loads(problem, v, late=late), problem.overlap_slowdown
-    if slowdown >= 1.0:
+    if slowdown >= 1.0 and not saved_s:
         return lambda arc: arc.time_s
-    return lambda arc: load(arc).priced_s(slowdown, ON_COMPUTE) + _TIE * arc.time_s
+
+    def cost(arc: Arc) -> float:
+        left_s = load(arc).priced_s(slowdown, ON_COMPUTE) - saved_s.get((arc.src, arc.dst), 0.0)
+        assert left_s >= 0.0, "a kernel saves no more than the collective takes, and does none that is early"
+        return left_s + _TIE * arc.time_s
+
+    return cost

@@ -20,6 +20,7 @@ from autopar.emit import emit, with_held
 from autopar.errors import AutoparError
 from autopar.hardware import HardwareProfile
 from autopar.kernels import collectives as steps
+from autopar.kernels.binding import bind
 from autopar.mesh import Mesh
 from autopar.planning.timeline import beside as timed_beside
 from autopar.plans import Overlap, Plan, load_of
@@ -94,7 +95,7 @@ def issued(program: Program, coordinate: tuple[int, ...]) -> list[str]:
     groups = steps.fake_groups(program.mesh, coordinate)
     found = []
     for module in (program.forward, program.backward):
-        for node in steps.bind(module, groups).graph.nodes:
+        for node in bind(module, groups).graph.nodes:
             if "collective" in node.meta and node.meta["collective"].kind != "slice":
                 found.append(f"{node.target.__name__} {node.meta['collective']}")
     return found

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.kernels import collectives as steps
+from autopar.kernels.binding import bind
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.run.device_mesh import device_mesh, groups_of
@@ -119,6 +120,6 @@ def bound_equals_direct(target: Callable[..., Any], arguments: tuple[Any, ...], 
     graph = fx.Graph()
     graph.output((graph.call_function(target, (graph.placeholder("x"), *arguments)),))
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank))
-    bound = steps.bind(fx.GraphModule(nn.Module(), graph), groups)
+    bound = bind(fx.GraphModule(nn.Module(), graph), groups)
     with steps.use_groups(groups):
         return torch.equal(bound(x)[0], target(x, *arguments))

@@ -11,12 +11,12 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import LayoutError, RuntimeStateError
+from autopar.kernels.binding import bind
 from autopar.kernels.collectives import (
     STEPS,
     all_gather,
     all_reduce,
     all_to_all,
-    bind,
     fake_groups,
     finish,
     halo,

@@ -1,0 +1,128 @@
+"""Every kernel of a plan: that its product stands at an end of the collective, could do it, and saves what the plan says.
+
+A product does one collective of a tensor, and is cut into chunks one way: for what it reads, or for what it makes. What is scattered at
+once is nowhere in one piece, so nothing else starts from there, and nobody reads or keeps it so. What has slack whatever is chosen is no
+kernel's, and the product can stand where what it reads is first read: its other factor is a parameter, an input, or forward's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from autopar import ops
+from autopar.certificate.facts import Claims, Facts, Reader, Tensor
+from autopar.certificate.report import Finding, near
+from autopar.cost.kernel_times import NAMES, Site, saved, terms_of
+from autopar.hardware import HardwareProfile
+from autopar.layout import Layout, Strategy
+from autopar.mesh import Mesh
+from autopar.plans import Communication, InKernel
+from autopar.rules import call_of, operands_of
+from autopar.strategies import pattern_of
+
+
+@dataclass
+class KernelWalk:
+    """All kernels of a plan.
+
+    Attributes:
+        staged: of a stage, for which the problem offers none.
+    """
+
+    facts: Facts
+    claims: Claims
+    mesh: Mesh
+    profile: HardwareProfile
+    staged: bool
+    _doing: dict[tuple[str, bool], tuple[str, set[object]]] = field(default_factory=dict)  # product → its way, and the tensors' patterns
+
+    def findings(self) -> Iterator[Finding]:
+        """What does not hold."""
+        for (key, phase), steps in self.claims.steps.items():
+            for step in steps:
+                if step.kernel is not None:
+                    said = f"{step.collective.kind} from {step.source} to {step.target} in {phase} by {step.kernel.name}"
+                    yield from (Finding("kernels", f"{said}: {what}", key[0]) for what in self._wrong(key, phase, step, step.kernel, steps))
+
+    def _wrong(
+        self, key: tuple[str, int], phase: str, step: Communication, kernel: InKernel, steps: Sequence[Communication]
+    ) -> Iterator[str]:
+        tensor = self.facts.tensors.get(key)
+        if tensor is None or self.staged or phase not in ("forward", "backward"):
+            yield "the problem offers none here"
+            return
+        if kernel.name != NAMES.get(step.collective.kind) or step.collective.reduce_op not in ("", "sum"):
+            yield "that kernel does no such collective"
+            return
+        if step.beside:
+            yield "it runs beside compute anyway"
+        gathers = step.collective.kind == "all_gather"
+        found = self._reading(tensor, kernel, phase) if gathers else self._making(tensor, kernel)
+        chosen = (self.claims.again if kernel.again else self.claims.chosen).get(found.key) if found else None
+        if found is None or chosen is None or self.facts.nodes[found.key].target is not ops.dot:
+            yield f"{kernel.node} is no product at its end"
+            return
+        yield from self._at_end(tensor, step, steps, found, chosen)
+        yield from self._once(found.key, kernel, pattern_of(key[0])[0])
+        yield from self._saves(step, kernel, found, chosen)
+
+    def _reading(self, tensor: Tensor, kernel: InKernel, phase: str) -> Reader | None:
+        """The first reader of the kernel's pattern."""
+        wanted = "forward" if kernel.again else phase
+        return next((r for r in tensor.readers if pattern_of(r.key)[0] == kernel.node and r.phase == wanted), None)
+
+    def _making(self, tensor: Tensor, kernel: InKernel) -> Reader | None:
+        """What makes it, as the reader of no operand."""
+        return Reader(tensor.key, -1, tensor.phase) if pattern_of(tensor.key)[0] == kernel.node and tensor.key in self.facts.nodes else None
+
+    def _at_end(
+        self, tensor: Tensor, step: Communication, steps: Sequence[Communication], product: Reader, chosen: Strategy
+    ) -> Iterator[str]:
+        """Whether the product has the tensor as the collective leaves it, or finds it."""
+        node = self.facts.nodes[product.key]
+        if product.operand < 0:
+            if chosen.outputs[0] != step.source:
+                yield "the product makes it in another layout"
+            if sum(other.source == step.source for other in steps) > 1 or self._read_whole(tensor, step.source):
+                yield "what it scatters is read in one piece"
+            if step.collective.dtype != str(tensor.dtype).removeprefix("torch."):
+                yield "it is reduced in another dtype"
+            return
+        if chosen.inputs[product.operand] != step.target:
+            yield "the product reads it in another layout"
+        factors = operands_of(node)
+        other = factors[1 - product.operand]
+        earlier = other.op == "placeholder" or (other.meta.get("phase") == "forward" and node.meta["phase"] == "backward")
+        if not earlier:
+            yield "the other factor may not be there when it is read first"
+
+    def _read_whole(self, tensor: Tensor, layout: Layout) -> bool:
+        read = {self.claims.chosen[r.key].inputs[r.operand] for r in tensor.readers if r.phase == tensor.phase}
+        return layout in read or layout in self.claims.kept.get((tensor.key, tensor.result), ())
+
+    def _once(self, product: str, kernel: InKernel, tensor: str) -> Iterator[str]:
+        way, tensors = self._doing.setdefault((product, kernel.again), (kernel.name, set()))
+        if way != kernel.name or tensor in tensors:
+            yield "its product does another collective"
+        tensors.add(tensor)
+
+    def _saves(self, step: Communication, kernel: InKernel, product: Reader, chosen: Strategy) -> Iterator[str]:
+        call, c, sizes = call_of(self.facts.nodes[product.key]), step.collective, tuple(self.mesh.shape)
+        dim, shape = c.dim, (call.outputs[0] if product.operand < 0 else call.inputs[product.operand]).shape
+        split = step.target if product.operand < 0 else step.source
+        if shape[dim] % split.num_shards(dim, sizes):
+            yield "parts differ in length"
+            return
+        if product.operand >= 0:
+            terms = terms_of(call)
+            letter = terms[product.operand][dim]
+            if letter not in terms[2] or letter in terms[1 - product.operand]:
+                yield "the product sums over what is gathered, or has it in both factors"
+                return
+            dim = terms[2].index(letter)
+        saved_s, chunks = saved(Site(call, chosen, sizes, c.kind, sizes[c.axis], dim), step.time_s, self.profile)
+        if not near(saved_s, kernel.saved_s) or chunks != kernel.num_chunks:
+            yield f"it saves {saved_s:.6g} s in {chunks} chunks, not {kernel.saved_s:.6g} s in {kernel.num_chunks}"
+        if saved_s <= self.profile.launch_overhead_s:
+            yield "it saves nothing, and the problem does not offer it"

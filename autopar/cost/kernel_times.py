@@ -1,0 +1,105 @@
+"""What a collective-overlap kernel saves.
+
+A kernel does a matrix product together with the collective at its border, chunk by chunk (`autopar.kernels.fused`):
+
+    all_gather_matmul       the product of what is gathered: a chunk is multiplied while the next is on its way, a rank's own ones first
+    matmul_reduce_scatter   the product whose partial sums are scattered: chunks for the others come first, and leave while the next is made
+
+With n ranks and q chunks of each rank's part, w seconds for a product of one of the n·q chunks, c for one of the (n − 1)·q that move, r to
+add up what came and o to launch one thing more:
+
+    all_gather_matmul       max(n·q·w, (n − 1)·q·c + w)                         c = collective's time / ((n − 1)·q) + o
+    matmul_reduce_scatter   max(n·q·w, (n − 1)·q·w + c, w + (n − 1)·q·c) + r
+
+What it saves is that against product and collective one after the other, times the share of it that the profile says kernels reach; q is
+the one of 1, 2 and 4 that saves the most. Smaller products are less efficient, which w, priced like any product, knows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.analysis.work import Work, computes_in, works
+from autopar.cost.compute import compute_time
+from autopar.cost.times import local_info
+from autopar.hardware import HardwareProfile
+from autopar.layout import Strategy
+from autopar.rules import Call, TensorInfo
+
+NAMES = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
+"""Kind of the collective → the kernel's name."""
+_CHUNKS = (1, 2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A product and a collective at its border, on one rank.
+
+    Attributes:
+        call, strategy: the product, and how it runs. kind, size: of the collective, over so many ranks.
+        result_dim: of the product's result, the rows or columns that are gathered or scattered.
+    """
+
+    call: Call
+    strategy: Strategy
+    mesh_shape: tuple[int, ...]
+    kind: str
+    size: int
+    result_dim: int
+
+    def infos(self, num: int = 1) -> tuple[list[TensorInfo], list[TensorInfo]]:
+        """What one of `num` chunks of the product reads and makes."""
+        terms = terms_of(self.call)
+        letter = terms[2][self.result_dim]
+        tensors = zip((*self.call.inputs, *self.call.outputs), (*self.strategy.inputs, *self.strategy.outputs), terms, strict=True)
+        local = [(local_info(info, layout, self.mesh_shape), term) for info, layout, term in tensors]
+        cut = [TensorInfo(tuple(-(-n // num) if at == letter else n for at, n in zip(t, i.shape, strict=True)), i.dtype) for i, t in local]
+        return cut[:2], cut[2:]
+
+    def seconds(self, profile: HardwareProfile, num: int = 1) -> float:
+        """Of one of `num` chunks of the product."""
+        reads, makes = self.infos(num)
+        done = works(self.call.target, self.call.args, self.call.kwargs, reads, makes)
+        return sum(times * compute_time(each, computes_in(reads), profile) for each, times in done)
+
+
+def terms_of(call: Call) -> tuple[str, str, str]:
+    """The terms of a product's equation."""
+    operands, result = str(call.args[0]).replace(" ", "").split("->")
+    first, second = operands.split(",")
+    return first, second, result
+
+
+def saved(site: Site, moved_s: float, profile: HardwareProfile) -> tuple[float, int]:
+    """Seconds that the kernel saves, and in how many chunks a rank's part goes; nothing, where that costs more than it hides.
+
+    Args:
+        moved_s: the collective alone.
+    """
+    reached = profile.kernels.get(NAMES[site.kind], 0.0)
+    product_s, most, best = site.seconds(profile), 0.0, 1
+    for chunks in _CHUNKS if reached else ():
+        if _length(site) % (site.size * chunks) == 0:
+            hidden_s = min(product_s + moved_s - _together(site, moved_s, chunks, profile), product_s, moved_s)
+            if hidden_s > most:
+                most, best = hidden_s, chunks
+    return reached * most, best
+
+
+def _length(site: Site) -> int:
+    """Of the rows or columns that are cut into chunks, on one rank."""
+    return site.infos()[1][0].shape[site.result_dim]
+
+
+def _together(site: Site, moved_s: float, chunks: int, profile: HardwareProfile) -> float:
+    """Seconds of product and collective in chunks: see the module."""
+    all_chunks, others = site.size * chunks, (site.size - 1) * chunks
+    product_s = site.seconds(profile, all_chunks)
+    chunk_s = moved_s / others + profile.launch_overhead_s
+    if site.kind == "all_gather":
+        return max(all_chunks * product_s, others * chunk_s + product_s)
+    made = site.infos()[1][0]
+    part_bytes = made.dtype.itemsize * math.prod(made.shape) // site.size
+    added_s = compute_time(Work(0, (site.size + 1) * part_bytes, "elementwise"), made.dtype, profile)
+    return max(all_chunks * product_s, others * product_s + chunk_s, product_s + others * chunk_s) + added_s

@@ -1,0 +1,182 @@
+"""Collective-overlap kernels on offer (`autopar.cost.kernel_times` says what they are and what each saves).
+
+On offer is a kernel where it saves more than a launch takes, and nothing has slack anyway; where parts are even; where what is split
+belongs to rows or columns of the product, not to what it sums over; and where the product's other factor is there whenever what it reads
+is: a parameter, or in backward what forward made, so that the product can stand where its operand is read first. What is gathered is there
+afterwards, for all who read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from autopar import ops
+from autopar.capture.trace import Trace
+from autopar.cost.kernel_times import NAMES, Site, saved, terms_of
+from autopar.cost.priced import Priced, Source
+from autopar.hardware import HardwareProfile
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.problem import Choices, Hidden, Kernel, Kernels, Problem
+from autopar.redistribute import Arc
+from autopar.solve import is_early
+from autopar.strategies import Cluster, ClusterClass, ClusterStrategy, Ref
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A product at an end of a tensor's collectives: its op, `again` as backward runs it again, and which factor the tensor is; None where
+    it is the result."""
+
+    op: int
+    again: bool
+    classes: ClusterClass
+    factor: int | None
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.classes.first
+
+    def layout(self, strategy: ClusterStrategy) -> Layout:
+        """In which the product has the tensor."""
+        own = strategy.members[0]
+        return own.outputs[0] if self.factor is None else own.inputs[self.factor]
+
+    def result_dim(self, dim: int) -> int | None:
+        """Of the product's result, what a dim of the tensor is; None where that is summed over, or both factors have it."""
+        if self.factor is None:
+            return dim
+        mine, other, made = (terms_of(self.cluster.members[0].call)[i] for i in (self.factor, 1 - self.factor, 2))
+        return made.index(mine[dim]) if mine[dim] in made and mine[dim] not in other else None
+
+
+@dataclass
+class _Offers:
+    trace: Trace
+    problem: Problem
+    sources: Sequence[Source]
+    mesh: Mesh
+    profile: HardwareProfile
+    phases: dict[str, str] = field(init=False)  # node → its phase; placeholders have none
+    _known: dict[object, tuple[float, int]] = field(default_factory=dict)  # what is saved, by what that depends on
+
+    def __post_init__(self) -> None:
+        self.phases = {n.name: n.meta["phase"] for n in self.trace.graph.nodes if n.op == "call_function"}
+
+    def of(self, v: int, late: bool) -> Iterator[Kernel]:
+        """Of a variant, in backward of what forward made or in the phase that makes it."""
+        graph = self.problem.values[self.problem.variants[v].value].graph
+        for product in self._products(v, late):
+            hides: dict[Layout | None, list[tuple[int, Arc]]] = {}
+            for a, arc in enumerate(graph.arcs):
+                hides.setdefault(self._ends(arc, product, v), []).append((a, arc))
+            groups: dict[tuple[Hidden, ...], list[int]] = {}
+            for s, strategy in enumerate(product.classes.strategies):
+                here = hides.get(product.layout(strategy), ())
+                found = tuple(h for a, arc in here for h in self._hidden(v, product, strategy, a, arc))
+                groups.setdefault(found, []).append(s)
+            yield from (Kernel(product.op, product.again, tuple(chosen), found) for found, chosen in groups.items() if found)
+
+    def why(self, v: int, late: bool, arc: Arc, choices: Choices) -> Iterator[str]:
+        """What keeps each product at a collective's end from doing it."""
+        graph = self.problem.values[self.problem.variants[v].value].graph
+        for product in self._products(v, late):
+            s = choices.recomputed.get(product.op) if product.again else choices.strategies[product.op]
+            strategy = None if s is None else product.classes.strategies[s]
+            if strategy is not None and self._ends(arc, product, v) == product.layout(strategy):
+                name = product.cluster.members[0].key.partition("/")[0]
+                refusal = self._refusal(v, product, arc)
+                if not refusal and self._hidden(v, product, strategy, graph.arcs.index(arc), arc):
+                    refusal = "another product of it, or another collective of the product, saves more"
+                yield f"{name}: {refusal or 'to cut it into chunks costs more than that hides'}"
+
+    def _products(self, v: int, late: bool) -> Iterator[_Product]:
+        variant, problem = self.problem.variants[v], self.problem
+        value = problem.values[variant.value]
+        for use in variant.uses:
+            again, classes = late and use.phase == value.phase, self.sources[use.op].cluster
+            runs = problem.ops[use.op].recomputable if again else late == (use.phase != value.phase)
+            factor = None if classes is None else _factor(classes.first, classes.first.operands[use.operand])
+            if runs and classes is not None and factor is not None:
+                yield _Product(use.op, again, classes, factor)
+        classes = self.sources[value.op].cluster
+        runs = not late or problem.ops[value.op].recomputable
+        if classes is not None and runs and _makes(classes.first, classes.first.results[value.result]):
+            yield _Product(value.op, late, classes, None)
+
+    def _ends(self, arc: Arc, product: _Product, v: int) -> Layout | None:
+        """The end of a collective at which the product stands, if it is of the kind that the product could do."""
+        graph, kind = self.problem.values[self.problem.variants[v].value].graph, arc.collective.kind
+        if product.factor is None:
+            return graph.layouts[arc.src] if (kind, arc.collective.reduce_op) == ("reduce_scatter", "sum") else None
+        return graph.layouts[arc.dst] if kind == "all_gather" else None
+
+    def _refusal(self, v: int, product: _Product, arc: Arc) -> str:
+        """Why a product cannot do a collective at its border; nothing where it can."""
+        head, dim = product.cluster.members[0], arc.collective.dim
+        if product.result_dim(dim) is None:
+            return "it sums over what is gathered, or has it in both factors"
+        if product.factor is None and arc.collective.dtype != str(head.call.outputs[0].dtype).removeprefix("torch."):
+            return "its sums are reduced in another dtype"
+        if product.factor is not None:
+            made_in = self.phases.get(head.reads[1 - product.factor][0])
+            if made_in is not None and not (made_in == "forward" and self.phases[head.node] == "backward"):
+                return "its other factor may not be there when this is read first"
+        graph = self.problem.values[self.problem.variants[v].value].graph
+        info = head.call.outputs[0] if product.factor is None else head.call.inputs[product.factor]
+        split = graph.layouts[arc.dst if product.factor is None else arc.src]
+        return "parts differ in length" if info.shape[dim] % split.num_shards(dim, self.mesh.shape) else ""
+
+    def _hidden(self, v: int, product: _Product, strategy: ClusterStrategy, a: int, arc: Arc) -> list[Hidden]:
+        result_dim = product.result_dim(arc.collective.dim)
+        if result_dim is None or self._refusal(v, product, arc):
+            return []
+        sizes, c = tuple(self.mesh.shape), arc.collective
+        site = Site(product.cluster.members[0].call, strategy.members[0], sizes, c.kind, sizes[c.axis], result_dim)
+        key = (site.kind, site.size, result_dim, arc.time_s, terms_of(site.call), *map(tuple, site.infos()))
+        if key not in self._known:
+            self._known[key] = saved(site, arc.time_s, self.profile)
+        saved_s, chunks = self._known[key]
+        return [Hidden(a, saved_s, chunks)] if saved_s > self.profile.launch_overhead_s else []
+
+
+def _factor(cluster: Cluster, ref: Ref) -> int | None:
+    """Which factor of the cluster's product a tensor is, if nothing else in the cluster reads it."""
+    head = cluster.members[0]
+    at = [i for i, read in enumerate(head.reads) if read == ref]
+    alone = head.call.target is ops.dot and len(at) == 1 and not any(ref in m.reads for m in cluster.members[1:])
+    return at[0] if alone else None
+
+
+def _makes(cluster: Cluster, ref: Ref) -> bool:
+    """Whether a tensor is the result of the cluster's product, and nothing else in the cluster reads it."""
+    head = cluster.members[0]
+    return head.call.target is ops.dot and head.makes[0] == ref and not any(ref in m.reads for m in cluster.members[1:])
+
+
+def kernels_on_offer(trace: Trace, problem: Problem, sources: Sequence[Source], mesh: Mesh, profile: HardwareProfile) -> Kernels:
+    """By variant and phase; none where the profile says of no kernel what it reaches."""
+    if not profile.kernels:
+        return {}
+    offers = _Offers(trace, problem, sources, mesh, profile)
+    found: dict[tuple[int, bool], tuple[Kernel, ...]] = {}
+    for v in range(len(problem.variants)):
+        late = (False, True) if problem.values[problem.variants[v].value].phase == "forward" else (False,)
+        for each in late:
+            kernels = () if is_early(problem, v, late=each) else tuple(offers.of(v, each))
+            if kernels:
+                found[v, each] = kernels
+    return found
+
+
+def why_none(trace: Trace, priced: Priced, mesh: Mesh, where: tuple[int, bool], arc: Arc, choices: Choices) -> str:
+    """Why no kernel does a collective of given choices that a product stands at the end of; nothing where none does.
+
+    Args:
+        where: variant, and whether in backward of what forward made.
+    """
+    if not priced.profile.kernels or arc.collective.kind not in NAMES:
+        return ""
+    offers = _Offers(trace, priced.problem, priced.sources, mesh, priced.profile)
+    return "; ".join(dict.fromkeys(offers.why(*where, arc, choices)))

@@ -1,0 +1,129 @@
+"""Products that do a collective at their border themselves, where the plan says so (`autopar.cost.kernels`).
+
+A kernel that gathers stands where the first reader wants what is gathered: at its product's own place, or before it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import fx
+
+from autopar.collective import Collective
+from autopar.emit.choices import PlanIndex, TensorKey
+from autopar.errors import EmissionError
+from autopar.kernels import fused
+from autopar.layout import Layout, Strategy
+from autopar.plans import Communication, InKernel
+from autopar.rules import where_of
+from autopar.strategies import pattern_of
+
+Ref = tuple[str, int]  # trace node name, result index
+
+
+@dataclass(frozen=True, slots=True)
+class KernelStep:
+    """What a kernel's node does beside its product: the collective, the key that its node would have, how long it takes alone, and what is
+    saved."""
+
+    collective: Collective
+    key: str
+    time_s: float
+    saved_s: float
+
+
+class Job(Protocol):
+    """What both phases share (`autopar.emit.phase`)."""
+
+    index: PlanIndex
+    nodes: dict[str, fx.Node]
+    emitted: list[tuple[str, str, Collective]]
+
+    def key(self, ref: Ref) -> TensorKey: ...
+
+
+class Phase(Protocol):
+    """One phase's graph while it is built (`autopar.emit.phase`)."""
+
+    job: Any  # a Job, which is invariant
+    phase: str
+    graph: fx.Graph
+    have: dict[Ref, dict[Layout, fx.Node]]
+
+    def get(self, ref: Ref, layout: Layout, wanted_by: str) -> fx.Node: ...
+
+    def define(self, ref: Ref, layout: Layout, node: fx.Node) -> None: ...
+
+    def define_results(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None: ...
+
+
+def product_of(made: fx.Node, step: Communication) -> fx.Node:
+    """The product that does a gather: of the nodes of the kernel's pattern the first that reads what is gathered.
+
+    Raises:
+        EmissionError: where none of them reads it.
+    """
+    pattern = _kernel(step).node
+    for user in made.users:
+        if user.op == "call_function" and pattern_of(user.meta["key"])[0] == pattern:
+            return user
+    remedy = "plan again; the file was changed by hand or belongs to another version"
+    raise EmissionError(f"the plan has {pattern} gather what it does not read", where=where_of(made), remedy=remedy)
+
+
+def emitted(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], again: bool) -> bool:
+    """Emit a product together with a collective at its border; whether there is one."""
+    job: Job = phase.job
+    for operand, (ref, layout) in enumerate(zip(refs, strategy.inputs, strict=True)):
+        step = job.index.steps.get((phase.phase, job.key(ref)), {}).get(layout)
+        if step is None or step.kernel is None or step.kernel.again != again or layout in phase.have.get(ref, {}):
+            continue
+        if step.collective.kind == "all_gather" and product_of(job.nodes[ref[0]], step) is node:
+            _gather(phase, node, strategy, refs, operand, step)
+            return True
+    if len(strategy.outputs) == 1:
+        for step in job.index.steps.get((phase.phase, job.key((node.name, 0))), {}).values():
+            scatters = step.collective.kind == "reduce_scatter" and step.source == strategy.outputs[0]
+            if scatters and step.kernel is not None and step.kernel.again == again:
+                _scatter(phase, node, strategy, refs, step)
+                return True
+    return False
+
+
+def _gather(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], operand: int, step: Communication) -> None:
+    c, ref = step.collective, refs[operand]
+    layouts = [step.source if i == operand else layout for i, layout in enumerate(strategy.inputs)]
+    a, b = (phase.get(each, layout, node.meta["key"]) for each, layout in zip(refs, layouts, strict=True))
+    args = (a, b, node.args[0], operand, c.dim, c.axis, _kernel(step).num_chunks)
+    both = _call(phase, fused.all_gather_matmul, args, node, ref, step)
+    whole, product = (phase.graph.call_function(operator.getitem, (both, i)) for i in range(2))
+    source = phase.job.nodes[ref[0]].meta.get("source", "")
+    whole.meta.update(key=f"{phase.job.key(ref)[0]}/{c.kind}", module=step.module, phase=phase.phase, source=source)
+    product.meta.update({k: v for k, v in both.meta.items() if k != "kernel"})
+    phase.define(ref, step.target, whole)
+    phase.define_results(node, product, strategy)
+
+
+def _scatter(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], step: Communication) -> None:
+    c = step.collective
+    a, b = (phase.get(ref, layout, node.meta["key"]) for ref, layout in zip(refs, strategy.inputs, strict=True))
+    args = (a, b, node.args[0], c.dim, c.axis, _kernel(step).num_chunks)
+    phase.define((node.name, 0), step.target, _call(phase, fused.matmul_reduce_scatter, args, node, (node.name, 0), step))
+
+
+def _call(phase: Phase, target: Callable[..., Any], args: tuple[Any, ...], node: fx.Node, moved: Ref, step: Communication) -> fx.Node:
+    kernel, key = _kernel(step), phase.job.key(moved)[0]
+    here = phase.graph.call_function(target, args)
+    here.meta.update(key=node.meta["key"], module=node.meta["module"], phase=phase.phase, source=node.meta.get("source", ""))
+    here.meta["recomputed"] = kernel.again
+    here.meta["kernel"] = KernelStep(step.collective, f"{key}/{step.collective.kind}", step.time_s, kernel.saved_s)
+    phase.job.emitted.append((phase.phase, key, step.collective))
+    return here
+
+
+def _kernel(step: Communication) -> InKernel:
+    assert step.kernel is not None, "a step that a product does"
+    return step.kernel

@@ -1,0 +1,102 @@
+"""Emitted graphs for one rank: process groups and coordinates in place of mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.kernels import bound
+from autopar.kernels.collectives import (
+    PARTS,
+    PLACES,
+    STEPS,
+    AxisGroup,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    bound_settings,
+    halo,
+    positional,
+    range_of,
+    reduce_scatter,
+    shard,
+    start,
+)
+from autopar.kernels.fused import all_gather_matmul, gather_bound, matmul_reduce_scatter, scatter_bound
+
+
+def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup], device: str | None = None) -> fx.GraphModule:
+    """A copy of the graph module whose steps name process groups and coordinates instead of mesh axes.
+
+    Graphs are captured on the CPU; ops that name a device make their tensors on `device` instead, where one is given. Steps
+    along axes of size 1 vanish (but for `halo`, which pads there) and `local_start` becomes a literal. Tensors held by the
+    module are shared.
+    """
+    graph = fx.Graph()
+    result = graph.graph_copy(graph_module.graph, {})
+    graph.output(result)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in PLACES:
+            size, splitters = node.args
+            _replace(node, range_of(size, splitters, [groups[axis].coordinate for axis, _ in splitters])[PLACES.index(node.target)])
+        elif node.op == "call_function" and node.target in STEPS:
+            _bind_step(node, groups)
+        elif node.op == "call_function" and node.target in PARTS:
+            _bind_part(node, groups)
+        elif node.op == "call_function" and node.target in (all_gather_matmul, matmul_reduce_scatter):
+            _bind_kernel(node, groups)
+        elif device is not None and node.kwargs.get("device") is not None:
+            node.kwargs = {**node.kwargs, "device": torch.device(device)}
+    return fx.GraphModule(graph_module, graph)
+
+
+def _bind_step(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
+    x, *rest, axis = positional(node)
+    group = groups[axis]
+    if group.size == 1 and node.target is not halo:
+        _replace(node, x)
+    elif node.target is shard:
+        node.target, node.args, node.kwargs = bound.shard, (x, *rest, group.size, group.coordinate), {}
+    else:
+        settings = bound_settings(node.target.__name__, (*rest, axis), node.kwargs.get("length"), group)
+        node.target, node.args, node.kwargs = _BOUND[node.target], (x, *settings), {}
+
+
+def _bind_part(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
+    """Bind a `start` or a `finish`; along an axis of size 1 both vanish, but for `halo`."""
+    x, kind, *settings = node.args
+    group = groups[settings[-1]]
+    if group.size == 1 and kind != "halo":
+        _replace(node, x)
+        return
+    parts = bound.STARTS if node.target is start else bound.FINISHES
+    node.target, node.args, node.kwargs = parts[kind], (x, *bound_settings(kind, settings, node.kwargs.get("length"), group)), {}
+
+
+def _bind_kernel(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
+    *settings, axis, num_chunks = node.args
+    group = groups[axis]  # type: ignore[index]
+    if node.target is all_gather_matmul:
+        node.target, node.args = gather_bound, (*settings, group.size, group.name, num_chunks)
+    else:
+        node.target, node.args = scatter_bound, (*settings, group.size, group.name, group.coordinate, num_chunks)
+
+
+def _replace(node: fx.Node, value: Any) -> None:
+    """Put `value`, a node or a literal, wherever `node` is used, and erase the node."""
+    for user in list(node.users):
+        user.args = fx.node.map_aggregate(user.args, lambda a: value if a is node else a)
+        user.kwargs = fx.node.map_aggregate(user.kwargs, lambda a: value if a is node else a)
+    node.graph.erase_node(node)
+
+
+_BOUND: dict[Any, Callable[..., Tensor]] = {
+    all_gather: bound.all_gather,
+    reduce_scatter: bound.reduce_scatter,
+    all_reduce: bound.all_reduce,
+    all_to_all: bound.all_to_all,
+    halo: bound.halo,
+}

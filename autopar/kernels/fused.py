@@ -1,0 +1,54 @@
+"""Products that do the collective at their border as well: the two steps of emitted graphs that plans ask for by name.
+
+As the steps of `autopar.kernels.collectives` they name mesh axes by index, and `bind` puts process groups in their place. What they give is
+that of the collective and of the product, one after the other; that is also how they run where no kernel can (`autopar.kernels.overlapped`
+says where, and why), with the memory that both then take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from autopar import ops
+from autopar.collective import Kind
+from autopar.kernels import bound, collectives
+
+
+def all_gather_matmul(a: Tensor, b: Tensor, equation: str, operand: int, dim: int, axis: int, num_chunks: int) -> tuple[Tensor, Tensor]:
+    """A factor of a product, gathered, and the product.
+
+    Args:
+        a, b: its factors; `operand` (0 or 1) says which of them is split along `dim` on the axis.
+        num_chunks: in which each rank's part goes.
+
+    Returns:
+        The whole factor, and ``ops.dot(equation, …)`` of it.
+    """
+    group = collectives.group_of(axis)
+    return gather_bound(a, b, equation, operand, dim, group.size, group.name, num_chunks)
+
+
+def matmul_reduce_scatter(a: Tensor, b: Tensor, equation: str, dim: int, axis: int, num_chunks: int) -> Tensor:
+    """This rank's part along `dim` of a product's result, which is a sum over the ranks of the axis."""
+    group = collectives.group_of(axis)
+    return scatter_bound(a, b, equation, dim, group.size, group.name, group.coordinate, num_chunks)
+
+
+def gather_bound(
+    a: Tensor, b: Tensor, equation: str, operand: int, dim: int, size: int, name: str, num_chunks: int
+) -> tuple[Tensor, Tensor]:
+    """As `all_gather_matmul`, in a process group."""
+    whole = bound.all_gather((a, b)[operand], dim, size, name)
+    return whole, ops.dot(equation, *((whole, b) if operand == 0 else (a, whole)))
+
+
+def scatter_bound(a: Tensor, b: Tensor, equation: str, dim: int, size: int, name: str, coordinate: int, num_chunks: int) -> Tensor:
+    """As `matmul_reduce_scatter`, in a process group."""
+    return bound.reduce_scatter(ops.dot(equation, a, b), dim, "sum", size, name, coordinate)
+
+
+KERNELS: Mapping[Callable[..., Any], Kind] = {all_gather_matmul: "all_gather", matmul_reduce_scatter: "reduce_scatter"}
+"""What a plan's kernels are emitted as, and the collective that each does."""

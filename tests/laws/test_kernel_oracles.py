@@ -1,0 +1,255 @@
+"""Kernels in the program against brute force: every layout, every set of collectives, every use of a kernel, of small problems."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_certified_bound import changed, proven
+from test_solver_oracles import LINE, A, B, BruteForce, problem, runs_beside
+
+from autopar.certificate.bound import lower_bound
+from autopar.problem import Hidden, Kernel, Multipliers, Problem
+from autopar.redistribute import Arc, LayoutGraph
+from autopar.solve import evaluate, solve
+
+SEEDS = range(5)  # brute force takes seconds of each
+MANY = range(30)
+
+
+def with_kernels(seed: int, *, slowdown: float = 1.0) -> Problem:
+    """As `problem`, where b and c can do a gather of what they read, and a the scattering of what it makes, forward or again; each saves
+    most of what the shorter of both takes, the product or the collective."""
+    p, rng = problem(seed, LINE, slowdown=slowdown), random.Random(seed)
+    found: dict[tuple[int, bool], list[Kernel]] = {}
+
+    def offer(v: int, late: bool, op: int, again: bool, layouts: Sequence[int], ends: str, kind: str) -> None:
+        graph = p.values[p.variants[v].value].graph
+        for layout in sorted(set(layouts)):
+            strategies = tuple(s for s, at in enumerate(layouts) if at == layout)
+            least = p.ops[op].count * min(p.ops[op].strategies[s].time_s for s in strategies) / p.variants[v].count
+            arcs = [(a, arc) for a, arc in enumerate(graph.arcs) if arc.collective.kind == kind and getattr(arc, ends) == layout]
+            hides = tuple(Hidden(a, rng.uniform(0.3, 0.99) * min(arc.time_s, least), 1) for a, arc in arcs)
+            if hides:
+                found.setdefault((v, late), []).append(Kernel(op, again, strategies, hides))
+
+    for v, late, op, operand, again in ((A, False, 3, 0, False), (A, True, 4, 0, False), (A, True, 3, 0, True), (B, True, 4, 1, False)):
+        if (again and not p.ops[op].recomputable) or runs_beside(p, v, late):
+            continue
+        graph = p.values[p.variants[v].value].graph
+        offer(v, late, op, again, [graph.index[s.layouts.inputs[operand]] for s in p.ops[op].strategies], "dst", "all_gather")
+    for late in (False, True):
+        graph = p.values[A].graph
+        offer(A, late, 2, late, [graph.index[s.layouts.outputs[0]] for s in p.ops[2].strategies], "src", "reduce_scatter")
+    return replace(p, kernels={where: tuple(kernels) for where, kernels in found.items()})
+
+
+@dataclass
+class Brute:
+    """The least step over everything."""
+
+    p: Problem
+    _moves: dict[tuple[object, ...], list[tuple[float, frozenset[tuple[tuple[int, bool], str]]]]] = field(default_factory=dict)
+
+    def best_s(self) -> float:
+        ops = self.p.ops
+        again = [n for n, op in enumerate(ops) if op.recomputable]
+        best = math.inf
+        for strategies in itertools.product(*(range(len(op.strategies)) for op in ops)):
+            for picked in itertools.product(*([None, *range(len(ops[n].strategies))] for n in again)):
+                recomputed = {n: s for n, s in zip(again, picked, strict=True) if s is not None}
+                best = min(best, self._step_s(strategies, recomputed))
+        return best
+
+    def _step_s(self, strategies: Sequence[int], recomputed: Mapping[int, int]) -> float:
+        ops = self.p.ops
+        own = sum(ops[n].count * ops[n].strategies[s].time_s for n, s in [*enumerate(strategies), *recomputed.items()])
+        fronts = [self._variant(v, strategies, recomputed) for v in range(len(self.p.variants))]
+        best = math.inf
+        for moves in itertools.product(*fronts):
+            if self._one_way(product for _, products in moves for product in products):
+                best = min(best, own + sum(time_s for time_s, _ in moves))
+        return best
+
+    @staticmethod
+    def _one_way(products: Iterable[tuple[tuple[int, bool], str]]) -> bool:
+        ways: dict[tuple[int, bool], str] = {}
+        return all(ways.setdefault(product, way) == way for product, way in products)
+
+    def _variant(self, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]) -> list[tuple[float, frozenset[object]]]:
+        """(seconds of all instances, products that do a collective and which kind) of every way to move a variant in both phases."""
+        variant = self.p.variants[v]
+        touching = (variant.value, *(use.op for use in variant.uses))
+        key = (v, *((n, strategies[n], recomputed.get(n)) for n in touching))
+        if key not in self._moves:
+            self._moves[key] = _front(self._ways(v, strategies, recomputed))
+        return self._moves[key]
+
+    def _ways(self, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]) -> Iterator[tuple[float, frozenset[object]]]:
+        p, variant = self.p, self.p.variants[v]
+        value = p.values[variant.value]
+        graph = value.graph
+
+        def read(op: int, operand: int, s: int) -> int:
+            return graph.index[p.ops[op].strategies[s].layouts.inputs[operand]]
+
+        made = graph.index[p.ops[value.op].strategies[strategies[value.op]].layouts.outputs[0]]
+        now = {read(u.op, u.operand, strategies[u.op]) for u in variant.uses if u.phase == value.phase}
+        later = {read(u.op, u.operand, strategies[u.op]) for u in variant.uses if u.phase != value.phase}
+        later |= {read(u.op, u.operand, recomputed[u.op]) for u in variant.uses if u.phase == value.phase and u.op in recomputed}
+        for time_s, doing, first in _trees(graph, {made}, now, self._kernels(v, False, strategies, recomputed)):
+            alone = frozenset(first)  # layouts that are nowhere in one piece
+            if not later:
+                yield variant.count * time_s, doing
+                continue
+            sources = {made, *now} - alone
+            rests = {made} if value.resident else set[int]()
+            if value.op in recomputed:
+                rests.add(graph.index[p.ops[value.op].strategies[recomputed[value.op]].layouts.outputs[0]])
+            for kept in itertools.chain.from_iterable(itertools.combinations(sorted(sources), k) for k in range(len(sources) + 1)):
+                for more_s, also, _ in _trees(graph, {*kept, *rests}, later, self._kernels(v, True, strategies, recomputed)):
+                    yield variant.count * (time_s + more_s), doing | also
+
+    def _kernels(self, v: int, late: bool, strategies: Sequence[int], recomputed: Mapping[int, int]) -> list[Kernel]:
+        kernels = self.p.kernels.get((v, late), ())
+        return [k for k in kernels if (recomputed.get(k.op) if k.again else strategies[k.op]) in k.strategies]
+
+
+def _front(ways: Iterable[tuple[float, frozenset[object]]]) -> list[tuple[float, frozenset[object]]]:
+    best: dict[frozenset[object], float] = {}
+    for time_s, products in ways:
+        best[products] = min(time_s, best.get(products, math.inf))
+    return [(time_s, products) for products, time_s in best.items()]
+
+
+def _trees(
+    graph: LayoutGraph, sources: set[int], wanted: set[int], kernels: Sequence[Kernel]
+) -> Iterator[tuple[float, frozenset[tuple[tuple[int, bool], str]], list[int]]]:
+    """Every set of collectives that makes what is wanted, with every use of kernels: (seconds, products that do one and of which kind,
+    layouts that are scattered at once)."""
+    arcs = list(enumerate(graph.arcs))
+    for num in range(len(wanted - sources) + 2):
+        for some in itertools.combinations(arcs, num):
+            targets = [arc.dst for _, arc in some]
+            if len(set(targets)) < num or not wanted <= _reached(sources, [arc for _, arc in some]):
+                continue
+            yield from _uses(graph, some, wanted, kernels)
+
+
+def _reached(sources: set[int], arcs: Sequence[Arc]) -> set[int]:
+    found = set(sources)
+    for _ in arcs:
+        found |= {arc.dst for arc in arcs if arc.src in found}
+    return found
+
+
+def _uses(
+    graph: LayoutGraph, some: Sequence[tuple[int, Arc]], wanted: set[int], kernels: Sequence[Kernel]
+) -> Iterator[tuple[float, frozenset[tuple[tuple[int, bool], str]], list[int]]]:
+    options: list[list[tuple[Kernel, Hidden] | None]] = []
+    for a, arc in some:
+        whole = arc.collective.kind != "reduce_scatter" or (arc.src not in wanted and sum(o.src == arc.src for _, o in some) == 1)
+        options.append([None, *((k, h) for k in kernels for h in k.hides if h.arc == a and whole)])
+    for picked in itertools.product(*options):
+        taken = [each for each in picked if each is not None]
+        products = [(k.op, k.again) for k, _ in taken]
+        if len(set(products)) == len(products):
+            time_s = sum(arc.time_s for _, arc in some) - sum(h.saved_s for _, h in taken)
+            kinds = [graph.arcs[h.arc].collective.kind for _, h in taken]
+            scattered = [graph.arcs[h.arc].src for _, h in taken if graph.arcs[h.arc].collective.kind == "reduce_scatter"]
+            yield time_s, frozenset(zip(products, kinds, strict=True)), scattered
+
+
+@cache
+def best_s(seed: int) -> float:
+    return Brute(with_kernels(seed)).best_s()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_program_with_kernels_finds_what_brute_force_does(seed: int) -> None:
+    p = with_kernels(seed)
+    found = solve(p, gap=0.0)
+    assert found.bound_s <= best_s(seed) * (1 + 1e-9)
+    assert found.objective_s == pytest.approx(best_s(seed), rel=1e-9)
+
+
+def test_kernels_decide_what_is_chosen() -> None:
+    """Without them most of these problems cost more, and some are answered in other layouts."""
+    cheaper, otherwise = 0, 0
+    for seed in MANY:
+        p = with_kernels(seed)
+        plain, found = solve(replace(p, kernels={}), gap=0.0), solve(p, gap=0.0)
+        assert found.objective_s <= plain.objective_s * (1 + 1e-9)
+        cheaper += found.objective_s < plain.objective_s * (1 - 1e-6)
+        otherwise += found.strategies != plain.strategies
+    assert cheaper > len(MANY) // 3 and otherwise > 0
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_without_kernels_both_brute_forces_agree(seed: int) -> None:
+    plain = replace(with_kernels(seed), kernels={})
+    assert Brute(plain).best_s() == pytest.approx(BruteForce(plain).front()[-1][1], rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_cbc_finds_the_same(seed: int) -> None:
+    assert solve(with_kernels(seed), gap=0.0, solver="cbc").objective_s == pytest.approx(best_s(seed), rel=1e-6)
+
+
+def test_what_kernels_save_is_what_the_same_choices_cost_less() -> None:
+    for seed in MANY:
+        p = with_kernels(seed)
+        e = evaluate(p, solve(p, gap=0.0).strategies)
+        taken = [(v, t) for phase in (e.forward, e.backward) for v, r in phase.items() for t in r.taken.values()]
+        assert e.saved_s == pytest.approx(sum(p.variants[v].count * t.hidden.saved_s for v, t in taken))
+        assert e.objective_s == pytest.approx(e.compute_s + e.communication_s - e.saved_s)
+
+
+@settings(max_examples=120)
+@given(
+    seed=st.sampled_from(SEEDS), number=st.integers(0, 2**32), size=st.sampled_from((0.0, 0.02, 0.3, 3.0)),
+    share=st.sampled_from((0.0, 0.1, 1.0)), shift=st.sampled_from((0.0, 0.3)),
+)  # fmt: skip
+def test_whatever_the_multipliers_are_no_plan_with_kernels_is_below_the_bound(
+    seed: int, number: int, size: float, share: float, shift: float
+) -> None:
+    p = with_kernels(seed)
+    assert lower_bound(p, changed(p, known(seed), random.Random(number), size, share, shift), []) <= best_s(seed) * (1 + 1e-9)
+
+
+@cache
+def known(seed: int) -> Multipliers:
+    found = solve(with_kernels(seed), gap=0.5).multipliers
+    assert found is not None
+    return found
+
+
+def test_the_relaxations_multipliers_prove_nearly_what_it_does() -> None:
+    """Most of them all of it; what single flows pay decides there, and the certificate knows only what they pay together."""
+    shares = []
+    for seed in SEEDS:
+        p, m = with_kernels(seed), known(seed)
+        assert m.bound_s <= proven(p, m) * (1 + 1e-12) <= best_s(seed) * (1 + 2e-9)
+        shares.append(proven(p, m) / best_s(seed))
+    assert min(shares) > 0.8 and sum(share > 0.97 for share in shares) > len(SEEDS) // 2
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 0.4])
+def test_beside_what_is_hidden_the_bound_is_no_more_than_the_plan(slowdown: float) -> None:
+    """Where communication outlasts compute the search may end before the gap is closed, with kernels and without."""
+    dearer = 0
+    for seed in MANY:
+        p = with_kernels(seed, slowdown=slowdown)
+        found = solve(p, gap=0.0)
+        assert found.multipliers is not None
+        assert proven(p, found.multipliers) <= found.objective_s * (1 + 1e-9)
+        assert found.bound_s <= found.objective_s
+        dearer += found.objective_s > solve(replace(p, kernels={}), gap=0.0).objective_s * (1 + 1e-9)
+    assert dearer <= 1
