@@ -96,6 +96,11 @@ def test_the_package_data_hold_every_source_and_header() -> None:
 
 
 @needs_host
+def test_the_kernels_compile_without_a_warning() -> None:
+    assert build.build_library("host").report == ""
+
+
+@needs_host
 def test_what_was_compiled_once_is_taken_from_the_cache(folder: Path) -> None:
     first = build.build_library("host", folder=folder)
     second = build.build_library("host", folder=folder)
