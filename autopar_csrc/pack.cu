@@ -25,6 +25,8 @@
 
 namespace ap {
 
+constexpr int64_t kGrain = 16;  // chunks of a thread on the host
+
 // Groups at `at` of one part: into the segment, and the squares added to `sum` one by one where they are wanted.
 template <bool kSquares, class S, class B>
 AP_HD inline double pack_group(const S* data, const Part& part, B* segment, int64_t at, double factor, double sum) {
@@ -198,7 +200,7 @@ AP_API int ap_pack_bucket_host(const ap::Piece* pieces, int64_t num_pieces, void
       } else {
         ap::pack_lane<false>(pieces[chunk.piece], chunk, static_cast<B*>(bucket), scale, 0, 1, lanes);
       }
-    });
+    }, ap::kGrain);
   })
   for (int64_t i = 0; squares != nullptr && i < num_pieces; ++i) {
     const int64_t per_row = ap::chunks_of(pieces[i], b);
@@ -218,7 +220,7 @@ AP_API int ap_unpack_bucket_host(const ap::Piece* pieces, int64_t num_pieces, co
     ap::for_each_item(chunks * count, num_threads, [&](int64_t index) {
       const ap::Chunk chunk = ap::chunk_of(pieces, num_pieces, b, index);
       ap::unpack_lane(pieces[chunk.piece], chunk, static_cast<const B*>(bucket), scale, 0, 1);
-    });
+    }, ap::kGrain);
   })
   return AP_OK;
 }

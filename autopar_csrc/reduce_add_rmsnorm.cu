@@ -27,6 +27,9 @@ namespace ap {
 
 constexpr int kBand = 64;  // rows
 
+// Rows of a thread on the host.
+inline int64_t grain_of(int64_t hidden) { return ceil_div(65536, hidden); }
+
 // One group of y: the sum over peers and the residual, stored rounded; returns `sum` with its squares added.
 template <class T, class W = typename Wide<T>::type>
 AP_HD inline W add_group(const int64_t* parts, int world, const T* residual, T* y, int64_t at, int64_t left, W sum) {
@@ -207,7 +210,7 @@ AP_API int ap_reduce_add_rmsnorm_forward_host(const int64_t* parts, int world, c
       for (int64_t column = 0; column < hidden; column += ap::kGroup)
         ap::norm_group(made, static_cast<const T*>(weight), static_cast<T*>(normed), scale, begin + column, column, hidden - column);
       static_cast<W*>(rstd)[row] = scale;
-    });
+    }, ap::grain_of(hidden));
   })
   return AP_OK;
 }
@@ -233,12 +236,12 @@ AP_API int ap_reduce_add_rmsnorm_backward_host(const void* grad_y, const void* g
       for (int64_t column = 0; column < hidden; column += ap::kGroup)
         ap::grad_group(static_cast<const T*>(grad_y), n, values, scale, static_cast<T*>(grad), rstds[row], mean, begin + column, column,
                        hidden - column);
-    });
+    }, ap::grain_of(hidden));
     ap::for_each_item(num_bands, num_threads, [&](int64_t band) {
       const int64_t begin = band * ap::kBand, end = ap::min_of(begin + ap::kBand, rows);
       for (int64_t column = 0; column < hidden; ++column)
         sums[band * hidden + column] = ap::band_sum(n, values, rstds, begin, end, hidden, column);
-    });
+    }, ap::ceil_div(ap::grain_of(hidden), ap::kBand));
     for (int64_t column = 0; column < hidden; ++column) {
       W sum = 0;
       for (int64_t band = 0; band < num_bands; ++band) sum = sum + sums[band * hidden + column];

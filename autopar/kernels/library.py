@@ -140,7 +140,7 @@ def _loaded(kind: str, variant: str) -> tuple[ctypes.CDLL | None, str]:
     try:
         library = ctypes.CDLL(str(build_library(kind, variant).path))
     except (KernelError, OSError) as error:
-        reason = error.what if isinstance(error, KernelError) else str(error)
+        reason = f"{error.what} ({error.remedy})" if isinstance(error, KernelError) else str(error)
         _LOG.warning("autopar's %s kernels run as their references in torch: %s", kind, reason)
         return None, reason
     for name, types in SIGNATURES.items():
