@@ -99,9 +99,9 @@ def test_an_all_gather_of_rows_gives_the_whole_tensors(world: int) -> None:
 
 
 def test_neither_threads_nor_compiled_code_change_a_sum_over_many_chunks() -> None:
-    sizes = ((301, 777), (50000,))  # more than one thread's share
-    tensors = tensors_of(sizes, [torch.float32, torch.bfloat16])
-    layout = BucketLayout(sizes, (1, 0), 3)
+    sizes = ((301, 777), (50000,), *[(30000,)] * 6)  # more than one thread's share
+    tensors = [t * t.abs() ** 3 for t in tensors_of(sizes, [torch.float32] * 8)]  # of very different size, so that the order shows
+    layout = BucketLayout(sizes, (1,) + (0,) * 7, 3)
     found = [reference_pack(tensors, layout, torch.bfloat16, 0, 3, 0.7, True)]
     try:
         for threads in (1, 4):
