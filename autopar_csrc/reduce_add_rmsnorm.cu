@@ -17,7 +17,7 @@
 // it. The weight's gradient reads n and y a second time. `bands` is scratch of the caller: [ceil(rows / 64), hidden] in W.
 #include "include/index.h"
 #include "include/sums.h"
-#ifndef __CUDACC__
+#ifndef AP_DEVICE
 #include "include/threads.h"
 #endif
 
@@ -48,11 +48,7 @@ AP_HD inline W add_group(const int64_t* parts, int world, const T* residual, T* 
 }
 
 template <class W> AP_HD inline W rstd_of(W sum, int64_t hidden, double eps) {
-#ifdef __CUDA_ARCH__
-  return W(1) / sqrt(sum / W(hidden) + W(eps));
-#else
   return W(1) / std::sqrt(sum / W(hidden) + W(eps));
-#endif
 }
 
 template <class T, class W>
@@ -101,7 +97,7 @@ AP_HD inline W band_sum(const T* grad_normed, const T* y, const W* rstd, int64_t
 
 }  // namespace ap
 
-#ifdef __CUDACC__
+#ifdef AP_DEVICE
 
 template <class T>
 __global__ void __launch_bounds__(ap::kLanes, 2) ap_rmsnorm_forward_kernel(const int64_t* parts, int world, const T* residual, const T* weight,
@@ -160,9 +156,8 @@ AP_API int ap_reduce_add_rmsnorm_forward_cuda(const int64_t* parts, int world, c
   AP_FOR_FLOAT(dtype, T, {
     using W = typename ap::Wide<T>::type;
     if (rows > 0)
-      ap_rmsnorm_forward_kernel<T><<<unsigned(rows), ap::kLanes, 0, ap::stream_of(stream)>>>(
-          parts, world, static_cast<const T*>(residual), static_cast<const T*>(weight), static_cast<T*>(y), static_cast<T*>(normed),
-          static_cast<W*>(rstd), hidden, eps);
+      AP_LAUNCH(ap_rmsnorm_forward_kernel<T>, unsigned(rows), ap::kLanes, stream, parts, world, static_cast<const T*>(residual),
+                static_cast<const T*>(weight), static_cast<T*>(y), static_cast<T*>(normed), static_cast<W*>(rstd), hidden, eps);
   })
   return ap::launched();
 }
@@ -174,18 +169,18 @@ AP_API int ap_reduce_add_rmsnorm_backward_cuda(const void* grad_y, const void* g
   const int64_t num_bands = ap::ceil_div(rows, ap::kBand);
   const unsigned columns = unsigned(ap::ceil_div(hidden, ap::kLanes));
   if (num_bands > 65535) return AP_BAD_ARGUMENT;  // a grid's second dim
-  const cudaStream_t on = ap::stream_of(stream);
   AP_FOR_FLOAT(dtype, T, {
     using W = typename ap::Wide<T>::type;
     const T *n = static_cast<const T*>(grad_normed), *values = static_cast<const T*>(y);
     const W* scale = static_cast<const W*>(rstd);
     if (rows > 0) {
-      ap_rmsnorm_backward_kernel<T><<<unsigned(rows), ap::kLanes, 0, on>>>(static_cast<const T*>(grad_y), n, values, scale,
-                                                                           static_cast<const T*>(weight), static_cast<T*>(grad), hidden);
-      ap_rmsnorm_bands_kernel<<<dim3(columns, unsigned(num_bands)), ap::kLanes, 0, on>>>(n, values, scale, static_cast<W*>(bands), rows,
-                                                                                         hidden);
+      const dim3 grid(columns, unsigned(num_bands));
+      AP_LAUNCH(ap_rmsnorm_backward_kernel<T>, unsigned(rows), ap::kLanes, stream, static_cast<const T*>(grad_y), n, values, scale,
+                static_cast<const T*>(weight), static_cast<T*>(grad), hidden);
+      AP_LAUNCH(ap_rmsnorm_bands_kernel, grid, ap::kLanes, stream, n, values, scale, static_cast<W*>(bands), rows, hidden);
     }
-    ap_rmsnorm_weight_kernel<<<columns, ap::kLanes, 0, on>>>(static_cast<const W*>(bands), static_cast<T*>(grad_weight), num_bands, hidden);
+    const W* sums = static_cast<const W*>(bands);
+    AP_LAUNCH(ap_rmsnorm_weight_kernel, columns, ap::kLanes, stream, sums, static_cast<T*>(grad_weight), num_bands, hidden);
   })
   return ap::launched();
 }

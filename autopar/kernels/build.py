@@ -6,7 +6,8 @@ a hash of sources, headers, command and compiler; so a changed source is compile
 compiled beside its place and renamed into it under a lock: processes that build at once compile once, and none sees half a library. Beside
 each library lies what the compiler said (``.log``); for cuda that is ptxas's report of registers and spills.
 
-Variants: ``release``; ``debug``, in which a wait for a signal has a time-out (``include/epoch.h``); ``thread``, for ThreadSanitizer.
+Variants: ``release``; ``debug``, in which a wait for a signal has a time-out (``include/epoch.h``); of the host alone ``thread``, for
+ThreadSanitizer, and ``emulated``, in which the device's code runs on the CPU (``include/emulated.h``): for tests.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ VARIANTS = {
     "release": ("-O3",),
     "debug": ("-O1", "-g", "-DAP_DEBUG"),
     "thread": ("-O1", "-g", "-DAP_DEBUG", "-fsanitize=thread"),
+    "emulated": ("-O1", "-g", "-DAP_DEBUG", "-DAP_EMULATED", "-fno-strict-aliasing"),
 }
 COMPILERS = {"host": ("CXX", "g++"), "cuda": ("NVCC", "nvcc")}
 """By kind: the variable that names a compiler, and its name where that is not set."""
+HOST_ONLY = ("thread", "emulated")
 LIMIT_S = 600.0
 _QUIET_S = 2.0  # a build that takes longer says so
 _HOST = ("-x", "c++", "-std=c++17", "-fPIC", "-pthread", "-Wall", "-Wextra", "-fvisibility=hidden", "-ffp-contract=off")
@@ -100,14 +103,14 @@ def build_library(kind: str, variant: str = "release", architectures: Sequence[s
     """The library of all kernels in `folder`, from the cache or compiled now.
 
     Args:
-        kind: ``host`` or ``cuda``. variant: a name of `VARIANTS`; ``thread`` is for the host alone.
+        kind: ``host`` or ``cuda``. variant: a name of `VARIANTS`.
         architectures: of the device, for ``cuda``: ``80`` stands for sm_80.
 
     Raises:
         KernelError: without a compiler, or where it fails; the message holds the command and what the compiler said.
     """
-    if kind == "cuda" and variant == "thread":
-        raise KernelError("ThreadSanitizer watches threads of the host only", remedy="build the variant thread with kind host")
+    if kind == "cuda" and variant in HOST_ONLY:
+        raise KernelError(f"the variant {variant} is of the host only", remedy="build it with kind host")
     if variant not in VARIANTS:
         raise KernelError(f"there is no variant {variant!r} of the kernels", remedy=f"ask for one of {', '.join(VARIANTS)}")
     start = compiler(kind)
