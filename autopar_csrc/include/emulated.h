@@ -1,6 +1,6 @@
 // The device's code on the CPU, for tests where there is no device: blocks one after the other, the threads of a block as fibers that take
-// turns at each barrier, in rising and falling order by turns. It shows what a kernel computes and whether a barrier is missing in its
-// sums; nothing about time, memory order or other devices. Compiled with AP_EMULATED, single-threaded.
+// turns at each barrier, in another mixed order each time, so that a missing barrier shows in the result. It shows what a kernel computes;
+// nothing about time, memory order or other devices. Compiled with AP_EMULATED, single-threaded.
 #pragma once
 
 #include <ucontext.h>
@@ -67,8 +67,9 @@ inline void run_block() {
       if (!ended) return true;
     return false;
   };
-  for (bool rising = true; is_running(); rising = !rising)
-    for (unsigned turn = 0; turn < size; ++turn) resume(rising ? turn : size - 1 - turn);
+  const bool mixes = (size & (size - 1)) == 0;  // an odd step visits every thread once
+  for (unsigned round = 0; is_running(); ++round)
+    for (unsigned turn = 0; turn < size; ++turn) resume(mixes ? (turn * (101 + 2 * round) + 37 * round) % size : turn);
 }
 
 inline void emulate(dim3 grid, dim3 threads, const std::function<void()>& body) {
