@@ -24,6 +24,7 @@
 #endif
 
 namespace ap {
+namespace {
 
 constexpr int64_t kGrain = 16;  // chunks of a thread on the host
 
@@ -114,6 +115,7 @@ AP_HD inline int unpack_lane(const Piece& piece, const Chunk& chunk, const B* bu
   return AP_OK;
 }
 
+}  // namespace
 }  // namespace ap
 
 #ifdef AP_DEVICE

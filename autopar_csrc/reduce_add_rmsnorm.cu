@@ -24,6 +24,7 @@
 #include <cmath>
 
 namespace ap {
+namespace {
 
 constexpr int kBand = 64;  // rows
 
@@ -95,6 +96,7 @@ AP_HD inline W band_sum(const T* grad_normed, const T* y, const W* rstd, int64_t
   return sum;
 }
 
+}  // namespace
 }  // namespace ap
 
 #ifdef AP_DEVICE

@@ -21,7 +21,7 @@
 #include "emulated.h"
 #define AP_HD
 #define AP_DEVICE
-#define AP_LAUNCH(kernel, blocks, threads, stream, ...) ((void)stream, ap::emulate(blocks, threads, [&] { kernel(__VA_ARGS__); }))
+#define AP_LAUNCH(kernel, blocks, threads, stream, ...) ((void)stream, ap_emulated::emulate(blocks, threads, [&] { kernel(__VA_ARGS__); }))
 #else
 #define AP_HD
 #endif

@@ -28,7 +28,7 @@ using cudaStream_t = void*;
 inline uint3 threadIdx, blockIdx;
 inline dim3 blockDim(1), gridDim(1);
 
-namespace ap {
+namespace ap_emulated {
 
 struct Block {
   explicit Block(unsigned size) : threads(size), ended(size), stacks(size, std::vector<char>(size_t(1) << 16)) {}
@@ -83,6 +83,6 @@ inline void emulate(dim3 grid, dim3 threads, const std::function<void()>& body) 
   block = nullptr;
 }
 
-}  // namespace ap
+}  // namespace ap_emulated
 
-inline void __syncthreads() { swapcontext(&ap::block->threads[threadIdx.x], &ap::block->scheduler); }
+inline void __syncthreads() { swapcontext(&ap_emulated::block->threads[threadIdx.x], &ap_emulated::block->scheduler); }
