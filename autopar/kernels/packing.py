@@ -27,7 +27,7 @@ from autopar.layout import part_range
 
 ALIGN = 8  # elements: a segment begins at 16 bytes in any dtype
 LIMIT = 2**31 - 64  # elements of a segment
-CHUNK = 4096  # elements of a segment whose squares are summed together
+CHUNK = 16384  # elements of a segment whose squares are summed together
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
