@@ -139,6 +139,26 @@ def test_an_error_of_the_compiler_is_shown_with_its_command_and_leaves_nothing_b
 
 
 @needs_host
+def test_a_build_that_takes_long_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(build, "_QUIET_S", 0.0)
+    build.build_library("host", folder=folder)
+    assert "compiling autopar's kernels (host-release), once" in capsys.readouterr().err
+    build.build_library("host", folder=folder)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_compiler_that_does_not_end_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = folder / "compiler"
+    script.write_text('#!/bin/sh\n[ "$2" = "" ] && exit 0\nexec sleep 60\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr(build, "_QUIET_S", 0.0)
+    monkeypatch.setattr(build, "LIMIT_S", 0.5)
+    with pytest.raises(KernelError, match="took longer than"):
+        build.build_library("host", folder=folder)
+
+
+@needs_host
 def test_a_cache_that_cannot_be_written_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOPAR_KERNEL_CACHE", str(folder / "a.cu" / "cache"))
     with pytest.raises(KernelError, match="AUTOPAR_KERNEL_CACHE"):
