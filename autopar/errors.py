@@ -96,3 +96,7 @@ class VerificationError(AutoparError):
 
 class RuntimeStateError(AutoparError):
     """A distributed module was used in an order that it cannot serve."""
+
+
+class KernelError(AutoparError):
+    """A native kernel cannot be compiled or loaded, or refuses what it is given."""

@@ -1,0 +1,242 @@
+"""Compile the kernels of `autopar_csrc`: at first use, or ahead by ``python -m autopar.kernels.build``.
+
+Every ``*.cu`` of the folder goes into one library per kind: *host* by the C++ compiler (``$CXX`` or g++), *cuda* by nvcc (``$NVCC`` or the
+one on the path). A library lies in the cache (``$AUTOPAR_KERNEL_CACHE``, else ``autopar/kernels`` in the user's cache) under a name that is
+a hash of sources, headers, command and compiler; so a changed source is compiled anew and an old library is never loaded for it. It is
+compiled beside its place and renamed into it under a lock: processes that build at once compile once, and none sees half a library. Beside
+each library lies what the compiler said (``.log``); for cuda that is ptxas's report of registers and spills.
+
+Variants: ``release``; ``debug``, in which a wait for a signal has a time-out (``include/epoch.h``); of the host alone ``thread``, for
+ThreadSanitizer, and ``emulated``, in which the device's code runs on the CPU (``include/emulated.h``): for tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.errors import KernelError
+from autopar.terminal import complain, err, say
+
+SOURCES = Path(__file__).parent.parent / "csrc"
+ARCHITECTURES = ("80", "90a", "100a")
+VARIANTS = {
+    "release": ("-O3",),
+    "debug": ("-O1", "-g", "-DAP_DEBUG"),
+    "thread": ("-O1", "-g", "-DAP_DEBUG", "-fsanitize=thread"),
+    "emulated": ("-O1", "-g", "-DAP_DEBUG", "-DAP_EMULATED", "-fno-strict-aliasing"),
+}
+COMPILERS = {"host": ("CXX", "g++"), "cuda": ("NVCC", "nvcc")}
+"""By kind: the variable that names a compiler, and its name where that is not set."""
+HOST_ONLY = ("thread", "emulated")
+LIMIT_S = 600.0
+_QUIET_S = 2.0  # a build that takes longer says so
+_HOST = ("-x", "c++", "-std=c++17", "-fPIC", "-pthread", "-Wall", "-Wextra", "-fvisibility=hidden", "-ffp-contract=off")
+# sm_80's code also runs on 8.6 and 8.9; its PTX serves devices that none of the architectures fits.
+_CUDA = ("-x", "cu", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden", "--fmad=false", "-Xptxas", "-v", "-shared", "--threads", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A compiled library or program: where it is, what the compiler said, and the seconds it took, 0 where it was in the cache."""
+
+    path: Path
+    report: str
+    build_s: float
+
+
+def cache_folder() -> Path:
+    """Where libraries lie.
+
+    Raises:
+        KernelError: where the user has no home and no folder is named.
+    """
+    named = os.environ.get("AUTOPAR_KERNEL_CACHE")
+    if named:
+        return Path(named)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar" / "kernels"
+    except RuntimeError as error:
+        raise KernelError("there is no home folder for a cache of kernels", remedy="name a folder: AUTOPAR_KERNEL_CACHE=FOLDER") from error
+
+
+def sources(folder: Path = SOURCES) -> tuple[Path, ...]:
+    """The kernels' files, in the order of their names."""
+    return tuple(sorted(folder.glob("*.cu")))
+
+
+def compiler(kind: str) -> list[str]:
+    """The command of the compiler for ``host`` or ``cuda``: its path, and what its variable adds.
+
+    Raises:
+        KernelError: where there is none.
+    """
+    variable, default = COMPILERS[kind]
+    name, *flags = shlex.split(os.environ.get(variable) or default)
+    found = shutil.which(name)
+    if found is None:
+        raise KernelError(f"there is no {name} to compile the {kind} kernels", remedy=f"install it, or name one: {variable}=/path/to/it")
+    return [found, *flags]
+
+
+def has_compiler(kind: str) -> bool:
+    """Whether there is a compiler for ``host`` or ``cuda``."""
+    try:
+        return bool(compiler(kind))
+    except KernelError:
+        return False
+
+
+def build_library(kind: str, variant: str = "release", architectures: Sequence[str] = ARCHITECTURES, folder: Path = SOURCES) -> Built:
+    """The library of all kernels in `folder`, from the cache or compiled now.
+
+    Args:
+        kind: ``host`` or ``cuda``. variant: a name of `VARIANTS`.
+        architectures: of the device, for ``cuda``: ``80`` stands for sm_80.
+
+    Raises:
+        KernelError: without a compiler, or where it fails; the message holds the command and what the compiler said.
+    """
+    if kind == "cuda" and variant in HOST_ONLY:
+        raise KernelError(f"the variant {variant} is of the host only", remedy="build it with kind host")
+    if variant not in VARIANTS:
+        raise KernelError(f"there is no variant {variant!r} of the kernels", remedy=f"ask for one of {', '.join(VARIANTS)}")
+    start = compiler(kind)
+    if kind == "host":
+        command = [*start, *VARIANTS[variant], *_HOST, "-shared"]
+    else:
+        command = [*start, *VARIANTS[variant], *_CUDA, *(part for text in architectures for part in _gencode(text))]
+    return _build(f"{kind}-{variant}", command, sources(folder), folder, ".so")
+
+
+def build_program(main: Path, variant: str = "release", folder: Path = SOURCES) -> Built:
+    """An executable for the host of the kernels in `folder` and the C++ file `main`, which may include their headers.
+
+    Raises:
+        KernelError: as `build_library`.
+    """
+    command = [*compiler("host"), *VARIANTS[variant], *_HOST, f"-I{folder.resolve()}"]
+    return _build(f"{main.stem}-{variant}", command, (*sources(folder), main), folder, "")
+
+
+def _gencode(architecture: str) -> tuple[str, str]:
+    code = f"[sm_{architecture},compute_{architecture}]" if architecture == "80" else f"sm_{architecture}"
+    return "-gencode", f"arch=compute_{architecture},code={code}"
+
+
+def _build(name: str, command: Sequence[str], files: Sequence[Path], folder: Path, suffix: str) -> Built:
+    if not files:
+        raise KernelError(f"there are no kernels in {folder}", remedy="install the package whole: its folder csrc is missing")
+    stem = f"{name}-{_key(command, files, folder)}"
+    place, log = cache_folder() / f"{stem}{suffix}", cache_folder() / f"{stem}.log"
+    if not place.is_file():
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(place.with_name(f"{stem}.lock")):
+                if not place.is_file():
+                    return _compile(name, command, files, place, log)
+        except OSError as error:
+            remedy = "name another: AUTOPAR_KERNEL_CACHE=FOLDER"
+            raise KernelError(f"the cache of kernels cannot be written: {error}", remedy=remedy) from error
+    return Built(place, log.read_text(encoding="utf-8"), 0.0)
+
+
+def _key(command: Sequence[str], files: Sequence[Path], folder: Path) -> str:
+    """A hash of all that decides what is compiled."""
+    said = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    key = hashlib.sha256("\0".join((*command, said.stdout, platform.machine())).encode())
+    for path in (*files, *sorted(folder.glob("include/*.h"))):
+        key.update(f"\0{path.name}\0".encode() + path.read_bytes())
+    return key.hexdigest()[:16]
+
+
+def _compile(name: str, command: Sequence[str], files: Sequence[Path], place: Path, log: Path) -> Built:
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".building-") as scratch:
+        made, said = Path(scratch) / "made", Path(scratch) / "log"
+        line = [*command, *map(str, files), "-o", str(made)]
+        status, report = _run(name, line)
+        if status != 0:
+            what = f"the kernels ({name}) did not compile:\n{' '.join(line)}\n{report.strip()}"
+            raise KernelError(what, remedy="see what the compiler says")
+        said.write_text(report, encoding="utf-8")
+        os.replace(said, log)  # first, so that a library is never there without its report
+        os.replace(made, place)
+    return Built(place, report, time.perf_counter() - start)
+
+
+def _run(name: str, line: Sequence[str]) -> tuple[int, str]:
+    """The exit status of the compiler and what it said; on the terminal what is going on, where it takes long."""
+    # In a group of its own, so that a compiler that is given up takes the programs with it that it has started.
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True) as process:
+        try:
+            return _watched(name, process)
+        except subprocess.TimeoutExpired:
+            return 1, f"the compiler took longer than {LIMIT_S:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _watched(name: str, process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        return _ended(process, _QUIET_S)
+    except subprocess.TimeoutExpired:
+        doing = f"compiling autopar's kernels ({name}), once"
+        if not err.is_terminal:
+            complain(f"{doing} …")
+        with err.status(f"{doing} …"):
+            return _ended(process, LIMIT_S)
+
+
+def _ended(process: subprocess.Popen[str], limit_s: float) -> tuple[int, str]:
+    report, _ = process.communicate(timeout=limit_s)
+    return process.returncode, report
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of that file; another process that holds it is waited for."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; without --host and --cuda it builds what there is a compiler for."""
+    parser = argparse.ArgumentParser(prog="python -m autopar.kernels.build", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--host", action="store_true", help="with the C++ compiler")
+    parser.add_argument("--cuda", action="store_true", help="with nvcc")
+    parser.add_argument("--debug", action="store_true", help="with time-outs in waits")
+    parser.add_argument("--arch", action="append", metavar="80|90a|...", help=f"of the device; by default {' '.join(ARCHITECTURES)}")
+    options = parser.parse_args(arguments)
+    asked = [kind for kind in COMPILERS if getattr(options, kind)]
+    kinds = asked or [kind for kind in COMPILERS if has_compiler(kind)]
+    failed = not kinds
+    if failed:
+        complain("there is neither g++ nor nvcc: the references in torch will run")
+    for kind in kinds:
+        try:
+            built = build_library(kind, "debug" if options.debug else "release", options.arch or ARCHITECTURES)
+            say(f"{kind}: {built.path} ({f'built in {built.build_s:.1f} s' if built.build_s else 'was in the cache'})")
+        except KernelError as error:
+            complain(f"{kind}: {error}")
+            failed = True
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,158 @@
+"""The compiled kernels, loaded by ctypes: the one place where their C signatures are declared.
+
+``host()`` and ``cuda()`` give the library, which they build where it is not in the cache, or None; then ``why_not(kind)`` says why, and
+an op runs its reference in torch. `launch` calls a kernel by its name without ``_host`` or ``_cuda``.
+
+``AUTOPAR_KERNELS=reference`` in the environment runs the references everywhere; ``debug`` loads the variant in which waits have a time-out;
+``emulated`` runs the device's code of kernels on the CPU, slowly: for tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from autopar.errors import KernelError
+from autopar.kernels.build import build_library
+
+_P, _I, _L, _U, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64, ctypes.c_double
+
+# By full name: the types of the arguments; all return an int status. `_P` is an address, `_L` a number of elements. What ends in _cuda
+# takes its stream last; what ends in _host and runs threads takes their number last.
+SIGNATURES: Mapping[str, tuple[type, ...]] = {
+    "ap_epoch_signal_host": (_P, _U),
+    "ap_epoch_signal_cuda": (_P, _U, _P),
+    "ap_epoch_wait_host": (_P, _U),
+    "ap_epoch_wait_cuda": (_P, _U, _P, _P),
+    "ap_pack_bucket_host": (_P, _L, _P, _I, _L, _L, _L, _L, _L, _D, _P, _P, _I),
+    "ap_pack_bucket_cuda": (_P, _L, _P, _I, _L, _L, _L, _L, _L, _D, _P, _P, _P),
+    "ap_unpack_bucket_host": (_P, _L, _P, _I, _L, _L, _L, _L, _L, _D, _I),
+    "ap_unpack_bucket_cuda": (_P, _L, _P, _I, _L, _L, _L, _L, _L, _D, _P),
+    "ap_reduce_add_rmsnorm_forward_host": (_P, _I, _P, _P, _P, _P, _P, _I, _L, _L, _D, _I),
+    "ap_reduce_add_rmsnorm_forward_cuda": (_P, _I, _P, _P, _P, _P, _P, _I, _L, _L, _D, _P),
+    "ap_reduce_add_rmsnorm_backward_host": (_P, _P, _P, _P, _P, _P, _P, _P, _I, _L, _L, _I),
+    "ap_reduce_add_rmsnorm_backward_cuda": (_P, _P, _P, _P, _P, _P, _P, _P, _I, _L, _L, _P),
+}
+STATUS = {1: "an argument was refused", 2: "a wait for a signal timed out", 3: "the launch failed"}
+TIMED_OUT = 2
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8
+)  # fmt: skip
+"""By the number that the C side has for each."""
+FLOATS = DTYPES[:4]
+_LOG = logging.getLogger(__name__)
+
+
+def host() -> ctypes.CDLL | None:
+    """The library for the CPU, or None."""
+    return _loaded("host", _variant())[0]
+
+
+def cuda() -> ctypes.CDLL | None:
+    """The library for CUDA devices, or None."""
+    return _loaded("cuda", _variant())[0]
+
+
+def why_not(kind: str = "host") -> str:
+    """Why there is no library for ``host`` or ``cuda``; empty where there is one."""
+    return _loaded(kind, _variant())[1]
+
+
+def forget() -> None:
+    """Look for libraries again at the next call: the environment has changed."""
+    _loaded.cache_clear()
+
+
+def has(device: torch.device) -> bool:
+    """Whether kernels for tensors on `device` are there; where not, the reason is logged once."""
+    return device.type in ("cpu", "cuda") and _loaded("host" if device.type == "cpu" else "cuda", _variant())[0] is not None
+
+
+def launch(kernel: str, device: torch.device, *arguments: object) -> None:
+    """Call ``kernel_host``, with the number of torch's threads last, or ``kernel_cuda``, with the current stream last.
+
+    Raises:
+        KernelError: where the kernel returns another status than that it is well.
+    """
+    if device.type == "cpu" and _variant() == "emulated":
+        status = function("host", f"{kernel}_cuda")(*arguments, None)
+    elif device.type == "cpu":
+        status = function("host", f"{kernel}_host")(*arguments, torch.get_num_threads())
+    else:
+        with torch.cuda.device(device):
+            status = function("cuda", f"{kernel}_cuda")(*arguments, torch.cuda.current_stream(device).cuda_stream)
+    check(status, kernel)
+
+
+def function(kind: str, name: str) -> Callable[..., int]:
+    """A C function of the library for ``host`` or ``cuda``.
+
+    Raises:
+        KernelError: where there is no library.
+    """
+    library, reason = _loaded(kind, _variant())
+    if library is None:
+        raise KernelError(f"{name} is not there: {reason}", remedy="call the reference instead")
+    return getattr(library, name)
+
+
+def check(status: int, kernel: str) -> None:
+    """Raise what a status means.
+
+    Raises:
+        KernelError: where it is not 0.
+    """
+    if status:
+        file = "include/epoch.h: a producer did not signal" if status == TIMED_OUT else "the top of the kernel's file"
+        remedy = f"see autopar_csrc, {file}"
+        raise KernelError(f"{kernel}: {STATUS.get(status, f'status {status}')}", remedy=remedy)
+
+
+def code_of(dtype: torch.dtype) -> int:
+    """The number that the C side has for `dtype`.
+
+    Raises:
+        KernelError: where it has none.
+    """
+    if dtype not in DTYPES:
+        raise KernelError(f"kernels do not know {dtype}", remedy=f"use one of {', '.join(map(str, DTYPES))}")
+    return DTYPES.index(dtype)
+
+
+def wide(*dtypes: torch.dtype) -> torch.dtype:
+    """What kernels compute in: fp32, or fp64 where one of `dtypes` is."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def table(rows: Iterable[int], device: torch.device) -> Tensor:
+    """Whole numbers, such as addresses, as a 1-d int64 tensor that kernels on `device` can read."""
+    made = torch.tensor(list(rows), dtype=torch.int64)
+    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+
+
+def _variant() -> str:
+    return os.environ.get("AUTOPAR_KERNELS") or "release"
+
+
+@cache
+def _loaded(kind: str, variant: str) -> tuple[ctypes.CDLL | None, str]:
+    """The library and an empty reason, or None and why."""
+    if variant == "reference":
+        return None, "AUTOPAR_KERNELS=reference asks for the references in torch"
+    try:
+        library = ctypes.CDLL(str(build_library(kind, variant).path))
+    except (KernelError, OSError) as error:
+        reason = f"{error.what} ({error.remedy})" if isinstance(error, KernelError) else str(error)
+        _LOG.warning("autopar's %s kernels run as their references in torch: %s", kind, reason)
+        return None, reason
+    for name, types in SIGNATURES.items():
+        if hasattr(library, name):
+            made = getattr(library, name)
+            made.argtypes, made.restype = types, _I
+    return library, ""

@@ -1,0 +1,41 @@
+// epoch: a signal and a wait on their own, for copies that a copy engine makes and for tests (see include/epoch.h).
+//
+// ap_epoch_signal: flag (address of one uint64) becomes `epoch` after everything that came before it in its stream or thread.
+// ap_epoch_wait:   what follows it in its stream or thread runs after the flag has reached `epoch`.
+// On the device the wait's status goes to *status (an int on the device, or null); the call returns whether it was launched.
+#include "include/epoch.h"
+
+#ifdef AP_DEVICE
+
+__global__ void ap_epoch_signal_kernel(uint64_t* flag, uint64_t epoch) { ap::signal(flag, epoch); }
+
+__global__ void ap_epoch_wait_kernel(const uint64_t* flag, uint64_t epoch, int* status) {
+  const int found = ap::wait(flag, epoch);
+  if (status != nullptr) *status = found;
+}
+
+AP_API int ap_epoch_signal_cuda(uint64_t* flag, uint64_t epoch, void* stream) {
+  if (flag == nullptr || epoch == 0) return AP_BAD_ARGUMENT;
+  AP_LAUNCH(ap_epoch_signal_kernel, 1, 1, stream, flag, epoch);
+  return ap::launched();
+}
+
+AP_API int ap_epoch_wait_cuda(const uint64_t* flag, uint64_t epoch, int* status, void* stream) {
+  if (flag == nullptr) return AP_BAD_ARGUMENT;
+  AP_LAUNCH(ap_epoch_wait_kernel, 1, 1, stream, flag, epoch, status);
+  return ap::launched();
+}
+
+#else
+
+AP_API int ap_epoch_signal_host(uint64_t* flag, uint64_t epoch) {
+  if (flag == nullptr || epoch == 0) return AP_BAD_ARGUMENT;
+  return ap::signal(flag, epoch);
+}
+
+AP_API int ap_epoch_wait_host(const uint64_t* flag, uint64_t epoch) {
+  if (flag == nullptr) return AP_BAD_ARGUMENT;
+  return ap::wait(flag, epoch);
+}
+
+#endif

@@ -1,0 +1,159 @@
+// What all kernels share: how functions are marked, dtypes, status codes, conversions, and loads of eight elements.
+//
+// The same file compiles as CUDA (nvcc, __CUDACC__ defined) and as plain C++17 (g++ -x c++). The CUDA library holds the entry points
+// that end in _cuda, the host library those that end in _host; what computes is shared between them. Products and sums are never
+// contracted (-ffp-contract=off, --fmad=false), so that host, device and the reference in torch agree to the last bit where the
+// order is the same.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+// AP_DEVICE: the device's entry points are compiled, by nvcc or for the emulation of include/emulated.h.
+// AP_ON_DEVICE: this pass compiles what the device runs.
+#if defined(__CUDACC__)
+#include <cuda_runtime.h>
+#define AP_HD __host__ __device__
+#define AP_DEVICE
+#define AP_LAUNCH(kernel, blocks, threads, stream, ...) kernel<<<blocks, threads, 0, ap::stream_of(stream)>>>(__VA_ARGS__)
+#elif defined(AP_EMULATED)
+#include "emulated.h"
+#define AP_HD
+#define AP_DEVICE
+#define AP_LAUNCH(kernel, blocks, threads, stream, ...) ((void)stream, ap_emulated::emulate(blocks, threads, [&] { kernel(__VA_ARGS__); }))
+#else
+#define AP_HD
+#endif
+#if defined(__CUDA_ARCH__) || defined(AP_EMULATED)
+#define AP_ON_DEVICE
+#endif
+#define AP_API extern "C" __attribute__((visibility("default")))
+
+enum ap_dtype { AP_F32 = 0, AP_F64 = 1, AP_BF16 = 2, AP_F16 = 3, AP_I32 = 4, AP_I64 = 5, AP_U8 = 6 };
+
+// What every entry point returns.
+enum ap_status { AP_OK = 0, AP_BAD_ARGUMENT = 1, AP_TIMED_OUT = 2, AP_LAUNCH_FAILED = 3 };
+
+namespace ap {
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+AP_HD inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+AP_HD inline float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// --- to float: exact -------------------------------------------------------------------------------------------------------------
+AP_HD inline float to_float(bf16 x) { return float_of(uint32_t(x.bits) << 16); }
+
+AP_HD inline float to_float(f16 x) {
+  const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16, exponent = (x.bits >> 10) & 0x1fu, digits = x.bits & 0x3ffu;
+  if (exponent == 0) return float_of(sign | bits_of(float(digits) * 5.9604644775390625e-8f));  // a multiple of 2^-24
+  if (exponent == 31) return float_of(sign | 0x7f800000u | (digits << 13));
+  return float_of(sign | ((exponent + 112) << 23) | (digits << 13));
+}
+
+// --- from float: to nearest, ties to even ----------------------------------------------------------------------------------------
+AP_HD inline bf16 to_bf16(float x) {
+  const uint32_t bits = bits_of(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16{0x7fc0};  // adding to a NaN's digits could make it infinite
+  return bf16{uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+AP_HD inline f16 to_f16(float x) {
+  const uint32_t bits = bits_of(x), size = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
+  if (size > 0x7f800000u) return f16{uint16_t(sign | 0x7e00u)};
+  if (size >= 0x477ff000u) return f16{uint16_t(sign | 0x7c00u)};  // 65520 and more: halfway to what would follow 65504
+  // Below 2^-14 the step is 2^-24, which is float's own step at 0.5: the addition rounds.
+  if (size < 0x38800000u) return f16{uint16_t(sign | (bits_of(float_of(size) + 0.5f) - 0x3f000000u))};
+  return f16{uint16_t(sign | ((size + 0xfffu + ((size >> 13) & 1u) - 0x38000000u) >> 13))};
+}
+
+// --- between a stored type and the one that is computed in: float, or double where a double is involved ---------------------------
+template <class W, class T> struct Convert {
+  AP_HD static W wide(T x) { return W(x); }
+  AP_HD static T narrow(W x) { return T(x); }
+};
+template <class W> struct Convert<W, bf16> {
+  AP_HD static W wide(bf16 x) { return W(to_float(x)); }
+  AP_HD static bf16 narrow(W x) { return to_bf16(float(x)); }
+};
+template <class W> struct Convert<W, f16> {
+  AP_HD static W wide(f16 x) { return W(to_float(x)); }
+  AP_HD static f16 narrow(W x) { return to_f16(float(x)); }
+};
+
+template <class T> struct Wide { using type = float; };
+template <> struct Wide<double> { using type = double; };
+template <class A, class B> struct Wider { using type = float; };
+template <class B> struct Wider<double, B> { using type = double; };
+template <class A> struct Wider<A, double> { using type = double; };
+template <> struct Wider<double, double> { using type = double; };
+
+// --- eight elements at a time -----------------------------------------------------------------------------------------------------
+constexpr int kGroup = 8;  // 16 bytes of bf16 and f16, 32 of float, 64 of double
+
+AP_HD inline bool is_aligned(const void* p) { return (reinterpret_cast<uintptr_t>(p) & 15u) == 0; }
+
+// Loads `count` <= 8 elements; the rest of `out` is zero. In accesses of 16 bytes where all eight are wanted and aligned.
+template <class W, class T> AP_HD inline void load_group(const T* p, int64_t count, W out[kGroup]) {
+  if (count >= kGroup && is_aligned(p)) {
+    alignas(16) T raw[kGroup];
+#ifdef AP_ON_DEVICE
+    for (int i = 0; i < int(sizeof raw / 16); ++i) reinterpret_cast<uint4*>(raw)[i] = reinterpret_cast<const uint4*>(p)[i];
+#else
+    memcpy(raw, p, sizeof raw);
+#endif
+    for (int i = 0; i < kGroup; ++i) out[i] = Convert<W, T>::wide(raw[i]);
+    return;
+  }
+  for (int i = 0; i < kGroup; ++i) out[i] = i < count ? Convert<W, T>::wide(p[i]) : W(0);
+}
+
+// Stores the first `count` <= 8 elements.
+template <class W, class T> AP_HD inline void store_group(T* p, int64_t count, const W in[kGroup]) {
+  if (count >= kGroup && is_aligned(p)) {
+    alignas(16) T raw[kGroup];
+    for (int i = 0; i < kGroup; ++i) raw[i] = Convert<W, T>::narrow(in[i]);
+#ifdef AP_ON_DEVICE
+    for (int i = 0; i < int(sizeof raw / 16); ++i) reinterpret_cast<uint4*>(p)[i] = reinterpret_cast<const uint4*>(raw)[i];
+#else
+    memcpy(p, raw, sizeof raw);
+#endif
+    return;
+  }
+  for (int i = 0; i < kGroup && i < count; ++i) p[i] = Convert<W, T>::narrow(in[i]);
+}
+
+#if defined(AP_EMULATED)
+inline int launched() { return AP_OK; }
+#elif defined(__CUDACC__)
+// The status of the launch before it. Later faults of the kernel show where the caller synchronises.
+inline int launched() { return cudaGetLastError() == cudaSuccess ? AP_OK : AP_LAUNCH_FAILED; }
+inline cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
+#endif
+
+}  // namespace ap
+
+// Runs the statement, in which T is the stored type of the floating `dtype`; any other dtype returns AP_BAD_ARGUMENT.
+#define AP_FOR_FLOAT(dtype, T, ...)                            \
+  switch (dtype) {                                             \
+    case AP_F32: { using T = float; __VA_ARGS__; } break;      \
+    case AP_F64: { using T = double; __VA_ARGS__; } break;     \
+    case AP_BF16: { using T = ap::bf16; __VA_ARGS__; } break;  \
+    case AP_F16: { using T = ap::f16; __VA_ARGS__; } break;    \
+    default: return AP_BAD_ARGUMENT;                           \
+  }

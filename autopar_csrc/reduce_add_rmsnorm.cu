@@ -1,0 +1,251 @@
+// reduce_add_rmsnorm: the sum over peers, the residual and the norm in one pass over the peers' data.
+//
+//   parts[r] [rows, hidden] for r < world, residual [rows, hidden], weight [hidden], all of one dtype T
+//   y      = residual + (((0 + parts[0]) + parts[1]) + ...)   in W, then rounded to T: what the model goes on with
+//   rstd   = 1 / sqrt(sum(y * y) / hidden + eps)              [rows], in W, of the rounded y
+//   normed = (y * rstd) * weight                              in W, then rounded to T
+// W is float, or double where T is double. The peers are always added in the order of their ranks, and the sum over a row is that of
+// sums.h: the result depends neither on who is ready first nor on the number of threads.
+//
+// Backward, with n the gradient of normed and g that of y:
+//   u = n * weight;  c = sum(u * y) / hidden;  grad = g + (u * rstd - y * (((rstd * rstd) * rstd) * c))
+// is the gradient of the residual and of every peer's part alike;
+//   grad_weight[h] = sum over rows of (n * y) * rstd: rows of a band of 64 one after the other, then the bands one after the other.
+//
+// The parts' addresses come as a table in memory that the device reads; peers' memory is read in place. That it is ready is the
+// caller's to see to (include/epoch.h). Device: a block of 256 threads per row; y is read back from the cache by the thread that wrote
+// it. The weight's gradient reads n and y a second time. `bands` is scratch of the caller: [ceil(rows / 64), hidden] in W.
+#include "include/index.h"
+#include "include/sums.h"
+#ifndef AP_DEVICE
+#include "include/threads.h"
+#endif
+
+#include <cmath>
+
+namespace ap {
+namespace {
+
+constexpr int kBand = 64;  // rows
+
+// Rows of a thread on the host.
+inline int64_t grain_of(int64_t hidden) { return ceil_div(65536, hidden); }
+
+// One group of y: the sum over peers and the residual, stored rounded; returns `sum` with its squares added.
+template <class T, class W = typename Wide<T>::type>
+AP_HD inline W add_group(const int64_t* parts, int world, const T* residual, T* y, int64_t at, int64_t left, W sum) {
+  W total[kGroup] = {}, more[kGroup];
+  for (int peer = 0; peer < world; ++peer) {
+    load_group<W>(reinterpret_cast<const T*>(parts[peer]) + at, left, more);
+    for (int i = 0; i < kGroup; ++i) total[i] = total[i] + more[i];
+  }
+  load_group<W>(residual + at, left, more);
+  for (int i = 0; i < kGroup; ++i) {
+    total[i] = Convert<W, T>::wide(Convert<W, T>::narrow(more[i] + total[i]));
+    sum = i < left ? sum + total[i] * total[i] : sum;
+  }
+  store_group(y + at, left, total);
+  return sum;
+}
+
+template <class W> AP_HD inline W rstd_of(W sum, int64_t hidden, double eps) {
+  return W(1) / std::sqrt(sum / W(hidden) + W(eps));
+}
+
+template <class T, class W>
+AP_HD inline void norm_group(const T* y, const T* weight, T* normed, W rstd, int64_t at, int64_t column, int64_t left) {
+  W values[kGroup], scale[kGroup];
+  load_group<W>(y + at, left, values);
+  load_group<W>(weight + column, left, scale);
+  for (int i = 0; i < kGroup; ++i) values[i] = (values[i] * rstd) * scale[i];
+  store_group(normed + at, left, values);
+}
+
+// Returns `sum` with u * y of the group added.
+template <class T, class W>
+AP_HD inline W dot_group(const T* grad_normed, const T* y, const T* weight, int64_t at, int64_t column, int64_t left, W sum) {
+  W n[kGroup], values[kGroup], scale[kGroup];
+  load_group<W>(grad_normed + at, left, n);
+  load_group<W>(y + at, left, values);
+  load_group<W>(weight + column, left, scale);
+  for (int i = 0; i < kGroup; ++i) sum = i < left ? sum + (n[i] * scale[i]) * values[i] : sum;
+  return sum;
+}
+
+template <class T, class W>
+AP_HD inline void grad_group(const T* grad_y, const T* grad_normed, const T* y, const T* weight, T* grad, W rstd, W mean, int64_t at,
+                             int64_t column, int64_t left) {
+  W g[kGroup], n[kGroup], values[kGroup], scale[kGroup];
+  load_group<W>(grad_y + at, left, g);
+  load_group<W>(grad_normed + at, left, n);
+  load_group<W>(y + at, left, values);
+  load_group<W>(weight + column, left, scale);
+  const W slope = ((rstd * rstd) * rstd) * mean;
+  for (int i = 0; i < kGroup; ++i) g[i] = g[i] + ((n[i] * scale[i]) * rstd - values[i] * slope);
+  store_group(grad + at, left, g);
+}
+
+// The weight's gradient at one column over one band of rows.
+template <class T, class W>
+AP_HD inline W band_sum(const T* grad_normed, const T* y, const W* rstd, int64_t begin, int64_t end, int64_t hidden, int64_t column) {
+  W sum = 0;
+  for (int64_t row = begin; row < end; ++row) {
+    const W n = Convert<W, T>::wide(grad_normed[row * hidden + column]), value = Convert<W, T>::wide(y[row * hidden + column]);
+    sum = sum + (n * value) * rstd[row];
+  }
+  return sum;
+}
+
+}  // namespace
+}  // namespace ap
+
+#ifdef AP_DEVICE
+
+template <class T>
+__global__ void __launch_bounds__(ap::kLanes, 2) ap_rmsnorm_forward_kernel(const int64_t* parts, int world, const T* residual, const T* weight,
+                                                                        T* y, T* normed, typename ap::Wide<T>::type* rstd,
+                                                                        int64_t hidden, double eps) {
+  using W = typename ap::Wide<T>::type;
+  __shared__ W lanes[ap::kLanes];
+  const int64_t row = int64_t(blockIdx.x) * hidden, first = int64_t(threadIdx.x) * ap::kGroup;
+  W sum = 0;
+  for (int64_t column = first; column < hidden; column += ap::kStripe)
+    sum = ap::add_group(parts, world, residual, y, row + column, hidden - column, sum);
+  const W scale = ap::rstd_of(ap::add_block(sum, lanes), hidden, eps);
+  for (int64_t column = first; column < hidden; column += ap::kStripe)
+    ap::norm_group(y, weight, normed, scale, row + column, column, hidden - column);
+  if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
+}
+
+template <class T>
+__global__ void __launch_bounds__(ap::kLanes, 2)
+    ap_rmsnorm_backward_kernel(const T* grad_y, const T* grad_normed, const T* y, const typename ap::Wide<T>::type* rstd, const T* weight,
+                               T* grad, int64_t hidden) {
+  using W = typename ap::Wide<T>::type;
+  __shared__ W lanes[ap::kLanes];
+  const int64_t row = int64_t(blockIdx.x) * hidden, first = int64_t(threadIdx.x) * ap::kGroup;
+  W sum = 0;
+  for (int64_t column = first; column < hidden; column += ap::kStripe)
+    sum = ap::dot_group(grad_normed, y, weight, row + column, column, hidden - column, sum);
+  const W mean = ap::add_block(sum, lanes) / W(hidden);
+  for (int64_t column = first; column < hidden; column += ap::kStripe)
+    ap::grad_group(grad_y, grad_normed, y, weight, grad, rstd[blockIdx.x], mean, row + column, column, hidden - column);
+}
+
+// A thread per column, a block row per band.
+template <class T, class W>
+__global__ void __launch_bounds__(ap::kLanes, 2)
+    ap_rmsnorm_bands_kernel(const T* grad_normed, const T* y, const W* rstd, W* bands, int64_t rows, int64_t hidden) {
+  const int64_t column = int64_t(blockIdx.x) * ap::kLanes + threadIdx.x, begin = int64_t(blockIdx.y) * ap::kBand;
+  if (column >= hidden) return;
+  bands[blockIdx.y * hidden + column] =
+      ap::band_sum(grad_normed, y, rstd, begin, ap::min_of(begin + ap::kBand, rows), hidden, column);
+}
+
+template <class T, class W>
+__global__ void __launch_bounds__(ap::kLanes, 2) ap_rmsnorm_weight_kernel(const W* bands, T* grad_weight, int64_t num_bands, int64_t hidden) {
+  const int64_t column = int64_t(blockIdx.x) * ap::kLanes + threadIdx.x;
+  if (column >= hidden) return;
+  W sum = 0;
+  for (int64_t band = 0; band < num_bands; ++band) sum = sum + bands[band * hidden + column];
+  grad_weight[column] = ap::Convert<W, T>::narrow(sum);
+}
+
+AP_API int ap_reduce_add_rmsnorm_forward_cuda(const int64_t* parts, int world, const void* residual, const void* weight, void* y,
+                                              void* normed, void* rstd, int dtype, int64_t rows, int64_t hidden, double eps,
+                                              void* stream) {
+  if (world < 1 || rows < 0 || hidden < 1 || rows > INT32_MAX) return AP_BAD_ARGUMENT;
+  AP_FOR_FLOAT(dtype, T, {
+    using W = typename ap::Wide<T>::type;
+    if (rows > 0)
+      AP_LAUNCH(ap_rmsnorm_forward_kernel<T>, unsigned(rows), ap::kLanes, stream, parts, world, static_cast<const T*>(residual),
+                static_cast<const T*>(weight), static_cast<T*>(y), static_cast<T*>(normed), static_cast<W*>(rstd), hidden, eps);
+  })
+  return ap::launched();
+}
+
+AP_API int ap_reduce_add_rmsnorm_backward_cuda(const void* grad_y, const void* grad_normed, const void* y, const void* rstd,
+                                               const void* weight, void* grad, void* grad_weight, void* bands, int dtype, int64_t rows,
+                                               int64_t hidden, void* stream) {
+  if (rows < 0 || hidden < 1 || rows > INT32_MAX) return AP_BAD_ARGUMENT;
+  const int64_t num_bands = ap::ceil_div(rows, ap::kBand);
+  const unsigned columns = unsigned(ap::ceil_div(hidden, ap::kLanes));
+  if (num_bands > 65535) return AP_BAD_ARGUMENT;  // a grid's second dim
+  AP_FOR_FLOAT(dtype, T, {
+    using W = typename ap::Wide<T>::type;
+    const T *n = static_cast<const T*>(grad_normed), *values = static_cast<const T*>(y);
+    const W* scale = static_cast<const W*>(rstd);
+    if (rows > 0) {
+      const dim3 grid(columns, unsigned(num_bands));
+      AP_LAUNCH(ap_rmsnorm_backward_kernel<T>, unsigned(rows), ap::kLanes, stream, static_cast<const T*>(grad_y), n, values, scale,
+                static_cast<const T*>(weight), static_cast<T*>(grad), hidden);
+      AP_LAUNCH(ap_rmsnorm_bands_kernel, grid, ap::kLanes, stream, n, values, scale, static_cast<W*>(bands), rows, hidden);
+    }
+    const W* sums = static_cast<const W*>(bands);
+    AP_LAUNCH(ap_rmsnorm_weight_kernel, columns, ap::kLanes, stream, sums, static_cast<T*>(grad_weight), num_bands, hidden);
+  })
+  return ap::launched();
+}
+
+#else
+
+AP_API int ap_reduce_add_rmsnorm_forward_host(const int64_t* parts, int world, const void* residual, const void* weight, void* y,
+                                              void* normed, void* rstd, int dtype, int64_t rows, int64_t hidden, double eps,
+                                              int num_threads) {
+  if (world < 1 || rows < 0 || hidden < 1) return AP_BAD_ARGUMENT;
+  AP_FOR_FLOAT(dtype, T, {
+    using W = typename ap::Wide<T>::type;
+    ap::for_each_item(rows, num_threads, [&](int64_t row) {
+      W lanes[ap::kLanes] = {};
+      const int64_t begin = row * hidden;
+      T* made = static_cast<T*>(y);
+      for (int64_t column = 0; column < hidden; column += ap::kGroup) {
+        W& lane = lanes[column / ap::kGroup % ap::kLanes];
+        lane = ap::add_group(parts, world, static_cast<const T*>(residual), made, begin + column, hidden - column, lane);
+      }
+      const W scale = ap::rstd_of(ap::add_lanes(lanes), hidden, eps);
+      for (int64_t column = 0; column < hidden; column += ap::kGroup)
+        ap::norm_group(made, static_cast<const T*>(weight), static_cast<T*>(normed), scale, begin + column, column, hidden - column);
+      static_cast<W*>(rstd)[row] = scale;
+    }, ap::grain_of(hidden));
+  })
+  return AP_OK;
+}
+
+AP_API int ap_reduce_add_rmsnorm_backward_host(const void* grad_y, const void* grad_normed, const void* y, const void* rstd,
+                                               const void* weight, void* grad, void* grad_weight, void* bands, int dtype, int64_t rows,
+                                               int64_t hidden, int num_threads) {
+  if (rows < 0 || hidden < 1) return AP_BAD_ARGUMENT;
+  const int64_t num_bands = ap::ceil_div(rows, ap::kBand);
+  AP_FOR_FLOAT(dtype, T, {
+    using W = typename ap::Wide<T>::type;
+    const T *n = static_cast<const T*>(grad_normed), *values = static_cast<const T*>(y), *scale = static_cast<const T*>(weight);
+    const W* rstds = static_cast<const W*>(rstd);
+    W* sums = static_cast<W*>(bands);
+    ap::for_each_item(rows, num_threads, [&](int64_t row) {
+      W lanes[ap::kLanes] = {};
+      const int64_t begin = row * hidden;
+      for (int64_t column = 0; column < hidden; column += ap::kGroup) {
+        W& lane = lanes[column / ap::kGroup % ap::kLanes];
+        lane = ap::dot_group(n, values, scale, begin + column, column, hidden - column, lane);
+      }
+      const W mean = ap::add_lanes(lanes) / W(hidden);
+      for (int64_t column = 0; column < hidden; column += ap::kGroup)
+        ap::grad_group(static_cast<const T*>(grad_y), n, values, scale, static_cast<T*>(grad), rstds[row], mean, begin + column, column,
+                       hidden - column);
+    }, ap::grain_of(hidden));
+    ap::for_each_item(num_bands, num_threads, [&](int64_t band) {
+      const int64_t begin = band * ap::kBand, end = ap::min_of(begin + ap::kBand, rows);
+      for (int64_t column = 0; column < hidden; ++column)
+        sums[band * hidden + column] = ap::band_sum(n, values, rstds, begin, end, hidden, column);
+    }, ap::ceil_div(ap::grain_of(hidden), ap::kBand));
+    for (int64_t column = 0; column < hidden; ++column) {
+      W sum = 0;
+      for (int64_t band = 0; band < num_bands; ++band) sum = sum + sums[band * hidden + column];
+      static_cast<T*>(grad_weight)[column] = ap::Convert<W, T>::narrow(sum);
+    }
+  })
+  return AP_OK;
+}
+
+#endif
