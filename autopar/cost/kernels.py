@@ -176,7 +176,7 @@ def why_none(trace: Trace, priced: Priced, mesh: Mesh, where: tuple[int, bool], 
     Args:
         where: variant, and whether in backward of what forward made.
     """
-    if not priced.profile.kernels or arc.collective.kind not in NAMES:
+    if not priced.with_kernels or not priced.profile.kernels or arc.collective.kind not in NAMES:
         return ""
     offers = _Offers(trace, priced.problem, priced.sources, mesh, priced.profile)
     return "; ".join(dict.fromkeys(offers.why(*where, arc, choices)))

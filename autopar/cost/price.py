@@ -310,7 +310,7 @@ def price(
     problem = Problem(ops, tuple(values), tuple(variants), budget_bytes, (), num_in_flight, accumulates, profile.overlap_slowdown)
     if kernels:
         problem = replace(problem, kernels=kernels_on_offer(trace, problem, builder.sources, mesh, profile))
-    return Priced(problem, tuple(builder.sources), tuple(refs), optimizer, moves, profile, forced.starts)
+    return Priced(problem, tuple(builder.sources), tuple(refs), optimizer, moves, profile, forced.starts, kernels)
 
 
 def _output_nodes(trace: Trace) -> list[fx.Node]:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from autopar.breakdown import CROSSING, INPUTS, Part, Transfer, in_words, label
+from autopar.explanation.kernels import kernels_considered
 from autopar.explanation.prices import Worth, longer_step_s
 from autopar.explanation.rendering import Readable, table
 from autopar.layout import Layout
@@ -62,6 +63,7 @@ class Explanation(Readable):
         if self.pattern is None:
             columns = ("<module", "op", "chosen", "runner-up, all else equal", *self._longer())
             yield from table("Why not otherwise", columns, list(self._runner_ups()))
+            yield from kernels_considered(self.plan)
             yield from self.worth.renderables()
         else:
             columns = ("decision", "layouts", ">time", "runner-up, all else equal", *self._longer(), "line")
@@ -165,7 +167,7 @@ def beside(plan: Plan) -> Iterator[str]:
         return
     by_slack, counted_s = {slack: 0.0 for slack in ("prefetchable", "deferrable")}, 0.0
     for c in plan.communications:
-        if c.slack in by_slack and c.collective.kind != "slice":
+        if c.slack in by_slack and c.collective.kind != "slice" and c.kernel is None:
             by_slack[c.slack] += len(c.instances) * c.time_s
             counted_s += len(c.instances) * c.time_s if c.beside else 0.0
     kinds = " and ".join(f"{seconds(time_s)} {slack}" for slack, time_s in by_slack.items())
@@ -174,7 +176,13 @@ def beside(plan: Plan) -> Iterator[str]:
         f"compute, where a second costs it {overlap.slowdown:g} s, {seconds(prediction.exposed_s)} do not: "
         f"simulated, the emitted step takes {seconds(prediction.simulated_s)}"
     )
+    if prediction.in_kernels_s:
+        yield f"{seconds(prediction.in_kernels_s)} are saved by {_num_kernels(plan)} collective-overlap kernels"
     yield f"early steps hold at most {size(overlap.forward_bytes)} in forward, {size(overlap.backward_bytes)} in backward"
+
+
+def _num_kernels(plan: Plan) -> int:
+    return sum(len(c.instances) for c in plan.communications if c.kernel is not None)
 
 
 def of_loss(plan: Plan) -> Iterator[str]:

@@ -31,6 +31,9 @@ _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "
 _FIELD = re.compile(r"\{\d+\}")
 GIB = 2**30
 _ALIKE = "equal nodes of repeated layers take one decision"
+_NO_KERNELS = "no collective-overlap kernels: the hardware's profile has no figures for them"
+_WITHOUT_KERNELS = "no collective-overlap kernels: stages, and several microbatches, do without them"
+_KERNELS = "collective-overlap kernels, one collective to a product; the share that they hide of what their chunks could: {}"
 COVERS = (
     "every layout of every op that the rules offer, on every mesh axis; a dim is split unevenly by one axis alone",
     "storage layout of every parameter; gathering it once or again in backward",
@@ -78,11 +81,13 @@ def assemble(draft: Draft, fingerprint: Fingerprint, options: Mapping[str, objec
 
 def covers_of(draft: Draft) -> tuple[str, ...]:
     """What the bound covers."""
-    starts = draft.priced.starts
+    starts, figures = draft.priced.starts, draft.priced.profile.kernels
+    shares = ", ".join(f"{name} {reached:g}" for name, reached in figures.items())
+    kernels = _NO_KERNELS if not figures else _KERNELS.format(shares) if draft.priced.with_kernels else _WITHOUT_KERNELS
     if not starts:
-        return COVERS
+        return *COVERS, kernels
     apart = f"{_ALIKE} within each group of layers: {'; '.join(_groups(layers, cuts) for layers, cuts in starts.items())}"
-    return tuple(apart if line == _ALIKE else line for line in COVERS)
+    return *(apart if line == _ALIKE else line for line in COVERS), kernels
 
 
 def _groups(layers: str, cuts: Sequence[int]) -> str:

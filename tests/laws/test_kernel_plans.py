@@ -1,0 +1,219 @@
+"""Plans with collective-overlap kernels: where they pay, what they compute, what is said of them, and that nothing else is believed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import zoo_small
+from overlapping import overlapping
+from torch import nn
+
+import autopar
+from autopar.api import what_if
+from autopar.capture import Trace, capture
+from autopar.certificate import certify
+from autopar.emit import emit
+from autopar.hardware import HardwareProfile
+from autopar.kernels import fused
+from autopar.mesh import Mesh
+from autopar.planning import PlanOptions, make_plan
+from autopar.plans import Communication, InKernel, Plan
+from autopar.run.lockstep import run_lockstep
+
+Built = tuple[nn.Module, dict[str, torch.Tensor], Trace]
+LINE, SQUARE, UNEVEN = Mesh({"gpu": 4}), Mesh({"data": 2, "tensor": 2}), Mesh({"gpu": 3})
+SLOW = overlapping()
+PLANS: dict[str, tuple[str, Mesh, int | None]] = {
+    "llama": ("llama", LINE, None), "gpt2": ("gpt2", LINE, None), "llama, tight": ("llama", LINE, 175_000),
+    "llama, data and tensor": ("llama", SQUARE, None), "bert": ("bert", LINE, None),
+}  # fmt: skip
+
+
+@cache
+def built(kind: str) -> Built:
+    torch.manual_seed(0)
+    model, batch = getattr(zoo_small, kind)(dtype=torch.float64)
+    return model, batch, capture(model, (), batch)
+
+
+@cache
+def planned(name: str) -> Plan:
+    kind, mesh, memory = PLANS[name]
+    return make_plan(built(kind)[2], mesh, SLOW, PlanOptions(memory_bytes=memory), model_name=kind).plan
+
+
+def kernels(plan: Plan) -> list[Communication]:
+    return [c for c in plan.communications if c.kernel is not None]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_rank_computes_what_the_model_does(name: str) -> None:
+    plan, (model, batch, trace) = planned(name), built(PLANS[name][0])
+    assert kernels(plan), "the links are slow, so kernels pay"
+    report = autopar.verify(plan, model, batch)
+    assert report.ok, str(report)
+
+
+def test_among_these_plans_both_kernels_stand_in_both_phases_and_one_runs_again() -> None:
+    seen = {(c.kernel.name, c.phase, c.kernel.again) for name in PLANS for c in kernels(planned(name)) if c.kernel}
+    assert {(name, phase) for name, phase, _ in seen} == {(n, p) for n in SLOW.kernels for p in ("forward", "backward")}
+    assert any(again for _, _, again in seen)
+    assert {c.kernel.num_chunks for name in PLANS for c in kernels(planned(name)) if c.kernel} != {1}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_is_certified_and_its_file_says_all_of_it(name: str) -> None:
+    plan, trace = planned(name), built(PLANS[name][0])[2]
+    assert Plan.loads(plan.dumps()) == plan
+    found = certify(trace, Plan.loads(plan.dumps()), SLOW)
+    assert found.ok, str(found)
+    predicted = plan.prediction
+    saved_s = sum(len(c.instances) * c.kernel.saved_s for c in kernels(plan) if c.kernel)
+    assert predicted.in_kernels_s == pytest.approx(saved_s) and saved_s > 0
+    assert predicted.step_s <= predicted.compute_s + predicted.communication_s - saved_s + 1e-12
+    assert predicted.simulated_s >= predicted.step_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tight"])
+def test_what_the_plan_lists_is_what_runs_and_each_kernel_is_one_node(name: str) -> None:
+    plan, (model, batch, trace) = planned(name), built(PLANS[name][0])
+    program = emit(trace, plan)
+    nodes = [n for g in (program.forward, program.backward) for n in g.graph.nodes if n.target in fused.KERNELS]
+    assert len(nodes) == sum(len(c.instances) for c in kernels(plan))
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    known = {t.name: values[t.name] for t in program.parameters}
+    records = run_lockstep(program, known, {t.name: values[t.name] for t in program.buffers}, batch, dtype=torch.float64).records
+    ran = Counter((phase, c.kind, c.axis, c.dim) for phase, _, c in records)
+    listed: Counter[tuple[str, str, int, int]] = Counter()
+    for c in plan.communications:
+        listed[c.phase, c.collective.kind, c.collective.axis, c.collective.dim] += len(c.instances)
+    assert ran == listed
+
+
+def test_on_a_fast_link_no_kernel_pays_on_a_slow_one_they_change_the_layouts() -> None:
+    trace = built("llama")[2]
+    fast = overlapping(link_bytes_per_s=3e12)
+    assert not kernels(make_plan(trace, LINE, fast, PlanOptions()).plan)
+    without = make_plan(trace, LINE, replace(SLOW, kernels={}, hash="without"), PlanOptions()).plan
+    assert planned("llama").prediction.step_s < without.prediction.step_s
+    assert planned("llama").node_choices() != without.node_choices()
+
+
+def test_small_products_are_not_cut_where_a_launch_costs_more_than_that_hides() -> None:
+    sluggish = replace(SLOW, launch_overhead_s=1e-3, hash="sluggish")
+    assert not kernels(make_plan(built("llama")[2], LINE, sluggish, PlanOptions()).plan)
+
+
+def test_a_profile_without_figures_has_no_kernels_and_plans_say_so() -> None:
+    h100 = HardwareProfile.load("h100-sxm")
+    assert not h100.kernels, "none was measured"
+    plan = make_plan(built("gpt2")[2], LINE, h100, PlanOptions()).plan
+    assert "no collective-overlap kernels: the hardware's profile has no figures for them" in plan.proof.covers
+    assert "hide of what their chunks could: all_gather_matmul 0.9" in " ".join(planned("gpt2").proof.covers)
+
+
+def test_what_a_kernel_reaches_scales_what_it_saves() -> None:
+    half = overlapping(kernels=dict.fromkeys(SLOW.kernels, 0.45))
+    whole, less = (what_if_saved(profile) for profile in (SLOW, half))
+    assert less == pytest.approx(whole / 2)
+
+
+def what_if_saved(profile: HardwareProfile) -> float:
+    """What the kernels of one plan save there, by its step with and without them."""
+    model, batch, _ = built("llama")
+    none = replace(profile, kernels={}, hash=f"{profile.hash} without")
+    with_s, without_s = (what_if(planned("llama"), model, batch, hardware=each, best=False).step_s for each in (profile, none))
+    return without_s - with_s
+
+
+def test_where_parts_differ_in_length_no_kernel_is_on_offer() -> None:
+    trace = built("llama")[2]
+    plan = make_plan(trace, UNEVEN, SLOW, PlanOptions()).plan
+    assert all(c.why for c in plan.communications if c.kernel is None and "dot" in c.node and c.collective.kind == "reduce_scatter")
+    for c in kernels(plan):
+        tensor = next(n for n in trace.graph.nodes if n.op == "call_function" and n.meta["key"] == c.node.format(*c.instances[0]))
+        assert tensor.meta["val"].shape[c.collective.dim] % 3 == 0
+
+
+def test_explain_lists_where_kernels_were_considered_and_why() -> None:
+    said = str(autopar.explain(planned("llama")))
+    assert "Collective-overlap kernels considered" in said
+    assert "all_gather_matmul of" in said and "matmul_reduce_scatter of" in said
+    assert "are saved by" in said and "collective-overlap kernels" in said
+
+
+Change = Callable[[Plan], Plan]
+
+
+def kernel(pick: Callable[[Communication], bool], **changes: object) -> Change:
+    def change(plan: Plan) -> Plan:
+        at = next(i for i, c in enumerate(plan.communications) if c.kernel is not None and pick(c))
+        parts = list(plan.communications)
+        assert parts[at].kernel is not None
+        parts[at] = replace(parts[at], kernel=replace(parts[at].kernel, **changes))  # type: ignore[type-var]
+        return replace(plan, communications=tuple(parts))
+
+    return change
+
+
+def gathers(c: Communication) -> bool:
+    return c.collective.kind == "all_gather"
+
+
+def scatters(c: Communication) -> bool:
+    return c.collective.kind == "reduce_scatter"
+
+
+def without(plan: Plan) -> Plan:
+    """The first kernel forgotten, its saving still claimed."""
+    at = next(i for i, c in enumerate(plan.communications) if c.kernel is not None)
+    parts = [replace(c, kernel=None) if i == at else c for i, c in enumerate(plan.communications)]
+    return replace(plan, communications=tuple(parts))
+
+
+def another(plan: Plan) -> Plan:
+    """A collective that is no product's gets one."""
+    stranger = next(i for i, c in enumerate(plan.communications) if c.kernel is None and c.collective.kind == "all_to_all")
+    taken = InKernel("all_gather_matmul", next(c.kernel.node for c in plan.communications if c.kernel), False, 1, 1e-5)
+    parts = [replace(c, kernel=taken) if i == stranger else c for i, c in enumerate(plan.communications)]
+    return replace(plan, communications=tuple(parts))
+
+
+MUTANTS: dict[str, Change] = {
+    "saves more": kernel(gathers, saved_s=1e-3),
+    "saves less": kernel(scatters, saved_s=1e-9),
+    "more chunks": kernel(gathers, num_chunks=2),
+    "another product": kernel(gathers, node="model.layers.{0}.self_attn.v_proj/dot/backward/1"),
+    "no product": kernel(gathers, node="model.layers.{0}.mlp/mul.Tensor/forward/0"),
+    "another kernel": kernel(scatters, name="all_gather_matmul"),
+    "as it runs again": kernel(scatters, again=True),
+    "a kernel forgotten": without,
+    "a kernel where none can be": another,
+    "saves what is not said": lambda plan: replace(plan, prediction=replace(plan.prediction, in_kernels_s=0.0)),
+}
+
+
+@pytest.mark.parametrize("change", [pytest.param(m, id=n) for n, m in MUTANTS.items()])
+def test_a_plan_whose_kernels_are_changed_is_not_certified(change: Change) -> None:
+    plan = change(planned("llama"))
+    assert plan != planned("llama")
+    found = certify(built("llama")[2], plan, SLOW)
+    assert not found.ok and {f.claim for f in found.findings} & {"kernels", "time", "layouts"}, str(found)
+
+
+def test_without_the_collective_of_a_kernel_the_check_of_numbers_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank multiplies what it has instead of what all have: seen, or the check above could not fail."""
+    plan, (model, batch, _) = planned("llama"), built("llama")
+    monkeypatch.setattr("autopar.run.lockstep._step", lambda kind, parts, dim, to_dim, op: stale(kind, parts, dim))
+    assert not autopar.verify(plan, model, batch).ok
+
+
+def stale(kind: str, parts: list[torch.Tensor], dim: int) -> list[torch.Tensor]:
+    if kind == "all_gather":
+        return [torch.cat([parts[0]] * len(parts), dim)] * len(parts)
+    raise RuntimeError("one step is enough")
