@@ -22,6 +22,7 @@ from autopar.errors import KernelError
 from autopar.kernels.build import build_library
 
 _P, _I, _L, _U, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64, ctypes.c_double
+_SHARDS = (_L,) * 6  # outer, rows, row_bytes, size, rank, num_chunks (include/shards.h)
 
 # By full name: the types of the arguments; all return an int status. `_P` is an address, `_L` a number of elements. What ends in _cuda
 # takes its stream last; what ends in _host and runs threads takes their number last.
@@ -38,6 +39,24 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = {
     "ap_reduce_add_rmsnorm_forward_cuda": (_P, _I, _P, _P, _P, _P, _P, _I, _L, _L, _D, _P),
     "ap_reduce_add_rmsnorm_backward_host": (_P, _P, _P, _P, _P, _P, _P, _P, _I, _L, _L, _I),
     "ap_reduce_add_rmsnorm_backward_cuda": (_P, _P, _P, _P, _P, _P, _P, _P, _I, _L, _L, _P),
+    "ap_all_gather_matmul_publish_host": (_P, _P, _P, _P, *_SHARDS, _U),
+    "ap_all_gather_matmul_publish_cuda": (_P, _P, _P, _P, *_SHARDS, _U, _P),
+    "ap_all_gather_matmul_pull_host": (_P, _P, _P, *_SHARDS, _U),
+    "ap_all_gather_matmul_pull_cuda": (_P, _P, _P, *_SHARDS, _U, _P),
+    "ap_all_gather_matmul_wait_host": (_P, *_SHARDS, _L, _L, _U),
+    "ap_all_gather_matmul_wait_cuda": (_P, *_SHARDS, _L, _L, _U, _P),
+    "ap_all_gather_matmul_order_host": (_P, *_SHARDS),
+    "ap_all_gather_matmul_sizes_host": (_P, *_SHARDS),
+    "ap_matmul_reduce_scatter_produced_host": (_P, *_SHARDS, _L, _L, _U),
+    "ap_matmul_reduce_scatter_produced_cuda": (_P, *_SHARDS, _L, _L, _U, _P),
+    "ap_matmul_reduce_scatter_push_host": (_P, _P, _P, *_SHARDS, _U),
+    "ap_matmul_reduce_scatter_push_cuda": (_P, _P, _P, *_SHARDS, _U, _P),
+    "ap_matmul_reduce_scatter_arrive_host": (_P, *_SHARDS, _U),
+    "ap_matmul_reduce_scatter_arrive_cuda": (_P, *_SHARDS, _U, _P),
+    "ap_matmul_reduce_scatter_reduce_host": (_P, _P, _L, _I, *_SHARDS, _U),
+    "ap_matmul_reduce_scatter_reduce_cuda": (_P, _P, _L, _I, *_SHARDS, _U, _P),
+    "ap_matmul_reduce_scatter_order_host": (_P, *_SHARDS),
+    "ap_matmul_reduce_scatter_sizes_host": (_P, *_SHARDS, _U),
 }
 STATUS = {1: "an argument was refused", 2: "a wait for a signal timed out", 3: "the launch failed"}
 TIMED_OUT = 2
