@@ -16,7 +16,7 @@
 // order of sums.h within each chunk of 4096 elements of a segment, and in that order over the tensor's chunks, rank after rank.
 //
 // Device: a block of 256 threads per chunk, a thread per group of 8 elements; accesses of 16 bytes where the group's elements are
-// neighbours and aligned. The table of pieces lies in memory that the device reads; nothing is allocated, nothing waited for.
+// neighbours and aligned; at least four blocks to a multiprocessor. The table of pieces lies in memory that the device reads; nothing is allocated, nothing waited for.
 #include "include/index.h"
 #include "include/sums.h"
 #ifndef __CUDACC__
@@ -73,7 +73,7 @@ struct Chunk {
 };
 
 AP_HD inline Chunk chunk_of(const Piece* pieces, int64_t num_pieces, const Bucket& b, int64_t index) {
-  const int64_t turn = index / b.chunks, number = index - turn * b.chunks, found = piece_of(pieces, num_pieces, number);
+  const int64_t turn = quotient(index, b.chunks), number = index - turn * b.chunks, found = piece_of(pieces, num_pieces, number);
   const Piece& piece = pieces[found];
   const int64_t begin = (number - piece.first_chunk) * kChunk;
   const int64_t end = min_of(begin + kChunk, segment_length(piece, b.parts));
@@ -82,11 +82,11 @@ AP_HD inline Chunk chunk_of(const Piece* pieces, int64_t num_pieces, const Bucke
 
 // The k-th chunk of a piece, rank after rank: its number among all chunks of the bucket.
 AP_HD inline int64_t nth_chunk(const Piece& piece, const Bucket& b, int64_t per_row, int64_t k) {
-  const int64_t turn = k / per_row;
+  const int64_t turn = quotient(k, per_row);
   return turn * b.chunks + piece.first_chunk + (k - turn * per_row);
 }
 
-AP_HD inline int64_t chunks_of(const Piece& piece, const Bucket& b) { return ceil_div(segment_length(piece, b.parts), kChunk); }
+AP_HD inline int64_t chunks_of(const Piece& piece, const Bucket& b) { return (segment_length(piece, b.parts) + kChunk - 1) / kChunk; }
 
 template <bool kSquares, class B>
 AP_HD inline int pack_lane(const Piece& piece, const Chunk& chunk, B* bucket, double scale, int lane, int step, double* sums) {
@@ -117,7 +117,7 @@ AP_HD inline int unpack_lane(const Piece& piece, const Chunk& chunk, const B* bu
 #ifdef __CUDACC__
 
 template <bool kSquares, class B>
-__global__ void __launch_bounds__(ap::kLanes)
+__global__ void __launch_bounds__(ap::kLanes, 4)
     ap_pack_kernel(const ap::Piece* pieces, int64_t num_pieces, B* bucket, ap::Bucket b, double scale, double* chunk_sums) {
   __shared__ double lanes[kSquares ? ap::kLanes : 1];
   const ap::Chunk chunk = ap::chunk_of(pieces, num_pieces, b, blockIdx.x);
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(ap::kLanes)
 }
 
 // One block per tensor.
-__global__ void __launch_bounds__(ap::kLanes)
+__global__ void __launch_bounds__(ap::kLanes, 4)
     ap_pack_squares_kernel(const ap::Piece* pieces, ap::Bucket b, const double* chunk_sums, double* squares) {
   __shared__ double lanes[ap::kLanes];
   const ap::Piece piece = pieces[blockIdx.x];
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(ap::kLanes)
 }
 
 template <class B>
-__global__ void __launch_bounds__(ap::kLanes)
+__global__ void __launch_bounds__(ap::kLanes, 4)
     ap_unpack_kernel(const ap::Piece* pieces, int64_t num_pieces, const B* bucket, ap::Bucket b, double scale) {
   const ap::Chunk chunk = ap::chunk_of(pieces, num_pieces, b, blockIdx.x);
   ap::unpack_lane(pieces[chunk.piece], chunk, bucket, scale, threadIdx.x, ap::kLanes);
@@ -186,7 +186,8 @@ AP_API int ap_pack_bucket_host(const ap::Piece* pieces, int64_t num_pieces, void
                                int num_threads) {
   const ap::Bucket b{row, parts, first, count, chunks};
   if (!ap::is_sound(b, num_pieces) || (squares != nullptr && chunk_sums == nullptr)) return AP_BAD_ARGUMENT;
-  for (int64_t i = 0; i < num_pieces; ++i) AP_FOR_FLOAT(pieces[i].dtype, S, (void)sizeof(S))
+  for (int64_t i = 0; i < num_pieces; ++i)
+    if (!ap::is_sound(pieces[i], b)) return AP_BAD_ARGUMENT;
   AP_FOR_FLOAT(dtype, B, {
     ap::for_each_item(chunks * count, num_threads, [&](int64_t index) {
       const ap::Chunk chunk = ap::chunk_of(pieces, num_pieces, b, index);
@@ -211,7 +212,8 @@ AP_API int ap_unpack_bucket_host(const ap::Piece* pieces, int64_t num_pieces, co
                                  int64_t first, int64_t count, int64_t chunks, double scale, int num_threads) {
   const ap::Bucket b{row, parts, first, count, chunks};
   if (!ap::is_sound(b, num_pieces)) return AP_BAD_ARGUMENT;
-  for (int64_t i = 0; i < num_pieces; ++i) AP_FOR_FLOAT(pieces[i].dtype, S, (void)sizeof(S))
+  for (int64_t i = 0; i < num_pieces; ++i)
+    if (!ap::is_sound(pieces[i], b)) return AP_BAD_ARGUMENT;
   AP_FOR_FLOAT(dtype, B, {
     ap::for_each_item(chunks * count, num_threads, [&](int64_t index) {
       const ap::Chunk chunk = ap::chunk_of(pieces, num_pieces, b, index);

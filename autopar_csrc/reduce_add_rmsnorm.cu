@@ -101,7 +101,7 @@ AP_HD inline W band_sum(const T* grad_normed, const T* y, const W* rstd, int64_t
 #ifdef __CUDACC__
 
 template <class T>
-__global__ void __launch_bounds__(ap::kLanes) ap_rmsnorm_forward_kernel(const int64_t* parts, int world, const T* residual, const T* weight,
+__global__ void __launch_bounds__(ap::kLanes, 2) ap_rmsnorm_forward_kernel(const int64_t* parts, int world, const T* residual, const T* weight,
                                                                         T* y, T* normed, typename ap::Wide<T>::type* rstd,
                                                                         int64_t hidden, double eps) {
   using W = typename ap::Wide<T>::type;
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(ap::kLanes) ap_rmsnorm_forward_kernel(const in
 }
 
 template <class T>
-__global__ void __launch_bounds__(ap::kLanes)
+__global__ void __launch_bounds__(ap::kLanes, 2)
     ap_rmsnorm_backward_kernel(const T* grad_y, const T* grad_normed, const T* y, const typename ap::Wide<T>::type* rstd, const T* weight,
                                T* grad, int64_t hidden) {
   using W = typename ap::Wide<T>::type;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(ap::kLanes)
 
 // A thread per column, a block row per band.
 template <class T, class W>
-__global__ void __launch_bounds__(ap::kLanes)
+__global__ void __launch_bounds__(ap::kLanes, 2)
     ap_rmsnorm_bands_kernel(const T* grad_normed, const T* y, const W* rstd, W* bands, int64_t rows, int64_t hidden) {
   const int64_t column = int64_t(blockIdx.x) * ap::kLanes + threadIdx.x, begin = int64_t(blockIdx.y) * ap::kBand;
   if (column >= hidden) return;
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(ap::kLanes)
 }
 
 template <class T, class W>
-__global__ void __launch_bounds__(ap::kLanes) ap_rmsnorm_weight_kernel(const W* bands, T* grad_weight, int64_t num_bands, int64_t hidden) {
+__global__ void __launch_bounds__(ap::kLanes, 2) ap_rmsnorm_weight_kernel(const W* bands, T* grad_weight, int64_t num_bands, int64_t hidden) {
   const int64_t column = int64_t(blockIdx.x) * ap::kLanes + threadIdx.x;
   if (column >= hidden) return;
   W sum = 0;

@@ -17,6 +17,8 @@ AP_HD inline int64_t part_length(int64_t size, int64_t parts, int64_t part) {
 // --- buckets: many tensors in one buffer, rank after rank (the picture is at the top of pack.cu) ----------------------------------
 constexpr int64_t kAlign = 8;     // a segment's length is a multiple, so that each begins at 16 bytes in any dtype
 constexpr int64_t kChunk = 4096;  // elements of a segment that one block, or one item of the host's threads, moves
+// A dim that is cut and the chunks of a bucket count less than 2^31, and so do the elements of a segment.
+AP_HD inline int64_t quotient(int64_t a, int64_t b) { return uint32_t(a) / uint32_t(b); }  // of 64 bits it would be a call on the device
 
 // One tensor: [outer, local, inner] in memory, a part of [outer, whole, inner]. Rows of the table that the caller fills.
 struct Piece {
@@ -45,7 +47,16 @@ AP_HD inline bool is_sound(const Bucket& b, int64_t num_pieces) {
 
 // Elements of a piece's segment in every row, padding included.
 AP_HD inline int64_t segment_length(const Piece& piece, int64_t parts) {
-  return ceil_div(piece.outer * ceil_div(piece.whole, parts) * piece.inner, kAlign) * kAlign;
+  return (piece.outer * quotient(piece.whole + parts - 1, parts) * piece.inner + kAlign - 1) & ~(kAlign - 1);
+}
+
+// What the host can see of its table; the device trusts it.
+inline bool is_sound(const Piece& piece, const Bucket& b) {
+  const bool cut = piece.outer >= 0 && piece.whole >= 0 && piece.whole + b.parts < INT32_MAX && piece.inner >= 0;
+  if (!cut || piece.dtype < AP_F32 || piece.dtype > AP_F16) return false;
+  const int64_t length = segment_length(piece, b.parts);
+  return length < INT32_MAX && piece.offset >= 0 && piece.offset % kAlign == 0 && piece.offset + length <= b.row &&
+         piece.first_chunk >= 0 && piece.first_chunk + ceil_div(length, kChunk) <= b.chunks;
 }
 
 // One rank's part of a piece: `outer` runs of `run` neighbours, `stride` apart in the tensor; in the segment one after the other.
@@ -54,14 +65,15 @@ struct Part {
 };
 
 AP_HD inline Part part_of(const Piece& piece, const Bucket& b, int64_t rank) {
-  const int64_t run = part_length(piece.whole, b.parts, rank) * piece.inner;
-  const int64_t begin = part_begin(piece.whole, b.parts, rank) - part_begin(piece.whole, b.parts, b.first);
-  return Part{piece.outer * run, run, piece.local * piece.inner, begin * piece.inner};
+  const int64_t most = quotient(piece.whole + b.parts - 1, b.parts);  // as part_begin and part_length
+  const int64_t begin = min_of(most * rank, piece.whole), end = min_of(begin + most, piece.whole);
+  const int64_t run = (end - begin) * piece.inner;
+  return Part{piece.outer * run, run, piece.local * piece.inner, (begin - min_of(most * b.first, piece.whole)) * piece.inner};
 }
 
 // Where in the tensor the element at `at` < size of the segment is; `left` elements from there on are neighbours in both.
 AP_HD inline int64_t element_of(const Part& part, int64_t at, int64_t* left) {
-  const int64_t turn = part.run == part.size ? 0 : at / part.run, within = at - turn * part.run;
+  const int64_t turn = part.run == part.size ? 0 : quotient(at, part.run), within = at - turn * part.run;
   *left = part.run - within;
   return turn * part.stride + part.begin + within;
 }

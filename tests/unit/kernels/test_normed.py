@@ -1,0 +1,148 @@
+"""The sum over peers, the residual and the norm, in one order: what compiled code computes equals the reference bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from native import WORLDS, needs_host
+from torch import Tensor
+
+from autopar.errors import KernelError
+from autopar.kernels import library
+from autopar.kernels.normed import FLOATS, backward_op, forward_op, reduce_add_rmsnorm, reference_backward, reference_forward
+
+EPS = 1e-5
+
+
+def inputs_of(world: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[list[Tensor], Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(shape, generator=generator).to(dtype) for _ in range(world + 1)]
+    return made[1:], made[0], torch.randn(shape[-1], generator=generator).to(dtype)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+SHAPES = st.tuples(st.integers(0, 70), st.sampled_from((1, 3, 8, 13, 64, 257, 2048, 2051)))
+
+
+@given(st.sampled_from(WORLDS), SHAPES, st.sampled_from(FLOATS))
+def test_forward_and_backward_equal_their_references_bit_by_bit(world: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    parts, residual, weight = inputs_of(world, shape, dtype)
+    made = reduce_add_rmsnorm(parts, residual, weight, EPS)
+    assert all(same(a, b) for a, b in zip(made, reference_forward(parts, residual, weight, EPS), strict=True))
+    grads, grad_y, _ = inputs_of(1, shape, dtype, seed=1)
+    found = backward_op(grad_y, grads[0], made[0], made[2], weight)
+    assert all(same(a, b) for a, b in zip(found, reference_backward(grad_y, grads[0], made[0], made[2], weight), strict=True))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_peers_are_added_in_the_order_of_their_ranks(world: int) -> None:
+    parts, residual, weight = inputs_of(world, (9, 40), torch.float32)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    y, _, _ = reduce_add_rmsnorm(parts, residual, weight, EPS)
+    assert torch.equal(y, residual + total)
+    if world > 2:
+        assert not torch.equal(y, reduce_add_rmsnorm(parts[::-1], residual, weight, EPS)[0])
+
+
+@pytest.mark.parametrize(("dtype", "digits"), ((torch.float32, 2e-6), (torch.float64, 1e-14), (torch.bfloat16, 1e-2), (torch.half, 2e-3)))
+def test_it_is_the_norm_that_torch_has(dtype: torch.dtype, digits: float) -> None:
+    parts, residual, weight = inputs_of(3, (4, 6, 200), dtype)
+    y, normed, rstd = reduce_add_rmsnorm(parts, residual, weight, EPS)
+    wide = y.double()
+    expected = torch.nn.functional.rms_norm(wide, (200,), weight.double(), EPS)
+    assert normed.shape == (4, 6, 200) and rstd.shape == (4, 6)
+    assert (normed.double() - expected).abs().max() <= digits * expected.abs().max()
+    summed = residual.double() + sum(part.double() for part in parts)
+    assert (wide - summed).abs().max() <= digits * summed.abs().max()
+
+
+@pytest.mark.parametrize("uses", ("both", "y", "normed"))
+def test_gradients_are_those_of_autograd(uses: str) -> None:
+    parts, residual, weight = inputs_of(3, (2, 35, 24), torch.float64)
+    leaves = [t.requires_grad_() for t in (*parts, residual, weight)]
+
+    def plain(parts: list[Tensor], residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        y = residual + torch.stack(parts).sum(0)
+        return y, torch.nn.functional.rms_norm(y, (24,), weight, eps)
+
+    def loss(y: Tensor, normed: Tensor, *_: Tensor) -> Tensor:
+        return (y.sin().sum() if uses != "normed" else 0) + (normed.cos().sum() if uses != "y" else 0)
+
+    found = torch.autograd.grad(loss(*reduce_add_rmsnorm(parts, residual, weight, EPS)), leaves)
+    expected = torch.autograd.grad(loss(*plain(parts, residual, weight, EPS)), leaves, materialize_grads=True)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
+    assert all(torch.equal(found[0], grad) for grad in found[1:4])
+
+
+def test_no_gradient_flows_through_the_scale_of_a_row() -> None:
+    parts, residual, weight = inputs_of(2, (3, 8), torch.float32)
+    made = reduce_add_rmsnorm(parts, residual.requires_grad_(), weight, EPS)
+    assert [t.requires_grad for t in made] == [True, True, False]
+
+
+def test_threads_change_nothing() -> None:
+    parts, residual, weight = inputs_of(3, (200, 300), torch.bfloat16)
+    try:
+        found: list[tuple[Tensor, ...]] = []
+        for threads in (1, 4):
+            torch.set_num_threads(threads)
+            y, normed, rstd = reduce_add_rmsnorm(parts, residual, weight, EPS)
+            found.append((y, normed, rstd, *backward_op(residual, parts[0], y, rstd, weight)))
+    finally:
+        torch.set_num_threads(1)
+    assert all(same(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_tensors_that_are_not_aligned_or_not_contiguous_are_taken_alike(dtype: torch.dtype) -> None:
+    held = torch.randn(4, 801, generator=torch.Generator().manual_seed(3)).to(dtype)
+    parts = [held[0, 1:].view(20, 40), held[1, 1:].view(40, 20).t()]
+    residual, weight = held[2, :800].view(20, 40), held[3, 3:43]
+    made = reduce_add_rmsnorm(parts, residual, weight, EPS)
+    assert all(same(a, b) for a, b in zip(made, reference_forward(parts, residual, weight, EPS), strict=True))
+    assert all(t.is_contiguous() for t in made)
+
+
+def test_forward_is_a_sound_operator() -> None:
+    parts, residual, weight = inputs_of(2, (3, 5, 16), torch.float32)
+    torch.library.opcheck(forward_op, ([p.requires_grad_() for p in parts], residual.requires_grad_(), weight.requires_grad_(), EPS))
+
+
+def test_backward_is_a_sound_operator() -> None:
+    (normed, y), grad_y, weight = inputs_of(2, (3, 5, 16), torch.bfloat16)
+    torch.library.opcheck(backward_op, (grad_y, normed, y, torch.ones(3, 5), weight))
+
+
+X = torch.ones(2, 3)
+REFUSED: list[tuple[str, Any, str]] = [
+    ("no part", lambda: reduce_add_rmsnorm([], X, X[0], EPS), "no peer"),
+    ("shape", lambda: reduce_add_rmsnorm([X[:1]], X, X[0], EPS), r"a part is \(1, 3\)"),
+    ("weight", lambda: reduce_add_rmsnorm([X], X, X[0, :2], EPS), r"weight of \(2,\)"),
+    ("dtype", lambda: reduce_add_rmsnorm([X.double()], X, X[0], EPS), "float64 on cpu beside"),
+    ("weight's dtype", lambda: reduce_add_rmsnorm([X], X, X[0].double(), EPS), "float64 on cpu beside"),
+    ("whole numbers", lambda: reduce_add_rmsnorm([X.int()], X.int(), X[0].int(), EPS), "int32"),
+    ("nothing to norm", lambda: reduce_add_rmsnorm([X[:, :0]], X[:, :0], X[0, :0], EPS), r"norm of \(2, 0\)"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(KernelError, match=message):
+        call()
+
+
+@needs_host
+def test_the_library_refuses_what_it_cannot_read() -> None:
+    for world, code, rows, hidden in ((0, 0, 1, 1), (1, 4, 1, 1), (1, 0, -1, 1), (1, 0, 1, 0)):
+        arguments = *(None,) * 5, code, rows, hidden, EPS, 1
+        assert library.function("host", "ap_reduce_add_rmsnorm_forward_host")(None, world, *arguments) == 1
