@@ -23,6 +23,8 @@ from autopar.kernels.build import build_library
 
 _P, _I, _L, _U, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64, ctypes.c_double
 _SHARDS = (_L,) * 6  # outer, rows, row_bytes, size, rank, num_chunks (include/shards.h)
+# memory, flags, then tokens, choices, row_bytes, num_experts, size, rank, most (include/routes.h), and the epoch
+_ROUTES = (_P, _P, *(_L,) * 7, _U)
 
 # By full name: the types of the arguments; all return an int status. `_P` is an address, `_L` a number of elements. What ends in _cuda
 # takes its stream last; what ends in _host and runs threads takes their number last.
@@ -57,6 +59,17 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = {
     "ap_matmul_reduce_scatter_reduce_cuda": (_P, _P, _L, _I, *_SHARDS, _U, _P),
     "ap_matmul_reduce_scatter_order_host": (_P, *_SHARDS),
     "ap_matmul_reduce_scatter_sizes_host": (_P, *_SHARDS, _U),
+    "ap_moe_dispatch_announce_host": (_P, _P, _P, *_ROUTES),
+    "ap_moe_dispatch_announce_cuda": (_P, _P, _P, *_ROUTES, _P),
+    "ap_moe_dispatch_push_host": (*(_P,) * 6, *_ROUTES),
+    "ap_moe_dispatch_push_cuda": (*(_P,) * 6, *_ROUTES, _P),
+    "ap_moe_dispatch_collect_host": (_P, _P, *_ROUTES),
+    "ap_moe_dispatch_collect_cuda": (_P, _P, *_ROUTES, _P),
+    "ap_moe_combine_push_host": (_P, _P, *_ROUTES),
+    "ap_moe_combine_push_cuda": (_P, _P, *_ROUTES, _P),
+    "ap_moe_combine_sum_host": (_P, _P, _P, _P, _I, *_ROUTES),
+    "ap_moe_combine_sum_cuda": (_P, _P, _P, _P, _I, *_ROUTES, _P),
+    "ap_moe_sizes_host": (_P, _L, _L, _L, _L),
 }
 STATUS = {1: "an argument was refused", 2: "a wait for a signal timed out", 3: "the launch failed"}
 TIMED_OUT = 2

@@ -159,7 +159,7 @@ class HostThreads(Peers):
     """Ranks that are threads of this process, on the CPU; each has a second thread as its copy lane.
 
     A rank's thread calls `run` with its own rank; with several ranks `run` starts a thread for each. Close it at the end, or use it
-    in a ``with``.
+    in a ``with``. Where one rank fails, those who wait for it wait on, but with ``AUTOPAR_KERNELS=debug`` for a limited time.
 
     Args:
         pause: as of `VirtualRanks`.

@@ -10,9 +10,10 @@ import pytest
 import torch
 from native import WORLDS, needs_gpu, needs_nvcc
 from overlap_cases import gather_all, scatter_all, shards_of, whole_numbers
+from route_cases import combine_all, dispatch_all, drawn
 from torch import Tensor
 
-from autopar.kernels import chunked, library, overlapped
+from autopar.kernels import chunked, library, overlapped, routed
 from autopar.kernels.peers import VirtualRanks
 
 pytestmark = [pytest.mark.gpu, needs_gpu, needs_nvcc]
@@ -87,6 +88,23 @@ def test_sums_are_the_references_to_the_last_bit_each_time(size: int, dtype: tor
     for _ in range(20):
         found = torch.cat(scatter_all(peers, "mk,kn->mn", [(a.cuda(), b.cuda()) for a, b in pairs], 0, 2))
         assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", WORLDS)
+def test_rows_go_to_their_experts_and_come_back_as_in_the_reference(size: int, dtype: torch.dtype) -> None:
+    peers = VirtualRanks(size, "cuda", late(size))
+    for choices, per_rank, seed in ((1, 1, 0), (2, 3, 1), (3, 2, 2), (2, 3, 3)):
+        xs, experts, weights, most = drawn(size, choices, per_rank, seed)
+        xs = [x.to(dtype) for x in xs]
+        expected = routed.moe_dispatch_reference(xs, experts, size * per_rank, most)
+        found = dispatch_all(peers, moved(xs), moved(experts), size * per_rank, most)
+        assert all(torch.equal(job.rows.cpu(), parts[0]) for job, parts in zip(found, expected, strict=True))
+        assert all(torch.equal(job.position.cpu(), parts[2]) for job, parts in zip(found, expected, strict=True))
+        wide = [w.to(torch.float64 if dtype == torch.float64 else torch.float32) for w in weights]
+        wanted = routed.moe_combine_reference([part[0] for part in expected], expected[0][1], [part[2] for part in expected], wide)
+        combined = combine_all(peers, [(job.rows, job.table, job.position) for job in found], moved(wide))
+        assert all(torch.equal(job.y.cpu(), y) for job, (y, _) in zip(combined, wanted, strict=True))
 
 
 def test_a_signal_that_comes_before_its_data_changes_the_numbers() -> None:
