@@ -5,7 +5,7 @@
 // On the device the wait's status goes to *status (an int on the device, or null); the call returns whether it was launched.
 #include "include/epoch.h"
 
-#ifdef __CUDACC__
+#ifdef AP_DEVICE
 
 __global__ void ap_epoch_signal_kernel(uint64_t* flag, uint64_t epoch) { ap::signal(flag, epoch); }
 
@@ -16,13 +16,13 @@ __global__ void ap_epoch_wait_kernel(const uint64_t* flag, uint64_t epoch, int* 
 
 AP_API int ap_epoch_signal_cuda(uint64_t* flag, uint64_t epoch, void* stream) {
   if (flag == nullptr || epoch == 0) return AP_BAD_ARGUMENT;
-  ap_epoch_signal_kernel<<<1, 1, 0, ap::stream_of(stream)>>>(flag, epoch);
+  AP_LAUNCH(ap_epoch_signal_kernel, 1, 1, stream, flag, epoch);
   return ap::launched();
 }
 
 AP_API int ap_epoch_wait_cuda(const uint64_t* flag, uint64_t epoch, int* status, void* stream) {
   if (flag == nullptr) return AP_BAD_ARGUMENT;
-  ap_epoch_wait_kernel<<<1, 1, 0, ap::stream_of(stream)>>>(flag, epoch, status);
+  AP_LAUNCH(ap_epoch_wait_kernel, 1, 1, stream, flag, epoch, status);
   return ap::launched();
 }
 

@@ -19,11 +19,14 @@
 // neighbours and aligned; at least four blocks to a multiprocessor. The table of pieces lies in memory that the device reads; nothing is allocated, nothing waited for.
 #include "include/index.h"
 #include "include/sums.h"
-#ifndef __CUDACC__
+#ifndef AP_DEVICE
 #include "include/threads.h"
 #endif
 
 namespace ap {
+namespace {
+
+constexpr int64_t kGrain = 16;  // chunks of a thread on the host
 
 // Groups at `at` of one part: into the segment, and the squares added to `sum` one by one where they are wanted.
 template <bool kSquares, class S, class B>
@@ -112,9 +115,10 @@ AP_HD inline int unpack_lane(const Piece& piece, const Chunk& chunk, const B* bu
   return AP_OK;
 }
 
+}  // namespace
 }  // namespace ap
 
-#ifdef __CUDACC__
+#ifdef AP_DEVICE
 
 template <bool kSquares, class B>
 __global__ void __launch_bounds__(ap::kLanes, 4)
@@ -157,13 +161,13 @@ AP_API int ap_pack_bucket_cuda(const ap::Piece* pieces, int64_t num_pieces, void
   AP_FOR_FLOAT(dtype, B, {
     B* to = static_cast<B*>(bucket);
     if (blocks > 0 && squares != nullptr) {
-      ap_pack_kernel<true><<<blocks, ap::kLanes, 0, ap::stream_of(stream)>>>(pieces, num_pieces, to, b, scale, chunk_sums);
+      AP_LAUNCH(ap_pack_kernel<true>, blocks, ap::kLanes, stream, pieces, num_pieces, to, b, scale, chunk_sums);
     } else if (blocks > 0) {
-      ap_pack_kernel<false><<<blocks, ap::kLanes, 0, ap::stream_of(stream)>>>(pieces, num_pieces, to, b, scale, chunk_sums);
+      AP_LAUNCH(ap_pack_kernel<false>, blocks, ap::kLanes, stream, pieces, num_pieces, to, b, scale, chunk_sums);
     }
   })
   if (squares != nullptr && num_pieces > 0)
-    ap_pack_squares_kernel<<<unsigned(num_pieces), ap::kLanes, 0, ap::stream_of(stream)>>>(pieces, b, chunk_sums, squares);
+    AP_LAUNCH(ap_pack_squares_kernel, unsigned(num_pieces), ap::kLanes, stream, pieces, b, chunk_sums, squares);
   return ap::launched();
 }
 
@@ -172,9 +176,8 @@ AP_API int ap_unpack_bucket_cuda(const ap::Piece* pieces, int64_t num_pieces, co
   const ap::Bucket b{row, parts, first, count, chunks};
   if (!ap::is_sound(b, num_pieces) || chunks * count > INT32_MAX) return AP_BAD_ARGUMENT;
   AP_FOR_FLOAT(dtype, B, {
-    if (chunks > 0)
-      ap_unpack_kernel<<<unsigned(chunks * count), ap::kLanes, 0, ap::stream_of(stream)>>>(pieces, num_pieces,
-                                                                                           static_cast<const B*>(bucket), b, scale);
+    const B* from = static_cast<const B*>(bucket);
+    if (chunks > 0) AP_LAUNCH(ap_unpack_kernel, unsigned(chunks * count), ap::kLanes, stream, pieces, num_pieces, from, b, scale);
   })
   return ap::launched();
 }
@@ -198,7 +201,7 @@ AP_API int ap_pack_bucket_host(const ap::Piece* pieces, int64_t num_pieces, void
       } else {
         ap::pack_lane<false>(pieces[chunk.piece], chunk, static_cast<B*>(bucket), scale, 0, 1, lanes);
       }
-    });
+    }, ap::kGrain);
   })
   for (int64_t i = 0; squares != nullptr && i < num_pieces; ++i) {
     const int64_t per_row = ap::chunks_of(pieces[i], b);
@@ -218,7 +221,7 @@ AP_API int ap_unpack_bucket_host(const ap::Piece* pieces, int64_t num_pieces, co
     ap::for_each_item(chunks * count, num_threads, [&](int64_t index) {
       const ap::Chunk chunk = ap::chunk_of(pieces, num_pieces, b, index);
       ap::unpack_lane(pieces[chunk.piece], chunk, static_cast<const B*>(bucket), scale, 0, 1);
-    });
+    }, ap::kGrain);
   })
   return AP_OK;
 }

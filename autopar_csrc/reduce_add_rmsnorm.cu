@@ -17,15 +17,19 @@
 // it. The weight's gradient reads n and y a second time. `bands` is scratch of the caller: [ceil(rows / 64), hidden] in W.
 #include "include/index.h"
 #include "include/sums.h"
-#ifndef __CUDACC__
+#ifndef AP_DEVICE
 #include "include/threads.h"
 #endif
 
 #include <cmath>
 
 namespace ap {
+namespace {
 
 constexpr int kBand = 64;  // rows
+
+// Rows of a thread on the host.
+inline int64_t grain_of(int64_t hidden) { return ceil_div(65536, hidden); }
 
 // One group of y: the sum over peers and the residual, stored rounded; returns `sum` with its squares added.
 template <class T, class W = typename Wide<T>::type>
@@ -45,11 +49,7 @@ AP_HD inline W add_group(const int64_t* parts, int world, const T* residual, T* 
 }
 
 template <class W> AP_HD inline W rstd_of(W sum, int64_t hidden, double eps) {
-#ifdef __CUDA_ARCH__
-  return W(1) / sqrt(sum / W(hidden) + W(eps));
-#else
   return W(1) / std::sqrt(sum / W(hidden) + W(eps));
-#endif
 }
 
 template <class T, class W>
@@ -96,9 +96,10 @@ AP_HD inline W band_sum(const T* grad_normed, const T* y, const W* rstd, int64_t
   return sum;
 }
 
+}  // namespace
 }  // namespace ap
 
-#ifdef __CUDACC__
+#ifdef AP_DEVICE
 
 template <class T>
 __global__ void __launch_bounds__(ap::kLanes, 2) ap_rmsnorm_forward_kernel(const int64_t* parts, int world, const T* residual, const T* weight,
@@ -157,9 +158,8 @@ AP_API int ap_reduce_add_rmsnorm_forward_cuda(const int64_t* parts, int world, c
   AP_FOR_FLOAT(dtype, T, {
     using W = typename ap::Wide<T>::type;
     if (rows > 0)
-      ap_rmsnorm_forward_kernel<T><<<unsigned(rows), ap::kLanes, 0, ap::stream_of(stream)>>>(
-          parts, world, static_cast<const T*>(residual), static_cast<const T*>(weight), static_cast<T*>(y), static_cast<T*>(normed),
-          static_cast<W*>(rstd), hidden, eps);
+      AP_LAUNCH(ap_rmsnorm_forward_kernel<T>, unsigned(rows), ap::kLanes, stream, parts, world, static_cast<const T*>(residual),
+                static_cast<const T*>(weight), static_cast<T*>(y), static_cast<T*>(normed), static_cast<W*>(rstd), hidden, eps);
   })
   return ap::launched();
 }
@@ -171,18 +171,18 @@ AP_API int ap_reduce_add_rmsnorm_backward_cuda(const void* grad_y, const void* g
   const int64_t num_bands = ap::ceil_div(rows, ap::kBand);
   const unsigned columns = unsigned(ap::ceil_div(hidden, ap::kLanes));
   if (num_bands > 65535) return AP_BAD_ARGUMENT;  // a grid's second dim
-  const cudaStream_t on = ap::stream_of(stream);
   AP_FOR_FLOAT(dtype, T, {
     using W = typename ap::Wide<T>::type;
     const T *n = static_cast<const T*>(grad_normed), *values = static_cast<const T*>(y);
     const W* scale = static_cast<const W*>(rstd);
     if (rows > 0) {
-      ap_rmsnorm_backward_kernel<T><<<unsigned(rows), ap::kLanes, 0, on>>>(static_cast<const T*>(grad_y), n, values, scale,
-                                                                           static_cast<const T*>(weight), static_cast<T*>(grad), hidden);
-      ap_rmsnorm_bands_kernel<<<dim3(columns, unsigned(num_bands)), ap::kLanes, 0, on>>>(n, values, scale, static_cast<W*>(bands), rows,
-                                                                                         hidden);
+      const dim3 grid(columns, unsigned(num_bands));
+      AP_LAUNCH(ap_rmsnorm_backward_kernel<T>, unsigned(rows), ap::kLanes, stream, static_cast<const T*>(grad_y), n, values, scale,
+                static_cast<const T*>(weight), static_cast<T*>(grad), hidden);
+      AP_LAUNCH(ap_rmsnorm_bands_kernel, grid, ap::kLanes, stream, n, values, scale, static_cast<W*>(bands), rows, hidden);
     }
-    ap_rmsnorm_weight_kernel<<<columns, ap::kLanes, 0, on>>>(static_cast<const W*>(bands), static_cast<T*>(grad_weight), num_bands, hidden);
+    const W* sums = static_cast<const W*>(bands);
+    AP_LAUNCH(ap_rmsnorm_weight_kernel, columns, ap::kLanes, stream, sums, static_cast<T*>(grad_weight), num_bands, hidden);
   })
   return ap::launched();
 }
@@ -207,7 +207,7 @@ AP_API int ap_reduce_add_rmsnorm_forward_host(const int64_t* parts, int world, c
       for (int64_t column = 0; column < hidden; column += ap::kGroup)
         ap::norm_group(made, static_cast<const T*>(weight), static_cast<T*>(normed), scale, begin + column, column, hidden - column);
       static_cast<W*>(rstd)[row] = scale;
-    });
+    }, ap::grain_of(hidden));
   })
   return AP_OK;
 }
@@ -233,12 +233,12 @@ AP_API int ap_reduce_add_rmsnorm_backward_host(const void* grad_y, const void* g
       for (int64_t column = 0; column < hidden; column += ap::kGroup)
         ap::grad_group(static_cast<const T*>(grad_y), n, values, scale, static_cast<T*>(grad), rstds[row], mean, begin + column, column,
                        hidden - column);
-    });
+    }, ap::grain_of(hidden));
     ap::for_each_item(num_bands, num_threads, [&](int64_t band) {
       const int64_t begin = band * ap::kBand, end = ap::min_of(begin + ap::kBand, rows);
       for (int64_t column = 0; column < hidden; ++column)
         sums[band * hidden + column] = ap::band_sum(n, values, rstds, begin, end, hidden, column);
-    });
+    }, ap::ceil_div(ap::grain_of(hidden), ap::kBand));
     for (int64_t column = 0; column < hidden; ++column) {
       W sum = 0;
       for (int64_t band = 0; band < num_bands; ++band) sum = sum + sums[band * hidden + column];

@@ -6,7 +6,8 @@ a hash of sources, headers, command and compiler; so a changed source is compile
 compiled beside its place and renamed into it under a lock: processes that build at once compile once, and none sees half a library. Beside
 each library lies what the compiler said (``.log``); for cuda that is ptxas's report of registers and spills.
 
-Variants: ``release``; ``debug``, in which a wait for a signal has a time-out (``include/epoch.h``); ``thread``, for ThreadSanitizer.
+Variants: ``release``; ``debug``, in which a wait for a signal has a time-out (``include/epoch.h``); of the host alone ``thread``, for
+ThreadSanitizer, and ``emulated``, in which the device's code runs on the CPU (``include/emulated.h``): for tests.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -34,9 +36,11 @@ VARIANTS = {
     "release": ("-O3",),
     "debug": ("-O1", "-g", "-DAP_DEBUG"),
     "thread": ("-O1", "-g", "-DAP_DEBUG", "-fsanitize=thread"),
+    "emulated": ("-O1", "-g", "-DAP_DEBUG", "-DAP_EMULATED", "-fno-strict-aliasing"),
 }
 COMPILERS = {"host": ("CXX", "g++"), "cuda": ("NVCC", "nvcc")}
 """By kind: the variable that names a compiler, and its name where that is not set."""
+HOST_ONLY = ("thread", "emulated")
 LIMIT_S = 600.0
 _QUIET_S = 2.0  # a build that takes longer says so
 _HOST = ("-x", "c++", "-std=c++17", "-fPIC", "-pthread", "-Wall", "-Wextra", "-fvisibility=hidden", "-ffp-contract=off")
@@ -54,11 +58,18 @@ class Built:
 
 
 def cache_folder() -> Path:
-    """Where libraries lie."""
+    """Where libraries lie.
+
+    Raises:
+        KernelError: where the user has no home and no folder is named.
+    """
     named = os.environ.get("AUTOPAR_KERNEL_CACHE")
     if named:
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar" / "kernels"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar" / "kernels"
+    except RuntimeError as error:
+        raise KernelError("there is no home folder for a cache of kernels", remedy="name a folder: AUTOPAR_KERNEL_CACHE=FOLDER") from error
 
 
 def sources(folder: Path = SOURCES) -> tuple[Path, ...]:
@@ -66,45 +77,47 @@ def sources(folder: Path = SOURCES) -> tuple[Path, ...]:
     return tuple(sorted(folder.glob("*.cu")))
 
 
-def compiler(kind: str) -> str:
-    """The path of the compiler for ``host`` or ``cuda``.
+def compiler(kind: str) -> list[str]:
+    """The command of the compiler for ``host`` or ``cuda``: its path, and what its variable adds.
 
     Raises:
         KernelError: where there is none.
     """
     variable, default = COMPILERS[kind]
-    name = os.environ.get(variable) or default
+    name, *flags = shlex.split(os.environ.get(variable) or default)
     found = shutil.which(name)
     if found is None:
         raise KernelError(f"there is no {name} to compile the {kind} kernels", remedy=f"install it, or name one: {variable}=/path/to/it")
-    return found
+    return [found, *flags]
 
 
 def has_compiler(kind: str) -> bool:
     """Whether there is a compiler for ``host`` or ``cuda``."""
-    variable, default = COMPILERS[kind]
-    return shutil.which(os.environ.get(variable) or default) is not None
+    try:
+        return bool(compiler(kind))
+    except KernelError:
+        return False
 
 
 def build_library(kind: str, variant: str = "release", architectures: Sequence[str] = ARCHITECTURES, folder: Path = SOURCES) -> Built:
     """The library of all kernels in `folder`, from the cache or compiled now.
 
     Args:
-        kind: ``host`` or ``cuda``. variant: a name of `VARIANTS`; ``thread`` is for the host alone.
+        kind: ``host`` or ``cuda``. variant: a name of `VARIANTS`.
         architectures: of the device, for ``cuda``: ``80`` stands for sm_80.
 
     Raises:
         KernelError: without a compiler, or where it fails; the message holds the command and what the compiler said.
     """
-    if kind == "cuda" and variant == "thread":
-        raise KernelError("ThreadSanitizer watches threads of the host only", remedy="build the variant thread with kind host")
+    if kind == "cuda" and variant in HOST_ONLY:
+        raise KernelError(f"the variant {variant} is of the host only", remedy="build it with kind host")
     if variant not in VARIANTS:
         raise KernelError(f"there is no variant {variant!r} of the kernels", remedy=f"ask for one of {', '.join(VARIANTS)}")
-    name = compiler(kind)
+    start = compiler(kind)
     if kind == "host":
-        command = [name, *VARIANTS[variant], *_HOST, "-shared"]
+        command = [*start, *VARIANTS[variant], *_HOST, "-shared"]
     else:
-        command = [name, *VARIANTS[variant], *_CUDA, *(part for text in architectures for part in _gencode(text))]
+        command = [*start, *VARIANTS[variant], *_CUDA, *(part for text in architectures for part in _gencode(text))]
     return _build(f"{kind}-{variant}", command, sources(folder), folder, ".so")
 
 
@@ -114,7 +127,7 @@ def build_program(main: Path, variant: str = "release", folder: Path = SOURCES) 
     Raises:
         KernelError: as `build_library`.
     """
-    command = [compiler("host"), *VARIANTS[variant], *_HOST, f"-I{folder.resolve()}"]
+    command = [*compiler("host"), *VARIANTS[variant], *_HOST, f"-I{folder.resolve()}"]
     return _build(f"{main.stem}-{variant}", command, (*sources(folder), main), folder, "")
 
 

@@ -3,8 +3,8 @@
 ``host()`` and ``cuda()`` give the library, which they build where it is not in the cache, or None; then ``why_not(kind)`` says why, and
 an op runs its reference in torch. `launch` calls a kernel by its name without ``_host`` or ``_cuda``.
 
-Two environment variables: ``AUTOPAR_KERNELS=reference`` runs the references everywhere; ``AUTOPAR_KERNELS=debug`` loads the variant in
-which waits have a time-out.
+``AUTOPAR_KERNELS=reference`` in the environment runs the references everywhere; ``debug`` loads the variant in which waits have a time-out;
+``emulated`` runs the device's code of kernels on the CPU, slowly: for tests.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def launch(kernel: str, device: torch.device, *arguments: object) -> None:
     Raises:
         KernelError: where the kernel returns another status than that it is well.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" and _variant() == "emulated":
+        status = function("host", f"{kernel}_cuda")(*arguments, None)
+    elif device.type == "cpu":
         status = function("host", f"{kernel}_host")(*arguments, torch.get_num_threads())
     else:
         with torch.cuda.device(device):
@@ -172,11 +174,11 @@ def _loaded(kind: str, variant: str) -> tuple[ctypes.CDLL | None, str]:
     try:
         library = ctypes.CDLL(str(build_library(kind, variant).path))
     except (KernelError, OSError) as error:
-        reason = error.what if isinstance(error, KernelError) else str(error)
+        reason = f"{error.what} ({error.remedy})" if isinstance(error, KernelError) else str(error)
         _LOG.warning("autopar's %s kernels run as their references in torch: %s", kind, reason)
         return None, reason
     for name, types in SIGNATURES.items():
-        if name.endswith(f"_{kind}"):
+        if hasattr(library, name):
             made = getattr(library, name)
             made.argtypes, made.restype = types, _I
     return library, ""

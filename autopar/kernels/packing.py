@@ -26,6 +26,7 @@ from autopar.kernels.ordered import add_all, ordered_sum
 from autopar.layout import part_range
 
 ALIGN = 8  # elements: a segment begins at 16 bytes in any dtype
+LIMIT = 2**31 - 64  # elements of a segment
 CHUNK = 4096  # elements of a segment whose squares are summed together
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -217,6 +218,8 @@ def _unpack(
 def _pieces(tensors: Sequence[Tensor], layout: BucketLayout, device: torch.device) -> tuple[Tensor, int]:
     """The table of pieces as index.h has them, and the number of chunks of a row."""
     segments = layout.segments()
+    if max(*segments, *layout.lengths()) >= LIMIT:
+        raise KernelError(f"a tensor has {max(segments)} elements of a rank, kernels count to {LIMIT - 1}", remedy="pack it in several")
     chunks = [-(-segment // CHUNK) for segment in segments]
     rows: list[int] = []
     for tensor, size, dim, offset, first_chunk in zip(

@@ -10,11 +10,23 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __CUDACC__
+// AP_DEVICE: the device's entry points are compiled, by nvcc or for the emulation of include/emulated.h.
+// AP_ON_DEVICE: this pass compiles what the device runs.
+#if defined(__CUDACC__)
 #include <cuda_runtime.h>
 #define AP_HD __host__ __device__
+#define AP_DEVICE
+#define AP_LAUNCH(kernel, blocks, threads, stream, ...) kernel<<<blocks, threads, 0, ap::stream_of(stream)>>>(__VA_ARGS__)
+#elif defined(AP_EMULATED)
+#include "emulated.h"
+#define AP_HD
+#define AP_DEVICE
+#define AP_LAUNCH(kernel, blocks, threads, stream, ...) ((void)stream, ap_emulated::emulate(blocks, threads, [&] { kernel(__VA_ARGS__); }))
 #else
 #define AP_HD
+#endif
+#if defined(__CUDA_ARCH__) || defined(AP_EMULATED)
+#define AP_ON_DEVICE
 #endif
 #define AP_API extern "C" __attribute__((visibility("default")))
 
@@ -100,7 +112,7 @@ AP_HD inline bool is_aligned(const void* p) { return (reinterpret_cast<uintptr_t
 template <class W, class T> AP_HD inline void load_group(const T* p, int64_t count, W out[kGroup]) {
   if (count >= kGroup && is_aligned(p)) {
     alignas(16) T raw[kGroup];
-#ifdef __CUDA_ARCH__
+#ifdef AP_ON_DEVICE
     for (int i = 0; i < int(sizeof raw / 16); ++i) reinterpret_cast<uint4*>(raw)[i] = reinterpret_cast<const uint4*>(p)[i];
 #else
     memcpy(raw, p, sizeof raw);
@@ -116,7 +128,7 @@ template <class W, class T> AP_HD inline void store_group(T* p, int64_t count, c
   if (count >= kGroup && is_aligned(p)) {
     alignas(16) T raw[kGroup];
     for (int i = 0; i < kGroup; ++i) raw[i] = Convert<W, T>::narrow(in[i]);
-#ifdef __CUDA_ARCH__
+#ifdef AP_ON_DEVICE
     for (int i = 0; i < int(sizeof raw / 16); ++i) reinterpret_cast<uint4*>(p)[i] = reinterpret_cast<const uint4*>(raw)[i];
 #else
     memcpy(p, raw, sizeof raw);
@@ -126,7 +138,9 @@ template <class W, class T> AP_HD inline void store_group(T* p, int64_t count, c
   for (int i = 0; i < kGroup && i < count; ++i) p[i] = Convert<W, T>::narrow(in[i]);
 }
 
-#ifdef __CUDACC__
+#if defined(AP_EMULATED)
+inline int launched() { return AP_OK; }
+#elif defined(__CUDACC__)
 // The status of the launch before it. Later faults of the kernel show where the caller synchronises.
 inline int launched() { return cudaGetLastError() == cudaSuccess ? AP_OK : AP_LAUNCH_FAILED; }
 inline cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }

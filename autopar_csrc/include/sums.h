@@ -26,7 +26,7 @@ template <class W, class Value> inline W add_all(int64_t size, const Value& valu
   return add_lanes(lanes);
 }
 
-#ifdef __CUDACC__
+#ifdef AP_DEVICE
 // The sum of the block's lanes, one per thread of 256, for all of its threads; `lanes` is shared memory.
 template <class W> __device__ inline W add_block(W own, W* lanes) {
   const int lane = threadIdx.x;

@@ -25,20 +25,20 @@ namespace {
 
 int64_t address(const void* p) { return reinterpret_cast<int64_t>(p); }
 
-// A tensor [3, 5001] cut along its second dim for 2 ranks: two rows of 7504 elements, two chunks each.
+// A tensor [3, 50001] cut along its second dim for 2 ranks: two rows of 75008 elements, 19 chunks each.
 int pack() {
-  std::vector<float> tensor(3 * 5001), back(3 * 5001), bucket(2 * 7504);
+  std::vector<float> tensor(3 * 50001), back(3 * 50001), bucket(2 * 75008);
   for (size_t i = 0; i < tensor.size(); ++i) tensor[i] = float(i % 97);
-  std::vector<double> sums(4), squares(1);
-  int64_t piece[8] = {address(tensor.data()), AP_F32, 3, 5001, 5001, 1, 0, 0};
-  int status = ap_pack_bucket_host(piece, 1, bucket.data(), AP_F32, 7504, 2, 0, 2, 2, 1.0, sums.data(), squares.data(), 4);
+  std::vector<double> sums(38), squares(1);
+  int64_t piece[8] = {address(tensor.data()), AP_F32, 3, 50001, 50001, 1, 0, 0};
+  int status = ap_pack_bucket_host(piece, 1, bucket.data(), AP_F32, 75008, 2, 0, 2, 19, 1.0, sums.data(), squares.data(), 4);
   piece[0] = address(back.data());
-  status = status ? status : ap_unpack_bucket_host(piece, 1, bucket.data(), AP_F32, 7504, 2, 0, 2, 2, 1.0, 4);
+  status = status ? status : ap_unpack_bucket_host(piece, 1, bucket.data(), AP_F32, 75008, 2, 0, 2, 19, 1.0, 4);
   return status ? status : int(back != tensor);
 }
 
 int norm() {
-  const int64_t rows = 200, hidden = 40;
+  const int64_t rows = 200, hidden = 1024;
   std::vector<float> part(rows * hidden, 1.0f), weight(hidden, 2.0f), y(rows * hidden), normed(rows * hidden), rstd(rows);
   std::vector<float> grad(rows * hidden), grad_weight(hidden), bands(4 * hidden);
   const int64_t parts[2] = {address(part.data()), address(part.data())};

@@ -98,17 +98,18 @@ def test_an_all_gather_of_rows_gives_the_whole_tensors(world: int) -> None:
     assert all(same(a, b) for a, b in zip(unpack(torch.cat(rows), layout, dtypes), tensors, strict=True))
 
 
-def test_threads_change_nothing() -> None:
-    tensors = tensors_of(((301, 77), (5000,)), [torch.float32, torch.bfloat16])
-    layout = BucketLayout(((301, 77), (5000,)), (1, 0), 3)
+def test_neither_threads_nor_compiled_code_change_a_sum_over_many_chunks() -> None:
+    sizes = ((301, 777), (50000,), *[(30000,)] * 6)  # more than one thread's share
+    tensors = [t * t.abs() ** 3 for t in tensors_of(sizes, [torch.float32] * 8)]  # of very different size, so that the order shows
+    layout = BucketLayout(sizes, (1,) + (0,) * 7, 3)
+    found = [reference_pack(tensors, layout, torch.bfloat16, 0, 3, 0.7, True)]
     try:
-        found = []
         for threads in (1, 4):
             torch.set_num_threads(threads)
             found.append(pack(tensors, layout, torch.bfloat16, scale=0.7, squares=True))
     finally:
         torch.set_num_threads(1)
-    assert all(same(a, b) for a, b in zip(*found, strict=True))
+    assert all(same(a, b) and same(b, c) for a, b, c in zip(*found, strict=True))
 
 
 def test_squares_are_those_of_the_scaled_elements_before_they_are_rounded() -> None:

@@ -1,0 +1,217 @@
+"""What the native kernels compute, and on a device how fast: ``python -m benchmarks.kernels [--kernel NAME ...] --json FILE``.
+
+On the CPU, for each kernel, world and dtype: the largest error against the same formula in float64, over the largest value, and whether
+compiled code and the reference in torch agree to the last bit. Peers are virtual ranks in one process. On a CUDA device: seconds of a
+call, and the share that its reads and writes have of the bandwidth of a plain copy of as many bytes, measured beside it. Where there is
+no device, or no compiler, a row says so under `skipped`, and nothing is claimed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.kernels import library, normed, packing
+from autopar.kernels.packing import BucketLayout
+from benchmarks.common import ROOT, Row, run_rows
+
+WORLDS = (1, 2, 3, 5, 8)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COLUMNS = ("on", "dtype", "num_elements", "max_rel_err", "bitwise", "time_s", "share_of_copy", "skipped")
+RESULTS = ROOT / "benchmarks" / "results" / "kernels.json"
+TOLERANCE = 4  # steps of the dtype at the largest value
+EPS = 1e-5
+SIZES = ((129, 65), (64, 3, 33), (7,), (4096,), (5, 2100))  # uneven under every world but 1
+DIMS = (0, 2, 0, 0, 1)
+DEVICE_SIZES = ((4096, 4096),) * 12 + ((4096,),) * 24  # the parameters of three layers, without their embeddings
+WARM, ROUNDS = 5, 20
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """What a call computed, what the reference makes of the same, and the same formula in float64."""
+
+    made: Sequence[Tensor]
+    reference: Sequence[Tensor]
+    exact: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A call on the device, and the bytes that it has to read and write."""
+
+    call: Callable[[], object]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kernel: its numerics on the CPU by world and dtype; its call on a device by dtype, or None where it has none yet."""
+
+    numerics: Callable[[int, torch.dtype], Numerics]
+    timed: Callable[[torch.dtype], Timed] | None
+
+
+def row(spec: dict[str, str], mesh: str) -> list[Row]:
+    """All rows of one kernel."""
+    case = CASES[spec["name"]]
+    rows = [_numerics_row(case, world, name) for world in WORLDS for name in DTYPES]
+    return rows + [_timed_row(case, name) for name in DTYPES]
+
+
+def _numerics_row(case: Case, world: int, name: str) -> Row:
+    found = case.numerics(world, DTYPES[name])
+    error = max((_error(made, exact) for made, exact in zip(found.made, found.exact, strict=True)), default=0.0)
+    same = all(torch.equal(made, reference) for made, reference in zip(found.made, found.reference, strict=True))
+    compiled = library.host() is not None
+    fine = error <= TOLERANCE * torch.finfo(DTYPES[name]).eps and same
+    return {
+        "mesh": f"world={world}",
+        "on": "cpu",
+        "dtype": name,
+        "num_elements": sum(made.numel() for made in found.made),
+        "max_rel_err": error,
+        "bitwise": same if compiled else None,
+        "skipped": None if compiled else f"only the reference ran: {library.why_not()}",
+        "ok": fine,
+        "error": None if fine else f"the largest error is {error:.1e}" if same else "compiled code and the reference differ",
+    }
+
+
+def _error(made: Tensor, exact: Tensor) -> float:
+    """The largest difference over the largest value; 0 for nothing."""
+    if not made.numel():
+        return 0.0
+    largest = exact.double().abs().max().item()
+    return (made.double() - exact.double()).abs().max().item() / (largest or 1.0)
+
+
+def _timed_row(case: Case, name: str) -> Row:
+    base: Row = {"mesh": "one device", "on": "cuda", "dtype": name, "ok": True, "error": None}
+    if not torch.cuda.is_available():
+        return {**base, "skipped": "there is no CUDA device"}
+    if library.cuda() is None:
+        return {**base, "skipped": library.why_not("cuda")}
+    if case.timed is None:
+        return {**base, "skipped": "nothing is timed on one device"}
+    timed = case.timed(DTYPES[name])
+    held = torch.empty(timed.num_bytes // 2, dtype=torch.uint8, device="cuda")  # a copy reads and writes each byte
+    other = torch.empty_like(held)
+    call_s, copy_s = _median_s(timed.call), _median_s(lambda: other.copy_(held))
+    figures = {"num_bytes": timed.num_bytes, "time_s": call_s, "copy_s": copy_s, "share_of_copy": copy_s / call_s}
+    return {**base, **figures, "device": torch.cuda.get_device_name(), "skipped": None}
+
+
+def _median_s(call: Callable[[], object]) -> float:
+    """Seconds of a call on the device, the median of some after a warm-up; building its table of addresses is part of it."""
+    for _ in range(WARM):
+        call()
+    times = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return median(times)
+
+
+def _drawn(shape: Sequence[int], dtype: torch.dtype, seed: int, device: str = "cpu") -> Tensor:
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def _pack_numerics(world: int, dtype: torch.dtype) -> Numerics:
+    """fp32 gradients, scaled, into a bucket of `dtype`; the sums of squares with it."""
+    layout = BucketLayout(SIZES, DIMS, world)
+    tensors = [_drawn(size, torch.float32, seed) for seed, size in enumerate(SIZES)]
+    made = packing.pack(tensors, layout, dtype, scale=0.3, squares=True)
+    reference = packing.reference_pack(tensors, layout, dtype, 0, world, 0.3, True)
+    exact = packing.reference_pack([t.double() for t in tensors], layout, torch.float64, 0, world, 0.3, True)
+    return Numerics(made, reference, exact)
+
+
+def _unpack_numerics(world: int, dtype: torch.dtype) -> Numerics:
+    layout = BucketLayout(SIZES, DIMS, world)
+    bucket = _drawn((world, layout.row), torch.float32, 0)
+    dtypes = [dtype] * len(SIZES)
+    made = packing.unpack(bucket, layout, dtypes, scale=0.3)
+    exact = packing.reference_unpack(bucket.double(), layout, [torch.float64] * len(SIZES), 0, world, 0.3)
+    return Numerics(made, packing.reference_unpack(bucket, layout, dtypes, 0, world, 0.3), exact)
+
+
+def _pack_timed(dtype: torch.dtype) -> Timed:
+    layout = BucketLayout(DEVICE_SIZES, (0,) * len(DEVICE_SIZES), 8)
+    tensors = [torch.ones(size, dtype=dtype, device="cuda") for size in DEVICE_SIZES]
+    read = sum(t.numel() * t.element_size() for t in tensors)
+    return Timed(lambda: packing.pack(tensors, layout, dtype, scale=0.5), read + 8 * layout.row * dtype.itemsize)
+
+
+def _unpack_timed(dtype: torch.dtype) -> Timed:
+    layout = BucketLayout(DEVICE_SIZES, (0,) * len(DEVICE_SIZES), 8)
+    bucket = torch.ones(8, layout.row, dtype=dtype, device="cuda")
+    return Timed(lambda: packing.unpack(bucket, layout, [dtype] * len(DEVICE_SIZES)), 2 * bucket.numel() * dtype.itemsize)
+
+
+NORMED = (67, 1031)
+
+
+def _norm_numerics(world: int, dtype: torch.dtype) -> Numerics:
+    parts, residual, weight = _norm_inputs(world, dtype)
+    made = normed.reduce_add_rmsnorm(parts, residual, weight, EPS)
+    exact = normed.reference_forward([p.double() for p in parts], residual.double(), weight.double(), EPS)
+    return Numerics(made, normed.reference_forward(parts, residual, weight, EPS), exact)
+
+
+def _norm_backward_numerics(world: int, dtype: torch.dtype) -> Numerics:
+    parts, residual, weight = _norm_inputs(world, dtype)
+    y, _, rstd = normed.reference_forward(parts, residual, weight, EPS)
+    inputs = (residual, parts[0], y, rstd, weight)
+    exact = normed.reference_backward(*(x.double() for x in inputs))
+    return Numerics(normed.backward_op(*inputs), normed.reference_backward(*inputs), exact)
+
+
+def _norm_inputs(world: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
+    return [_drawn(NORMED, dtype, 1 + rank) for rank in range(world)], _drawn(NORMED, dtype, 0), _drawn(NORMED[1:], dtype, 99)
+
+
+def _norm_timed(dtype: torch.dtype, world: int = 4, shape: tuple[int, int] = (8192, 4096)) -> Timed:
+    """Virtual ranks on one device: their memory is near, which says nothing about links."""
+    parts = [torch.ones(shape, dtype=dtype, device="cuda") for _ in range(world)]
+    residual, weight = torch.ones(shape, dtype=dtype, device="cuda"), torch.ones(shape[1], dtype=dtype, device="cuda")
+    return Timed(lambda: normed.reduce_add_rmsnorm(parts, residual, weight, EPS), (world + 3) * residual.numel() * dtype.itemsize)
+
+
+def _norm_backward_timed(dtype: torch.dtype, shape: tuple[int, int] = (8192, 4096)) -> Timed:
+    grad_y, grad_normed, y = (torch.ones(shape, dtype=dtype, device="cuda") for _ in range(3))
+    rstd, weight = torch.ones(shape[0], device="cuda"), torch.ones(shape[1], dtype=dtype, device="cuda")
+    return Timed(lambda: normed.backward_op(grad_y, grad_normed, y, rstd, weight), 4 * y.numel() * dtype.itemsize)
+
+
+CASES: dict[str, Case] = {
+    "pack": Case(_pack_numerics, _pack_timed),
+    "unpack": Case(_unpack_numerics, _unpack_timed),
+    "reduce_add_rmsnorm": Case(_norm_numerics, _norm_timed),
+    "reduce_add_rmsnorm_backward": Case(_norm_backward_numerics, _norm_backward_timed),
+}
+"""By name of the kernel. A further one needs an entry here and nothing else."""
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", metavar="FILE", help="write {env, rows} here")
+    parser.add_argument("--kernel", action="append", choices=tuple(CASES), help="may be repeated; by default all")
+    options = parser.parse_args()
+    cases: list[dict[str, Any]] = [{"spec": {"name": name}, "mesh": ""} for name in options.kernel or CASES]
+    return run_rows("kernels", cases, COLUMNS, options.json or str(RESULTS))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
