@@ -53,7 +53,8 @@ int pull(const Lane& lane, const Shards& s, char* gathered, const char* const* s
   return AP_OK;
 }
 
-template <class Lane> int wait_chunk(const Lane& lane, const Shards& s, const uint64_t* flags, int64_t position, int64_t chunk, uint64_t epoch) {
+template <class Lane>
+int wait_chunk(const Lane& lane, const Shards& s, const uint64_t* flags, int64_t position, int64_t chunk, uint64_t epoch) {
   if (!is_valid(s) || position < 1 || position >= s.size || chunk < 0 || chunk >= s.num_chunks) return AP_BAD_ARGUMENT;
   return lane.wait(flags + chunk_flag(s, position, chunk), epoch);
 }
@@ -61,32 +62,29 @@ template <class Lane> int wait_chunk(const Lane& lane, const Shards& s, const ui
 }  // namespace
 }  // namespace ap
 
-#define AP_SHARDS int64_t outer, int64_t rows, int64_t row_bytes, int64_t size, int64_t rank, int64_t num_chunks
-#define AP_SHARDS_OF (ap::Shards{outer, rows, row_bytes, size, rank, num_chunks})
-
-#ifndef __CUDACC__
+#ifndef AP_DEVICE
 
 // x [outer, length(rank), row], contiguous; `source` and `flags` are this rank's shared memory.
-AP_API int ap_all_gather_matmul_publish_host(const void* x, void* source, void* gathered, uint64_t* flags, AP_SHARDS, uint64_t epoch) {
-  return ap::publish(ap::HostLane{}, AP_SHARDS_OF, (const char*)x, (char*)source, (char*)gathered, flags, epoch);
+AP_API int ap_all_gather_matmul_publish_host(const void* x, void* source, void* gathered, uint64_t* flags, ap::Shards s, uint64_t epoch) {
+  return ap::publish(ap::HostLane{}, s, (const char*)x, (char*)source, (char*)gathered, flags, epoch);
 }
 
 // `sources` and `flags`: every rank's, in order of the ranks.
-AP_API int ap_all_gather_matmul_pull_host(void* gathered, const void* const* sources, uint64_t* const* flags, AP_SHARDS, uint64_t epoch) {
-  return ap::pull(ap::HostLane{}, AP_SHARDS_OF, (char*)gathered, (const char* const*)sources, flags, epoch);
+AP_API int ap_all_gather_matmul_pull_host(void* gathered, const void* const* sources, uint64_t* const* flags, ap::Shards s,
+                                          uint64_t epoch) {
+  return ap::pull(ap::HostLane{}, s, (char*)gathered, (const char* const*)sources, flags, epoch);
 }
 
 // Returns when the chunk at `position` >= 1 is in `gathered`; position 0 is the own shard, which publish has put there.
-AP_API int ap_all_gather_matmul_wait_host(const uint64_t* flags, AP_SHARDS, int64_t position, int64_t chunk, uint64_t epoch) {
-  return ap::wait_chunk(ap::HostLane{}, AP_SHARDS_OF, flags, position, chunk, epoch);
+AP_API int ap_all_gather_matmul_wait_host(const uint64_t* flags, ap::Shards s, int64_t position, int64_t chunk, uint64_t epoch) {
+  return ap::wait_chunk(ap::HostLane{}, s, flags, position, chunk, epoch);
 }
 
 // order [size, num_chunks, 3]: owner, first row and number of rows of what is consumed, in order.
-AP_API int ap_all_gather_matmul_order_host(int64_t* order, AP_SHARDS) {
-  const ap::Shards s = AP_SHARDS_OF;
+AP_API int ap_all_gather_matmul_order_host(int64_t* order, ap::Shards s) {
   if (!ap::is_valid(s)) return AP_BAD_ARGUMENT;
-  for (int64_t position = 0; position < size; ++position)
-    for (int64_t chunk = 0; chunk < num_chunks; ++chunk, order += 3) {
+  for (int64_t position = 0; position < s.size; ++position)
+    for (int64_t chunk = 0; chunk < s.num_chunks; ++chunk, order += 3) {
       const int64_t owner = ap::gathered_owner(s, position);
       const ap::Range inside = ap::chunk_of(s, owner, chunk);
       order[0] = owner, order[1] = ap::shard_of(s, owner).begin + inside.begin, order[2] = inside.length;
@@ -95,8 +93,7 @@ AP_API int ap_all_gather_matmul_order_host(int64_t* order, AP_SHARDS) {
 }
 
 // sizes [2]: bytes of a rank's source, words of its flags.
-AP_API int ap_all_gather_matmul_sizes_host(int64_t* sizes, AP_SHARDS) {
-  const ap::Shards s = AP_SHARDS_OF;
+AP_API int ap_all_gather_matmul_sizes_host(int64_t* sizes, ap::Shards s) {
   if (!ap::is_valid(s)) return AP_BAD_ARGUMENT;
   sizes[0] = 2 * ap::slot_bytes(s), sizes[1] = ap::num_flag_words(s);
   return AP_OK;
@@ -104,19 +101,20 @@ AP_API int ap_all_gather_matmul_sizes_host(int64_t* sizes, AP_SHARDS) {
 
 #else
 
-AP_API int ap_all_gather_matmul_publish_cuda(const void* x, void* source, void* gathered, uint64_t* flags, AP_SHARDS, uint64_t epoch,
+AP_API int ap_all_gather_matmul_publish_cuda(const void* x, void* source, void* gathered, uint64_t* flags, ap::Shards s, uint64_t epoch,
                                              void* stream) {
-  return ap::publish(ap::StreamLane{ap::stream_of(stream)}, AP_SHARDS_OF, (const char*)x, (char*)source, (char*)gathered, flags, epoch);
+  return ap::publish(ap::StreamLane{stream}, s, (const char*)x, (char*)source, (char*)gathered, flags, epoch);
 }
 
 // `sources` and `flags` are arrays on the host, of addresses on the device.
-AP_API int ap_all_gather_matmul_pull_cuda(void* gathered, const void* const* sources, uint64_t* const* flags, AP_SHARDS, uint64_t epoch,
+AP_API int ap_all_gather_matmul_pull_cuda(void* gathered, const void* const* sources, uint64_t* const* flags, ap::Shards s, uint64_t epoch,
                                           void* stream) {
-  return ap::pull(ap::StreamLane{ap::stream_of(stream)}, AP_SHARDS_OF, (char*)gathered, (const char* const*)sources, flags, epoch);
+  return ap::pull(ap::StreamLane{stream}, s, (char*)gathered, (const char* const*)sources, flags, epoch);
 }
 
-AP_API int ap_all_gather_matmul_wait_cuda(const uint64_t* flags, AP_SHARDS, int64_t position, int64_t chunk, uint64_t epoch, void* stream) {
-  return ap::wait_chunk(ap::StreamLane{ap::stream_of(stream)}, AP_SHARDS_OF, flags, position, chunk, epoch);
+AP_API int ap_all_gather_matmul_wait_cuda(const uint64_t* flags, ap::Shards s, int64_t position, int64_t chunk, uint64_t epoch,
+                                          void* stream) {
+  return ap::wait_chunk(ap::StreamLane{stream}, s, flags, position, chunk, epoch);
 }
 
 #endif

@@ -70,8 +70,9 @@ template <class T> AP_HD inline void add_group(const char* slots, int64_t slot, 
   store_group<W, T>(out + begin, count, total);
 }
 
-#ifdef __CUDACC__
-template <class T> __global__ void __launch_bounds__(256) add_kernel(const char* slots, int64_t slot, T* out, int64_t count, int64_t size) {
+#ifdef AP_DEVICE
+template <class T>
+__global__ void __launch_bounds__(256) ap_add_kernel(const char* slots, int64_t slot, T* out, int64_t count, int64_t size) {
   const int64_t step = int64_t(gridDim.x) * blockDim.x * kGroup;
   for (int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kGroup; i < count; i += step)
     add_group<T>(slots, slot, out, i, count - i, size);
@@ -80,9 +81,9 @@ template <class T> __global__ void __launch_bounds__(256) add_kernel(const char*
 
 template <class T> int add_all(const char* slots, int64_t slot, T* out, int64_t count, int64_t size, [[maybe_unused]] void* stream) {
   if (count == 0) return AP_OK;
-#ifdef __CUDACC__
+#ifdef AP_DEVICE
   const int64_t blocks = min_of(ceil_div(count, 256 * kGroup), 4096);
-  add_kernel<T><<<unsigned(blocks), 256, 0, stream_of(stream)>>>(slots, slot, out, count, size);
+  AP_LAUNCH(ap_add_kernel<T>, unsigned(blocks), 256, stream, slots, slot, out, count, size);
   return launched();
 #else
   for (int64_t i = 0; i < count; i += kGroup) add_group<T>(slots, slot, out, i, count - i, size);
@@ -103,37 +104,34 @@ int add_slots(const char* inbox, void* out, int64_t count, int32_t dtype, const 
 }  // namespace
 }  // namespace ap
 
-#define AP_SHARDS int64_t outer, int64_t rows, int64_t row_bytes, int64_t size, int64_t rank, int64_t num_chunks
-#define AP_SHARDS_OF (ap::Shards{outer, rows, row_bytes, size, rank, num_chunks})
-
-#ifndef __CUDACC__
+#ifndef AP_DEVICE
 
 // The chunk at `position` < size - 1 of the partial product is made.
-AP_API int ap_matmul_reduce_scatter_produced_host(uint64_t* flags, AP_SHARDS, int64_t position, int64_t chunk, uint64_t epoch) {
-  return ap::produced(ap::HostLane{}, AP_SHARDS_OF, flags, position, chunk, epoch);
+AP_API int ap_matmul_reduce_scatter_produced_host(uint64_t* flags, ap::Shards s, int64_t position, int64_t chunk, uint64_t epoch) {
+  return ap::produced(ap::HostLane{}, s, flags, position, chunk, epoch);
 }
 
 // `inboxes` and `flags`: every rank's, in order of the ranks.
-AP_API int ap_matmul_reduce_scatter_push_host(const void* partial, void* const* inboxes, uint64_t* const* flags, AP_SHARDS, uint64_t epoch) {
-  return ap::push(ap::HostLane{}, AP_SHARDS_OF, (const char*)partial, (char* const*)inboxes, flags, epoch);
+AP_API int ap_matmul_reduce_scatter_push_host(const void* partial, void* const* inboxes, uint64_t* const* flags, ap::Shards s,
+                                              uint64_t epoch) {
+  return ap::push(ap::HostLane{}, s, (const char*)partial, (char* const*)inboxes, flags, epoch);
 }
 
 // Returns when all peers' parts of epoch `epoch` are in this rank's inbox.
-AP_API int ap_matmul_reduce_scatter_arrive_host(const uint64_t* flags, AP_SHARDS, uint64_t epoch) {
-  return ap::arrive(ap::HostLane{}, AP_SHARDS_OF, flags, epoch);
+AP_API int ap_matmul_reduce_scatter_arrive_host(const uint64_t* flags, ap::Shards s, uint64_t epoch) {
+  return ap::arrive(ap::HostLane{}, s, flags, epoch);
 }
 
 // out [count] = the sum of all slots of this epoch, `count` elements of `dtype` each.
-AP_API int ap_matmul_reduce_scatter_reduce_host(const void* inbox, void* out, int64_t count, int32_t dtype, AP_SHARDS, uint64_t epoch) {
-  return ap::add_slots((const char*)inbox, out, count, dtype, AP_SHARDS_OF, epoch, nullptr);
+AP_API int ap_matmul_reduce_scatter_reduce_host(const void* inbox, void* out, int64_t count, int32_t dtype, ap::Shards s, uint64_t epoch) {
+  return ap::add_slots((const char*)inbox, out, count, dtype, s, epoch, nullptr);
 }
 
 // order [size, num_chunks, 3]: owner, first row and number of rows of what is produced, in order.
-AP_API int ap_matmul_reduce_scatter_order_host(int64_t* order, AP_SHARDS) {
-  const ap::Shards s = AP_SHARDS_OF;
+AP_API int ap_matmul_reduce_scatter_order_host(int64_t* order, ap::Shards s) {
   if (!ap::is_valid(s)) return AP_BAD_ARGUMENT;
-  for (int64_t position = 0; position < size; ++position)
-    for (int64_t chunk = 0; chunk < num_chunks; ++chunk, order += 3) {
+  for (int64_t position = 0; position < s.size; ++position)
+    for (int64_t chunk = 0; chunk < s.num_chunks; ++chunk, order += 3) {
       const int64_t owner = ap::scattered_owner(s, position);
       const ap::Range inside = ap::chunk_of(s, owner, chunk);
       order[0] = owner, order[1] = ap::shard_of(s, owner).begin + inside.begin, order[2] = inside.length;
@@ -142,32 +140,32 @@ AP_API int ap_matmul_reduce_scatter_order_host(int64_t* order, AP_SHARDS) {
 }
 
 // sizes [3]: bytes of a rank's inbox, words of its flags, offset of slot (epoch mod 2, rank) in the inbox.
-AP_API int ap_matmul_reduce_scatter_sizes_host(int64_t* sizes, AP_SHARDS, uint64_t epoch) {
-  const ap::Shards s = AP_SHARDS_OF;
+AP_API int ap_matmul_reduce_scatter_sizes_host(int64_t* sizes, ap::Shards s, uint64_t epoch) {
   if (!ap::is_valid(s)) return AP_BAD_ARGUMENT;
-  sizes[0] = 2 * size * ap::slot_bytes(s), sizes[1] = ap::num_flag_words(s), sizes[2] = ap::inbox_offset(s, epoch, rank);
+  sizes[0] = 2 * s.size * ap::slot_bytes(s), sizes[1] = ap::num_flag_words(s), sizes[2] = ap::inbox_offset(s, epoch, s.rank);
   return AP_OK;
 }
 
 #else
 
-AP_API int ap_matmul_reduce_scatter_produced_cuda(uint64_t* flags, AP_SHARDS, int64_t position, int64_t chunk, uint64_t epoch, void* stream) {
-  return ap::produced(ap::StreamLane{ap::stream_of(stream)}, AP_SHARDS_OF, flags, position, chunk, epoch);
+AP_API int ap_matmul_reduce_scatter_produced_cuda(uint64_t* flags, ap::Shards s, int64_t position, int64_t chunk, uint64_t epoch,
+                                                  void* stream) {
+  return ap::produced(ap::StreamLane{stream}, s, flags, position, chunk, epoch);
 }
 
 // `inboxes` and `flags` are arrays on the host, of addresses on the device.
-AP_API int ap_matmul_reduce_scatter_push_cuda(const void* partial, void* const* inboxes, uint64_t* const* flags, AP_SHARDS, uint64_t epoch,
-                                              void* stream) {
-  return ap::push(ap::StreamLane{ap::stream_of(stream)}, AP_SHARDS_OF, (const char*)partial, (char* const*)inboxes, flags, epoch);
+AP_API int ap_matmul_reduce_scatter_push_cuda(const void* partial, void* const* inboxes, uint64_t* const* flags, ap::Shards s,
+                                              uint64_t epoch, void* stream) {
+  return ap::push(ap::StreamLane{stream}, s, (const char*)partial, (char* const*)inboxes, flags, epoch);
 }
 
-AP_API int ap_matmul_reduce_scatter_arrive_cuda(const uint64_t* flags, AP_SHARDS, uint64_t epoch, void* stream) {
-  return ap::arrive(ap::StreamLane{ap::stream_of(stream)}, AP_SHARDS_OF, flags, epoch);
+AP_API int ap_matmul_reduce_scatter_arrive_cuda(const uint64_t* flags, ap::Shards s, uint64_t epoch, void* stream) {
+  return ap::arrive(ap::StreamLane{stream}, s, flags, epoch);
 }
 
-AP_API int ap_matmul_reduce_scatter_reduce_cuda(const void* inbox, void* out, int64_t count, int32_t dtype, AP_SHARDS, uint64_t epoch,
+AP_API int ap_matmul_reduce_scatter_reduce_cuda(const void* inbox, void* out, int64_t count, int32_t dtype, ap::Shards s, uint64_t epoch,
                                                 void* stream) {
-  return ap::add_slots((const char*)inbox, out, count, dtype, AP_SHARDS_OF, epoch, stream);
+  return ap::add_slots((const char*)inbox, out, count, dtype, s, epoch, stream);
 }
 
 #endif

@@ -25,55 +25,56 @@
 namespace ap {
 namespace {
 
-#ifdef __CUDACC__
+#ifdef AP_DEVICE
 
 // One block per expert: it goes over all pairs in order, so that `within` is stable and needs no atomics.
-__global__ void __launch_bounds__(256) count_kernel(const int64_t* experts, int64_t pairs, int64_t* counts, int64_t* within) {
-  __shared__ int warps[8];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+__global__ void __launch_bounds__(256) ap_count_kernel(const int64_t* experts, int64_t pairs, int64_t* counts, int64_t* within) {
+  __shared__ int sums[2][256];  // of this tile's pairs up to each: by sums over 1, 2, 4, … neighbours
+  const int thread = int(threadIdx.x);
   int64_t before = 0;
   for (int64_t tile = 0; tile < pairs; tile += 256) {
-    const int64_t p = tile + threadIdx.x, expert = p < pairs ? experts[p] : 0;
-    if (expert < 0 || expert >= int64_t(gridDim.x)) __trap();  // the host refuses it
+    const int64_t p = tile + thread, expert = p < pairs ? experts[p] : 0;
+    if (expert < 0 || expert >= int64_t(gridDim.x)) stop();  // the host refuses it
     const bool mine = p < pairs && expert == int64_t(blockIdx.x);
-    const unsigned votes = __ballot_sync(0xffffffffu, mine);
-    if (lane == 0) warps[warp] = __popc(votes);
+    int now = 0;
+    sums[now][thread] = mine;
     __syncthreads();
-    int64_t place = before + __popc(votes & ((1u << lane) - 1u));
-    for (int w = 0; w < 8; ++w) {
-      if (w < warp) place += warps[w];
-      before += warps[w];
+    for (int step = 1; step < 256; step *= 2, now = 1 - now) {
+      sums[1 - now][thread] = sums[now][thread] + (thread >= step ? sums[now][thread - step] : 0);
+      __syncthreads();
     }
-    if (mine) within[p] = place;
+    if (mine) within[p] = before + sums[now][thread] - 1;
+    before += sums[now][255];
     __syncthreads();
   }
-  if (threadIdx.x == 0) counts[blockIdx.x] = before;
+  if (thread == 0) counts[blockIdx.x] = before;
 }
 
-__global__ void offsets_kernel(Routes r, const int64_t* table, int64_t* offsets) {
+__global__ void ap_route_offsets_kernel(Routes r, const int64_t* table, int64_t* offsets) {
   const int64_t expert = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (expert < r.num_experts) fill_offsets(r, table, offsets, expert);
 }
 
-__global__ void __launch_bounds__(128) push_kernel(Routes r, const char* x, const int64_t* experts, const int64_t* within,
+__global__ void __launch_bounds__(128) ap_route_push_kernel(Routes r, const char* x, const int64_t* experts, const int64_t* within,
                                                    const int64_t* offsets, Peers homes, int64_t* position) {
   for (int64_t p = blockIdx.x; p < num_pairs(r); p += gridDim.x)
     push_pair(r, x, experts, within, offsets, homes, position, p, threadIdx.x, blockDim.x);
 }
 
-__global__ void __launch_bounds__(128) collect_kernel(Routes r, const char* inbox, const int64_t* offsets, char* rows) {
+__global__ void __launch_bounds__(128) ap_route_collect_kernel(Routes r, const char* inbox, const int64_t* offsets, char* rows) {
   const int64_t received = offsets[2 * r.num_experts];
   for (int64_t row = blockIdx.x; row < r.size * r.most; row += gridDim.x)
     collect_row(r, inbox, rows, received, row, threadIdx.x, blockDim.x);
 }
 
-__global__ void __launch_bounds__(128) return_kernel(Routes r, const char* rows, const int64_t* table, Peers senders, uint64_t epoch) {
+__global__ void __launch_bounds__(128) ap_route_return_kernel(Routes r, const char* rows, const int64_t* table, Peers senders,
+                                                              uint64_t epoch) {
   return_block(r, rows, table, senders, epoch, blockIdx.x, blockIdx.y, gridDim.y, threadIdx.x, blockDim.x);
 }
 
 template <class T>
-__global__ void __launch_bounds__(128) sum_kernel(const T* returned, const int64_t* position, const typename Wide<T>::type* weights, T* y,
-                                                  int64_t tokens, int64_t choices, int64_t width) {
+__global__ void __launch_bounds__(128) ap_route_sum_kernel(const T* returned, const int64_t* position, const WideOf<T>* weights, T* y,
+                                                           int64_t tokens, int64_t choices, int64_t width) {
   for (int64_t token = blockIdx.x; token < tokens; token += gridDim.x)
     for (int64_t i = int64_t(threadIdx.x) * kGroup; i < width; i += int64_t(blockDim.x) * kGroup)
       sum_group<T>(returned, position, weights, y, choices, width, token, i);
@@ -82,28 +83,28 @@ __global__ void __launch_bounds__(128) sum_kernel(const T* returned, const int64
 unsigned grid_of(int64_t items) { return unsigned(min_of(items < 1 ? 1 : items, 65535)); }
 
 int count_pairs(const StreamLane& lane, const Routes& r, const int64_t* experts, int64_t* counts, int64_t* within) {
-  count_kernel<<<unsigned(r.num_experts), 256, 0, lane.stream>>>(experts, num_pairs(r), counts, within);
+  AP_LAUNCH(ap_count_kernel, unsigned(r.num_experts), 256, lane.stream, experts, num_pairs(r), counts, within);
   return launched();
 }
 int push_pairs(const StreamLane& lane, const Routes& r, const char* x, const int64_t* experts, const int64_t* within, const int64_t* table,
                int64_t* offsets, const Peers& homes, int64_t* position) {
-  offsets_kernel<<<unsigned(ceil_div(r.num_experts, 128)), 128, 0, lane.stream>>>(r, table, offsets);
-  push_kernel<<<grid_of(num_pairs(r)), 128, 0, lane.stream>>>(r, x, experts, within, offsets, homes, position);
+  AP_LAUNCH(ap_route_offsets_kernel, unsigned(ceil_div(r.num_experts, 128)), 128, lane.stream, r, table, offsets);
+  AP_LAUNCH(ap_route_push_kernel, grid_of(num_pairs(r)), 128, lane.stream, r, x, experts, within, offsets, homes, position);
   return launched();
 }
 int collect_rows(const StreamLane& lane, const Routes& r, const char* inbox, const int64_t* offsets, char* rows) {
-  collect_kernel<<<grid_of(r.size * r.most), 128, 0, lane.stream>>>(r, inbox, offsets, rows);
+  AP_LAUNCH(ap_route_collect_kernel, grid_of(r.size * r.most), 128, lane.stream, r, inbox, offsets, rows);
   return launched();
 }
 int return_rows(const StreamLane& lane, const Routes& r, const char* rows, const int64_t* table, const Peers& senders, uint64_t epoch) {
   const dim3 grid(unsigned(r.num_experts), 32);  // num_experts = size · experts per rank
-  return_kernel<<<grid, 128, 0, lane.stream>>>(r, rows, table, senders, epoch);
+  AP_LAUNCH(ap_route_return_kernel, grid, 128, lane.stream, r, rows, table, senders, epoch);
   return launched();
 }
 template <class T>
-int sum_rows(const StreamLane& lane, const Routes& r, const T* returned, const int64_t* position, const typename Wide<T>::type* weights, T* y) {
+int sum_rows(const StreamLane& lane, const Routes& r, const T* returned, const int64_t* position, const WideOf<T>* weights, T* y) {
   const int64_t width = r.row_bytes / int64_t(sizeof(T));
-  sum_kernel<T><<<grid_of(r.tokens), 128, 0, lane.stream>>>(returned, position, weights, y, r.tokens, r.choices, width);
+  AP_LAUNCH(ap_route_sum_kernel<T>, grid_of(r.tokens), 128, lane.stream, returned, position, weights, y, r.tokens, r.choices, width);
   return launched();
 }
 
@@ -132,7 +133,7 @@ int return_rows(const HostLane&, const Routes& r, const char* rows, const int64_
   return AP_OK;
 }
 template <class T>
-int sum_rows(const HostLane&, const Routes& r, const T* returned, const int64_t* position, const typename Wide<T>::type* weights, T* y) {
+int sum_rows(const HostLane&, const Routes& r, const T* returned, const int64_t* position, const WideOf<T>* weights, T* y) {
   const int64_t width = r.row_bytes / int64_t(sizeof(T));
   for (int64_t token = 0; token < r.tokens; ++token)
     for (int64_t i = 0; i < width; i += kGroup) sum_group<T>(returned, position, weights, y, r.choices, width, token, i);
@@ -151,13 +152,13 @@ Peers peers_at(const Routes& r, void* const* addresses) {
 
 // --- the steps -------------------------------------------------------------------------------------------------------------------
 template <class Lane>
-int announce(const Lane& lane, const Routes& r, const int64_t* experts, int64_t* counts, int64_t* within, const Peers& peers,
+int announce(const Lane& lane, const Routes& r, const int64_t* experts, int64_t* counts, int64_t* within, void* const* memory,
              uint64_t* const* flags, uint64_t epoch) {
   if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
   AP_TRY(count_pairs(lane, r, experts, counts, within));
   const int64_t num_bytes = r.num_experts * 8, place = r.rank * num_bytes;
   for (int64_t peer = 0; peer < r.size; ++peer) {
-    AP_TRY(lane.copy(peers.at[peer] + place, num_bytes, reinterpret_cast<const char*>(counts), num_bytes, num_bytes, 1));
+    AP_TRY(lane.copy(static_cast<char*>(memory[peer]) + place, num_bytes, reinterpret_cast<const char*>(counts), num_bytes, num_bytes, 1));
     AP_TRY(lane.signal(flags[peer] + counts_flag(r.rank), epoch));
   }
   return AP_OK;
@@ -165,107 +166,120 @@ int announce(const Lane& lane, const Routes& r, const int64_t* experts, int64_t*
 
 template <class Lane>
 int push(const Lane& lane, const Routes& r, const char* x, const int64_t* experts, const int64_t* within, int64_t* table, int64_t* offsets,
-         int64_t* position, const Peers& peers, uint64_t* const* flags, uint64_t epoch) {
+         int64_t* position, void* const* memory, uint64_t* const* flags, uint64_t epoch) {
   if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
   for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait(flags[r.rank] + counts_flag(peer), epoch));
   const int64_t num_bytes = r.size * r.num_experts * 8;
-  AP_TRY(lane.copy(reinterpret_cast<char*>(table), num_bytes, peers.at[r.rank], num_bytes, num_bytes, 1));
-  AP_TRY(push_pairs(lane, r, x, experts, within, table, offsets, peers, position));
+  AP_TRY(lane.copy(reinterpret_cast<char*>(table), num_bytes, static_cast<const char*>(memory[r.rank]), num_bytes, num_bytes, 1));
+  AP_TRY(push_pairs(lane, r, x, experts, within, table, offsets, peers_at(r, memory), position));
   for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.signal(flags[peer] + rows_flag(r, r.rank), epoch));
   return AP_OK;
 }
 
-template <class Lane> int await_rows(const Lane& lane, const Routes& r, const uint64_t* flags, uint64_t epoch) {
+template <class Lane> int await_rows(const Lane& lane, const Routes& r, uint64_t* const* flags, uint64_t epoch) {
   if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
-  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait(flags + rows_flag(r, peer), epoch));
+  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait(flags[r.rank] + rows_flag(r, peer), epoch));
   return AP_OK;
 }
 
 template <class Lane>
-int collect(const Lane& lane, const Routes& r, const char* inbox, const uint64_t* flags, const int64_t* offsets, char* rows,
+int collect(const Lane& lane, const Routes& r, const int64_t* offsets, char* rows, void* const* memory, uint64_t* const* flags,
             uint64_t epoch) {
   AP_TRY(await_rows(lane, r, flags, epoch));
-  return collect_rows(lane, r, inbox, offsets, rows);
+  return collect_rows(lane, r, static_cast<const char*>(memory[r.rank]), offsets, rows);
 }
 
 template <class Lane>
-int give_back(const Lane& lane, const Routes& r, const char* rows, const int64_t* table, const Peers& peers, uint64_t* const* flags,
+int give_back(const Lane& lane, const Routes& r, const char* rows, const int64_t* table, void* const* memory, uint64_t* const* flags,
               uint64_t epoch) {
   if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
-  AP_TRY(return_rows(lane, r, rows, table, peers, epoch));
+  AP_TRY(return_rows(lane, r, rows, table, peers_at(r, memory), epoch));
   for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.signal(flags[peer] + rows_flag(r, r.rank), epoch));
   return AP_OK;
 }
 
 template <class Lane>
-int add_up(const Lane& lane, const Routes& r, const char* inbox, const uint64_t* flags, const int64_t* position, const void* weights,
-           void* returned, void* y, int32_t dtype, uint64_t epoch) {
+int add_up(const Lane& lane, const Routes& r, const int64_t* position, const void* weights, void* returned, void* y, int32_t dtype,
+           void* const* memory, uint64_t* const* flags, uint64_t epoch) {
   AP_TRY(await_rows(lane, r, flags, epoch));
   const int64_t num_bytes = num_pairs(r) * r.row_bytes;
-  AP_TRY(lane.copy(static_cast<char*>(returned), num_bytes, inbox + returned_offset(r, epoch), num_bytes, num_bytes, 1));
-  AP_FOR_FLOAT(dtype, T, return sum_rows(lane, r, static_cast<const T*>(returned), position, static_cast<const typename Wide<T>::type*>(weights), static_cast<T*>(y)));
+  const char* const come = static_cast<const char*>(memory[r.rank]) + returned_offset(r, epoch);
+  AP_TRY(lane.copy(static_cast<char*>(returned), num_bytes, come, num_bytes, num_bytes, 1));
+  AP_FOR_FLOAT(dtype, T, {
+    const auto* factors = static_cast<const WideOf<T>*>(weights);
+    return sum_rows(lane, r, static_cast<const T*>(returned), position, factors, static_cast<T*>(y));
+  });
   return AP_BAD_ARGUMENT;
 }
 
 }  // namespace
 }  // namespace ap
 
-// The last arguments of every step. `memory` and `flags`: every rank's, in order of the ranks, as arrays on the host.
-#define AP_ROUTES                                                                                                                  \
-  void *const *memory, uint64_t *const *flags, int64_t tokens, int64_t choices, int64_t row_bytes, int64_t num_experts, int64_t size, \
-      int64_t rank, int64_t most, uint64_t epoch
-#define AP_ROUTES_OF \
-  ap::Routes { tokens, choices, row_bytes, num_experts, size, rank, most }
+#ifndef AP_DEVICE
 
-// A valid description, before anything is read through it.
-#define AP_STEP(call)                                        \
-  const ap::Routes r = AP_ROUTES_OF;                         \
-  if (!ap::can_run(r, epoch)) return AP_BAD_ARGUMENT;        \
-  return ap::call
-
-#ifndef __CUDACC__
-#define AP_NAME(name) name##_host
-#define AP_STREAM
-#define AP_LANE ap::HostLane{}
-#else
-#define AP_NAME(name) name##_cuda
-#define AP_STREAM , void* stream
-#define AP_LANE ap::StreamLane{ap::stream_of(stream)}
-#endif
-
-// counts [num_experts] and within [tokens, choices] are made here for the steps behind.
-AP_API int AP_NAME(ap_moe_dispatch_announce)(const int64_t* experts, int64_t* counts, int64_t* within, AP_ROUTES AP_STREAM) {
-  AP_STEP(announce(AP_LANE, r, experts, counts, within, ap::peers_at(r, memory), flags, epoch));
+// In all steps `memory` and `flags` are every rank's, in order of the ranks. counts [num_experts] and within [tokens, choices] are made
+// here for the steps behind.
+AP_API int ap_moe_dispatch_announce_host(const int64_t* experts, int64_t* counts, int64_t* within, void* const* memory,
+                                         uint64_t* const* flags, ap::Routes r, uint64_t epoch) {
+  return ap::announce(ap::HostLane{}, r, experts, counts, within, memory, flags, epoch);
 }
 
 // table, position and offsets [2 · num_experts + 1] are made here.
-AP_API int AP_NAME(ap_moe_dispatch_push)(const void* x, const int64_t* experts, const int64_t* within, int64_t* table, int64_t* offsets,
-                                         int64_t* position, AP_ROUTES AP_STREAM) {
-  AP_STEP(push(AP_LANE, r, (const char*)x, experts, within, table, offsets, position, ap::peers_at(r, memory), flags, epoch));
+AP_API int ap_moe_dispatch_push_host(const void* x, const int64_t* experts, const int64_t* within, int64_t* table, int64_t* offsets,
+                                     int64_t* position, void* const* memory, uint64_t* const* flags, ap::Routes r, uint64_t epoch) {
+  return ap::push(ap::HostLane{}, r, (const char*)x, experts, within, table, offsets, position, memory, flags, epoch);
 }
 
-AP_API int AP_NAME(ap_moe_dispatch_collect)(const int64_t* offsets, void* rows, AP_ROUTES AP_STREAM) {
-  AP_STEP(collect(AP_LANE, r, (const char*)memory[rank], flags[rank], offsets, (char*)rows, epoch));
+AP_API int ap_moe_dispatch_collect_host(const int64_t* offsets, void* rows, void* const* memory, uint64_t* const* flags, ap::Routes r,
+                                        uint64_t epoch) {
+  return ap::collect(ap::HostLane{}, r, offsets, (char*)rows, memory, flags, epoch);
 }
 
-AP_API int AP_NAME(ap_moe_combine_push)(const void* rows, const int64_t* table, AP_ROUTES AP_STREAM) {
-  AP_STEP(give_back(AP_LANE, r, (const char*)rows, table, ap::peers_at(r, memory), flags, epoch));
+AP_API int ap_moe_combine_push_host(const void* rows, const int64_t* table, void* const* memory, uint64_t* const* flags, ap::Routes r,
+                                    uint64_t epoch) {
+  return ap::give_back(ap::HostLane{}, r, (const char*)rows, table, memory, flags, epoch);
 }
 
 // weights [tokens, choices]: fp64 where `dtype` is, else fp32.
-AP_API int AP_NAME(ap_moe_combine_sum)(const int64_t* position, const void* weights, void* returned, void* y, int32_t dtype,
-                                       AP_ROUTES AP_STREAM) {
-  AP_STEP(add_up(AP_LANE, r, (const char*)memory[rank], flags[rank], position, weights, returned, y, dtype, epoch));
+AP_API int ap_moe_combine_sum_host(const int64_t* position, const void* weights, void* returned, void* y, int32_t dtype,
+                                   void* const* memory, uint64_t* const* flags, ap::Routes r, uint64_t epoch) {
+  return ap::add_up(ap::HostLane{}, r, position, weights, returned, y, dtype, memory, flags, epoch);
 }
 
-#ifndef __CUDACC__
-
 // sizes [3]: bytes that dispatch and combine share per rank, words of their flags.
-AP_API int ap_moe_sizes_host(int64_t* sizes, int64_t row_bytes, int64_t num_experts, int64_t size, int64_t most) {
-  const ap::Routes r{0, 1, row_bytes, num_experts, size, 0, most};
+AP_API int ap_moe_sizes_host(int64_t* sizes, ap::Routes r) {
   if (!ap::is_valid(r)) return AP_BAD_ARGUMENT;
   sizes[0] = ap::dispatch_bytes(r), sizes[1] = ap::combine_bytes(r), sizes[2] = ap::num_route_flags(r);
   return AP_OK;
+}
+
+#else
+
+// `memory` and `flags` are arrays on the host, of addresses on the device.
+AP_API int ap_moe_dispatch_announce_cuda(const int64_t* experts, int64_t* counts, int64_t* within, void* const* memory,
+                                         uint64_t* const* flags, ap::Routes r, uint64_t epoch, void* stream) {
+  return ap::announce(ap::StreamLane{stream}, r, experts, counts, within, memory, flags, epoch);
+}
+
+AP_API int ap_moe_dispatch_push_cuda(const void* x, const int64_t* experts, const int64_t* within, int64_t* table, int64_t* offsets,
+                                     int64_t* position, void* const* memory, uint64_t* const* flags, ap::Routes r, uint64_t epoch,
+                                     void* stream) {
+  return ap::push(ap::StreamLane{stream}, r, (const char*)x, experts, within, table, offsets, position, memory, flags, epoch);
+}
+
+AP_API int ap_moe_dispatch_collect_cuda(const int64_t* offsets, void* rows, void* const* memory, uint64_t* const* flags, ap::Routes r,
+                                        uint64_t epoch, void* stream) {
+  return ap::collect(ap::StreamLane{stream}, r, offsets, (char*)rows, memory, flags, epoch);
+}
+
+AP_API int ap_moe_combine_push_cuda(const void* rows, const int64_t* table, void* const* memory, uint64_t* const* flags, ap::Routes r,
+                                    uint64_t epoch, void* stream) {
+  return ap::give_back(ap::StreamLane{stream}, r, (const char*)rows, table, memory, flags, epoch);
+}
+
+AP_API int ap_moe_combine_sum_cuda(const int64_t* position, const void* weights, void* returned, void* y, int32_t dtype,
+                                   void* const* memory, uint64_t* const* flags, ap::Routes r, uint64_t epoch, void* stream) {
+  return ap::add_up(ap::StreamLane{stream}, r, position, weights, returned, y, dtype, memory, flags, epoch);
 }
 
 #endif

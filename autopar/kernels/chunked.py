@@ -38,9 +38,9 @@ class Shards:
         """Of a whole tensor of `shape` along `dim`."""
         return Shards(prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :]) * dtype.itemsize, size, num_chunks)
 
-    def arguments(self, rank: int) -> tuple[int, int, int, int, int, int]:
+    def seen_by(self, rank: int) -> library.NativeShards:
         """As the C functions take them."""
-        return self.outer, self.rows, self.row_bytes, self.size, rank, self.num_chunks
+        return library.NativeShards(self.outer, self.rows, self.row_bytes, self.size, rank, self.num_chunks)
 
     def gathered_order(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
         """Position, chunk, first row and number of rows: the own shard, then those of the next ranks."""
@@ -96,14 +96,14 @@ def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
     def publish(lane: Lane, rank: int) -> None:
         job = jobs[rank]
         own = regions.data[rank].data_ptr(), job.gathered.data_ptr(), regions.flags[rank].data_ptr()
-        lane.call("all_gather_matmul_publish", job.shard.data_ptr(), *own, *shards.arguments(rank), epochs[rank])
+        lane.call("all_gather_matmul_publish", job.shard.data_ptr(), *own, shards.seen_by(rank), epochs[rank])
 
     def pull(lane: Lane, rank: int) -> None:
         all_ranks = addresses(regions.data), addresses(regions.flags)
-        lane.call("all_gather_matmul_pull", jobs[rank].gathered.data_ptr(), *all_ranks, *shards.arguments(rank), epochs[rank])
+        lane.call("all_gather_matmul_pull", jobs[rank].gathered.data_ptr(), *all_ranks, shards.seen_by(rank), epochs[rank])
 
     def consume(lane: Lane, rank: int) -> None:
-        own = regions.flags[rank].data_ptr(), *shards.arguments(rank)
+        own = regions.flags[rank].data_ptr(), shards.seen_by(rank)
         for position, chunk, begin, length in shards.gathered_order(rank):
             if position > 0:
                 lane.call("all_gather_matmul_wait", *own, position, chunk, epochs[rank])
@@ -139,7 +139,7 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
     epochs = {rank: regions.begin(rank) for rank in jobs}
 
     def produce(lane: Lane, rank: int) -> None:
-        job, own = jobs[rank], (regions.flags[rank].data_ptr(), *shards.arguments(rank))
+        job, own = jobs[rank], (regions.flags[rank].data_ptr(), shards.seen_by(rank))
         mine, start = _own_slot(shards, regions, rank, epochs[rank], job.out), _first_row(shards, rank)
         for position, chunk, begin, length in shards.scattered_order(rank):
             is_mine = position == shards.size - 1
@@ -150,13 +150,13 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
 
     def push(lane: Lane, rank: int) -> None:
         all_ranks = addresses(regions.data), addresses(regions.flags)
-        lane.call("matmul_reduce_scatter_push", jobs[rank].partial.data_ptr(), *all_ranks, *shards.arguments(rank), epochs[rank])
+        lane.call("matmul_reduce_scatter_push", jobs[rank].partial.data_ptr(), *all_ranks, shards.seen_by(rank), epochs[rank])
 
     def add_up(lane: Lane, rank: int) -> None:
         out, flags = jobs[rank].out, regions.flags[rank].data_ptr()
-        lane.call("matmul_reduce_scatter_arrive", flags, *shards.arguments(rank), epochs[rank])
+        lane.call("matmul_reduce_scatter_arrive", flags, shards.seen_by(rank), epochs[rank])
         what = regions.data[rank].data_ptr(), out.data_ptr(), out.numel(), library.code_of(out.dtype)
-        lane.call("matmul_reduce_scatter_reduce", *what, *shards.arguments(rank), epochs[rank])
+        lane.call("matmul_reduce_scatter_reduce", *what, shards.seen_by(rank), epochs[rank])
 
     peers.run(tuple(jobs), (Phase(COMPUTE, produce), Phase(COPY, push), Phase(COMPUTE, add_up)))
 

@@ -68,8 +68,7 @@ class Lane:
         Raises:
             KernelError: where it returns another status than that it is well: in debug builds also where a signal has not come.
         """
-        stream = () if self.stream is None else (self.stream.cuda_stream,)
-        library.check(library.function(self.kind, f"ap_{name}_{self.kind}")(*arguments, *stream), name)
+        library.step(self.kind, name, None if self.stream is None else self.stream.cuda_stream)(*arguments)
 
 
 Work = Callable[[Lane, int], None]

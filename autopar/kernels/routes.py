@@ -32,8 +32,8 @@ class Routes:
 
     def arguments(self, regions: Regions, pairs: Sequence[int], rank: int, epoch: int) -> tuple[object, ...]:
         """The last arguments of every step in C, for pairs [tokens, choices]."""
-        facts = pairs[0], pairs[1], self.row_bytes, self.num_experts, self.size, rank, self.most
-        return addresses(regions.data), addresses(regions.flags), *facts, epoch
+        native = library.NativeRoutes(*pairs, self.row_bytes, self.num_experts, self.size, rank, self.most)
+        return addresses(regions.data), addresses(regions.flags), native, epoch
 
 
 def _lines(num_bytes: int) -> int:

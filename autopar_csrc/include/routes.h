@@ -68,7 +68,7 @@ struct Peers {
 
 // Copies a row by `lanes` threads, of which this is number `lane`; in pieces of 16 bytes where that can be.
 AP_HD inline void copy_row(char* to, const char* from, int64_t num_bytes, int64_t lane, int64_t lanes) {
-#ifdef __CUDA_ARCH__
+#ifdef AP_ON_DEVICE
   if (is_aligned(to) && is_aligned(from) && num_bytes % 16 == 0) {
     for (int64_t i = lane; i < num_bytes / 16; i += lanes) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
     return;
@@ -113,11 +113,13 @@ AP_HD inline void return_block(const Routes& r, const char* rows, const int64_t*
   for (int64_t i = first; i < count; i += step) copy_row(to + i * r.row_bytes, from + i * r.row_bytes, r.row_bytes, lane, lanes);
 }
 
+template <class T> using WideOf = typename Wide<T>::type;
+
 template <class T>
-AP_HD inline void sum_group(const T* returned, const int64_t* position, const typename Wide<T>::type* weights, T* y, int64_t choices,
+AP_HD inline void sum_group(const T* returned, const int64_t* position, const WideOf<T>* weights, T* y, int64_t choices,
                             int64_t width, int64_t token, int64_t begin) {
-  using W = typename Wide<T>::type;
-  W total[kGroup], part[kGroup];
+  using W = WideOf<T>;
+  W total[kGroup] = {}, part[kGroup];
   const int64_t count = width - begin;
   for (int64_t c = 0; c < choices; ++c) {
     const int64_t pair = token * choices + c;

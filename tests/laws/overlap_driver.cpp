@@ -12,15 +12,14 @@
 
 #include "include/shards.h"
 
-#define AP_SHARDS int64_t outer, int64_t rows, int64_t row_bytes, int64_t size, int64_t rank, int64_t num_chunks
 extern "C" {
-int ap_all_gather_matmul_publish_host(const void*, void*, void*, uint64_t*, AP_SHARDS, uint64_t);
-int ap_all_gather_matmul_pull_host(void*, const void* const*, uint64_t* const*, AP_SHARDS, uint64_t);
-int ap_all_gather_matmul_wait_host(const uint64_t*, AP_SHARDS, int64_t, int64_t, uint64_t);
-int ap_matmul_reduce_scatter_produced_host(uint64_t*, AP_SHARDS, int64_t, int64_t, uint64_t);
-int ap_matmul_reduce_scatter_push_host(const void*, void* const*, uint64_t* const*, AP_SHARDS, uint64_t);
-int ap_matmul_reduce_scatter_arrive_host(const uint64_t*, AP_SHARDS, uint64_t);
-int ap_matmul_reduce_scatter_reduce_host(const void*, void*, int64_t, int32_t, AP_SHARDS, uint64_t);
+int ap_all_gather_matmul_publish_host(const void*, void*, void*, uint64_t*, ap::Shards, uint64_t);
+int ap_all_gather_matmul_pull_host(void*, const void* const*, uint64_t* const*, ap::Shards, uint64_t);
+int ap_all_gather_matmul_wait_host(const uint64_t*, ap::Shards, int64_t, int64_t, uint64_t);
+int ap_matmul_reduce_scatter_produced_host(uint64_t*, ap::Shards, int64_t, int64_t, uint64_t);
+int ap_matmul_reduce_scatter_push_host(const void*, void* const*, uint64_t* const*, ap::Shards, uint64_t);
+int ap_matmul_reduce_scatter_arrive_host(const uint64_t*, ap::Shards, uint64_t);
+int ap_matmul_reduce_scatter_reduce_host(const void*, void*, int64_t, int32_t, ap::Shards, uint64_t);
 }
 
 namespace {
@@ -62,8 +61,6 @@ struct Memory {
   }
 };
 
-#define SHARDS s.outer, s.rows, s.row_bytes, s.size, s.rank, s.num_chunks
-
 void gather_epoch(const ap::Shards& s, Memory& memory, uint64_t epoch, std::vector<int32_t>& gathered) {
   const ap::Range own = ap::shard_of(s, s.rank);
   std::vector<int32_t> x;
@@ -71,13 +68,13 @@ void gather_epoch(const ap::Shards& s, Memory& memory, uint64_t epoch, std::vect
     for (int64_t k = 0; k < kInner; ++k) x.push_back(element(int64_t(epoch), row, k));
   uint64_t* const flags = memory.flag_addresses[size_t(s.rank)];
   std::thread copy([&] {
-    check(ap_all_gather_matmul_pull_host(gathered.data(), memory.addresses.data(), memory.flag_addresses.data(), SHARDS, epoch), "pull");
+    check(ap_all_gather_matmul_pull_host(gathered.data(), memory.addresses.data(), memory.flag_addresses.data(), s, epoch), "pull");
   });
   delay(s.rank, int64_t(epoch));
-  check(ap_all_gather_matmul_publish_host(x.data(), memory.addresses[size_t(s.rank)], gathered.data(), flags, SHARDS, epoch), "publish");
+  check(ap_all_gather_matmul_publish_host(x.data(), memory.addresses[size_t(s.rank)], gathered.data(), flags, s, epoch), "publish");
   for (int64_t position = 0; position < s.size; ++position)
     for (int64_t chunk = 0; chunk < s.num_chunks; ++chunk) {
-      if (position > 0) check(ap_all_gather_matmul_wait_host(flags, SHARDS, position, chunk, epoch), "wait");
+      if (position > 0) check(ap_all_gather_matmul_wait_host(flags, s, position, chunk, epoch), "wait");
       const int64_t owner = ap::gathered_owner(s, position);
       const ap::Range rows = ap::chunk_of(s, owner, chunk);
       for (int64_t row = ap::shard_of(s, owner).begin + rows.begin, end = row + rows.length; row < end; ++row) {
@@ -95,7 +92,7 @@ void scatter_epoch(const ap::Shards& s, Memory& memory, uint64_t epoch, std::vec
   char* const inbox = static_cast<char*>(memory.addresses[size_t(s.rank)]);
   const ap::Range own = ap::shard_of(s, s.rank);
   std::thread copy([&] {
-    check(ap_matmul_reduce_scatter_push_host(product.data(), memory.addresses.data(), memory.flag_addresses.data(), SHARDS, epoch), "push");
+    check(ap_matmul_reduce_scatter_push_host(product.data(), memory.addresses.data(), memory.flag_addresses.data(), s, epoch), "push");
   });
   for (int64_t position = 0; position < s.size; ++position)
     for (int64_t chunk = 0; chunk < s.num_chunks; ++chunk) {
@@ -107,11 +104,11 @@ void scatter_epoch(const ap::Shards& s, Memory& memory, uint64_t epoch, std::vec
       for (int64_t row = rows.begin; row < rows.begin + rows.length; ++row)
         for (int64_t m = 0; m < kColumns; ++m)
           to[(row + (is_mine ? 0 : shard.begin)) * kColumns + m] = partial(s.rank, int64_t(epoch), shard.begin + row, m);
-      if (!is_mine) check(ap_matmul_reduce_scatter_produced_host(flags, SHARDS, position, chunk, epoch), "produced");
+      if (!is_mine) check(ap_matmul_reduce_scatter_produced_host(flags, s, position, chunk, epoch), "produced");
     }
   std::vector<int32_t> out(size_t(own.length * kColumns));
-  check(ap_matmul_reduce_scatter_arrive_host(flags, SHARDS, epoch), "arrive");
-  check(ap_matmul_reduce_scatter_reduce_host(inbox, out.data(), int64_t(out.size()), AP_I32, SHARDS, epoch), "reduce");
+  check(ap_matmul_reduce_scatter_arrive_host(flags, s, epoch), "arrive");
+  check(ap_matmul_reduce_scatter_reduce_host(inbox, out.data(), int64_t(out.size()), AP_I32, s, epoch), "reduce");
   for (int64_t row = 0; row < own.length; ++row)
     for (int64_t m = 0; m < kColumns; ++m) {
       int64_t wanted = 0;

@@ -108,7 +108,8 @@ def test_torch_accepts_both(choices: int) -> None:
 def test_python_and_c_have_the_same_sizes() -> None:
     for row_bytes, per_rank, size, most in product((0, 4, 20, 128), (1, 3), WORLDS, (0, 1, 17)):
         sizes = (ctypes.c_int64 * 3)()
-        library.check(library.function("host", "ap_moe_sizes_host")(sizes, row_bytes, per_rank * size, size, most), "sizes")
+        native = library.NativeRoutes(0, 1, row_bytes, per_rank * size, size, 0, most)
+        library.check(library.function("host", "ap_moe_sizes_host")(sizes, native), "sizes")
         routes, peers = Routes(row_bytes, per_rank * size, size, most), VirtualRanks(size)
         regions = routes.regions(peers, "dispatch"), routes.regions(peers, "combine")
         assert [max(sizes[0], 1), max(sizes[1], 1)] == [len(region.data[0]) for region in regions]

@@ -25,9 +25,9 @@ def drawn(size: int, choices: int, per_rank: int, seed: int = 0) -> tuple[list[T
     return xs, experts, weights, max(count * choices for count in counts)
 
 
-def dispatch_all(peers: Peers, xs: list[Tensor], experts: list[Tensor], num_experts: int, most: int) -> list[Dispatch]:
+def dispatch_all(peers: Peers, xs: list[Tensor], experts: list[Tensor], num_experts: int, most: int, width: int = WIDTH) -> list[Dispatch]:
     jobs = {rank: Dispatch.of(x, chosen, num_experts, most, len(xs)) for rank, (x, chosen) in enumerate(zip(xs, experts, strict=True))}
-    dispatch(peers, Routes(WIDTH * xs[0].element_size(), num_experts, len(xs), most), jobs)
+    dispatch(peers, Routes(width * xs[0].element_size(), num_experts, len(xs), most), jobs)
     return list(jobs.values())
 
 

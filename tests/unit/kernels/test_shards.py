@@ -27,7 +27,7 @@ def kernels() -> None:
 
 def native(name: str, count: int, shards: Shards, rank: int, *further: int) -> list[int]:
     out = (ctypes.c_int64 * count)()
-    library.check(library.function("host", name)(out, *shards.arguments(rank), *further), name)
+    library.check(library.function("host", name)(out, shards.seen_by(rank), *further), name)
     return list(out)
 
 
@@ -89,5 +89,5 @@ def test_slots_hold_the_largest_shard_and_neither_slots_nor_flags_share_a_line()
 @pytest.mark.parametrize("wrong", [(1, 4, 4, 2, 2, 1), (1, 4, 4, 2, -1, 1), (1, 4, 4, 0, 0, 1), (1, 4, 4, 2, 0, 0), (-1, 4, 4, 2, 0, 1)])
 def test_what_makes_no_sense_is_refused(wrong: tuple[int, ...]) -> None:
     out = (ctypes.c_int64 * 64)()
-    assert library.function("host", "ap_all_gather_matmul_order_host")(out, *wrong) == 1
-    assert library.function("host", "ap_matmul_reduce_scatter_order_host")(out, *wrong) == 1
+    assert library.function("host", "ap_all_gather_matmul_order_host")(out, library.NativeShards(*wrong)) == 1
+    assert library.function("host", "ap_matmul_reduce_scatter_order_host")(out, library.NativeShards(*wrong)) == 1
