@@ -157,8 +157,9 @@ int announce(const Lane& lane, const Routes& r, const int64_t* experts, int64_t*
   if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
   AP_TRY(count_pairs(lane, r, experts, counts, within));
   const int64_t num_bytes = r.num_experts * 8, place = r.rank * num_bytes;
+  const char* const from = reinterpret_cast<const char*>(counts);
   for (int64_t peer = 0; peer < r.size; ++peer) {
-    AP_TRY(lane.copy(static_cast<char*>(memory[peer]) + place, num_bytes, reinterpret_cast<const char*>(counts), num_bytes, num_bytes, 1));
+    AP_TRY(lane.copy(static_cast<char*>(memory[peer]) + place, num_bytes, from, num_bytes, num_bytes, 1));
     AP_TRY(lane.signal(flags[peer] + counts_flag(r.rank), epoch));
   }
   return AP_OK;
