@@ -222,7 +222,8 @@ class SymmetricMemory(Peers):
     def __init__(self, name: str, size: int, rank: int, device: torch.device) -> None:
         super().__init__(size, device)
         self._name, self._rank = name, rank
-        self._copy = torch.cuda.Stream(device)
+        self._copy = torch.cuda.Stream(device, priority=-1)
+        self._held: list[object] = []
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -248,6 +249,7 @@ class SymmetricMemory(Peers):
         own.zero_()
         handle.barrier()  # no rank signals before all flags are zero
         torch.cuda.synchronize(self.device)
+        self._held += [own, handle]  # the peers' views below do not keep the mapping alive
         data = tuple(handle.get_buffer(rank, (max(num_bytes, 1),), torch.uint8, 0) for rank in range(self.size))
         flags = tuple(handle.get_buffer(rank, (num_words,), torch.int64, begin // 8) for rank in range(self.size))
         return Regions(data, flags, [0] * self.size)
@@ -255,14 +257,14 @@ class SymmetricMemory(Peers):
 
 @dataclass(frozen=True, slots=True)
 class _Streams:
-    """A rank's two lanes on a device, and the stream from which its work comes."""
+    """A rank's two lanes on a device. Copies and their signals go first: they are short, and a product beside them can wait."""
 
     compute: torch.cuda.Stream
     copy: torch.cuda.Stream
 
     @staticmethod
     def new(device: torch.device) -> _Streams:
-        return _Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
+        return _Streams(torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1))
 
     def fork(self) -> None:
         current = torch.cuda.current_stream(self.compute.device)
