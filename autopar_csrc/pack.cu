@@ -13,7 +13,7 @@
 //
 // Values: bucket = to_bucket(wide(x) * scale), and back x = to_tensor(wide(bucket) * scale); wide is float, or double where either
 // dtype is double. Sum of squares, per tensor: of wide(x) * scale, before it is rounded to the bucket's dtype, in double, in the
-// order of sums.h within each chunk of 4096 elements of a segment, and in that order over the tensor's chunks, rank after rank.
+// order of sums.h within each chunk of 16384 elements of a segment, and in that order over the tensor's chunks, rank after rank.
 //
 // Device: a block of 256 threads per chunk, a thread per group of 8 elements; accesses of 16 bytes where the group's elements are
 // neighbours and aligned; at least four blocks to a multiprocessor. The table of pieces lies in memory that the device reads; nothing is allocated, nothing waited for.
@@ -26,7 +26,7 @@
 namespace ap {
 namespace {
 
-constexpr int64_t kGrain = 16;  // chunks of a thread on the host
+constexpr int64_t kGrain = 4;  // chunks of a thread on the host
 
 // Groups at `at` of one part: into the segment, and the squares added to `sum` one by one where they are wanted.
 template <bool kSquares, class S, class B>

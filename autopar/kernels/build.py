@@ -19,6 +19,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -179,22 +180,26 @@ def _compile(name: str, command: Sequence[str], files: Sequence[Path], place: Pa
 
 def _run(name: str, line: Sequence[str]) -> tuple[int, str]:
     """The exit status of the compiler and what it said; on the terminal what is going on, where it takes long."""
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
+    # In a group of its own, so that a compiler that is given up takes the programs with it that it has started.
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True) as process:
         try:
-            return _ended(process, _QUIET_S)
+            return _watched(name, process)
         except subprocess.TimeoutExpired:
-            doing = f"compiling autopar's kernels ({name}), once"
-            if not err.is_terminal:
-                complain(f"{doing} …")
-            with err.status(f"{doing} …"):
-                return _ended(process, LIMIT_S)
+            return 1, f"the compiler took longer than {LIMIT_S:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _watched(name: str, process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        return _ended(process, _QUIET_S)
     except subprocess.TimeoutExpired:
-        return 1, f"the compiler took longer than {LIMIT_S:.0f} s"
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        doing = f"compiling autopar's kernels ({name}), once"
+        if not err.is_terminal:
+            complain(f"{doing} …")
+        with err.status(f"{doing} …"):
+            return _ended(process, LIMIT_S)
 
 
 def _ended(process: subprocess.Popen[str], limit_s: float) -> tuple[int, str]:

@@ -87,6 +87,7 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8
 )  # fmt: skip
 """By the number that the C side has for each."""
+FLOATS = DTYPES[:4]
 _LOG = logging.getLogger(__name__)
 
 
@@ -176,6 +177,11 @@ def code_of(dtype: torch.dtype) -> int:
     if dtype not in DTYPES:
         raise KernelError(f"kernels do not know {dtype}", remedy=f"use one of {', '.join(map(str, DTYPES))}")
     return DTYPES.index(dtype)
+
+
+def wide(*dtypes: torch.dtype) -> torch.dtype:
+    """What kernels compute in: fp32, or fp64 where one of `dtypes` is."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def table(rows: Iterable[int], device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ from autopar.kernels import library
 from autopar.kernels.ordered import ordered_sum
 
 BAND = 64  # rows whose shares of the weight's gradient are summed together
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FLOATS = library.FLOATS
 
 
 def reduce_add_rmsnorm(parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,7 +38,7 @@ def reduce_add_rmsnorm(parts: Sequence[Tensor], residual: Tensor, weight: Tensor
 
 def reference_forward(parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """What `reduce_add_rmsnorm` is, in plain torch."""
-    wide = _wide(residual.dtype)
+    wide = library.wide(residual.dtype)
     total = torch.zeros_like(residual, dtype=wide)
     for part in parts:
         total = total + part.to(wide)
@@ -50,7 +50,7 @@ def reference_forward(parts: Sequence[Tensor], residual: Tensor, weight: Tensor,
 
 def reference_backward(grad_y: Tensor, grad_normed: Tensor, y: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the residual, which is that of every part, and of the weight, in plain torch."""
-    wide = _wide(y.dtype)
+    wide = library.wide(y.dtype)
     hidden = y.shape[-1]
     n, values, scale = grad_normed.to(wide), y.to(wide), rstd.unsqueeze(-1)
     u = n * weight.to(wide)
@@ -71,10 +71,6 @@ def _one_by_one(x: Tensor) -> Tensor:
     return total
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 @torch.library.custom_op("autopar::reduce_add_rmsnorm", mutates_args=())
 def _forward(parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     _check([*parts, residual], residual, weight)
@@ -84,7 +80,7 @@ def _forward(parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: flo
         return reference_forward(parts, residual, weight, eps)
     held = [x.contiguous() for x in (*parts, residual, weight)]
     y, normed = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
-    rstd = residual.new_empty(residual.shape[:-1], dtype=_wide(residual.dtype))
+    rstd = residual.new_empty(residual.shape[:-1], dtype=library.wide(residual.dtype))
     addresses = library.table((x.data_ptr() for x in held[: len(parts)]), residual.device)
     made = (x.data_ptr() for x in (*held[-2:], y, normed, rstd))
     sizes = library.code_of(residual.dtype), rstd.numel(), residual.shape[-1], eps
@@ -121,7 +117,7 @@ def _check(like: Sequence[Tensor], x: Tensor, weight: Tensor) -> None:
 @_forward.register_fake
 def _(parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     made = [residual.new_empty(residual.shape) for _ in range(2)]
-    return made[0], made[1], residual.new_empty(residual.shape[:-1], dtype=_wide(residual.dtype))
+    return made[0], made[1], residual.new_empty(residual.shape[:-1], dtype=library.wide(residual.dtype))
 
 
 @_backward.register_fake

@@ -27,8 +27,8 @@ from autopar.layout import part_range
 
 ALIGN = 8  # elements: a segment begins at 16 bytes in any dtype
 LIMIT = 2**31 - 64  # elements of a segment
-CHUNK = 4096  # elements of a segment whose squares are summed together
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+CHUNK = 16384  # elements of a segment whose squares are summed together
+FLOATS = library.FLOATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def reference_pack(
     sums = []
     device = tensors[0].device if tensors else None
     for tensor, dim, length, segment in zip(tensors, layout.dims, layout.lengths(), layout.segments(), strict=True):
-        wide = tensor.to(_wide(tensor.dtype, dtype)) * scale
+        wide = tensor.to(library.wide(tensor.dtype, dtype)) * scale
         parts = [_padded(part, segment) for part in _parts(wide, dim, length, layout.parts, first, count)]
         for row, part in zip(rows, parts, strict=True):
             row.append(part.to(dtype))
@@ -132,15 +132,11 @@ def reference_unpack(
     found = []
     columns = bucket.split(list(layout.segments()), dim=1)
     for column, size, dim, dtype in zip(columns, layout.sizes, layout.dims, dtypes, strict=True):
-        wide = column.to(_wide(dtype, bucket.dtype)) * scale
+        wide = column.to(library.wide(dtype, bucket.dtype)) * scale
         shapes = [_with(size, dim, part_range(size[dim], [layout.parts], [first + turn])[1]) for turn in range(count)]
         parts = [wide[turn, : math.prod(shape)].view(shape) for turn, shape in enumerate(shapes)]
         found.append(torch.cat(parts, dim).to(dtype))
     return found
-
-
-def _wide(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
-    return torch.float64 if torch.float64 in (dtype, other) else torch.float32
 
 
 def _parts(tensor: Tensor, dim: int, length: int, parts: int, first: int, count: int) -> list[Tensor]:

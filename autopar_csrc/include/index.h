@@ -15,8 +15,8 @@ AP_HD inline int64_t part_length(int64_t size, int64_t parts, int64_t part) {
 }
 
 // --- buckets: many tensors in one buffer, rank after rank (the picture is at the top of pack.cu) ----------------------------------
-constexpr int64_t kAlign = 8;     // a segment's length is a multiple, so that each begins at 16 bytes in any dtype
-constexpr int64_t kChunk = 4096;  // elements of a segment that one block, or one item of the host's threads, moves
+constexpr int64_t kAlign = 8;      // a segment's length is a multiple, so that each begins at 16 bytes in any dtype
+constexpr int64_t kChunk = 16384;  // elements of a segment that one block, or one item of the host's threads, moves
 // A dim that is cut and the chunks of a bucket count less than 2^31, and so do the elements of a segment.
 AP_HD inline int64_t quotient(int64_t a, int64_t b) { return uint32_t(a) / uint32_t(b); }  // of 64 bits it would be a call on the device
 

@@ -28,12 +28,15 @@ def test_without_a_device_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def spoiled(case: Case, what: str) -> Case:
-    """The case with the last element of its first result, or of the same and of the reference alike, off by some steps."""
+    """The case with one bit wrong in the last element of its first result, or with that of the result and the reference alike far off."""
 
     def numerics(world: int, dtype: torch.dtype) -> Numerics:
         found = case.numerics(world, dtype)
         first = found.made[0].clone()
-        first[..., -1] += 1
+        if what == "made":
+            first.view(torch.int32 if dtype == torch.float32 else torch.int16)[..., -1] ^= 1
+        else:
+            first[..., -1] += 1
         return replace(found, **{field: [first, *getattr(found, field)[1:]] for field in what.split()})
 
     return replace(case, numerics=numerics)

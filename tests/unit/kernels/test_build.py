@@ -53,8 +53,11 @@ def test_every_c_function_of_the_sources_is_declared_in_the_table_and_the_other_
 
 
 def test_a_declaration_has_as_many_arguments_as_the_function() -> None:
+    """Some functions share arguments, which a macro then holds."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in build.sources())
-    for name, arguments in re.findall(r"^AP_API int (\w+)\(([^)]*)\)", text, re.MULTILINE):
+    macros = dict(re.findall(r"^#define (AP_\w+) (.+)$", text, re.MULTILINE))
+    for name, written in re.findall(r"^AP_API int (\w+)\(([^)]*)\)", text, re.MULTILINE):
+        arguments = re.sub(r"\bAP_\w+", lambda macro: macros[macro[0]], written)
         assert len(library.SIGNATURES[name]) == arguments.count(",") + 1, name
 
 
@@ -133,6 +136,26 @@ def test_an_error_of_the_compiler_is_shown_with_its_command_and_leaves_nothing_b
     with pytest.raises(KernelError, match=r"(?s)did not compile.*-std=c\+\+17.*a\.cu.*error"):
         build.build_library("host", folder=folder)
     assert {path.suffix for path in build.cache_folder().iterdir()} == {".lock"}
+
+
+@needs_host
+def test_a_build_that_takes_long_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(build, "_QUIET_S", 0.0)
+    build.build_library("host", folder=folder)
+    assert "compiling autopar's kernels (host-release), once" in capsys.readouterr().err
+    build.build_library("host", folder=folder)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_compiler_that_does_not_end_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = folder / "compiler"
+    script.write_text('#!/bin/sh\n[ "$2" = "" ] && exit 0\nexec sleep 60\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr(build, "_QUIET_S", 0.0)
+    monkeypatch.setattr(build, "LIMIT_S", 0.5)
+    with pytest.raises(KernelError, match="took longer than"):
+        build.build_library("host", folder=folder)
 
 
 @needs_host

@@ -46,11 +46,11 @@ def test_pack_and_unpack(parts: int, first: int, count: int, dtype: torch.dtype)
 
 
 def test_a_sum_over_more_chunks_than_a_block_has_threads() -> None:
-    size = 4096 * 258 + 5
+    size, parts = 9000, 300  # a chunk or more for each rank
     tensor = drawn((size,), torch.float32, 0)
     tensor *= tensor.abs() ** 3  # of very different size, so that the order shows
-    layout = BucketLayout(((size,),), (0,), 1)
-    _, expected = reference_pack([tensor], layout, torch.bfloat16, 0, 1, 1.0, True)
+    layout = BucketLayout(((size,),), (0,), parts)
+    _, expected = reference_pack([tensor], layout, torch.bfloat16, 0, parts, 1.0, True)
     assert same(pack([tensor], layout, torch.bfloat16, squares=True)[1], expected)
 
 

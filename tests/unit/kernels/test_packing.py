@@ -112,6 +112,14 @@ def test_neither_threads_nor_compiled_code_change_a_sum_over_many_chunks() -> No
     assert all(same(a, b) and same(b, c) for a, b, c in zip(*found, strict=True))
 
 
+def test_a_sum_over_more_chunks_than_there_are_lanes_has_the_order_of_the_reference() -> None:
+    (tensor,) = tensors_of([(9000,)], [torch.float32])
+    tensor *= tensor.abs() ** 3
+    layout = BucketLayout(((9000,),), (0,), 300)  # a chunk for each rank
+    expected = reference_pack([tensor], layout, torch.bfloat16, 0, 300, 1.0, True)
+    assert all(same(a, b) for a, b in zip(pack([tensor], layout, torch.bfloat16, squares=True), expected, strict=True))
+
+
 def test_squares_are_those_of_the_scaled_elements_before_they_are_rounded() -> None:
     tensors = tensors_of(((301, 77), (5000,), (0, 4)), [torch.float32, torch.float16, torch.float32])
     _, squares = pack(tensors, BucketLayout(((301, 77), (5000,), (0, 4)), (1, 0, 0), 3), torch.bfloat16, scale=0.5, squares=True)
