@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(128) ap_route_return_kernel(Routes r, const ch
 }
 
 template <class T>
-__global__ void __launch_bounds__(128) ap_route_sum_kernel(const T* returned, const int64_t* position, const WideOf<T>* weights, T* y,
+__global__ void __launch_bounds__(128, 4) ap_route_sum_kernel(const T* returned, const int64_t* position, const WideOf<T>* weights, T* y,
                                                            int64_t tokens, int64_t choices, int64_t width) {
   for (int64_t token = blockIdx.x; token < tokens; token += gridDim.x)
     for (int64_t i = int64_t(threadIdx.x) * kGroup; i < width; i += int64_t(blockDim.x) * kGroup)

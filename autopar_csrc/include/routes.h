@@ -119,12 +119,16 @@ template <class T>
 AP_HD inline void sum_group(const T* returned, const int64_t* position, const WideOf<T>* weights, T* y, int64_t choices,
                             int64_t width, int64_t token, int64_t begin) {
   using W = WideOf<T>;
-  W total[kGroup] = {}, part[kGroup];
+  W total[kGroup], part[kGroup];
   const int64_t count = width - begin;
-  for (int64_t c = 0; c < choices; ++c) {
-    const int64_t pair = token * choices + c;
-    load_group<W, T>(returned + position[pair] * width + begin, count, part);
-    for (int i = 0; i < kGroup; ++i) total[i] = c == 0 ? weights[pair] * part[i] : total[i] + weights[pair] * part[i];
+  const auto load = [&](int64_t pair, W out[kGroup]) {
+    load_group<W, T>(returned + position[pair] * width + begin, count, out);
+    for (int i = 0; i < kGroup; ++i) out[i] *= weights[pair];
+  };
+  load(token * choices, total);
+  for (int64_t c = 1; c < choices; ++c) {
+    load(token * choices + c, part);
+    for (int i = 0; i < kGroup; ++i) total[i] += part[i];
   }
   store_group<W, T>(y + token * width + begin, count, total);
 }
