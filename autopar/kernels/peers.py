@@ -100,9 +100,6 @@ class Peers(ABC):
     def run(self, ranks: Sequence[int], phases: Sequence[Phase]) -> None:
         """Carry out the phases for some of `ranks`; returns when they are done or, on a GPU, enqueued."""
 
-    @abstractmethod
-    def _new_regions(self, num_bytes: int, num_words: int) -> Regions: ...
-
     def regions(self, key: Hashable, num_bytes: int, num_words: int) -> Regions:
         """The regions of this name, made at the first call with `num_bytes` and `num_words` of flags per rank, and kept."""
         with self._lock:
@@ -110,8 +107,8 @@ class Peers(ABC):
                 self._regions[key] = self._new_regions(num_bytes, num_words)
             return self._regions[key]
 
-    def _local_regions(self, num_bytes: int, num_words: int) -> Regions:
-        """Where all ranks are in this process."""
+    def _new_regions(self, num_bytes: int, num_words: int) -> Regions:
+        """Where all ranks are in this process: plain tensors."""
         data = tuple(torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self.device) for _ in range(self.size))
         flags = tuple(torch.zeros(num_words, dtype=torch.int64, device=self.device) for _ in range(self.size))
         if self.kind == "cuda":
@@ -149,9 +146,6 @@ class VirtualRanks(Peers):
                     phase.work(lane, rank)
         for streams in self._streams:
             streams.join()
-
-    def _new_regions(self, num_bytes: int, num_words: int) -> Regions:
-        return self._local_regions(num_bytes, num_words)
 
 
 class HostThreads(Peers):
@@ -208,9 +202,6 @@ class HostThreads(Peers):
                 if self._pause is not None:
                     self._pause(rank, index)
                 phase.work(Lane("host"), rank)
-
-    def _new_regions(self, num_bytes: int, num_words: int) -> Regions:
-        return self._local_regions(num_bytes, num_words)
 
 
 class SymmetricMemory(Peers):
