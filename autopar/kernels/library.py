@@ -23,6 +23,19 @@ from autopar.kernels.build import build_library
 
 _P, _I, _L, _U, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64, ctypes.c_double
 
+
+class NativeShards(ctypes.Structure):
+    """`ap::Shards` of include/shards.h; passed by value."""
+
+    _fields_ = [(name, _L) for name in ("outer", "rows", "row_bytes", "size", "rank", "num_chunks")]
+
+
+class NativeRoutes(ctypes.Structure):
+    """`ap::Routes` of include/routes.h; passed by value."""
+
+    _fields_ = [(name, _L) for name in ("tokens", "choices", "row_bytes", "num_experts", "size", "rank", "most")]
+
+
 # By full name: the types of the arguments; all return an int status. `_P` is an address, `_L` a number of elements. What ends in _cuda
 # takes its stream last; what ends in _host and runs threads takes their number last.
 SIGNATURES: Mapping[str, tuple[type, ...]] = {
@@ -38,6 +51,35 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = {
     "ap_reduce_add_rmsnorm_forward_cuda": (_P, _I, _P, _P, _P, _P, _P, _I, _L, _L, _D, _P),
     "ap_reduce_add_rmsnorm_backward_host": (_P, _P, _P, _P, _P, _P, _P, _P, _I, _L, _L, _I),
     "ap_reduce_add_rmsnorm_backward_cuda": (_P, _P, _P, _P, _P, _P, _P, _P, _I, _L, _L, _P),
+    "ap_all_gather_matmul_publish_host": (_P, _P, _P, _P, NativeShards, _U),
+    "ap_all_gather_matmul_publish_cuda": (_P, _P, _P, _P, NativeShards, _U, _P),
+    "ap_all_gather_matmul_pull_host": (_P, _P, _P, NativeShards, _U),
+    "ap_all_gather_matmul_pull_cuda": (_P, _P, _P, NativeShards, _U, _P),
+    "ap_all_gather_matmul_wait_host": (_P, NativeShards, _L, _L, _U),
+    "ap_all_gather_matmul_wait_cuda": (_P, NativeShards, _L, _L, _U, _P),
+    "ap_all_gather_matmul_order_host": (_P, NativeShards),
+    "ap_all_gather_matmul_sizes_host": (_P, NativeShards),
+    "ap_matmul_reduce_scatter_produced_host": (_P, NativeShards, _L, _L, _U),
+    "ap_matmul_reduce_scatter_produced_cuda": (_P, NativeShards, _L, _L, _U, _P),
+    "ap_matmul_reduce_scatter_push_host": (_P, _P, _P, NativeShards, _U),
+    "ap_matmul_reduce_scatter_push_cuda": (_P, _P, _P, NativeShards, _U, _P),
+    "ap_matmul_reduce_scatter_arrive_host": (_P, NativeShards, _U),
+    "ap_matmul_reduce_scatter_arrive_cuda": (_P, NativeShards, _U, _P),
+    "ap_matmul_reduce_scatter_reduce_host": (_P, _P, _L, _I, NativeShards, _U),
+    "ap_matmul_reduce_scatter_reduce_cuda": (_P, _P, _L, _I, NativeShards, _U, _P),
+    "ap_matmul_reduce_scatter_order_host": (_P, NativeShards),
+    "ap_matmul_reduce_scatter_sizes_host": (_P, NativeShards, _U),
+    "ap_moe_dispatch_announce_host": (_P, _P, _P, _P, _P, NativeRoutes, _U),
+    "ap_moe_dispatch_announce_cuda": (_P, _P, _P, _P, _P, NativeRoutes, _U, _P),
+    "ap_moe_dispatch_push_host": (*(_P,) * 6, _P, _P, NativeRoutes, _U),
+    "ap_moe_dispatch_push_cuda": (*(_P,) * 6, _P, _P, NativeRoutes, _U, _P),
+    "ap_moe_dispatch_collect_host": (_P, _P, _P, _P, NativeRoutes, _U),
+    "ap_moe_dispatch_collect_cuda": (_P, _P, _P, _P, NativeRoutes, _U, _P),
+    "ap_moe_combine_push_host": (_P, _P, _P, _P, NativeRoutes, _U),
+    "ap_moe_combine_push_cuda": (_P, _P, _P, _P, NativeRoutes, _U, _P),
+    "ap_moe_combine_sum_host": (_P, _P, _P, _P, _I, _P, _P, NativeRoutes, _U),
+    "ap_moe_combine_sum_cuda": (_P, _P, _P, _P, _I, _P, _P, NativeRoutes, _U, _P),
+    "ap_moe_sizes_host": (_P, NativeRoutes),
 }
 STATUS = {1: "an argument was refused", 2: "a wait for a signal timed out", 3: "the launch failed"}
 TIMED_OUT = 2
@@ -88,6 +130,18 @@ def launch(kernel: str, device: torch.device, *arguments: object) -> None:
         with torch.cuda.device(device):
             status = function("cuda", f"{kernel}_cuda")(*arguments, torch.cuda.current_stream(device).cuda_stream)
     check(status, kernel)
+
+
+def step(kind: str, name: str, stream: int | None = None) -> Callable[..., None]:
+    """A piece of a protocol (`autopar.kernels.peers`), for the host or enqueued on `stream`; it checks the status.
+
+    Raises:
+        KernelError: as `function` and `check`.
+    """
+    on_device = kind == "cuda" or _variant() == "emulated"
+    native = function(kind, f"ap_{name}_{'cuda' if on_device else 'host'}")
+    last = (stream,) if on_device else ()
+    return lambda *arguments: check(native(*arguments, *last), name)
 
 
 def function(kind: str, name: str) -> Callable[..., int]:

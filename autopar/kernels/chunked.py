@@ -1,0 +1,176 @@
+"""The protocols of the overlapped products, as phases that any provider of `autopar.kernels.peers` carries out.
+
+A tensor is seen as [outer, rows, row] along the dim that is sharded, as in `autopar_csrc/include/shards.h`; the protocols stand at the
+top of `autopar_csrc/all_gather_matmul.cu` and `autopar_csrc/matmul_reduce_scatter.cu`. What is computed per chunk is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from autopar.kernels import library
+from autopar.kernels.peers import COMPUTE, COPY, Lane, Peers, Phase, Regions, addresses
+from autopar.layout import part_range
+
+_SLOT_ALIGNMENT = 128  # kSlotAlignment
+_FLAG_WORDS = 16  # kFlagWords
+REDUCIBLE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64})
+"""Dtypes that `scatter` can add up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """A whole tensor [outer, rows, row of `row_bytes`], its rows over `size` ranks, each rank's in `num_chunks` chunks."""
+
+    outer: int
+    rows: int
+    row_bytes: int
+    size: int
+    num_chunks: int
+
+    @staticmethod
+    def of(shape: Sequence[int], dim: int, dtype: torch.dtype, size: int, num_chunks: int) -> Shards:
+        """Of a whole tensor of `shape` along `dim`."""
+        return Shards(prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :]) * dtype.itemsize, size, num_chunks)
+
+    def seen_by(self, rank: int) -> library.NativeShards:
+        """As the C functions take them."""
+        return library.NativeShards(self.outer, self.rows, self.row_bytes, self.size, rank, self.num_chunks)
+
+    def gathered_order(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
+        """Position, chunk, first row and number of rows: the own shard, then those of the next ranks."""
+        return self._order(rank)
+
+    def scattered_order(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
+        """As `gathered_order`: the rows of the next ranks, the own ones last."""
+        return self._order(rank + 1)
+
+    def _order(self, first: int) -> Iterator[tuple[int, int, int, int]]:
+        for position in range(self.size):
+            owner = (first + position) % self.size
+            for chunk in range(self.num_chunks):
+                yield position, chunk, *part_range(self.rows, (self.size, self.num_chunks), (owner, chunk))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Room for any rank's shard."""
+        return _rounded_up(self.outer * -(-self.rows // self.size) * self.row_bytes)
+
+    @property
+    def num_flag_words(self) -> int:
+        return (1 + self.size + self.size * self.num_chunks) * _FLAG_WORDS
+
+    def inbox_offset(self, epoch: int, rank: int) -> int:
+        """Where in an inbox the part that comes from `rank` begins."""
+        return (epoch % 2 * self.size + rank) * self.slot_bytes
+
+
+def _rounded_up(num_bytes: int) -> int:
+    return -(-num_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """A rank's part in `gather`.
+
+    Attributes:
+        shard: its own, contiguous. gathered: the whole tensor, contiguous, to be filled.
+        consume: called with first row and number of rows when these are in `gathered`.
+    """
+
+    shard: Tensor
+    gathered: Tensor
+    consume: Callable[[int, int], None]
+
+
+def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
+    """all_gather_matmul for the ranks of `jobs`: with `VirtualRanks` all of them, in a rank's own thread or process that one."""
+    regions = gather_regions(peers, shards)
+    epochs = {rank: regions.begin(rank) for rank in jobs}
+
+    def publish(lane: Lane, rank: int) -> None:
+        job = jobs[rank]
+        own = regions.data[rank].data_ptr(), job.gathered.data_ptr(), regions.flags[rank].data_ptr()
+        lane.call("all_gather_matmul_publish", job.shard.data_ptr(), *own, shards.seen_by(rank), epochs[rank])
+
+    def pull(lane: Lane, rank: int) -> None:
+        all_ranks = addresses(regions.data), addresses(regions.flags)
+        lane.call("all_gather_matmul_pull", jobs[rank].gathered.data_ptr(), *all_ranks, shards.seen_by(rank), epochs[rank])
+
+    def consume(lane: Lane, rank: int) -> None:
+        own = regions.flags[rank].data_ptr(), shards.seen_by(rank)
+        for position, chunk, begin, length in shards.gathered_order(rank):
+            if position > 0:
+                lane.call("all_gather_matmul_wait", *own, position, chunk, epochs[rank])
+            if length > 0:
+                jobs[rank].consume(begin, length)
+
+    peers.run(tuple(jobs), (Phase(COMPUTE, publish), Phase(COPY, pull), Phase(COMPUTE, consume)))
+
+
+def gather_regions(peers: Peers, shards: Shards) -> Regions:
+    """What `gather` shares: per rank two slots for its shard."""
+    return peers.regions(("all_gather_matmul", shards), 2 * shards.slot_bytes, shards.num_flag_words)
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """A rank's part in `scatter`.
+
+    Attributes:
+        partial: room for the whole partial product, contiguous; its own rows are not used.
+        out: this rank's rows of the sum, contiguous, to be filled.
+        produce: called with first row, number of rows and where the partial product of these rows goes.
+    """
+
+    partial: Tensor
+    out: Tensor
+    produce: Callable[[int, int, Tensor], None]
+
+
+def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter]) -> None:
+    """matmul_reduce_scatter along `dim`, for the ranks of `jobs` as in `gather`."""
+    regions = scatter_regions(peers, shards)
+    epochs = {rank: regions.begin(rank) for rank in jobs}
+
+    def produce(lane: Lane, rank: int) -> None:
+        job, own = jobs[rank], (regions.flags[rank].data_ptr(), shards.seen_by(rank))
+        mine, start = _own_slot(shards, regions, rank, epochs[rank], job.out), _first_row(shards, rank)
+        for position, chunk, begin, length in shards.scattered_order(rank):
+            is_mine = position == shards.size - 1
+            if length > 0:
+                job.produce(begin, length, mine.narrow(dim, begin - start, length) if is_mine else job.partial.narrow(dim, begin, length))
+            if not is_mine:
+                lane.call("matmul_reduce_scatter_produced", *own, position, chunk, epochs[rank])
+
+    def push(lane: Lane, rank: int) -> None:
+        all_ranks = addresses(regions.data), addresses(regions.flags)
+        lane.call("matmul_reduce_scatter_push", jobs[rank].partial.data_ptr(), *all_ranks, shards.seen_by(rank), epochs[rank])
+
+    def add_up(lane: Lane, rank: int) -> None:
+        out, flags = jobs[rank].out, regions.flags[rank].data_ptr()
+        lane.call("matmul_reduce_scatter_arrive", flags, shards.seen_by(rank), epochs[rank])
+        what = regions.data[rank].data_ptr(), out.data_ptr(), out.numel(), library.code_of(out.dtype)
+        lane.call("matmul_reduce_scatter_reduce", *what, shards.seen_by(rank), epochs[rank])
+
+    peers.run(tuple(jobs), (Phase(COMPUTE, produce), Phase(COPY, push), Phase(COMPUTE, add_up)))
+
+
+def scatter_regions(peers: Peers, shards: Shards) -> Regions:
+    """What `scatter` shares: per rank two slots for each rank's part of its rows."""
+    return peers.regions(("matmul_reduce_scatter", shards), 2 * shards.size * shards.slot_bytes, shards.num_flag_words)
+
+
+def _own_slot(shards: Shards, regions: Regions, rank: int, epoch: int, out: Tensor) -> Tensor:
+    """The rank's own part in its own inbox, with shape and dtype of `out`."""
+    begin = shards.inbox_offset(epoch, rank)
+    return regions.data[rank][begin : begin + out.numel() * out.element_size()].view(out.dtype).view(out.shape)
+
+
+def _first_row(shards: Shards, rank: int) -> int:
+    return part_range(shards.rows, (shards.size,), (rank,))[0]

@@ -1,0 +1,270 @@
+"""Products that run beside their communication: all_gather + product, and product + reduce_scatter, chunk by chunk.
+
+An equation says the product of two tensors by Einstein's convention, ``"bsk,nk->bsn"``: each letter is in two of the three terms, or in
+all of them. One letter, that of a dim `dim`, is sharded over a group's ranks (by `autopar.layout.part_range`; the last shard may be
+shorter); it is in the result, so that the product can be taken chunk by chunk along it:
+
+    all_gather_matmul      operand `which` comes as this rank's shard → that operand, gathered, and the product, whole on every rank
+    matmul_reduce_scatter  all ranks' products are added up → this rank's shard of the sum, along `dim` of the result
+
+The functions that end in ``_reference`` define them, over the list of all ranks' operands. Each op's gradient is the other op.
+
+`all_gather_dot` and `dot_reduce_scatter` choose: the op, with kernels of `autopar_csrc`, where the group's ranks reach each other's
+memory (`autopar.kernels.providers`); else the collective and the product one after the other, which the log says once.
+
+Memory. Besides operands and results live
+    all_gather_matmul      twice the largest shard, where peers read it
+    matmul_reduce_scatter  until its end the product of this rank, whole; twice as much where peers write
+    both                   where the sharded dim is not leading, or the equation is no plain matrix product
+                           (`autopar.kernels.equations`): a copy of one chunk's operand and product
+What peers read or write is kept for the next use of the same shapes, so a model's layers share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.kernels import bound
+from autopar.kernels.chunked import REDUCIBLE, Gather, Scatter, Shards, gather, scatter
+from autopar.kernels.collectives import AxisGroup
+from autopar.kernels.equations import check_chunked, cut, in_order, multiply_into, result_shape, terms_of
+from autopar.kernels.providers import may_have_peers, peers_of, say_once
+from autopar.kernels.sums import sum_dtype
+from autopar.layout import part_range
+
+Dot = Callable[[str, Tensor, Tensor], Tensor]
+_APART = "products run after or before their communication, not beside it"
+
+
+def all_gather_dot(
+    equation: str,
+    operands: tuple[Tensor, Tensor],
+    which: int,
+    dim: int,
+    group: AxisGroup,
+    num_chunks: int,
+    dot: Dot,
+    length: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Operand `which`, gathered along its `dim`, and the product with the other one.
+
+    Args:
+        operands: in the order of the equation; operand `which` is this rank's shard.
+        num_chunks: pieces of each shard that come, and are multiplied, one by one.
+        dot: takes the product where the kernels do not run, ``autopar.ops.products.dot`` for example.
+        length: of the whole dim, where its shards are not equally long.
+
+    Raises:
+        ValueError: where the dim's letter is not in the result, or `num_chunks` is below 1.
+    """
+    check_chunked(equation, terms_of(equation)[which][dim], num_chunks)
+    shard, other = operands[which], operands[1 - which]
+    if group.size == 1:
+        return shard, dot(equation, *operands)
+    if not _runs_kernels(group, shard):
+        whole = bound.all_gather(shard, dim, group.size, group.name, length)
+        return whole, dot(equation, *in_order(which, whole, other))
+    whole_length = shard.shape[dim] * group.size if length is None else length
+    settings = equation, which, dim, whole_length, group.size, group.name, group.coordinate, num_chunks
+    return torch.ops.autopar.all_gather_matmul(shard, other, *settings)
+
+
+def dot_reduce_scatter(equation: str, operands: tuple[Tensor, Tensor], dim: int, group: AxisGroup, num_chunks: int, dot: Dot) -> Tensor:
+    """This rank's part, along `dim` of the result, of the sum of all ranks' products.
+
+    The sum runs in the order of the ranks and in at least fp32, but where the kernels do not run it is the process group's.
+    Arguments and errors as of `all_gather_dot`.
+    """
+    check_chunked(equation, terms_of(equation)[2][dim], num_chunks)
+    if group.size == 1:
+        return dot(equation, *operands)
+    if not _runs_kernels(group, operands[0]):
+        return bound.reduce_scatter(dot(equation, *operands), dim, "sum", group.size, group.name, group.coordinate)
+    return torch.ops.autopar.matmul_reduce_scatter(*operands, None, equation, dim, group.size, group.name, group.coordinate, num_chunks)
+
+
+def _runs_kernels(group: AxisGroup, x: Tensor) -> bool:
+    """Whether to call the op; while a compiler traces, the op, which a trace does not see into, asks again."""
+    if torch.compiler.is_compiling():
+        return may_have_peers(group, x.device)
+    peers, reason = peers_of(group, x.device)
+    if peers is None:
+        say_once(group, _APART, reason)
+    return peers is not None
+
+
+# --- all_gather_matmul -----------------------------------------------------------------------------------------------------------------
+
+
+def all_gather_matmul_reference(
+    equation: str, shards: Sequence[Tensor], others: Sequence[Tensor], which: int, dim: int
+) -> list[tuple[Tensor, Tensor]]:
+    """The definition: of every rank, the shards joined in order of the ranks, and the product with its other operand."""
+    whole = torch.cat(list(shards), dim)
+    return [(whole, torch.einsum(equation, *in_order(which, whole, other))) for other in others]
+
+
+@torch.library.custom_op("autopar::all_gather_matmul", mutates_args=())
+def all_gather_matmul(
+    x: Tensor, other: Tensor, equation: str, which: int, dim: int, length: int, size: int, name: str, coordinate: int, num_chunks: int
+) -> tuple[Tensor, Tensor]:
+    """The gathered operand and the product; `x` is this rank's shard of operand `which`, `length` long in all along its `dim`."""
+    group = AxisGroup(name, size, coordinate)
+    peers, reason = peers_of(group, x.device)
+    x, other = x.contiguous(), other.contiguous()
+    shape = [*x.shape[:dim], length, *x.shape[dim + 1 :]]
+    if size == 1 or peers is None:
+        if size > 1:
+            say_once(group, _APART, reason)
+        whole = x.clone() if size == 1 else bound.all_gather(x, dim, size, name, length)
+        return whole, torch.einsum(equation, *in_order(which, whole, other)).contiguous()
+    job, y = gathering(equation, x, other, which, dim, shape)
+    gather(peers, Shards.of(shape, dim, x.dtype, size, num_chunks), {coordinate: job})
+    return job.gathered, y
+
+
+def gathering(equation: str, shard: Tensor, other: Tensor, which: int, dim: int, shape: Sequence[int]) -> tuple[Gather, Tensor]:
+    """A rank's part in all_gather_matmul, and the tensor that will hold its product; `shape` is that of the gathered operand."""
+    gathered = shard.new_empty(shape)
+    y = shard.new_empty(result_shape(equation, *in_order(which, gathered, other)))
+    terms = terms_of(equation)
+    letter = terms[which][dim]
+
+    def consume(begin: int, rows: int) -> None:
+        left, right, out = cut(terms, (*in_order(which, gathered, other), y), letter, begin, rows)
+        multiply_into(equation, left, right, out)
+
+    return Gather(shard, gathered, consume), y
+
+
+# --- matmul_reduce_scatter -------------------------------------------------------------------------------------------------------------
+
+
+def matmul_reduce_scatter_reference(
+    equation: str, pairs: Sequence[tuple[Tensor, Tensor]], dim: int, addends: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """The definition: the ranks' products (and addends, in the products' dtype) added one by one in order of the ranks, in fp32 or a
+    wider dtype, cast back, and split along `dim`."""
+    parts = [torch.einsum(equation, a, b) for a, b in pairs]
+    if addends is not None:
+        parts = [part + addend for part, addend in zip(parts, addends, strict=True)]
+    return [
+        addin_order([part.narrow(dim, *part_range(part.shape[dim], (len(parts),), (rank,))) for part in parts])
+        for rank in range(len(parts))
+    ]
+
+
+def addin_order(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of the tensors, one after another, in at least fp32; in their dtype."""
+    dtype = sum_dtype(parts[0].dtype)
+    total = parts[0].to(dtype, copy=True)
+    for part in parts[1:]:
+        total = total + part.to(dtype)
+    return total.to(parts[0].dtype).contiguous()
+
+
+@torch.library.custom_op("autopar::matmul_reduce_scatter", mutates_args=())
+def matmul_reduce_scatter(
+    a: Tensor, b: Tensor, addend: Tensor | None, equation: str, dim: int, size: int, name: str, coordinate: int, num_chunks: int
+) -> Tensor:
+    """This rank's part along `dim` of the sum of all ranks' products; each rank's `addend`, if any, is added to its product."""
+    group = AxisGroup(name, size, coordinate)
+    peers, reason = peers_of(group, a.device)
+    if peers is not None and a.dtype not in REDUCIBLE:
+        peers, reason = None, f"the kernels do not add up {a.dtype}"
+    a, b = a.contiguous(), b.contiguous()
+    if size == 1 or peers is None:
+        if size > 1:
+            say_once(group, _APART, reason)
+        product = torch.einsum(equation, a, b)
+        product = product if addend is None else product + addend
+        return product.contiguous() if size == 1 else bound.reduce_scatter(product, dim, "sum", size, name, coordinate)
+    job, shape = scattering(equation, a, b, addend, dim, size, coordinate)
+    scatter(peers, Shards.of(shape, dim, a.dtype, size, num_chunks), dim, {coordinate: job})
+    return job.out
+
+
+def scattering(equation: str, a: Tensor, b: Tensor, addend: Tensor | None, dim: int, size: int, rank: int) -> tuple[Scatter, list[int]]:
+    """A rank's part in matmul_reduce_scatter, and the shape of its whole product."""
+    shape = result_shape(equation, a, b)
+    terms = terms_of(equation)
+    letter = terms[2][dim]
+
+    def produce(begin: int, rows: int, out: Tensor) -> None:
+        left, right = cut(terms[:2], (a, b), letter, begin, rows)
+        multiply_into(equation, left, right, out)
+        if addend is not None:
+            out.add_(addend.narrow(dim, begin, rows))
+
+    own = part_range(shape[dim], (size,), (rank,))[1]
+    return Scatter(a.new_empty(shape), a.new_empty([*shape[:dim], own, *shape[dim + 1 :]]), produce), shape
+
+
+# --- on fake tensors, and backward -------------------------------------------------------------------------------------------------------
+
+
+@all_gather_matmul.register_fake
+def _(
+    x: Tensor, other: Tensor, equation: str, which: int, dim: int, length: int, size: int, name: str, coordinate: int, num_chunks: int
+) -> tuple[Tensor, Tensor]:
+    whole = x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
+    return whole, x.new_empty(result_shape(equation, *in_order(which, whole, other)))
+
+
+@matmul_reduce_scatter.register_fake
+def _(
+    a: Tensor, b: Tensor, addend: Tensor | None, equation: str, dim: int, size: int, name: str, coordinate: int, num_chunks: int
+) -> Tensor:
+    shape = result_shape(equation, a, b)
+    shape[dim] = part_range(shape[dim], (size,), (coordinate,))[1]
+    return a.new_empty(shape)
+
+
+def _keep_gathered(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, other, *ctx.settings = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(other, output[0])
+
+
+def _all_gather_matmul_backward(ctx: Any, d_whole: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    """dx = reduce_scatter(dy · other + d_whole), d_other = gathered · dy."""
+    other, whole = ctx.saved_tensors
+    equation, which, dim, _, size, name, coordinate, num_chunks = ctx.settings
+    terms = terms_of(equation)
+    mine, theirs, result = terms[which], terms[1 - which], terms[2]
+    if dy is None:
+        dy = whole.new_zeros(result_shape(equation, *in_order(which, whole, other)))
+    dx = d_other = None
+    if ctx.needs_input_grad[0]:
+        settings = f"{result},{theirs}->{mine}", dim, size, name, coordinate, num_chunks
+        dx = torch.ops.autopar.matmul_reduce_scatter(dy, other, d_whole, *settings)
+    if ctx.needs_input_grad[1]:
+        d_other = torch.einsum(f"{mine},{result}->{theirs}", whole, dy)
+    return dx, d_other, *(None,) * 8
+
+
+def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, _, *ctx.settings = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _matmul_reduce_scatter_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """With the gathered gradient g: d_addend = g, and of the operand that has the sharded letter, g · the other one, as g comes."""
+    operands = ctx.saved_tensors
+    equation, dim, size, name, coordinate, num_chunks = ctx.settings
+    terms = terms_of(equation)
+    first = 0 if terms[2][dim] in terms[0] else 1  # the operand whose gradient can be taken in chunks
+    mine, theirs, result = terms[first], terms[1 - first], terms[2]
+    length = operands[first].shape[mine.index(result[dim])]
+    settings = f"{result},{theirs}->{mine}", 0, dim, length, size, name, coordinate, num_chunks
+    g, d_mine = torch.ops.autopar.all_gather_matmul(dy, operands[1 - first], *settings)
+    d_theirs = torch.einsum(f"{mine},{result}->{theirs}", operands[first], g) if ctx.needs_input_grad[1 - first] else None
+    return *in_order(first, d_mine, d_theirs), g if ctx.needs_input_grad[2] else None, *(None,) * 6
+
+
+all_gather_matmul.register_autograd(_all_gather_matmul_backward, setup_context=_keep_gathered)
+matmul_reduce_scatter.register_autograd(_matmul_reduce_scatter_backward, setup_context=_keep_operands)

@@ -1,0 +1,136 @@
+// Index maps of dispatch and combine: where a token's row goes, and where it comes back to.
+//
+// A rank's *pairs* are its (token, choice) in order: pair p is choice p % choices of token p / choices. `table` [size, num_experts] has how
+// many pairs each rank sends to each expert. Expert e lives on rank e / (num_experts / size). Two orders of rows follow from the table:
+//   sorted, on the sender      by expert, then by pair: stable
+//   received, on the receiver  by expert, then by sender, then by pair: an expert's rows lie together
+#pragma once
+
+#include "index.h"
+
+namespace ap {
+
+struct Routes {
+  int64_t tokens, choices, row_bytes, num_experts, size, rank, most;  // most: the most pairs that any rank has
+};
+
+inline bool is_valid(const Routes& r) {
+  return r.tokens >= 0 && r.choices > 0 && r.row_bytes >= 0 && r.size > 0 && r.rank >= 0 && r.rank < r.size && r.num_experts > 0 &&
+         r.num_experts % r.size == 0 && r.tokens * r.choices <= r.most;
+}
+
+AP_HD inline int64_t num_pairs(const Routes& r) { return r.tokens * r.choices; }
+AP_HD inline int64_t experts_per_rank(const Routes& r) { return r.num_experts / r.size; }
+AP_HD inline int64_t home_of(const Routes& r, int64_t expert) { return expert / experts_per_rank(r); }
+AP_HD inline int64_t count_of(const Routes& r, const int64_t* table, int64_t sender, int64_t expert) {
+  return table[sender * r.num_experts + expert];
+}
+
+// The sorted place of the sender's first row for this expert.
+AP_HD inline int64_t sorted_begin(const Routes& r, const int64_t* table, int64_t sender, int64_t expert) {
+  int64_t begin = 0;
+  for (int64_t e = 0; e < expert; ++e) begin += count_of(r, table, sender, e);
+  return begin;
+}
+
+// The place at the expert's home where the sender's first row for this expert is received. With expert == the home's last + 1 and
+// sender == 0: the number of rows that it receives (pass its rank as `home`).
+AP_HD inline int64_t received_begin(const Routes& r, const int64_t* table, int64_t home, int64_t sender, int64_t expert) {
+  int64_t begin = 0;
+  for (int64_t e = home * experts_per_rank(r); e < expert; ++e)
+    for (int64_t s = 0; s < r.size; ++s) begin += count_of(r, table, s, e);
+  for (int64_t s = 0; s < sender; ++s) begin += count_of(r, table, s, expert);
+  return begin;
+}
+AP_HD inline int64_t num_received(const Routes& r, const int64_t* table, int64_t home) {
+  return received_begin(r, table, home, 0, (home + 1) * experts_per_rank(r));
+}
+
+// --- memory that peers reach ---------------------------------------------------------------------------------------------------------
+AP_HD inline int64_t in_lines(int64_t num_bytes) { return ceil_div(num_bytes, 128) * 128; }
+// dispatch: the table, then the rows
+AP_HD inline int64_t rows_offset(const Routes& r) { return in_lines(r.size * r.num_experts * 8); }
+AP_HD inline int64_t dispatch_bytes(const Routes& r) { return rows_offset(r) + in_lines(r.size * r.most * r.row_bytes); }
+// combine: two slots for the rank's own rows, sorted
+AP_HD inline int64_t returned_offset(const Routes& r, uint64_t epoch) { return int64_t(epoch % 2) * in_lines(r.most * r.row_bytes); }
+AP_HD inline int64_t combine_bytes(const Routes& r) { return 2 * in_lines(r.most * r.row_bytes); }
+
+// Flags, each in a line of its own: "the peer's counts have come", "the peer's rows have come".
+AP_HD inline int64_t counts_flag(int64_t peer) { return peer * 16; }
+AP_HD inline int64_t rows_flag(const Routes& r, int64_t peer) { return (r.size + peer) * 16; }
+AP_HD inline int64_t num_route_flags(const Routes& r) { return 2 * r.size * 16; }
+
+// --- what a thread does with one row, pair, block or group ----------------------------------------------------------------------------
+constexpr int64_t kMaxRanks = 64;
+struct Peers {
+  char* at[kMaxRanks];
+};
+
+// Copies a row by `lanes` threads, of which this is number `lane`; in pieces of 16 bytes where that can be.
+AP_HD inline void copy_row(char* to, const char* from, int64_t num_bytes, int64_t lane, int64_t lanes) {
+#ifdef AP_ON_DEVICE
+  if (is_aligned(to) && is_aligned(from) && num_bytes % 16 == 0) {
+    for (int64_t i = lane; i < num_bytes / 16; i += lanes) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+    return;
+  }
+  for (int64_t i = lane; i < num_bytes; i += lanes) to[i] = from[i];
+#else
+  if (lane == 0) memcpy(to, from, size_t(num_bytes));
+  (void)lanes;
+#endif
+}
+
+// Writes the row of pair p to its place at its home. offsets [2 · num_experts + 1]: see fill_offsets.
+AP_HD inline void push_pair(const Routes& r, const char* x, const int64_t* experts, const int64_t* within, const int64_t* offsets,
+                            const Peers& homes, int64_t* position, int64_t p, int64_t lane, int64_t lanes) {
+  const int64_t expert = experts[p];
+  if (lane == 0) position[p] = offsets[r.num_experts + expert] + within[p];
+  char* const to = homes.at[home_of(r, expert)] + rows_offset(r) + (offsets[expert] + within[p]) * r.row_bytes;
+  copy_row(to, x + p / r.choices * r.row_bytes, r.row_bytes, lane, lanes);
+}
+
+// Of expert e: where this rank's first row is received, and its sorted place; behind them the number of rows that this rank receives.
+AP_HD inline void fill_offsets(const Routes& r, const int64_t* table, int64_t* offsets, int64_t expert) {
+  offsets[expert] = received_begin(r, table, home_of(r, expert), r.rank, expert);
+  offsets[r.num_experts + expert] = sorted_begin(r, table, r.rank, expert);
+  if (expert == 0) offsets[2 * r.num_experts] = num_received(r, table, r.rank);
+}
+
+AP_HD inline void collect_row(const Routes& r, const char* inbox, char* rows, int64_t received, int64_t row, int64_t lane, int64_t lanes) {
+  char* const to = rows + row * r.row_bytes;
+  if (row < received) return copy_row(to, inbox + rows_offset(r) + row * r.row_bytes, r.row_bytes, lane, lanes);
+  for (int64_t i = lane; i < r.row_bytes; i += lanes) to[i] = 0;
+}
+
+// Writes rows back that came from one sender for one of this rank's experts; `block` is sender + size · (the expert's number here).
+AP_HD inline void return_block(const Routes& r, const char* rows, const int64_t* table, const Peers& senders, uint64_t epoch, int64_t block,
+                               int64_t first, int64_t step, int64_t lane, int64_t lanes) {
+  const int64_t sender = block % r.size, expert = r.rank * experts_per_rank(r) + block / r.size;
+  const int64_t count = count_of(r, table, sender, expert);
+  if (first >= count) return;
+  const char* const from = rows + received_begin(r, table, r.rank, sender, expert) * r.row_bytes;
+  char* const to = senders.at[sender] + returned_offset(r, epoch) + sorted_begin(r, table, sender, expert) * r.row_bytes;
+  for (int64_t i = first; i < count; i += step) copy_row(to + i * r.row_bytes, from + i * r.row_bytes, r.row_bytes, lane, lanes);
+}
+
+template <class T> using WideOf = typename Wide<T>::type;
+
+template <class T>
+AP_HD inline void sum_group(const T* returned, const int64_t* position, const WideOf<T>* weights, T* y, int64_t choices,
+                            int64_t width, int64_t token, int64_t begin) {
+  using W = WideOf<T>;
+  W total[kGroup], part[kGroup];
+  const int64_t count = width - begin;
+  const auto load = [&](int64_t pair, W out[kGroup]) {
+    load_group<W, T>(returned + position[pair] * width + begin, count, out);
+    for (int i = 0; i < kGroup; ++i) out[i] *= weights[pair];
+  };
+  load(token * choices, total);
+  for (int64_t c = 1; c < choices; ++c) {
+    load(token * choices + c, part);
+    for (int i = 0; i < kGroup; ++i) total[i] += part[i];
+  }
+  store_group<W, T>(y + token * width + begin, count, total);
+}
+
+}  // namespace ap

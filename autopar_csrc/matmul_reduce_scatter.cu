@@ -1,0 +1,171 @@
+// matmul_reduce_scatter: the vendor's matmul makes each rank's partial product chunk by chunk; each chunk goes to the rank that owns its
+// rows, which adds up all ranks' in a fixed order.
+//
+// Shapes (words: include/shards.h). Partial product of rank r [outer, rows, row] → result of rank r [outer, length(r), row].
+//
+// Order on rank r: rows of r + 1, r + 2, … (mod size), own rows last, each in num_chunks chunks. The own rows' product is written into
+// the own inbox at once. The sum runs over ranks 0, 1, …, size - 1, for every element, whatever came first: fp32 for fp32, bf16 and
+// fp16, fp64 for fp64, 64 bits for integers; the last step is the cast to the dtype. So it is the same in every bit each time.
+//
+// Lanes. The compute lane multiplies and says so; the copy lane pushes; then the compute lane waits for its peers and adds up.
+// Signals of epoch e:
+//   chunk flag (p, c)     "this chunk of epoch e is made"                                 r's compute lane → r's copy lane
+//   peer flag (j), of d   "j's part of d's rows of epoch e lies in slot (e mod 2, j) of d's inbox"   j's copy lane → d's compute lane
+//
+// Reuse. The inbox has two slots per rank, taken in turn, and the peer flag of epoch e also says "I have added up epoch e - 1": a rank's
+// products of an epoch come after its sum of the epoch before. A rank that makes its products of epoch e has waited for all parts of
+// e - 1, so every peer has added up e - 2, whose parts lay in the same slots. The partial product is the caller's: a copy lane begins
+// its epoch after all that the compute lane was given before, and the compute lane's epoch ends after it.
+//
+// Order of work: a rank's products before or beside its push, all ranks' push before any rank's sum. No allocation, no synchronisation.
+
+#include "include/lanes.h"
+
+namespace ap {
+namespace {
+
+template <class Lane> int produced(const Lane& lane, const Shards& s, uint64_t* flags, int64_t position, int64_t chunk, uint64_t epoch) {
+  if (!is_valid(s) || epoch == 0 || position < 0 || position >= s.size - 1 || chunk < 0 || chunk >= s.num_chunks) return AP_BAD_ARGUMENT;
+  return lane.signal(flags + chunk_flag(s, position, chunk), epoch);
+}
+
+template <class Lane>
+int push(const Lane& lane, const Shards& s, const char* partial, char* const* inboxes, uint64_t* const* flags, uint64_t epoch) {
+  if (!is_valid(s) || epoch == 0) return AP_BAD_ARGUMENT;
+  for (int64_t position = 0; position < s.size - 1; ++position) {
+    const int64_t owner = scattered_owner(s, position);
+    char* const slot = inboxes[owner] + inbox_offset(s, epoch, s.rank);
+    for (int64_t chunk = 0; chunk < s.num_chunks; ++chunk) {
+      const Block b = block_of(s, owner, chunk);
+      AP_TRY(lane.wait(flags[s.rank] + chunk_flag(s, position, chunk), epoch));
+      AP_TRY(lane.copy(slot + b.in_shard, b.shard_pitch, partial + b.in_whole, b.whole_pitch, b.width, b.height));
+    }
+    AP_TRY(lane.signal(flags[owner] + peer_flag(s.rank), epoch));
+  }
+  return AP_OK;
+}
+
+template <class Lane> int arrive(const Lane& lane, const Shards& s, const uint64_t* flags, uint64_t epoch) {
+  if (!is_valid(s) || epoch == 0) return AP_BAD_ARGUMENT;
+  for (int64_t peer = 0; peer < s.size; ++peer)
+    if (peer != s.rank) AP_TRY(lane.wait(flags + peer_flag(peer), epoch));
+  return AP_OK;
+}
+
+// --- the sum ---------------------------------------------------------------------------------------------------------------------
+// Stored type → the type that is added in. Integers wrap around, as unsigned ones do by definition.
+template <class T> struct Sum : Wide<T> {};
+template <> struct Sum<int32_t> { using type = uint64_t; };
+template <> struct Sum<int64_t> { using type = uint64_t; };
+
+// Adds up elements [begin, begin + count), count <= kGroup, of all slots, which lie `slot` bytes apart.
+template <class T> AP_HD inline void add_group(const char* slots, int64_t slot, T* out, int64_t begin, int64_t count, int64_t size) {
+  using W = typename Sum<T>::type;
+  W total[kGroup], part[kGroup];
+  load_group<W, T>(reinterpret_cast<const T*>(slots) + begin, count, total);
+  for (int64_t rank = 1; rank < size; ++rank) {
+    load_group<W, T>(reinterpret_cast<const T*>(slots + rank * slot) + begin, count, part);
+    for (int i = 0; i < kGroup; ++i) total[i] += part[i];
+  }
+  store_group<W, T>(out + begin, count, total);
+}
+
+#ifdef AP_DEVICE
+template <class T>
+__global__ void __launch_bounds__(256) ap_add_kernel(const char* slots, int64_t slot, T* out, int64_t count, int64_t size) {
+  const int64_t step = int64_t(gridDim.x) * blockDim.x * kGroup;
+  for (int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kGroup; i < count; i += step)
+    add_group<T>(slots, slot, out, i, count - i, size);
+}
+#endif
+
+template <class T> int add_all(const char* slots, int64_t slot, T* out, int64_t count, int64_t size, [[maybe_unused]] void* stream) {
+  if (count == 0) return AP_OK;
+#ifdef AP_DEVICE
+  const int64_t blocks = min_of(ceil_div(count, 256 * kGroup), 4096);
+  AP_LAUNCH(ap_add_kernel<T>, unsigned(blocks), 256, stream, slots, slot, out, count, size);
+  return launched();
+#else
+  for (int64_t i = 0; i < count; i += kGroup) add_group<T>(slots, slot, out, i, count - i, size);
+  return AP_OK;
+#endif
+}
+
+int add_slots(const char* inbox, void* out, int64_t count, int32_t dtype, const Shards& s, uint64_t epoch, void* stream) {
+  if (!is_valid(s) || epoch == 0 || count < 0) return AP_BAD_ARGUMENT;
+  const char* const slots = inbox + inbox_offset(s, epoch, 0);
+  const int64_t slot = slot_bytes(s);
+  if (dtype == AP_I32) return add_all(slots, slot, static_cast<int32_t*>(out), count, s.size, stream);
+  if (dtype == AP_I64) return add_all(slots, slot, static_cast<int64_t*>(out), count, s.size, stream);
+  AP_FOR_FLOAT(dtype, T, return add_all(slots, slot, static_cast<T*>(out), count, s.size, stream));
+  return AP_BAD_ARGUMENT;
+}
+
+}  // namespace
+}  // namespace ap
+
+#ifndef AP_DEVICE
+
+// The chunk at `position` < size - 1 of the partial product is made.
+AP_API int ap_matmul_reduce_scatter_produced_host(uint64_t* flags, ap::Shards s, int64_t position, int64_t chunk, uint64_t epoch) {
+  return ap::produced(ap::HostLane{}, s, flags, position, chunk, epoch);
+}
+
+// `inboxes` and `flags`: every rank's, in order of the ranks.
+AP_API int ap_matmul_reduce_scatter_push_host(const void* partial, void* const* inboxes, uint64_t* const* flags, ap::Shards s,
+                                              uint64_t epoch) {
+  return ap::push(ap::HostLane{}, s, (const char*)partial, (char* const*)inboxes, flags, epoch);
+}
+
+// Returns when all peers' parts of epoch `epoch` are in this rank's inbox.
+AP_API int ap_matmul_reduce_scatter_arrive_host(const uint64_t* flags, ap::Shards s, uint64_t epoch) {
+  return ap::arrive(ap::HostLane{}, s, flags, epoch);
+}
+
+// out [count] = the sum of all slots of this epoch, `count` elements of `dtype` each.
+AP_API int ap_matmul_reduce_scatter_reduce_host(const void* inbox, void* out, int64_t count, int32_t dtype, ap::Shards s, uint64_t epoch) {
+  return ap::add_slots((const char*)inbox, out, count, dtype, s, epoch, nullptr);
+}
+
+// order [size, num_chunks, 3]: owner, first row and number of rows of what is produced, in order.
+AP_API int ap_matmul_reduce_scatter_order_host(int64_t* order, ap::Shards s) {
+  if (!ap::is_valid(s)) return AP_BAD_ARGUMENT;
+  for (int64_t position = 0; position < s.size; ++position)
+    for (int64_t chunk = 0; chunk < s.num_chunks; ++chunk, order += 3) {
+      const int64_t owner = ap::scattered_owner(s, position);
+      const ap::Range inside = ap::chunk_of(s, owner, chunk);
+      order[0] = owner, order[1] = ap::shard_of(s, owner).begin + inside.begin, order[2] = inside.length;
+    }
+  return AP_OK;
+}
+
+// sizes [3]: bytes of a rank's inbox, words of its flags, offset of slot (epoch mod 2, rank) in the inbox.
+AP_API int ap_matmul_reduce_scatter_sizes_host(int64_t* sizes, ap::Shards s, uint64_t epoch) {
+  if (!ap::is_valid(s)) return AP_BAD_ARGUMENT;
+  sizes[0] = 2 * s.size * ap::slot_bytes(s), sizes[1] = ap::num_flag_words(s), sizes[2] = ap::inbox_offset(s, epoch, s.rank);
+  return AP_OK;
+}
+
+#else
+
+AP_API int ap_matmul_reduce_scatter_produced_cuda(uint64_t* flags, ap::Shards s, int64_t position, int64_t chunk, uint64_t epoch,
+                                                  void* stream) {
+  return ap::produced(ap::StreamLane{stream}, s, flags, position, chunk, epoch);
+}
+
+// `inboxes` and `flags` are arrays on the host, of addresses on the device.
+AP_API int ap_matmul_reduce_scatter_push_cuda(const void* partial, void* const* inboxes, uint64_t* const* flags, ap::Shards s,
+                                              uint64_t epoch, void* stream) {
+  return ap::push(ap::StreamLane{stream}, s, (const char*)partial, (char* const*)inboxes, flags, epoch);
+}
+
+AP_API int ap_matmul_reduce_scatter_arrive_cuda(const uint64_t* flags, ap::Shards s, uint64_t epoch, void* stream) {
+  return ap::arrive(ap::StreamLane{stream}, s, flags, epoch);
+}
+
+AP_API int ap_matmul_reduce_scatter_reduce_cuda(const void* inbox, void* out, int64_t count, int32_t dtype, ap::Shards s, uint64_t epoch,
+                                                void* stream) {
+  return ap::add_slots((const char*)inbox, out, count, dtype, s, epoch, stream);
+}
+
+#endif

@@ -1,0 +1,161 @@
+"""How much of its communication does an overlapped product hide? One rank of several, on one GPU.
+
+The rank does all of its own work; its peers are done already: their shards lie ready, and their signals have come. So one GPU times
+what one rank of a group does, without the others' products beside it. Peers' memory is pinned memory of the host (each copy crosses the
+bus, as it would cross a link between GPUs) or other memory of the same GPU (a copy takes bandwidth that the product wants too).
+
+    t_mm       the whole product, in one piece               t_comm     the copies alone, by the same protocol
+    t_seq      the copies, then the product (or the other way round)     t_overlap   both, chunk by chunk
+    efficiency = (t_seq − t_overlap) / min(t_mm, t_comm)     1: the shorter one is hidden; 0: nothing is
+
+The number of columns of the product is chosen so that t_comm / t_mm is near `ratio`; what was reached stands in the row. Times are medians
+in milliseconds, by the device's events. Without a GPU there is one row per kernel and link, which says why it is skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.kernels import library
+from autopar.kernels.chunked import Gather, Scatter, Shards, gather, scatter
+from autopar.kernels.overlapped import gathering, scattering
+from autopar.kernels.peers import Regions, SymmetricMemory
+from benchmarks.common import Row, run_rows
+
+KERNELS = ("all_gather_matmul", "matmul_reduce_scatter")
+LINKS = ("pinned", "device")
+RATIOS = (0.3, 0.6, 1.0, 1.7, 3.0)
+COLUMNS = ("link", "ratio", "num_chunks", "reached", "t_mm_ms", "t_comm_ms", "t_seq_ms", "t_overlap_ms", "efficiency", "skipped")
+PAST = 1 << 62  # an epoch that no measurement reaches: its signal has come
+FIRST_COLUMNS = 1024
+EQUATION = "mk,kn->mn"
+
+
+class FirstRank(SymmetricMemory):
+    """Rank 0, whose peers are done: their memory is in pinned memory of the host, or on the same device."""
+
+    def __init__(self, size: int, link: str, device: torch.device) -> None:
+        super().__init__("", size, 0, device)
+        self._link = link
+
+    def _new_regions(self, num_bytes: int, num_words: int) -> Regions:
+        def bytes_of(rank: int) -> Tensor:
+            if rank > 0 and self._link == "pinned":
+                return torch.zeros(num_bytes, dtype=torch.uint8).pin_memory()
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
+        flags = [torch.zeros(num_words, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        for peer in range(1, self.size):
+            flags[peer][0] = PAST  # its shard is ready
+            flags[0][(1 + peer) * 16] = PAST  # its part has come
+        torch.cuda.synchronize(self.device)
+        return Regions(tuple(bytes_of(rank) for rank in range(self.size)), tuple(flags), [0] * self.size)
+
+
+def median_ms(run: Callable[[], object], rounds: int = 20, warm_up: int = 5) -> float:
+    """Of `rounds` runs, one after another, after some that are not counted."""
+    times = []
+    for number in range(warm_up + rounds):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        if number >= warm_up:
+            times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def pieces(kernel: str, peers: FirstRank, rows: int, inner: int, columns: int, num_chunks: int) -> dict[str, Callable[[], object]]:
+    """What is timed: the product alone, the copies alone, one after the other, and both at once."""
+    device = peers.device
+    a = torch.randn(rows, inner, dtype=torch.bfloat16, device=device)
+    b = torch.randn(inner, columns, dtype=torch.bfloat16, device=device)
+    if kernel == "all_gather_matmul":
+        shards = Shards.of([rows, inner], 0, a.dtype, peers.size, num_chunks)
+        job, y = gathering(EQUATION, a[: -(-rows // peers.size)].contiguous(), b, 0, 0, [rows, inner])
+        copies = Gather(job.shard, job.gathered, lambda begin, length: None)
+
+        def copy() -> None:
+            gather(peers, shards, {0: copies})
+
+        def multiply() -> None:
+            torch.mm(job.gathered, b, out=y)
+
+        return {"mm": multiply, "comm": copy, "seq": lambda: (copy(), multiply()), "overlap": lambda: gather(peers, shards, {0: job})}
+    product, _ = scattering(EQUATION, a, b, None, 0, peers.size, 0)
+    parts = Scatter(product.partial, product.out, lambda begin, length, out: None)
+    shards = Shards.of([rows, columns], 0, a.dtype, peers.size, num_chunks)
+
+    def push() -> None:
+        scatter(peers, shards, 0, {0: parts})
+
+    def multiply_all() -> None:
+        torch.mm(a, b, out=product.partial)
+
+    both = lambda: scatter(peers, shards, 0, {0: product})  # noqa: E731
+    return {"mm": multiply_all, "comm": push, "seq": lambda: (multiply_all(), push()), "overlap": both}
+
+
+def row(spec: dict[str, str], mesh: str, link: str, ratio: float, num_chunks: int, rows: int, inner: int) -> Row:
+    """One measurement; `mesh` is ``gpu=N`` for a group of N ranks."""
+    shown: Row = {"link": link, "ratio": ratio, "num_chunks": num_chunks, "error": None, "ok": True, "skipped": None}
+    reason = "there is no GPU" if not torch.cuda.is_available() else library.why_not("cuda")
+    if reason:
+        return {**shown, "skipped": reason}
+    kernel, size, device = spec["name"], int(mesh.partition("=")[2]), torch.device("cuda")
+
+    def timed(columns: int, which: tuple[str, ...], inner: int = inner) -> dict[str, float]:
+        runs = pieces(kernel, FirstRank(size, link, device), rows, inner, columns, num_chunks)
+        return {name: median_ms(runs[name]) for name in which}
+
+    if kernel == "all_gather_matmul":  # more columns: more to multiply, nothing more to move
+        first = timed(FIRST_COLUMNS, ("mm", "comm"))
+        columns = _rounded(FIRST_COLUMNS * first["comm"] / (ratio * first["mm"]))
+        t = timed(columns, ("mm", "comm", "seq", "overlap"))
+    else:  # a longer inner dim: the same
+        first = timed(FIRST_COLUMNS, ("mm", "comm"))
+        t = timed(FIRST_COLUMNS, ("mm", "comm", "seq", "overlap"), _rounded(inner * first["comm"] / (ratio * first["mm"])))
+    efficiency = (t["seq"] - t["overlap"]) / min(t["mm"], t["comm"])
+    times = {f"t_{name}_ms": value for name, value in t.items()}
+    return {**shown, **times, "reached": t["comm"] / t["mm"], "efficiency": efficiency, "device": torch.cuda.get_device_name()}
+
+
+def _rounded(count: float) -> int:
+    """To whole tiles of the vendor's matmul."""
+    return max(64, round(count / 64) * 64)
+
+
+def main(arguments: list[str]) -> int:
+    flags = argparse.ArgumentParser(prog="python -m benchmarks.kernels_overlap", description=__doc__)
+    flags.formatter_class = argparse.RawDescriptionHelpFormatter
+    flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
+    flags.add_argument("--mesh", action="append", default=[], help="gpu=N: a rank of N; by default gpu=4")
+    flags.add_argument("--chunks", type=int, action="append", default=[], help="per shard; by default 1 and 4")
+    flags.add_argument("--rows", type=int, default=8192)
+    flags.add_argument("--inner", type=int, default=4096)
+    options = flags.parse_args(arguments)
+    shared = {"rows": options.rows, "inner": options.inner}
+    ratios, chunks = RATIOS, options.chunks or [1, 4]
+    if not torch.cuda.is_available():
+        ratios, chunks = RATIOS[:1], chunks[:1]
+    cases: list[dict[str, Any]] = [
+        {"spec": {"name": kernel}, "mesh": mesh, "link": link, "ratio": ratio, "num_chunks": num_chunks, **shared}
+        for kernel in KERNELS
+        for mesh in options.mesh or ["gpu=4"]
+        for link in LINKS
+        for ratio in ratios
+        for num_chunks in chunks
+    ]
+    return run_rows("kernels_overlap", cases, COLUMNS, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

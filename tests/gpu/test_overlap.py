@@ -1,0 +1,136 @@
+"""On one device, with virtual ranks as buffers and streams, the overlapped products are their references, whatever is late."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from native import WORLDS, needs_gpu, needs_nvcc
+from overlap_cases import gather_all, scatter_all, shards_of, whole_numbers
+from route_cases import combine_all, dispatch_all, drawn
+from torch import Tensor
+
+from autopar.kernels import chunked, library, overlapped, routed
+from autopar.kernels.peers import VirtualRanks
+
+pytestmark = [pytest.mark.gpu, needs_gpu, needs_nvcc]
+HERE = Path(__file__).parent
+CYCLES = 200_000  # of the device's clock: about a tenth of a millisecond
+
+
+def late(seed: int, share: float = 0.3) -> Callable[[int, int], None]:
+    """Some lanes sleep before a phase."""
+    draw = random.Random(seed)
+
+    def pause(rank: int, phase: int) -> None:
+        if draw.random() < share:
+            torch.cuda._sleep(draw.randrange(CYCLES))
+
+    return pause
+
+
+def moved(tensors: list[Tensor]) -> list[Tensor]:
+    return [x.cuda() for x in tensors]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize(("equation", "left", "right", "which", "dim"), [
+    ("mk,kn->mn", (131, 24), (24, 40), 0, 0), ("bsk,nk->bsn", (2, 67, 24), (40, 24), 0, 1), ("mk,nk->mn", (24, 8), (99, 8), 1, 0),
+])  # fmt: skip
+def test_whole_numbers_are_gathered_multiplied_and_scattered_exactly(
+    equation: str, left: tuple[int, ...], right: tuple[int, ...], which: int, dim: int, size: int, dtype: torch.dtype
+) -> None:
+    peers = VirtualRanks(size, "cuda", late(size))
+    operands = whole_numbers(left, 1, dtype) % 2, whole_numbers(right, 2, dtype) % 2
+    pairs = [(whole_numbers(left, 2 * rank, dtype) % 2, whole_numbers(right, 2 * rank + 1, dtype) % 2) for rank in range(size)]
+    result_dim = equation.partition("->")[2].index(equation.partition("->")[0].split(",")[which][dim])
+    for num_chunks in (1, 2, 3):
+        shards, others = shards_of(operands[which], dim, size), [operands[1 - which] + rank % 2 for rank in range(size)]
+        found = gather_all(peers, equation, moved(shards), moved(others), which, dim, operands[which].shape[dim], num_chunks)
+        for (whole, y), (expected, product) in zip(
+            found, overlapped.all_gather_matmul_reference(equation, shards, others, which, dim), strict=True
+        ):
+            assert torch.equal(whole.cpu(), expected)
+            assert torch.equal(y.cpu(), product)
+        parts = scatter_all(peers, equation, [(a.cuda(), b.cuda()) for a, b in pairs], result_dim, num_chunks)
+        wanted = overlapped.matmul_reduce_scatter_reference(equation, pairs, result_dim)
+        assert all(torch.equal(part.cpu(), expected) for part, expected in zip(parts, wanted, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_a_thousand_epochs_with_random_delays_use_the_same_memory_without_a_reset(size: int) -> None:
+    peers = VirtualRanks(size, "cuda", late(7, 0.05))
+    x, w = whole_numbers((67, 16), 1).cuda(), whole_numbers((16, 24), 2).cuda()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for epoch in range(1000):
+        mine, other = x + epoch % 13, w - epoch % 5
+        for whole, y in gather_all(peers, "mk,kn->mn", shards_of(mine, 0, size), [other] * size, 0, 0, 67, 2):
+            wrong += (whole != mine).sum() + (y != mine @ other).sum()
+        pairs = [(mine + rank, other) for rank in range(size)]
+        wrong += (torch.cat(scatter_all(peers, "mk,kn->mn", pairs, 0, 2)) != sum(a @ b for a, b in pairs)).sum()
+    assert wrong.item() == 0
+    assert all(regions.epochs == [1000] * size for regions in peers._regions.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", WORLDS)
+def test_sums_are_the_references_to_the_last_bit_each_time(size: int, dtype: torch.dtype) -> None:
+    """Each rank's factor is the unit matrix, so that only the order of the sum can differ."""
+    generator = torch.Generator().manual_seed(3)
+    values = [(torch.randn(1037, 40, generator=generator) * 4.0 ** (rank % 5)).to(dtype) for rank in range(size)]
+    pairs = [(value, torch.eye(40, dtype=dtype)) for value in values]
+    expected = torch.cat(overlapped.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0))
+    peers = VirtualRanks(size, "cuda", late(size))
+    for _ in range(20):
+        found = torch.cat(scatter_all(peers, "mk,kn->mn", [(a.cuda(), b.cuda()) for a, b in pairs], 0, 2))
+        assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", WORLDS)
+def test_rows_go_to_their_experts_and_come_back_as_in_the_reference(size: int, dtype: torch.dtype) -> None:
+    peers = VirtualRanks(size, "cuda", late(size))
+    for choices, per_rank, seed in ((1, 1, 0), (2, 3, 1), (3, 2, 2), (2, 3, 3)):
+        xs, experts, weights, most = drawn(size, choices, per_rank, seed)
+        xs = [x.to(dtype) for x in xs]
+        expected = routed.moe_dispatch_reference(xs, experts, size * per_rank, most)
+        found = dispatch_all(peers, moved(xs), moved(experts), size * per_rank, most)
+        assert all(torch.equal(job.rows.cpu(), parts[0]) for job, parts in zip(found, expected, strict=True))
+        assert all(torch.equal(job.position.cpu(), parts[2]) for job, parts in zip(found, expected, strict=True))
+        wide = [w.to(torch.float64 if dtype == torch.float64 else torch.float32) for w in weights]
+        wanted = routed.moe_combine_reference([part[0] for part in expected], expected[0][1], [part[2] for part in expected], wide)
+        combined = combine_all(peers, [(job.rows, job.table, job.position) for job in found], moved(wide))
+        assert all(torch.equal(job.y.cpu(), y) for job, (y, _) in zip(combined, wanted, strict=True))
+
+
+def test_a_signal_that_comes_before_its_data_changes_the_numbers() -> None:
+    """Rank 1 says that its shard is there long before it is: rank 0 reads what lay there."""
+    x, w = whole_numbers((64, 16), 1).cuda() + 4, whole_numbers((16, 8), 2).cuda()
+
+    def gathered_by_rank_0(early: bool) -> Tensor:
+        peers = VirtualRanks(2, "cuda", lambda rank, phase: torch.cuda._sleep(400_000_000) if early and (rank, phase) == (1, 0) else None)
+        regions = chunked.gather_regions(peers, chunked.Shards.of(x.shape, 0, x.dtype, 2, 1))
+        regions.data[1].zero_()
+        if early:
+            regions.flags[1][0] = 1
+        torch.cuda.synchronize()
+        return gather_all(peers, "mk,kn->mn", shards_of(x, 0, 2), [w, w], 0, 0, 64, 1)[0][0]
+
+    assert torch.equal(gathered_by_rank_0(early=False), x)
+    assert not torch.equal(gathered_by_rank_0(early=True), x)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
+def test_processes_reach_each_others_memory_and_get_the_references_numbers() -> None:
+    from harness import run_processes
+
+    for fact in run_processes(2, str(HERE / "worker_symmetric.py"), "run"):
+        assert fact == {"wrong": [], "why_not": ""}
+
+
+def test_the_library_is_there() -> None:
+    assert library.cuda() is not None, library.why_not("cuda")

@@ -1,0 +1,38 @@
+"""Run by three gloo processes: the overlapped products, which have no shared memory there, and what they log."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from overlap_cases import shards_of, whole_numbers
+
+from autopar.kernels import overlapped
+from autopar.kernels.collectives import AxisGroup
+from autopar.ops.products import dot
+
+
+def run(rank: int) -> dict[str, Any]:
+    """Whether results and gradients are those of the reference, and the log's messages."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("autopar.kernels").addHandler(handler)
+    group = AxisGroup(dist.group.WORLD.group_name, 3, rank)
+    x, w = whole_numbers((8, 3), 1), whole_numbers((3, 4), 2)
+    pairs = [(x + other, w - other) for other in range(3)]
+    wrong = []
+    for _ in range(2):
+        shards = shards_of(x, 0, 3)
+        gathered, y = overlapped.all_gather_dot("mk,kn->mn", (shards[rank], w), 0, 0, group, 2, dot, 8)
+        part = overlapped.dot_reduce_scatter("mk,kn->mn", pairs[rank], 0, group, 2, dot)
+        expected = overlapped.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0)[rank]
+        for name, found, wanted in (("gathered", gathered, x), ("product", y, x @ w), ("sum", part, expected)):
+            wrong += [] if torch.equal(found, wanted) else [name]
+    shard = shards_of(x, 0, 3)[rank].requires_grad_()
+    _, y = torch.ops.autopar.all_gather_matmul(shard, w, "mk,kn->mn", 0, 0, 8, 3, group.name, rank, 2)
+    (gradient,) = torch.autograd.grad((y * (rank + 1)).sum(), shard)
+    wrong += [] if torch.equal(gradient, 6 * torch.ones(len(shard), 4) @ w.t()) else ["gradient"]
+    return {"wrong": wrong, "messages": messages}

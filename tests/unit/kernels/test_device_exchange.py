@@ -1,0 +1,74 @@
+"""The device's code of products and routes, on the CPU with virtual ranks and emulated streams, computes what the references compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from native import needs_host
+from overlap_cases import gather_all, scatter_all, shards_of, whole_numbers
+from route_cases import combine_all, dispatch_all, drawn
+
+from autopar.kernels import library, overlapped, routed
+from autopar.kernels.normed import FLOATS
+from autopar.kernels.peers import VirtualRanks
+
+pytestmark = needs_host
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPAR_KERNELS", "emulated")
+    assert library.host() is not None, library.why_not()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("equation", ["mk,kn->mn", "bmk,kn->bmn"])
+@pytest.mark.parametrize("width", [3, 40])  # so that outer dims are copied at once, and one by one
+def test_products_are_gathered_and_scattered(equation: str, size: int, width: int) -> None:
+    peers, dim = VirtualRanks(size), equation.index("m")
+    shape = [{"b": 2, "m": 7, "k": width}[letter] for letter in equation.partition(",")[0]]
+    for epoch in range(1, 4):
+        x, w = whole_numbers(shape, epoch), whole_numbers((width, 6), 7)
+        shards, others = shards_of(x, dim, size), [w + rank for rank in range(size)]
+        found = gather_all(peers, equation, shards, others, 0, dim, 7, 2)
+        expected = overlapped.all_gather_matmul_reference(equation, shards, others, 0, dim)
+        assert all(torch.equal(a, b) for pair in zip(found, expected, strict=True) for a, b in zip(*pair, strict=True))
+        pairs = [(x + rank, other) for rank, other in enumerate(others)]
+        parts = scatter_all(peers, equation, pairs, dim, 2)
+        wanted = overlapped.matmul_reduce_scatter_reference(equation, pairs, dim)
+        assert all(torch.equal(a, b) for a, b in zip(parts, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int32, torch.int64])
+def test_parts_are_added_in_order_in_every_dtype(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = [(torch.randn(700, 5, generator=generator) * 100.0 ** (rank % 2)).to(dtype) for rank in range(3)]
+    pairs = [(value, torch.eye(5, dtype=dtype)) for value in values]
+    found = torch.cat(scatter_all(VirtualRanks(3), "mk,kn->mn", pairs, 0, 1))
+    assert torch.equal(found, torch.cat(overlapped.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", [1, 3])
+def test_rows_go_and_come_back(size: int, dtype: torch.dtype) -> None:
+    peers = VirtualRanks(size)
+    for choices, per_rank, seed in ((1, 1, 0), (2, 3, 1), (2, 3, 2)):
+        xs, experts, weights, most = drawn(size, choices, per_rank, seed)
+        xs, weights = [x.to(dtype) for x in xs], [w.to(torch.float64 if dtype == torch.float64 else torch.float32) for w in weights]
+        expected = routed.moe_dispatch_reference(xs, experts, size * per_rank, most)
+        found = dispatch_all(peers, xs, experts, size * per_rank, most)
+        for job, parts in zip(found, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip((job.rows, job.table, job.position), parts, strict=True))
+        wanted = routed.moe_combine_reference([part[0] for part in expected], expected[0][1], [part[2] for part in expected], weights)
+        combined = combine_all(peers, expected, weights)
+        assert all(torch.equal(job.y, y) and torch.equal(job.returned, back) for job, (y, back) in zip(combined, wanted, strict=True))
+
+
+def test_more_pairs_than_a_block_has_threads_stay_in_order_and_wide_rows_are_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, experts = torch.randn(700, 516, generator=generator), torch.randint(0, 3, (700, 1), generator=generator)
+    job = dispatch_all(VirtualRanks(1), [x], [experts], 3, 701, width=516)[0]
+    rows, table, position = routed.moe_dispatch_reference([x], [experts], 3, 701)[0]
+    assert torch.equal(job.rows, rows)
+    assert torch.equal(job.table, table)
+    assert torch.equal(job.position, position)
