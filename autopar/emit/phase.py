@@ -31,7 +31,7 @@ from autopar.plans import Communication
 from autopar.rules import call_of, operands_of, where_of
 
 _cast = torch.ops.aten._to_copy.default
-_OF_STEPS = ("collective", "slack", "time_s")  # meta of steps that their results do not have
+_OF_STEPS = ("collective", "slack", "time_s", "kernel")  # meta of steps that their results do not have
 Ref = tuple[str, int]  # trace node name, result index
 Have = dict[Ref, dict[Layout, fx.Node]]
 

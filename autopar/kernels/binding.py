@@ -79,10 +79,8 @@ def _bind_part(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
 def _bind_kernel(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
     *settings, axis, num_chunks = node.args
     group = groups[axis]  # type: ignore[index]
-    if node.target is all_gather_matmul:
-        node.target, node.args = gather_bound, (*settings, group.size, group.name, num_chunks)
-    else:
-        node.target, node.args = scatter_bound, (*settings, group.size, group.name, group.coordinate, num_chunks)
+    node.target = gather_bound if node.target is all_gather_matmul else scatter_bound
+    node.args = (*settings, group.size, group.name, group.coordinate, num_chunks)
 
 
 def _replace(node: fx.Node, value: Any) -> None:

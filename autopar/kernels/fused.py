@@ -1,8 +1,8 @@
 """Products that do the collective at their border as well: the two steps of emitted graphs that plans ask for by name.
 
 As the steps of `autopar.kernels.collectives` they name mesh axes by index, and `bind` puts process groups in their place. What they give is
-that of the collective and of the product, one after the other; that is also how they run where no kernel can (`autopar.kernels.overlapped`
-says where, and why), with the memory that both then take.
+that of the collective and of the product, one after the other; that is also how they run, and the memory that they take, where ranks do not
+reach each other's memory, in fake groups among others (`autopar.kernels.overlapped`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from autopar import ops
 from autopar.collective import Kind
-from autopar.kernels import bound, collectives
+from autopar.kernels import collectives
+from autopar.kernels.overlapped import all_gather_dot, dot_reduce_scatter
 
 
 def all_gather_matmul(a: Tensor, b: Tensor, equation: str, operand: int, dim: int, axis: int, num_chunks: int) -> tuple[Tensor, Tensor]:
@@ -28,7 +29,7 @@ def all_gather_matmul(a: Tensor, b: Tensor, equation: str, operand: int, dim: in
         The whole factor, and ``ops.dot(equation, …)`` of it.
     """
     group = collectives.group_of(axis)
-    return gather_bound(a, b, equation, operand, dim, group.size, group.name, num_chunks)
+    return gather_bound(a, b, equation, operand, dim, group.size, group.name, group.coordinate, num_chunks)
 
 
 def matmul_reduce_scatter(a: Tensor, b: Tensor, equation: str, dim: int, axis: int, num_chunks: int) -> Tensor:
@@ -38,16 +39,15 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, equation: str, dim: int, axis: i
 
 
 def gather_bound(
-    a: Tensor, b: Tensor, equation: str, operand: int, dim: int, size: int, name: str, num_chunks: int
+    a: Tensor, b: Tensor, equation: str, operand: int, dim: int, size: int, name: str, coordinate: int, num_chunks: int
 ) -> tuple[Tensor, Tensor]:
     """As `all_gather_matmul`, in a process group."""
-    whole = bound.all_gather((a, b)[operand], dim, size, name)
-    return whole, ops.dot(equation, *((whole, b) if operand == 0 else (a, whole)))
+    return all_gather_dot(equation, (a, b), operand, dim, collectives.AxisGroup(name, size, coordinate), num_chunks, ops.dot)
 
 
 def scatter_bound(a: Tensor, b: Tensor, equation: str, dim: int, size: int, name: str, coordinate: int, num_chunks: int) -> Tensor:
     """As `matmul_reduce_scatter`, in a process group."""
-    return bound.reduce_scatter(ops.dot(equation, a, b), dim, "sum", size, name, coordinate)
+    return dot_reduce_scatter(equation, (a, b), dim, collectives.AxisGroup(name, size, coordinate), num_chunks, ops.dot)
 
 
 KERNELS: Mapping[Callable[..., Any], Kind] = {all_gather_matmul: "all_gather", matmul_reduce_scatter: "reduce_scatter"}
