@@ -47,7 +47,8 @@ class Proven:
     def begin(self, relaxation: Relaxation) -> None:
         """By the relaxation without further rows."""
         self.vertex = relaxation.duals if relaxation.exact else None
-        self.bound = self.free = self.relaxed = relaxation.bound
+        self.relaxed = relaxation.bound
+        self.bound, self.free = max(self.bound, relaxation.bound), max(self.free, relaxation.bound)
 
     def learn(self, point: Point, balance: Balance, duals: Mapping[int, float]) -> None:
         """By a relaxation with further rows, at these prices.
@@ -73,8 +74,11 @@ class Proven:
     def multipliers(self) -> Multipliers | None:
         """What a relaxation proves by arithmetic alone, or None where that leans on reserves: the first, without further rows, or the
         best without rows (9), whichever proves more."""
-        if self.vertex is None or self.extra.reserves:
+        if self.extra.reserves:
             return None
+        if self.vertex is None:  # each op's quickest strategy, which no multiplier is needed for
+            least = sum(op.count * min(s.time_s for s in op.strategies) for op in self.program.problem.ops)
+            return Multipliers(least, {}, {}) if not self.program.problem.kernels and self.bound_s else None
         first = multipliers(self.program, self.engine, ON_COMPUTE, self.vertex, Rows.of([]), {})
         if not self.prices and self.balance == ON_COMPUTE:
             return first

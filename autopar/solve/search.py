@@ -1,5 +1,7 @@
 """The search for choices, by HiGHS.
 
+0. Of a huge program first the plan is looked at that has every tensor whole on every device, and the bound that takes the quickest
+   strategy of each op: of a model whose ops take little but their launches that may do, and where time runs out it is better than nothing.
 1. The relaxation without budget rows is solved first. Its bound holds for the whole, and if its answer, rounded, fits and is close
    enough, it is the answer.
 2. Else a tree is grown (`autopar.solve.tree`) over the relaxation with rows that cut off mixtures. A plan that breaks a budget row
@@ -81,6 +83,8 @@ class Search:
         Raises:
             InfeasibleError: where no assignment of layouts is legal, whatever the memory.
         """
+        if len(self.engine.names) >= _HUGE and self._whole_everywhere():
+            return self._answer()
         relaxation = self._relax()
         if relaxation is None:
             remedy = "relax the constraints; each op needs one strategy that meets them"
@@ -117,6 +121,19 @@ class Search:
             memory_price_s_per_byte=self.proven.price_s_per_byte, stats={k: float(n) for k, n in stats.items()},
             multipliers=self.proven.multipliers(), mixed={} if self._close() else self.proven.mixed,
         )  # fmt: skip
+
+    def _whole_everywhere(self) -> bool:
+        """Whether the plan that has every tensor whole will do."""
+        strategies = []
+        for op in self.problem.ops:
+            layouts = [(*s.layouts.inputs, *s.layouts.outputs) for s in op.strategies]
+            strategies.append(next((i for i, each in enumerate(layouts) if all(x.is_replicated for x in each)), -1))
+        if not self.problem.kernels:  # which may do more than one op at a time
+            self.proven.rise(SCALE * sum(op.count * min(s.time_s for s in op.strategies) for op in self.problem.ops))
+        if min(strategies) < 0:
+            return False
+        self._consider(tuple(strategies), {}, None, None)
+        return self._close()
 
     def _relax(self) -> Relaxation | None:
         """The relaxation without budget rows."""
@@ -268,7 +285,7 @@ class Search:
         return self._consider(*self.program.chosen(self._named(values)), values)
 
     def _consider(
-        self, strategies: tuple[int, ...], recomputed: dict[int, int], kept: dict[int, tuple[int, ...]] | None, values: Floats
+        self, strategies: tuple[int, ...], recomputed: dict[int, int], kept: dict[int, tuple[int, ...]] | None, values: Floats | None
     ) -> list[int]:
         """Take a plan if it fits and is the best. If it breaks rows none of which is in yet, these, the worst first; else, as long as the
         best is too far from the bound, and communication outlasts compute in it, the excess of both phases."""
