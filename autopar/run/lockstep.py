@@ -18,17 +18,16 @@ from torch.utils._pytree import tree_map
 
 from autopar.collective import Collective, Kind
 from autopar.errors import AutoparError, VerificationError
-from autopar.halo import Halo, window
+from autopar.halo import Halo
 from autopar.kernels import collectives as steps
-from autopar.kernels.bound import part_of
 from autopar.kernels.fused import KERNELS
 from autopar.kernels.sums import scale_by
-from autopar.layout import part_range
 from autopar.mesh import Mesh
 from autopar.ops import dot
 from autopar.rules import where_of
+from autopar.run.group_steps import check_parts, step, with_halos
 from autopar.run.program import Program, ProgramTensor
-from autopar.run.splitting import join, reduce, split
+from autopar.run.splitting import join, split
 
 Observer = Callable[[str, fx.Node, list[Any]], None]
 Record = tuple[str, str, Collective]
@@ -269,8 +268,8 @@ class Ranks:
         for group in self.mesh.groups(axis):
             parts = [locals[rank] for rank in group]
             alike = [part.narrow(dim, 0, 0) for part in parts] if around else parts  # with halos, parts may differ along the dim
-            _check_parts(alike, dim if kind in ("all_gather", "all_to_all") else -1, node.kwargs.get("length"))
-            results = _with_halos(parts, around) if around else _step(kind, parts, dim, to_dim, reduce_op)
+            check_parts(alike, dim if kind in ("all_gather", "all_to_all") else -1, node.kwargs.get("length"))
+            results = with_halos(parts, around) if around else step(kind, parts, dim, to_dim, reduce_op)
             for rank, part in zip(group, results, strict=True):
                 result[rank] = part
         return result
@@ -289,41 +288,6 @@ def _handed_over(node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
         results.append(handed.result)
         handed.result = None
     return results
-
-
-def _check_parts(parts: Sequence[Tensor], joined: int, length: int | None) -> None:
-    """The ranks of a group bring equal shapes; along the dim that is joined the parts of `length`, where that is said."""
-    shapes = [tuple(part.shape) for part in parts]
-    expected = [shapes[0]] * len(shapes)
-    if length is not None:
-        own = [part_range(length, [len(parts)], [index])[1] for index in range(len(parts))]
-        expected = [(*shapes[0][:joined], n, *shapes[0][joined + 1 :]) for n in own]
-    if shapes != expected:
-        raise VerificationError(f"ranks bring different shapes: {shapes}")
-
-
-def _step(kind: Kind, parts: list[Tensor], dim: int, to_dim: int, reduce_op: str) -> list[Tensor]:
-    """One communication step within one group."""
-    size = len(parts)
-    if kind == "slice":
-        return [_chunks(part, dim, size)[index] for index, part in enumerate(parts)]
-    if kind == "all_reduce":
-        return [reduce(parts, reduce_op)] * size
-    if kind == "reduce_scatter":
-        return _chunks(reduce(parts, reduce_op), dim, size)
-    whole = torch.cat(parts, dim=dim)
-    return [whole] * size if kind == "all_gather" else _chunks(whole, to_dim, size)
-
-
-def _with_halos(parts: list[Tensor], halo: Halo) -> list[Tensor]:
-    """Each part with what it asks of its neighbours."""
-    lengths = [part.shape[halo.dim] for part in parts]
-    whole = torch.cat(parts, dim=halo.dim)
-    return [window(whole, halo, sum(lengths[:i]), length) for i, length in enumerate(lengths)]
-
-
-def _chunks(x: Tensor, dim: int, size: int) -> list[Tensor]:
-    return [chunk.contiguous() for chunk in x.split(part_of(x.shape[dim], size), dim)]
 
 
 def _of_rank(env: Mapping[fx.Node, list[Any]], rank: int, node: fx.Node) -> Any:

@@ -40,7 +40,7 @@ speak of.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,11 +52,11 @@ from autopar.solve.memory import BudgetRow
 from autopar.solve.model import AT_LEAST, AT_MOST, EQUAL, Column, Costs, Model, Terms
 from autopar.solve.paths import useful_arcs
 from autopar.solve.prices import arc_loads, op_load, saved_load
+from autopar.solve.terms import Demand, arriving, merged, worth_recomputing
 from autopar.streams import ON_COMPUTE, Balance, Load
 
 SCALE = 1e6  # objective in microseconds: keeps coefficients near 1 for the solver's tolerances
 Floats = NDArray[np.float64]
-Demand = dict[int, Terms]  # layout → variables
 RowKey = tuple[int, ...]  # number of the formula, then the indices that stand in it: what a row is, whatever its position
 CHOOSE, SHARE, FLOW, KEEP, AGAIN, BUDGET, ARC, PRODUCT, WHOLE = 1, 2, 3, 4, 5, 6, 10, 11, 12
 
@@ -137,7 +137,7 @@ class Formulation:
                 self.loads += [(x, op_load(self.problem, n, s, again=again)) for s, x in enumerate(row) if op.strategies[s].time_s]
 
     def _useful_again(self) -> set[int]:
-        return _worth_recomputing(self.problem)
+        return worth_recomputing(self.problem)
 
     def _has_later(self, v: int) -> bool:
         """Whether backward's readers of what forward made have rows."""
@@ -186,7 +186,7 @@ class Formulation:
             found[layout] = list(supply[layout]) if free else []
             if value.keepable is None or layout in value.keepable:
                 self.keep[v, layout] = keep = self._binary(f"k{v}_{layout}")
-                self._row((KEEP, v, layout), _merged([(keep, 1), *((variable, -c) for variable, c in made)]), AT_MOST, 0)
+                self._row((KEEP, v, layout), merged([(keep, 1), *((variable, -c) for variable, c in made)]), AT_MOST, 0)
                 self._tighter((v, layout, 0), [(keep, 1), *((variable, -c) for variable, c in first + arriving.get(layout, []))])
                 for i, terms in enumerate(self.scattered.get((v, layout), ())):
                     self._whole((WHOLE, v, layout, i), [(keep, 1), *terms], supply[layout])
@@ -200,7 +200,7 @@ class Formulation:
 
     def _tighter(self, key: RowKey, terms: Terms) -> None:
         self.tighter_keys.append(key)
-        self.tighter.append(_merged(terms))
+        self.tighter.append(merged(terms))
 
     def _flows(self, group: RowKey, supply: Demand, demands: dict[int, Demand]) -> Demand:
         """Rows (2) and (3) for the readers of variant `group[0]`: in its own phase, or (`group[1]` is 1) in backward what forward
@@ -218,13 +218,13 @@ class Formulation:
                 for a, pay, flow in zip(arcs, paid, flows, strict=True):
                     self._row((SHARE, *group, c, a), [(pay, 1), (flow, -1)], AT_LEAST, 0)
             self._kernels(group, arcs, [paid], supply, demands)
-            return _arriving(graph, arcs, [paid])
+            return arriving(graph, arcs, [paid])
         shared = [[self._flow(load) for load in loads]] if len(demands) == 2 else []
         apart = [[self._flow(load) for load in loads] for _ in demands]
         for (c, demand), own in zip(demands.items(), apart, strict=True):
             self._balance((*group, c), arcs, supply, demand, [*shared, own])
         self._kernels(group, arcs, [*shared, *apart], supply, demands)
-        return _arriving(graph, arcs, [*shared, *apart])
+        return arriving(graph, arcs, [*shared, *apart])
 
     def _kernels(
         self, group: RowKey, arcs: Sequence[int], paid: Sequence[Sequence[Column]], supply: Demand, demands: Mapping[int, Demand]
@@ -255,7 +255,7 @@ class Formulation:
 
     def _whole(self, key: RowKey, terms: Terms, supply: Terms) -> None:
         """A row (12)."""
-        self._row(key, _merged([*terms, *((variable, -c) for variable, c in supply)]), AT_MOST, 0)
+        self._row(key, merged([*terms, *((variable, -c) for variable, c in supply)]), AT_MOST, 0)
 
     def _balance(self, reader: RowKey, arcs: list[int], supply: Demand, demand: Demand, flows: list[list[Column]]) -> None:
         """Rows (3) for one reader, whose flow is the sum of `flows`."""
@@ -268,7 +268,7 @@ class Formulation:
         for layout, terms in enumerate(balance):
             terms += [(variable, -c) for variable, c in demand.get(layout, [])]
             if any(c < 0 for _, c in terms):
-                self._row((FLOW, *reader, layout), _merged(terms), AT_LEAST, 0)
+                self._row((FLOW, *reader, layout), merged(terms), AT_LEAST, 0)
 
     def budget_terms(self, row: BudgetRow) -> Terms:
         """Left side of a budget row without its reserve, in bytes."""
@@ -299,41 +299,3 @@ class Formulation:
 
 def _largest(row: Sequence[Column], values: Mapping[str, float]) -> int:
     return max(range(len(row)), key=lambda s: (values[row[s].name], -s))
-
-
-def _worth_recomputing(problem: Problem) -> set[int]:
-    """Ops some result of which is read in backward, or by another of these ops in forward."""
-    made_by: dict[int, list[int]] = {}
-    useful: set[int] = set()
-    for variant in problem.variants:
-        value = problem.values[variant.value]
-        for use in variant.uses:
-            if use.phase == value.phase:
-                made_by.setdefault(use.op, []).append(value.op)
-            else:
-                useful.add(value.op)
-    useful = {n for n in useful if problem.ops[n].recomputable}
-    stack = sorted(useful)
-    while stack:
-        for producer in made_by.get(stack.pop(), ()):
-            if producer not in useful and problem.ops[producer].recomputable:
-                useful.add(producer)
-                stack.append(producer)
-    return useful
-
-
-def _merged(terms: Terms) -> Terms:
-    """Terms with each variable once (a strategy may both make and read a layout)."""
-    total: dict[Column, float] = {}
-    for variable, coefficient in terms:
-        total[variable] = total.get(variable, 0.0) + coefficient
-    return [(variable, c) for variable, c in total.items() if c]
-
-
-def _arriving(graph: LayoutGraph, arcs: Sequence[int], flows: Iterable[Sequence[Column]]) -> Demand:
-    """layout → the flows over arcs into it."""
-    found: Demand = {}
-    for flow in flows:
-        for a, variable in zip(arcs, flow, strict=True):
-            found.setdefault(graph.arcs[a].dst, []).append((variable, 1))
-    return found

@@ -15,10 +15,11 @@ import numpy as np
 from autopar.problem import Multipliers, Problem, Use
 from autopar.redistribute import LayoutGraph
 from autopar.solve.engine import Engine, Rows
-from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, SCALE, Demand, Formulation
+from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, SCALE, Formulation
 from autopar.solve.model import AT_MOST, EQUAL, Column, Terms
 from autopar.solve.multipliers import rounded
 from autopar.solve.prices import op_load
+from autopar.solve.terms import Demand
 
 _LEAST = 1e-7  # share of the largest cost: what is worth less is worth nothing
 Shares = Mapping[int, float]

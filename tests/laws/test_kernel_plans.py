@@ -219,13 +219,13 @@ def test_a_plan_whose_kernels_are_changed_is_not_certified(change: Change) -> No
 
 def test_without_the_collective_of_a_kernel_the_check_of_numbers_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks multiply what one of them has instead of what all have: seen, or the check above could not fail."""
-    plan, (model, batch, _), step = planned("llama"), built("narrow"), lockstep._step
+    plan, (model, batch, _), step = planned("llama"), built("narrow"), lockstep.step
 
     def stale(kind: str, parts: list[torch.Tensor], dim: int, to_dim: int, op: str) -> list[torch.Tensor]:
         same = [parts[0]] * len(parts) if kind == "all_gather" and parts[0].dim() == 3 else parts
         return step(kind, same, dim, to_dim, op)  # type: ignore[arg-type]
 
     assert autopar.verify(plan, model, batch).ok
-    monkeypatch.setattr(lockstep, "_step", stale)
+    monkeypatch.setattr(lockstep, "step", stale)
     with pytest.raises(VerificationError, match=r"first node that differs is .*input_layernorm/mul\.Tensor/forward/1/all_gather"):
         autopar.verify(plan, model, batch)

@@ -148,6 +148,8 @@ DAMAGE = [
     (_set(*POINTS, 3, "time_s", value=0), r"all_reduce.points\[3\].time_s must be above 0"),
     (_drop(*POINTS, 3, "bytes"), r"all_reduce.points\[3\].bytes must be a number"),
     (_set("memory", value=1), "memory is not a known field"),
+    (_set("kernels", value={"matmul_all_reduce": {}}), "kernels.matmul_all_reduce is not a known field"),
+    (_set("kernels", value={"all_gather_matmul": {}}), "kernels.all_gather_matmul.value must be a number"),
 ]
 
 
@@ -178,3 +180,11 @@ def test_a_curve_never_falls_however_noisy_its_points(points: list[tuple[float, 
     curve = Curve.through(points)
     times = [curve.time_s(size) for size in sorted(sizes)]
     assert all(a <= b * (1 + 1e-12) for a, b in pairwise(times))
+
+
+def test_a_profile_may_say_what_kernels_reach_and_by_itself_says_nothing(data: dict[str, Any]) -> None:
+    assert all(not HardwareProfile.load(name).kernels for name in SHIPPED)
+    figure = {"value": 0.85, "unit": "1", "source": "a measurement of ours, on a device of this kind", "date": "2026-11-22"}
+    profile = HardwareProfile.from_json({**data, "kernels": {"all_gather_matmul": figure}})
+    assert profile.kernels == {"all_gather_matmul": 0.85}
+    assert profile.figures["kernels.all_gather_matmul"].value == 0.85 and profile != HardwareProfile.load("h100-sxm")

@@ -1,0 +1,136 @@
+"""Hardware profiles: what a device and its links can do, each figure with its unit, source and date.
+
+Terms. A *figure* is one number of a profile. A *curve* is a set of measured (size, time) points. An *efficiency* is the
+share of a peak that is reached: of `peak_flops_per_s` for matmul and attention, of `memory_bandwidth_bytes_per_s` for the
+kinds of work that memory bounds. A *link* joins the devices of a mesh axis, ``"intra"`` within a node, ``"inter"`` between
+nodes; its bandwidth is per device and direction, as a ring over it reaches.
+
+The named profiles are the files of ``cost_models/``. That folder lies at the top of the repository, where people look for
+it; ``autopar/cost_models`` is a link to it, so checkout, editable install and wheel find it at one place, beside this file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import HardwareError
+from autopar.hardware.figures import FLOP_KINDS, MEMORY_KINDS, Curve, Figure, Link
+from autopar.hardware.reading import Reader, compute_curves, kernels, links
+
+FORMAT = "autopar-hardware"
+VERSION = 1
+_FOLDER = Path(__file__).parents[1] / "cost_models"
+_FIELDS = {"format", "version", "name", "description", "device_memory_bytes", "memory_bandwidth_bytes_per_s", "launch_overhead_s"}
+_FIELDS |= {"kernels", "overlap_slowdown", "matmul_half_flops", "peak_flops_per_s", "efficiency", "measured", "links"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HardwareProfile:
+    """One kind of device with its links. Profiles are equal where all their figures are.
+
+    Attributes:
+        peak_flops_per_s: dtype name (``"bfloat16"``) → peak of dense matmul.
+        efficiency: kind of `FLOP_KINDS` → dtype name → share of the peak that large sizes reach.
+        memory_efficiency: kind of `MEMORY_KINDS` → share of the memory bandwidth.
+        overlap_slowdown: what a second of communication beside compute costs compute, in seconds: 0 where it costs nothing, 1 where
+            nothing can be hidden, which holds where the file does not say.
+        kernels: kind of `KERNELS` → the share that a collective-overlap kernel hides of what its chunks could (`autopar.cost.kernels`);
+            a kernel that the file does not name is not used.
+        matmul_half_flops: a matmul of this many flops reaches half of the efficiency of a large one.
+        curves: (kind, dtype name) → measured curve; over flops for `FLOP_KINDS`, over bytes, with dtype ``""``, else.
+        figures: every figure by its dotted path, for reports.
+        hash: fingerprint of the whole profile.
+    """
+
+    name: str
+    description: str
+    device_memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    launch_overhead_s: float
+    overlap_slowdown: float
+    kernels: Mapping[str, float]
+    matmul_half_flops: float
+    peak_flops_per_s: Mapping[str, float]
+    efficiency: Mapping[str, Mapping[str, float]]
+    memory_efficiency: Mapping[str, float]
+    links: Mapping[str, Link]
+    curves: Mapping[tuple[str, str], Curve]
+    figures: Mapping[str, Figure] = field(repr=False)
+    hash: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HardwareProfile) and self.hash == other.hash
+
+    def __hash__(self) -> int:
+        return hash(self.hash)
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """The profiles that come with autopar."""
+        return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+
+    @staticmethod
+    def local_path() -> Path:
+        """Where the profile of this machine is kept: ``$AUTOPAR_HOME`` or ``~/.cache/autopar``."""
+        return Path(os.environ.get("AUTOPAR_HOME", Path.home() / ".cache" / "autopar")) / "local.json"
+
+    @staticmethod
+    def load(profile: str | os.PathLike[str]) -> HardwareProfile:
+        """Load a profile: one of `names`, ``"local"``, or the path of a JSON file.
+
+        Raises:
+            HardwareError: where there is none of that name or at that path, or it is malformed; the field is named.
+        """
+        text = os.fspath(profile)
+        if text in HardwareProfile.names():
+            path = _FOLDER / f"{text}.json"
+        elif text == "local":
+            path = HardwareProfile.local_path()
+            if not path.is_file():
+                raise HardwareError("this machine has not been measured", where=str(path), remedy="run `autopar profile` first")
+        elif os.sep in text or text.endswith(".json"):
+            path = Path(text)
+        else:
+            known = ", ".join((*HardwareProfile.names(), "local"))
+            raise HardwareError(f"there is no hardware profile {text!r}", remedy=f"name one of {known}, or the path of a JSON file")
+        try:
+            return HardwareProfile.from_json(json.loads(path.read_text(encoding="utf-8")), where=str(path))
+        except OSError as error:
+            raise HardwareError(f"cannot read hardware profile: {error.strerror}", where=str(path), remedy="check the path") from error
+        except ValueError as error:
+            raise HardwareError(f"hardware profile is no JSON: {error}", where=str(path), remedy="mend the file") from error
+
+    @staticmethod
+    def from_json(data: Any, where: str = "") -> HardwareProfile:
+        """Make a profile of parsed JSON; `where` names it in errors. Raises `HardwareError` naming the bad field."""
+        reader = Reader(where)
+        data = reader.mapping(data, "profile")
+        if data.get("format") != FORMAT or data.get("version") != VERSION:
+            raise reader.error("format", f"must be {FORMAT!r}, version {VERSION}")
+        efficiency = reader.mapping(data.get("efficiency"), "efficiency")
+        peaks = reader.figures_of(data, "peak_flops_per_s", "flops/s")
+        profile = HardwareProfile(
+            name=reader.text(data, "name"),
+            description=reader.text(data, "description"),
+            device_memory_bytes=int(reader.figure(data, "device_memory_bytes", "bytes")),
+            memory_bandwidth_bytes_per_s=reader.figure(data, "memory_bandwidth_bytes_per_s", "bytes/s"),
+            launch_overhead_s=reader.figure(data, "launch_overhead_s", "s", zero=True),
+            overlap_slowdown=reader.figure(data, "overlap_slowdown", "1", zero=True) if "overlap_slowdown" in data else 1.0,
+            kernels=kernels(reader, data),
+            matmul_half_flops=reader.figure(data, "matmul_half_flops", "flops", zero=True),
+            peak_flops_per_s=peaks,
+            efficiency={kind: reader.figures_of(efficiency, kind, "1", "efficiency.", tuple(peaks)) for kind in FLOP_KINDS},
+            memory_efficiency={kind: reader.figure(efficiency, kind, "1", "efficiency.") for kind in MEMORY_KINDS},
+            links=links(reader, data),
+            curves=compute_curves(reader, data),
+            figures=reader.figures,
+            hash=hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16],
+        )
+        reader.no_more(data, _FIELDS, "")
+        return profile
