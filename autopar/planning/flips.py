@@ -27,7 +27,7 @@ from autopar.planning.options import PlanOptions
 from autopar.planning.repricing import decisions, problems_of
 from autopar.planning.runner_up import local_load, variants_by_op
 from autopar.plans import COMPUTE, Flip, Plan, load_of
-from autopar.problem import Choices, OpStrategy, Problem
+from autopar.problem import Choices, Hidden, Kernel, Kernels, OpStrategy, Problem
 from autopar.streams import Balance
 
 _FARTHEST = 64.0  # factors beyond are not looked at
@@ -119,7 +119,8 @@ class _Local:
     def _changed(self, factor: float) -> Problem:
         problem = self.priced.problem
         if self.what == COMPUTE:
-            return self._with_strategies(lambda s: replace(s, time_s=(s.time_s - s.communication_s) / factor + s.communication_s))
+            faster_s = self._with_strategies(lambda s: replace(s, time_s=(s.time_s - s.communication_s) / factor + s.communication_s))
+            return replace(faster_s, kernels=self._saving(lambda h, _: h.saved_s / max(factor, 1.0)))
         links = {**self.profile.links, self.what: faster(self.profile.links[self.what], factor - 1)}
         price = price_collectives(self.mesh, replace(self.profile, links=links))
         moves = replace(self.priced.moves, price=price)
@@ -128,7 +129,18 @@ class _Local:
             graph = values[v].graph
             arcs = tuple(replace(arc, time_s=price(arc.collective)) for arc in graph.arcs)
             values[v] = replace(values[v], graph=replace(graph, arcs=arcs))
-        return replace(self._with_strategies(lambda s: self._moving(s, moves)), values=tuple(values))
+        kernels = self._saving(lambda h, v: min(h.saved_s, values[problem.variants[v].value].graph.arcs[h.arc].time_s))
+        return replace(self._with_strategies(lambda s: self._moving(s, moves)), values=tuple(values), kernels=kernels)
+
+    def _saving(self, saved_s: Callable[[Hidden, int], float]) -> Kernels:
+        """The kernels of what the op touches, where each saves so much of a variant's collective: as before, but no more than the shorter
+        of collective and product then takes."""
+        found = dict[tuple[int, bool], tuple[Kernel, ...]]()
+        for (v, late), kernels in self.priced.problem.kernels.items():
+            if v in self.touched:
+                hides = [tuple(replace(h, saved_s=saved_s(h, v)) for h in k.hides) for k in kernels]
+                found[v, late] = tuple(replace(k, hides=each) for k, each in zip(kernels, hides, strict=True))
+        return found
 
     def _with_strategies(self, changed: Callable[[OpStrategy], OpStrategy]) -> Problem:
         """The problem with other prices of the op's own strategies, of those that are compared."""

@@ -75,7 +75,7 @@ def problems_of(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, 
     forced = resolve(trace, [c for c in options.constraints if not isinstance(c, Pipelined)], left)
     if pipeline is None:
         forced = replace(forced, starts=plan.starts)
-        yield Part(plan, trace, mesh, _priced(trace, mesh, profile, options, forced, Crossing(), 1))
+        yield Part(plan, trace, mesh, _priced(trace, mesh, profile, options, forced, Crossing(), 1, kernels=True))
         return
     crossing = Crossing.along(pipeline.axis, mesh, profile)
     made = cut(trace, pipeline.positions) if pipeline.positions else Cut((trace,), (), {})
@@ -140,13 +140,14 @@ def decisions(priced: Priced, plan: Plan) -> tuple[tuple[int, ...], dict[int, in
 
 
 def _priced(
-    trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, forced: Forced, crossing: Crossing, num: int
-) -> Priced:
+    trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, forced: Forced, crossing: Crossing, num: int,
+    *, kernels: bool = False,
+) -> Priced:  # fmt: skip
     """Of a trace of a step, or of one of `num` microbatches."""
     classes = classes_of(trace, mesh.shape, forced)
     return price(
         trace, classes, mesh, profile, budget_bytes=_NO_LIMIT, optimizer=options.optimizer, forced=forced, crossing=crossing,
-        num_microbatches=num,
+        num_microbatches=num, kernels=kernels,
     )  # fmt: skip
 
 
