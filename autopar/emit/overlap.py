@@ -48,12 +48,23 @@ def with_held(program: Program, plan: Plan) -> tuple[Program, Overlap]:
     ):
         graphs[phase], held[phase] = module, 0
         if limit > 0:
-            schedule = _Schedule(module.graph, node_times(module.graph, plan), program.mesh.shape, overlap.slowdown, limit)
-            order, held[phase] = schedule.run(), schedule.most_held
+            times = node_times(module.graph, plan)
+            order, held[phase] = _run(module.graph, times, program.mesh.shape, overlap.slowdown, limit)
+            while 0 < held[phase] < limit:  # less room may order steps otherwise, which then hold less again
+                limit = held[phase]
+                order, held[phase] = _run(module.graph, times, program.mesh.shape, overlap.slowdown, limit)
             if held[phase]:  # else nothing is started, and the order stays as it was
                 graphs[phase] = fx.GraphModule(module, _rebuilt(order))
     least = replace(overlap, forward_bytes=held["forward"], backward_bytes=held["backward"])
     return replace(program, forward=graphs["forward"], backward=graphs["backward"]), least
+
+
+def _run(
+    graph: fx.Graph, times: Mapping[fx.Node, float], mesh_shape: tuple[int, ...], slowdown: float, limit: int
+) -> tuple[list[Action], int]:
+    """The order, and the most that early steps hold in it."""
+    schedule = _Schedule(graph, times, mesh_shape, slowdown, limit)
+    return schedule.run(), schedule.most_held
 
 
 def is_early(node: fx.Node) -> bool:
