@@ -27,6 +27,7 @@ from autopar.plans import Overlap, Plan
 from autopar.run.program import Program
 from autopar.streams import Streams
 
+_ROOM = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0)  # times what early steps hold
 Action = tuple[str, fx.Node]  # "run", "start" or "finish"
 
 
@@ -36,7 +37,7 @@ def overlapped(program: Program, plan: Plan) -> Program:
 
 
 def with_held(program: Program, plan: Plan) -> tuple[Program, Overlap]:
-    """The program, and the overlap that gives the same with the least bytes allowed."""
+    """The program, and the overlap that gives the same with few bytes allowed (`_ordered`)."""
     overlap = plan.overlap
     if overlap.slowdown >= 1.0:
         return program, overlap
@@ -48,23 +49,26 @@ def with_held(program: Program, plan: Plan) -> tuple[Program, Overlap]:
     ):
         graphs[phase], held[phase] = module, 0
         if limit > 0:
-            times = node_times(module.graph, plan)
-            order, held[phase] = _run(module.graph, times, program.mesh.shape, overlap.slowdown, limit)
-            while 0 < held[phase] < limit:  # less room may order steps otherwise, which then hold less again
-                limit = held[phase]
-                order, held[phase] = _run(module.graph, times, program.mesh.shape, overlap.slowdown, limit)
+            order, held[phase] = _ordered(module.graph, node_times(module.graph, plan), program.mesh.shape, overlap.slowdown, limit)
             if held[phase]:  # else nothing is started, and the order stays as it was
                 graphs[phase] = fx.GraphModule(module, _rebuilt(order))
     least = replace(overlap, forward_bytes=held["forward"], backward_bytes=held["backward"])
     return replace(program, forward=graphs["forward"], backward=graphs["backward"]), least
 
 
-def _run(
+def _ordered(
     graph: fx.Graph, times: Mapping[fx.Node, float], mesh_shape: tuple[int, ...], slowdown: float, limit: int
 ) -> tuple[list[Action], int]:
-    """The order, and the most that early steps hold in it."""
-    schedule = _Schedule(graph, times, mesh_shape, slowdown, limit)
-    return schedule.run(), schedule.most_held
+    """The order, and a limit that gives the same: what early steps hold in it at most, or where with so little room they would come in
+    another order, some multiple of that."""
+
+    def run(limit: int) -> tuple[list[Action], int]:
+        schedule = _Schedule(graph, times, mesh_shape, slowdown, limit)
+        return schedule.run(), schedule.most_held
+
+    order, held = run(limit)
+    tried = (int(held * factor) for factor in _ROOM)
+    return order, next((less for less in tried if held and less < limit and run(less)[0] == order), limit if held else 0)
 
 
 def is_early(node: fx.Node) -> bool:
