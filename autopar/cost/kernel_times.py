@@ -24,6 +24,7 @@ from autopar.analysis.work import Work, computes_in, works
 from autopar.cost.compute import compute_time
 from autopar.cost.times import local_info
 from autopar.hardware import HardwareProfile
+from autopar.kernels import equations
 from autopar.layout import Strategy
 from autopar.rules import Call, TensorInfo
 
@@ -66,9 +67,7 @@ class Site:
 
 def terms_of(call: Call) -> tuple[str, str, str]:
     """The terms of a product's equation."""
-    operands, result = str(call.args[0]).replace(" ", "").split("->")
-    first, second = operands.split(",")
-    return first, second, result
+    return equations.terms_of(str(call.args[0]))
 
 
 def saved(site: Site, moved_s: float, profile: HardwareProfile) -> tuple[float, int]:

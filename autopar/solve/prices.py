@@ -47,11 +47,11 @@ def op_load(problem: Problem, n: int, strategy: int, *, again: bool = False) -> 
     return work("backward" if again else op.phase, op.count * op.strategies[strategy].time_s, compute=op.kind == "compute")
 
 
-def saved_load(problem: Problem, v: int, *, late: bool, saved_s: float, count: float | None = None) -> Load:
-    """What kernels take away where they do a collective of so many instances of a variant, by default of all."""
+def saved_load(problem: Problem, v: int, *, late: bool, saved_s: float) -> Load:
+    """What kernels take away where they do a collective of all instances of a variant."""
     variant = problem.variants[v]
     phase: Phase = "backward" if late else problem.values[variant.value].phase
-    return work(phase, (variant.count if count is None else count) * saved_s, compute=True).scaled(-1.0)
+    return work(phase, variant.count * saved_s, compute=True).scaled(-1.0)
 
 
 def arc_loads(problem: Problem, v: int, *, late: bool, count: float = 1.0) -> Callable[[Arc], Load]:
