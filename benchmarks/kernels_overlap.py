@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from benchmarks.common import Row, run_rows
 KERNELS = ("all_gather_matmul", "matmul_reduce_scatter")
 LINKS = ("pinned", "device")
 RATIOS = (0.3, 0.6, 1.0, 1.7, 3.0)
+CHUNKS = (1, 2, 4)
 COLUMNS = ("link", "ratio", "num_chunks", "reached", "t_mm_ms", "t_comm_ms", "t_seq_ms", "t_overlap_ms", "efficiency", "skipped")
 PAST = 1 << 62  # an epoch that no measurement reaches: its signal has come
 FIRST_COLUMNS = 1024
@@ -104,25 +105,27 @@ def pieces(kernel: str, peers: FirstRank, rows: int, inner: int, columns: int, n
     return {"mm": multiply_all, "comm": push, "seq": lambda: (multiply_all(), push()), "overlap": both}
 
 
-def row(spec: dict[str, str], mesh: str, link: str, ratio: float, num_chunks: int, rows: int, inner: int) -> Row:
-    """One measurement; `mesh` is ``gpu=N`` for a group of N ranks."""
-    shown: Row = {"link": link, "ratio": ratio, "num_chunks": num_chunks, "error": None, "ok": True, "skipped": None}
+def row(spec: dict[str, str], mesh: str, link: str, ratios: Sequence[float], chunks: Sequence[int], rows: int, inner: int) -> list[Row]:
+    """The measurements of one kernel over one link; `mesh` is ``gpu=N`` for a group of N ranks."""
     reason = "there is no GPU" if not torch.cuda.is_available() else library.why_not("cuda")
     if reason:
-        return {**shown, "skipped": reason}
-    kernel, size, device = spec["name"], int(mesh.partition("=")[2]), torch.device("cuda")
+        return [{"link": link, "ratio": ratios[0], "num_chunks": chunks[0], "error": None, "ok": True, "skipped": reason}]
+    size = int(mesh.partition("=")[2])
+    return [_measured(spec["name"], size, link, ratio, count, rows, inner) for ratio in ratios for count in chunks]
 
+
+def _measured(kernel: str, size: int, link: str, ratio: float, num_chunks: int, rows: int, inner: int) -> Row:
     def timed(columns: int, which: tuple[str, ...], inner: int = inner) -> dict[str, float]:
-        runs = pieces(kernel, FirstRank(size, link, device), rows, inner, columns, num_chunks)
+        runs = pieces(kernel, FirstRank(size, link, torch.device("cuda")), rows, inner, columns, num_chunks)
         return {name: median_ms(runs[name]) for name in which}
 
+    first = timed(FIRST_COLUMNS, ("mm", "comm"))
+    factor = first["comm"] / (ratio * first["mm"])
     if kernel == "all_gather_matmul":  # more columns: more to multiply, nothing more to move
-        first = timed(FIRST_COLUMNS, ("mm", "comm"))
-        columns = _rounded(FIRST_COLUMNS * first["comm"] / (ratio * first["mm"]))
-        t = timed(columns, ("mm", "comm", "seq", "overlap"))
+        t = timed(_rounded(FIRST_COLUMNS * factor), ("mm", "comm", "seq", "overlap"))
     else:  # a longer inner dim: the same
-        first = timed(FIRST_COLUMNS, ("mm", "comm"))
-        t = timed(FIRST_COLUMNS, ("mm", "comm", "seq", "overlap"), _rounded(inner * first["comm"] / (ratio * first["mm"])))
+        t = timed(FIRST_COLUMNS, ("mm", "comm", "seq", "overlap"), _rounded(inner * factor))
+    shown: Row = {"link": link, "ratio": ratio, "num_chunks": num_chunks, "error": None, "ok": True, "skipped": None}
     efficiency = (t["seq"] - t["overlap"]) / min(t["mm"], t["comm"])
     times = {f"t_{name}_ms": value for name, value in t.items()}
     return {**shown, **times, "reached": t["comm"] / t["mm"], "efficiency": efficiency, "device": torch.cuda.get_device_name()}
@@ -138,21 +141,16 @@ def main(arguments: list[str]) -> int:
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
     flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
     flags.add_argument("--mesh", action="append", default=[], help="gpu=N: a rank of N; by default gpu=4")
-    flags.add_argument("--chunks", type=int, action="append", default=[], help="per shard; by default 1 and 4")
+    flags.add_argument("--chunks", type=int, action="append", default=[], help="per shard; by default 1, 2 and 4")
     flags.add_argument("--rows", type=int, default=8192)
     flags.add_argument("--inner", type=int, default=4096)
     options = flags.parse_args(arguments)
-    shared = {"rows": options.rows, "inner": options.inner}
-    ratios, chunks = RATIOS, options.chunks or [1, 4]
-    if not torch.cuda.is_available():
-        ratios, chunks = RATIOS[:1], chunks[:1]
+    shared = {"ratios": RATIOS, "chunks": options.chunks or CHUNKS, "rows": options.rows, "inner": options.inner}
     cases: list[dict[str, Any]] = [
-        {"spec": {"name": kernel}, "mesh": mesh, "link": link, "ratio": ratio, "num_chunks": num_chunks, **shared}
+        {"spec": {"name": kernel}, "mesh": mesh, "link": link, **shared}
         for kernel in KERNELS
         for mesh in options.mesh or ["gpu=4"]
         for link in LINKS
-        for ratio in ratios
-        for num_chunks in chunks
     ]
     return run_rows("kernels_overlap", cases, COLUMNS, options.json)
 

@@ -8,12 +8,14 @@ need a CUDA build.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
@@ -142,6 +144,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet(model, call))
         stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True, **_STATIC))
+        stack.enter_context(_without_record())
         stack.enter_context(call.mode)
         try:
             captured = dynamo_graph_capture_for_export(model)(*call.args, **call.kwargs)
@@ -240,6 +243,19 @@ def _logging_functions() -> set[Any]:
     return functions | {warnings.warn, *torch._dynamo.config.ignore_logging_functions}
 
 
+def _without_record() -> contextlib.AbstractContextManager[object]:
+    """Before torch 2.13 Dynamo's record of its own settings fails at functions among them, which `_logging_functions` puts there."""
+    if torch.__version__ >= (2, 13):
+        return contextlib.nullcontext()
+    return mock.patch.object(torch._dynamo.utils, "_get_dynamo_config_for_logging", lambda: None)
+
+
+def _knows_builtins(captured: Any) -> None:
+    """Dynamo's bytecode may name builtins (`type`), which before torch 2.13 are not among the globals that it runs with."""
+    for part in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten):
+        part.f_globals = {**vars(builtins), **part.f_globals}
+
+
 def _only_the_loss_differentiable(captured: Any, inputs: tuple[Any, ...]) -> tuple[tuple[tuple[str, Any], ...], Any, int]:
     """Make the Dynamo graph return the flat leaves of the model's return value, all but the loss detached.
 
@@ -249,6 +265,7 @@ def _only_the_loss_differentiable(captured: Any, inputs: tuple[Any, ...]) -> tup
     output = next(iter(reversed(graph.nodes)))
     results = {id(node.meta["example_value"]): node for node in output.args[0] if isinstance(node, fx.Node)}
     values = tuple(node.meta["example_value"] if isinstance(node, fx.Node) else node for node in output.args[0])
+    _knows_builtins(captured)
     flat_inputs = captured._dynamo_bytecode_flatten(*inputs)
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     results.update({id(value): node for value, node in zip(flat_inputs, arguments, strict=True) if id(value) not in results})

@@ -1,0 +1,66 @@
+"""The attention kernels of a device give softmax attention and its gradients, on parts of queries and heads too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from native import needs_gpu
+from torch import Tensor
+
+from autopar import ops
+
+pytestmark = [pytest.mark.gpu, needs_gpu]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-2, -1) * scale
+    if is_causal:
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1) @ v
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).cuda()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("size", [8, 20, 64])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["none", "causal", "added", "seen"])
+@pytest.mark.parametrize("length", [16, 45])
+def test_attention_and_its_backward_are_softmax_attention(length: int, kind: str, kv_heads: int, size: int, dtype: torch.dtype) -> None:
+    q, grad = (drawn((2, 4, length, size), dtype, seed) for seed in (0, 1))
+    k, v = (drawn((2, kv_heads, length, size), dtype, seed) for seed in (2, 3))
+    mask = {"added": drawn((1, 1, length, length), dtype, 4), "seen": drawn((2, 1, length, length), dtype, 5) > -1}.get(kind)
+    if kind == "seen":
+        mask = mask | torch.eye(length, dtype=torch.bool, device="cuda")
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    wide = mask.double() if kind == "added" else mask
+    expected = reference(*leaves, wide, kind == "causal", 0.3)
+    wanted = torch.autograd.grad(expected, leaves, grad.double())
+    out, lse = ops.attention(q, k, v, mask, kind == "causal", 0.3)
+    found = ops.attention_backward(grad, q, k, v, out, lse, mask, kind == "causal", 0.3)
+    for ours, theirs in zip((out, *found), (expected, *wanted), strict=True):
+        assert ours.dtype == dtype and ours.shape == theirs.shape
+        assert (ours.double() - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_parts_of_queries_and_heads_are_parts_of_the_whole(dtype: torch.dtype) -> None:
+    q, k, v, grad = (drawn((2, heads, 32, 64), dtype, seed) for seed, heads in enumerate((6, 2, 2, 6)))
+    whole, _ = ops.attention(q, k, v, None, True, 0.2)
+    rows, _ = ops.attention(q[:, :, 8:20], k, v, None, True, 0.2, q_start=8)
+    heads, lse = ops.attention(q[:, 2:5], k, v, None, True, 0.2, heads=(2, 0, 3))
+    assert (rows - whole[:, :, 8:20]).abs().max() <= TOLERANCE[dtype] * whole.abs().max()
+    assert (heads - whole[:, 2:5]).abs().max() <= TOLERANCE[dtype] * whole.abs().max()
+    dq, dk, dv = ops.attention_backward(grad[:, 2:5], q[:, 2:5], k, v, heads, lse, None, True, 0.2, heads=(2, 0, 3))
+    masked = torch.zeros_like(grad)
+    masked[:, 2:5] = grad[:, 2:5]
+    wanted = ops.attention_backward(masked, q, k, v, *ops.attention(q, k, v, None, True, 0.2), None, True, 0.2)
+    for ours, theirs in ((dq, wanted[0][:, 2:5]), (dk, wanted[1]), (dv, wanted[2])):
+        assert (ours - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
