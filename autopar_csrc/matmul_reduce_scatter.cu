@@ -48,7 +48,7 @@ int push(const Lane& lane, const Shards& s, const char* partial, char* const* in
 template <class Lane> int arrive(const Lane& lane, const Shards& s, const uint64_t* flags, uint64_t epoch) {
   if (!is_valid(s) || epoch == 0) return AP_BAD_ARGUMENT;
   for (int64_t peer = 0; peer < s.size; ++peer)
-    if (peer != s.rank) AP_TRY(lane.wait(flags + peer_flag(peer), epoch));
+    if (peer != s.rank) AP_TRY(lane.wait_for_pushed(flags + peer_flag(peer), epoch));
   return AP_OK;
 }
 

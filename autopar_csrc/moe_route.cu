@@ -169,7 +169,7 @@ template <class Lane>
 int push(const Lane& lane, const Routes& r, const char* x, const int64_t* experts, const int64_t* within, int64_t* table, int64_t* offsets,
          int64_t* position, void* const* memory, uint64_t* const* flags, uint64_t epoch) {
   if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
-  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait(flags[r.rank] + counts_flag(peer), epoch));
+  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] + counts_flag(peer), epoch));
   const int64_t num_bytes = r.size * r.num_experts * 8;
   AP_TRY(lane.copy(reinterpret_cast<char*>(table), num_bytes, static_cast<const char*>(memory[r.rank]), num_bytes, num_bytes, 1));
   AP_TRY(push_pairs(lane, r, x, experts, within, table, offsets, peers_at(r, memory), position));
@@ -179,7 +179,7 @@ int push(const Lane& lane, const Routes& r, const char* x, const int64_t* expert
 
 template <class Lane> int await_rows(const Lane& lane, const Routes& r, uint64_t* const* flags, uint64_t epoch) {
   if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
-  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait(flags[r.rank] + rows_flag(r, peer), epoch));
+  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] + rows_flag(r, peer), epoch));
   return AP_OK;
 }
 

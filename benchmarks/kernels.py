@@ -2,8 +2,8 @@
 
 On the CPU, for each kernel, world and dtype: the largest error against the same formula in float64, over the largest value, and whether
 compiled code and the reference in torch agree to the last bit. Peers are virtual ranks in one process. On a CUDA device: seconds of a
-call, and the share that its reads and writes have of the bandwidth of a plain copy of as many bytes, measured beside it. Where there is
-no device, or no compiler, a row says so under `skipped`, and nothing is claimed.
+call (`benchmarks.device_times`), and the share that its reads and writes have of the bandwidth of a plain copy of as many bytes, measured
+beside it. Where there is no device, or no compiler, a row says so under `skipped`, and nothing is claimed.
 """
 
 from __future__ import annotations
@@ -11,26 +11,25 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.kernels import library, normed, packing
-from autopar.kernels.packing import BucketLayout
+from autopar.kernels.buckets import BucketLayout
 from benchmarks.common import ROOT, Row, run_rows
+from benchmarks.device_times import measure
 
 WORLDS = (1, 2, 3, 5, 8)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-COLUMNS = ("on", "dtype", "num_elements", "max_rel_err", "bitwise", "time_s", "share_of_copy", "skipped")
+COLUMNS = ("on", "dtype", "num_elements", "max_rel_err", "bitwise", "time_s", "host_s", "share_of_copy", "skipped")
 RESULTS = ROOT / "benchmarks" / "results" / "kernels.json"
 TOLERANCE = 4  # steps of the dtype at the largest value
 EPS = 1e-5
 SIZES = ((129, 65), (64, 3, 33), (7,), (4096,), (5, 2100))  # uneven under every world but 1
 DIMS = (0, 2, 0, 0, 1)
 DEVICE_SIZES = ((4096, 4096),) * 12 + ((4096,),) * 24  # the parameters of three layers, without their embeddings
-WARM, ROUNDS = 5, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,28 +102,19 @@ def _timed_row(case: Case, name: str) -> Row:
     timed = case.timed(DTYPES[name])
     held = torch.empty(timed.num_bytes // 2, dtype=torch.uint8, device="cuda")  # a copy reads and writes each byte
     other = torch.empty_like(held)
-    call_s, copy_s = _median_s(timed.call), _median_s(lambda: other.copy_(held))
-    figures = {"num_bytes": timed.num_bytes, "time_s": call_s, "copy_s": copy_s, "share_of_copy": copy_s / call_s}
+    found = measure({"call": timed.call, "copy": lambda: other.copy_(held)})
+    call, copy = found["call"], found["copy"]
+    figures = {"num_bytes": timed.num_bytes, "time_s": call.device_s, "host_s": call.host_s, "copy_s": copy.device_s}
+    figures["share_of_copy"] = copy.device_s / call.device_s
     return {**base, **figures, "device": torch.cuda.get_device_name(), "skipped": None}
-
-
-def _median_s(call: Callable[[], object]) -> float:
-    """Seconds of a call on the device, the median of some after a warm-up; building its table of addresses is part of it."""
-    for _ in range(WARM):
-        call()
-    times = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return median(times)
 
 
 def _drawn(shape: Sequence[int], dtype: torch.dtype, seed: int, device: str = "cpu") -> Tensor:
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.randn(tuple(shape), device="cuda", dtype=dtype)
 
 
 def _pack_numerics(world: int, dtype: torch.dtype) -> Numerics:
@@ -148,14 +138,14 @@ def _unpack_numerics(world: int, dtype: torch.dtype) -> Numerics:
 
 def _pack_timed(dtype: torch.dtype) -> Timed:
     layout = BucketLayout(DEVICE_SIZES, (0,) * len(DEVICE_SIZES), 8)
-    tensors = [torch.ones(size, dtype=dtype, device="cuda") for size in DEVICE_SIZES]
+    tensors = [_random(size, dtype) for size in DEVICE_SIZES]
     read = sum(t.numel() * t.element_size() for t in tensors)
     return Timed(lambda: packing.pack(tensors, layout, dtype, scale=0.5), read + 8 * layout.row * dtype.itemsize)
 
 
 def _unpack_timed(dtype: torch.dtype) -> Timed:
     layout = BucketLayout(DEVICE_SIZES, (0,) * len(DEVICE_SIZES), 8)
-    bucket = torch.ones(8, layout.row, dtype=dtype, device="cuda")
+    bucket = _random((8, layout.row), dtype)
     return Timed(lambda: packing.unpack(bucket, layout, [dtype] * len(DEVICE_SIZES)), 2 * bucket.numel() * dtype.itemsize)
 
 
@@ -183,14 +173,14 @@ def _norm_inputs(world: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, 
 
 def _norm_timed(dtype: torch.dtype, world: int = 4, shape: tuple[int, int] = (8192, 4096)) -> Timed:
     """Virtual ranks on one device: their memory is near, which says nothing about links."""
-    parts = [torch.ones(shape, dtype=dtype, device="cuda") for _ in range(world)]
-    residual, weight = torch.ones(shape, dtype=dtype, device="cuda"), torch.ones(shape[1], dtype=dtype, device="cuda")
+    parts = [_random(shape, dtype) for _ in range(world)]
+    residual, weight = _random(shape, dtype), _random(shape[1:], dtype)
     return Timed(lambda: normed.reduce_add_rmsnorm(parts, residual, weight, EPS), (world + 3) * residual.numel() * dtype.itemsize)
 
 
 def _norm_backward_timed(dtype: torch.dtype, shape: tuple[int, int] = (8192, 4096)) -> Timed:
-    grad_y, grad_normed, y = (torch.ones(shape, dtype=dtype, device="cuda") for _ in range(3))
-    rstd, weight = torch.ones(shape[0], device="cuda"), torch.ones(shape[1], dtype=dtype, device="cuda")
+    grad_y, grad_normed, y = (_random(shape, dtype) for _ in range(3))
+    rstd, weight = _random(shape[:1], torch.float32), _random(shape[1:], dtype)
     return Timed(lambda: normed.backward_op(grad_y, grad_normed, y, rstd, weight), 4 * y.numel() * dtype.itemsize)
 
 

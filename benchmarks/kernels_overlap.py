@@ -9,13 +9,13 @@ bus, as it would cross a link between GPUs) or other memory of the same GPU (a c
     efficiency = (t_seq − t_overlap) / min(t_mm, t_comm)     1: the shorter one is hidden; 0: nothing is
 
 The number of columns of the product is chosen so that t_comm / t_mm is near `ratio`; what was reached stands in the row. Times are medians
-in milliseconds, by the device's events. Without a GPU there is one row per kernel and link, which says why it is skipped.
+in milliseconds, by the device's events, with the host far ahead (`benchmarks.device_times`); `host_ms` is what the host needs to enqueue
+the overlapped call. Without a GPU there is one row per kernel and link, which says why it is skipped.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,12 +28,13 @@ from autopar.kernels.chunked import Gather, Scatter, Shards, gather, scatter
 from autopar.kernels.overlapped import gathering, scattering
 from autopar.kernels.peers import Regions, SymmetricMemory
 from benchmarks.common import Row, run_rows
+from benchmarks.device_times import Times, measure
 
 KERNELS = ("all_gather_matmul", "matmul_reduce_scatter")
 LINKS = ("pinned", "device")
 RATIOS = (0.3, 0.6, 1.0, 1.7, 3.0)
 CHUNKS = (1, 2, 4)
-COLUMNS = ("link", "ratio", "num_chunks", "reached", "t_mm_ms", "t_comm_ms", "t_seq_ms", "t_overlap_ms", "efficiency", "skipped")
+COLUMNS = ("link", "ratio", "num_chunks", "reached", "t_mm_ms", "t_comm_ms", "t_seq_ms", "t_overlap_ms", "efficiency", "host_ms", "skipped")
 PAST = 1 << 62  # an epoch that no measurement reaches: its signal has come
 FIRST_COLUMNS = 1024
 EQUATION = "mk,kn->mn"
@@ -58,20 +59,6 @@ class FirstRank(SymmetricMemory):
             flags[0][(1 + peer) * 16] = PAST  # its part has come
         torch.cuda.synchronize(self.device)
         return Regions(tuple(bytes_of(rank) for rank in range(self.size)), tuple(flags), [0] * self.size)
-
-
-def median_ms(run: Callable[[], object], rounds: int = 20, warm_up: int = 5) -> float:
-    """Of `rounds` runs, one after another, after some that are not counted."""
-    times = []
-    for number in range(warm_up + rounds):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        if number >= warm_up:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 def pieces(kernel: str, peers: FirstRank, rows: int, inner: int, columns: int, num_chunks: int) -> dict[str, Callable[[], object]]:
@@ -115,20 +102,21 @@ def row(spec: dict[str, str], mesh: str, link: str, ratios: Sequence[float], chu
 
 
 def _measured(kernel: str, size: int, link: str, ratio: float, num_chunks: int, rows: int, inner: int) -> Row:
-    def timed(columns: int, which: tuple[str, ...], inner: int = inner) -> dict[str, float]:
+    def timed(columns: int, which: tuple[str, ...], inner: int = inner) -> dict[str, Times]:
         runs = pieces(kernel, FirstRank(size, link, torch.device("cuda")), rows, inner, columns, num_chunks)
-        return {name: median_ms(runs[name]) for name in which}
+        return measure({name: runs[name] for name in which})
 
     first = timed(FIRST_COLUMNS, ("mm", "comm"))
-    factor = first["comm"] / (ratio * first["mm"])
+    factor = first["comm"].device_s / (ratio * first["mm"].device_s)
     if kernel == "all_gather_matmul":  # more columns: more to multiply, nothing more to move
         t = timed(_rounded(FIRST_COLUMNS * factor), ("mm", "comm", "seq", "overlap"))
     else:  # a longer inner dim: the same
         t = timed(FIRST_COLUMNS, ("mm", "comm", "seq", "overlap"), _rounded(inner * factor))
     shown: Row = {"link": link, "ratio": ratio, "num_chunks": num_chunks, "error": None, "ok": True, "skipped": None}
-    efficiency = (t["seq"] - t["overlap"]) / min(t["mm"], t["comm"])
-    times = {f"t_{name}_ms": value for name, value in t.items()}
-    return {**shown, **times, "reached": t["comm"] / t["mm"], "efficiency": efficiency, "device": torch.cuda.get_device_name()}
+    mm, comm, seq, overlap = (t[name].device_s for name in ("mm", "comm", "seq", "overlap"))
+    times = {f"t_{name}_ms": 1e3 * value.device_s for name, value in t.items()}
+    figures = {"reached": comm / mm, "efficiency": (seq - overlap) / min(mm, comm), "host_ms": 1e3 * t["overlap"].host_s}
+    return {**shown, **times, **figures, "device": torch.cuda.get_device_name()}
 
 
 def _rounded(count: float) -> int:

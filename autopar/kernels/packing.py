@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -22,50 +21,11 @@ from torch import Tensor
 
 from autopar.errors import KernelError
 from autopar.kernels import library
+from autopar.kernels.buckets import CHUNK, BucketLayout, places, with_length
 from autopar.kernels.ordered import add_all, ordered_sum
 from autopar.layout import part_range
 
-ALIGN = 8  # elements: a segment begins at 16 bytes in any dtype
-LIMIT = 2**31 - 64  # elements of a segment
-CHUNK = 16384  # elements of a segment whose squares are summed together
 FLOATS = library.FLOATS
-
-
-@dataclass(frozen=True, slots=True)
-class BucketLayout:
-    """Where the parts of some tensors lie in a bucket.
-
-    Attributes:
-        sizes: the whole tensors' shapes, each with at least one dim. dims: the dim of each that is cut.
-        parts: the number of ranks that they are cut for, by the rule of `autopar.layout.part_range`.
-    """
-
-    sizes: tuple[tuple[int, ...], ...]
-    dims: tuple[int, ...]
-    parts: int
-
-    def segments(self) -> tuple[int, ...]:
-        """Elements of each tensor's segment, padding included: the same in every row."""
-        largest = (math.prod(_with(size, dim, -(-size[dim] // self.parts))) for size, dim in zip(self.sizes, self.dims, strict=True))
-        return tuple(-(-num // ALIGN) * ALIGN for num in largest)
-
-    @property
-    def row(self) -> int:
-        """Elements of a row."""
-        return sum(self.segments())
-
-    def lengths(self) -> tuple[int, ...]:
-        """The length, in the whole tensors, of the dims that are cut."""
-        return tuple(size[dim] for size, dim in zip(self.sizes, self.dims, strict=True))
-
-    def local_sizes(self, first: int, count: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes of tensors that hold the parts of `count` ranks from `first` on."""
-        lengths = (sum(part_range(n, [self.parts], [rank])[1] for rank in range(first, first + count)) for n in self.lengths())
-        return tuple(_with(size, dim, n) for size, dim, n in zip(self.sizes, self.dims, lengths, strict=True))
-
-
-def _with(size: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
-    return (*size[:dim], length, *size[dim + 1 :])
 
 
 def pack(
@@ -133,7 +93,7 @@ def reference_unpack(
     columns = bucket.split(list(layout.segments()), dim=1)
     for column, size, dim, dtype in zip(columns, layout.sizes, layout.dims, dtypes, strict=True):
         wide = column.to(library.wide(dtype, bucket.dtype)) * scale
-        shapes = [_with(size, dim, part_range(size[dim], [layout.parts], [first + turn])[1]) for turn in range(count)]
+        shapes = [with_length(size, dim, part_range(size[dim], [layout.parts], [first + turn])[1]) for turn in range(count)]
         parts = [wide[turn, : math.prod(shape)].view(shape) for turn, shape in enumerate(shapes)]
         found.append(torch.cat(parts, dim).to(dtype))
     return found
@@ -213,17 +173,11 @@ def _unpack(
 
 def _pieces(tensors: Sequence[Tensor], layout: BucketLayout, device: torch.device) -> tuple[Tensor, int]:
     """The table of pieces as index.h has them, and the number of chunks of a row."""
-    segments = layout.segments()
-    if max(*segments, *layout.lengths()) >= LIMIT:
-        raise KernelError(f"a tensor has {max(segments)} elements of a rank, kernels count to {LIMIT - 1}", remedy="pack it in several")
-    chunks = [-(-segment // CHUNK) for segment in segments]
+    found, num_chunks = places(layout)
     rows: list[int] = []
-    for tensor, size, dim, offset, first_chunk in zip(
-        tensors, layout.sizes, layout.dims, accumulate(segments, initial=0), accumulate(chunks, initial=0), strict=False
-    ):
-        outer, inner = math.prod(size[:dim]), math.prod(size[dim + 1 :])
-        rows += (tensor.data_ptr(), library.code_of(tensor.dtype), outer, size[dim], tensor.shape[dim], inner, offset, first_chunk)
-    return library.table(rows, device), sum(chunks)
+    for tensor, dim, (outer, length, inner, offset, first_chunk) in zip(tensors, layout.dims, found, strict=True):
+        rows += (tensor.data_ptr(), library.code_of(tensor.dtype), outer, length, tensor.shape[dim], inner, offset, first_chunk)
+    return library.table(rows, device), num_chunks
 
 
 def _check(layout: BucketLayout, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], first: int, count: int) -> None:
@@ -244,7 +198,7 @@ def _whole_sizes(tensors: Sequence[Tensor], lengths: Sequence[int], dims: Sequen
     for tensor, dim in zip(tensors, dims, strict=True):
         if not 0 <= dim < tensor.dim():
             raise KernelError(f"a tensor of {tensor.dim()} dims has no dim {dim} to cut", remedy="view a scalar as [1]; count dims from 0")
-    return tuple(_with(tuple(t.shape), dim, length) for t, length, dim in zip(tensors, lengths, dims, strict=True))
+    return tuple(with_length(tuple(t.shape), dim, length) for t, length, dim in zip(tensors, lengths, dims, strict=True))
 
 
 def _split(sizes: Sequence[int], num_dims: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -8,6 +8,7 @@
 
 #include "epoch.h"
 #include "shards.h"
+#include "stream_ops.h"
 
 // Ends the function with the first status that is not AP_OK.
 #define AP_TRY(...)                                      \
@@ -25,6 +26,17 @@ constexpr int64_t kMaxPitch = 2147483647;  // cudaDeviceProp.memPitch of all dev
 
 __device__ inline void stop() { __trap(); }
 inline int copy_run(char* to, const char* from, int64_t num_bytes, void* stream) {
+#if defined(AP_PREFER_OVERLAP) && CUDART_VERSION >= 13000
+  if (stream != nullptr) {
+    cudaMemcpyAttributes how{};
+    how.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    how.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+    void* place = to;
+    const void* source = from;
+    size_t size = size_t(num_bytes), first = 0;
+    if (cudaMemcpyBatchAsync(&place, &source, &size, 1, &how, &first, 1, stream_of(stream)) == cudaSuccess) return AP_OK;
+  }
+#endif
   const auto error = cudaMemcpyAsync(to, from, size_t(num_bytes), cudaMemcpyDefault, stream_of(stream));
   return error == cudaSuccess ? AP_OK : AP_LAUNCH_FAILED;
 }
@@ -67,11 +79,15 @@ __global__ void ap_lane_signal_kernel(uint64_t* flag, uint64_t epoch) {
 struct StreamLane {
   void* stream;
 
-  int wait(const uint64_t* flag, uint64_t epoch) const {
+  int wait(const uint64_t* flag, uint64_t epoch) const { return stream_wait(stream, flag, epoch) ? AP_OK : wait_for_pushed(flag, epoch); }
+  // For what peers wrote to this device: a stream's own wait does not promise that it is seen with the flag (CU_STREAM_WAIT_VALUE_FLUSH,
+  // which few platforms have), an acquiring load does.
+  int wait_for_pushed(const uint64_t* flag, uint64_t epoch) const {
     AP_LAUNCH(ap_lane_wait_kernel, 1, 1, stream, flag, epoch);
     return launched();
   }
   int signal(uint64_t* flag, uint64_t epoch) const {
+    if (stream_write(stream, flag, epoch)) return AP_OK;
     AP_LAUNCH(ap_lane_signal_kernel, 1, 1, stream, flag, epoch);
     return launched();
   }
@@ -89,6 +105,7 @@ struct StreamLane {
 
 struct HostLane {
   int wait(const uint64_t* flag, uint64_t epoch) const { return ap::wait(flag, epoch); }
+  int wait_for_pushed(const uint64_t* flag, uint64_t epoch) const { return ap::wait(flag, epoch); }
   int signal(uint64_t* flag, uint64_t epoch) const { return ap::signal(flag, epoch); }
   int copy(char* to, int64_t to_pitch, const char* from, int64_t from_pitch, int64_t width, int64_t height) const {
     for (int64_t run = 0; run < height; ++run) memcpy(to + run * to_pitch, from + run * from_pitch, size_t(width));

@@ -8,8 +8,9 @@ from native import WORLDS, needs_gpu, needs_nvcc
 from torch import Tensor
 
 from autopar.kernels import library
+from autopar.kernels.buckets import BucketLayout
 from autopar.kernels.normed import FLOATS, backward_op, reduce_add_rmsnorm
-from autopar.kernels.packing import BucketLayout, pack, unpack
+from autopar.kernels.packing import pack, unpack
 
 pytestmark = [pytest.mark.gpu, needs_gpu, needs_nvcc]
 SIZES = ((7, 5), (2, 9, 3), (1,), (4, 2100), (300, 1024), (0, 4))

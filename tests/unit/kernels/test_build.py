@@ -17,7 +17,8 @@ from native import needs_host, needs_nvcc
 
 from autopar.errors import KernelError
 from autopar.kernels import build, library
-from autopar.kernels.packing import BucketLayout, pack, reference_pack
+from autopar.kernels.buckets import BucketLayout
+from autopar.kernels.packing import pack, reference_pack
 
 ROOT = Path(__file__).parents[3]
 SOURCE = '#include "include/a.h"\nextern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }\n'

@@ -8,8 +8,9 @@ from native import needs_host
 from torch import Tensor
 
 from autopar.kernels import library
+from autopar.kernels.buckets import BucketLayout
 from autopar.kernels.normed import FLOATS, backward_op, reduce_add_rmsnorm, reference_backward, reference_forward
-from autopar.kernels.packing import BucketLayout, pack, reference_pack, reference_unpack, unpack
+from autopar.kernels.packing import pack, reference_pack, reference_unpack, unpack
 
 pytestmark = needs_host
 SIZES = ((7, 5), (2, 9, 3), (1,), (3, 6100), (0, 4))

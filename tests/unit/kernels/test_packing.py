@@ -15,7 +15,8 @@ from torch import Tensor
 
 from autopar.errors import KernelError
 from autopar.kernels import library
-from autopar.kernels.packing import ALIGN, FLOATS, BucketLayout, pack, pack_op, reference_pack, reference_unpack, unpack, unpack_op
+from autopar.kernels.buckets import ALIGN, BucketLayout
+from autopar.kernels.packing import FLOATS, pack, pack_op, reference_pack, reference_unpack, unpack, unpack_op
 from autopar.layout import part_range
 
 LAYOUT = BucketLayout(((7, 5), (2, 9, 3), (1,), (4, 2100)), (0, 1, 0, 1), 3)

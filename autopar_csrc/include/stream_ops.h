@@ -1,0 +1,60 @@
+// Signals and waits that a stream carries out itself, without a kernel.
+//
+// A kernel of one thread needs a place on a multiprocessor, and a product that fills the device leaves none until it ends: the copies
+// beside it would stand still. The driver's stream memory operations need no place. A write comes after all that its stream did before
+// it, behind a fence of the system's scope (CUDA driver API, cuStreamWriteValue64); a wait lets go once the word, as a signed number, is
+// at least the epoch (cuStreamWaitValue64, GEQ). Debug builds use kernels, whose waits have a time-out.
+#pragma once
+
+#include "epoch.h"
+
+#if defined(__CUDACC__) && !defined(AP_DEBUG)
+#include <cuda.h>
+
+namespace ap {
+
+struct StreamOps {
+  using Wait = CUresult (*)(CUstream, CUdeviceptr, cuuint64_t, unsigned);
+  using Write = CUresult (*)(CUstream, CUdeviceptr, cuuint64_t, unsigned);
+  Wait wait = nullptr;
+  Write write = nullptr;
+};
+
+// From the driver that is there, so that the library needs no driver to be loaded; null where it has none.
+template <class F> inline F driver_function(const char* name) {
+  void* found = nullptr;
+#if CUDART_VERSION >= 12050
+  const auto error = cudaGetDriverEntryPointByVersion(name, &found, 11070, cudaEnableDefault, nullptr);
+#else
+  const auto error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, nullptr);
+#endif
+  return error == cudaSuccess ? reinterpret_cast<F>(found) : nullptr;
+}
+
+inline const StreamOps& stream_ops() {
+  static const StreamOps ops{driver_function<StreamOps::Wait>("cuStreamWaitValue64"), driver_function<StreamOps::Write>("cuStreamWriteValue64")};
+  return ops;
+}
+
+// Whether it was enqueued: a device may not have these operations, or not on this memory.
+inline bool stream_wait(void* stream, const uint64_t* flag, uint64_t epoch) {
+  const auto place = reinterpret_cast<CUdeviceptr>(flag);
+  const auto wait = stream_ops().wait;
+  return wait != nullptr && wait(static_cast<CUstream>(stream), place, epoch, CU_STREAM_WAIT_VALUE_GEQ) == CUDA_SUCCESS;
+}
+inline bool stream_write(void* stream, uint64_t* flag, uint64_t epoch) {
+  const auto place = reinterpret_cast<CUdeviceptr>(flag);
+  const auto write = stream_ops().write;
+  return write != nullptr && write(static_cast<CUstream>(stream), place, epoch, CU_STREAM_WRITE_VALUE_DEFAULT) == CUDA_SUCCESS;
+}
+
+}  // namespace ap
+
+#else
+
+namespace ap {
+inline bool stream_wait(void*, const uint64_t*, uint64_t) { return false; }
+inline bool stream_write(void*, uint64_t*, uint64_t) { return false; }
+}  // namespace ap
+
+#endif
