@@ -1,0 +1,177 @@
+"""Training steps of a real model on one CUDA device: predicted against measured time and memory, and what budgets cost.
+
+Eager, eager with a checkpoint per layer, and autopar's plans under shares of what its plan without a budget needs. A step is forward,
+backward and a fused AdamW. Times are the device's with the host ahead (`benchmarks.device_times`), and the host's beside them: a step
+takes the longer one. Peaks are the allocator's largest count of live bytes, from the begin of forward to the end of backward, of a
+second step, so the optimizer's state is in it. Gradients are compared with eager's, whose own rounding is in the difference.
+Without a device there is one row, which says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.api.planning import plan_model
+from autopar.errors import InfeasibleError
+from autopar.mesh import Mesh
+from autopar.plans import Plan
+from benchmarks.common import Row, load_profile, parser, run_rows, specs_of
+from benchmarks.device_times import measure
+from benchmarks.models import ModelSpec
+
+ONE = Mesh.parse("d=1")
+SHARES = (1.0, 0.8, 0.65, 0.5, 0.4)
+ROUNDS = 6
+MAX_DIFFERENCE = 0.05  # of all gradients together, in bfloat16
+COLUMNS = (
+    "method", "share", "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "peak_rel_err",
+    "predicted_s", "measured_s", "host_s", "time_rel_err", "over_eager", "num_recomputed", "gap", "difference", "skipped",
+)  # fmt: skip
+LLAMA = """llama:{"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "bos_token_id": 0, "eos_token_id": 0,
+    "tie_word_embeddings": true, "use_cache": false}"""
+MODEL = ModelSpec("llama-1.2b", LLAMA)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a method took: seconds of a step, on the device and on the host; bytes; and its gradients, on the host."""
+
+    device_s: float
+    host_s: float
+    peak_bytes: int
+    gradients: Mapping[str, Tensor]
+
+
+def row(spec: dict[str, Any], mesh: str, batch: int, seq: int, hardware: str, shares: list[float]) -> list[Row]:
+    """All methods of one model."""
+    if not torch.cuda.is_available():
+        return [{"method": "", "ok": True, "error": None, "skipped": "there is no CUDA device"}]
+    built = ModelSpec(**spec)
+    base: Row = {"batch": batch, "seq": seq, "hardware": hardware, "device": torch.cuda.get_device_name(), "error": None, "skipped": None}
+
+    def made() -> tuple[nn.Module, dict[str, Any]]:
+        model, data = built.build(batch=batch, seq=seq, dtype=torch.bfloat16)
+        return model.cuda(), {name: x.cuda() if isinstance(x, Tensor) else x for name, x in data.items()}
+
+    eager = _seen(made)
+    rows = [_row(base, "eager", eager, eager)]
+    rows.append(_row(base, "eager, a checkpoint per layer", _seen(lambda: _checkpointed(*made())), eager))
+    meta, example = built.build(batch=batch, seq=seq, dtype=torch.bfloat16, meta=True)
+    ample, profile = None, load_profile(hardware)
+    for share in shares:
+        budget = None if ample is None else int(share * ample)
+        shown = {**base, "share": share, "budget_bytes": budget}
+        try:
+            plan = plan_model(meta, ONE, example_inputs=example, hardware=profile, memory_bytes=budget, outputs="loss")[1].plan
+        except InfeasibleError as error:
+            rows.append({**shown, "method": "autopar", "ok": True, "skipped": str(error).splitlines()[0]})
+            continue
+        ample = ample or plan.prediction.peak_bytes
+        rows.append(_row(shown, "autopar", _seen(partial(_remade, plan, made)), eager, plan))
+    return rows
+
+
+def _checkpointed(model: nn.Module, data: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    return model, data
+
+
+def _remade(plan: Plan, make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> tuple[nn.Module, dict[str, Any]]:
+    model, data = make()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return autopar.compile(model, ONE, example_inputs=data, plan=plan, outputs="loss"), data
+
+
+def _seen(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> Seen:
+    """Measure what `make` makes, and leave nothing of it on the device."""
+    seen = _measured(*make())
+    gc.collect()
+    torch.cuda.empty_cache()
+    return seen
+
+
+def _measured(model: nn.Module, data: dict[str, Any]) -> Seen:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def gradients() -> None:
+        model(**data)["loss"].backward()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    gradients()
+    found = {name: _local(p.grad).cpu() for name, p in model.named_parameters() if p.grad is not None}
+    update()
+    torch.cuda.reset_peak_memory_stats()
+    gradients()
+    peak_bytes = torch.cuda.max_memory_allocated()
+    update()
+    times = measure({"step": lambda: (gradients(), update())}, ROUNDS)["step"]
+    return Seen(times.device_s, times.host_s, peak_bytes, found)
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _row(base: Row, method: str, seen: Seen, eager: Seen, plan: Plan | None = None) -> Row:
+    difference = _difference(seen.gradients, eager.gradients)
+    step_s = max(seen.device_s, seen.host_s)
+    found = {
+        **base,
+        "method": method,
+        "measured_peak_bytes": seen.peak_bytes,
+        "measured_s": seen.device_s,
+        "host_s": seen.host_s,
+        "over_eager": step_s / max(eager.device_s, eager.host_s),
+        "difference": difference,
+        "ok": difference <= MAX_DIFFERENCE,
+    }
+    if plan is not None:
+        predicted = plan.prediction
+        found |= {
+            "predicted_peak_bytes": predicted.peak_bytes,
+            "peak_rel_err": predicted.peak_bytes / seen.peak_bytes - 1,
+            "predicted_s": predicted.step_s,
+            "time_rel_err": predicted.step_s / step_s - 1,
+            "num_recomputed": sum(len(entry.instances) for entry in plan.entries if entry.recompute),
+            "gap": plan.proof.gap,
+        }
+    return found
+
+
+def _difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """‖ours − theirs‖ / ‖theirs‖ of all gradients together."""
+    norms: list[Callable[[str], Tensor]] = [lambda name: ours[name].float() - theirs[name].float(), lambda name: theirs[name].float()]
+    apart, whole = (sum(norm(name).square().sum().item() for name in theirs) ** 0.5 for norm in norms)
+    return apart / whole
+
+
+def main(arguments: list[str]) -> int:
+    flags = parser("device_training", __doc__ or "", batch=8, seq=2048)
+    flags.formatter_class = argparse.RawDescriptionHelpFormatter
+    flags.add_argument("--hardware", default="h100-sxm")
+    flags.add_argument("--share", type=float, action="append", help=f"of the plan without a budget; by default {SHARES}")
+    options = flags.parse_args(arguments)
+    shared = {"batch": options.batch, "seq": options.seq, "hardware": options.hardware, "shares": options.share or SHARES}
+    specs = specs_of(options, ()) if (options.model or options.hf or options.zoo is not None) else [MODEL]
+    return run_rows("device_training", [{"spec": s.to_json(), "mesh": "d=1", **shared} for s in specs], COLUMNS, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
