@@ -198,13 +198,15 @@ def what_if_command(
 
 @app.command("profile")
 def profile_command(
-    world_size: Annotated[int, typer.Option(min=2, help="Processes that a run will have.")] = 4,
+    device: Annotated[str, typer.Option(help="cpu or cuda: one GPU, whose links come from another profile.")] = "cpu",
+    world_size: Annotated[int | None, typer.Option(min=1, help="Processes that a run on CPUs will have, 4 by default.")] = None,
+    links: Annotated[str | None, typer.Option(help="Of a GPU: the profile whose links are taken, by default its chip's.")] = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="Where to write; by default what --hardware local loads.")] = None,
 ) -> None:
     """Measure this machine, half a minute; plans then take --hardware local."""
     from autopar.run.measure import measure
 
-    profile = measure(world_size=world_size, out=out_file)
+    profile = measure(device, world_size, out_file, links=links)
     say(profile.description)
     say(f"written to {out_file or HardwareProfile.local_path()}")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
@@ -47,12 +47,25 @@ def as_call(example_inputs: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(example_inputs), {}
 
 
+def runs_on(model: nn.Module, mesh: MeshLike) -> str | None:
+    """Kind of device that a model will run on: the torch mesh's, or its parameters'; None where neither says (weights on meta)."""
+    if isinstance(mesh, DeviceMesh):
+        return str(mesh.device_type)
+    types = {p.device.type for p in model.parameters()} - {"meta"}
+    return types.pop() if len(types) == 1 else None
+
+
 def default_hardware(device_type: str | None = None) -> str:
-    """``local`` where this machine was measured, else the GPU that is there, else ``cpu-gloo``."""
+    """``local`` where this machine was measured for that kind of device, else the GPU that is there, else ``cpu-gloo``.
+
+    Without `device_type` a machine that has a GPU is that GPU, and any other whatever was measured. A ``local`` that does not say what
+    it is of was put there by hand, and is taken.
+    """
+    wanted = device_type or ("cuda" if torch.cuda.is_available() else None)
     if HardwareProfile.local_path().exists():
-        return "local"
+        measured = HardwareProfile.load("local").device_type
+        if wanted is None or measured in ("", wanted):
+            return "local"
     if torch.cuda.is_available() and device_type != "cpu":
-        name = torch.cuda.get_device_name().lower()
-        known = {"h100": "h100-sxm", "h200": "h200-sxm", "a100": "a100-sxm-80gb"}
-        return next((profile for chip, profile in known.items() if chip in name), "h100-sxm")
+        return HardwareProfile.of_gpu(torch.cuda.get_device_name())
     return "cpu-gloo"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware, is_count
+from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware, is_count, runs_on
 from autopar.api.choosing import Chooser
 from autopar.api.shaping import best_shape, shapes
 from autopar.api.tracing import as_planned, program_of, staged_trace
@@ -40,7 +40,8 @@ def plan_call(
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[Trace, Planned]:
     """Capture ``model(*args, **kwargs)`` and plan it: the trace, and the plan with its program and phase times."""
-    profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or default_hardware())
+    hardware = hardware or default_hardware(runs_on(model, mesh))
+    profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware)
     if isinstance(options, PlanOptions):
         chosen = options
     else:
@@ -87,7 +88,8 @@ def plan(
             (eight devices to a node, at most three axes; `Plan.proof.covers` says which were tried).
         example_inputs: the global batch: a mapping of keywords, a sequence of positions, or one tensor. Values are not read.
         hardware: name of a profile (`HardwareProfile.names`), path of one, ``"local"``, or a profile; by default ``local``
-            where this machine was measured, else the GPU that is there, else ``cpu-gloo``.
+            where this machine was measured for the kind of device that the weights are on, else the GPU that is there (unless they
+            are on a CPU), else ``cpu-gloo``.
         memory_bytes: budget per device; by default the profile's memory less 10 %.
         optimizer: whose state rests beside the parameters: ``adamw``, ``adam``, ``sgd``, ``momentum`` or ``none``.
         constraints: what is forced (`autopar.constraints`).

@@ -25,9 +25,11 @@ from autopar.hardware.reading import Reader, compute_curves, kernels, links
 
 FORMAT = "autopar-hardware"
 VERSION = 1
+DEVICE_TYPES = ("cpu", "cuda")
+_CHIPS = {"h100": "h100-sxm", "h200": "h200-sxm", "a100": "a100-sxm-80gb"}
 _FOLDER = Path(__file__).parents[1] / "cost_models"
-_FIELDS = {"format", "version", "name", "description", "device_memory_bytes", "memory_bandwidth_bytes_per_s", "launch_overhead_s"}
-_FIELDS |= {"kernels", "overlap_slowdown", "matmul_half_flops", "peak_flops_per_s", "efficiency", "measured", "links"}
+_FIELDS = {"format", "version", "name", "description", "device_type", "device_memory_bytes", "memory_bandwidth_bytes_per_s"}
+_FIELDS |= {"launch_overhead_s", "kernels", "overlap_slowdown", "matmul_half_flops", "peak_flops_per_s", "efficiency", "measured", "links"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +48,7 @@ class HardwareProfile:
         curves: (kind, dtype name) → measured curve; over flops for `FLOP_KINDS`, over bytes, with dtype ``""``, else.
         figures: every figure by its dotted path, for reports.
         hash: fingerprint of the whole profile.
+        device_type: kind of device that was measured, of `DEVICE_TYPES`; empty where the file does not say.
     """
 
     name: str
@@ -63,6 +66,7 @@ class HardwareProfile:
     curves: Mapping[tuple[str, str], Curve]
     figures: Mapping[str, Figure] = field(repr=False)
     hash: str
+    device_type: str = ""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HardwareProfile) and self.hash == other.hash
@@ -76,6 +80,11 @@ class HardwareProfile:
         return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
     @staticmethod
+    def of_gpu(device_name: str) -> str:
+        """The profile of a GPU that torch calls `device_name`; of an H100 where there is none of its kind."""
+        return next((profile for chip, profile in _CHIPS.items() if chip in device_name.lower()), "h100-sxm")
+
+    @staticmethod
     def local_path() -> Path:
         """Where the profile of this machine is kept: ``$AUTOPAR_HOME`` or ``~/.cache/autopar``."""
         return Path(os.environ.get("AUTOPAR_HOME", Path.home() / ".cache" / "autopar")) / "local.json"
@@ -87,20 +96,14 @@ class HardwareProfile:
         Raises:
             HardwareError: where there is none of that name or at that path, or it is malformed; the field is named.
         """
-        text = os.fspath(profile)
-        if text in HardwareProfile.names():
-            path = _FOLDER / f"{text}.json"
-        elif text == "local":
-            path = HardwareProfile.local_path()
-            if not path.is_file():
-                raise HardwareError("this machine has not been measured", where=str(path), remedy="run `autopar profile` first")
-        elif os.sep in text or text.endswith(".json"):
-            path = Path(text)
-        else:
-            known = ", ".join((*HardwareProfile.names(), "local"))
-            raise HardwareError(f"there is no hardware profile {text!r}", remedy=f"name one of {known}, or the path of a JSON file")
+        return HardwareProfile.from_json(HardwareProfile.read(profile), where=str(_path(profile)))
+
+    @staticmethod
+    def read(profile: str | os.PathLike[str]) -> Any:
+        """The JSON of a profile that `load` would load, its fields not yet checked. Raises `HardwareError` where there is none."""
+        path = _path(profile)
         try:
-            return HardwareProfile.from_json(json.loads(path.read_text(encoding="utf-8")), where=str(path))
+            return json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise HardwareError(f"cannot read hardware profile: {error.strerror}", where=str(path), remedy="check the path") from error
         except ValueError as error:
@@ -131,6 +134,23 @@ class HardwareProfile:
             curves=compute_curves(reader, data),
             figures=reader.figures,
             hash=hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16],
+            device_type=reader.one_of(data, "device_type", DEVICE_TYPES) if "device_type" in data else "",
         )
         reader.no_more(data, _FIELDS, "")
         return profile
+
+
+def _path(profile: str | os.PathLike[str]) -> Path:
+    """Of a name, ``"local"`` or a path."""
+    text = os.fspath(profile)
+    if text in HardwareProfile.names():
+        return _FOLDER / f"{text}.json"
+    if text == "local":
+        path = HardwareProfile.local_path()
+        if not path.is_file():
+            raise HardwareError("this machine has not been measured", where=str(path), remedy="run `autopar profile` first")
+        return path
+    if os.sep in text or text.endswith(".json"):
+        return Path(text)
+    known = ", ".join((*HardwareProfile.names(), "local"))
+    raise HardwareError(f"there is no hardware profile {text!r}", remedy=f"name one of {known}, or the path of a JSON file")

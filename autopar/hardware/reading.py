@@ -39,6 +39,12 @@ class Reader:
             raise self.error(path + name, "must be a text that is not empty")
         return value
 
+    def one_of(self, data: Mapping[str, Any], name: str, known: tuple[str, ...]) -> str:
+        value = self.text(data, name)
+        if value not in known:
+            raise self.error(name, f"must be one of {', '.join(known)}, not {value!r}")
+        return value
+
     def number(self, data: Mapping[str, Any], name: str, path: str = "", *, zero: bool = False) -> float:
         value = data.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

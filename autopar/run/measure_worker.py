@@ -1,7 +1,14 @@
-"""One rank of a measurement: ``python -m autopar.run.measure_worker RANK WORLD_SIZE FOLDER``, started by `measure`.
+"""One process of a measurement: ``python -m autopar.run.measure_worker RANK WORLD_SIZE FOLDER DEVICE``, started by `measure`.
 
-All ranks measure the same thing at the same time, since ranks of one machine share its cores and its memory bandwidth. A time
-is the mean over a window, so that time slices of other ranks count; of several rounds the fastest counts; of the ranks the mean.
+On ``cpu`` all ranks measure the same thing at the same time, since ranks of one machine share its cores and its memory bandwidth.
+A time is the mean over a window, so that time slices of other ranks count; of several rounds the fastest counts; of the ranks the
+mean.
+
+Any other device is measured by one process, which has it to itself. A time is the mean over a window of calls, issued back to back
+between two synchronisations: the longer of what the host needs to issue a call and what the device needs to work it off, as in an
+eager step. So small ops show the host's time, large ones the device's. Of several rounds the median counts: the fastest would be
+that of a cool chip.
+
 Rank 0 prints one line per finished measurement and writes the result to FOLDER/result.json.
 """
 
@@ -9,78 +16,29 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from autopar import ops
 from autopar.kernels.collectives import AxisGroup, all_gather, all_reduce, all_to_all, reduce_scatter, use_groups
+from autopar.run.measure_ops import CPU, GPU, Measurement, Point, Run, compute_measurements
 
 ROUNDS = 2
 WINDOW_S = 0.1  # of one measurement of an op; some scheduler slices
 COLLECTIVE_S = 0.15  # of one measurement of a collective
-DTYPES = ("float32", "bfloat16", "float64")
-MATMULS = ((16, 64, 64), (64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 256, 1024), (512, 1024, 1024))
-ATTENTIONS = ((1, 2, 32, 16), (1, 4, 64, 32), (2, 4, 128, 32), (2, 4, 256, 64))  # batch, heads, length, head size
-NUMELS = (256, 4096, 65536, 524288, 2097152)
+DEVICE_ROUNDS = 3
+DEVICE_WINDOW_S = 0.02  # of one round; a synchronisation is a thousandth of it
+WARM_UP_CALLS = 3  # a kernel is loaded and chosen, and its memory found, at its first call
 BYTES = (1024, 16384, 131072, 1048576, 8388608)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-
-Point = dict[str, Any]
-Measurement = tuple[str, Point, Callable[[], Any]]  # kind, the point without its time, what to run
-
-
-def _matmul(m: int, n: int, k: int, dtype: str) -> Callable[[], Any]:
-    """A linear layer's product and its two gradients; a third of their time is a point's."""
-    x, w, g = (torch.randn(shape).to(getattr(torch, dtype)) for shape in ((m, k), (n, k), (m, n)))
-
-    def run() -> None:
-        ops.dot("mk,nk->mn", x, w)
-        ops.dot("mn,nk->mk", g, w)
-        ops.dot("mn,mk->nk", g, x)
-
-    return run
-
-
-def _attention(batch: int, heads: int, length: int, size: int, dtype: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    q, k, v, grad = (torch.randn(batch, heads, length, size).to(getattr(torch, dtype)) for _ in range(4))
-    out, lse = ops.attention(q, k, v, None, False, size**-0.5)
-    return (
-        lambda: ops.attention(q, k, v, None, False, size**-0.5),
-        lambda: ops.attention_backward(grad, q, k, v, out, lse, None, False, size**-0.5),
-    )
-
-
-def _memory_bound(numel: int) -> Iterator[Measurement]:
-    """One op of each kind on float32; the bytes are those that `autopar.analysis.work` counts."""
-    x, y = torch.randn(numel), torch.randn(numel)
-    rows = x.view(-1, min(numel, 256))
-    ids = torch.randint(rows.shape[0], (rows.shape[0],))
-    weight = torch.ones(rows.shape[1])
-    yield "elementwise", {"bytes": 12 * numel}, lambda: torch.add(x, y)
-    yield "transcendental", {"bytes": 8 * numel}, lambda: torch.nn.functional.gelu(x)
-    yield "reduction", {"bytes": 8 * numel}, lambda: torch.nn.functional.layer_norm(rows, weight.shape, weight, weight)
-    yield "indexing", {"bytes": 8 * numel + 8 * len(ids)}, lambda: ops.embedding(rows, ids)
-
-
-def compute_measurements() -> Iterator[Measurement]:
-    """Everything that needs no communication."""
-    for dtype in DTYPES:
-        for m, n, k in MATMULS:
-            yield "matmul", {"m": m, "n": n, "k": k, "dtype": dtype}, _matmul(m, n, k, dtype)
-        for batch, heads, length, size in ATTENTIONS:
-            flops = 4 * batch * heads * length * length * size
-            forward, backward = _attention(batch, heads, length, size, dtype)
-            yield "attention", {"flops": flops, "dtype": dtype}, forward
-            yield "attention_backward", {"flops": 5 * flops // 2, "dtype": dtype}, backward
-    for numel in NUMELS:
-        yield from _memory_bound(numel)
 
 
 def collective_measurements(rank: int, world_size: int) -> Iterator[Measurement]:
@@ -92,12 +50,12 @@ def collective_measurements(rank: int, world_size: int) -> Iterator[Measurement]
         axis = AxisGroup(groups[rank // size].group_name, size, rank % size)
         for kind in COLLECTIVES:
             for num_bytes in BYTES:
-                yield kind, {"num_devices": size, "bytes": num_bytes}, _collective(kind, num_bytes, axis)
+                yield kind, {"num_devices": size, "bytes": num_bytes}, partial(_collective, kind, num_bytes, axis)
 
 
-def _collective(kind: str, num_bytes: int, axis: AxisGroup) -> Callable[[], Any]:
+def _collective(kind: str, num_bytes: int, axis: AxisGroup) -> Run:
     """`num_bytes` is the larger of the input and the output of one rank."""
-    x = torch.zeros(num_bytes // 4 // (axis.size if kind == "all_gather" else 1)).view(axis.size, -1)
+    x = torch.randn(num_bytes // 4 // (axis.size if kind == "all_gather" else 1)).view(axis.size, -1)
 
     def run() -> None:
         with use_groups((axis,)):
@@ -113,7 +71,7 @@ def _collective(kind: str, num_bytes: int, axis: AxisGroup) -> Callable[[], Any]
     return run
 
 
-def _window_s(run: Callable[[], Any], window_s: float) -> float:
+def _window_s(run: Run, window_s: float) -> float:
     """Mean time of `run` over a window; the window ends by the clock, so ranks need not agree on a count."""
     dist.barrier()
     start, count, elapsed = time.perf_counter(), 0, 0.0
@@ -124,7 +82,7 @@ def _window_s(run: Callable[[], Any], window_s: float) -> float:
     return elapsed / count
 
 
-def _counted_s(run: Callable[[], Any], window_s: float) -> float:
+def _counted_s(run: Run, window_s: float) -> float:
     """Mean time of `run` over a count that all ranks agree on, as collectives need."""
     run()
     dist.barrier()
@@ -140,11 +98,12 @@ def _counted_s(run: Callable[[], Any], window_s: float) -> float:
     return (time.perf_counter() - start) / count
 
 
-def _measure(measurements: list[Measurement], timer: Callable[[Callable[[], Any], float], float], window_s: float) -> list[float]:
+def _measure_together(measurements: list[Measurement], timer: Callable[[Run, float], float], window_s: float) -> list[float]:
     """Best of the rounds, mean of the ranks, in seconds per measurement."""
-    best = torch.full((len(measurements),), torch.inf, dtype=torch.float64)
+    runs = [make() for _, _, make in measurements]
+    best = torch.full((len(runs),), torch.inf, dtype=torch.float64)
     for _ in range(ROUNDS):
-        for i, (_, _, run) in enumerate(measurements):
+        for i, run in enumerate(runs):
             best[i] = min(best[i].item(), timer(run, window_s / ROUNDS))
             if dist.get_rank() == 0:
                 print("measured", flush=True)
@@ -152,25 +111,75 @@ def _measure(measurements: list[Measurement], timer: Callable[[Callable[[], Any]
     return (best / dist.get_world_size()).tolist()
 
 
-def main(rank: int, world_size: int, folder: Path) -> None:
-    """Measure, and write {kind: [points]} as rank 0."""
-    torch.set_num_threads(1)
+def measure_alone(measurements: Sequence[Measurement], device: str, window_s: float = DEVICE_WINDOW_S) -> list[float]:
+    """Median of the rounds, in seconds per measurement, of one process that has the device to itself."""
+    times: list[list[float]] = [[] for _ in measurements]
+    for _ in range(DEVICE_ROUNDS):
+        for found, (_, _, make) in zip(times, measurements, strict=True):
+            found.append(_back_to_back_s(make(), device, window_s))
+            print("measured", flush=True)
+    return [statistics.median(found) for found in times]
+
+
+def _back_to_back_s(run: Run, device: str, window_s: float) -> float:
+    """Mean time of calls that follow one another without a wait; how many fill the window is estimated first."""
+    for _ in range(WARM_UP_CALLS):
+        run()
+    estimate_s = _calls_s(run, WARM_UP_CALLS, device)
+    return _calls_s(run, max(WARM_UP_CALLS, math.ceil(window_s / estimate_s)), device)
+
+
+def _calls_s(run: Run, count: int, device: str) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        run()
+    _synchronize(device)
+    return (time.perf_counter() - start) / count
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def timed(measurements: Sequence[Measurement], times: Sequence[float]) -> dict[str, list[Point]]:
+    """Kind → points, each with its time."""
+    points: dict[str, list[Point]] = {}
+    for (kind, point, _), time_s in zip(measurements, times, strict=True):
+        share = 3 if kind == "matmul" else 1
+        points.setdefault(kind, []).append({**point, "time_s": float(f"{time_s / share:.4g}")})
+    return points
+
+
+def _together(rank: int, world_size: int, folder: Path) -> dict[str, list[Point]]:
+    """The points of one rank among several on CPUs."""
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
     try:
-        compute, collectives = list(compute_measurements()), list(collective_measurements(rank, world_size))
+        compute, collectives = list(compute_measurements(CPU)), list(collective_measurements(rank, world_size))
         if rank == 0:
             print(f"total {ROUNDS * (len(compute) + len(collectives))}", flush=True)
-        times = _measure(compute, _window_s, WINDOW_S) + _measure(collectives, _counted_s, COLLECTIVE_S)
-        points: dict[str, list[Point]] = {}
-        for (kind, point, _), time_s in zip(compute + collectives, times, strict=True):
-            share = 3 if kind == "matmul" else 1
-            points.setdefault(kind, []).append({**point, "time_s": float(f"{time_s / share:.4g}")})
-        if rank == 0:
-            (folder / "result.json").write_text(json.dumps(points), encoding="utf-8")
+        times = _measure_together(compute, _window_s, WINDOW_S) + _measure_together(collectives, _counted_s, COLLECTIVE_S)
+        return timed(compute + collectives, times)
     finally:
         dist.destroy_process_group()
 
 
+def _alone(device: str) -> dict[str, list[Point]]:
+    """The points of one device that is no CPU."""
+    compute = list(compute_measurements(GPU, device))
+    print(f"total {DEVICE_ROUNDS * len(compute)}", flush=True)
+    return timed(compute, measure_alone(compute, device))
+
+
+def main(rank: int, world_size: int, folder: Path, device: str) -> None:
+    """Measure, and write {kind: [points]} as rank 0."""
+    torch.set_num_threads(1)
+    points: Any = _together(rank, world_size, folder) if device == "cpu" else _alone(device)
+    if rank == 0:
+        (folder / "result.json").write_text(json.dumps(points), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

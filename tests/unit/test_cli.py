@@ -132,6 +132,8 @@ def test_a_plan_for_another_model_is_refused_without_a_traceback(here: Path, com
         ((*PLAN, "--model", "gpt2", "--dtype", "int3"), "dtype 'int3'"),
         (("plan", "--mesh", "node=x", "--model", "gpt2"), "cannot read mesh 'node=x'"),
         (("plan", "--mesh", "2", "--model", "gpt2", "--hardware", "abacus"), "there is no hardware profile 'abacus'"),
+        (("profile", "--device", "abacus"), "device 'abacus' cannot be measured"),
+        (("profile", "--device", "cuda", "--world-size", "2"), "leave world_size out"),
         (("report", "missing.json"), "cannot read plan"),
         (("run", "missing.py"), "there is no script 'missing.py'"),
     ],

@@ -10,21 +10,31 @@ import pytest
 
 from autopar.errors import HardwareError
 from autopar.hardware import FLOP_KINDS, MEMORY_KINDS, HardwareProfile
-from autopar.run.measure import _dumps, _profile, measure
-from autopar.run.measure_worker import COLLECTIVES, compute_measurements
+from autopar.run.measure import measure
+from autopar.run.measure_ops import CPU, Sizes, compute_measurements
+from autopar.run.measure_profile import COLLECTIVES, Json, Machine, dumps, measured_links, profile_json
+
+HERE = Machine("cpu", "a machine, 4 processes", "measure(world_size=4)", "2026-11-22", 2**33, "of a test")
 
 
-def _points() -> dict[str, list[dict[str, Any]]]:
+def points_of(sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
+    """A time for all that is run, longer from one to the next."""
     points: dict[str, list[dict[str, Any]]] = {}
-    for number, (kind, point, _) in enumerate(compute_measurements()):
+    for number, (kind, point, _) in enumerate(compute_measurements(sizes)):
         points.setdefault(kind, []).append({**point, "time_s": 1e-6 * (number + 1)})
-    for kind in COLLECTIVES:
-        points[kind] = [{"num_devices": n, "bytes": b, "time_s": 1e-4 * n + b * 1e-9} for n in (2, 4) for b in (1024, 2**20)]
     return points
 
 
+def _data() -> Json:
+    points = points_of(CPU)
+    for kind in COLLECTIVES:
+        points[kind] = [{"num_devices": n, "bytes": b, "time_s": 1e-4 * n + b * 1e-9} for n in (2, 4) for b in (1024, 2**20)]
+    return profile_json(points, HERE, "local", measured_links(points, HERE, 4))
+
+
 def test_everything_measured_becomes_a_profile_that_loads() -> None:
-    profile = HardwareProfile.from_json(_profile(_points(), "local", 4))
+    profile = HardwareProfile.from_json(_data())
+    assert (profile.device_type, profile.device_memory_bytes) == ("cpu", 2**33)
     assert {kind for kind, _ in profile.curves} == {*FLOP_KINDS, *MEMORY_KINDS}
     assert "4 processes" in profile.description
     for link in profile.links.values():
@@ -36,14 +46,23 @@ def test_everything_measured_becomes_a_profile_that_loads() -> None:
 def test_the_file_is_what_was_measured() -> None:
     import json
 
-    data = _profile(_points(), "local", 4)
-    assert json.loads(_dumps(data)) == data
+    data = _data()
+    assert json.loads(dumps(data)) == data
 
 
-@pytest.mark.parametrize(("device", "world_size", "message"), [("cuda", 4, "'cuda' cannot be measured"), ("cpu", 1, "world_size=1")])
-def test_what_cannot_be_measured_is_refused(device: str, world_size: int, message: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": "abacus"}, "'abacus' cannot be measured"),
+        ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
+        ({"world_size": 1}, "world_size=1"),
+        ({"links": "h100-sxm"}, "links of CPUs are measured"),
+        ({"device": "cuda", "world_size": 2}, "leave world_size out"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(HardwareError, match=message):
-        measure(device, world_size)
+        measure(**arguments)
 
 
 def test_a_process_that_fails_ends_the_measurement_with_its_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
