@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +24,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import autopar
 from autopar.api.planning import plan_model
+from autopar.api.tracing import program_of
+from autopar.capture import capture
 from autopar.errors import InfeasibleError
+from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.plans import Plan
+from autopar.run.device_mesh import device_mesh
+from autopar.run.module import ParallelModule
 from benchmarks.common import Row, load_profile, parser, run_rows, specs_of
 from benchmarks.device_times import measure
 from benchmarks.models import ModelSpec
@@ -36,7 +42,7 @@ SHARES = (1.0, 0.8, 0.65, 0.5, 0.4)
 ROUNDS = 6
 MAX_DIFFERENCE = 0.05  # of all gradients together, in bfloat16
 COLUMNS = (
-    "method", "share", "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "peak_rel_err",
+    "method", "share", "predicted_peak_bytes", "measured_peak_bytes", "peak_rel_err",
     "predicted_s", "measured_s", "host_s", "time_rel_err", "over_eager", "num_recomputed", "gap", "difference", "skipped",
 )  # fmt: skip
 LLAMA = """llama:{"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
@@ -55,33 +61,55 @@ class Seen:
     gradients: Mapping[str, Tensor]
 
 
-def row(spec: dict[str, Any], mesh: str, batch: int, seq: int, hardware: str, shares: list[float]) -> list[Row]:
+def row(spec: dict[str, Any], mesh: str, batch: int, seq: int, hardware: str, shares: list[float], plans: str | None) -> list[Row]:
     """All methods of one model."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and plans is None:
         return [{"method": "", "ok": True, "error": None, "skipped": "there is no CUDA device"}]
-    built = ModelSpec(**spec)
-    base: Row = {"batch": batch, "seq": seq, "hardware": hardware, "device": torch.cuda.get_device_name(), "error": None, "skipped": None}
-
-    def made() -> tuple[nn.Module, dict[str, Any]]:
-        model, data = built.build(batch=batch, seq=seq, dtype=torch.bfloat16)
-        return model.cuda(), {name: x.cuda() if isinstance(x, Tensor) else x for name, x in data.items()}
-
-    eager = _seen(made)
-    rows = [_row(base, "eager", eager, eager)]
-    rows.append(_row(base, "eager, a checkpoint per layer", _seen(lambda: _checkpointed(*made())), eager))
+    built, profile = ModelSpec(**spec), load_profile(hardware)
     meta, example = built.build(batch=batch, seq=seq, dtype=torch.bfloat16, meta=True)
-    ample, profile = None, load_profile(hardware)
-    for share in shares:
-        budget = None if ample is None else int(share * ample)
-        shown = {**base, "share": share, "budget_bytes": budget}
-        try:
-            plan = plan_model(meta, ONE, example_inputs=example, hardware=profile, memory_bytes=budget, outputs="loss")[1].plan
-        except InfeasibleError as error:
-            rows.append({**shown, "method": "autopar", "ok": True, "skipped": str(error).splitlines()[0]})
-            continue
-        ample = ample or plan.prediction.peak_bytes
-        rows.append(_row(shown, "autopar", _seen(partial(_remade, plan, made)), eager, plan))
+    with tempfile.TemporaryDirectory() as folder:
+        made = [*_plans(meta, example, profile, shares, Path(plans or folder))]
+    if not torch.cuda.is_available():
+        shown = [{"share": share, "skipped": reason or "made, not run: there is no CUDA device"} for share, _, reason in made]
+        return [{"method": "autopar", "hardware": profile.name, "ok": True, "error": None, **case} for case in shown]
+    base: Row = {"batch": batch, "seq": seq, "hardware": profile.name, "error": None, "skipped": None}
+    base["device"] = torch.cuda.get_device_name()
+
+    def build() -> tuple[nn.Module, dict[str, Any]]:
+        return built.build(batch=batch, seq=seq, dtype=torch.bfloat16, device="cuda")
+
+    eager = _seen(build)
+    rows = [_row(base, "eager", eager, eager)]
+    rows.append(_row(base, "eager, a checkpoint per layer", _seen(lambda: _checkpointed(*build())), eager))
+    trace = capture(meta, (), example)
+    for share, plan, reason in made:
+        shown = {**base, "share": share, "method": "autopar"}
+        if plan is None:
+            rows.append({**shown, "ok": True, "skipped": reason})
+        else:
+            program = program_of(plan, meta, trace, (), example)
+            rows.append(_row(shown, "autopar", _seen(partial(_compiled, program, build)), eager, plan))
     return rows
+
+
+def _plans(
+    model: nn.Module, example: dict[str, Any], profile: HardwareProfile, shares: list[float], folder: Path
+) -> Iterator[tuple[float, Plan | None, str]]:
+    """Per share the plan, or why there is none. Plans that lie in the folder are taken from it, so they can be made elsewhere."""
+    ample = None
+    folder.mkdir(parents=True, exist_ok=True)
+    for share in shares:
+        path = folder / f"{profile.name}-{share}.json"
+        budget = None if ample is None else int(share * ample)
+        try:
+            if not path.exists():
+                options = {"memory_bytes": budget, "outputs": "loss"}
+                plan_model(model, ONE, example_inputs=example, hardware=profile, **options)[1].plan.save(path)
+            plan = Plan.load(path)
+            ample = ample or plan.prediction.peak_bytes
+            yield share, plan, ""
+        except InfeasibleError as error:
+            yield share, None, str(error).splitlines()[0]
 
 
 def _checkpointed(model: nn.Module, data: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
@@ -89,11 +117,11 @@ def _checkpointed(model: nn.Module, data: dict[str, Any]) -> tuple[nn.Module, di
     return model, data
 
 
-def _remade(plan: Plan, make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> tuple[nn.Module, dict[str, Any]]:
-    model, data = make()
+def _compiled(program: Any, build: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> tuple[nn.Module, dict[str, Any]]:
+    model, data = build()
     if dist.is_initialized():
         dist.destroy_process_group()
-    return autopar.compile(model, ONE, example_inputs=data, plan=plan, outputs="loss"), data
+    return ParallelModule(program, device_mesh(ONE, "cuda"), model, outputs="loss"), data
 
 
 def _seen(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> Seen:
@@ -166,9 +194,11 @@ def main(arguments: list[str]) -> int:
     flags = parser("device_training", __doc__ or "", batch=8, seq=2048)
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
     flags.add_argument("--hardware", default="h100-sxm")
+    flags.add_argument("--plans", metavar="FOLDER", help="read plans from here, or make and leave them here; needs no device for that")
     flags.add_argument("--share", type=float, action="append", help=f"of the plan without a budget; by default {SHARES}")
     options = flags.parse_args(arguments)
-    shared = {"batch": options.batch, "seq": options.seq, "hardware": options.hardware, "shares": options.share or SHARES}
+    shared = {name: getattr(options, name) for name in ("batch", "seq", "hardware", "plans")}
+    shared["shares"] = options.share or SHARES
     specs = specs_of(options, ()) if (options.model or options.hf or options.zoo is not None) else [MODEL]
     return run_rows("device_training", [{"spec": s.to_json(), "mesh": "d=1", **shared} for s in specs], COLUMNS, options.json)
 

@@ -26,6 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 COLUMNS = ("on", "dtype", "num_elements", "max_rel_err", "bitwise", "time_s", "host_s", "share_of_copy", "skipped")
 RESULTS = ROOT / "benchmarks" / "results" / "kernels.json"
 TOLERANCE = 4  # steps of the dtype at the largest value
+ROUNDS = 10
 EPS = 1e-5
 SIZES = ((129, 65), (64, 3, 33), (7,), (4096,), (5, 2100))  # uneven under every world but 1
 DIMS = (0, 2, 0, 0, 1)
@@ -102,7 +103,7 @@ def _timed_row(case: Case, name: str) -> Row:
     timed = case.timed(DTYPES[name])
     held = torch.empty(timed.num_bytes // 2, dtype=torch.uint8, device="cuda")  # a copy reads and writes each byte
     other = torch.empty_like(held)
-    found = measure({"call": timed.call, "copy": lambda: other.copy_(held)})
+    found = measure({"call": timed.call, "copy": lambda: other.copy_(held)}, ROUNDS)
     call, copy = found["call"], found["copy"]
     figures = {"num_bytes": timed.num_bytes, "time_s": call.device_s, "host_s": call.host_s, "copy_s": copy.device_s}
     figures["share_of_copy"] = copy.device_s / call.device_s

@@ -7,6 +7,7 @@ bus, as it would cross a link between GPUs) or other memory of the same GPU (a c
     t_mm       the whole product, in one piece               t_comm     the copies alone, by the same protocol
     t_seq      the copies, then the product (or the other way round)     t_overlap   both, chunk by chunk
     efficiency = (t_seq − t_overlap) / min(t_mm, t_comm)     1: the shorter one is hidden; 0: nothing is
+    share = (t_seq − t_overlap) / what so many chunks could hide were they free (`autopar.cost.kernel_times`)
 
 The number of columns of the product is chosen so that t_comm / t_mm is near `ratio`; what was reached stands in the row. Times are medians
 in milliseconds, by the device's events, with the host far ahead (`benchmarks.device_times`); `host_ms` is what the host needs to enqueue
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,9 +35,14 @@ KERNELS = ("all_gather_matmul", "matmul_reduce_scatter")
 LINKS = ("pinned", "device")
 RATIOS = (0.3, 0.6, 1.0, 1.7, 3.0)
 CHUNKS = (1, 2, 4)
-COLUMNS = ("link", "ratio", "num_chunks", "reached", "t_mm_ms", "t_comm_ms", "t_seq_ms", "t_overlap_ms", "efficiency", "host_ms", "skipped")
+ROUNDS = 10
+COLUMNS = (
+    "link", "ratio", "num_chunks", "reached", "t_mm_ms", "t_comm_ms", "t_seq_ms", "t_overlap_ms",
+    "efficiency", "share", "host_ms", "skipped",
+)  # fmt: skip
 PAST = 1 << 62  # an epoch that no measurement reaches: its signal has come
-FIRST_COLUMNS = 1024
+COLUMNS_OF = {"all_gather_matmul": 1024, "matmul_reduce_scatter": 4096}
+ROWS = {"pinned": 8192, "device": 65536}  # so that a chunk's product, too, fills the device
 EQUATION = "mk,kn->mn"
 
 
@@ -92,31 +98,46 @@ def pieces(kernel: str, peers: FirstRank, rows: int, inner: int, columns: int, n
     return {"mm": multiply_all, "comm": push, "seq": lambda: (multiply_all(), push()), "overlap": both}
 
 
-def row(spec: dict[str, str], mesh: str, link: str, ratios: Sequence[float], chunks: Sequence[int], rows: int, inner: int) -> list[Row]:
+def row(spec: dict[str, str], mesh: str, link: str, ratios: list[float], chunks: list[int], rows: int | None, inner: int) -> list[Row]:
     """The measurements of one kernel over one link; `mesh` is ``gpu=N`` for a group of N ranks."""
+    shown: Row = {"link": link, "error": None, "ok": True, "skipped": None}
     reason = "there is no GPU" if not torch.cuda.is_available() else library.why_not("cuda")
     if reason:
-        return [{"link": link, "ratio": ratios[0], "num_chunks": chunks[0], "error": None, "ok": True, "skipped": reason}]
-    size = int(mesh.partition("=")[2])
-    return [_measured(spec["name"], size, link, ratio, count, rows, inner) for ratio in ratios for count in chunks]
+        return [{**shown, "skipped": reason}]
+    kernel, size, rows = spec["name"], int(mesh.partition("=")[2]), rows or ROWS[link]
+    columns = COLUMNS_OF[kernel]
 
-
-def _measured(kernel: str, size: int, link: str, ratio: float, num_chunks: int, rows: int, inner: int) -> Row:
-    def timed(columns: int, which: tuple[str, ...], inner: int = inner) -> dict[str, Times]:
+    def timed(num_chunks: int, inner: int, columns: int, which: tuple[str, ...]) -> dict[str, Times]:
         runs = pieces(kernel, FirstRank(size, link, torch.device("cuda")), rows, inner, columns, num_chunks)
-        return measure({name: runs[name] for name in which})
+        return measure({name: runs[name] for name in which}, ROUNDS)
 
-    first = timed(FIRST_COLUMNS, ("mm", "comm"))
-    factor = first["comm"].device_s / (ratio * first["mm"].device_s)
-    if kernel == "all_gather_matmul":  # more columns: more to multiply, nothing more to move
-        t = timed(_rounded(FIRST_COLUMNS * factor), ("mm", "comm", "seq", "overlap"))
-    else:  # a longer inner dim: the same
-        t = timed(FIRST_COLUMNS, ("mm", "comm", "seq", "overlap"), _rounded(inner * factor))
-    shown: Row = {"link": link, "ratio": ratio, "num_chunks": num_chunks, "error": None, "ok": True, "skipped": None}
-    mm, comm, seq, overlap = (t[name].device_s for name in ("mm", "comm", "seq", "overlap"))
-    times = {f"t_{name}_ms": 1e3 * value.device_s for name, value in t.items()}
-    figures = {"reached": comm / mm, "efficiency": (seq - overlap) / min(mm, comm), "host_ms": 1e3 * t["overlap"].host_s}
-    return {**shown, **times, **figures, "device": torch.cuda.get_device_name()}
+    found, first = [], timed(1, inner, columns, ("mm", "comm"))
+    for ratio in ratios:
+        factor = first["comm"].device_s / (ratio * first["mm"].device_s)
+        # more columns, or a longer inner dim: more to multiply, nothing more to move
+        sizes = (inner, _rounded(columns * factor)) if kernel == "all_gather_matmul" else (_rounded(inner * factor), columns)
+        for num_chunks in chunks:
+            figures = _figures(kernel, size, num_chunks, timed(num_chunks, *sizes, ("mm", "comm", "seq", "overlap")))
+            case = {"ratio": ratio, "num_chunks": num_chunks, "rows": rows, "inner": sizes[0], "columns": sizes[1]}
+            found.append({**shown, **case, **figures})
+    return found
+
+
+def _figures(kernel: str, size: int, num_chunks: int, times: dict[str, Times]) -> Row:
+    mm, comm, seq, overlap = (times[name].device_s for name in ("mm", "comm", "seq", "overlap"))
+    num_moved = (size - 1) * num_chunks
+    product_s = mm / (size * num_chunks)
+    gathered_s = max(mm, comm + product_s)
+    scattered_s = max(mm, num_moved * product_s + comm / num_moved, product_s + comm)
+    hidden_s = min(mm + comm - (gathered_s if kernel == "all_gather_matmul" else scattered_s), mm, comm)
+    return {
+        **{f"t_{name}_ms": 1e3 * value.device_s for name, value in times.items()},
+        "reached": comm / mm,
+        "efficiency": (seq - overlap) / min(mm, comm),
+        "share": (seq - overlap) / hidden_s,
+        "host_ms": 1e3 * times["overlap"].host_s,
+        "device": torch.cuda.get_device_name(),
+    }
 
 
 def _rounded(count: float) -> int:
@@ -130,7 +151,7 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
     flags.add_argument("--mesh", action="append", default=[], help="gpu=N: a rank of N; by default gpu=4")
     flags.add_argument("--chunks", type=int, action="append", default=[], help="per shard; by default 1, 2 and 4")
-    flags.add_argument("--rows", type=int, default=8192)
+    flags.add_argument("--rows", type=int, help=f"by default, by link: {ROWS}")
     flags.add_argument("--inner", type=int, default=4096)
     options = flags.parse_args(arguments)
     shared = {"ratios": RATIOS, "chunks": options.chunks or CHUNKS, "rows": options.rows, "inner": options.inner}

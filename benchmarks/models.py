@@ -84,13 +84,13 @@ class ModelSpec:
         return asdict(self)
 
     def build(
-        self, *, batch: int = 8, seq: int = 16, dtype: torch.dtype = torch.float32, meta: bool = False, seed: int = 0
+        self, *, batch: int = 8, seq: int = 16, dtype: torch.dtype = torch.float32, meta: bool = False, seed: int = 0, device: str = "cpu"
     ) -> tuple[nn.Module, Batch]:
         """The model in training mode without dropout, and a batch of `batch` samples of length `seq`; on meta without values.
 
         A model of the zoo has its own length, and a module's function decides for itself about all of this but the dtype.
         """
-        how: dict[str, Any] = {"dtype": dtype, "device": "meta" if meta else "cpu", "batch": batch, "seed": seed}
+        how: dict[str, Any] = {"dtype": dtype, "device": "meta" if meta else device, "batch": batch, "seed": seed}
         if self.zoo:
             return zoo.build(self.zoo, **how)
         if self.unseen:

@@ -5,11 +5,11 @@ A kernel does a matrix product together with the collective at its border, chunk
     all_gather_matmul       the product of what is gathered: a chunk is multiplied while the next is on its way, a rank's own ones first
     matmul_reduce_scatter   the product whose partial sums are scattered: chunks for the others come first, and leave while the next is made
 
-With n ranks and q chunks of each rank's part, w seconds for a product of one of the n·q chunks, c for one of the (n − 1)·q that move, r to
-add up what came and o to launch one thing more:
+With n ranks and q chunks of each part that moves, m = (n − 1)·q of them, w seconds for the product of one, v for that of a rank's own
+part, which is not cut, c to move one, r to add up what came and o to launch one thing more:
 
-    all_gather_matmul       max(n·q·w, (n − 1)·q·c + w)                         c = collective's time / ((n − 1)·q) + o
-    matmul_reduce_scatter   max(n·q·w, (n − 1)·q·w + c, w + (n − 1)·q·c) + r
+    all_gather_matmul       max(v + m·w, m·c + w)                     c = collective's time / m + o
+    matmul_reduce_scatter   max(m·w + v, m·w + c, w + m·c) + r
 
 What it saves is that against product and collective one after the other, times the share of it that the profile says kernels reach; q is
 the one of 1, 2 and 4 that saves the most. Smaller products are less efficient, which w, priced like any product, knows.
@@ -93,12 +93,12 @@ def _length(site: Site) -> int:
 
 def _together(site: Site, moved_s: float, chunks: int, profile: HardwareProfile) -> float:
     """Seconds of product and collective in chunks: see the module."""
-    all_chunks, others = site.size * chunks, (site.size - 1) * chunks
-    product_s = site.seconds(profile, all_chunks)
-    chunk_s = moved_s / others + profile.launch_overhead_s
+    others = (site.size - 1) * chunks
+    product_s, own_s = site.seconds(profile, site.size * chunks), site.seconds(profile, site.size)
+    made_s, chunk_s = others * product_s + own_s, moved_s / others + profile.launch_overhead_s
     if site.kind == "all_gather":
-        return max(all_chunks * product_s, others * chunk_s + product_s)
+        return max(made_s, others * chunk_s + product_s)
     made = site.infos()[1][0]
     part_bytes = made.dtype.itemsize * math.prod(made.shape) // site.size
     added_s = compute_time(Work(0, (site.size + 1) * part_bytes, "elementwise"), made.dtype, profile)
-    return max(all_chunks * product_s, others * product_s + chunk_s, product_s + others * chunk_s) + added_s
+    return max(made_s, others * product_s + chunk_s, product_s + others * chunk_s) + added_s

@@ -104,11 +104,12 @@ def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
 
     def consume(lane: Lane, rank: int) -> None:
         own = regions.flags[rank].data_ptr(), shards.seen_by(rank)
+        _whole(shards, rank, jobs[rank].consume)  # the own rows are there: a product in pieces would take longer
         for position, chunk, begin, length in shards.gathered_order(rank):
             if position > 0:
                 lane.call("all_gather_matmul_wait", *own, position, chunk, epochs[rank])
-            if length > 0:
-                jobs[rank].consume(begin, length)
+                if length > 0:
+                    jobs[rank].consume(begin, length)
 
     peers.run(tuple(jobs), (Phase(COMPUTE, publish), Phase(COPY, pull), Phase(COMPUTE, consume)))
 
@@ -140,13 +141,13 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
 
     def produce(lane: Lane, rank: int) -> None:
         job, own = jobs[rank], (regions.flags[rank].data_ptr(), shards.seen_by(rank))
-        mine, start = _own_slot(shards, regions, rank, epochs[rank], job.out), _first_row(shards, rank)
+        mine = _own_slot(shards, regions, rank, epochs[rank], job.out)
         for position, chunk, begin, length in shards.scattered_order(rank):
-            is_mine = position == shards.size - 1
-            if length > 0:
-                job.produce(begin, length, mine.narrow(dim, begin - start, length) if is_mine else job.partial.narrow(dim, begin, length))
-            if not is_mine:
+            if position < shards.size - 1:
+                if length > 0:
+                    job.produce(begin, length, job.partial.narrow(dim, begin, length))
                 lane.call("matmul_reduce_scatter_produced", *own, position, chunk, epochs[rank])
+        _whole(shards, rank, lambda begin, length: job.produce(begin, length, mine))  # no one waits for pieces of the own rows
 
     def push(lane: Lane, rank: int) -> None:
         all_ranks = addresses(regions.data), addresses(regions.flags)
@@ -172,5 +173,8 @@ def _own_slot(shards: Shards, regions: Regions, rank: int, epoch: int, out: Tens
     return regions.data[rank][begin : begin + out.numel() * out.element_size()].view(out.dtype).view(out.shape)
 
 
-def _first_row(shards: Shards, rank: int) -> int:
-    return part_range(shards.rows, (shards.size,), (rank,))[0]
+def _whole(shards: Shards, rank: int, multiply: Callable[[int, int], None]) -> None:
+    """The product of the rank's own rows."""
+    begin, length = part_range(shards.rows, (shards.size,), (rank,))
+    if length > 0:
+        multiply(begin, length)

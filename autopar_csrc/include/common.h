@@ -56,30 +56,50 @@ AP_HD inline float float_of(uint32_t bits) {
   return x;
 }
 
+// The device's own conversions round alike. They have one pattern for all NaNs, so where a narrow type takes a NaN the pattern is chosen
+// here; from f16 to float a NaN's digits may differ from the host's.
 // --- to float: exact -------------------------------------------------------------------------------------------------------------
 AP_HD inline float to_float(bf16 x) { return float_of(uint32_t(x.bits) << 16); }
 
 AP_HD inline float to_float(f16 x) {
+#if defined(__CUDA_ARCH__)
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+  return wide;
+#else
   const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16, exponent = (x.bits >> 10) & 0x1fu, digits = x.bits & 0x3ffu;
   if (exponent == 0) return float_of(sign | bits_of(float(digits) * 5.9604644775390625e-8f));  // a multiple of 2^-24
   if (exponent == 31) return float_of(sign | 0x7f800000u | (digits << 13));
   return float_of(sign | ((exponent + 112) << 23) | (digits << 13));
+#endif
 }
 
 // --- from float: to nearest, ties to even ----------------------------------------------------------------------------------------
 AP_HD inline bf16 to_bf16(float x) {
+#if defined(__CUDA_ARCH__)
+  uint16_t narrow;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrow) : "f"(x));
+  return bf16{x == x ? narrow : uint16_t(0x7fc0)};
+#else
   const uint32_t bits = bits_of(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16{0x7fc0};  // adding to a NaN's digits could make it infinite
   return bf16{uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+#endif
 }
 
 AP_HD inline f16 to_f16(float x) {
+#if defined(__CUDA_ARCH__)
+  uint16_t narrow;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow) : "f"(x));
+  return f16{x == x ? narrow : uint16_t((bits_of(x) >> 16 & 0x8000u) | 0x7e00u)};
+#else
   const uint32_t bits = bits_of(x), size = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
   if (size > 0x7f800000u) return f16{uint16_t(sign | 0x7e00u)};
   if (size >= 0x477ff000u) return f16{uint16_t(sign | 0x7c00u)};  // 65520 and more: halfway to what would follow 65504
   // Below 2^-14 the step is 2^-24, which is float's own step at 0.5: the addition rounds.
   if (size < 0x38800000u) return f16{uint16_t(sign | (bits_of(float_of(size) + 0.5f) - 0x3f000000u))};
   return f16{uint16_t(sign | ((size + 0xfffu + ((size >> 13) & 1u) - 0x38000000u) >> 13))};
+#endif
 }
 
 // --- between a stored type and the one that is computed in: float, or double where a double is involved ---------------------------

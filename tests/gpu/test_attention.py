@@ -10,7 +10,7 @@ from torch import Tensor
 from autopar import ops
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 5e-2}
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
