@@ -49,6 +49,27 @@ AP_HD inline double pack_group(const S* data, const Part& part, B* segment, int6
   return sum;
 }
 
+// Two groups whose elements are neighbours in the tensor: both are on their way before the first is stored. False where they are not.
+template <bool kSquares, class S, class B>
+AP_HD inline bool pack_pair(const S* data, const Part& part, B* segment, int64_t at, int64_t next, double factor, double* sum) {
+  using W = typename Wider<S, B>::type;
+  if (next + kGroup > part.size) return false;
+  int64_t left = 0, then = 0;
+  const int64_t begin = element_of(part, at, &left), second = element_of(part, next, &then);
+  if (left < kGroup || then < kGroup) return false;
+  W values[2][kGroup];
+  load_group<W>(data + begin, kGroup, values[0]);
+  load_group<W>(data + second, kGroup, values[1]);
+  for (int turn = 0; turn < 2; ++turn)
+    for (int i = 0; i < kGroup; ++i) {
+      values[turn][i] = values[turn][i] * W(factor);
+      if (kSquares) *sum = *sum + double(values[turn][i]) * double(values[turn][i]);
+    }
+  store_group(segment + at, kGroup, values[0]);
+  store_group(segment + next, kGroup, values[1]);
+  return true;
+}
+
 template <class S, class B> AP_HD inline void unpack_group(S* data, const Part& part, const B* segment, int64_t at, double factor) {
   using W = typename Wider<S, B>::type;
   if (at >= part.size) return;
@@ -95,12 +116,17 @@ template <bool kSquares, class B>
 AP_HD inline int pack_lane(const Piece& piece, const Chunk& chunk, B* bucket, double scale, int lane, int step, double* sums) {
   AP_FOR_FLOAT(piece.dtype, S, {
     const S* data = reinterpret_cast<const S*>(piece.data);
+    const int64_t stride = int64_t(step) * kGroup;
     int64_t group = lane;
-    groups_of_chunk(chunk.part, chunk.begin, chunk.end, lane, step, [&](const Part& part, int64_t at) {
+    for (int64_t at = chunk.begin + int64_t(lane) * kGroup; at < chunk.end; at += stride, ++group) {
       double& sum = sums[group % (step == 1 ? kLanes : 1)];
-      sum = pack_group<kSquares>(data, part, bucket + chunk.offset, at, scale, sum);
-      ++group;
-    });
+      const int64_t next = at + stride;
+      if (step > 1 && next < chunk.end && pack_pair<kSquares>(data, chunk.part, bucket + chunk.offset, at, next, scale, &sum)) {
+        at = next;
+      } else {
+        sum = pack_group<kSquares>(data, chunk.part, bucket + chunk.offset, at, scale, sum);
+      }
+    }
   })
   return AP_OK;
 }
