@@ -11,11 +11,13 @@ import torch
 
 WARM_UP, ROUNDS = 3, 20
 CYCLES_PER_S = 2.0e9  # at least those of any device's clock
+# A device's queue holds about a thousand launches; a host that fills it waits, however long the device sleeps.
+MOST_AHEAD_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of one call: on the device when the host is far ahead, and on the host until all is enqueued."""
+    """Seconds of one call: on the device when the host is ahead, and on the host until all is enqueued."""
 
     device_s: float
     host_s: float
@@ -25,27 +27,32 @@ def measure(calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> 
     """The medians of some rounds, in each of which every call runs once, so that all see the same clocks and the same heat.
 
     The device first sleeps for longer than the host needs to enqueue a call: in a training step, too, the host is ahead, and else short
-    calls would show the host's time. What the host needs is given beside it.
+    calls would show the host's time. What the host needs is measured before, on an idle device.
     """
     for call in calls.values():
         for _ in range(WARM_UP):
             call()
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    hosts = {name: statistics.median(_host_s(call) for _ in range(WARM_UP)) for name, call in calls.items()}
+    found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            longest = max((host for _, host in found[name]), default=5e-3)
-            found[name].append(_once(call, ahead_s=2 * longest + 1e-4))
-    return {name: Times(*(statistics.median(values) for values in zip(*pairs, strict=True))) for name, pairs in found.items()}
+            found[name].append(_device_s(call, min(2 * hosts[name] + 1e-4, MOST_AHEAD_S)))
+    return {name: Times(statistics.median(values), hosts[name]) for name, values in found.items()}
 
 
-def _once(call: Callable[[], object], ahead_s: float) -> tuple[float, float]:
+def _host_s(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _device_s(call: Callable[[], object], ahead_s: float) -> float:
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(int(ahead_s * CYCLES_PER_S))
     start.record()
-    began = time.perf_counter()
     call()
-    host_s = time.perf_counter() - began
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3, host_s
+    return start.elapsed_time(end) / 1e3

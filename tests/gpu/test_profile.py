@@ -14,6 +14,7 @@ from autopar.api import default_hardware
 from autopar.hardware import FLOP_KINDS, MEMORY_KINDS, HardwareProfile
 from autopar.run.measure import measure
 from autopar.run.measure_ops import GPU
+from benchmarks import zoo
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
@@ -67,6 +68,6 @@ def test_links_come_from_the_profile_of_the_chip(profile: HardwareProfile) -> No
 
 
 def test_a_model_on_the_gpu_is_planned_with_what_was_measured(profile: HardwareProfile) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).cuda()
-    plan = autopar.plan(model, autopar.Mesh({"gpu": 2}), example_inputs=torch.randn(8, 64, device="cuda"))
+    model, batch = zoo.build("gpt2")
+    plan = autopar.plan(model.cuda(), autopar.Mesh({"gpu": 2}), example_inputs={name: x.cuda() for name, x in batch.items()})
     assert plan.fingerprint.profile_hash == profile.hash
