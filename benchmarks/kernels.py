@@ -18,8 +18,10 @@ from torch import Tensor
 
 from autopar.kernels import library, normed, packing
 from autopar.kernels.buckets import BucketLayout
+from benchmarks import exchanges
 from benchmarks.common import ROOT, Row, run_rows
 from benchmarks.device_times import measure
+from benchmarks.exchanges import Numerics, drawn
 
 WORLDS = (1, 2, 3, 5, 8)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,15 +33,6 @@ EPS = 1e-5
 SIZES = ((129, 65), (64, 3, 33), (7,), (4096,), (5, 2100))  # uneven under every world but 1
 DIMS = (0, 2, 0, 0, 1)
 DEVICE_SIZES = ((4096, 4096),) * 12 + ((4096,),) * 24  # the parameters of three layers, without their embeddings
-
-
-@dataclass(frozen=True, slots=True)
-class Numerics:
-    """What a call computed, what the reference makes of the same, and the same formula in float64."""
-
-    made: Sequence[Tensor]
-    reference: Sequence[Tensor]
-    exact: Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +61,7 @@ def row(spec: dict[str, str], mesh: str) -> list[Row]:
 def _numerics_row(case: Case, world: int, name: str) -> Row:
     found = case.numerics(world, DTYPES[name])
     error = max((_error(made, exact) for made, exact in zip(found.made, found.exact, strict=True)), default=0.0)
-    same = all(torch.equal(made, reference) for made, reference in zip(found.made, found.reference, strict=True))
+    same = all(torch.equal(made, reference) for made, reference in found.alike)
     compiled = library.host() is not None
     fine = error <= TOLERANCE * torch.finfo(DTYPES[name]).eps and same
     return {
@@ -110,10 +103,6 @@ def _timed_row(case: Case, name: str) -> Row:
     return {**base, **figures, "device": torch.cuda.get_device_name(), "skipped": None}
 
 
-def _drawn(shape: Sequence[int], dtype: torch.dtype, seed: int, device: str = "cpu") -> Tensor:
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
 def _random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.randn(tuple(shape), device="cuda", dtype=dtype)
 
@@ -121,20 +110,20 @@ def _random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _pack_numerics(world: int, dtype: torch.dtype) -> Numerics:
     """fp32 gradients, scaled, into a bucket of `dtype`; the sums of squares with it."""
     layout = BucketLayout(SIZES, DIMS, world)
-    tensors = [_drawn(size, torch.float32, seed) for seed, size in enumerate(SIZES)]
+    tensors = [drawn(size, torch.float32, seed) for seed, size in enumerate(SIZES)]
     made = packing.pack(tensors, layout, dtype, scale=0.3, squares=True)
     reference = packing.reference_pack(tensors, layout, dtype, 0, world, 0.3, True)
     exact = packing.reference_pack([t.double() for t in tensors], layout, torch.float64, 0, world, 0.3, True)
-    return Numerics(made, reference, exact)
+    return Numerics.of(made, reference, exact)
 
 
 def _unpack_numerics(world: int, dtype: torch.dtype) -> Numerics:
     layout = BucketLayout(SIZES, DIMS, world)
-    bucket = _drawn((world, layout.row), torch.float32, 0)
+    bucket = drawn((world, layout.row), torch.float32, 0)
     dtypes = [dtype] * len(SIZES)
     made = packing.unpack(bucket, layout, dtypes, scale=0.3)
     exact = packing.reference_unpack(bucket.double(), layout, [torch.float64] * len(SIZES), 0, world, 0.3)
-    return Numerics(made, packing.reference_unpack(bucket, layout, dtypes, 0, world, 0.3), exact)
+    return Numerics.of(made, packing.reference_unpack(bucket, layout, dtypes, 0, world, 0.3), exact)
 
 
 def _pack_timed(dtype: torch.dtype) -> Timed:
@@ -157,7 +146,7 @@ def _norm_numerics(world: int, dtype: torch.dtype) -> Numerics:
     parts, residual, weight = _norm_inputs(world, dtype)
     made = normed.reduce_add_rmsnorm(parts, residual, weight, EPS)
     exact = normed.reference_forward([p.double() for p in parts], residual.double(), weight.double(), EPS)
-    return Numerics(made, normed.reference_forward(parts, residual, weight, EPS), exact)
+    return Numerics.of(made, normed.reference_forward(parts, residual, weight, EPS), exact)
 
 
 def _norm_backward_numerics(world: int, dtype: torch.dtype) -> Numerics:
@@ -165,11 +154,11 @@ def _norm_backward_numerics(world: int, dtype: torch.dtype) -> Numerics:
     y, _, rstd = normed.reference_forward(parts, residual, weight, EPS)
     inputs = (residual, parts[0], y, rstd, weight)
     exact = normed.reference_backward(*(x.double() for x in inputs))
-    return Numerics(normed.backward_op(*inputs), normed.reference_backward(*inputs), exact)
+    return Numerics.of(normed.backward_op(*inputs), normed.reference_backward(*inputs), exact)
 
 
 def _norm_inputs(world: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
-    return [_drawn(NORMED, dtype, 1 + rank) for rank in range(world)], _drawn(NORMED, dtype, 0), _drawn(NORMED[1:], dtype, 99)
+    return [drawn(NORMED, dtype, 1 + rank) for rank in range(world)], drawn(NORMED, dtype, 0), drawn(NORMED[1:], dtype, 99)
 
 
 def _norm_timed(dtype: torch.dtype, world: int = 4, shape: tuple[int, int] = (8192, 4096)) -> Timed:
@@ -190,8 +179,12 @@ CASES: dict[str, Case] = {
     "unpack": Case(_unpack_numerics, _unpack_timed),
     "reduce_add_rmsnorm": Case(_norm_numerics, _norm_timed),
     "reduce_add_rmsnorm_backward": Case(_norm_backward_numerics, _norm_backward_timed),
+    "all_gather_matmul": Case(exchanges.gathered, None),
+    "matmul_reduce_scatter": Case(exchanges.scattered, None),
+    "moe_dispatch": Case(exchanges.dispatched, None),
+    "moe_combine": Case(exchanges.combined, None),
 }
-"""By name of the kernel. A further one needs an entry here and nothing else."""
+"""By name of the kernel; a further one needs an entry here and nothing else. Overlapped products are timed by `kernels_overlap`."""
 
 
 def main() -> int:

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from native import WORLDS, needs_gpu, needs_nvcc
-from overlap_cases import gather_all, scatter_all, shards_of, whole_numbers
-from route_cases import combine_all, dispatch_all, drawn
+from overlap_cases import whole_numbers
+from route_cases import drawn
 from torch import Tensor
 
 from autopar.kernels import chunked, library, overlapped, routed
 from autopar.kernels.peers import VirtualRanks
+from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, shards_of
 
 pytestmark = [pytest.mark.gpu, needs_gpu, needs_nvcc]
 HERE = Path(__file__).parent

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from overlap_cases import WORLDS, gather_all, scatter_all, shards_of, whole_numbers
+from overlap_cases import WORLDS, whole_numbers
 from torch import Tensor
 
 from autopar.kernels import library
 from autopar.kernels.overlapped import all_gather_matmul_reference, matmul_reduce_scatter_reference
 from autopar.kernels.peers import HostThreads, Peers, VirtualRanks
+from autopar.kernels.together import gather_all, scatter_all, shards_of
 
 PROVIDERS = ("virtual", "threads")
 # equation, whole shapes of both operands, which is sharded along which dim

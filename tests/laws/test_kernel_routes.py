@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 from native import WORLDS, needs_host
-from route_cases import WIDTH, combine_all, dispatch_all, drawn
+from route_cases import WIDTH, drawn
 from torch import Tensor
 
 from autopar.errors import KernelError
@@ -18,6 +18,7 @@ from autopar.kernels import library, routed
 from autopar.kernels.peers import HostThreads, VirtualRanks
 from autopar.kernels.providers import provided
 from autopar.kernels.routes import Routes
+from autopar.kernels.together import combine_all, dispatch_all
 
 pytestmark = needs_host
 DISPATCH, COMBINE = torch.ops.autopar.moe_dispatch, torch.ops.autopar.moe_combine

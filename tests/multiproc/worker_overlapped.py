@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from overlap_cases import shards_of, whole_numbers
+from overlap_cases import whole_numbers
 
 from autopar.kernels import overlapped
 from autopar.kernels.collectives import AxisGroup
+from autopar.kernels.together import shards_of
 from autopar.ops.products import dot
 
 

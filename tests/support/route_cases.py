@@ -1,12 +1,9 @@
-"""Tokens and experts of all ranks, and how to run dispatch and combine with a provider of peers."""
+"""Tokens and experts of all ranks."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from autopar.kernels.peers import Peers
-from autopar.kernels.routes import Combine, Dispatch, Routes, combine, dispatch
 
 WIDTH = 5
 
@@ -23,16 +20,3 @@ def drawn(size: int, choices: int, per_rank: int, seed: int = 0) -> tuple[list[T
         chosen[chosen == 0] = num_experts // 2
     weights = [torch.rand(count, choices, generator=generator) for count in counts]
     return xs, experts, weights, max(count * choices for count in counts)
-
-
-def dispatch_all(peers: Peers, xs: list[Tensor], experts: list[Tensor], num_experts: int, most: int, width: int = WIDTH) -> list[Dispatch]:
-    jobs = {rank: Dispatch.of(x, chosen, num_experts, most, len(xs)) for rank, (x, chosen) in enumerate(zip(xs, experts, strict=True))}
-    dispatch(peers, Routes(width * xs[0].element_size(), num_experts, len(xs), most), jobs)
-    return list(jobs.values())
-
-
-def combine_all(peers: Peers, parts: list[tuple[Tensor, Tensor, Tensor]], weights: list[Tensor]) -> list[Combine]:
-    size, rows = len(parts), parts[0][0]
-    jobs = {rank: Combine.of(*part, weights[rank]) for rank, part in enumerate(parts)}
-    combine(peers, Routes(WIDTH * rows.element_size(), parts[0][1].shape[1], size, rows.shape[0] // size), jobs)
-    return list(jobs.values())

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from native import needs_host
-from overlap_cases import gather_all, scatter_all, shards_of, whole_numbers
-from route_cases import combine_all, dispatch_all, drawn
+from overlap_cases import whole_numbers
+from route_cases import drawn
 
 from autopar.kernels import library, overlapped, routed
 from autopar.kernels.normed import FLOATS
 from autopar.kernels.peers import VirtualRanks
+from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, shards_of
 
 pytestmark = needs_host
 
@@ -67,7 +68,7 @@ def test_rows_go_and_come_back(size: int, dtype: torch.dtype) -> None:
 def test_more_pairs_than_a_block_has_threads_stay_in_order_and_wide_rows_are_whole() -> None:
     generator = torch.Generator().manual_seed(0)
     x, experts = torch.randn(700, 516, generator=generator), torch.randint(0, 3, (700, 1), generator=generator)
-    job = dispatch_all(VirtualRanks(1), [x], [experts], 3, 701, width=516)[0]
+    job = dispatch_all(VirtualRanks(1), [x], [experts], 3, 701)[0]
     rows, table, position = routed.moe_dispatch_reference([x], [experts], 3, 701)[0]
     assert torch.equal(job.rows, rows)
     assert torch.equal(job.table, table)

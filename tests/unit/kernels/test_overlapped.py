@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from overlap_cases import shards_of, whole_numbers
+from overlap_cases import whole_numbers
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,6 +16,7 @@ from autopar.kernels import bound, chunked, library, overlapped, providers
 from autopar.kernels.collectives import AxisGroup
 from autopar.kernels.equations import check_chunked, multiply_into, result_shape
 from autopar.kernels.peers import HostThreads, VirtualRanks
+from autopar.kernels.together import shards_of
 from autopar.ops.products import dot
 
 GATHER, SCATTER = torch.ops.autopar.all_gather_matmul, torch.ops.autopar.matmul_reduce_scatter
