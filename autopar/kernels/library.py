@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from autopar.errors import KernelError
-from autopar.kernels.build import build_library
 
 _P, _I, _L, _U, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64, ctypes.c_double
 
@@ -199,6 +198,8 @@ def _loaded(kind: str, variant: str) -> tuple[ctypes.CDLL | None, str]:
     """The library and an empty reason, or None and why."""
     if variant == "reference":
         return None, "AUTOPAR_KERNELS=reference asks for the references in torch"
+    from autopar.kernels.build import build_library  # here, so that build, which is also a command, is not imported with the package
+
     try:
         library = ctypes.CDLL(str(build_library(kind, variant).path))
     except (KernelError, OSError) as error:
