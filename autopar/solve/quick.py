@@ -20,9 +20,9 @@ from autopar.solve.evaluate import evaluate, fits
 from autopar.solve.multipliers import quickest
 
 _HUGE = 100_000  # columns, about: from here on
-_NEAR = 0.25  # relative distance from which on the ascent is tried: beyond, what it proves has never been near enough
+_NEAR = 0.5  # relative distance from which on the ascent is tried: beyond, communication decides, and few plans from potentials are good
 _SWEEPS = (8, 8, 16, 32, 64)  # at a time
-_HOPE = 3.0  # as often as last time's gain may be gained still
+_HOPE = 3.0  # as often as last time's gain may be gained still; not after the first time, when plans are poor
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Quick:
             return
         ascent = Ascent(self.problem)
         self.best = replace(self.best, num_variables=ascent.num_strategies + ascent.num_flows, num_constraints=ascent.num_potentials)
-        for num in _SWEEPS:
+        for i, num in enumerate(_SWEEPS):
             before = ascent.bound_s
             for _ in range(num):
                 ascent.sweep()
@@ -68,7 +68,7 @@ class Quick:
             missing = self.best.objective_s * (1 - self.gap) - ascent.bound_s
             if missing <= 0.0:
                 self._prove(ascent.multipliers())
-            if self.close or missing > _HOPE * (ascent.bound_s - before):
+            if self.close or (i and missing > _HOPE * (ascent.bound_s - before)):
                 break
         if not self.close:
             self._prove(ascent.multipliers())
