@@ -13,10 +13,10 @@ out of mesh order, each of its splitters carries its rank: ``"S(0)#1 S(0)#0"`` s
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -131,26 +131,34 @@ class Layout:
 
     def with_placement(self, axis: int, placement: Placement) -> Layout:
         """The layout with another placement on one axis; where that is a shard, the axis becomes the innermost splitter."""
-        placements = (*self.placements[:axis], placement, *self.placements[axis + 1 :])
-        return Layout(placements, (*(a for a in self.order if a != axis), axis))
+        return _with_placement(self, axis, placement)
 
     def num_shards(self, dim: int, mesh_shape: Sequence[int]) -> int:
         """Into how many parts `dim` is split."""
-        return math.prod([n for d, n in zip(self._dims, mesh_shape, strict=True) if d == dim])
+        num = 1
+        for d, n in zip(self._dims, mesh_shape, strict=True):
+            if d == dim:
+                num *= n
+        return num
 
     def divides(self, shape: Sequence[int], mesh_shape: Sequence[int]) -> bool:
         """Whether every dim exists and is split evenly."""
-        return self._has_dims_of(shape) and all(size % self.num_shards(dim, mesh_shape) == 0 for dim, size in enumerate(shape))
+        return self._has_dims_of(shape) and not any(shape[dim] % self.num_shards(dim, mesh_shape) for dim in self.split)
 
     def fits(self, shape: Sequence[int], mesh_shape: Sequence[int]) -> bool:
         """Whether every dim exists and is split evenly, or by a single axis such that only its last part is shorter.
 
         With a halo it is split by a single axis, and every part has what its neighbours take of it.
         """
-        return self._has_dims_of(shape) and all(self._fits_dim(dim, size, mesh_shape) for dim, size in enumerate(shape))
+        return self._has_dims_of(shape) and all([self._fits_dim(dim, shape[dim], mesh_shape) for dim in self.split])
+
+    @property
+    def split(self) -> set[int]:
+        """The dims that some axis splits."""
+        return {dim for dim in self._dims if dim >= 0}
 
     def _has_dims_of(self, shape: Sequence[int]) -> bool:
-        return max(self._dims, default=-1) < len(shape)
+        return not self._dims or max(self._dims) < len(shape)
 
     def _fits_dim(self, dim: int, size: int, mesh_shape: Sequence[int]) -> bool:
         num_shards = self.num_shards(dim, mesh_shape)
@@ -163,7 +171,16 @@ class Layout:
 
     def halo(self, dim: int) -> Halo | None:
         """The halo with which `dim` is split, if any."""
-        return next((p for p, d in zip(self.placements, self._dims, strict=True) if d == dim and isinstance(p, Halo)), None)
+        for placement, d in zip(self.placements, self._dims, strict=True):
+            if d == dim and isinstance(placement, Halo):
+                return placement
+        return None
+
+
+@lru_cache(maxsize=2**16)  # tensors of one rank share their layouts
+def _with_placement(layout: Layout, axis: int, placement: Placement) -> Layout:
+    placements = (*layout.placements[:axis], placement, *layout.placements[axis + 1 :])
+    return Layout(placements, (*(a for a in layout.order if a != axis), axis))
 
 
 def _canonical(placements: tuple[Placement, ...], order: Sequence[int] | None) -> tuple[int, ...]:
@@ -173,6 +190,9 @@ def _canonical(placements: tuple[Placement, ...], order: Sequence[int] | None) -
         return natural
     if sorted(order) != list(natural):
         raise LayoutError(f"order {tuple(order)} is no permutation of {len(natural)} axes")
+    dims = [placement.dim for placement in placements if isinstance(placement, Shard)]
+    if len(set(dims)) == len(dims):
+        return natural
     by_dim: dict[int, list[int]] = {}
     for axis in order:
         placement = placements[axis]
@@ -209,7 +229,9 @@ def local_shape(
 ) -> tuple[int, ...]:
     """Shape of the local tensor at `coordinate` (by default at the origin, which has the largest part)."""
     coordinate = coordinate if coordinate is not None else (0,) * len(mesh_shape)
-    lengths = [local_range(size, layout, dim, mesh_shape, coordinate)[1] for dim, size in enumerate(shape)]
+    lengths = list(shape)
+    for dim in layout.split:
+        lengths[dim] = local_range(shape[dim], layout, dim, mesh_shape, coordinate)[1]
     for halo in layout.halos:
         lengths[halo.dim] += halo.length
     return tuple(lengths)

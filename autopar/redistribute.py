@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -91,22 +91,28 @@ def neighbours(
     mesh_shape: Sequence[int],
     reduce_dtype: torch.dtype | None = None,
     halos: Iterable[Halo] = (),
+    allowed: Sequence[Collection[Placement]] | None = None,
 ) -> list[tuple[Collective, Layout]]:
     """Every layout that one collective leads to and that fits; reductions run in `reduce_dtype` (by default `dtype`).
 
-    Of the many possible halos, those that are asked for.
+    Of the many possible halos, those that are asked for; of the placements on each axis, those that are allowed.
     """
     found: list[tuple[Collective, Layout]] = []
+    sizes: dict[torch.dtype, int] = {}
     for axis, placement in enumerate(layout.placements):
         if mesh_shape[axis] == 1:
             continue
         if isinstance(placement, Halo) or (isinstance(placement, Shard) and not layout.is_innermost(axis)):
             continue
         for target in (*_axis_targets(placement, len(shape)), *(h for h in halos if placement == Shard(h.dim))):
+            if allowed is not None and target not in allowed[axis]:
+                continue
             after = layout.with_placement(axis, target)
             if after.fits(shape, mesh_shape):
                 moved = (reduce_dtype or dtype) if isinstance(placement, Partial) else dtype
-                size = local_bytes(shape, moved, layout, mesh_shape)
+                if moved not in sizes:
+                    sizes[moved] = local_bytes(shape, moved, layout, mesh_shape)
+                size = sizes[moved]
                 collective = _collective(axis, placement, target, str(moved).removeprefix("torch."), size)
                 if collective.kind == "halo":
                     collective = replace(collective, halo_bytes=local_bytes(shape, moved, after, mesh_shape) - size)
@@ -171,9 +177,7 @@ def layout_graph(
         layouts.append(layout)
         queue.append(layout)
     for layout in queue:  # grows while it is walked
-        for collective, after in neighbours(shape, dtype, layout, mesh_shape, reduce_dtype, halos):
-            if any(p not in ok for p, ok in zip(after.placements, allowed, strict=True)):
-                continue
+        for collective, after in neighbours(shape, dtype, layout, mesh_shape, reduce_dtype, halos, allowed):
             if after not in index:
                 index[after] = len(layouts)
                 layouts.append(after)
@@ -207,12 +211,44 @@ def cheapest_tree(
         return (), 0.0
     if not have:
         raise LayoutError(f"no version is at hand to make {', '.join(str(graph.layouts[t]) for t in want)} from")
-    if len(want) <= _EXACT_TARGETS:
+    if 1 < len(want) <= _EXACT_TARGETS:
         arcs = _steiner(graph, have, want, cost)
     else:
-        arcs = {arc for target in want for arc in _steiner(graph, have, [target], cost)}
+        arcs = {arc for target in want for arc in _chain(graph, have, target, cost)}
     ordered = _in_order(have, arcs)
     return ordered, sum(arc.time_s for arc in ordered)
+
+
+def _chain(graph: LayoutGraph, have: list[int], target: int, cost: Callable[[Arc], float]) -> set[Arc]:
+    """Dijkstra against the arcs, as far as the nearest layout that is at hand: what `_steiner` gives for one target."""
+    incoming: list[list[Arc]] = [[] for _ in graph.layouts]
+    for arc in graph.arcs:
+        incoming[arc.dst].append(arc)
+    far, how, start = [math.inf] * len(graph.layouts), dict[int, Arc](), set(have)
+    far[target], nearest, heap = 0.0, math.inf, [(0.0, target)]
+    while heap and heap[0][0] <= nearest:
+        so_far, v = heapq.heappop(heap)
+        if so_far > far[v]:
+            continue
+        nearest = min(nearest, so_far) if v in start else nearest
+        for arc in incoming[v]:
+            if (longer := so_far + cost(arc)) < far[arc.src]:
+                far[arc.src], how[arc.src] = longer, arc
+                heapq.heappush(heap, (longer, arc.src))
+    root = min(have, key=lambda v: (far[v], v))
+    _reached(graph, far[root], have, [target])
+    found: set[Arc] = set()
+    while root != target:
+        found.add(how[root])
+        root = how[root].dst
+    return found
+
+
+def _reached(graph: LayoutGraph, cost: float, have: list[int], want: list[int]) -> None:
+    """Refuse what costs more than anything."""
+    if cost == math.inf:
+        names = ", ".join(str(graph.layouts[t]) for t in want)
+        raise LayoutError(f"no chain of collectives leads from {[str(graph.layouts[s]) for s in have]} to {names}")
 
 
 def _steiner(graph: LayoutGraph, have: list[int], want: list[int], cost: Callable[[Arc], float]) -> set[Arc]:
@@ -235,9 +271,7 @@ def _steiner(graph: LayoutGraph, have: list[int], want: list[int], cost: Callabl
             sub = (sub - 1) & mask
         _relax(row, how[mask], incoming)
     root = min(have, key=lambda v: (best[full][v], v))
-    if best[full][root] == math.inf:
-        names = ", ".join(str(graph.layouts[t]) for t in want)
-        raise LayoutError(f"no chain of collectives leads from {[str(graph.layouts[s]) for s in have]} to {names}")
+    _reached(graph, best[full][root], have, want)
     return _collect(how, full, root)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.problem import Multipliers
+from autopar.problem import Multipliers, Problem
 from autopar.solve.engine import Engine, Floats, Rows, proof
 from autopar.solve.formulation import AGAIN, ARC, CHOOSE, FLOW, KEEP, PRODUCT, SCALE, SHARE, Formulation
 from autopar.streams import Balance
@@ -77,6 +77,12 @@ def _lowest(rows: Rows, which: NDArray[np.bool_], reduced: Floats, sign: float) 
         here = slice(rows.starts[i], rows.starts[i + 1])
         found.append(reduced[rows.indices[here]][rows.values[here] * sign > 0.0].min())
     return np.array(found, float)
+
+
+def quickest(problem: Problem) -> Multipliers | None:
+    """What each op's quickest strategy proves, for which no multiplier is needed; None where kernels may do more than one op at a time."""
+    least = sum(op.count * min(s.time_s for s in op.strategies) for op in problem.ops)
+    return None if problem.kernels else Multipliers(least, {}, {})
 
 
 def rounded(value: float) -> float:

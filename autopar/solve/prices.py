@@ -78,10 +78,14 @@ def tree_costs(problem: Problem, v: int, *, late: bool, saved_s: Mapping[tuple[i
     load, slowdown = arc_loads(problem, v, late=late), problem.overlap_slowdown
     if slowdown >= 1.0 and not saved_s:
         return lambda arc: arc.time_s
+    known: dict[tuple[float, bool], float] = {}  # as above
 
     def cost(arc: Arc) -> float:
-        left_s = load(arc).priced_s(slowdown, ON_COMPUTE) - saved_s.get((arc.src, arc.dst), 0.0)
+        key = time_s, _ = arc.time_s, arc.collective.kind == "slice"
+        if key not in known:
+            known[key] = load(arc).priced_s(slowdown, ON_COMPUTE)
+        left_s = known[key] - saved_s.get((arc.src, arc.dst), 0.0) if saved_s else known[key]
         assert left_s >= 0.0, "a kernel saves no more than the collective takes, and does none that is early"
-        return left_s + _TIE * arc.time_s
+        return left_s + _TIE * time_s
 
     return cost

@@ -13,7 +13,8 @@ from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.incoming import Incoming
 from autopar.solve.live import Point
 from autopar.solve.mixing import mixed
-from autopar.solve.multipliers import multipliers
+from autopar.solve.multipliers import multipliers, quickest
+from autopar.solve.quick import Quick
 from autopar.streams import ON_COMPUTE, Balance
 
 
@@ -24,7 +25,7 @@ class Proven:
     Attributes:
         bound: no plan costs less. free: none would if all reserves were 0. relaxed: what a relaxation alone proves of `bound`.
         prices: budget row → its dual in the best relaxation. balance: at which prices it proves the same without the rows of excess.
-        vertex: duals of the relaxation without further rows. mixed: as in `Choices`, of the best relaxation.
+        first: what was known before. vertex: duals of the relaxation without further rows. mixed: as in `Choices`, of the best relaxation.
     """
 
     program: Formulation
@@ -34,6 +35,7 @@ class Proven:
     free: float = -np.inf
     relaxed: float = -np.inf
     price_s_per_byte: float = 0.0
+    first: Multipliers | None = None
     vertex: Floats | None = None
     prices: dict[int, float] = field(default_factory=dict)
     balance: Balance = ON_COMPUTE
@@ -43,6 +45,11 @@ class Proven:
     def bound_s(self) -> float:
         """In seconds; 0 where none is known."""
         return max(self.bound / SCALE, 0.0) if np.isfinite(self.bound) else 0.0
+
+    def know(self, known: Quick) -> None:
+        """By what was known before the search."""
+        self.first = known.multipliers
+        self.rise(known.bound_s * SCALE)
 
     def begin(self, relaxation: Relaxation) -> None:
         """By the relaxation without further rows."""
@@ -72,17 +79,15 @@ class Proven:
             self.free = max(self.free, bound)
 
     def multipliers(self) -> Multipliers | None:
-        """What a relaxation proves by arithmetic alone, or None where that leans on reserves: the first, without further rows, or the
-        best without rows (9), whichever proves more."""
+        """What is proven by arithmetic alone, or None where that leans on reserves: by what was known, by the first relaxation, without
+        further rows, or by the best without rows (9), whichever proves most."""
         if self.extra.reserves:
             return None
-        if self.vertex is None:  # each op's quickest strategy, which no multiplier is needed for
-            least = sum(op.count * min(s.time_s for s in op.strategies) for op in self.program.problem.ops)
-            return Multipliers(least, {}, {}) if not self.program.problem.kernels and self.bound_s else None
-        first = multipliers(self.program, self.engine, ON_COMPUTE, self.vertex, Rows.of([]), {})
-        if not self.prices and self.balance == ON_COMPUTE:
-            return first
-        return max(first, self.multipliers_at(self.vertex), key=lambda m: m.bound_s)
+        found = [self.first] if self.first is not None else []
+        if self.vertex is not None:
+            found.append(multipliers(self.program, self.engine, ON_COMPUTE, self.vertex, Rows.of([]), {}))
+            found += [self.multipliers_at(self.vertex)] if self.prices or self.balance != ON_COMPUTE else []
+        return max(found, key=lambda m: m.bound_s) if found else quickest(self.program.problem) if self.bound_s else None
 
     def multipliers_at(self, vertex: Floats) -> Multipliers:
         """Those at the balance, with the prices of memory as they are. Duals of inner points are neither few nor short, and those of

@@ -1,7 +1,6 @@
 """The search for choices, by HiGHS.
 
-0. Of a huge program first the plan is looked at that has every tensor whole on every device, and the bound that takes the quickest
-   strategy of each op: of a model whose ops take little but their launches that may do, and where time runs out it is better than nothing.
+0. Of a huge program something is known already (`autopar.solve.quick`): where time runs out it is better than nothing.
 1. The relaxation without budget rows is solved first. Its bound holds for the whole, and if its answer, rounded, fits and is close
    enough, it is the answer.
 2. Else a tree is grown (`autopar.solve.tree`) over the relaxation with rows that cut off mixtures. A plan that breaks a budget row
@@ -30,6 +29,7 @@ from autopar.solve.hiding import Excess
 from autopar.solve.incoming import Incoming
 from autopar.solve.live import Live, Point
 from autopar.solve.proven import Proven
+from autopar.solve.quick import Quick
 from autopar.solve.sifting import Sifted, middle, sifted
 from autopar.solve.tree import Tree
 from autopar.streams import ON_COMPUTE, Balance
@@ -51,7 +51,8 @@ class Search:
     """One search: the program, which rows are in it, the best plan and what is proven.
 
     Attributes:
-        whole, likely: as in `autopar.solve.choices_or_least`. extra: the rows that came in beside the formulation's. infeasible: proven so.
+        whole, likely: as in `autopar.solve.choices_or_least`. known: before the search.
+        extra: the rows that came in beside the formulation's. infeasible: proven so.
     """
 
     problem: Problem
@@ -60,6 +61,7 @@ class Search:
     time_limit_s: float
     whole: bool = True
     likely: Balance = ON_COMPUTE
+    known: Quick | None = None
     program: Formulation = field(init=False)
     engine: Engine = field(init=False)
     excess: Excess = field(init=False)
@@ -83,8 +85,9 @@ class Search:
         Raises:
             InfeasibleError: where no assignment of layouts is legal, whatever the memory.
         """
-        if len(self.engine.names) >= _HUGE and self._whole_everywhere():
-            return self._answer()
+        if self.known is not None:
+            self.best = self.known.best
+            self.proven.know(self.known)
         relaxation = self._relax()
         if relaxation is None:
             remedy = "relax the constraints; each op needs one strategy that meets them"
@@ -121,19 +124,6 @@ class Search:
             memory_price_s_per_byte=self.proven.price_s_per_byte, stats={k: float(n) for k, n in stats.items()},
             multipliers=self.proven.multipliers(), mixed={} if self._close() else self.proven.mixed,
         )  # fmt: skip
-
-    def _whole_everywhere(self) -> bool:
-        """Whether the plan that has every tensor whole will do."""
-        strategies = []
-        for op in self.problem.ops:
-            layouts = [(*s.layouts.inputs, *s.layouts.outputs) for s in op.strategies]
-            strategies.append(next((i for i, each in enumerate(layouts) if all(x.is_replicated for x in each)), -1))
-        if not self.problem.kernels:  # which may do more than one op at a time
-            self.proven.rise(SCALE * sum(op.count * min(s.time_s for s in op.strategies) for op in self.problem.ops))
-        if min(strategies) < 0:
-            return False
-        self._consider(tuple(strategies), {}, None, None)
-        return self._close()
 
     def _relax(self) -> Relaxation | None:
         """The relaxation without budget rows."""

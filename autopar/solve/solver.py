@@ -8,6 +8,7 @@ from autopar.errors import InfeasibleError, size_text
 from autopar.problem import Choices, Problem
 from autopar.solve.cbc import solve_with_cbc
 from autopar.solve.least import Least, least_budget
+from autopar.solve.quick import quick
 from autopar.solve.search import Search
 from autopar.streams import ON_COMPUTE, Balance
 
@@ -50,7 +51,10 @@ def choices_or_least(
     if solver == "cbc":
         choices, bound_s, proven_by = solve_with_cbc(problem, gap, max_nodes, time_limit_s), 0.0, None
     else:
-        search = Search(problem, gap, max_nodes, time_limit_s, whole, likely)
+        known = quick(problem, gap)
+        if known is not None and known.close and known.answer is not None:
+            return known.answer
+        search = Search(problem, gap, max_nodes, time_limit_s, whole, likely, known)
         choices, bound_s, proven = search.run(), search.proven.bound_s, search.infeasible
         proven_by = search.proven.multipliers() if choices is None and not proven else None
     if choices is not None:

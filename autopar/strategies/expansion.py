@@ -195,10 +195,26 @@ def expand(cluster: Cluster, per_axis: Sequence[Sequence[Assignment]], mesh_shap
     """Strategies over all axes: the product of each one's options, in every order of the splitters."""
     shapes = _shapes(cluster)
     found: dict[Strategy, ClusterStrategy] = {}
+    known: dict[tuple[object, ...], Layout | None] = {}  # few placements make many strategies
+
+    def layout_of(ref: Ref, chosen: Sequence[Assignment], order: tuple[int, ...]) -> Layout | None:
+        """None where it does not fit."""
+        placements = [option[ref] for option in chosen]
+        key = (ref, order, *map(id, placements))
+        if key not in known:
+            layout = Layout(placements, order)
+            known[key] = layout if layout.fits(shapes[ref], mesh_shape) else None
+        return known[key]
+
     for chosen in itertools.product(*per_axis):
         for order in _orders(chosen, shapes):
-            layouts = {ref: Layout([option[ref] for option in chosen], order) for ref in shapes}
-            if all(layout.fits(shapes[ref], mesh_shape) for ref, layout in layouts.items()):
+            layouts: dict[Ref, Layout] = {}
+            for ref in shapes:
+                layout = layout_of(ref, chosen, order)
+                if layout is None:
+                    break
+                layouts[ref] = layout
+            else:
                 strategy = _strategy(cluster, layouts)
                 if all(cuts_alike(m.call, s, mesh_shape) for m, s in zip(cluster.members, strategy.members, strict=True)):
                     found.setdefault(strategy.outer, strategy)

@@ -18,6 +18,8 @@ from autopar.redistribute import (
     Arc,
     LayoutGraph,
     Step,
+    _chain,
+    _steiner,
     all_layouts,
     cheapest_chain,
     cheapest_tree,
@@ -258,3 +260,14 @@ def test_without_a_version_at_hand_nothing_can_be_made() -> None:
         cheapest_tree(graph, [], [graph.index[Layout.parse("S(0)")]])
     with pytest.raises(LayoutError, match=r"no chain of collectives leads from .*R.* to P"):
         cheapest_chain((4,), FLOAT, (2,), Layout.parse("R"), Layout.parse("P"), unit_price)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_chain_to_one_layout_is_the_tree_that_dreyfus_and_wagner_find_ties_among_it(seed: int) -> None:
+    rng = random.Random(seed)
+    possible = all_layouts((8, 8), (2, 2))
+    graph = layout_graph((8, 8), FLOAT, (2, 2), [*possible, Layout.parse("P R")], possible, lambda c: rng.choice((0.0, 1.0, 1.0, 2.0)))
+    for target in range(len(possible)):
+        have = sorted(rng.sample(range(len(graph.layouts)), 3))
+        if target not in have:
+            assert _chain(graph, have, target, lambda arc: arc.time_s) == _steiner(graph, have, [target], lambda arc: arc.time_s)

@@ -16,7 +16,7 @@ from autopar.cost.price import price
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.problem import Problem
-from autopar.solve import evaluate, search, solve
+from autopar.solve import evaluate, quick, solve
 from autopar.solve.engine import Engine, Relaxation, proof
 from autopar.solve.search import Search
 from autopar.strategies import classes_of
@@ -42,7 +42,7 @@ def whole(p: Problem) -> tuple[int, ...]:
 
 @pytest.fixture
 def huge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_HUGE", 0)
+    monkeypatch.setattr(quick, "_HUGE", 0)
 
 
 @pytest.mark.usefixtures("huge")
@@ -64,7 +64,7 @@ def test_where_it_is_not_the_search_goes_on_and_ends_as_it_would_have() -> None:
     slow = replace(p, ops=tuple(replace(op, strategies=row) for op, row in zip(p.ops, rows, strict=True)))
     found = solve(slow, gap=0.0)
     assert found.objective_s < evaluate(slow, whole(slow)).objective_s
-    search._HUGE = 10**9
+    quick._HUGE = 10**9
     assert found.objective_s == pytest.approx(solve(slow, gap=0.0).objective_s, rel=1e-9)
 
 

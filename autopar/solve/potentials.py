@@ -1,0 +1,216 @@
+"""The potentials of one tensor's readers, and the two steps that raise the bound by them.
+
+Terms. A *decision* is an op's strategy, or the one with which backward runs it again; its *costs* are the reduced costs of its strategies,
+and the *leeway* of a layout is how much the least cost of a strategy that makes or reads it exceeds the least of all. A *group* is what
+one tensor's readers of one phase share: the collectives between its layouts, and the decisions that put it there, its *sources*.
+
+A reader c has a potential π[c,l] per layout l: what l is worth to it. It adds π to the costs of strategies that read l and takes it from
+those of all sources that supply l. Over no collective a from one layout to another do all readers' potentials together rise by more than
+it costs:
+
+    Σ_c max(0, π[c,head(a)] − π[c,tail(a)]) ≤ cost(a)
+
+The one invariant: each step keeps that, and no decision's least cost falls by it, so that the bound, their sum, only rises.
+
+    raised    π goes up where all sources have leeway, and with it what collectives lead to from there: the reader's costs rise
+    lowered   π goes down where the reader has leeway, as far as what collectives lead to from there allows: the sources' costs rise
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+_GIVEN = 1e-3  # share of the potentials that is given for rounding them
+_FINEST = 1e-12  # seconds: no finer
+Share = Callable[["Decision"], float]
+"""How much of its leeway a decision gives."""
+
+
+@dataclass(eq=False, slots=True)
+class Decision:
+    """Which strategy; `optional` where it may be none.
+
+    Attributes:
+        prices: by strategy. costs: as the potentials have them now. place: in the order of a sweep. share: of the leeway, for one reader.
+    """
+
+    prices: Floats
+    optional: bool = False
+    place: int = 0
+    share: float = 1.0
+    costs: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.costs = self.prices.copy()
+
+    @property
+    def least(self) -> float:
+        least = float(self.costs.min())
+        return min(least, 0.0) if self.optional else least
+
+
+@dataclass(eq=False, slots=True)
+class Side:
+    """The strategies of a decision by the layout in which they make or read a tensor.
+
+    Attributes:
+        at: layout per strategy. times: how often what is made so counts, per strategy; 0 where it does not.
+        layouts, often: the layouts for which it counts, and how often it does there.
+    """
+
+    decision: Decision
+    at: Ints
+    times: Floats
+    layouts: Ints = field(init=False)
+    often: Floats = field(init=False)
+    _order: Ints = field(init=False)
+    _starts: Ints = field(init=False)
+
+    def __post_init__(self) -> None:
+        some = np.flatnonzero(self.times)
+        self._order = some[np.argsort(self.at[some], kind="stable")]
+        self.layouts, self._starts = np.unique(self.at[self._order], return_index=True)
+        self.often = self.times[self._order[self._starts]]
+
+    def leeway(self) -> Floats:
+        """By layout, as in `layouts`."""
+        least = np.minimum.reduceat(self.decision.costs[self._order], self._starts)
+        return (least - self.decision.least) / self.often
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """The collectives that a tensor's readers of one phase share.
+
+    Attributes:
+        useful: layouts that are read, or lead to some that are.
+        tails, heads, costs: of the collectives, by their heads.
+        weights: how much of the bound is lost per second by which potentials rise too far.
+        rises: by how much the potentials of all readers rise over each; kept where there are several readers.
+    """
+
+    variant: int
+    late: bool
+    useful: NDArray[np.bool_]
+    tails: Ints
+    heads: Ints
+    costs: Floats
+    weights: Floats
+    sources: list[Side] = field(default_factory=list)
+    readers: list[Reader] = field(default_factory=list)
+    rises: Floats = field(init=False)
+    _to: tuple[Ints, Ints] = field(init=False)
+    _from: tuple[Ints, Ints] = field(init=False)
+    _by_tail: Ints = field(init=False)
+
+    def __post_init__(self) -> None:
+        order = np.argsort(self.heads, kind="stable")
+        for name in ("tails", "heads", "costs", "weights"):
+            setattr(self, name, getattr(self, name)[order])
+        self.rises = np.zeros(len(order))
+        self._by_tail = np.argsort(self.tails, kind="stable")
+        self._to, self._from = (np.unique(ends, return_index=True) for ends in (self.heads, self.tails[self._by_tail]))
+
+    def begin(self) -> None:
+        """No potentials; the decisions whose costs they have changed are to begin anew as well."""
+        self.rises[:] = 0.0
+        for reader in self.readers:
+            reader.worth, reader.risen = np.zeros(len(self.useful)), np.zeros(len(self.costs))
+
+    def spread(self, least: Floats, costs: Floats) -> Floats:
+        """The least of what is at hand anywhere plus what leads from there: by Bellman and Ford, all collectives at once."""
+        to, starts = self._to
+        while len(to):
+            found = np.minimum.reduceat(least[self.tails] + costs, starts)
+            if not (found < least[to]).any():
+                break
+            least[to] = np.minimum(least[to], found)
+        return least
+
+    def drawn(self, most: Floats, costs: Floats) -> Floats:
+        """The most of what is wanted anywhere less what leads there."""
+        come, starts = self._from
+        heads, costs = self.heads[self._by_tail], costs[self._by_tail]
+        while len(come):
+            found = np.maximum.reduceat(most[heads] - costs, starts)
+            if not (found > most[come]).any():
+                break
+            most[come] = np.maximum(most[come], found)
+        return most
+
+    def short(self) -> list[Floats]:
+        """Each reader's potentials, with few digits: what is rounded is made up for by a small share of them all, so that they rise by no
+        more than they may."""
+        lowest = 0.0 if self.late else min(float(reader.worth.min()) for reader in self.readers)
+        worths = [np.where(self.useful, reader.worth - lowest, 0.0) * (1.0 - _GIVEN) for reader in self.readers]
+        unit = _GIVEN / len(worths) * float(self.costs[self.costs > 0.0].min(initial=np.inf))
+        unit = max(min(unit, _GIVEN * max(float(worth.max()) for worth in worths)), _FINEST)
+        per_unit = 10.0 ** math.ceil(-math.log10(unit))
+        return [np.floor(worth * per_unit) / per_unit for worth in worths]
+
+    def lost(self) -> float:
+        """Of the bound, where potentials rise by more than collectives cost."""
+        rises = sum((reader.rise() for reader in self.readers), np.zeros(len(self.costs)))
+        return float(self.weights @ np.maximum(0.0, rises - self.costs))
+
+
+@dataclass(eq=False, slots=True)
+class Reader:
+    """One reader.
+
+    Attributes:
+        use: its position among those of the variant. worth: π, by layout. risen: over each collective, where there are several readers.
+    """
+
+    group: Group
+    side: Side
+    use: int
+    worth: Floats = field(init=False)
+    risen: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.group.readers.append(self)
+        self.worth, self.risen = np.zeros(len(self.group.useful)), np.zeros(len(self.group.costs))
+
+    def rise(self) -> Floats:
+        return np.maximum(0.0, self.worth[self.group.heads] - self.worth[self.group.tails])
+
+    def raised(self, share: Share) -> None:
+        """See the module."""
+        more = np.full(len(self.worth), np.inf)
+        for source in self.group.sources:
+            more[source.layouts] = np.minimum(more[source.layouts], share(source.decision) * source.leeway())
+        found = self.group.spread(self.worth + more, self._room())
+        self.set(np.where(np.isinf(found), self.worth, found))
+
+    def lowered(self, share: Share) -> None:
+        """See the module."""
+        found, at = np.full(len(self.worth), -np.inf), self.side.layouts
+        found[at] = self.worth[at] - share(self.side.decision) * self.side.leeway()
+        found = self.group.drawn(found, self._room())
+        floor = 0.0 if self.group.late else float(found[np.isfinite(found)].min())
+        self.set(np.where(np.isinf(found), np.minimum(self.worth, floor), np.maximum(found, floor)))
+
+    def set(self, worth: Floats) -> None:
+        """These potentials, and what follows from them."""
+        group, change, self.worth = self.group, worth - self.worth, worth
+        self.side.decision.costs += self.side.times * change[self.side.at]
+        for source in group.sources:
+            source.decision.costs -= source.times * change[source.at]
+        if len(group.readers) > 1:
+            rise = self.rise()
+            group.rises += rise - self.risen
+            self.risen = rise
+
+    def _room(self) -> Floats:
+        """What collectives cost, less what others pay of it."""
+        if len(self.group.readers) == 1:
+            return self.group.costs
+        return np.maximum(self.group.costs - self.group.rises + self.risen, self.risen)
