@@ -26,17 +26,6 @@ constexpr int64_t kMaxPitch = 2147483647;  // cudaDeviceProp.memPitch of all dev
 
 __device__ inline void stop() { __trap(); }
 inline int copy_run(char* to, const char* from, int64_t num_bytes, void* stream) {
-#if defined(AP_PREFER_OVERLAP) && CUDART_VERSION >= 13000
-  if (stream != nullptr) {
-    cudaMemcpyAttributes how{};
-    how.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-    how.flags = cudaMemcpyFlagPreferOverlapWithCompute;
-    void* place = to;
-    const void* source = from;
-    size_t size = size_t(num_bytes), first = 0;
-    if (cudaMemcpyBatchAsync(&place, &source, &size, 1, &how, &first, 1, stream_of(stream)) == cudaSuccess) return AP_OK;
-  }
-#endif
   const auto error = cudaMemcpyAsync(to, from, size_t(num_bytes), cudaMemcpyDefault, stream_of(stream));
   return error == cudaSuccess ? AP_OK : AP_LAUNCH_FAILED;
 }
