@@ -36,17 +36,17 @@ PUSHING = f"""    for (int64_t chunk = 0; chunk < s.num_chunks; ++chunk) {{
       AP_TRY(lane.copy(slot + b.in_shard, b.shard_pitch, partial + b.in_whole, b.whole_pitch, b.width, b.height));
     }}
 {PUSHED}"""
-CAME = "    if (peer != s.rank) AP_TRY(lane.wait(flags + peer_flag(peer), epoch));"
+CAME = "    if (peer != s.rank) AP_TRY(lane.wait_for_pushed(flags + peer_flag(peer), epoch));"
 SOURCE, INBOX = "return int64_t(epoch % 2) * slot_bytes(s);", "return (int64_t(epoch % 2) * s.size + from) * slot_bytes(s);"
 MAPS, ROUTES = "include/shards.h", "include/routes.h"
 ANNOUNCED = """    AP_TRY(lane.copy(static_cast<char*>(memory[peer]) + place, num_bytes, from, num_bytes, num_bytes, 1));
     AP_TRY(lane.signal(flags[peer] + counts_flag(r.rank), epoch));
 """
-COUNTS = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait(flags[r.rank] + counts_flag(peer), epoch));\n"
+COUNTS = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] + counts_flag(peer), epoch));\n"
 TOLD = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.signal(flags[peer] + rows_flag(r, r.rank), epoch));\n"
 SENT = "  AP_TRY(push_pairs(lane, r, x, experts, within, table, offsets, peers_at(r, memory), position));\n"
 GIVEN = "  AP_TRY(return_rows(lane, r, rows, table, peers_at(r, memory), epoch));\n"
-ROWS = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait(flags[r.rank] + rows_flag(r, peer), epoch));\n"
+ROWS = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] + rows_flag(r, peer), epoch));\n"
 RETURNS = "return int64_t(epoch % 2) * in_lines(r.most * r.row_bytes);"
 
 
