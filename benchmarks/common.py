@@ -75,7 +75,7 @@ def environment() -> dict[str, Any]:
         "date": date.today().isoformat(),
         "cpu": _cpu_name(),
         "num_cores": os.cpu_count(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": _version("transformers"),
