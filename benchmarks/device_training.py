@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autopar.api.planning import plan_model
 from autopar.api.tracing import program_of
@@ -36,6 +35,7 @@ from autopar.run.module import ParallelModule
 from benchmarks.common import Row, load_profile, parser, run_rows, specs_of
 from benchmarks.device_times import measure
 from benchmarks.models import ModelSpec
+from benchmarks.rivals.measuring import local
 
 ONE = Mesh.parse("d=1")
 SHARES = (1.0, 0.8, 0.65, 0.5, 0.4)
@@ -143,7 +143,7 @@ def _measured(model: nn.Module, data: dict[str, Any], theirs: dict[str, Tensor])
         optimizer.zero_grad()
 
     gradients()
-    ours = {name: _local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    ours = {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     if not theirs:
         theirs |= {name: grad.cpu() for name, grad in ours.items()}
     difference = _difference(ours, theirs)
@@ -155,10 +155,6 @@ def _measured(model: nn.Module, data: dict[str, Any], theirs: dict[str, Tensor])
     update()
     times = measure({"step": lambda: (gradients(), update())}, ROUNDS)["step"]
     return Seen(times.device_s, times.host_s, peak_bytes, difference)
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _row(base: Row, method: str, seen: Seen, eager: Seen, plan: Plan | None = None) -> Row:

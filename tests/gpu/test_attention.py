@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention import softmax_attention
 from native import needs_gpu
 from torch import Tensor
 
@@ -11,17 +12,6 @@ from autopar import ops
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 5e-2}
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.transpose(-2, -1) * scale
-    if is_causal:
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~seen, float("-inf"))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    return scores.softmax(-1) @ v
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
@@ -41,7 +31,7 @@ def test_attention_and_its_backward_are_softmax_attention(length: int, kind: str
         mask = mask | torch.eye(length, dtype=torch.bool, device="cuda")
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     wide = mask.double() if kind == "added" else mask
-    expected = reference(*leaves, wide, kind == "causal", 0.3)
+    expected = softmax_attention(*leaves, wide, kind == "causal", 0.3)
     wanted = torch.autograd.grad(expected, leaves, grad.double())
     out, lse = ops.attention(q, k, v, mask, kind == "causal", 0.3)
     found = ops.attention_backward(grad, q, k, v, out, lse, mask, kind == "causal", 0.3)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from attention import softmax_attention
 from torch import Tensor
 
 from autopar import ops
@@ -192,17 +191,6 @@ def test_a_cross_entropy_by_rows_holds_the_logits_of_its_rows_alone() -> None:
         assert held + 8 * 1000 * 4 <= memory.peak_bytes - before <= held + 8 * 1000 * 4 + 1000  # one buffer of logits, and rows
 
 
-def _attention_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    repeats = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
-    scores = q @ k.mT * scale
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    if is_causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
-    return scores.softmax(-1) @ v
-
-
 @pytest.mark.parametrize("mask", ["none", "causal", "bool", "bias"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_attention_and_its_backward_are_softmax_attention(mask: str, kv_heads: int) -> None:
@@ -212,7 +200,7 @@ def test_attention_and_its_backward_are_softmax_attention(mask: str, kv_heads: i
     visible[..., 0] = True
     bias = {"bool": visible, "bias": torch.randn(2, 1, 6, 6, generator=generator, dtype=torch.float64)}.get(mask)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = _attention_reference(*leaves, bias, mask == "causal", 0.3)
+    expected = softmax_attention(*leaves, bias, mask == "causal", 0.3)
     grad = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     expected.backward(grad)
     out, lse = ops.attention(q, k, v, bias, mask == "causal", 0.3)
