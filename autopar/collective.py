@@ -89,6 +89,14 @@ def collective_time(collective: Collective, axis_size: int, link: str, profile: 
     return _wire_time(collective.kind, axis_size, size, profile.links[link], profile.launch_overhead_s) + copies_s
 
 
+def bucket_time(collective: Collective, axis_size: int, link: str, profile: HardwareProfile) -> float:
+    """Seconds of one collective on a bucket, with the two passes around it: `pack` reads and writes what goes in, `unpack` what comes
+    out. Arguments and errors as of `collective_time`."""
+    passed_bytes = 2 * (collective.bytes + collective.output_bytes(axis_size))
+    passes_s = passed_bytes / (profile.memory_bandwidth_bytes_per_s * profile.memory_efficiency["elementwise"])
+    return collective_time(collective, axis_size, link, profile) + 2 * profile.launch_overhead_s + passes_s
+
+
 def faster(link: Link, share: float) -> Link:
     """The link with a bandwidth that is larger by `share`: (1 + share) · n bytes take the time that n took, its latency stays."""
     curves: Mapping[str, Mapping[int, Curve]] = {

@@ -78,7 +78,8 @@ class OpStrategy:
 
     Attributes:
         layouts: the layouts its operands must have and its results then have.
-        time_s: time of one instance. communication_s: what of it is communication.
+        time_s: time of one instance. communication_s: what of it is communication, for which everything waits: collectives of the op's own
+            (`autopar.rules.own`), what crosses between stages, what a parameter moves once per step.
         static_bytes: bytes that rest for the whole step (parameters with their optimizer state, copies that are held).
         gradient_bytes: bytes of the gradient as the parameter reads it, or of the sum that it is added to (parameters only).
         storage: where a parameter rests between steps, if microbatches read it, or add up its gradient, in another layout.
@@ -136,11 +137,13 @@ class Hidden:
 
     Attributes:
         saved_s: of one instance. num_chunks: pieces of each rank's part.
+        region: which of the problem's `regions` it reaches its peers through; None where it needs none.
     """
 
     arc: int
     saved_s: float
     num_chunks: int
+    region: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,7 @@ class Problem:
         accumulates: whether gradients are added to sums that are held through the step.
         overlap_slowdown: what a second of communication beside compute costs compute; 1 where nothing is hidden.
         kernels: the collective-overlap kernels on offer (`autopar.cost.kernels`).
+        regions: bytes of what they share with their peers (`autopar.kernels.chunked`): there for the whole step, once for all that use it.
     """
 
     ops: tuple[Op, ...]
@@ -187,6 +191,7 @@ class Problem:
     accumulates: bool = False
     overlap_slowdown: float = 1.0
     kernels: Kernels = field(default_factory=dict)
+    regions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +206,8 @@ class Multipliers:
         balance: at whose prices they hold (`autopar.solve.prices`).
         versions_s: (variant, layout) → what it is worth that the layout is made or arrives, to those who keep it, all instances of the
             variant together (rows (9) of `autopar.solve.formulation`); 0 where there is none.
+        copies_s: likewise, of what rests in the layout anyway, what it is worth that forward reads it, to those who keep a copy.
+        once_s: likewise, what it is worth to keep the layout that no version of it is kept more than once.
     """
 
     bound_s: float
@@ -208,6 +215,8 @@ class Multipliers:
     memory_s: Mapping[str, float]
     balance: Balance = ON_COMPUTE
     versions_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    copies_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    once_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +235,7 @@ class Choices:
         multipliers: what of the bound is proven by arithmetic alone; None where the solver gives no duals.
         mixed: op of several instances → the shares of them for which the relaxation decides, runs again or keeps something, where these
             are neither all nor none: instances that decide apart would come nearer to the bound.
+        regions: those that kernels may use; None is all.
     """
 
     strategies: tuple[int, ...]
@@ -241,6 +251,7 @@ class Choices:
     stats: Mapping[str, float] = field(default_factory=dict)
     multipliers: Multipliers | None = None
     mixed: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    regions: frozenset[int] | None = None
 
     @property
     def gap(self) -> float:

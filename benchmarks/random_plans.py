@@ -45,7 +45,11 @@ class Prepared:
 
 def prepare(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, profile: HardwareProfile) -> Prepared:
     """Capture, enumerate and price, once for many plans."""
-    trace = capture(model, (), batch)
+    return prepared_trace(capture(model, (), batch), mesh, profile)
+
+
+def prepared_trace(trace: Trace, mesh: Mesh, profile: HardwareProfile) -> Prepared:
+    """The same of what was captured."""
     return Prepared(trace, mesh, profile, price(trace, classes_of(trace, mesh.shape), mesh, profile, budget_bytes=AMPLE_BYTES))
 
 

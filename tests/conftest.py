@@ -13,6 +13,7 @@ from hypothesis import settings
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
+NIGHTLY = TESTS / "nightly.txt"
 sys.path[:0] = [str(TESTS), str(TESTS / "support")]  # what tests share: small models, plans written by hand
 
 # Without a deadline: times on a busy machine say nothing. Derandomised: the same commit passes or fails everywhere.
@@ -33,6 +34,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--fresh-captures"):
         os.environ[shared_captures.FRESH] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what ``nightly.txt`` lists as slow.
+
+    Raises:
+        UsageError: where it lists what is not there, or all cases of a test.
+    """
+    listed = {line for line in NIGHTLY.read_text(encoding="utf-8").splitlines() if not line.startswith("#")}
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.slow)
+    if any("::" in argument for argument in config.args):
+        return  # not all cases of a file are here
+    collected, files = {item.nodeid for item in items}, {item.nodeid.split("::")[0] for item in items}
+    always = {_function(item.nodeid) for item in items if item.get_closest_marker("slow") is None}
+    wrong = [case for case in sorted(listed) if case.split("::")[0] in files and (case not in collected or _function(case) not in always)]
+    if wrong:
+        raise pytest.UsageError(f"{NIGHTLY.name} lists cases that are not there, or all of a test: " + ", ".join(wrong))
+
+
+def _function(nodeid: str) -> str:
+    return nodeid.partition("[")[0]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -77,16 +77,25 @@ def work(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def works(
-    target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], input_infos: Infos, output_infos: Infos
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    input_infos: Infos,
+    output_infos: Infos,
+    num_senders: int = 1,
 ) -> tuple[tuple[Work, int], ...]:
-    """The works that one call does one after another, each with how often; arguments as in `work`."""
+    """The works that one call does one after another, each with how often; arguments as in `work`.
+
+    Args:
+        num_senders: of experts whose rows are dispatched, the ranks that send as many.
+    """
     if target is linear_cross_entropy:
         x, weight, index = input_infos
         return _by_rows(_numel(index), args[4], weight.shape, x.dtype)
     if target is experts:
-        return _experts(input_infos, args[6])
+        return _experts(input_infos, args[6], num_senders)
     if target is experts_backward:
-        return _experts_backward(input_infos[1:], args[7])
+        return _experts_backward(input_infos[1:], args[7], num_senders)
     return ((work(target, args, kwargs, input_infos, output_infos), 1),)
 
 
@@ -119,13 +128,15 @@ def _by_rows(num_rows: int, rows: int, weight: tuple[int, ...], dtype: torch.dty
     return tuple(found)
 
 
-def _experts(infos: Infos, size: int) -> tuple[tuple[Work, int], ...]:
+def _experts(infos: Infos, size: int, num_senders: int) -> tuple[tuple[Work, int], ...]:
     """Of `experts`, as its code stands, where all of `size` experts are picked as often as each other: per expert that is here its
-    products, what lies between them, rows that are brought together and added up; and once a sort of picks and the result."""
+    products, what lies between them, rows that are brought together and added up; and once a sort of picks and the result. Rows that
+    are dispatched are brought together once more where they are sent, and what experts make of them is put in its place."""
     x, ids, _, up, down = infos
     (num, parts, inner, features), made, item = up.shape, down.shape[1], x.dtype.itemsize
-    rows, wide = -(-_numel(ids) // size), max(item, 4)
+    rows, wide = -(-_numel(ids) * num_senders // size), max(item, 4)
     return (
+        *_sent(ids, (features + made) * item, num_senders),
         (Work(0, 4 * _bytes(ids), "reduction"), 1),
         (Work(0, x.shape[0] * made * (2 * wide + item), "elementwise"), 1),
         (_product(rows, features, parts * inner, item), num),
@@ -135,14 +146,19 @@ def _experts(infos: Infos, size: int) -> tuple[tuple[Work, int], ...]:
     )
 
 
-def _experts_backward(infos: Infos, size: int) -> tuple[tuple[Work, int], ...]:
+def _sent(ids: Info, row_bytes: int, num_senders: int) -> tuple[tuple[Work, int], ...]:
+    return ((Work(0, 2 * _numel(ids) * row_bytes, "indexing"), 1),) if num_senders > 1 else ()
+
+
+def _experts_backward(infos: Infos, size: int, num_senders: int) -> tuple[tuple[Work, int], ...]:
     """As `_experts`: per expert its up product again and two for each gradient's, with passes over what lies between, the rows of two
     tensors that are brought together and one's that are added up; gradients of weights are written once more where they are put."""
     x, ids, gates, up, down = infos
     (num, parts, inner, features), made, item = up.shape, down.shape[1], x.dtype.itemsize
-    rows, wide = -(-_numel(ids) // size), max(item, 4)
+    rows, wide = -(-_numel(ids) * num_senders // size), max(item, 4)
     weights = parts * inner * features + inner * made
     return (
+        *_sent(ids, (2 * features + made) * item, num_senders),
         (Work(0, 4 * _bytes(ids), "reduction"), 1),
         (Work(0, _numel(x) * (2 * wide + item) + _bytes(gates), "elementwise"), 1),
         (_product(rows, features, parts * inner, item), 3 * num),

@@ -199,7 +199,7 @@ def _part(plan: Plan, group: _Group, communications: Iterable[Communication], ke
     part = Part(group.module, group.instances, weights=weights, entries=tuple(group.entries))
     axes = range(len(plan.mesh.axes))
     again = [entry for entry in group.entries if entry.recompute]
-    recompute_s = sum(entry.time_s * len(entry.instances) for entry in again)
+    recompute_s = sum(entry.again_s * len(entry.instances) for entry in again)
     part = replace(
         part,
         sharded=tuple(_sharded(weights, axis) for axis in axes),

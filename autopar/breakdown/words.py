@@ -2,6 +2,7 @@
 
 How a mesh axis works on a part follows from its main op's layouts on that axis, by the first of these that holds:
 
+    experts      experts only: their weights are split by experts, dim 0
     tensor       the weight is sharded as the op reads it; without a weight, a dim from 2 on of the result is
                  (features), or of the first operand
     heads        attention only: the heads are sharded (dim 1 of ``[batch, heads, sequence, features]``)
@@ -28,10 +29,10 @@ from torch.distributed.tensor import Partial, Shard
 
 from autopar.layout import Layout, Strategy
 
-PARALLELISMS = ("data", "sequence", "space", "heads", "tensor", "replicated")
+PARALLELISMS = ("data", "sequence", "space", "heads", "experts", "tensor", "replicated")
 
 # Main ops by rank: op → (operand that is the activation, operand that is the weight).
-ROLES = {"dot": (0, 1), "convolution": (0, 1), "attention": (0, None), "embedding": (1, 0)}
+ROLES = {"dot": (0, 1), "convolution": (0, 1), "attention": (0, None), "embedding": (1, 0), "experts": (0, 3)}
 
 
 class Parallel(Protocol):
@@ -47,8 +48,8 @@ class Parallel(Protocol):
 def parallelism_of(op: str, strategy: Strategy, axis: int) -> str:
     """How mesh axis `axis` works on a part whose main op is `op`: one of `PARALLELISMS`."""
     activation, weight = ROLES.get(op, (None, None))
-    if weight is not None and isinstance(strategy.inputs[weight].placements[axis], Shard):
-        return "tensor"
+    if weight is not None and (of_weight := _dim(strategy.inputs[weight], axis)) is not None:
+        return "experts" if op == "experts" and of_weight == 0 else "tensor"
     if activation is not None:
         dim = _dim(strategy.inputs[activation], axis)
         if op == "attention":

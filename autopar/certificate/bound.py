@@ -4,8 +4,9 @@ The problem is relaxed to a linear program; names are those of the plan: op n, s
 readers, `count` of them), reader c, layout l, collective a from tail(a) to head(a). All variables lie in [0, 1].
 
 A step takes max(C + s·P, P) + K seconds in forward, and so in backward: C is compute, slices included, P is communication beside which
-it may run, each second of which costs it s, K all else. For every λ in [0, 1], one per phase, λ(C + s·P) + (1 − λ)P + K is no more than
-that. So a second of C has the weight λ, one of P λ·s + 1 − λ, one of K 1; `time` is meant times its weight. P is what moves
+it may run, each second of which costs it s, K all else, ops' own collectives among it. For every λ in [0, 1], one per phase,
+λ(C + s·P) + (1 − λ)P + K is no more than that. So a second of C has the weight λ, one of P λ·s + 1 − λ, one of K 1; `time` is meant
+times its weight. P is what moves
 
     a tensor that rests, in the phase that makes it and in backward
     in backward, what an op of forward made that backward may not run again
@@ -13,27 +14,32 @@ that. So a second of C has the weight λ, one of P λ·s + 1 − λ, one of K 1;
 
     minimise Σ count·time·x[n,s] + Σ count·time·rc[n,s] + Σ count·time(a)·r[a]
     (1) Σ_s x[n,s] = 1                                                     (5) Σ_s rc[n,s] ≤ 1
-    (2) r[a] ≥ f[c,a]
+    (2) r[a] ≥ f[c,a], r[a] ≤ Σ_c f[c,a]
     (3) supply(l) + Σ_{head(a)=l} f[c,a] − Σ_{tail(a)=l} f[c,a] ≥ demand(c,l)         per reader c, phase and layout l
         supply: strategies that make l; in backward of what forward made k[v,l], strategies with which it is made again, and,
         of what rests anyway, those that make l. demand: strategies of c that read l
     (4) k[v,l] ≤ strategies that make l + strategies of forward readers that read l; only in layouts in which v may be kept
+    (9) k[v,l] ≤ strategies that make l, but of what rests anyway, + Σ_{head(a)=l} r[a] of v's own phase
+        and of what rests in l anyway, k[v,l] ≤ strategies of forward readers that read l
+    (k) k[v,l] ≤ 1
     (10) Σ_g h[g,a] ≤ r[a]      (11) Σ_a h[g,a] ≤ strategies of g     kernel g does collective a beside its product: −count·saved·h[g,a]
     (6) Σ bytes of everything that certainly lives at a point of the step ≤ budget    (`autopar.certificate.moments`)
 
 Every multiplier of the right sign proves a bound: the right sides, times their multipliers, and each variable's reduced cost
-where that is negative. Stored are π[c,l] ≥ 0 of (3) and λ ≥ 0 of (6). With Δ[c,a] = π[c,head(a)] − π[c,tail(a)] the best of the
-others given these are max(0, Δ[c,a]) for (2), κ[l] = max(0, Σ_c π[c,l] − what λ asks for keeping l) for (4), and for (1) and (5)
-the least reduced cost of the strategies, so that
+where that is negative. Stored are π[c,l] ≥ 0 of (3), μ[l] and ν[l] ≥ 0 of the two kinds of (9), ω[l] ≥ 0 of (k), and λ ≥ 0 of (6). With
+Δ[c,a] = π[c,head(a)] − π[c,tail(a)] the best of the others given these are κ[l] = max(0, Σ_c π[c,l] − what λ asks for keeping l − μ[l]
+− ν[l] − ω[l]) for (4), for (2) ρ[a] = max(0, −max_c Δ[c,a]) and max(0, Δ[c,a] + ρ[a]), and for (1) and (5) the least reduced cost of the
+strategies, so that
 
-    bound = Σ_n min_s d[x] + Σ_n min(0, min_s d[rc]) + Σ_a min(0, count·time(a) − Σ_c max(0, Δ[c,a])) − Σ λ
+    bound = Σ_n min_s d[x] + Σ_n min(0, min_s d[rc]) + Σ_a min(0, left[a]) − Σ ω − Σ λ
 
-    d[x] = count·time + Σ π of what it reads − Σ π of what it supplies − Σ κ of what it makes or reads + λ's share of its bytes
-           − Σ_g max_a max(0, count·saved(g,a) − max(0, count·time(a) − Σ_c max(0, Δ[c,a])))
+    left[a] = count·time(a) − Σ_c max(0, Δ[c,a]) + ρ[a] − μ[head(a)], but μ only in v's own phase
+    d[x] = count·time + Σ π of what it reads − Σ π of what it supplies − Σ κ of what it makes or reads − Σ μ of what it makes
+           − Σ ν of what it reads + λ's share of its bytes − Σ_g max_a max(0, count·saved(g,a) − max(0, left[a]))
 
-and d[rc] likewise without κ; the last term is of kernels that the strategy can run in, whose savings, like compute, weigh λ: what a
-collective costs beyond its worth is the multiplier of (10), what a kernel saves beyond that the one of (11).
-Collectives whose tail nothing leads to carry nothing and are left out.
+and d[rc] likewise without κ, μ and ν; the last term is of kernels that the strategy can run in, whose savings, like compute, weigh λ:
+what a collective costs beyond its worth is the multiplier of (10), what a kernel saves beyond that the one of (11).
+Collectives whose tail nothing leads to, or whose head leads to no reader, carry nothing and are left out.
 """
 
 from __future__ import annotations
@@ -54,6 +60,15 @@ Prices = Mapping[tuple[int, int, bool], Mapping[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
+class Versions:
+    """Multipliers of the versions of a tensor: layout → μ, ν and ω."""
+
+    made: Mapping[int, float]
+    read: Mapping[int, float]
+    once: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryRow:
     """Row (6) at one point: instances kept per variant, bytes per strategy of some ops beside what rests; and its λ."""
 
@@ -68,6 +83,7 @@ class _Dual:
 
     problem: Problem
     balance: tuple[float, float]
+    versions: Mapping[int, Versions]
     x: list[Floats] = field(default_factory=list)
     again: dict[int, Floats] = field(default_factory=dict)
     total: float = 0.0
@@ -75,11 +91,13 @@ class _Dual:
     def __post_init__(self) -> None:
         in_forward, in_backward = self.balance
         for n, op in enumerate(self.problem.ops):
-            time_s = np.array([op.count * s.time_s for s in op.strategies])
-            beside = op.kind == "compute"
-            self.x.append(time_s * ((in_forward if op.phase == "forward" else in_backward) if beside else 1.0))
+            time_s = op.count * np.array([s.time_s for s in op.strategies])
+            moved_s = op.count * np.array([s.communication_s for s in op.strategies])
+            beside = time_s - moved_s if op.kind == "compute" else 0.0 * time_s
+            share = in_forward if op.phase == "forward" else in_backward
+            self.x.append(time_s - beside * (1.0 - share))
             if op.recomputable:
-                self.again[n] = time_s * (in_backward if beside else 1.0)
+                self.again[n] = time_s - beside * (1.0 - in_backward)
 
     def weights(self, v: int, *, later: bool) -> Floats:
         """Per collective of a tensor, the weight of its seconds; `later`: in backward, of what forward made."""
@@ -95,14 +113,20 @@ class _Dual:
         return np.array([share if arc.collective.kind == "slice" else sent for arc in value.graph.arcs])
 
 
-def lower_bound(problem: Problem, prices: Prices, rows: Iterable[MemoryRow], balance: tuple[float, float] = (1.0, 1.0)) -> float:
-    """What these multipliers prove, in seconds; those of the wrong sign count as 0.
+def lower_bound(
+    problem: Problem,
+    prices: Prices,
+    rows: Iterable[MemoryRow],
+    balance: tuple[float, float] = (1.0, 1.0),
+    versions: Mapping[int, Versions] | None = None,
+) -> float:
+    """What these multipliers prove, in seconds; those of the wrong sign, and of rows that there are not, count as 0.
 
     Args:
-        balance: λ of forward and of backward, each from 0 to 1.
+        balance: λ of forward and of backward, each from 0 to 1. versions: by tensor.
     """
     assert all(0.0 <= share <= 1.0 for share in balance), "any other proves nothing"
-    dual, kept = _Dual(problem, balance), np.zeros(len(problem.variants))
+    dual, kept = _Dual(problem, balance, versions or {}), np.zeros(len(problem.variants))
     for row in rows:
         _memory(dual, row, kept)
     for v in range(len(problem.variants)):
@@ -124,7 +148,7 @@ def _memory(dual: _Dual, row: MemoryRow, kept: Floats) -> None:
 
 
 def _tensor(dual: _Dual, v: int, prices: Prices, per_kept_byte: float) -> None:
-    """One tensor: rows (2), (3) and (4)."""
+    """One tensor: rows (2), (3), (4) and (9)."""
     variant = dual.problem.variants[v]
     value = dual.problem.values[variant.value]
     graph, maker = value.graph, value.op
@@ -136,9 +160,12 @@ def _tensor(dual: _Dual, v: int, prices: Prices, per_kept_byte: float) -> None:
     for i, worth in now.items():
         dual.x[variant.uses[i].op] += worth[reads[i]]
         dual.x[maker] -= worth[made]
-    _collectives(dual, v, now, made, later=False)
-    if not later or value.phase != "forward":
+    is_kept = bool(later) and value.phase == "forward"
+    versions, (mu, nu, omega) = _versions(dual, v, made, [reads[i] for i in first] if is_kept else None)
+    _collectives(dual, v, now, made, [reads[i] for i in first], mu, later=False)
+    if not is_kept:
         return
+    dual.x[maker] -= 0.0 if value.resident else mu[made]
     then = {i: _prices(prices, (v, i, True), graph) for i in later}
     for i, worth in then.items():
         again = variant.uses[i].phase == value.phase
@@ -148,20 +175,20 @@ def _tensor(dual: _Dual, v: int, prices: Prices, per_kept_byte: float) -> None:
         dual.x[maker] -= supplied[made]
     if maker in dual.again:
         dual.again[maker] -= supplied[made]
-    versions = np.unique(np.concatenate([made, *(reads[i] for i in first)]))
-    if value.keepable is not None:
-        versions = np.array([layout for layout in versions if layout in value.keepable], dtype=np.int64)
     kappa = np.zeros(len(graph.layouts))
-    kappa[versions] = np.maximum(0.0, supplied - per_kept_byte * np.array(graph.bytes, float))[versions]
+    kappa[versions] = np.maximum(0.0, supplied - per_kept_byte * np.array(graph.bytes, float) - mu - nu - omega)[versions]
+    dual.total -= float(omega.sum())
     dual.x[maker] -= kappa[made]
     for i in first:
-        dual.x[variant.uses[i].op] -= kappa[reads[i]]
-    _collectives(dual, v, then, np.concatenate([versions, made]), later=True)
+        dual.x[variant.uses[i].op] -= kappa[reads[i]] + nu[reads[i]]
+    _collectives(dual, v, then, np.concatenate([versions, made]), [reads[i] for i in later], np.zeros(len(graph.layouts)), later=True)
 
 
-def _collectives(dual: _Dual, v: int, worth: Mapping[int, Floats], supplied: Ints, *, later: bool) -> None:
-    """What the collectives' reduced costs take from the bound: nothing where no reader's price rises by more than they cost. And rows (10)
-    and (11)."""
+def _collectives(
+    dual: _Dual, v: int, worth: Mapping[int, Floats], supplied: Ints, wanted: Sequence[Ints], arriving: Floats, *, later: bool
+) -> None:
+    """What the collectives' reduced costs take from the bound: nothing where no reader's price, with what it is worth that the tensor
+    arrives, rises by more than they cost. And rows (10) and (11)."""
     variant = dual.problem.variants[v]
     value = dual.problem.values[variant.value]
     graph = value.graph
@@ -169,10 +196,12 @@ def _collectives(dual: _Dual, v: int, worth: Mapping[int, Floats], supplied: Int
         return
     tails, heads = np.array([a.src for a in graph.arcs]), np.array([a.dst for a in graph.arcs])
     costs = variant.count * dual.weights(v, later=later) * np.array([a.time_s for a in graph.arcs])
-    rises = sum((np.maximum(0.0, w[heads] - w[tails]) for w in worth.values()), np.zeros(len(costs)))
-    left = costs - rises
+    rises = np.array([w[heads] - w[tails] for w in worth.values()])
+    left = costs - np.maximum(0.0, rises).sum(0) - np.minimum(0.0, rises.max(0)) - arriving[heads]
     if (left < 0.0).any():
-        dual.total += float(np.minimum(0.0, left)[_reachable(tails, heads, supplied, len(graph.layouts))[tails]].sum())
+        num = len(graph.layouts)
+        useful = _reachable(tails, heads, supplied, num)[tails] & _reachable(heads, tails, wanted[0], num)[heads]
+        dual.total += float(np.minimum(0.0, left)[useful].sum())
     share = dual.balance[1 if later or value.phase == "backward" else 0]
     for kernel in dual.problem.kernels.get((v, later), ()):
         most = max(variant.count * share * hidden.saved_s - max(0.0, float(left[hidden.arc])) for hidden in kernel.hides)
@@ -192,6 +221,24 @@ def _prices(prices: Prices, where: tuple[int, int, bool], graph: LayoutGraph) ->
     for layout, value in prices.get(where, {}).items():
         worth[layout] = max(value, 0.0)
     return worth
+
+
+def _versions(dual: _Dual, v: int, made: Ints, reads: Sequence[Ints] | None) -> tuple[Ints, tuple[Floats, Floats, Floats]]:
+    """In which layouts a tensor may be kept, by how it is made and read in its own phase; none where `reads` is None. And μ, ν and ω of
+    those of which there are such rows."""
+    value = dual.problem.values[dual.problem.variants[v].value]
+    found = np.unique(np.concatenate([made, *reads])) if reads is not None else made[:0]
+    if value.keepable is not None:
+        found = np.array([layout for layout in found if layout in value.keepable], dtype=np.int64)
+    resting = np.intersect1d(found, made) if value.resident else found[:0]
+    known = dual.versions.get(v, Versions({}, {}, {}))
+
+    def worths(of: Mapping[int, float], layouts: Ints) -> Floats:
+        worth = np.zeros(len(value.graph.layouts))
+        worth[layouts] = [max(of.get(layout, 0.0), 0.0) for layout in layouts.tolist()]
+        return worth
+
+    return found, (worths(known.made, found), worths(known.read, resting), worths(known.once, found))
 
 
 def _layouts(problem: Problem, graph: LayoutGraph, op: int, side: str, position: int) -> Ints:

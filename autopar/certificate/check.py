@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from autopar.capture.trace import Trace
+from autopar.certificate.buckets import BucketWalk
 from autopar.certificate.context import Context
 from autopar.certificate.decisions import Decisions
 from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.kernels import KernelWalk
 from autopar.certificate.moves import Walk
+from autopar.certificate.own import OwnWalk
 from autopar.certificate.proof import Stored, proven
 from autopar.certificate.report import Certificate, Finding
 from autopar.certificate.resources import emission, memory, overlap, resting, seconds_of, times
@@ -27,7 +29,7 @@ from autopar.emit import emit, with_held
 from autopar.emit.choices import storage_key
 from autopar.errors import AutoparError
 from autopar.hardware import HardwareProfile
-from autopar.plans import Overlap, Plan
+from autopar.plans import KERNELS_BUFFERS, Overlap, Plan
 from autopar.version import VERSION
 
 
@@ -106,22 +108,25 @@ class _Job:
         if strangers:
             return replace(report, findings=(*strangers, *found))
         once = steps_per_step(self.trace, walk, self.claims) if self.context.accumulates else ()
-        kernels = KernelWalk(self.facts, self.claims, plan.mesh, self.profile, staged=bool(self.context.schedule))
-        found = [*decisions.findings(), *walk.findings(), *kernels.findings(), *once, *found]
+        kernels = KernelWalk(self.facts, self.claims, plan.mesh, self.profile, self.context.kernels)
+        own = OwnWalk(self.facts, self.claims, plan.mesh, self.profile)
+        shared = BucketWalk(self.trace, plan, self.facts, self.claims, self.profile, self.context.num_microbatches)
+        found = [*decisions.findings(), *walk.findings(), *own.findings(), *kernels.findings(), *shared.findings(), *once, *found]
         if not any(f.claim == "layouts" for f in found):
             seconds = seconds_of(plan, decisions, self.profile.overlap_slowdown)
             report = replace(report, step_s=seconds.step_s)
             found += times(plan, seconds)
-        return self._emitted(report, found)
+        return self._emitted(report, found, sum(kernels.shared.values()))
 
-    def _emitted(self, report: Certificate, found: list[Finding]) -> Certificate:
-        """What follows from the emitted program."""
+    def _emitted(self, report: Certificate, found: list[Finding], shared_bytes: int) -> Certificate:
+        """What follows from the emitted program, beside which kernels share so much."""
         try:
             serial = emit(self.trace, replace(self.plan, overlap=Overlap()), accumulates=self.context.accumulates)
             program, held = with_held(serial, self.plan)
-            found += emission(self.plan, program)
+            found += emission(self.plan, self.claims, program)
             found += overlap(self.plan, program, held, self.profile.overlap_slowdown)
             sizes = resting(self.trace, self.facts, self.claims, self.plan, accumulates=self.context.accumulates)
+            sizes |= {KERNELS_BUFFERS: shared_bytes} if shared_bytes else {}
             peak, wrong = memory(self.plan, program, self.facts, sizes, self.context)
         except AutoparError as error:
             where = "" if error.where is None else str(error.where)

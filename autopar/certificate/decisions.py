@@ -15,6 +15,7 @@ from autopar.analysis.work import Work, computes_in, works
 from autopar.capture.trace import Parameter, Trace
 from autopar.certificate.context import Context
 from autopar.certificate.facts import Facts
+from autopar.certificate.own import dispatched_along
 from autopar.certificate.report import Finding, near
 from autopar.certificate.shards import held_bytes, local_lengths
 from autopar.certificate.steps import held_so
@@ -188,7 +189,8 @@ class Decisions:
         call, sizes = call_of(self.facts.nodes[key]), self.mesh.shape
         reads = [TensorInfo(local_lengths(i.shape, at, sizes), i.dtype) for i, at in zip(call.inputs, strategy.inputs, strict=True)]
         makes = [TensorInfo(local_lengths(o.shape, at, sizes), o.dtype) for o, at in zip(call.outputs, strategy.outputs, strict=True)]
-        done = works(call.target, call.args, call.kwargs, reads, makes)
+        along = dispatched_along(call, strategy)
+        done = works(call.target, call.args, call.kwargs, reads, makes, 1 if along is None else sizes[along])
         return sum(times * compute_time(each, computes_in(reads), self.profile) for each, times in done)
 
 

@@ -114,17 +114,23 @@ class Claims:
     Attributes:
         chosen, again: node key → strategy, and the one with which backward runs it again.
         steps: tensor and phase → its collectives. kept: tensor → layouts kept for backward.
+        own: node key and phase → the collectives that the node does by itself.
     """
 
     chosen: Mapping[str, Strategy]
     again: Mapping[str, Strategy]
     steps: Mapping[tuple[TensorKey, str], tuple[Communication, ...]]
     kept: Mapping[TensorKey, tuple[Layout, ...]]
+    own: Mapping[tuple[str, str], tuple[Communication, ...]]
 
     @staticmethod
     def of(plan: Plan) -> Claims:
         steps: dict[tuple[TensorKey, str], tuple[Communication, ...]] = {}
+        own: dict[tuple[str, str], tuple[Communication, ...]] = {}
         for node, step in plan.steps():
+            if step.own:
+                own[node, step.phase] = (*own.get((node, step.phase), ()), step)
+                continue
             where = ((node, step.result), step.phase)
             steps[where] = (*steps.get(where, ()), step)
         kept: dict[TensorKey, tuple[Layout, ...]] = {}
@@ -132,4 +138,4 @@ class Claims:
             for indices in k.instances:
                 here = k.node.format(*indices), k.result
                 kept[here] = (*kept.get(here, ()), *k.layouts)
-        return Claims(plan.node_choices(), plan.recomputed_choices(), steps, kept)
+        return Claims(plan.node_choices(), plan.recomputed_choices(), steps, kept, own)

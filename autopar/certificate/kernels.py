@@ -2,24 +2,35 @@
 
 A product does one collective of a tensor, and is cut into chunks one way: for what it reads, or for what it makes. What is scattered at
 once is nowhere in one piece, so nothing else starts from there, and nobody reads or keeps it so. What has slack whatever is chosen is no
-kernel's, and the product can stand where what it reads is first read: its other factor is a parameter, an input, or forward's.
+kernel's, and the product can stand where what it reads is first read: its other factor is a parameter, an input, or forward's. What comes
+from another stage counts as made in its phase, and has slack in the other.
+
+What kernels share with their peers along an axis rests there, once for all that move a tensor of one form in the same pieces: with n ranks
+and q chunks, two slots for a rank's part where it is gathered, 2·n of them where it is scattered, each a multiple of a line of 128 bytes,
+and 1 + n + n·q flags, each in a line of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
+
+from torch import fx
 
 from autopar import ops
 from autopar.certificate.facts import Claims, Facts, Reader, Tensor
 from autopar.certificate.report import Finding, near
+from autopar.certificate.shards import local_lengths
 from autopar.cost.kernel_times import NAMES, Site, saved, terms_of
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.plans import Communication, InKernel
-from autopar.rules import call_of, operands_of
+from autopar.rules import TensorInfo, call_of, operands_of
 from autopar.strategies import pattern_of
+
+_LINE = 128  # bytes
 
 
 @dataclass
@@ -27,14 +38,15 @@ class KernelWalk:
     """All kernels of a plan.
 
     Attributes:
-        staged: of a stage, for which the problem offers none.
+        offered: whether the problem offers any.
     """
 
     facts: Facts
     claims: Claims
     mesh: Mesh
     profile: HardwareProfile
-    staged: bool
+    offered: bool
+    shared: dict[tuple[object, ...], int] = field(default_factory=dict)  # kernel, axis and form → bytes, as far as they were looked at
     _doing: dict[tuple[str, bool], tuple[str, set[object]]] = field(default_factory=dict)  # product → its way, and the tensors' patterns
 
     def findings(self) -> Iterator[Finding]:
@@ -49,7 +61,7 @@ class KernelWalk:
         self, key: tuple[str, int], phase: str, step: Communication, kernel: InKernel, steps: Sequence[Communication]
     ) -> Iterator[str]:
         tensor = self.facts.tensors.get(key)
-        if tensor is None or self.staged or phase not in ("forward", "backward"):
+        if tensor is None or not self.offered or phase not in ("forward", "backward") or (phase != tensor.phase and self._crossed(key)):
             yield "the problem offers none here"
             return
         if kernel.name != NAMES.get(step.collective.kind) or step.collective.reduce_op not in ("", "sum"):
@@ -93,9 +105,20 @@ class KernelWalk:
             yield "the product reads it in another layout"
         factors = operands_of(node)
         other = factors[1 - product.operand]
-        earlier = other.op == "placeholder" or (other.meta.get("phase") == "forward" and node.meta["phase"] == "backward")
-        if not earlier:
+        made_in = self._made_in(other)
+        if made_in and (made_in, node.meta["phase"]) != ("forward", "backward"):
             yield "the other factor may not be there when it is read first"
+
+    def _crossed(self, key: tuple[str, int]) -> bool:
+        """Whether a tensor comes from another stage."""
+        return key[0] not in self.facts.nodes and not self.facts.tensors[key].rests
+
+    def _made_in(self, node: fx.Node) -> str:
+        """The phase; none of what rests."""
+        if node.op != "placeholder":
+            return str(node.meta["phase"])
+        tensor = self.facts.tensors[self.facts.names[node.name], 0]
+        return "" if tensor.rests else tensor.phase
 
     def _read_whole(self, tensor: Tensor, layout: Layout) -> bool:
         read = {self.claims.chosen[r.key].inputs[r.operand] for r in tensor.readers if r.phase == tensor.phase}
@@ -109,9 +132,9 @@ class KernelWalk:
 
     def _saves(self, step: Communication, kernel: InKernel, product: Reader, chosen: Strategy) -> Iterator[str]:
         call, c, sizes = call_of(self.facts.nodes[product.key]), step.collective, tuple(self.mesh.shape)
-        dim, shape = c.dim, (call.outputs[0] if product.operand < 0 else call.inputs[product.operand]).shape
+        dim, info = c.dim, call.outputs[0] if product.operand < 0 else call.inputs[product.operand]
         split = step.target if product.operand < 0 else step.source
-        if shape[dim] % split.num_shards(dim, sizes):
+        if info.shape[dim] % split.num_shards(dim, sizes):
             yield "parts differ in length"
             return
         if product.operand >= 0:
@@ -121,8 +144,23 @@ class KernelWalk:
                 yield "the product sums over what is gathered, or has it in both factors"
                 return
             dim = terms[2].index(letter)
+        self._share(step, kernel, info)
         saved_s, chunks = saved(Site(call, chosen, sizes, c.kind, sizes[c.axis], dim), step.time_s, self.profile)
         if not near(saved_s, kernel.saved_s) or chunks != kernel.num_chunks:
             yield f"it saves {saved_s:.6g} s in {chunks} chunks, not {kernel.saved_s:.6g} s in {kernel.num_chunks}"
         if saved_s <= self.profile.launch_overhead_s:
             yield "it saves nothing, and the problem does not offer it"
+
+    def _share(self, step: Communication, kernel: InKernel, info: TensorInfo) -> None:
+        gathers, c = step.collective.kind == "all_gather", step.collective
+        num, whole = self.mesh.shape[c.axis], step.target if gathers else step.source
+        before, length, after = _around(local_lengths(info.shape, whole, self.mesh.shape), c.dim)
+        slot = -(-before * (length // num) * after * info.dtype.itemsize // _LINE) * _LINE
+        num_slots, num_flags = 2 if gathers else 2 * num, 1 + num + num * kernel.num_chunks
+        form = kernel.name, c.axis, before, length, after * info.dtype.itemsize, kernel.num_chunks
+        self.shared[form] = num_slots * slot + num_flags * _LINE
+
+
+def _around(lengths: Sequence[int], dim: int) -> tuple[int, int, int]:
+    """How many elements are before a dim, along it, and behind it."""
+    return prod(lengths[:dim]), lengths[dim], prod(lengths[dim + 1 :])

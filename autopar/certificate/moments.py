@@ -2,7 +2,8 @@
 
     start of backward   what rests, and everything kept, of every microbatch in flight
     end of backward     what rests, and every gradient, or the sums that they were added to
-    while a node of backward runs: what rests, what its op makes there, and what is kept and nothing has asked for yet
+    while a node of backward runs: what rests, what its op makes there, what the op's first node reads, in the layouts in which it does, and
+                        what else is kept and nothing has asked for yet
 
 What forward made is asked for by its readers in backward; by a view of it in forward when that is; and by an op that may run
 again when its own results are, since it then reads its operands. With several microbatches the others in flight are held in full at
@@ -19,12 +20,15 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopar.analysis.work import is_view
+from autopar.capture.loss_head import IN_PLACE
 from autopar.capture.trace import Trace
 from autopar.certificate.bound import MemoryRow
 from autopar.certificate.decisions import keys_of
-from autopar.certificate.facts import Facts
+from autopar.certificate.facts import Facts, TensorKey
 from autopar.certificate.shards import held_bytes
 from autopar.cost.priced import Priced
+from autopar.layout import Layout
+from autopar.strategies import Ref
 
 
 @dataclass
@@ -79,20 +83,42 @@ class Moments:
         problem, now = self.priced.problem, self._position[node.name]
         held: dict[int, int] = {}
         live: dict[int, list[int]] = {}
+        reads = self._reads(node)
         for v, (variant, refs) in enumerate(zip(problem.variants, self.priced.refs, strict=True)):
             value = problem.values[variant.value]
             if value.phase == "forward":
-                waiting = sum(now <= self._asked[name] < math.inf for name, _ in refs)
+                waiting = sum(now <= self._asked[ref[0]] < math.inf for ref in refs if ref not in reads)
                 held |= {v: waiting} if waiting else {}
             elif not _shares_memory(node):
                 for name, result in refs:
                     if name == node.name:
-                        tensor = self.facts.tensors[node.meta["key"], result]
-                        strategies = problem.ops[value.op].strategies
-                        layouts = [s.layouts.outputs[value.result] for s in strategies]
-                        sizes = [held_bytes(tensor.shape, tensor.dtype, at, self.mesh_shape) for at in layouts]
-                        live[value.op] = [a + b for a, b in zip(live.get(value.op, [0] * len(sizes)), sizes, strict=True)]
+                        layouts = [s.layouts.outputs[value.result] for s in problem.ops[value.op].strategies]
+                        self._count(live, value.op, (node.meta["key"], result), layouts)
+        for ref, operand in reads.items():
+            op = self._owner[node.meta["key"]]
+            layouts = [s.layouts.inputs[operand] for s in problem.ops[op].strategies]
+            self._count(live, op, (self.facts.names[ref[0]], ref[1]), layouts)
         return MemoryRow(held, live, worth_s)
+
+    def _reads(self, node: fx.Node) -> dict[Ref, int]:
+        """What a node reads, where its op begins with it, by operand of the op: tensors with memory of their own that do not rest."""
+        cluster = self.priced.sources[self._owner[node.meta["key"]]].cluster
+        for instance in cluster.instances if cluster else ():
+            if instance.members[0].key == node.meta["key"]:
+                return {ref: place for place, ref in enumerate(instance.operands) if self._has_memory(ref, node.meta["key"])}
+        return {}
+
+    def _has_memory(self, ref: Ref, reader: str) -> bool:
+        """Whether a tensor that a node reads is there for its readers alone."""
+        tensor = self.facts.tensors[self.facts.names[ref[0]], ref[1]]
+        maker = self.facts.nodes.get(tensor.key)
+        shares = maker is not None and _is_view(maker)
+        return not tensor.rests and not shares and any(r.key == reader for r in tensor.readers)
+
+    def _count(self, live: dict[int, list[int]], op: int, key: TensorKey, layouts: Sequence[Layout]) -> None:
+        tensor = self.facts.tensors[key]
+        sizes = [held_bytes(tensor.shape, tensor.dtype, at, self.mesh_shape) for at in layouts]
+        live[op] = [a + b for a, b in zip(live.get(op, [0] * len(sizes)), sizes, strict=True)]
 
 
 def _both(a: Mapping[int, Sequence[int]], b: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
@@ -103,4 +129,8 @@ def _both(a: Mapping[int, Sequence[int]], b: Mapping[int, Sequence[int]]) -> dic
 
 def _shares_memory(node: fx.Node) -> bool:
     """Whether what a node makes lies in the memory of its operand."""
+    return bool(node.meta.get(IN_PLACE)) or _is_view(node)
+
+
+def _is_view(node: fx.Node) -> bool:
     return node.target is not operator.getitem and is_view(node.target)  # type: ignore[arg-type]

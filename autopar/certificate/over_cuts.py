@@ -12,6 +12,10 @@ Given π and μ the best of the others are κ[l] = max(0, Σ_c π[c,l] − μ[l]
     again         min(0, least of   time + Σ π of what it reads again − Σ π in backward of what it makes)
     collective    min(0, time − μ[head] − Σ_c max(0, Δ[c]));   where no Δ is positive, with the largest of them instead of the sum
 
+A product that a kernel may do together with collectives of a tensor, in some stage, costs less by the most that it saves of one of them
+beyond max(0, time − μ[head] − …) of it, with time in full: where that is early no stage offers a kernel. What several units have for
+themselves costs less by all that its kernels save.
+
 Units are what lies between neighbouring places to cut. What a unit takes at least is the sum over its ops and over the tensors that these
 make. Where tensor v crosses, the problems of the two stages have ops that stand for each other: one reads v in layout L, the other makes it
 in L. With G the sum of π of the readers on the far side, these cost, for what forward makes,
@@ -34,6 +38,7 @@ from numpy.typing import NDArray
 from autopar.capture.trace import Trace
 from autopar.certificate.bound import Prices
 from autopar.certificate.places import Place, Places
+from autopar.cost.kernels import in_any_stage
 from autopar.cost.priced import Crossing, Priced
 from autopar.problem import Value
 from autopar.redistribute import LayoutGraph, all_layouts
@@ -91,6 +96,7 @@ class Unfolded:
         self._shapes = {n.name: tuple(n.meta["val"].shape) for n in ways.trace.graph.nodes if n.name in ways.exposed}
         self.units, self.borders = [0.0] * ways.num_units, [[(0.0, 0.0)] for _ in range(ways.num_units - 1)]
         self._at: dict[tuple[int, int, int, str, int], Ints] = {}
+        self._kernels = in_any_stage(ways.trace, ways.priced, ways.mesh_shape, {p.op for p in self.places.again})
         for place, share in self.places.shares.items():
             self.x[place] = share * np.array([s.time_s for s in self.problem.ops[place.op].strategies])
             if place in self.places.again:
@@ -99,6 +105,7 @@ class Unfolded:
             for ref in refs:
                 if ref in self.places.makers:
                     self._tensor(v, ref)
+        self._alone()
         for place, costs in self.x.items():
             self.units[place.unit] += float(costs.min())
         for place, costs in self.again.items():
@@ -125,7 +132,8 @@ class Unfolded:
         first += [(1, np.zeros(num))] if ref in self.places.hidden or len(now) < len(forward) else []
         then = [(len(reads[i]), pi) for i, pi in later.items()]
         costs = self._seconds(v, exposed, later=False), self._seconds(v, exposed, later=True)
-        loss = self._collectives(value.graph, exposed, made, kept, wanted, first, then, mu, costs)
+        loss, left = self._collectives(value.graph, exposed, made, kept, wanted, first, then, mu, costs)
+        self._saved(v, makers, reads, [beyond + _in_full(value.graph) - seconds for beyond, seconds in zip(left, costs, strict=True)])
         kappa = np.where(kept, np.maximum(_sum(num, then) - mu, 0.0), 0.0)
         for i, u in enumerate(variant.uses):
             at = self._layouts(value, u.op, "inputs", u.operand)
@@ -177,18 +185,39 @@ class Unfolded:
     def _collectives(
         self, graph: LayoutGraph, exposed: bool, made: Flags, kept: Flags, wanted: Flags, now: Sequence[tuple[int, Floats]],
         later: Sequence[tuple[int, Floats]], mu: Floats, costs: tuple[Floats, Floats],
-    ) -> float:  # fmt: skip
-        """What their reduced costs take; π of what may cross is raised first where the whole never has it."""
+    ) -> tuple[float, list[Floats]]:  # fmt: skip
+        """What their reduced costs take, and what each costs beyond its worth, in the tensor's phase and later; π of what may cross is
+        raised first where the whole never has it."""
         ends = wanted | exposed
         worth = np.where(_led(graph, ends, back=True), mu, 0.0)
-        loss = 0.0
+        loss, left = 0.0, list[Floats]()
         for pis, begin, gain, seconds in ((now, made, worth, costs[0]), (later, made | kept, np.zeros(len(mu)), costs[1])):
             reached = _led(graph, begin)
             if exposed:
                 for _, pi in pis:
                     _raise(graph, pi, reached)
-            loss += _below(graph, pis, reached, gain, seconds)
-        return loss
+            beyond = _beyond(graph, pis, gain, seconds)
+            loss += float(np.minimum(beyond, 0.0)[reached[_ends(graph)[0]]].sum())
+            left.append(beyond)
+        return loss, left
+
+    def _saved(self, v: int, makers: Sequence[Place], reads: Sequence[Sequence[Place]], left: Sequence[Floats]) -> None:
+        """What products save together with a tensor's collectives."""
+        for later, beyond in enumerate(left):
+            for kernel in self._kernels.get((v, bool(later)), ()):
+                most = max(h.saved_s - max(float(beyond[h.arc]), 0.0) for h in kernel.hides)
+                for p in {p for places in (makers, *reads) for p in places if p.op == kernel.op and p not in self.places.alone}:
+                    costs = (self.again if kernel.again else self.x).get(p)
+                    if costs is not None:
+                        costs[[*kernel.strategies]] -= max(most, 0.0)
+
+    def _alone(self) -> None:
+        """What products save that several units have for themselves: all that they could."""
+        kernels = [kernel for offered in self._kernels.values() for kernel in offered if not kernel.again]
+        for p in self.places.alone if kernels else ():
+            for kernel in kernels:
+                if kernel.op == p.op:
+                    self.x[p][[*kernel.strategies]] -= max(h.saved_s for h in kernel.hides)
 
     def _value(self, v: int) -> Value:
         return self.problem.values[self.problem.variants[v].value]
@@ -279,15 +308,18 @@ def _raise(graph: LayoutGraph, pi: Floats, reached: Flags) -> None:
         np.maximum.at(pi, tails[free], pi[heads[free]])
 
 
-def _below(graph: LayoutGraph, pis: Sequence[tuple[int, Floats]], reached: Flags, worth: Floats, seconds: Floats) -> float:
+def _in_full(graph: LayoutGraph) -> Floats:
+    return np.array([a.time_s for a in graph.arcs])
+
+
+def _beyond(graph: LayoutGraph, pis: Sequence[tuple[int, Floats]], worth: Floats, seconds: Floats) -> Floats:
     if not pis or not graph.arcs:
-        return 0.0
+        return seconds
     tails, heads = _ends(graph)
     steps = [pi[heads] - pi[tails] for _, pi in pis]
     up = sum(times * np.maximum(step, 0.0) for (times, _), step in zip(pis, steps, strict=True))
     rises = np.where(np.max(steps, axis=0) > 0.0, up, np.max(steps, axis=0))
-    costs = seconds - worth[heads] - rises
-    return float(np.minimum(costs, 0.0)[reached[tails]].sum())
+    return seconds - worth[heads] - rises
 
 
 def least_over_cuts(found: Unfolded, num_stages: int, num_microbatches: int, allowed: Collection[int] | None) -> float:

@@ -29,6 +29,7 @@ class Places:
         everywhere: tensors that any stage can make for itself.
         readers: (tensor, op, operand) → the ops that read it, of those that have one place.
         hidden: tensors that others read too, or that backward may make again elsewhere.
+        alone: of what makes tensors in each unit that reads them.
     """
 
     priced: Priced
@@ -39,6 +40,7 @@ class Places:
     readers: dict[tuple[Ref, int, int], list[Place]] = field(default_factory=dict)
     hidden: set[Ref] = field(default_factory=set)
     everywhere: set[Ref] = field(default_factory=set)
+    alone: set[Place] = field(default_factory=set)
 
     @staticmethod
     def of(trace: Trace, priced: Priced, placing: Placing, forced: Forced) -> Places:
@@ -101,7 +103,7 @@ class Places:
             units = sorted({unit for ref in refs for unit in read.get(ref, ())})
             self.everywhere |= {*refs}
             for unit in units:
-                self._put(n, number, unit, (), refs, 1.0 / len(units))
+                self.alone.add(self._put(n, number, unit, (), refs, 1.0 / len(units)))
 
     def _layers(self) -> dict[Ref, set[tuple[int, ...]]]:
         """Tensor → the layers that read it in forward, where they are ops."""

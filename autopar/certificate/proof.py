@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from autopar.capture.trace import Trace
-from autopar.certificate.bound import MemoryRow, Prices, lower_bound
+from autopar.certificate.bound import MemoryRow, Prices, Versions, lower_bound
 from autopar.certificate.decisions import keys_of
 from autopar.certificate.facts import Facts
 from autopar.certificate.moments import Moments
@@ -29,8 +29,8 @@ class Stored:
     def num_multipliers(self) -> int:
         """How many there are."""
         proof = self.plan.proof
-        worths = [*(p.values_s for p in proof.potentials), *(v.values_s for v in proof.versions), proof.memory_s]
-        return sum(map(len, worths))
+        versions = (each for v in proof.versions for each in (v.values_s, v.copies_s, v.once_s))
+        return sum(map(len, (*(p.values_s for p in proof.potentials), *versions, proof.memory_s)))
 
     def bound_s(self) -> float:
         """What they prove of a plan without stages."""
@@ -38,7 +38,7 @@ class Stored:
         if not all(0.0 <= share <= 1.0 for share in balance):
             self.findings.append(Finding("bound", f"balance {balance} is no pair of shares, and proves nothing"))
             return 0.0
-        return lower_bound(self.priced.problem, self.prices(), self._rows(), balance)
+        return lower_bound(self.priced.problem, self.prices(), self._rows(), balance, self.versions())
 
     def prices(self) -> Prices:
         """The potentials."""
@@ -46,15 +46,16 @@ class Stored:
         tensors, readers = self._tensors(), {keys_of(self.priced, n)[0][0]: n for n in range(num_ops)}
         return dict(filter(None, (self._found(p, tensors, readers) for p in self.plan.proof.potentials)))
 
-    def versions(self) -> dict[int, dict[int, float]]:
-        """The multipliers of versions, by variant and layout."""
-        tensors, found = self._tensors(), dict[int, dict[int, float]]()
+    def versions(self) -> dict[int, Versions]:
+        """The multipliers of versions, by variant."""
+        tensors, found = self._tensors(), dict[int, Versions]()
         for version in self.plan.proof.versions:
             v, problem = tensors.get((version.node, version.result), -1), self.priced.problem
             graph = problem.values[problem.variants[v].value].graph
             index = {str(layout): i for i, layout in enumerate(graph.layouts)} if v >= 0 else {}
-            if version.values_s.keys() <= index.keys():
-                found[v] = {index[layout]: worth for layout, worth in version.values_s.items()}
+            worths = version.values_s, version.copies_s, version.once_s
+            if set().union(*worths) <= index.keys():
+                found[v] = Versions(*({index[layout]: worth for layout, worth in each.items()} for each in worths))
             else:
                 self.findings.append(Finding("bound", "a multiplier is of layouts of which some are not among the problem's", version.node))
         return found

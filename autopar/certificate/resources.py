@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autopar.capture.trace import Trace
+from autopar.certificate.buckets import issued
 from autopar.certificate.context import Context
 from autopar.certificate.decisions import Decisions
 from autopar.certificate.facts import Claims, Facts
@@ -20,8 +21,8 @@ from autopar.cost.priced import OPTIMIZERS
 from autopar.emit import simulated
 from autopar.emit.choices import buffer_key, input_key, parameter_key, storage_key
 from autopar.kernels import collectives as kernels
-from autopar.kernels import fused
-from autopar.plans import Overlap, Plan
+from autopar.kernels import dispatched, fused
+from autopar.plans import KERNELS_BUFFERS, RESTING, Overlap, Plan
 from autopar.run.memory import trace_peak
 from autopar.run.program import Program
 from autopar.run.rank_memory import chunk_memory, rank_peak
@@ -33,16 +34,19 @@ _CALLS: dict[Any, str] = {
 }  # fmt: skip
 
 
-def emission(plan: Plan, program: Program) -> Iterator[Finding]:
+def emission(plan: Plan, claims: Claims, program: Program) -> Iterator[Finding]:
     """Whether the emitted graphs hold the collectives that the plan lists, by phase, kind and axis: number and bytes."""
-    listed: Counter[tuple[str, str, int]] = Counter()
-    sizes: Counter[tuple[str, str, int]] = Counter()
-    for c in plan.communications:
-        listed[c.phase, c.collective.kind, c.collective.axis] += len(c.instances)
-        sizes[c.phase, c.collective.kind, c.collective.axis] += len(c.instances) * c.collective.bytes
+    both = issued(plan, claims)
+    listed = Counter({where: num for where, (num, _) in both.items()})
+    sizes = Counter({where: size for where, (_, size) in both.items()})
     graphs = [("forward", program.forward), ("backward", program.backward), ("step", program.begin), ("step", program.end)]
     for phase, module in graphs:
         for node in module.graph.nodes if module is not None else ():
+            if (node.target in dispatched.TOGETHER) != bool(node.meta.get("own")):
+                yield Finding("emission", f"it does not run in {phase} as the plan has it move", node.meta["key"])
+            for each in node.meta.get("own", ()):
+                listed[phase, each.collective.kind, each.collective.axis] -= 1
+                sizes[phase, each.collective.kind, each.collective.axis] -= each.collective.bytes
             kind = _kind(node)
             if kind:
                 inside = node.target in fused.KERNELS
@@ -77,7 +81,8 @@ def overlap(plan: Plan, program: Program, held: Overlap, slowdown: float) -> Ite
         yield Finding("overlap", f"early steps hold at most {seen} bytes in forward and backward, not {said}")
     hidden_s = sum(phase.hidden_s for phase in simulated(program, plan)) if plan.overlap.slowdown < 1.0 else 0.0
     predicted = plan.prediction
-    step = predicted.compute_s + predicted.communication_s - predicted.in_kernels_s - (1.0 - plan.overlap.slowdown) * hidden_s
+    saved_s = predicted.in_kernels_s + sum(bucket.saved_s for bucket in plan.buckets) + (1.0 - plan.overlap.slowdown) * hidden_s
+    step = predicted.compute_s + predicted.communication_s - saved_s
     for name, derived, claimed in (("hides", hidden_s, plan.prediction.hidden_s), ("takes", step, plan.prediction.simulated_s)):
         if not near(derived, claimed):
             yield Finding("overlap", f"simulated, the step {name} {derived:.9g} s, not {claimed:.9g} s")
@@ -111,7 +116,7 @@ def resting(trace: Trace, facts: Facts, claims: Claims, plan: Plan, *, accumulat
 
 
 def memory(plan: Plan, program: Program, facts: Facts, sizes: Mapping[str, int], context: Context) -> tuple[int, list[Finding]]:
-    """The peak, optimizer's state included, and what is claimed of memory and does not hold."""
+    """The peak, all that rests included, and what is claimed of memory and does not hold."""
     found: list[Finding] = []
     for k in plan.kept:
         if not k.instances:
@@ -121,8 +126,8 @@ def memory(plan: Plan, program: Program, facts: Facts, sizes: Mapping[str, int],
         held = sum(held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in k.layouts)
         if held != k.bytes:
             found.append(Finding("kept values", f"one instance holds {held} bytes, not {k.bytes}", k.node))
-    peak, budget = _peak(plan, program, context) + sizes["optimizer"], plan.options.get("memory_bytes")
-    static = sum(sizes.get(kind, 0) for kind in ("parameters", "optimizer", "gathered", "buffers", "inputs"))
+    peak, budget = _peak(plan, program, context) + sizes["optimizer"] + sizes.get(KERNELS_BUFFERS, 0), plan.options.get("memory_bytes")
+    static = sum(sizes.get(kind, 0) for kind in RESTING)
     expected = {**sizes, "transient": max(peak - static - max(sizes["activations"], sizes["gradients"]), 0)}
     claimed = plan.prediction
     for kind in sorted({*expected, *claimed.memory_bytes}):
@@ -138,7 +143,7 @@ def memory(plan: Plan, program: Program, facts: Facts, sizes: Mapping[str, int],
 
 
 def _peak(plan: Plan, program: Program, context: Context) -> int:
-    """Of a step, without the optimizer's state."""
+    """Of what the program of a step holds."""
     outputs = plan.options.get("outputs", "dtensor")
     if not context.schedule:
         return trace_peak(program, batch=plan.options.get("batch", "global"), outputs=outputs).peak_bytes
@@ -203,10 +208,11 @@ def times(plan: Plan, found: Seconds) -> Iterator[Finding]:
 
 def _bars(plan: Plan, compute_s: float, communication_s: float) -> Iterator[tuple[str, float, float]]:
     claimed = plan.prediction
-    if plan.overlap.slowdown < 1.0:  # simulated: hidden seconds stretch compute, and slices, which are local, run there
+    if plan.overlap.slowdown < 1.0 or plan.buckets:  # simulated: hidden seconds stretch compute, and slices, which are local, run there
         moved = [c for c in plan.communications if c.phase != "step"]  # what is done once per step is not in the graphs
         local_s = sum(len(c.instances) * c.time_s for c in moved if c.collective.kind == "slice")
-        compute_s += local_s + claimed.simulated_s - claimed.compute_s - claimed.communication_s + claimed.hidden_s
-        communication_s -= local_s
+        saved_s = sum(bucket.saved_s for bucket in plan.buckets)  # of communication
+        compute_s += local_s + claimed.simulated_s - claimed.compute_s - claimed.communication_s + claimed.hidden_s + saved_s
+        communication_s -= local_s + saved_s
     for kind, derived in (("compute", compute_s), ("communication", communication_s)):
         yield f"{kind} on the time line", derived, sum(bar[4] for bar in claimed.timeline if bar[2] == kind)

@@ -84,14 +84,14 @@ def _bound_s(
     forced = replace(forced, named=replace(forced.named, apart=forced.named.apart | sewn.apart))
     priced = price(
         part, classes_of(part, mesh.shape, forced), mesh, profile, budget_bytes=0, optimizer=str(plan.options["optimizer"]),
-        forced=forced, num_microbatches=pipeline.num_microbatches, exposed=sewn.exposed,
+        forced=forced, num_microbatches=pipeline.num_microbatches, exposed=sewn.exposed, kernels=True,
     )  # fmt: skip
     stored = Stored(part, plan, priced, Facts.of(part))
     crossing = Crossing.along(pipeline.axis, plan.mesh, profile)
     ways = Pipelines(part, priced, forced, placing, len(points) + 1, sewn.exposed, mesh.shape, crossing)
     asked = [c.cuts for c in constraints if isinstance(c, Pipelined) and c.cuts is not None]
     allowed = {i for i, point in enumerate(points, 1) if point.module in asked[0]} if asked else None
-    parts = Unfolded(ways, stored.prices(), stored.versions())
+    parts = Unfolded(ways, stored.prices(), {v: found.made for v, found in stored.versions().items()})
     found += stored.findings
     return least_over_cuts(parts, len(stages), pipeline.num_microbatches, allowed), stored.num_multipliers
 
@@ -129,7 +129,8 @@ class _Stages:
             flying = held_at_most(pipeline.schedule, number, len(pipeline.stages), pipeline.num_microbatches, pipeline.num_chunks)
             crossing = replace(Crossing.along(pipeline.axis, plan.mesh, self.profile), layouts=layouts)
             here, num = replace(forced, storage=dict(storage), starts=staged.starts), pipeline.num_microbatches
-            context = Context(here, crossing, num, flying, pipeline.schedule, batch_bytes, number, actions_of(pipeline, number))
+            actions, kernels = actions_of(pipeline, number), pipeline.num_chunks == 1
+            context = Context(here, crossing, num, flying, pipeline.schedule, batch_bytes, number, actions, kernels)
             if pipeline.accumulates != context.accumulates:
                 what = f"with {num} microbatches gradients {'are' if context.accumulates else 'are not'} added to sums"
                 raise PlanError(f"{what}, and the plan says otherwise", remedy="plan again; the file was changed by hand")
@@ -189,6 +190,8 @@ def _figures(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
         "the objective": (step, plan.proof.objective_s),
         "the slowest stage's compute": (sum(p.compute_s for p in slowest) * num, claimed.compute_s),
         "the slowest stage's communication": (sum(p.communication_s for p in slowest) * num, claimed.communication_s),
+        "what the slowest stage's kernels save": (sum(p.in_kernels_s for p in slowest) * num, claimed.in_kernels_s),
+        "what the slowest stage's buckets save": (sum(p.in_buckets_s for p in slowest) * num, claimed.in_buckets_s),
         "what the slowest stage hides": (sum(p.hidden_s for p in slowest) * num, claimed.hidden_s),
         "the simulated step": (_whole_step_s(pipeline, simulated=True), claimed.simulated_s),
     }

@@ -18,7 +18,7 @@ from autopar.mesh import Mesh
 Axes = str | Sequence[str]
 Recompute = Literal["none", "full", "selective"]
 PlanName = Literal[
-    "ddp", "fsdp", "context_parallel", "expert_parallel",
+    "ddp", "fsdp", "context_parallel", "expert_parallel", "expert_parallel_dispatched", "expert_parallel_gathered",
     "tensor_parallel_1d", "tensor_parallel_2d", "tensor_parallel_2.5d", "tensor_parallel_3d",
 ]  # fmt: skip
 
@@ -28,7 +28,8 @@ class Parallelism:
     """One plan of the field on some mesh axes.
 
     Attributes:
-        name: ``ddp``, ``fsdp``, ``context_parallel``, ``expert_parallel`` or ``tensor_parallel_`` and its kind.
+        name: ``ddp``, ``fsdp``, ``context_parallel``, ``expert_parallel``, also with ``_`` and how its experts get tokens, or
+            ``tensor_parallel_`` and its kind.
         axes: names of mesh axes, of a grid in its order; None for all of them.
         zero: ZeRO's stage of data parallelism: 3 of ``fsdp``, 0 of ``ddp``; `megatron` has 1 and 2 as well.
     """
@@ -43,12 +44,18 @@ class Parallelism:
     def __str__(self) -> str:
         arguments = [] if self.kind is None else [self.kind]
         arguments += [] if self.axes is None else [f"axes={list(self.axes)}"]
-        return f"{self.name.removesuffix('_' + arguments[0]) if self.kind else self.name}({', '.join(arguments)})"
+        arguments += [f"tokens={self.tokens!r}"] if self.tokens else []
+        return f"{self.name.removesuffix(f'_{self.kind or self.tokens}')}({', '.join(arguments)})"
 
     @property
     def kind(self) -> str | None:
         """Of tensor parallelism: ``1d``, ``2d``, ``2.5d`` or ``3d``."""
         return self.name.rpartition("_")[2] if self.name.startswith("tensor_parallel") else None
+
+    @property
+    def tokens(self) -> str:
+        """Of expert parallelism: whether tokens are ``dispatched`` or ``gathered``, ``""`` where that is the planner's."""
+        return self.name.removeprefix("expert_parallel").lstrip("_") if self.name.startswith("expert_parallel") else ""
 
 
 def ddp(axes: Axes | None = None) -> Parallelism:
@@ -94,30 +101,49 @@ def context_parallel(axes: Axes) -> Parallelism:
     return Parallelism("context_parallel", names_of(axes))
 
 
-def expert_parallel(axes: Axes) -> Parallelism:
+def expert_parallel(axes: Axes, tokens: Literal["", "dispatched", "gathered"] = "") -> Parallelism:
     """Expert parallelism: the batch is split over `axes` as in `ddp`, and of every layer of experts each device has 1/P of the
-    experts, with their gradients and optimizer's states (Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation
-    and Automatic Sharding", 2020, section 3; Rajbhandari et al., "DeepSpeed-MoE", 2022, section 5). All other parameters rest whole.
+    experts, with their gradients and optimizer's states. All other parameters rest whole.
 
-    How many tokens pick an expert is known to no one before. GShard, and Fedus et al., "Switch Transformers", 2021, section 2.2, cut
-    them at a capacity, and drop what is above; here none is dropped, so that numbers are the plain model's. A device gathers the
-    tokens of all P, with their picks and gates, computes with its own experts the rows that picked them and no others, and what it
-    makes, zeros for other tokens, is summed and scattered (the all-gather dispatcher of Megatron Core's MoE). With T tokens on the P
-    devices together, h features and k picks of each, elements that a device sends per layer:
+    How many tokens pick an expert is known to no one before. Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation
+    and Automatic Sharding", 2020, section 3, and Fedus et al., "Switch Transformers", 2021, section 2.2, cut them at a capacity, and drop
+    what is above; here none is dropped, so that numbers are the plain model's. There are two ways for tokens to meet their experts, and
+    the planner takes the cheaper one for each layer, if `tokens` does not say which. Elements that a device sends per layer, with T tokens
+    on the P devices together, h features and k picks of each:
+
+    ``"dispatched"`` (GShard; Switch; Rajbhandari et al., "DeepSpeed-MoE", 2022, section 5): a token's row goes to the device of each expert
+    that it picked, and what that makes comes back, by all-to-alls of the rows that there are. With picks that are balanced, for which they
+    are priced,
+
+        forward     rows of tokens T·h·k(P−1)/P², of results T·h·k(P−1)/P²
+        backward    rows of results' gradients and, again, of tokens, T·2h·k(P−1)/P², gates T·k(P−1)/P²; gradients of tokens T·h·k(P−1)/P²,
+                    of gates T·k(P−1)/P²
+
+    and, once in forward and once in backward, how many rows go where, a number for each expert.
+
+    ``"gathered"`` (the all-gather dispatcher of Megatron Core's MoE): a device gathers the tokens of all P, with their picks and gates,
+    computes with its own experts the rows that picked them and no others, and what it makes, zeros for other tokens, is summed and
+    scattered:
 
         forward     gathered: tokens T·h(P−1)/P, picks T·k(P−1)/P, gates T·k(P−1)/P; scattered: results T·h(P−1)/P
         backward    gathered: the results' gradients T·h(P−1)/P; scattered: those of tokens T·h(P−1)/P, of gates T·k(P−1)/P
 
-    and in backward again what forward gathered, where it is not kept whole. An all-to-all of balanced picks would send T·h·k(P−1)/P²
-    instead of each T·h(P−1)/P: less where P > k. Gradients of experts are summed over none of `axes`. A device computes T·k/P rows
-    where all experts are picked alike, which is what is priced; where not, all wait for the one whose experts are picked most.
+    and in backward again what forward gathered, where it is not kept whole. So dispatch sends k/P of that per row, and less where P > k.
+    Over several axes at most one of an op dispatches.
 
-    The axes are beside those of `ddp` or `fsdp`, as `megatron(ep=...)` composes them.
+    Gradients of experts are summed over none of `axes`. A device computes T·k/P rows where all experts are picked alike, which is what is
+    priced; where not, all wait for the one whose experts are picked most, and with dispatch it also gets, and holds, that many rows.
 
-    Raises (when a model is planned):
-        ConstraintError: where the model has no experts, or the number of experts is no multiple of P, naming the op; and as `ddp`.
+    The axes are beside those of `ddp` or `fsdp`, as `megatron(ep=...)` composes them, which leaves the two ways to the planner.
+
+    Raises:
+        ConstraintError: on other `tokens`. When a model is planned: where it has no experts, or the number of experts is no multiple of P,
+            naming the op; where tokens are to be dispatched over several axes; and as `ddp`.
     """
-    return Parallelism("expert_parallel", names_of(axes))
+    if tokens not in ("", "dispatched", "gathered"):
+        remedy = 'pass "dispatched" or "gathered", or leave it to the planner'
+        raise ConstraintError(f"expert_parallel(tokens={tokens!r}) is not there", remedy=remedy)
+    return Parallelism(f"expert_parallel_{tokens}" if tokens else "expert_parallel", names_of(axes))  # type: ignore[arg-type]
 
 
 def tensor_parallel(kind: str = "1d", *, axes: Axes) -> Parallelism:

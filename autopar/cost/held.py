@@ -64,9 +64,9 @@ def offered_as(strategy: OpStrategy) -> tuple[Strategy, ...]:
 
 
 def own_time_s(op: Op, strategy: int) -> float:
-    """Of one instance of an op, without what a parameter moves at the begin and the end of a step."""
+    """Of one instance of an op, without its own collectives, and what a parameter moves at the begin and the end of a step."""
     chosen = op.strategies[strategy]
-    return chosen.time_s - chosen.communication_s if op.kind == "parameter" else chosen.time_s
+    return chosen.time_s - chosen.communication_s if op.kind in ("compute", "parameter") else chosen.time_s
 
 
 def held_ways(storage: Layout, mesh_shape: Sequence[int], *, trained: bool, stages: ZeroStages) -> Iterator[Held]:

@@ -25,12 +25,27 @@ from autopar.cost.compute import compute_time
 from autopar.cost.times import local_info
 from autopar.hardware import HardwareProfile
 from autopar.kernels import equations
+from autopar.kernels.chunked import Shards
 from autopar.layout import Strategy
 from autopar.rules import Call, TensorInfo
 
 NAMES = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
 """Kind of the collective → the kernel's name."""
 _CHUNKS = (1, 2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory that a kernel shares with its peers along an axis, and keeps: all uses of equal shards there have it together
+    (`autopar.kernels.chunked`)."""
+
+    name: str
+    shards: Shards
+
+    @property
+    def num_bytes(self) -> int:
+        """On one rank."""
+        return self.shards.gather_bytes if self.name == NAMES["all_gather"] else self.shards.scatter_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +72,16 @@ class Site:
         local = [(local_info(info, layout, self.mesh_shape), term) for info, layout, term in tensors]
         cut = [TensorInfo(tuple(-(-n // num) if at == letter else n for at, n in zip(t, i.shape, strict=True)), i.dtype) for i, t in local]
         return cut[:2], cut[2:]
+
+    def region(self, operand: int, dim: int, num_chunks: int) -> Region:
+        """What it shares with its peers, on some axis, for a tensor whose `dim` moves.
+
+        Args:
+            operand: which factor is gathered; 2 for the result, which is scattered.
+        """
+        reads, makes = self.infos()
+        info = (*reads, *makes)[operand]
+        return Region(NAMES[self.kind], Shards.of(info.shape, dim, info.dtype, self.size, num_chunks))
 
     def seconds(self, profile: HardwareProfile, num: int = 1) -> float:
         """Of one of `num` chunks of the product."""

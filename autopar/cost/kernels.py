@@ -4,16 +4,19 @@ On offer is a kernel where it saves more than a launch takes, and nothing has sl
 belongs to rows or columns of the product, not to what it sums over; and where the product's other factor is there whenever what it reads
 is: a parameter, or in backward what forward made, so that the product can stand where its operand is read first. What is gathered is there
 afterwards, for all who read it.
+
+What crosses between stages counts as made in its phase, as in the model without stages, and is gathered by no kernel in backward, when it
+has slack there. So a stage has no kernel that the whole model lacks, but where it may run again what the whole may not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from autopar import ops
 from autopar.capture.trace import Trace
-from autopar.cost.kernel_times import NAMES, Site, saved, terms_of
+from autopar.cost.kernel_times import NAMES, Region, Site, saved, terms_of
 from autopar.cost.priced import Priced, Source
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
@@ -22,6 +25,8 @@ from autopar.problem import Choices, Hidden, Kernel, Kernels, Problem
 from autopar.redistribute import Arc
 from autopar.solve import is_early
 from autopar.strategies import Cluster, ClusterClass, ClusterStrategy, Ref
+
+NO_ROOM = "what it would share with its peers takes memory that is worth more elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +61,28 @@ class _Offers:
     trace: Trace
     problem: Problem
     sources: Sequence[Source]
-    mesh: Mesh
+    mesh_shape: tuple[int, ...]
     profile: HardwareProfile
-    phases: dict[str, str] = field(init=False)  # node → its phase; placeholders have none
+    phases: dict[str, str] = field(init=False)  # node → its phase; placeholders have none, but what crosses
+    regions: dict[tuple[int, Region], int] = field(default_factory=dict)  # axis and region → its number, as they come
     _known: dict[object, tuple[float, int]] = field(default_factory=dict)  # what is saved, by what that depends on
 
     def __post_init__(self) -> None:
         self.phases = {n.name: n.meta["phase"] for n in self.trace.graph.nodes if n.op == "call_function"}
+        self.phases |= {i.node: "forward" for i in self.trace.inputs if i.crosses}
+        self.phases |= {o.tangent: "backward" for o in self.trace.outputs if o.crosses and o.tangent}
+
+    def all(self) -> Kernels:
+        """By variant and phase."""
+        found: dict[tuple[int, bool], tuple[Kernel, ...]] = {}
+        for v, variant in enumerate(self.problem.variants):
+            value = self.problem.values[variant.value]
+            for late in (False, True) if value.phase == "forward" else (False,):
+                crossed = late and self.sources[value.op].crosses
+                kernels = () if crossed or is_early(self.problem, v, late=late) else tuple(self.of(v, late))
+                if kernels:
+                    found[v, late] = kernels
+        return found
 
     def of(self, v: int, late: bool) -> Iterator[Kernel]:
         """Of a variant, in backward of what forward made or in the phase that makes it."""
@@ -87,8 +107,12 @@ class _Offers:
             if strategy is not None and self._ends(arc, product, v) == product.layout(strategy):
                 name = product.cluster.members[0].key.partition("/")[0]
                 refusal = self._refusal(v, product, arc)
-                if not refusal and self._hidden(v, product, strategy, graph.arcs.index(arc), arc):
-                    refusal = "another product of it, or another collective of the product, saves more"
+                a, same = graph.arcs.index(arc), (product.op, product.again)
+                kernels = (k for k in self.problem.kernels.get((v, late), ()) if (k.op, k.again) == same and s in k.strategies)
+                offered = [h for k in kernels for h in k.hides if h.arc == a]
+                if offered:
+                    room = choices.regions is None or offered[0].region in choices.regions
+                    refusal = "another product of it, or another collective of the product, saves more" if room else NO_ROOM
                 yield f"{name}: {refusal or 'to cut it into chunks costs more than that hides'}"
 
     def _products(self, v: int, late: bool) -> Iterator[_Product]:
@@ -126,19 +150,22 @@ class _Offers:
         graph = self.problem.values[self.problem.variants[v].value].graph
         info = head.call.outputs[0] if product.factor is None else head.call.inputs[product.factor]
         split = graph.layouts[arc.dst if product.factor is None else arc.src]
-        return "parts differ in length" if info.shape[dim] % split.num_shards(dim, self.mesh.shape) else ""
+        return "parts differ in length" if info.shape[dim] % split.num_shards(dim, self.mesh_shape) else ""
 
     def _hidden(self, v: int, product: _Product, strategy: ClusterStrategy, a: int, arc: Arc) -> list[Hidden]:
         result_dim = product.result_dim(arc.collective.dim)
         if result_dim is None or self._refusal(v, product, arc):
             return []
-        sizes, c = tuple(self.mesh.shape), arc.collective
+        sizes, c = self.mesh_shape, arc.collective
         site = Site(product.cluster.members[0].call, strategy.members[0], sizes, c.kind, sizes[c.axis], result_dim)
         key = (site.kind, site.size, result_dim, arc.time_s, terms_of(site.call), *map(tuple, site.infos()))
         if key not in self._known:
             self._known[key] = saved(site, arc.time_s, self.profile)
         saved_s, chunks = self._known[key]
-        return [Hidden(a, saved_s, chunks)] if saved_s > self.profile.launch_overhead_s else []
+        if saved_s <= self.profile.launch_overhead_s:
+            return []
+        region = c.axis, site.region(2 if product.factor is None else product.factor, c.dim, chunks)
+        return [Hidden(a, saved_s, chunks, self.regions.setdefault(region, len(self.regions)))]
 
 
 def _factor(cluster: Cluster, ref: Ref) -> int | None:
@@ -155,19 +182,24 @@ def _makes(cluster: Cluster, ref: Ref) -> bool:
     return head.call.target is ops.dot and head.makes[0] == ref and not any(ref in m.reads for m in cluster.members[1:])
 
 
-def kernels_on_offer(trace: Trace, problem: Problem, sources: Sequence[Source], mesh: Mesh, profile: HardwareProfile) -> Kernels:
-    """By variant and phase; none where the profile says of no kernel what it reaches."""
+def with_kernels(trace: Trace, problem: Problem, sources: Sequence[Source], mesh: Mesh, profile: HardwareProfile) -> Problem:
+    """The problem with its kernels, by variant and phase, and what they share; none where the profile says of no kernel what it reaches."""
     if not profile.kernels:
+        return problem
+    offers = _Offers(trace, problem, sources, tuple(mesh.shape), profile)
+    return replace(problem, kernels=offers.all(), regions=tuple(region.num_bytes for _, region in offers.regions))
+
+
+def in_any_stage(trace: Trace, priced: Priced, mesh_shape: Sequence[int], again: Collection[int]) -> Kernels:
+    """The kernels that some stage of a trace may have, by the ops and variants of the whole.
+
+    Args:
+        priced: the whole, with what may cross exposed. again: ops that backward of some stage may run again.
+    """
+    if not priced.with_kernels or not priced.profile.kernels:
         return {}
-    offers = _Offers(trace, problem, sources, mesh, profile)
-    found: dict[tuple[int, bool], tuple[Kernel, ...]] = {}
-    for v in range(len(problem.variants)):
-        late = (False, True) if problem.values[problem.variants[v].value].phase == "forward" else (False,)
-        for each in late:
-            kernels = () if is_early(problem, v, late=each) else tuple(offers.of(v, each))
-            if kernels:
-                found[v, each] = kernels
-    return found
+    ops = tuple(replace(op, recomputable=op.recomputable or n in again) for n, op in enumerate(priced.problem.ops))
+    return _Offers(trace, replace(priced.problem, ops=ops), priced.sources, tuple(mesh_shape), priced.profile).all()
 
 
 def why_none(trace: Trace, priced: Priced, mesh: Mesh, where: tuple[int, bool], arc: Arc, choices: Choices) -> str:
@@ -178,5 +210,5 @@ def why_none(trace: Trace, priced: Priced, mesh: Mesh, where: tuple[int, bool], 
     """
     if not priced.with_kernels or not priced.profile.kernels or arc.collective.kind not in NAMES:
         return ""
-    offers = _Offers(trace, priced.problem, priced.sources, mesh, priced.profile)
+    offers = _Offers(trace, priced.problem, priced.sources, tuple(mesh.shape), priced.profile)
     return "; ".join(dict.fromkeys(offers.why(*where, arc, choices)))

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from autopar.analysis.work import is_view
+from autopar.capture.loss_head import IN_PLACE
 from autopar.capture.trace import Trace
 from autopar.cost.priced import Priced
 from autopar.problem import Choices, Moment, Value
 from autopar.run.memory import NodePeak
-from autopar.solve import evaluate
-from autopar.strategies import Ref
+from autopar.solve import evaluated
+from autopar.strategies import Cluster, Ref
 
 _NEVER = -1
 _MOST_NEW = 24  # moments that one round adds: those most over the budget
@@ -34,7 +35,7 @@ class _Span:
         made: what makes it. last_forward: its last reader in forward.
         earliest: the first in backward that could ask for it; an op that runs again, because its own result is asked for, asks
             for its operands. asked: the first that does if ops run again as late as they can. until: the last that does.
-        is_view: it has no memory of its own. is_gradient: of a parameter.
+        is_view: it has no memory of its own. takes_over: it is written into what it reads. is_gradient: of a parameter.
     """
 
     made: int
@@ -43,7 +44,12 @@ class _Span:
     asked: int
     until: int
     is_view: bool
+    takes_over: bool
     is_gradient: bool
+
+    def is_made_anew(self, now: int) -> bool:
+        """Whether the node that runs makes it, beside what it reads."""
+        return self.made == now and not self.is_view and not self.takes_over
 
 
 @dataclass
@@ -55,6 +61,7 @@ class Liveness:
     positions: dict[str, int] = field(init=False)
     owner: dict[str, int] = field(init=False)
     _spans: dict[str, _Span] = field(init=False)
+    _variant: dict[Ref, int] = field(init=False)
     _parameter: dict[str, int] = field(init=False)  # gradient's node → the parameter's op
 
     def __post_init__(self) -> None:
@@ -65,6 +72,7 @@ class Liveness:
         results = nodes[-1].args[0]
         named = {p.name: results[p.gradient].name for p in self.trace.parameters if p.gradient is not None}
         self._parameter = {named[name]: i for i, s in sources if s.kind == "parameter" for name in s.names if name in named}
+        self._variant = {ref: v for v, refs in enumerate(self.priced.refs) for ref in refs}
         self._spans = {}
         for node in reversed(nodes[:-1]):
             self._spans[node.name] = self._span(node)
@@ -85,6 +93,7 @@ class Liveness:
             asked=first if first >= 0 else max(asking, default=_NEVER),
             until=max([_NEVER, *backward, *asking, *(v.until for v in views)]),  # memory lives on in views of it
             is_view=node.op == "call_function" and not _owns(node),
+            takes_over=bool(node.meta.get(IN_PLACE)),
             is_gradient=node.name in self._parameter,
         )
 
@@ -113,7 +122,8 @@ class Liveness:
         return Moment(node, tuple((v, n) for v, n in held.items() if n), _frozen(live), 0, _frozen(again))
 
     def _backward_value(self, value: Value, spans: Sequence[_Span], refs: Sequence[Ref], now: int, live: dict[int, list[int]]) -> None:
-        _add(live, self._sizes(value), value.op, sum(s.made == now or s.made < now <= s.until for s in spans if not s.is_view))
+        still = sum(s.is_made_anew(now) or (s.made < now <= s.until and not s.is_view) for s in spans)
+        _add(live, self._sizes(value), value.op, still)
         for span, (name, _) in zip(spans, refs, strict=True):
             if span.is_gradient and span.made < now and span.until < now and not self.priced.problem.accumulates:
                 parameter = self._parameter[name]
@@ -126,25 +136,41 @@ class Liveness:
         return [value.graph.bytes[value.graph.index[s.layouts.outputs[value.result]]] for s in strategies]
 
     def certain(self) -> tuple[Moment, ...]:
-        """What any plan holds while an op of backward runs: the op's results, and each kept value that nothing has asked for yet.
+        """What any plan holds while an op of backward runs: the op's results, what it reads, as it reads it, and each other kept value
+        that nothing has asked for yet.
 
         Of equal ops the one that runs first, when most is held.
         """
-        problem, found = self.priced.problem, []
+        found = []
         for index, source in enumerate(self.priced.sources):
-            if source.cluster is None or problem.ops[index].phase == "forward":
-                continue
-            now, node = min((self.positions[m.node], m.node) for c in source.cluster.instances for m in c.members[:1])
-            held = ((v, sum(self._spans[name].earliest >= now for name, _ in refs)) for v, refs in enumerate(self.priced.refs))
-            forward = ((v, n) for v, n in held if n and problem.values[problem.variants[v].value].phase == "forward")
-            made: dict[int, list[int]] = {}
-            for result in problem.ops[index].results:
-                value = problem.values[result]
-                if any(self.positions[name] == now and not self._spans[name].is_view for name in self._names(result)):
-                    _add(made, self._sizes(value), index, 1)
-            if made:
-                found.append(Moment(node, tuple(forward), _frozen(made)))
+            if source.cluster is not None and self.priced.problem.ops[index].phase == "backward":
+                now, which = min((self.positions[c.members[0].node], n) for n, c in enumerate(source.cluster.instances))
+                made = self._made_at(index, now)
+                if made:
+                    found.append(self._while(index, source.cluster.instances[which], now, made))
         return tuple(found)
+
+    def _made_at(self, op: int, now: int) -> dict[int, list[int]]:
+        """Bytes of the op's results, those that its first node makes."""
+        made: dict[int, list[int]] = {}
+        for result in self.priced.problem.ops[op].results:
+            if any(self._spans[name].is_made_anew(now) for name in self._names(result)):
+                _add(made, self._sizes(self.priced.problem.values[result]), op, 1)
+        return made
+
+    def _while(self, op: int, cluster: Cluster, now: int, live: dict[int, list[int]]) -> Moment:
+        """While the first node of a cluster runs, by which so much is made."""
+        problem, first = self.priced.problem, cluster.members[0]
+        held = {v: sum(self._spans[name].earliest >= now for name, _ in refs) for v, refs in enumerate(self.priced.refs)}
+        for operand, ref in enumerate(cluster.operands):
+            v = self._variant[ref]
+            value = problem.values[problem.variants[v].value]
+            if ref in first.reads and not value.resident and not self._spans[ref[0]].is_view:
+                read = [value.graph.bytes[value.graph.index[s.layouts.inputs[operand]]] for s in problem.ops[op].strategies]
+                _add(live, read, op, 1)
+                held[v] -= self._spans[ref[0]].earliest >= now
+        forward = ((v, n) for v, n in held.items() if n and problem.values[problem.variants[v].value].phase == "forward")
+        return Moment(first.node, tuple(forward), _frozen(live))
 
     def is_view(self, node: str) -> bool:
         """Whether a node's result shares the memory of its operand."""
@@ -211,6 +237,6 @@ def explained(liveness: Liveness, choices: Choices, seen: Seen, nodes: Iterable[
     """The moments of these nodes, each with the reserve that makes it what was seen of the choices."""
     moments = {node: liveness.moment(node, seen[node][0]) for node in nodes}
     problem = replace(liveness.priced.problem, moments=tuple(moments.values()))
-    rows = evaluate(problem, choices.strategies, choices.recomputed, choices.kept).resting_bytes
+    rows = evaluated(problem, choices).resting_bytes
     sizes = rows[len(rows) - len(moments) :]
     return {node: replace(m, reserve_bytes=seen[node][1] - size) for (node, m), size in zip(moments.items(), sizes, strict=True)}

@@ -18,9 +18,9 @@ from autopar.collective import Collective
 from autopar.cost.held import StepMoves
 from autopar.cost.holding import HeldPrices, adding_partial
 from autopar.cost.keeping import is_never_kept, may_run_again, split_furthest
-from autopar.cost.kernels import kernels_on_offer
+from autopar.cost.kernels import with_kernels
 from autopar.cost.priced import OPTIMIZERS, Crossing, Priced, Source
-from autopar.cost.times import call_time, price_collectives
+from autopar.cost.times import call_time, own_collectives, price_collectives
 from autopar.errors import ConstraintError
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
@@ -185,8 +185,10 @@ class _Builder:
         return {self.made[ref][0] for ref in (*(ref for ref, indices in read if layers[ref] != indices), *leaving)}
 
     def _cluster_strategy(self, cluster_class: ClusterClass, strategy: ClusterStrategy) -> OpStrategy:
-        members = zip(cluster_class.first.members, strategy.members, strict=True)
-        return OpStrategy(strategy.outer, sum(call_time(m.call, s, self.mesh.shape, self.profile) for m, s in members))
+        members = list(zip(cluster_class.first.members, strategy.members, strict=True))
+        compute_s = sum(call_time(m.call, s, self.mesh.shape, self.profile) for m, s in members)
+        moved_s = sum(map(self.moves.price, own_collectives(members, self.mesh.shape)))
+        return OpStrategy(strategy.outer, compute_s + moved_s, communication_s=moved_s)
 
     def outputs(self) -> None:
         """The loss is wanted whole; other outputs in any layout without partial sums; new buffer values replicated. The tangent of
@@ -309,7 +311,7 @@ def price(
     ops = tuple(replace(op, results=tuple(results.get(i, ()))) for i, op in enumerate(builder.ops))
     problem = Problem(ops, tuple(values), tuple(variants), budget_bytes, (), num_in_flight, accumulates, profile.overlap_slowdown)
     if kernels:
-        problem = replace(problem, kernels=kernels_on_offer(trace, problem, builder.sources, mesh, profile))
+        problem = with_kernels(trace, problem, builder.sources, mesh, profile)
     return Priced(problem, tuple(builder.sources), tuple(refs), optimizer, moves, profile, forced.starts, kernels)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from autopar.analysis.work import computes_in, works
 from autopar.collective import Collective, collective_time
@@ -10,7 +10,8 @@ from autopar.cost.compute import compute_time
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy, local_shape
 from autopar.mesh import Mesh
-from autopar.rules import Call, TensorInfo
+from autopar.rules import Call, TensorInfo, num_senders, own_moves
+from autopar.strategies import Member
 
 
 def price_collectives(mesh: Mesh, profile: HardwareProfile) -> Callable[[Collective], float]:
@@ -37,4 +38,10 @@ def call_time(call: Call, strategy: Strategy, mesh_shape: Sequence[int], profile
     inputs = [local_info(i, layout, mesh_shape) for i, layout in zip(call.inputs, strategy.inputs, strict=True)]
     outputs = [local_info(o, layout, mesh_shape) for o, layout in zip(call.outputs, strategy.outputs, strict=True)]
     dtype = computes_in(inputs)
-    return sum(n * compute_time(w, dtype, profile) for w, n in works(call.target, call.args, call.kwargs, inputs, outputs))
+    senders = num_senders(call, strategy, mesh_shape)
+    return sum(n * compute_time(w, dtype, profile) for w, n in works(call.target, call.args, call.kwargs, inputs, outputs, senders))
+
+
+def own_collectives(members: Iterable[tuple[Member, Strategy]], mesh_shape: Sequence[int]) -> tuple[Collective, ...]:
+    """What the members of a cluster move by themselves, one after another."""
+    return tuple(c for member, strategy in members for c in own_moves(member.call, strategy, mesh_shape))

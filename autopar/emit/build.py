@@ -1,10 +1,11 @@
-"""A plan into its program: legality, the two graphs, steps of several microbatches, what runs beside compute."""
+"""A plan into its program: legality, the two graphs, steps of several microbatches, buckets, what runs beside compute."""
 
 from __future__ import annotations
 
 from torch import fx
 
 from autopar.capture.trace import Parameter, Trace
+from autopar.emit.buckets import bucketed
 from autopar.emit.choices import PlanIndex, buffer_key, compute_nodes, input_key, output_key, parameter_key, placeholder_keys
 from autopar.emit.legality import check_legal
 from autopar.emit.overlap import overlapped
@@ -44,7 +45,7 @@ def emit(trace: Trace, plan: Plan, *, accumulates: bool = False) -> Program:
     saved = backward.close(gradients, tangents)
     forward.close([*results, *saved], ())
     program = _program(job, plan, forward, backward, len(saved))
-    return overlapped(with_step(program, trace, index) if accumulates else program, plan)
+    return overlapped(bucketed(with_step(program, trace, index) if accumulates else program, plan), plan)
 
 
 def _program(job: Job, plan: Plan, forward: Phase, backward: Phase, num_saved: int) -> Program:

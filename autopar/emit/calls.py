@@ -1,14 +1,36 @@
-"""The call that each kind of collective is emitted as."""
+"""The call that each kind of collective is emitted as, and what a step says that it moves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from autopar.collective import Collective
 from autopar.halo import Halo
 from autopar.kernels import collectives as steps
 from autopar.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What the node of a communication of the plan moves.
+
+    Attributes:
+        node, result: the tensor. shape: global. source, target: its layouts before and after.
+    """
+
+    phase: str
+    node: str
+    result: int
+    shape: tuple[int, ...]
+    source: Layout
+    target: Layout
+
+    @property
+    def name(self) -> tuple[str, str, int, Layout]:
+        """Of all communications of a plan it is the only one of this name."""
+        return self.phase, self.node, self.result, self.target
 
 
 def _halo_arguments(c: Collective, target: Layout) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ gradients, at its end to storage, both in phase ``step``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -58,6 +58,7 @@ class PlanIndex:
     Attributes:
         chosen, again: node key → strategy in its own phase, and when backward runs it again.
         steps: (phase, tensor) → target layout → the collective that makes it.
+        own: (phase, node key) → the collectives that the node does by itself there.
         kept: tensor → layouts kept for backward.
     """
 
@@ -65,13 +66,18 @@ class PlanIndex:
     again: dict[str, Strategy]
     steps: dict[tuple[str, TensorKey], dict[Layout, Communication]]
     kept: dict[TensorKey, tuple[Layout, ...]]
+    own: dict[tuple[str, str], tuple[Communication, ...]] = field(default_factory=dict)
 
     @staticmethod
     def of(plan: Plan) -> PlanIndex:
         steps: dict[tuple[str, TensorKey], dict[Layout, Communication]] = {}
+        own: dict[tuple[str, str], tuple[Communication, ...]] = {}
         for node, c in plan.steps():
-            steps.setdefault((c.phase, (node, c.result)), {})[c.target] = c
-        return PlanIndex(plan.node_choices(), plan.recomputed_choices(), steps, plan.kept_layouts())
+            if c.own:
+                own[c.phase, node] = (*own.get((c.phase, node), ()), c)
+            else:
+                steps.setdefault((c.phase, (node, c.result)), {})[c.target] = c
+        return PlanIndex(plan.node_choices(), plan.recomputed_choices(), steps, plan.kept_layouts(), own)
 
     def storage(self, parameter: str) -> Layout:
         """Where a parameter rests between steps."""

@@ -19,7 +19,8 @@ from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.plans import Communication
 from autopar.redistribute import neighbours
-from autopar.rules import call_of, is_strategy, where_of
+from autopar.rules import call_of, is_strategy, own_moves, where_of
+from autopar.rules.own import OWN
 
 _REMEDY = "plan again; the file was changed by hand or belongs to another model or version"
 
@@ -48,6 +49,7 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool
     for (_, tensor), steps in index.steps.items():
         for step in steps.values():
             _check_step(tensor, step, values, mesh)
+    _check_own(trace, index, mesh)
 
 
 def _borders(trace: Trace, index: PlanIndex) -> Iterator[tuple[str, tuple[Layout, ...], torch.Tensor, bool]]:
@@ -69,6 +71,21 @@ def _borders(trace: Trace, index: PlanIndex) -> Iterator[tuple[str, tuple[Layout
 def _check_strategy(node: fx.Node, strategy: Strategy, mesh: Mesh) -> None:
     if not is_strategy(call_of(node), strategy, mesh.shape):
         raise PlanError(f"{node.meta['key']} cannot run as {strategy} on mesh {mesh}", where=where_of(node), remedy=_REMEDY)
+
+
+def _check_own(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
+    """What nodes move by themselves is what their strategies say."""
+    left = dict(index.own)
+    for node in trace.graph.nodes:
+        key = node.meta.get("key", "")
+        for phase, choices in ((node.meta.get("phase"), index.chosen), ("backward", index.again)):
+            if node.op == "call_function" and key in choices and (node.target in OWN or (phase, key) in left):
+                said = tuple(c.collective for c in left.pop((str(phase), key), ()))
+                if said != own_moves(call_of(node), choices[key], mesh.shape):
+                    what = f"{key} moves by itself in {phase} otherwise than its strategy {choices[key]} does"
+                    raise PlanError(what, where=where_of(node), remedy=_REMEDY)
+    for phase, key in left:
+        raise PlanError(f"the plan has {key} move by itself in {phase}, where it does not run", remedy=_REMEDY)
 
 
 def _values(trace: Trace) -> Iterator[tuple[TensorKey, torch.Tensor]]:

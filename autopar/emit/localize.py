@@ -9,8 +9,9 @@ from typing import Any
 from torch import fx
 
 from autopar.kernels import collectives as steps
+from autopar.kernels import dispatched
 from autopar.layout import Strategy
-from autopar.rules import Call, Length, Operand, Start, localize
+from autopar.rules import Call, Length, Operand, Start, Starts, localize
 
 
 def local_call(
@@ -23,14 +24,20 @@ def local_call(
         if isinstance(value, Operand):
             return operands[value.index]
         if isinstance(value, Start | Length):
-            splitters = tuple((axis, mesh_shape[axis]) for axis in value.layout.splitters(value.dim))
             place = steps.local_start if isinstance(value, Start) else steps.local_length
-            found = graph.call_function(place, (value.dim_size, splitters))
+            found = graph.call_function(place, (value.dim_size, _splitters(value, mesh_shape)))
             before = value.before if isinstance(value, Start) else 0
             return graph.call_function(operator.sub, (found, before)) if before else found
+        if isinstance(value, Starts):
+            return value.dim_size, _splitters(value, mesh_shape)
         if isinstance(value, tuple | list):
             return [resolve(v) for v in value]
         return value
 
     args = tuple(resolve(a) for a in local.args)
-    return local.target, args, {name: resolve(v) for name, v in local.kwargs.items()}
+    return dispatched.STEPS.get(local.target, local.target), args, {name: resolve(v) for name, v in local.kwargs.items()}
+
+
+def _splitters(token: Start | Length | Starts, mesh_shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(axis, its size) of those that split the token's dim, outermost first."""
+    return tuple((axis, mesh_shape[axis]) for axis in token.layout.splitters(token.dim))

@@ -1,8 +1,8 @@
 """Communication beside compute: steps with slack are started early and finished late, on the order of an emitted graph.
 
 Terms. An *early* step has slack (`autopar.solve.slack`) and is communication. A *follower* is what belongs to such steps alone: slices
-among them, and the casts around a reduction in a wider dtype. All other nodes are the *spine*: they keep their order. `work` is
-seconds of compute as it takes alone; a second of communication beside compute takes 1 − s of it (`autopar.streams`).
+among them, the casts around a reduction in a wider dtype, and what packs and unpacks buckets. All other nodes are the *spine*: they keep
+their order. `work` is seconds of compute as it takes alone; a second of communication beside compute takes 1 − s of it (`autopar.streams`).
 
 The stream of early steps is fed just in time. Before each node of the spine, while the stream would run dry during it, a step is
 started: the next prefetchable one if it would come too late otherwise, else a deferrable one whose input is there. The latest start
@@ -23,6 +23,7 @@ from torch import fx
 from autopar.collective import Collective
 from autopar.emit.times import blocked_s, node_times
 from autopar.kernels import collectives as kernels
+from autopar.kernels.bucketed import from_bucket, into_bucket
 from autopar.plans import Overlap, Plan
 from autopar.run.program import Program
 from autopar.streams import Streams
@@ -80,8 +81,9 @@ def _follows(node: fx.Node) -> bool:
     return node.op == "call_function" and node.meta.get("slack", "critical") != "critical"
 
 
-def _is_widening(node: fx.Node) -> bool:
-    return _follows(node) and node.meta["key"].endswith("/widen")
+def _feeds(node: fx.Node) -> bool:
+    """Whether it makes what an early step sends, and nothing else: it runs right before that."""
+    return _follows(node) and node.meta["key"].endswith(("/widen", "/pack"))
 
 
 @dataclass
@@ -218,15 +220,19 @@ class _Schedule:
         self._made(node)
 
     def _made(self, node: fx.Node) -> None:
-        """A result is there: what can be deferred may wait from now on."""
+        """A result is there: what can be deferred may wait from now on. Out of a bucket come all its tensors, so that none is held longer
+        than it is read."""
         self.there.add(node)
+        for part in node.users if node.target is from_bucket else ():
+            self._demand(part)
         for user in node.users:
             if user in self.there or not _follows(user) or user.meta["slack"] != "deferrable":
                 continue
-            if _is_widening(user):
-                self._wait(next(iter(user.users)))
+            if _feeds(user):
+                if all(operand in self.there for operand in user.all_input_nodes):  # of a bucket, the last is what it waits for
+                    self._wait(next(iter(user.users)))
             elif is_early(user):
-                if not _is_widening(node):  # else it is about to run
+                if not _feeds(node):  # else it is about to run
                     self._wait(user)
             elif all(operand in self.there for operand in user.all_input_nodes):
                 self._demand(user)
@@ -247,7 +253,8 @@ class _Schedule:
     def _bytes(self, step: fx.Node) -> int:
         """What a step holds until it is finished: what comes, and what is sent, which is there anyway where a parameter is gathered."""
         c: Collective = step.meta["collective"]
-        sent = 0 if c.kind == "all_gather" and step.meta["slack"] == "prefetchable" else c.bytes
+        rests = c.kind == "all_gather" and step.meta["slack"] == "prefetchable" and step.args[0].target is not into_bucket  # type: ignore[union-attr]
+        sent = 0 if rests else c.bytes
         return sent + c.output_bytes(self.mesh_shape[c.axis])
 
     def _hold(self, size: int) -> int:

@@ -20,7 +20,7 @@ from autopar.capture.loss_head import IN_PLACE
 from autopar.capture.trace import Parameter, Trace
 from autopar.collective import Collective
 from autopar.emit import kernels
-from autopar.emit.calls import CALLS
+from autopar.emit.calls import CALLS, Moved
 from autopar.emit.choices import PlanIndex, TensorKey, buffer_key, input_key, output_key, parameter_key
 from autopar.emit.localize import local_call
 from autopar.errors import EmissionError
@@ -31,7 +31,7 @@ from autopar.plans import Communication
 from autopar.rules import call_of, operands_of, where_of
 
 _cast = torch.ops.aten._to_copy.default
-_OF_STEPS = ("collective", "slack", "time_s", "kernel")  # meta of steps that their results do not have
+_OF_STEPS = ("collective", "slack", "time_s", "kernel", "own", "moved")  # meta of steps that their results do not have
 Ref = tuple[str, int]  # trace node name, result index
 Have = dict[Ref, dict[Layout, fx.Node]]
 
@@ -183,7 +183,7 @@ class Phase:
     def _step(self, ref: Ref, source: fx.Node, step: Communication) -> fx.Node:
         c = step.collective
         target, args = CALLS[c.kind](c, step.target)
-        key, _ = self.job.key(ref)
+        key, result = self.job.key(ref)
         source_line = self.job.nodes[ref[0]].meta.get("source", "")
         meta = {"module": step.module, "phase": self.phase, "source": source_line, "slack": step.slack}
         own, wide = self.job.dtype(ref), getattr(torch, c.dtype)
@@ -191,7 +191,8 @@ class Phase:
             source = self.graph.call_function(_cast, (source,), {"dtype": wide})
             source.meta.update(meta, key=f"{key}/widen")
         node = self.graph.call_function(target, (source, *args), self._length(ref, step))
-        node.meta.update(meta, key=f"{key}/{c.kind}", collective=c, time_s=step.time_s)
+        moved = Moved(self.phase, key, result, self.job.shape(ref), step.source, step.target)
+        node.meta.update(meta, key=f"{key}/{c.kind}", collective=c, time_s=step.time_s, moved=moved)
         if wide != own:
             node = self.graph.call_function(_cast, (node,), {"dtype": own})
             node.meta.update(meta, key=f"{key}/narrow")
@@ -225,6 +226,9 @@ class Phase:
         here = self.graph.call_function(target, args, kwargs)
         here.meta.update(key=key, module=node.meta["module"], phase=self.phase, source=node.meta.get("source", ""))
         here.meta["recomputed"] = again
+        if own := self.job.index.own.get((self.phase, key)):
+            here.meta["own"] = own
+            self.job.emitted += [(self.phase, key, c.collective) for c in own]
         here.meta.update({IN_PLACE: True} if node.meta.get(IN_PLACE) else {})
         self.define_results(node, here, strategy)
 
@@ -235,7 +239,7 @@ class Phase:
             return
         for result, layout in enumerate(strategy.outputs):
             part = self.graph.call_function(operator.getitem, (here, result))
-            part.meta.update(here.meta)
+            part.meta.update({name: value for name, value in here.meta.items() if name != "own"})
             self.define((node.name, result), layout, part)
 
     def _alias(self, node: fx.Node, again: bool) -> None:

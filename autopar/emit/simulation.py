@@ -50,7 +50,8 @@ def _phase(phase: str, graph: fx.Graph, plan: Plan) -> Simulated:
             waits = "collective" in node.meta and node.meta["collective"].kind != "slice"  # a slice is a local copy
             if blocked_s(node):
                 streams.block(blocked_s(node))
-                spans.append((node.meta["kernel"].key, "communication", before_s, streams.now_s - before_s))
+                moved = node.meta["kernel"].key if "kernel" in node.meta else node.meta["key"]
+                spans.append((moved, "communication", before_s, streams.now_s - before_s))
                 before_s = streams.now_s
             (streams.block if waits else streams.compute)(time_s)
             if time_s > 0.0:

@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar.capture.trace import Parameter, Trace
 from autopar.collective import Collective
-from autopar.emit.calls import CALLS
+from autopar.emit.calls import CALLS, Moved
 from autopar.emit.choices import PlanIndex, parameter_key, storage_key
 from autopar.errors import EmissionError
 from autopar.kernels.sums import sum_dtype
@@ -82,10 +82,11 @@ class _Graph:
             c, meta = step.collective, node.meta
             call, args = CALLS[c.kind](c, step.target)
             node = self.graph.call_function(call, (node, *args), self._length(each.p, step))
-            node.meta.update(meta, key=f"{storage_key(each.p.name)}/{c.kind}", collective=c)
+            moved = Moved(PHASE, storage_key(each.p.name), each.result, each.p.view, step.source, step.target)
+            node.meta.update(meta, key=f"{storage_key(each.p.name)}/{c.kind}", collective=c, moved=moved)
             self.emitted.append((PHASE, storage_key(each.p.name), c))
         if each.dtype is not None:
-            meta = {name: value for name, value in node.meta.items() if name != "collective"}
+            meta = {name: value for name, value in node.meta.items() if name not in ("collective", "moved")}
             node = self.graph.call_function(_cast, (node,), {"dtype": each.dtype})
             node.meta.update(meta, key=f"{storage_key(each.p.name)}/narrow")
         return node

@@ -1,4 +1,4 @@
-"""Seconds of the nodes of an emitted graph, as the plan predicts them.
+"""Seconds of the nodes of an emitted graph, as the plan predicts them; of what a node moves by itself, beside them.
 
 A kernel's node takes the time of its collective, beside which nothing runs, and of its product what is left of it beyond what the kernel
 saves. That part is counted as compute: what saves more than the product takes, would save part of the collective.
@@ -36,5 +36,6 @@ def node_times(graph: fx.Graph, plan: Plan) -> Mapping[fx.Node, float]:
 
 
 def blocked_s(node: fx.Node) -> float:
-    """Seconds of communication in a node beside which nothing runs but its own product."""
-    return node.meta["kernel"].time_s if "kernel" in node.meta else 0.0
+    """Seconds of communication in a node beside which nothing runs but its own product: of a kernel, and what the node moves by itself."""
+    own_s = sum(c.time_s for c in node.meta.get("own", ()))
+    return own_s + (node.meta["kernel"].time_s if "kernel" in node.meta else 0.0)

@@ -15,9 +15,10 @@ from rich.markup import escape
 from rich.text import Text
 
 from autopar.breakdown import CROSSING, Part, breakdown, in_words
+from autopar.explanation.buckets import in_buckets
 from autopar.explanation.prices import Worth
 from autopar.explanation.rendering import Readable, table
-from autopar.explanation.whole import Explanation, covered, made_for, memory, objective, of_loss
+from autopar.explanation.whole import Explanation, covered, made_for, memory, num_kernels, objective, of_dispatch, of_loss
 from autopar.plans import Pipeline, Plan
 from autopar.units import seconds, share, size
 
@@ -101,15 +102,21 @@ class StagedExplanation(Readable):
         else:
             yield f"{num} microbatches one after another on the whole mesh"
             yield f"step {step} = {num} × {seconds(times[0])}"
+        saving = [(stage.prediction.in_kernels_s, num_kernels(stage)) for stage in pipeline.stages]
+        if any(number for _, number in saving):
+            saved = ", ".join(seconds(saved_s) for saved_s, _ in saving)
+            yield f"{saved} of a microbatch are saved by collective-overlap kernels, by stages: {sum(n for _, n in saving)} in all"
         if plan.prediction.hidden_s:
             hidden_s = [stage.prediction.hidden_s for stage in pipeline.stages]
             simulated = seconds(plan.prediction.simulated_s)
             yield f"{', '.join(map(seconds, hidden_s))} of a microbatch run beside compute, by stages: simulated, a step takes {simulated}"
+        yield from in_buckets(pipeline.stages, "microbatch")
         peaks = pipeline.rank_bytes or [stage.prediction.peak_bytes for stage in pipeline.stages]
         which = "rank" if pipeline.rank_bytes else "stage"
         fullest = max(range(len(peaks)), key=peaks.__getitem__)
         yield f"peak{f' of {which} {fullest}' if pipeline.axis else ''} {memory(plan)}"
         yield from of_loss(plan)
+        yield from of_dispatch(plan)
         yield objective(plan)
         yield from self._prices()
         yield from covered(plan)

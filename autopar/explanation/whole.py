@@ -10,14 +10,14 @@ from rich.markup import escape
 from rich.text import Text
 
 from autopar.breakdown import CROSSING, INPUTS, Part, Transfer, in_words, label
+from autopar.explanation.buckets import buckets_of, in_buckets
 from autopar.explanation.kernels import kernels_considered
 from autopar.explanation.prices import Worth, longer_step_s
 from autopar.explanation.rendering import Readable, table
 from autopar.layout import Layout
-from autopar.plans import Entry, Flip, Plan, RunnerUp
+from autopar.plans import RESTING, Entry, Flip, Plan, RunnerUp
 from autopar.units import seconds, share, size
 
-_STATIC = ("parameters", "optimizer", "gathered", "buffers", "inputs")
 _ROUNDING = 1e-12
 _EITHER = ("activations", "gradients")  # activations are gone when the last gradient is there
 
@@ -64,6 +64,7 @@ class Explanation(Readable):
             columns = ("<module", "op", "chosen", "runner-up, all else equal", *self._longer())
             yield from table("Why not otherwise", columns, list(self._runner_ups()))
             yield from kernels_considered(self.plan)
+            yield from buckets_of(self.plan)
             yield from self.worth.renderables()
         else:
             columns = ("decision", "layouts", ">time", "runner-up, all else equal", *self._longer(), "line")
@@ -88,8 +89,10 @@ class Explanation(Readable):
             + (f" − {seconds(saved_s)} that both save by running at once" if saved_s > _ROUNDING * serial_s else "")
         )
         yield from beside(plan)
+        yield from in_buckets((plan,), "step")
         yield f"peak {memory(plan)}"
         yield from of_loss(plan)
+        yield from of_dispatch(plan)
         yield objective(plan)
         price = plan.proof.memory_price_s_per_gib
         yield (
@@ -163,6 +166,8 @@ def made_for(plan: Plan) -> str:
 def beside(plan: Plan) -> Iterator[str]:
     """What runs beside compute, and how long the step takes then; nothing where nothing can."""
     overlap, prediction = plan.overlap, plan.prediction
+    if prediction.in_kernels_s:
+        yield f"{seconds(prediction.in_kernels_s)} are saved by {num_kernels(plan)} collective-overlap kernels"
     if overlap.slowdown >= 1.0:
         return
     by_slack, counted_s = {slack: 0.0 for slack in ("prefetchable", "deferrable")}, 0.0
@@ -176,12 +181,11 @@ def beside(plan: Plan) -> Iterator[str]:
         f"compute, where a second costs it {overlap.slowdown:g} s, {seconds(prediction.exposed_s)} do not: "
         f"simulated, the emitted step takes {seconds(prediction.simulated_s)}"
     )
-    if prediction.in_kernels_s:
-        yield f"{seconds(prediction.in_kernels_s)} are saved by {_num_kernels(plan)} collective-overlap kernels"
     yield f"early steps hold at most {size(overlap.forward_bytes)} in forward, {size(overlap.backward_bytes)} in backward"
 
 
-def _num_kernels(plan: Plan) -> int:
+def num_kernels(plan: Plan) -> int:
+    """Of a plan without stages, or of a stage."""
     return sum(len(c.instances) for c in plan.communications if c.kernel is not None)
 
 
@@ -189,6 +193,20 @@ def of_loss(plan: Plan) -> Iterator[str]:
     """How the loss is computed, where that is not all at once."""
     if plan.loss_rows:
         yield f"the loss has {plan.loss_rows} rows of logits at a time on a device, and forward makes its gradients"
+
+
+def of_dispatch(plan: Plan) -> Iterator[str]:
+    """What is assumed of experts whose tokens are dispatched, where any are."""
+    stages = plan.pipeline.stages if plan.pipeline else (plan,)
+    own = [(c, stage.mesh.names[c.collective.axis]) for stage in stages for c in stage.communications if c.own]
+    if own:
+        nodes = len({c.node.format(*at) for c, _ in own if c.phase == "forward" for at in c.instances})
+        axes, time_s = " and ".join(dict.fromkeys(name for _, name in own)), sum(len(c.instances) * c.time_s for c, _ in own)
+        yield (
+            f"tokens are dispatched to their experts over {axes} in {nodes} {'layers' if nodes > 1 else 'layer'}: {seconds(time_s)} of "
+            "communication, and the memory, of the rows that are expected where all experts are picked alike; where they are not, all wait "
+            "for the device whose experts are picked most, which holds more"
+        )
 
 
 def objective(plan: Plan) -> str:
@@ -211,8 +229,8 @@ def covered(plan: Plan) -> Iterator[str]:
 def memory(plan: Plan) -> str:
     """The peak, and the kinds that make it up."""
     memory, budget = plan.prediction.memory_bytes, plan.options.get("memory_bytes")
-    kinds = {kind: size(memory[kind]) for kind in (*_STATIC, *_EITHER, "transient") if memory.get(kind)}
-    resting = " + ".join(f"{kind} {kinds[kind]}" for kind in _STATIC if kind in kinds)
+    kinds = {kind: size(memory[kind]) for kind in (*RESTING, *_EITHER, "transient") if memory.get(kind)}
+    resting = " + ".join(f"{kind} {kinds[kind]}" for kind in RESTING if kind in kinds)
     either = " or ".join(f"{kind} {kinds[kind]}" for kind in _EITHER if kind in kinds)
     passing = f"transient {kinds['transient']}" if "transient" in kinds else ""
     of = f" of {size(budget)}" if budget else ""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.kernels import bound
+from autopar.kernels import bound, dispatched
 from autopar.kernels.collectives import (
     PARTS,
     PLACES,
@@ -48,6 +48,11 @@ def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup], device: str 
             _bind_part(node, groups)
         elif node.op == "call_function" and node.target in (all_gather_matmul, matmul_reduce_scatter):
             _bind_kernel(node, groups)
+        elif node.op == "call_function" and node.target in dispatched.BOUND:
+            *operands, split, most, axis = node.args
+            group = groups[axis]  # type: ignore[index]
+            starts = dispatched.starts_of(split, axis, tuple(groups))  # type: ignore[arg-type]
+            node.target, node.args = dispatched.BOUND[node.target], (*operands, starts, most, group.size, group.name, group.coordinate)
         elif device is not None and node.kwargs.get("device") is not None:
             node.kwargs = {**node.kwargs, "device": torch.device(device)}
     return fx.GraphModule(graph_module, graph)

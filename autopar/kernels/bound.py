@@ -152,6 +152,11 @@ def shard(x: Tensor, dim: int, size: int, coordinate: int) -> Tensor:
     return x.narrow(dim, *part_range(x.shape[dim], [size], [coordinate])).clone(memory_format=torch.contiguous_format)
 
 
+def exchanged(rows: Tensor, leaving: list[int], coming: list[int], name: str) -> Tensor:
+    """So many rows for every rank, one after another → as many from every rank as come."""
+    return _awaited([_functional.all_to_all_single(rows.contiguous(), coming, leaving, name), rows], name)
+
+
 def _padded(x: Tensor, dim: int, length: int) -> Tensor:
     """Filled up with zeros at the end of `dim`."""
     missing = length - x.shape[dim]

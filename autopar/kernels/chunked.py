@@ -19,6 +19,7 @@ from autopar.layout import part_range
 
 _SLOT_ALIGNMENT = 128  # kSlotAlignment
 _FLAG_WORDS = 16  # kFlagWords
+_WORD_BYTES = 8
 REDUCIBLE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64})
 """Dtypes that `scatter` can add up."""
 
@@ -64,6 +65,16 @@ class Shards:
     @property
     def num_flag_words(self) -> int:
         return (1 + self.size + self.size * self.num_chunks) * _FLAG_WORDS
+
+    @property
+    def gather_bytes(self) -> int:
+        """What a rank holds for `gather`: two slots for its shard, and flags."""
+        return 2 * self.slot_bytes + _WORD_BYTES * self.num_flag_words
+
+    @property
+    def scatter_bytes(self) -> int:
+        """What a rank holds for `scatter`: two slots for each rank's part of its rows, and flags."""
+        return 2 * self.size * self.slot_bytes + _WORD_BYTES * self.num_flag_words
 
     def inbox_offset(self, epoch: int, rank: int) -> int:
         """Where in an inbox the part that comes from `rank` begins."""

@@ -166,13 +166,18 @@ def positional(node: fx.Node) -> tuple[Any, ...]:
 
 def group_of(axis: int) -> AxisGroup:
     """This rank's group along an axis, of those that are current."""
+    return current_groups()[axis]
+
+
+def current_groups() -> Groups:
+    """This rank's groups, one per axis, that are current."""
     groups = _current.get()
     if groups is None:
         raise RuntimeStateError(
             "a communication step ran outside any process groups",
             remedy="run the graph inside use_groups(...), bind it with bind(graph, groups), or use the lockstep interpreter",
         )
-    return groups[axis]
+    return groups
 
 
 def range_of(size: int, splitters: Sequence[tuple[int, int]], coordinates: Sequence[int]) -> tuple[int, int]:

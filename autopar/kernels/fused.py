@@ -1,8 +1,9 @@
 """Products that do the collective at their border as well: the two steps of emitted graphs that plans ask for by name.
 
 As the steps of `autopar.kernels.collectives` they name mesh axes by index, and `bind` puts process groups in their place. What they give is
-that of the collective and of the product, one after the other; that is also how they run, and the memory that they take, where ranks do not
-reach each other's memory, in fake groups among others (`autopar.kernels.overlapped`).
+that of the collective and of the product, one after the other; that is also how they run where ranks do not reach each other's memory
+(`autopar.kernels.overlapped`, which says what memory both ways take). Whether they do is known only at run time: a plan counts what the
+kernels share with their peers and keep, and of what lives meanwhile the larger of both ways, so that one after the other takes no more.
 """
 
 from __future__ import annotations

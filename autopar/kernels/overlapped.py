@@ -17,7 +17,9 @@ Memory. Besides operands and results live
     matmul_reduce_scatter  until its end the product of this rank, whole; twice as much where peers write
     both                   where the sharded dim is not leading, or the equation is no plain matrix product
                            (`autopar.kernels.equations`): a copy of one chunk's operand and product
-What peers read or write is kept for the next use of the same shapes, so a model's layers share it.
+What peers read or write is kept for the next use of the same shapes, so a model's layers share it. In a fake group, where a run on
+fake tensors counts memory, both ways are gone, so that the count is the larger: the kernel's with all that is not kept, and the
+decomposition's.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ def all_gather_dot(
     if group.size == 1:
         return shard, dot(equation, *operands)
     if not _runs_kernels(group, shard):
+        if _counts_memory(group):
+            _gather_alone(equation, shard, other, which, dim, group, length)
         whole = bound.all_gather(shard, dim, group.size, group.name, length)
         return whole, dot(equation, *in_order(which, whole, other))
     whole_length = shard.shape[dim] * group.size if length is None else length
@@ -83,6 +87,8 @@ def dot_reduce_scatter(equation: str, operands: tuple[Tensor, Tensor], dim: int,
     if group.size == 1:
         return dot(equation, *operands)
     if not _runs_kernels(group, operands[0]):
+        if _counts_memory(group) and operands[0].dtype in REDUCIBLE:
+            _scatter_alone(equation, *operands, dim, group)
         return bound.reduce_scatter(dot(equation, *operands), dim, "sum", group.size, group.name, group.coordinate)
     return torch.ops.autopar.matmul_reduce_scatter(*operands, None, equation, dim, group.size, group.name, group.coordinate, num_chunks)
 
@@ -95,6 +101,10 @@ def _runs_kernels(group: AxisGroup, x: Tensor) -> bool:
     if peers is None:
         say_once(group, _APART, reason)
     return peers is not None
+
+
+def _counts_memory(group: AxisGroup) -> bool:
+    return not group.name and not torch.compiler.is_compiling()
 
 
 # --- all_gather_matmul -----------------------------------------------------------------------------------------------------------------
@@ -139,6 +149,14 @@ def gathering(equation: str, shard: Tensor, other: Tensor, which: int, dim: int,
         multiply_into(equation, left, right, out)
 
     return Gather(shard, gathered, consume), y
+
+
+def _gather_alone(equation: str, x: Tensor, other: Tensor, which: int, dim: int, group: AxisGroup, length: int | None) -> None:
+    """Allocate what a rank does in all_gather_matmul beside what it shares: of all chunks its own rows, taken at once, need the most."""
+    length = x.shape[dim] * group.size if length is None else length
+    shape = [*x.shape[:dim], length, *x.shape[dim + 1 :]]
+    job, _product = gathering(equation, x.contiguous(), other.contiguous(), which, dim, shape)
+    job.consume(*part_range(length, (group.size,), (group.coordinate,)))
 
 
 # --- matmul_reduce_scatter -------------------------------------------------------------------------------------------------------------
@@ -202,6 +220,12 @@ def scattering(equation: str, a: Tensor, b: Tensor, addend: Tensor | None, dim: 
 
     own = part_range(shape[dim], (size,), (rank,))[1]
     return Scatter(a.new_empty(shape), a.new_empty([*shape[:dim], own, *shape[dim + 1 :]]), produce), shape
+
+
+def _scatter_alone(equation: str, a: Tensor, b: Tensor, dim: int, group: AxisGroup) -> None:
+    """As `_gather_alone`, in matmul_reduce_scatter; the product of the own rows goes to memory that is shared."""
+    job, shape = scattering(equation, a.contiguous(), b.contiguous(), None, dim, group.size, group.coordinate)
+    job.produce(*part_range(shape[dim], (group.size,), (group.coordinate,)), job.out)
 
 
 # --- on fake tensors, and backward -------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def _experts(x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, ac
     weights = gates.reshape(-1)
     for expert, picks in _by_expert(ids, start, up.shape[0]):
         tokens = picks // ids.shape[1]
-        made = _between(_up(x[tokens], up[expert]), act) @ down[expert].t()
+        made = forward_of(x[tokens], up[expert], down[expert], act)
         out.index_add_(0, tokens, made.to(wide) * weights[picks].to(wide).unsqueeze(-1))
     return out.to(x.dtype)
 
@@ -65,16 +65,26 @@ def _experts_backward(
     weights = gates.reshape(-1)
     for expert, picks in _by_expert(ids, start, up.shape[0]):
         tokens, gate = picks // ids.shape[1], weights[picks].unsqueeze(-1)
-        rows, d_made = x[tokens], grad[tokens]
-        hidden = _up(rows, up[expert])
-        between = _between(hidden, act)
-        d_between = d_made @ down[expert]
-        d_gates[picks] = (d_between * between).sum(-1, dtype=wide).to(gates.dtype)
-        d_down[expert] = (d_made * gate).to(x.dtype).t() @ between
-        d_hidden = _between_backward((d_between * gate).to(x.dtype), hidden, act).flatten(1)
-        d_up[expert] = (d_hidden.t() @ rows).view(up.shape[1:])
-        d_x.index_add_(0, tokens, (d_hidden @ up[expert].flatten(0, 1)).to(wide))
+        d_rows, d_gates[picks], d_up[expert], d_down[expert] = backward_of(grad[tokens], x[tokens], gate, up[expert], down[expert], act)
+        d_x.index_add_(0, tokens, d_rows.to(wide))
     return d_x.to(x.dtype), d_gates.view(gates.shape), d_up, d_down
+
+
+def forward_of(rows: Tensor, up: Tensor, down: Tensor, act: str) -> Tensor:
+    """What one expert, up [g, f, h] and down [d, f], makes of rows [r, h]: [r, d]."""
+    return _between(_up(rows, up), act) @ down.t()
+
+
+def backward_of(grad: Tensor, rows: Tensor, gate: Tensor, up: Tensor, down: Tensor, act: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One expert's gradients of rows [r, h], gates [r], up and down, given those of what tokens get, `grad` [r, d], and `gate` [r, 1]."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    hidden = _up(rows, up)
+    between = _between(hidden, act)
+    d_between = grad @ down
+    d_gate = (d_between * between).sum(-1, dtype=wide).to(gate.dtype)
+    d_down = (grad * gate).to(rows.dtype).t() @ between
+    d_hidden = _between_backward((d_between * gate).to(rows.dtype), hidden, act).flatten(1)
+    return d_hidden @ up.flatten(0, 1), d_gate, (d_hidden.t() @ rows).view(up.shape), d_down
 
 
 def _by_expert(ids: Tensor, start: int, num: int) -> Iterator[tuple[int, Tensor]]:

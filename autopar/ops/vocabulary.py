@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
+_BLOCK, _MOST_BLOCKS = 2**24, 16  # elements of logits whose exponentials are there at a time, at least a part of all
 
 
 def embedding(weight: Tensor, ids: Tensor, start: int | None = None, size: int | None = None) -> Tensor:
@@ -39,9 +40,16 @@ def embedding_backward(grad: Tensor, ids: Tensor, num_rows: int, start: int | No
 def sum_exp(x: Tensor, m: Tensor) -> Tensor:
     """Σ exp(x − m) over the last dim of `x` [..., v], with `m` [...] → [...], in at least float32.
 
-    With the vocabulary split and `m` the global maximum, the parts add up.
+    With the vocabulary split and `m` the global maximum, the parts add up. Few rows at a time: exponentials take up to twice what `x` does.
     """
-    return _exp_minus(x, m).sum(-1)
+    flat, shift = x.reshape(-1, x.shape[-1]), m.reshape(-1)
+    blocks = _blocks(flat)
+    if len(blocks) == 1:
+        return _exp_minus(x, m).sum(-1)
+    sums = torch.empty_like(shift, dtype=_wide(x.dtype))
+    for here in blocks:
+        torch.sum(_exp_minus(flat[here], shift[here]), -1, out=sums[here])
+    return sums.view(m.shape)
 
 
 def pick(x: Tensor, index: Tensor, ignored: int, start: int = 0, size: int | None = None) -> Tensor:
@@ -68,6 +76,17 @@ def cross_entropy_backward(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale
         index: class of each row [...]; an index outside of the vocabulary has no one.
         scale: gradient of each row's loss [...].
     """
+    if _wide(x.dtype) == x.dtype or len(_blocks(x)) == 1:
+        return _rows_backward(x, m, s, index, scale, start)
+    grad, (rows, num_classes) = torch.empty_like(x, memory_format=torch.contiguous_format), x.reshape(-1, x.shape[-1]).shape
+    flat, made = x.reshape(rows, num_classes), grad.view(rows, num_classes)
+    for here in _blocks(flat):
+        m_here, s_here, index_here, scale_here = (each.reshape(-1)[here] for each in (m, s, index, scale))
+        made[here] = _rows_backward(flat[here], m_here, s_here, index_here, scale_here, start)
+    return grad
+
+
+def _rows_backward(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int) -> Tensor:
     local, inside = _local_index(index, start, x.shape[-1])
     grad = _exp_minus(x, m).div_(s.unsqueeze(-1))
     grad.scatter_add_(-1, local.unsqueeze(-1), inside.to(grad.dtype).neg_().unsqueeze(-1))
@@ -95,7 +114,7 @@ def linear_cross_entropy(
         RuntimeError: where an index is neither a class nor `ignored`.
     """
     flat, classes = x.reshape(-1, x.shape[-1]), index.reshape(-1)
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    wide = _wide(x.dtype)
     losses = flat.new_empty(flat.shape[0], dtype=wide)
     d_x = torch.empty_like(flat) if gradients else flat.new_empty(0)
     d_weight = torch.zeros_like(weight, dtype=wide) if gradients else weight.new_empty(0)
@@ -136,6 +155,18 @@ def _local_index(index: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
     local = index - start
     inside = (local >= 0) & (local < size)
     return local.clamp_(0, max(size - 1, 0)), inside
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    """The rows of `x` [..., v], together or some at a time; a compiler, which fuses what is done to them, is given them together."""
+    rows = x.numel() // max(x.shape[-1], 1)
+    few = rows if torch.compiler.is_compiling() else max(_BLOCK // max(x.shape[-1], 1), -(-rows // _MOST_BLOCKS), 1)
+    return [slice(start, start + few) for start in range(0, rows, few)] if rows > few else [slice(None)]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which a dtype's exponentials and sums are computed."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _exp_minus(x: Tensor, m: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from autopar.problem import Choices, Problem
 from autopar.run.program import Program, ProgramTensor
 from autopar.run.rank_memory import ChunkMemory
 from autopar.run.stage_memory import SIMULATED, StagePeak
-from autopar.solve import evaluate
+from autopar.solve import evaluated
 from autopar.solve.memory import budget_rows
 
 Form = tuple[object, ...]
@@ -42,7 +42,7 @@ class Alike:
                 continue
             if form != nameless or (other.num_in_flight != problem.num_in_flight and choices.stats.get("budget_rows")):
                 continue
-            evaluation = evaluate(problem, choices.strategies, choices.recomputed, choices.kept)
+            evaluation = evaluated(problem, choices)
             if max(evaluation.resting_bytes) <= problem.budget_bytes:
                 return _renamed(choices, other, problem)
         return None
@@ -63,8 +63,7 @@ class Alike:
 
     def memory(self, program: Program, measure: Callable[[], ChunkMemory]) -> ChunkMemory:
         """What a stage's work adds on a rank that holds several."""
-        ends = tuple(None if module is None else _graph(module) for module in (program.begin, program.end))
-        form = (*form_of(program), *ends, *map(_tensor, program.sums))
+        form = form_of(program)
         if form not in self._memories:
             self._memories[form] = measure()
         found = self._memories[form]
@@ -93,8 +92,9 @@ def _renamed(choices: Choices, other: Problem, problem: Problem) -> Choices:
 
 def form_of(program: Program) -> Form:
     """All of a program but its names."""
-    tensors = (program.parameters, program.buffers, program.inputs, program.outputs)
-    graphs = tuple(_graph(module) for module in (program.forward, program.backward))
+    tensors = (program.parameters, program.buffers, program.inputs, program.outputs, program.sums)
+    modules = (program.forward, program.backward, program.begin, program.end)
+    graphs = tuple(None if module is None else _graph(module) for module in modules)
     return (*graphs, *(tuple(map(_tensor, each)) for each in tensors), program.num_saved, len(program.mutated))
 
 

@@ -15,10 +15,11 @@ from autopar.cost.held import held_of, offered_as, own_time_s
 from autopar.cost.kernel_times import NAMES
 from autopar.cost.kernels import why_none
 from autopar.cost.priced import OPTIMIZERS, Priced, Source
+from autopar.cost.times import own_collectives
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys, storage_key
 from autopar.mesh import Mesh
-from autopar.planning.timeline import crossing_times, step_time, timeline
-from autopar.plans import Communication, Entry, Fingerprint, InKernel, Kept, NodeChoice, Plan, Prediction, Proof, RunnerUp
+from autopar.planning.timeline import crossing_times, own_time, step_time, timeline
+from autopar.plans import KERNELS_BUFFERS, Communication, Entry, Fingerprint, InKernel, Kept, NodeChoice, Plan, Prediction, Proof, RunnerUp
 from autopar.problem import Choices
 from autopar.redistribute import Arc, local_bytes
 from autopar.rules import is_discovered, is_fallback
@@ -32,8 +33,10 @@ _FIELD = re.compile(r"\{\d+\}")
 GIB = 2**30
 _ALIKE = "equal nodes of repeated layers take one decision"
 _NO_KERNELS = "no collective-overlap kernels: the hardware's profile has no figures for them"
-_WITHOUT_KERNELS = "no collective-overlap kernels: stages, and several microbatches, do without them"
+_WITHOUT_KERNELS = "no collective-overlap kernels: several stages on a rank do without them"
 _KERNELS = "collective-overlap kernels, one collective to a product; the share that they hide of what their chunks could: {}"
+_BALANCED = "all experts picked alike: the rows that are dispatched to them, and those that each computes with, are the expected ones"
+BY_ITSELF = "every collective by itself: what buckets save is in neither objective nor bound"
 COVERS = (
     "every layout of every op that the rules offer, on every mesh axis; a dim is split unevenly by one axis alone",
     "storage layout of every parameter; gathering it once or again in backward",
@@ -41,6 +44,7 @@ COVERS = (
     "partial sums pass through views, sums and additions, not through products",
     _ALIKE,
     "one microbatch, no pipeline",
+    BY_ITSELF,
 )
 
 
@@ -81,13 +85,20 @@ def assemble(draft: Draft, fingerprint: Fingerprint, options: Mapping[str, objec
 
 def covers_of(draft: Draft) -> tuple[str, ...]:
     """What the bound covers."""
-    starts, figures = draft.priced.starts, draft.priced.profile.kernels
-    shares = ", ".join(f"{name} {reached:g}" for name, reached in figures.items())
-    kernels = _NO_KERNELS if not figures else _KERNELS.format(shares) if draft.priced.with_kernels else _WITHOUT_KERNELS
+    starts = draft.priced.starts
+    strategies = (s for op in draft.priced.problem.ops if op.kind == "compute" for s in op.strategies)
+    last = (*((_BALANCED,) if any(s.communication_s for s in strategies) else ()), of_kernels(draft.priced))
     if not starts:
-        return *COVERS, kernels
+        return *COVERS, *last
     apart = f"{_ALIKE} within each group of layers: {'; '.join(_groups(layers, cuts) for layers, cuts in starts.items())}"
-    return *(apart if line == _ALIKE else line for line in COVERS), kernels
+    return *(apart if line == _ALIKE else line for line in COVERS), *last
+
+
+def of_kernels(priced: Priced) -> str:
+    """Whether collective-overlap kernels were on offer, and what they reach."""
+    figures = priced.profile.kernels
+    shares = ", ".join(f"{name} {reached:g}" for name, reached in figures.items())
+    return _NO_KERNELS if not figures else _KERNELS.format(shares) if priced.with_kernels else _WITHOUT_KERNELS
 
 
 def _groups(layers: str, cuts: Sequence[int]) -> str:
@@ -199,7 +210,23 @@ def _communications(draft: Draft) -> Iterable[Communication]:
                     yield Communication(
                         pattern, result, instances, module, phase, arc.collective, *ends, arc.time_s, slack, beside, kernel, why
                     )
+    yield from _own_communications(draft)
     yield from _step_communications(draft)
+
+
+def _own_communications(draft: Draft) -> Iterable[Communication]:
+    """What nodes move by themselves: in their own phase, and where backward runs them again."""
+    price, chosen = draft.priced.moves.price, draft.choices
+    runs = [(n, s, False) for n, s in enumerate(chosen.strategies)] + [(n, s, True) for n, s in chosen.recomputed.items()]
+    for n, s, again in runs:
+        op, cluster = draft.priced.problem.ops[n], draft.priced.sources[n].cluster
+        if cluster is None or not op.strategies[s].communication_s:
+            continue
+        instances, phase = tuple(c.indices for c in cluster.instances), "backward" if again else op.phase
+        for member, strategy in zip(cluster.first.members, cluster.strategies[s].members, strict=True):
+            module, ends = _FIELD.sub("*", member.pattern.partition("/")[0]), (strategy.inputs[0], strategy.outputs[0])
+            for c in own_collectives([(member, strategy)], draft.mesh.shape):
+                yield Communication(member.pattern, 0, instances, module, phase, c, *ends, price(c), own=True)
 
 
 def _in_kernel(draft: Draft, taken: Taken | None, arc: Arc) -> InKernel | None:
@@ -245,9 +272,12 @@ def _prediction(draft: Draft) -> Prediction:
         elif op.kind in ("buffer", "input"):
             resting[f"{op.kind}s"] += size
     resting |= {"gathered": gathered} if gathered else {}
+    shared = sum(problem.regions[region] for region in evaluation.regions)
+    resting |= {KERNELS_BUFFERS: shared} if shared else {}
     memory = {**resting, "activations": evaluation.kept_bytes, "gradients": evaluation.gradient_bytes}
     bars = timeline(draft.trace, draft.priced, choices, evaluation)
-    moved_s = sum(sum(priced_s) for priced_s in crossing_times(draft.trace, draft.priced, choices)) + step_time(draft.priced, choices)
+    moved_s = sum(sum(priced_s) for priced_s in crossing_times(draft.trace, draft.priced, choices))
+    moved_s += step_time(draft.priced, choices) + own_time(draft.priced, choices)
     compute_s, communication_s = evaluation.compute_s - moved_s, evaluation.communication_s + moved_s
     serial_s = evaluation.compute_s + evaluation.communication_s
     saved_s = evaluation.saved_s

@@ -20,7 +20,7 @@ from autopar.capture.trace import Parameter, Trace
 from autopar.collective import faster
 from autopar.cost.held import StepMoves, held_of
 from autopar.cost.priced import Priced
-from autopar.cost.times import price_collectives
+from autopar.cost.times import own_collectives, price_collectives
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning.options import PlanOptions
@@ -119,7 +119,7 @@ class _Local:
     def _changed(self, factor: float) -> Problem:
         problem = self.priced.problem
         if self.what == COMPUTE:
-            faster_s = self._with_strategies(lambda s: replace(s, time_s=(s.time_s - s.communication_s) / factor + s.communication_s))
+            faster_s = self._with_strategies(lambda _, s: replace(s, time_s=(s.time_s - s.communication_s) / factor + s.communication_s))
             return replace(faster_s, kernels=self._saving(lambda h, _: h.saved_s / max(factor, 1.0)))
         links = {**self.profile.links, self.what: faster(self.profile.links[self.what], factor - 1)}
         price = price_collectives(self.mesh, replace(self.profile, links=links))
@@ -130,7 +130,7 @@ class _Local:
             arcs = tuple(replace(arc, time_s=price(arc.collective)) for arc in graph.arcs)
             values[v] = replace(values[v], graph=replace(graph, arcs=arcs))
         kernels = self._saving(lambda h, v: min(h.saved_s, values[problem.variants[v].value].graph.arcs[h.arc].time_s))
-        return replace(self._with_strategies(lambda s: self._moving(s, moves)), values=tuple(values), kernels=kernels)
+        return replace(self._with_strategies(lambda i, s: self._moving(i, s, moves)), values=tuple(values), kernels=kernels)
 
     def _saving(self, saved_s: Callable[[Hidden, int], float]) -> Kernels:
         """The kernels of what the op touches, where each saves so much of a variant's collective: as before, but no more than the shorter
@@ -142,19 +142,23 @@ class _Local:
                 found[v, late] = tuple(replace(k, hides=each) for k, each in zip(kernels, hides, strict=True))
         return found
 
-    def _with_strategies(self, changed: Callable[[OpStrategy], OpStrategy]) -> Problem:
+    def _with_strategies(self, changed: Callable[[int, OpStrategy], OpStrategy]) -> Problem:
         """The problem with other prices of the op's own strategies, of those that are compared."""
         ops = list(self.priced.problem.ops)
         op, compared = ops[self.index], {*self.others, self.choices.strategies[self.index]}
-        ops[self.index] = replace(op, strategies=tuple(changed(s) if i in compared else s for i, s in enumerate(op.strategies)))
+        ops[self.index] = replace(op, strategies=tuple(changed(i, s) if i in compared else s for i, s in enumerate(op.strategies)))
         return replace(self.priced.problem, ops=tuple(ops))
 
-    def _moving(self, strategy: OpStrategy, moves: StepMoves) -> OpStrategy:
-        """A strategy with what its parameter moves at the begin and the end of a step priced by `moves`."""
+    def _moving(self, index: int, strategy: OpStrategy, moves: StepMoves) -> OpStrategy:
+        """A strategy with its own collectives, or what its parameter moves at the begin and the end of a step, priced by `moves`."""
         source = self.priced.sources[self.index]
-        if not self.priced.problem.accumulates or source.kind != "parameter":
+        if source.cluster is not None:
+            members = zip(source.cluster.first.members, source.cluster.strategies[index].members, strict=True)
+            moved_s: float | None = sum(map(moves.price, own_collectives(members, self.mesh.shape)))
+        elif self.priced.problem.accumulates and source.kind == "parameter":
+            moved_s = moves.seconds(self.parameters[source.names[0]], held_of(strategy))
+        else:
             return strategy
-        moved_s = moves.seconds(self.parameters[source.names[0]], held_of(strategy))
         assert moved_s is not None, "the strategy is offered"
         return replace(strategy, time_s=strategy.time_s - strategy.communication_s + moved_s, communication_s=moved_s)
 

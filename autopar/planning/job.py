@@ -18,22 +18,23 @@ from dataclasses import dataclass, field, replace
 from autopar.capture.trace import Trace
 from autopar.cost.moments import Liveness, by_trace_node, explained, over_budget
 from autopar.cost.priced import Priced
-from autopar.emit import emit, with_held
+from autopar.emit import WaitingError, bucketed, emit, with_held
 from autopar.errors import InfeasibleError, size_text
 from autopar.mesh import Mesh
 from autopar.planning.alike import Alike
 from autopar.planning.assembly import Draft, assemble
+from autopar.planning.bucketing import Groups, chosen, simulated_s
 from autopar.planning.grouping import starts_of
 from autopar.planning.multipliers import certified
 from autopar.planning.options import PlanOptions
-from autopar.plans import Fingerprint, Overlap, Plan
+from autopar.plans import Bucket, Fingerprint, Overlap, Plan
 from autopar.problem import Choices, Moment, Multipliers, Problem
-from autopar.run.memory import node_peaks, trace_peak
+from autopar.run.memory import NodePeak, node_peaks, trace_peak
 from autopar.run.orders import Action
 from autopar.run.program import Program
 from autopar.run.rank_memory import chunk_memory, rank_peak
 from autopar.run.stage_memory import StagePeak, trace_stage_peak
-from autopar.solve import REMEDY, Least, choices_or_least, evaluate
+from autopar.solve import REMEDY, Least, choices_or_least, evaluated, within
 from autopar.strategies import Starts
 from autopar.streams import ON_COMPUTE, Balance
 
@@ -64,7 +65,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A plan that was emitted: its peak, optimizer's state included, and the bound that holds for all plans."""
+    """A plan that was emitted: its peak, all that rests included, and the bound that holds for all plans."""
 
     draft: Draft
     plan: Plan
@@ -87,6 +88,7 @@ class Job:
 
     Attributes:
         pricing: gives the problem where layers decide in these groups. whole: equal layers decide alike, or are in groups already.
+        regions: what kernels may share with their peers (`autopar.problem.Choices`).
     """
 
     trace: Trace
@@ -106,6 +108,7 @@ class Job:
     priced: Priced = field(init=False)
     liveness: Liveness = field(init=False)
     whole: bool = False
+    regions: frozenset[int] | None = None
     _likely: Balance = ON_COMPUTE  # of the last problem whose bound has multipliers
 
     def __post_init__(self) -> None:
@@ -114,11 +117,20 @@ class Job:
             self.liveness = Liveness(self.trace, self.priced)
 
     def best_tried(self) -> Tried:
-        """The best plan that fits.
+        """The best plan that fits; where none with kernels was found, without.
 
         Raises:
             InfeasibleError: where none was found. TooSlow: where the bound is not below `limit_s`.
         """
+        try:
+            return self._best_of_rounds()
+        except InfeasibleError:
+            if not self.priced.problem.regions:
+                raise
+        self.moments, self.regions = {}, frozenset()
+        return self._best_of_rounds()
+
+    def _best_of_rounds(self) -> Tried:
         best: Tried | None = None
         smallest = 0
         for _ in range(_ROUNDS):
@@ -126,11 +138,8 @@ class Job:
             choices = found.choices if isinstance(found, Least) else found
             if choices is None or (isinstance(found, Least) and best is not None):
                 break
-            # what was learnt holds reserves, which hold for the plans that it was learnt from only
-            self.bound_s = self.bound_s or (choices.free_bound_s if self.moments else choices.bound_s)
-            if self.bound_s >= self.limit_s:
-                raise TooSlow(self.bound_s)
-            self.multipliers = self.multipliers if self.moments else choices.multipliers  # others hold under learnt moments only
+            if self.regions is None:
+                self._prove(choices)
             tried = self._try(choices)
             if tried.peak_bytes <= self.budget:
                 improved = best is None or tried.time_s < best.time_s
@@ -144,7 +153,15 @@ class Job:
             self._learn(tried)
         if best is None:
             raise _refusal(self.budget, found, smallest)
-        return self._overlapped(best)
+        return self._together(best)
+
+    def _prove(self, choices: Choices) -> None:
+        """Take over what is proven of all plans, those with kernels included."""
+        # what was learnt holds reserves, which hold for the plans that it was learnt from only
+        self.bound_s = self.bound_s or (choices.free_bound_s if self.moments else choices.bound_s)
+        if self.bound_s >= self.limit_s:
+            raise TooSlow(self.bound_s)
+        self.multipliers = self.multipliers if self.moments else choices.multipliers  # others hold under learnt moments only
 
     def _answer(self) -> Choices | Least:
         """The solver's answer, for layers in groups where that is better, to the problem with the moments that are known."""
@@ -168,8 +185,13 @@ class Job:
     def _solved(self) -> Choices | Least:
         """The solver's answer, or what it said of a stage that is alike."""
         with self.clock.phase("solve"):
-            problem = replace(self.priced.problem, moments=(*self.liveness.certain(), *self.moments.values()))
-            return self._solution(problem)
+            problem = within(self.priced.problem, self.regions)
+            found = self._solution(replace(problem, moments=(*self.liveness.certain(), *self.moments.values())))
+        if self.regions is None:
+            return found
+        chosen = found.choices if isinstance(found, Least) else found
+        bare = None if chosen is None else replace(chosen, regions=self.regions)
+        return replace(found, choices=bare) if isinstance(found, Least) else bare or found
 
     def _solution(self, problem: Problem) -> Choices | Least:
         known = None if self.moments else self.alike.known(problem, whole=self.whole)
@@ -184,7 +206,7 @@ class Job:
 
     def _try(self, choices: Choices) -> Tried:
         with self.clock.phase("assemble"):
-            evaluation = evaluate(self.priced.problem, choices.strategies, choices.recomputed, choices.kept)
+            evaluation = evaluated(self.priced.problem, choices)
             draft = Draft(self.trace, self.mesh, self.priced, choices, evaluation, {})
             plan = assemble(draft, self.mark, self.recorded, self.bound_s)
             plan = replace(plan, proof=certified(plan.proof, draft, self.multipliers))
@@ -192,30 +214,65 @@ class Job:
             program = emit(self.trace, plan, accumulates=self.priced.problem.accumulates)
         with self.clock.phase("memory"):
             peak = self._peak(program)
-        return Tried(draft, plan, program, peak + plan.prediction.memory_bytes["optimizer"], self.bound_s)
+        return Tried(draft, plan, program, peak + plan.prediction.beside_bytes, self.bound_s)
 
-    def _overlapped(self, tried: Tried) -> Tried:
-        """The plan with its communication beside its compute, as far as what it leaves of the budget allows."""
+    def _together(self, tried: Tried) -> Tried:
+        """The plan with its small communications in buckets, where that is faster, and with its communication beside its compute."""
+        alone = self._overlapped(tried)
+        assert alone is not None, "it fits as it is"
+        found: dict[tuple[Bucket, ...], Tried] = {(): alone}
+        groups = Groups.of(tried.plan, self.priced.profile, self.priced.moves.num_microbatches)
+
+        programs: dict[tuple[Bucket, ...], Program] = {}
+
+        def fits_together(buckets: tuple[Bucket, ...]) -> bool:
+            try:
+                with self.clock.phase("buckets"):
+                    programs[buckets] = bucketed(tried.program, replace(tried.plan, buckets=buckets))
+            except WaitingError:  # groups over several axes, each in order, may not be so together
+                return False
+            return True
+
+        def step_s(buckets: tuple[Bucket, ...], least_s: float) -> float | None:
+            plan = replace(tried.plan, buckets=buckets)
+            here = self._overlapped(replace(tried, plan=plan, program=programs[buckets]), least_s)
+            if here is None:
+                return None
+            found[buckets] = here
+            return simulated_s(here.program, here.plan)
+
+        return found[chosen(groups, tried.program, simulated_s(alone.program, alone.plan), fits_together, step_s)]
+
+    def _overlapped(self, tried: Tried, least_s: float = math.inf) -> Tried | None:
+        """The plan with its communication beside its compute, as far as what it leaves of the budget allows; None where it is over the
+        budget even without, or no faster than `least_s`."""
         slowdown = self.priced.problem.overlap_slowdown
-        if slowdown >= 1.0:
+        if slowdown >= 1.0 and not tried.plan.buckets:
             return tried
-        allowed = Overlap(slowdown, self.budget, self.budget)
+        allowed = Overlap(slowdown, self.budget, self.budget) if slowdown < 1.0 else tried.plan.overlap
         while True:
             with self.clock.phase("overlap"):
                 program, held = with_held(tried.program, replace(tried.plan, overlap=allowed))
-            plan = replace(tried.plan, overlap=held)
+                plan = replace(tried.plan, overlap=held)
+                if simulated_s(program, plan) >= least_s:
+                    return None
             with self.clock.phase("memory"):
-                peak = self._peak(program) + plan.prediction.memory_bytes["optimizer"]
+                peak = self._peak(program) + plan.prediction.beside_bytes
             if peak <= self.budget:
                 return replace(tried, plan=plan, program=program, peak_bytes=peak)
             sizes = (held.forward_bytes, held.backward_bytes)
+            if not any(sizes):
+                return None
             allowed = Overlap(slowdown, *(max(size - max(peak - self.budget, size // 4), 0) for size in sizes))
 
     def _peak(self, program: Program) -> int:
-        """Without the optimizer's state."""
+        """Of what the program holds."""
         if self.schedule is not None:
             return self.schedule.batch_bytes + self._stage_peak(self.schedule, program)
         return trace_peak(program, batch=self.options.batch, outputs=self.options.outputs).peak_bytes
+
+    def _node_peaks(self, program: Program) -> tuple[NodePeak, ...]:
+        return node_peaks(program, batch=self.options.batch, outputs=self.options.outputs)
 
     def _stage_peak(self, schedule: Schedule, program: Program) -> int:
         num = self.priced.problem.num_in_flight
@@ -231,8 +288,8 @@ class Job:
     def _learn(self, tried: Tried) -> None:
         """Moments at which the plan is over the budget, and those known before as they were in it."""
         with self.clock.phase("memory"):
-            peaks = node_peaks(tried.program, batch=self.options.batch, outputs=self.options.outputs)
-            beside = tried.plan.prediction.memory_bytes["optimizer"]
+            peaks = self._node_peaks(tried.program)
+            beside = tried.plan.prediction.beside_bytes
             if self.schedule is not None:  # what the schedule holds beside the microbatch that runs
                 beside = tried.peak_bytes - max(peak.peak_bytes for peak in peaks)
             seen = by_trace_node(self.liveness, peaks, beside)

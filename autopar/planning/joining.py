@@ -8,7 +8,7 @@ from autopar.capture.trace import Trace
 from autopar.constraints import INTERLEAVED, Pipelined
 from autopar.emit import emit_staged
 from autopar.planning.asked import Asked, Whole
-from autopar.planning.assembly import Draft
+from autopar.planning.assembly import BY_ITSELF, Draft, of_kernels
 from autopar.planning.job import Clock
 from autopar.planning.multipliers import with_multipliers
 from autopar.planning.search import Planned
@@ -81,6 +81,7 @@ def joined(
         objective, sum(p.compute_s for p in slowest) * asked.how.num, sum(p.communication_s for p in slowest) * asked.how.num,
         fullest.peak_bytes, fullest.memory_bytes, (), sum(p.hidden_s for p in slowest) * asked.how.num,
         simulated_step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks),
+        sum(p.in_kernels_s for p in slowest) * asked.how.num, sum(p.in_buckets_s for p in slowest) * asked.how.num,
     )  # fmt: skip
     proof = _proof(asked, whole, objective, plans, promised)
     plan = Plan(
@@ -107,6 +108,7 @@ def _proof(asked: Asked, whole: Whole, objective: float, plans: Sequence[Plan], 
     own = plans[0].proof if len(plans) == 1 else None
     bound, certified = (own.bound_s * asked.how.num, own.certified_bound_s * asked.how.num) if own else (whole.least.step_s,) * 2
     covers = _covers(asked.wish, one=own is not None)
+    covers += (of_kernels(whole.priced),) if asked.profile.kernels else ()
     bound = min(bound, objective)
     proof = Proof(
         objective, bound, (objective - bound) / objective if objective else 0.0,
@@ -128,4 +130,4 @@ def _covers(wish: Pipelined, *, one: bool) -> tuple[str, ...]:
         covers = _COVERS_INTERLEAVED
     else:
         covers = COVERS if wish.cuts is None else _COVERS_ASKED + COVERS[1:]
-    return tuple(line.format(taken) for line in covers)
+    return *(line.format(taken) for line in covers), BY_ITSELF

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys
@@ -30,14 +30,16 @@ def with_multipliers(proof: Proof, draft: Draft, multipliers: Multipliers) -> Pr
 
 
 def _versions(draft: Draft, multipliers: Multipliers, keys: dict[str, str]) -> Iterable[Version]:
-    tensors = {**keys, **placeholder_keys(draft.trace)}
-    grouped: dict[int, dict[str, float]] = {}
-    for (v, layout), worth in multipliers.versions_s.items():
-        graph = draft.priced.problem.values[draft.priced.problem.variants[v].value].graph
-        grouped.setdefault(v, {})[str(graph.layouts[layout])] = worth
-    for v, by_layout in grouped.items():
+    tensors, problem = {**keys, **placeholder_keys(draft.trace)}, draft.priced.problem
+
+    def by_layout(v: int, worths: Mapping[tuple[int, int], float]) -> dict[str, float]:
+        layouts = problem.values[problem.variants[v].value].graph.layouts
+        return {str(layouts[layout]): worth for (variant, layout), worth in worths.items() if variant == v}
+
+    worths = multipliers.versions_s, multipliers.copies_s, multipliers.once_s
+    for v in sorted({v for each in worths for v, _ in each}):
         name, result = draft.priced.refs[v][0]
-        yield Version(tensors[name], result, by_layout)
+        yield Version(tensors[name], result, *(by_layout(v, each) for each in worths))
 
 
 def _potentials(draft: Draft, multipliers: Multipliers, keys: dict[str, str]) -> Iterable[Potential]:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from autopar.capture.trace import Trace
+from autopar.cost.kernels import in_any_stage
 from autopar.cost.priced import Crossing, Priced
 from autopar.planning.instances import Instances
 from autopar.planning.over_cuts import Least, least_step
@@ -50,5 +51,6 @@ def proven(priced: Priced, forced: Forced, seams: Seams, ways: Pipelines, time_l
     """
     instances = Instances(ways.trace, priced, ways.placing, forced)
     multipliers = relaxed(priced.problem, time_limit_s, spread(instances))
-    parting = Parting(instances, ways.num_units, ways.mesh_shape, ways.crossing, multipliers, seams.exposed)
+    kernels = in_any_stage(ways.trace, priced, ways.mesh_shape, {i.op for i in instances.found if i.again})
+    parting = Parting(instances, ways.num_units, ways.mesh_shape, ways.crossing, multipliers, seams.exposed, kernels)
     return least_step(parting.parts(), ways.num_stages, ways.num_microbatches, ways.allowed), multipliers

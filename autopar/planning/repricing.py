@@ -16,7 +16,7 @@ from autopar.cost.held import offered_as, own_time_s
 from autopar.cost.kernel_times import Site, saved, terms_of
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
-from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, storage_key
+from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys, storage_key
 from autopar.emit.kernels import product_of
 from autopar.errors import PlanError
 from autopar.hardware import HardwareProfile
@@ -26,7 +26,6 @@ from autopar.planning.options import PlanOptions
 from autopar.planning.schedules import scheduled_time
 from autopar.plans import Communication, Plan, moved_load
 from autopar.rules import call_of, operands_of
-from autopar.solve import op_load
 from autopar.stages import Cut, cut
 from autopar.strategies import Forced, classes_of, resolve
 from autopar.streams import Load, work
@@ -81,7 +80,7 @@ def problems_of(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, 
     made = cut(trace, pipeline.positions) if pipeline.positions else Cut((trace,), (), {})
     for staged, stage in zip(pipeline.stages, made.stages, strict=True):
         here = replace(forced, starts=staged.starts)
-        priced = _priced(stage, left, profile, options, here, crossing, pipeline.num_microbatches)
+        priced = _priced(stage, left, profile, options, here, crossing, pipeline.num_microbatches, kernels=pipeline.num_chunks == 1)
         yield Part(staged, stage, left, priced, made.shared)
         chosen = staged.node_choices()
         shared = [p.name for p in stage.parameters if p.name in made.shared]
@@ -98,7 +97,7 @@ def _phases(part: Part, profile: HardwareProfile, num: int) -> tuple[float, floa
     for op, s in zip(ops, strategies, strict=True):
         first = op.kind == "input" or (op.kind == "compute" and op.phase == "forward")
         loads[0 if first else 1] += work(op.phase, op.count * own_time_s(op, s), compute=op.kind == "compute")
-    loads[1] = sum((op_load(priced.problem, i, s, again=True) for i, s in again.items()), loads[1])
+    loads[1] = sum((work("backward", ops[i].count * own_time_s(ops[i], s), compute=True) for i, s in again.items()), loads[1])
     sizes, links = mesh.shape, [mesh.link(axis) for axis in range(len(mesh.axes))]
     for c in plan.communications:
         once_s = collective_time(c.collective, sizes[c.collective.axis], links[c.collective.axis], profile)
@@ -113,7 +112,8 @@ def _saved_s(part: Part, c: Communication, once_s: float, profile: HardwareProfi
     if c.kernel is None:
         return 0.0
     key = c.node.format(*c.instances[0])
-    made = next(n for n in part.trace.graph.nodes if n.op == "call_function" and n.meta["key"] == key)
+    crossing = placeholder_keys(part.trace)
+    made = next(n for n in part.trace.graph.nodes if crossing.get(n.name, n.meta.get("key")) == key)
     product = product_of(made, c) if c.collective.kind == "all_gather" else made
     call, dim = call_of(product), c.collective.dim
     if product is not made:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.plans import RunnerUp
 from autopar.problem import Choices, Problem
-from autopar.solve import evaluate, op_load, variant_load
+from autopar.solve import evaluated, op_load, variant_load, within
 from autopar.streams import Load
 
 _EXACT = 3  # candidates priced exactly per op
@@ -20,7 +20,8 @@ _EXACT = 3  # candidates priced exactly per op
 def runner_ups(problem: Problem, choices: Choices) -> Mapping[int, RunnerUp]:
     """Best other choice per op that has one."""
     touching = variants_by_op(problem)
-    step = evaluate(problem, choices.strategies, choices.recomputed, choices.kept).load
+    step = evaluated(problem, choices).load
+    problem = within(problem, choices.regions)
     found: dict[int, RunnerUp] = {}
     for index, op in enumerate(problem.ops):
         if len(op.strategies) > 1:

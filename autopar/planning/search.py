@@ -90,7 +90,8 @@ def finished(tried: Tried, clock: Clock, options: PlanOptions) -> Planned:
     priced, choices, evaluation = draft.priced, draft.choices, draft.evaluation
     with clock.phase("explain"):
         draft = replace(draft, runner_ups=runner_ups(priced.problem, choices))
-        plan = replace(assemble(draft, plan.fingerprint, plan.options, tried.bound_s), proof=plan.proof, overlap=plan.overlap)
+        whole = assemble(draft, plan.fingerprint, plan.options, tried.bound_s)
+        plan = replace(whole, proof=plan.proof, overlap=plan.overlap, buckets=plan.buckets)
     replicated = [entry for entry in plan.entries if entry.replicated]
     if options.strict and replicated:
         lines = [f"{e.key} ({e.time_s * len(e.instances) / plan.prediction.step_s:.1%} of the step) at {e.source}" for e in replicated]

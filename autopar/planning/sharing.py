@@ -15,6 +15,7 @@ from autopar.planning.alike import Alike
 from autopar.planning.job import Schedule
 from autopar.planning.options import PlanOptions
 from autopar.planning.search import Planned
+from autopar.plans import KERNELS_BUFFERS, RESTING
 from autopar.run.orders import interleaved
 from autopar.run.rank_memory import ChunkMemory, chunk_memory, rank_peak
 from autopar.solve import REMEDY
@@ -94,8 +95,8 @@ class Sharing:
                 kinds[kind] = kinds.get(kind, 0) + size
         for kind, size in self._twice(chunks, memories).items():
             kinds[kind] -= size
-        peak = rank_peak(memories, actions, self.num_microbatches) + self.batch_bytes + kinds["optimizer"]
-        static = sum(kinds.get(kind, 0) for kind in ("parameters", "optimizer", "gathered", "buffers", "inputs"))
+        peak = rank_peak(memories, actions, self.num_microbatches) + self.batch_bytes + kinds["optimizer"] + kinds.get(KERNELS_BUFFERS, 0)
+        static = sum(kinds.get(kind, 0) for kind in RESTING)
         kinds["transient"] = max(peak - static - max(kinds["activations"], kinds["gradients"]), 0)
         return RankMemory(peak, kinds)
 

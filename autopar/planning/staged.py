@@ -36,7 +36,7 @@ from autopar.planning.sharing import Sharing, neediest
 from autopar.planning.steps import check_order, step_of
 from autopar.planning.units import balanced, one_stage, reweighed, units_of
 from autopar.run.orders import num_in_flight
-from autopar.solve import evaluate, solve
+from autopar.solve import evaluated, solve
 from autopar.stages import Cut, CutPoint, cut, seams, usable_points
 from autopar.strategies import Forced, Starts, apart, classes_of, resolve
 
@@ -103,12 +103,12 @@ class StagedSearch:
         with self.clock.phase("price"):
             priced = price(
                 asked.part, classes, asked.left, asked.profile, budget_bytes=_NO_LIMIT, optimizer=asked.options.optimizer,
-                forced=forced, num_microbatches=asked.how.num, exposed=sewn.exposed,
+                forced=forced, num_microbatches=asked.how.num, exposed=sewn.exposed, kernels=asked.kernels,
             )  # fmt: skip
         with self.clock.phase("solve"):
             gap = asked.options.gap / _CLOSER
             choices = solve(priced.problem, gap=gap, time_limit_s=asked.options.time_limit_s, solver=asked.options.solver)
-            evaluation = evaluate(priced.problem, choices.strategies, choices.recomputed, choices.kept)
+            evaluation = evaluated(priced.problem, choices)
         if asked.num_stages == 1 or asked.wish.schedule == INTERLEAVED:
             least, multipliers = Least(self._least_s(choices.bound_s), ()), None
         else:
@@ -184,6 +184,7 @@ class StagedSearch:
             return price(
                 stage, apart(classes, starts), asked.left, asked.profile, budget_bytes=budget, optimizer=asked.options.optimizer,
                 forced=replace(forced, starts=starts), crossing=crossing, num_microbatches=asked.how.num, num_in_flight=flying,
+                kernels=asked.kernels,
             )  # fmt: skip
 
         mark = asked.mark(stage.fingerprint)

@@ -2,7 +2,8 @@
 
 Collectives that shrink what they read stand behind the op that makes it, the others before their first reader, as they are
 emitted; a layer's recomputation stands before its first backward op. The bars add up to compute and communication. Where communication runs
-beside compute, the bars of forward and backward are those of the simulated program: a bar of compute is as long as it takes there.
+beside compute, or shares buckets, the bars of forward and backward are those of the simulated program: a bar of compute is as long as it
+takes there, and a bucket is one stretch of communication.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from autopar.capture.trace import Trace
 from autopar.cost.priced import Priced
 from autopar.emit.simulation import simulated
 from autopar.plans import Plan, Prediction
-from autopar.problem import Choices
+from autopar.problem import Choices, OpStrategy
 from autopar.run.program import Program
 from autopar.solve import Evaluation
 
 Event = tuple[str, str, str, float]  # layer, phase, kind, seconds
 Bar = tuple[str, str, str, float, float]  # layer, phase, kind, start, seconds
+_Both = tuple[float, float]  # seconds of compute, and of own collectives
 INPUTS, BEFORE, BEHIND, PARAMETERS, OPTIMIZER = "inputs", "from the stage before", "from the stage behind", "parameters", "optimizer"
 NOT_RUN = "priced, and not run"  # an op that nothing reads after all
 OUTSIDE = (INPUTS, BEFORE, BEHIND, PARAMETERS, OPTIMIZER)  # of the graphs
@@ -33,15 +35,17 @@ def timeline(trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluat
 
 
 def beside(serial: Prediction, program: Program, plan: Plan) -> Prediction:
-    """The prediction with what its emitted program hides, whose time line takes the place of the one without."""
-    if plan.overlap.slowdown >= 1.0:
+    """The prediction with what its emitted program hides and what buckets save, whose time line takes the place of the one without."""
+    if plan.overlap.slowdown >= 1.0 and not plan.buckets:
         return serial
+    once_s = sum(bucket.saved_s for bucket in plan.buckets if bucket.phase == "step")
     bars: list[Bar] = []
     phases = dict(zip(("forward", "backward"), simulated(program, plan), strict=True))
     around = {phase: [bar for bar in serial.timeline if bar[0] in OUTSIDE and bar[1] == phase] for phase in (*phases, "step")}
     for phase, rest in around.items():
         for label, _, kind, _, duration_s in rest:
-            bars.append((label, phase, kind, _end(bars), duration_s))
+            in_buckets_s = once_s if (label, kind) == (PARAMETERS, "communication") else 0.0
+            bars.append((label, phase, kind, _end(bars), duration_s - in_buckets_s))
         if phase in phases:
             start_s = _end(bars)
             lanes: dict[str, list[Bar]] = {"compute": [], "communication": []}
@@ -51,8 +55,9 @@ def beside(serial: Prediction, program: Program, plan: Plan) -> Prediction:
             if phases[phase].missing_s:
                 bars.append((NOT_RUN, phase, "compute", _end(bars), phases[phase].missing_s))
     hidden_s = sum(phase.hidden_s for phase in phases.values())
-    simulated_s = serial.serial_s - serial.in_kernels_s - (1.0 - plan.overlap.slowdown) * hidden_s
-    return replace(serial, timeline=tuple(bars), hidden_s=hidden_s, simulated_s=simulated_s)
+    saved_s = sum(bucket.saved_s for bucket in plan.buckets)
+    simulated_s = serial.serial_s - serial.in_kernels_s - saved_s - (1.0 - plan.overlap.slowdown) * hidden_s
+    return replace(serial, timeline=tuple(bars), hidden_s=hidden_s, simulated_s=simulated_s, in_buckets_s=saved_s)
 
 
 def _end(bars: Sequence[Bar]) -> float:
@@ -80,13 +85,14 @@ def _events(trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluati
             yield BEHIND, phase, "communication", sum(returns)
             returns = ()
         if phase == "backward" and label in again:
-            yield label, phase, "compute", again.pop(label)
+            yield from _bars_of(label, phase, again.pop(label))
         for operand in node.all_input_nodes:
             where = _label(operand)[0] if node.op == "output" else label
             yield where, phase, "communication", moves.pop((operand.name, phase, False), 0.0)
-        yield label, phase, "compute", compute.get(node.name, 0.0)
+        yield from _bars_of(label, phase, compute.get(node.name, (0.0, 0.0)))
         yield label, phase, "communication", moves.pop((node.name, phase, True), 0.0)
-    yield from ((label, "backward", "compute", seconds) for label, seconds in again.items())  # of layers that have no backward of their own
+    for label, both in again.items():  # of layers that have no backward of their own
+        yield from _bars_of(label, "backward", both)
     for (name, phase, _), seconds in moves.items():  # read under another phase's label: gradients of tied weights and the like
         yield _label(trace.node(name))[0], phase, "communication", seconds
     moved_s = step_time(priced, choices)
@@ -110,20 +116,36 @@ def step_time(priced: Priced, choices: Choices) -> float:
     return sum(op.count * op.strategies[s].communication_s for op, s in ops if op.kind == "parameter")
 
 
-def _compute(trace: Trace, priced: Priced, choices: Choices) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds by first node of each cluster, and seconds that backward computes again by layer."""
+def own_time(priced: Priced, choices: Choices) -> float:
+    """Seconds of what ops move by themselves."""
+    ops, runs = priced.problem.ops, [*enumerate(choices.strategies), *choices.recomputed.items()]
+    return sum(ops[n].count * ops[n].strategies[s].communication_s for n, s in runs if ops[n].kind == "compute")
+
+
+def _compute(trace: Trace, priced: Priced, choices: Choices) -> tuple[dict[str, _Both], dict[str, _Both]]:
+    """Seconds of compute and of own collectives by first node of each cluster, and those of what backward runs again by layer."""
     labels = {n.name: _label(n)[0] for n in trace.graph.nodes}
-    compute: dict[str, float] = {}
-    again: dict[str, float] = {}
+    compute: dict[str, _Both] = {}
+    again: dict[str, _Both] = {}
     for index, (op, source) in enumerate(zip(priced.problem.ops, priced.sources, strict=True)):
         if source.cluster is None:
             continue
         for cluster in source.cluster.instances:
             first = cluster.members[0].node
-            compute[first] = op.strategies[choices.strategies[index]].time_s
+            compute[first] = _both(op.strategies[choices.strategies[index]])
             if index in choices.recomputed:
-                again[labels[first]] = again.get(labels[first], 0.0) + op.strategies[choices.recomputed[index]].time_s
+                before, more = again.get(labels[first], (0.0, 0.0)), _both(op.strategies[choices.recomputed[index]])
+                again[labels[first]] = before[0] + more[0], before[1] + more[1]
     return compute, again
+
+
+def _both(strategy: OpStrategy) -> _Both:
+    return strategy.time_s - strategy.communication_s, strategy.communication_s
+
+
+def _bars_of(label: str, phase: str, both: _Both) -> Iterator[Event]:
+    yield label, phase, "communication", both[1]
+    yield label, phase, "compute", both[0]
 
 
 def _moves(priced: Priced, evaluation: Evaluation) -> dict[tuple[str, str, bool], float]:

@@ -1,8 +1,11 @@
 """Plans and their parts."""
 
+from autopar.plans.bucket import BUCKETED, Bucket, Member
 from autopar.plans.flip import COMPUTE, Flip
 from autopar.plans.load import forward_load, load_of, moved_load
 from autopar.plans.parts import (
+    KERNELS_BUFFERS,
+    RESTING,
     Communication,
     Crossed,
     Entry,
@@ -20,9 +23,13 @@ from autopar.plans.parts import (
 from autopar.plans.plan import FORMAT, VERSION, Pipeline, Plan
 
 __all__ = [
+    "BUCKETED",
     "COMPUTE",
     "FORMAT",
+    "KERNELS_BUFFERS",
+    "RESTING",
     "VERSION",
+    "Bucket",
     "Communication",
     "Crossed",
     "Entry",
@@ -30,6 +37,7 @@ __all__ = [
     "Flip",
     "InKernel",
     "Kept",
+    "Member",
     "NodeChoice",
     "Overlap",
     "Pipeline",

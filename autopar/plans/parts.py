@@ -91,7 +91,7 @@ class InKernel:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """One collective, done for result `result` of every instance of node pattern `node`.
+    """One collective, done for result `result` of every instance of node pattern `node`, or by the node itself.
 
     Attributes:
         phase: the phase it runs in; ``step`` at the begin (of a parameter) or the end (result 1, of the sum of its gradients) of a step of
@@ -100,6 +100,8 @@ class Communication:
         slack: ``critical``, or ``prefetchable`` or ``deferrable`` where it may run beside compute (`autopar.solve.slack`).
         beside: whether it counts as running beside compute in the objective: it has slack whatever is chosen (`autopar.solve.prices`).
         kernel: what does it together with a product, if anything does. why: else, where a product stands at its end, why none does.
+        own: whether the node does it by itself (`autopar.rules.own`), in backward of a node of forward where it runs again; source and
+            target are then the layouts of its first operand and of its first result.
     """
 
     node: str
@@ -115,6 +117,7 @@ class Communication:
     beside: bool = False
     kernel: InKernel | None = None
     why: str = ""
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +134,25 @@ class Overlap:
     backward_bytes: int = 0
 
 
+KERNELS_BUFFERS = "kernels' buffers"
+RESTING = ("parameters", "optimizer", "gathered", "buffers", "inputs", KERNELS_BUFFERS)
+"""Kinds of memory that are there during the whole step."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """What a step will take, per device.
 
     Attributes:
         memory_bytes: kind (``parameters``, ``gradients``, ``optimizer``, ``buffers``, ``inputs``, ``activations``,
-            ``transient``; ``gathered``: copies of parameters held through a step) → bytes at the peak.
+            ``transient``; ``gathered``: copies of parameters held through a step; ``kernels' buffers``: what collective-overlap
+            kernels share with their peers and keep from one use to the next) → bytes at the peak.
         peak_bytes: peak of live tensor bytes from the start of forward to the end of backward.
         timeline: (label, phase, kind ``compute`` or ``communication``, start_s, duration_s), in order, per module.
         step_s: the objective: compute and communication, less what may be hidden of them where memory is ample (`autopar.streams`).
         simulated_s: of the emitted program, with communication beside compute (`autopar.emit.simulation`), as far as memory allows.
         hidden_s: how long both run at once. in_kernels_s: what collective-overlap kernels save of both.
+        in_buckets_s: what buckets save of communication, which is in `simulated_s` alone: all else counts each collective by itself.
         exposed_s: communication that nothing runs beside.
     """
 
@@ -155,6 +165,12 @@ class Prediction:
     hidden_s: float
     simulated_s: float
     in_kernels_s: float = 0.0
+    in_buckets_s: float = 0.0
+
+    @property
+    def beside_bytes(self) -> int:
+        """What rests beside the tensors of the emitted program: the optimizer's state, and kernels' buffers."""
+        return self.memory_bytes["optimizer"] + self.memory_bytes.get(KERNELS_BUFFERS, 0)
 
     @property
     def serial_s(self) -> float:
@@ -163,7 +179,7 @@ class Prediction:
 
     @property
     def exposed_s(self) -> float:
-        return self.communication_s - self.hidden_s - self.in_kernels_s
+        return self.communication_s - self.hidden_s - self.in_kernels_s - self.in_buckets_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,15 +203,19 @@ class Potential:
 @dataclass(frozen=True, slots=True)
 class Version:
     """What it is worth that a tensor is made, or arrives, in a layout, to those who keep it until backward, for all tensors that have the
-    same readers: multipliers of a pipeline's proof (`autopar.certificate.over_cuts`).
+    same readers: multipliers of the proof (`autopar.certificate.bound`, of a pipeline's `autopar.certificate.over_cuts`).
 
     Attributes:
         node, result: the first of these tensors. values_s: layout → seconds, where it is worth any.
+        copies_s: of what rests in a layout anyway, what it is worth to them that forward reads it; likewise. once_s: that none is kept
+            twice. A pipeline's proof has neither.
     """
 
     node: str
     result: int
     values_s: Mapping[str, float]
+    copies_s: Mapping[str, float] = field(default_factory=dict)
+    once_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +227,7 @@ class Proof:
         balance: λ of forward and backward at whose prices the multipliers hold (`autopar.streams`).
         potentials: multipliers of tensors. memory_s: what the whole budget is worth at a point of the step: ``start of
             backward``, ``end of backward``, or while a node runs.
-        versions: further multipliers of tensors, of a pipeline's proof.
+        versions: further multipliers of tensors.
     """
 
     objective_s: float

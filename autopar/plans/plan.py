@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from autopar.collective import Collective
 from autopar.errors import AutoparError, PlanError
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
+from autopar.plans.bucket import Bucket, read_bucket
 from autopar.plans.parts import (
     Communication,
     Crossed,
@@ -77,7 +79,8 @@ class Pipeline:
 class Plan:
     """The answer: see the module docstring. `capture` says how repeated layers were captured, or why in full; `overlap` how far
     communication runs beside compute; `loss_rows` how many rows of logits the loss has at a time on a device, 0 for all; `starts`, per list
-    of layers whose layers do not all decide alike, where its second and later groups begin.
+    of layers whose layers do not all decide alike, where its second and later groups begin; `buckets` which communications are one
+    collective.
 
     A plan with a `pipeline` has its decisions in the plans of its stages.
     """
@@ -95,6 +98,7 @@ class Plan:
     overlap: Overlap = field(default_factory=Overlap)
     loss_rows: int = 0
     starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    buckets: tuple[Bucket, ...] = ()
 
     def node_choices(self) -> dict[str, Strategy]:
         """Strategy per node key, all instances expanded."""
@@ -111,6 +115,12 @@ class Plan:
     def steps(self) -> tuple[tuple[str, Communication], ...]:
         """(node key, collective), all instances expanded."""
         return tuple((c.node.format(*indices), c) for c in self.communications for indices in c.instances)
+
+    def issued(self) -> tuple[tuple[str, Collective], ...]:
+        """(phase, collective) as the program runs them: those that share a bucket are one."""
+        shared = {(bucket.phase, m.node, m.result, m.target) for bucket in self.buckets for m in bucket.members}
+        alone = ((c.phase, c.collective) for node, c in self.steps() if c.own or (c.phase, node, c.result, c.target) not in shared)
+        return (*alone, *((bucket.phase, bucket.collective) for bucket in self.buckets))
 
     def __repr__(self) -> str:
         """One line; `autopar.explain` tells all."""
@@ -181,12 +191,16 @@ def _misfit(plan: Plan) -> str:
     choices = [choice for e in plan.entries for choice in (*e.nodes, *e.recompute)]
     layouts = [x for c in choices for x in (*c.strategy.inputs, *c.strategy.outputs)]
     layouts += [x for k in plan.kept for x in k.layouts] + [x for c in plan.communications for x in (c.source, c.target)]
+    layouts += [m.target for bucket in plan.buckets for m in bucket.members]
     for layout in layouts:
         if len(layout.placements) != num_axes:
             return f"layout {str(layout)!r} has {len(layout.placements)} placements, mesh {plan.mesh} has {num_axes} axes"
     for move in plan.communications:
         if not 0 <= move.collective.axis < num_axes:
             return f"{move.node} moves along axis {move.collective.axis}, mesh {plan.mesh} has {num_axes} axes"
+    for bucket in plan.buckets:
+        if not 0 <= bucket.collective.axis < num_axes:
+            return f"a bucket moves along axis {bucket.collective.axis}, mesh {plan.mesh} has {num_axes} axes"
     priced = [key for p in plan.proof.potentials for key in (p.node, p.reader)]
     for key in (*(c.node for c in choices), *(k.node for k in plan.kept), *(c.node for c in plan.communications), *priced):
         if "/" not in key:
@@ -272,6 +286,7 @@ def _decode_plan(data: Mapping[str, Any]) -> Plan:
         overlap=Overlap(**data.get("overlap", {})),
         loss_rows=data.get("loss_rows", 0),
         starts={layers: tuple(starts) for layers, starts in data.get("starts", {}).items()},
+        buckets=tuple(map(read_bucket, data.get("buckets", ()))),
     )
 
 

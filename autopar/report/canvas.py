@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
+from autopar.plans import KERNELS_BUFFERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,6 +16,7 @@ COLOURS = {
     "sequence": "#5aa469",
     "space": "#3f8f8b",
     "heads": "#a77bb5",
+    "experts": "#c9a227",
     "tensor": "#e8924a",
     "replicated": "#e3e3e3",
     "ZeRO-3": "#2f5d8a",
@@ -29,6 +31,7 @@ MEMORY_COLOURS = {
     "parameters": "#5b8db8",
     "optimizer": "#8fb4d6",
     "gathered": "#3f7a8c",
+    KERNELS_BUFFERS: "#7a6f9b",
     "gradients": "#e8924a",
     "activations": "#5aa469",
     "transient": "#b9b9b9",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.tensor import Shard
 
 from autopar.breakdown import INPUTS, Part, breakdown
-from autopar.plans import Plan
+from autopar.plans import RESTING, Plan
 from autopar.report.canvas import COLOURS, FAINT, INK, MEMORY_COLOURS, canvas, quiet
 from autopar.units import seconds, size
 
@@ -160,6 +160,6 @@ def peak_bar(axes: Axes, kinds: dict[str, float], row: int = 0) -> None:
     """The peak as a stack: what rests always, the larger of activations and gradients, what is transient."""
     either = max(("activations", "gradients"), key=lambda kind: kinds.get(kind, 0.0))
     left = 0.0
-    for kind in ("parameters", "optimizer", "gathered", "buffers", "inputs", either, "transient"):
+    for kind in (*RESTING, either, "transient"):
         axes.barh(row, kinds.get(kind, 0.0), 0.66, left=left, color=MEMORY_COLOURS[kind])
         left += kinds.get(kind, 0.0)

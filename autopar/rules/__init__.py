@@ -7,12 +7,14 @@ product over axes; `localization` says what one rank then calls; `law` proves a 
 from __future__ import annotations
 
 from autopar.rules.call import Call, Operand, TensorInfo, call_of, call_on, operands_of, where_of
+from autopar.rules.dispatch import num_senders
 from autopar.rules.expansion import cuts_alike
 from autopar.rules.knowledge import axis_options, is_discovered, is_fallback, is_strategy, strategies, why_replicated
 from autopar.rules.localization import localize
 from autopar.rules.notation import AxisOption
+from autopar.rules.own import own_moves
 from autopar.rules.registration import register, unregister
-from autopar.rules.site import Length, Local, Start
+from autopar.rules.site import Length, Local, Start, Starts
 
 __all__ = [
     "AxisOption",
@@ -21,6 +23,7 @@ __all__ = [
     "Local",
     "Operand",
     "Start",
+    "Starts",
     "TensorInfo",
     "axis_options",
     "call_of",
@@ -30,7 +33,9 @@ __all__ = [
     "is_fallback",
     "is_strategy",
     "localize",
+    "num_senders",
     "operands_of",
+    "own_moves",
     "register",
     "strategies",
     "unregister",

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar import ops
 from autopar.layout import Layout, Strategy
+from autopar.rules import dispatch
 from autopar.rules.call import Call, TensorInfo
 from autopar.rules.networks import heads_nest
 from autopar.rules.notation import AxisOption
@@ -53,14 +54,18 @@ def _fits(combination: Sequence[AxisOption], infos: Sequence[TensorInfo], mesh_s
 
 def cuts_alike(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
     """Whether parts of different dims belong together: on each axis that splits some dim unevenly, all dims that it splits
-    have one size, and attention finds its heads."""
+    have one size, and attention finds its heads. Where tokens are dispatched to experts, these are split evenly, whatever tokens are."""
     if call.target in (ops.attention, ops.attention_backward) and not heads_nest(call, strategy):
         return False
     tensors = list(zip((*strategy.inputs, *strategy.outputs), (*call.inputs, *call.outputs), strict=True))
+    dispatched = dispatch.dispatch_axes(call, strategy.inputs)
+    if dispatched and not dispatch.is_even(call, strategy, dispatched, mesh_shape):
+        return False
     if all(layout.divides(info.shape, mesh_shape) for layout, info in tensors):
         return True
     for axis in range(len(mesh_shape)):
-        split = [(layout, info, p.dim) for layout, info in tensors if isinstance(p := layout.placements[axis], Shard)]
+        here = dispatch.of_tokens(call, strategy) if axis in dispatched else tensors
+        split = [(layout, info, p.dim) for layout, info in here if isinstance(p := layout.placements[axis], Shard)]
         uneven = any(info.shape[dim] % layout.num_shards(dim, mesh_shape) for layout, info, dim in split)
         if uneven and len({info.shape[dim] for _, info, dim in split}) > 1:
             return False

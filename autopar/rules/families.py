@@ -5,11 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from autopar.rules.call import Call, Operand, argument, slots
-from autopar.rules.notation import WHOLE, Factors, Term, parse
+from autopar.rules.notation import WHOLE, AxisOption, Factors, Term, parse
 
 Family = Callable[[Call], Factors]
+
+
+def also(rule: Family, further: Callable[[Call], tuple[AxisOption, ...]]) -> Family:
+    """The rule, with options that no letter says."""
+    return lambda call: replace(rule(call), further=further(call))
 
 
 def _letters(rank: int) -> Term:

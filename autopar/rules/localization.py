@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 from autopar import ops, random_ops
 from autopar.layout import Strategy
-from autopar.rules import space
+from autopar.rules import dispatch, space
 from autopar.rules.call import Call, argument, replace_arguments
 from autopar.rules.families import dims_of
 from autopar.rules.further import RESIZE_GRADIENTS
@@ -136,8 +136,7 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = {
     ops.attention_backward: _attention(1),
     ops.embedding: _start(0, 0, sized=True),
     ops.pick: _start(0, -1, sized=True),
-    ops.experts: _start(3, 0),
-    ops.experts_backward: _start(4, 0),
+    **dict.fromkeys(dispatch.TOKENS, dispatch.local),
     ops.cross_entropy_backward: _start(0, -1),
     ops.embedding_backward: _embedding_backward,
     **{op: _drawn for op in (random_ops.keep_mask, random_ops.uniform, random_ops.normal, random_ops.randint)},

@@ -39,6 +39,22 @@ class Length:
 
 
 @dataclass(frozen=True, slots=True)
+class Starts:
+    """Stands in local arguments for the first global indices of the parts of a dim of which each is at another rank of this rank's group
+    along `axis`, a splitter of the dim, in the order of these ranks."""
+
+    dim_size: int
+    layout: Layout
+    dim: int
+    axis: int
+
+    def at(self, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
+        """The indices at a rank's coordinate."""
+        around = ((*coordinate[: self.axis], place, *coordinate[self.axis + 1 :]) for place in range(mesh_shape[self.axis]))
+        return tuple(local_range(self.dim_size, self.layout, self.dim, mesh_shape, there)[0] for there in around)
+
+
+@dataclass(frozen=True, slots=True)
 class Local:
     """What a rank calls; tensors are `Operand`s as in the call."""
 

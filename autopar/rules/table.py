@@ -16,6 +16,7 @@ from autopar import norm_ops, ops, random_ops
 from autopar.rules import families as f
 from autopar.rules import losses, networks, windows
 from autopar.rules.call import argument
+from autopar.rules.dispatch import dispatching
 from autopar.rules.further import FURTHER
 from autopar.rules.notation import parse
 from autopar.rules.rows import BOTH, EITHER, FIRST, Row
@@ -50,8 +51,8 @@ EMBEDDING: Mapping[Any, f.Family] = {
 }
 
 EXPERTS: Mapping[Any, f.Family] = {  # f lies between two linears with an activation; what is split of it, or of the experts, adds up
-    ops.experts: Row("t _, t p, t p, e _ f _, e d f -> t d", ((2,), (4,))),
-    ops.experts_backward: Row("t d, t _, t p, t p, e _ f _, e d f -> t _, t p, e _ f _, e d f", FIRST),
+    ops.experts: f.also(Row("t _, t p, t p, e _ f _, e d f -> t d", ((2,), (4,))), dispatching),
+    ops.experts_backward: f.also(Row("t d, t _, t p, t p, e _ f _, e d f -> t _, t p, e _ f _, e d f", FIRST), dispatching),
 }
 
 LOSS: Mapping[Any, f.Family] = {

@@ -18,10 +18,11 @@ from torch.distributed.tensor import Partial, Shard
 from autopar.errors import RuleError
 from autopar.halo import window
 from autopar.layout import Layout, Strategy, local_range
+from autopar.ops.dispatched import DISPATCHED, Together
 from autopar.rules.call import NO_TENSOR, Call, Operand, op_name
 from autopar.rules.localization import localize
 from autopar.rules.notation import AxisOption
-from autopar.rules.site import Length, Start
+from autopar.rules.site import Length, Local, Start, Starts
 
 Coordinate = tuple[int, ...]
 Parts = dict[Coordinate, torch.Tensor]
@@ -43,9 +44,13 @@ def check_strategy(call: Call, inputs: Sequence[torch.Tensor], strategy: Strateg
     ranks = list(itertools.product(*map(range, mesh_shape)))
     parts = [split(x, layout, mesh_shape) for x, layout in zip(inputs, strategy.inputs, strict=True)]
     local, tolerance = localize(call, strategy, mesh_shape), tolerance_of(call)
+    operands = {rank: [p[rank] for p in parts] for rank in ranks}
     expected = run(call.target, call.args, call.kwargs, inputs, (), ())
     try:
-        results = {rank: run(local.target, local.args, local.kwargs, [p[rank] for p in parts], mesh_shape, rank) for rank in ranks}
+        if local.target in DISPATCHED:
+            results = run_together(local, operands, mesh_shape)
+        else:
+            results = {rank: run(local.target, local.args, local.kwargs, operands[rank], mesh_shape, rank) for rank in ranks}
     except Exception as error:  # a user's op may raise anything
         raise _broken(call, strategy, f"a rank cannot run it: {error}") from error
     for number, whole in enumerate(expected):
@@ -65,17 +70,34 @@ def run(
     rank: Coordinate,
 ) -> tuple[torch.Tensor, ...]:
     """Run a call on tensors: operands and starts filled in; always gives a tuple of results."""
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, Operand):
-            return tensors[value.index]
-        if isinstance(value, Start | Length):
-            return value.at(mesh_shape, rank)
-        return [fill(v) for v in value] if isinstance(value, tuple) else value
-
     if target is operator.getitem:
         return (tensors[0],)
-    result = target(*map(fill, args), **{k: fill(v) for k, v in kwargs.items()})
+    filled = [_filled(a, tensors, mesh_shape, rank) for a in args]
+    return _results(target(*filled, **{k: _filled(v, tensors, mesh_shape, rank) for k, v in kwargs.items()}))
+
+
+def run_together(
+    local: Local, operands: Mapping[Coordinate, Sequence[torch.Tensor]], mesh_shape: Sequence[int]
+) -> dict[Coordinate, tuple[torch.Tensor, ...]]:
+    """Run what ranks do together along a mesh axis, its last argument (`autopar.ops.dispatched`); by rank."""
+    *args, _, axis = local.args
+    results: dict[Coordinate, tuple[torch.Tensor, ...]] = {}
+    for first in (rank for rank in operands if not rank[axis]):
+        group = [(*first[:axis], place, *first[axis + 1 :]) for place in range(mesh_shape[axis])]
+        found = local.target([tuple(_filled(a, operands[rank], mesh_shape, rank) for a in args) for rank in group], Together())
+        results.update(zip(group, map(_results, found), strict=True))
+    return results
+
+
+def _filled(value: Any, tensors: Sequence[torch.Tensor], mesh_shape: Sequence[int], rank: Coordinate) -> Any:
+    if isinstance(value, Operand):
+        return tensors[value.index]
+    if isinstance(value, Start | Length | Starts):
+        return value.at(mesh_shape, rank)
+    return [_filled(v, tensors, mesh_shape, rank) for v in value] if isinstance(value, tuple) else value
+
+
+def _results(result: Any) -> tuple[torch.Tensor, ...]:
     return tuple(result) if isinstance(result, list | tuple) else (result,)
 
 

@@ -1,4 +1,8 @@
-"""The norm of gradients that lie on a mesh in different placements."""
+"""The norm of gradients that lie on a mesh in different placements.
+
+Many gradients are one call of torch's multi-tensor operators, which read them where they lie: `autopar.kernels.packing.pack`, which sums
+squares too, would write a bucket of all gradients that nothing here reads.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +62,9 @@ def clip_over_stages(
 
 def _scale(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        local.mul_(scale.to(local.dtype))
+    locals = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    for dtype in dict.fromkeys(local.dtype for local in locals):
+        torch._foreach_mul_([local for local in locals if local.dtype == dtype], scale.to(dtype))
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -70,8 +74,8 @@ def _norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     if math.isinf(norm_type):
         largest = [local.abs().max().to(dtype) for local in locals if local.numel()]
         return _total(torch.stack(largest or [_zero(gradients, dtype)]).max(), "max", groups)
-    norms = [torch.linalg.vector_norm(local, norm_type, dtype=dtype).pow(norm_type) for local in locals]
-    return _total(torch.stack(norms or [_zero(gradients, dtype)]).sum(), "sum", groups).pow(1.0 / norm_type)
+    norms = torch._foreach_norm(locals, norm_type, dtype=dtype) if locals else [_zero(gradients, dtype)]
+    return _total(torch.stack(list(norms)).pow(norm_type).sum(), "sum", groups).pow(1.0 / norm_type)
 
 
 def _zero(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

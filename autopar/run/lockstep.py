@@ -20,10 +20,13 @@ from autopar.collective import Collective, Kind
 from autopar.errors import AutoparError, VerificationError
 from autopar.halo import Halo
 from autopar.kernels import collectives as steps
+from autopar.kernels import dispatched
+from autopar.kernels.collectives import fake_groups
 from autopar.kernels.fused import KERNELS
 from autopar.kernels.sums import scale_by
 from autopar.mesh import Mesh
 from autopar.ops import dot
+from autopar.ops.dispatched import Together
 from autopar.rules import where_of
 from autopar.run.group_steps import check_parts, step, with_halos
 from autopar.run.program import Program, ProgramTensor
@@ -208,6 +211,8 @@ class Ranks:
                 return _handed_over(node, env)
             if node.target in KERNELS:
                 return self._run_kernel(phase, node, env)
+            if node.target in dispatched.TOGETHER:
+                return self._run_dispatched(phase, node, env)
             if node.target in steps.PLACES:
                 return [self._range(rank, *node.args)[steps.PLACES.index(node.target)] for rank in self.ranks]
             return self._run_op(node, env)
@@ -240,6 +245,21 @@ class Ranks:
             return list(zip(whole, self._products(str(equation), factors), strict=True))
         (dim,) = settings
         return self._moved(phase, node, "reduce_scatter", self._products(str(equation), factors), (dim, "sum", axis))
+
+    def _run_dispatched(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
+        """Experts with their tokens, of all ranks of an axis together; recorded are the rows that were expected."""
+        *operands, split, _, axis = node.args
+        self.records += [(phase, node_name(node), c.collective) for c in node.meta.get("own", ())]
+        result: list[Any] = [None for _ in self.ranks]
+        for group in self.mesh.groups(axis):  # type: ignore[arg-type]
+            ranks = []
+            for rank in group:
+                places = fake_groups(self.mesh, self.mesh.coordinate(rank))
+                given = fx.node.map_arg(tuple(operands), partial(_of_rank, env, rank))
+                ranks.append((*given, dispatched.starts_of(split, axis, places)))  # type: ignore[arg-type]
+            for rank, made in zip(group, dispatched.TOGETHER[node.target](ranks, Together()), strict=True):  # type: ignore[index]
+                result[rank] = tree_map(lambda x: promote(x, self.dtype), made)
+        return result
 
     def _products(self, equation: str, factors: Sequence[list[Any]]) -> list[Any]:
         """By rank; ranks with the very same factors share theirs."""

@@ -36,8 +36,9 @@ def solve_with_cbc(problem: Problem, gap: float, max_nodes: int, time_limit_s: f
         model.solve(engine)
         if model.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             return None
-        strategies, recomputed, kept = program.chosen({v.name: v.value() or 0.0 for v in model.variables()})
-        evaluation = evaluate(problem, strategies, recomputed, kept)
+        strategies, recomputed, kept, regions = program.chosen({v.name: v.value() or 0.0 for v in model.variables()})
+        allowed = regions if active else None  # else they cost nothing yet
+        evaluation = evaluate(problem, strategies, recomputed, kept, allowed)
         broken = {r for r, size in enumerate(evaluation.resting_bytes) if size > problem.budget_bytes}
         exceeds = {phase for phase, said in enumerate(evaluation.load.unbalanced(evaluation.slowdown)) if said} - outlasted
         if not broken and exceeds:
@@ -51,7 +52,7 @@ def solve_with_cbc(problem: Problem, gap: float, max_nodes: int, time_limit_s: f
             free = bound if not any(rows[r].reserve_bytes for r in active) else 0.0
             return Choices(
                 strategies, recomputed, evaluation.kept, evaluation.objective_s, bound, free, program.num_variables,
-                program.num_constraints, "cbc",
+                program.num_constraints, "cbc", regions=allowed,
             )  # fmt: skip
         for r in sorted(broken - active):
             program.add_budget(rows[r])

@@ -27,6 +27,7 @@ Options = Mapping[str, bool | int | float | str]
 _INF = highspy.kHighsInf
 _FEASIBLE = 2  # HiGHS' code of a feasible primal solution
 _SIMPLEX: Options = {"solver": "simplex"}
+_LARGE = 50_000  # columns: from here on presolve takes longer than what it removes (a fifth of a U-Net's and of T5's relaxation)
 # The bound is computed from the duals, so an inexact solution costs only its inexactness.
 _INTERIOR: Options = {"solver": "ipx", "run_crossover": "off", "ipm_optimality_tolerance": 1e-5}
 # Strong branching and restarts take most of the time of a tree of few nodes, and seldom help it.
@@ -123,25 +124,22 @@ class Engine:
         cost[self._at[costs[0]]] = costs[1]
         return cost
 
-    def relax(self, extra: Rows | None = None, *, interior: bool = False, cost: Floats | None = None) -> Relaxation | None:
+    def relax(self, extra: Rows | None = None, *, interior: bool = False) -> Relaxation | None:
         """Solve the relaxation with some more rows; None where it is infeasible.
 
         Args:
             interior: by the interior point method, which dense rows slow down less, instead of the simplex method.
-            cost: of the columns, instead of the program's own. Without further rows the simplex method then starts from the vertex that it
-                found at the program's own costs.
         """
-        known = self.basis if extra is None and not interior and cost is not None else None
-        own, cost = cost is None, self.cost if cost is None else cost
-        rows = self.rows if extra is None else self.rows.plus(extra)
+        cost, rows = self.cost, self.rows if extra is None else self.rows.plus(extra)
         ended = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit, highspy.HighsModelStatus.kInfeasible)
-        highs = self._run(cost, rows, None, _INTERIOR if interior else _SIMPLEX, basis=known)
+        simplex = {**_SIMPLEX, "presolve": "off"} if len(cost) >= _LARGE else _SIMPLEX
+        highs = self._run(cost, rows, None, _INTERIOR if interior else simplex)
         if interior and highs.getModelStatus() not in ended:
-            highs, interior = self._run(cost, rows, None, _SIMPLEX), False
+            highs, interior = self._run(cost, rows, None, simplex), False
         if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             return None
         solution = highs.getSolution()
-        if extra is None and own and not interior:
+        if extra is None and not interior:
             self.basis, self.num_iterations = highs.getBasis(), max(highs.getInfo().simplex_iteration_count, 0)
         bound, reduced, duals = proof(cost, rows, np.array(solution.row_dual))
         values = np.array(solution.col_value)
@@ -196,10 +194,7 @@ class Engine:
         lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = rows.starts, rows.indices, rows.values
         return lp
 
-    def _run(
-        self, cost: Floats, rows: Rows, integer: Columns | None, options: Options, start: Floats | None = None,
-        basis: highspy.HighsBasis | None = None,
-    ) -> highspy.Highs:  # fmt: skip
+    def _run(self, cost: Floats, rows: Rows, integer: Columns | None, options: Options, start: Floats | None = None) -> highspy.Highs:
         lp = self.lp(cost, rows)
         if integer is not None:
             kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
@@ -214,8 +209,6 @@ class Engine:
             solution = highspy.HighsSolution()
             solution.col_value = list(start)
             highs.setSolution(solution)
-        if basis is not None:
-            highs.setBasis(basis)
         highs.run()
         self.timed_out |= highs.getModelStatus() == highspy.HighsModelStatus.kTimeLimit
         return highs

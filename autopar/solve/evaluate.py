@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import LayoutError
 from autopar.layout import Layout
-from autopar.problem import Problem, Slack, Use
+from autopar.problem import Choices, Problem, Slack, Use
 from autopar.redistribute import Arc, LayoutGraph, cheapest_tree
 from autopar.solve.memory import budget_rows
 from autopar.solve.prices import arc_loads, is_early, op_load, tree_costs
 from autopar.solve.slack import slacks
-from autopar.solve.taken import Chosen, Taken, most_saved, saved_by, taken, usable, without_clashes
+from autopar.solve.taken import Chosen, Taken, most_saved, regions_of, saved_by, taken, usable, within, without_clashes
 from autopar.streams import ON_COMPUTE, Load
 
 
@@ -55,6 +55,7 @@ class Evaluation:
         kept: per variant, the layouts kept (only those that backward reads).
         forward, backward: per variant, its redistributions.
         resting_bytes: left side of each budget row (`autopar.solve.memory.budget_rows`), in their order.
+        regions: those that the kernels need; `static_bytes` holds them, too.
     """
 
     compute_s: float
@@ -69,6 +70,7 @@ class Evaluation:
     load: Load
     slowdown: float
     saved_s: float = 0.0
+    regions: frozenset[int] = frozenset()
 
     @property
     def objective_s(self) -> float:
@@ -90,17 +92,25 @@ def evaluate(
     strategies: Sequence[int],
     recomputed: Mapping[int, int] | None = None,
     kept: Mapping[int, tuple[int, ...]] | None = None,
+    regions: frozenset[int] | None = None,
 ) -> Evaluation:
     """Price choices.
 
     Args:
         strategies: strategy index per op. recomputed: strategy index per op that backward runs again.
         kept: per variant, the layouts that may be kept; by default every keepable version that forward makes.
+        regions: those that kernels may use; by default all.
     """
+    problem = within(problem, regions)
     found = _evaluate(problem, strategies, recomputed or {}, kept)
     if found.saved_s and any(found.load.unbalanced(found.slowdown)):  # compute waits there anyway, so that kernels may save nothing
         found = min(found, _evaluate(replace(problem, kernels={}), strategies, recomputed or {}, kept), key=lambda e: e.objective_s)
     return found
+
+
+def evaluated(problem: Problem, choices: Choices) -> Evaluation:
+    """As `evaluate`, of a solver's answer."""
+    return evaluate(problem, choices.strategies, choices.recomputed, choices.kept, choices.regions)
 
 
 def _evaluate(
@@ -121,19 +131,21 @@ def _evaluate(
         own = first.sources if value.resident else ()
         held[v] = sum(value.graph.bytes[n] for n in keep if n not in own)
     kept_bytes = sum(problem.variants[v].count * size for v, size in held.items())
-    resting = tuple(row.size(static, strategies, recomputed, held) for row in budget_rows(problem))
     communication = sum(problem.variants[v].count * r.time_s for phase in (forward, backward) for v, r in phase.items())
     runs = [*((n, s, False) for n, s in enumerate(strategies)), *((n, s, True) for n, s in recomputed.items())]
     load = sum((op_load(problem, n, s, again=again) for n, s, again in runs), Load())
     moves = ((v, r) for phase in (forward, backward) for v, r in phase.items() if r.arcs)
     load = sum((r.load.scaled(problem.variants[v].count) for v, r in moves), load)
     forward, backward = without_clashes(problem, forward, backward)
+    regions = regions_of(forward, backward)
+    static += sum(problem.regions[region] for region in regions)
+    resting = tuple(row.size(static, strategies, recomputed, held) for row in budget_rows(problem))
     saved = [(problem, v, late, r) for late, phase in ((False, forward), (True, backward)) for v, r in phase.items() if r.taken]
     less = sum((saved_by(*each) for each in saved), Load())
     load = replace(load + less, serial_s=compute + communication + less.serial_s)
     return Evaluation(
         compute, communication, kept_bytes, static, gradient, kept_now, forward, backward, resting, load, problem.overlap_slowdown,
-        -less.serial_s,
+        -less.serial_s, regions,
     )  # fmt: skip
 
 

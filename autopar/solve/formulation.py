@@ -22,6 +22,8 @@ layers cost one block of variables.
     Σ_a h[g,a] ≤ Σ_{s of g} x[n,s], or rc                a product does one arc of a variant                       (11)
     Σ_g h[g,a] + y ≤ supply(tail(a))                     what a product scatters at once is nowhere in one piece:  (12)
         y: r of another arc from there, a reader's demand for it, or the version k that is kept
+    z[b] ∈ {0,1}      region b is there, through which some kernels reach their peers; its bytes stand in every budget row
+    Σ_{a through b} h[g,a] ≤ z[b]                      for all its users once                                      (13)
     budget rows (6), (7), (8): see `autopar.solve.memory`
 
     minimise Σ count·price·x + Σ count·price·rc + Σ count·price(a)·r[a] − Σ count·saved·h    prices: see `autopar.solve.prices`
@@ -46,7 +48,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.problem import Problem, Use
+from autopar.problem import Kernel, Problem, Use
 from autopar.redistribute import LayoutGraph
 from autopar.solve.memory import BudgetRow
 from autopar.solve.model import AT_LEAST, AT_MOST, EQUAL, Column, Costs, Model, Terms
@@ -58,7 +60,8 @@ from autopar.streams import ON_COMPUTE, Balance, Load
 SCALE = 1e6  # objective in microseconds: keeps coefficients near 1 for the solver's tolerances
 Floats = NDArray[np.float64]
 RowKey = tuple[int, ...]  # number of the formula, then the indices that stand in it: what a row is, whatever its position
-CHOOSE, SHARE, FLOW, KEEP, AGAIN, BUDGET, ARC, PRODUCT, WHOLE = 1, 2, 3, 4, 5, 6, 10, 11, 12
+Chosen = tuple[tuple[int, ...], dict[int, int], dict[int, tuple[int, ...]], frozenset[int]]
+CHOOSE, SHARE, FLOW, KEEP, AGAIN, BUDGET, ARC, PRODUCT, WHOLE, REGION = 1, 2, 3, 4, 5, 6, 10, 11, 12, 13
 
 
 @dataclass
@@ -70,6 +73,7 @@ class Formulation:
     x: list[list[Column]] = field(default_factory=list)
     again: dict[int, list[Column]] = field(default_factory=dict)
     keep: dict[tuple[int, int], Column] = field(default_factory=dict)
+    regions: dict[int, Column] = field(default_factory=dict)
     keys: list[RowKey] = field(default_factory=list)
     tighter: list[Terms] = field(default_factory=list)  # rows (9): each sum ≤ 0
     loads: list[tuple[Column, Load]] = field(default_factory=list)  # what a variable stands for, where that takes time
@@ -229,19 +233,24 @@ class Formulation:
     def _kernels(
         self, group: RowKey, arcs: Sequence[int], paid: Sequence[Sequence[Column]], supply: Demand, demands: Mapping[int, Demand]
     ) -> None:
-        """Rows (10), (11) and (12) of the kernels that do a collective of variant `group[0]`; `paid` as what `_flows` pays, per arc."""
+        """Rows (10) to (13) of the kernels that do a collective of variant `group[0]`; `paid` as what `_flows` pays, per arc."""
         v, late = group[0], bool(group[1])
         graph = self.problem.values[self.problem.variants[v].value].graph
         doing: dict[int, Terms] = {}
         for i, kernel in enumerate(self.problem.kernels.get((v, late), ())):
             product = self.again.get(kernel.op) if kernel.again else self.x[kernel.op]
             terms: Terms = []
+            through: dict[int, Terms] = {}
             for hidden in kernel.hides if product else ():
                 if hidden.arc in arcs:
                     terms.append((self._flow(saved_load(self.problem, v, late=late, saved_s=hidden.saved_s)), 1))
                     doing.setdefault(hidden.arc, []).append(terms[-1])
+                    if hidden.region is not None:
+                        through.setdefault(hidden.region, []).append(terms[-1])
+            for region, users in through.items():
+                self._row((REGION, *group, i, region), [*users, (self._region(region), -1)], AT_MOST, 0)
             if product and terms:
-                self._row((PRODUCT, *group, i), [*terms, *((product[s], -1) for s in kernel.strategies)], AT_MOST, 0)
+                self._row((PRODUCT, *group, i), [*terms, *((x, -c) for x, c in self._products(v, kernel, product))], AT_MOST, 0)
         for a, terms in doing.items():
             at, source = arcs.index(a), graph.arcs[a].src
             self._row((ARC, *group, a), [*((flow[at], -1) for flow in paid), *terms], AT_MOST, 0)
@@ -252,6 +261,15 @@ class Formulation:
                     self._whole((WHOLE, *group, a, i), [*terms, *use], supply[source])
                 if not late:
                     self.scattered.setdefault((v, source), []).append(terms)
+
+    def _products(self, v: int, kernel: Kernel, variables: list[Column]) -> Terms:
+        """The strategies with which an op's product can do a kernel's collectives, per tensor of variant v."""
+        return [(variables[s], 1) for s in kernel.strategies]
+
+    def _region(self, region: int) -> Column:
+        if region not in self.regions:
+            self.regions[region] = self._binary(f"z{region}")
+        return self.regions[region]
 
     def _whole(self, key: RowKey, terms: Terms, supply: Terms) -> None:
         """A row (12)."""
@@ -278,7 +296,8 @@ class Formulation:
         runs_again = ((self.again[n], sizes) for n, sizes in row.again if n in self.again)
         again = [(variable, float(c)) for variables, sizes in runs_again for variable, c in zip(variables, sizes, strict=True)]
         live = [(self.x[n][s], float(size)) for n, s, size in row.strategy_bytes(self.problem)]
-        return live + [(v, c) for v, c in (*kept, *again) if c]
+        shared = [(variable, float(self.problem.regions[region])) for region, variable in self.regions.items()]
+        return live + [(v, c) for v, c in (*kept, *again, *shared) if c]
 
     def add_budget(self, row: BudgetRow) -> None:
         """Add a budget row, in shares of the budget."""
@@ -286,15 +305,15 @@ class Formulation:
         terms = [(variable, size * unit) for variable, size in self.budget_terms(row)]
         self._row((BUDGET,), terms, AT_MOST, (self.problem.budget_bytes - row.reserve_bytes) * unit)
 
-    def chosen(self, values: Mapping[str, float]) -> tuple[tuple[int, ...], dict[int, int], dict[int, tuple[int, ...]]]:
-        """Strategies, recomputed and kept, from the values of the variables by name."""
+    def chosen(self, values: Mapping[str, float]) -> Chosen:
+        """Strategies, recomputed, kept and regions, from the values of the variables by name."""
         strategies = tuple(_largest(row, values) for row in self.x)
         recomputed = {n: _largest(row, values) for n, row in self.again.items() if sum(values[v.name] for v in row) > 0.5}
         kept: dict[int, tuple[int, ...]] = {}
         for (v, layout), variable in self.keep.items():
             if values[variable.name] > 0.5:
                 kept[v] = (*kept.get(v, ()), layout)
-        return strategies, recomputed, kept
+        return strategies, recomputed, kept, frozenset(b for b, variable in self.regions.items() if values[variable.name] > 0.5)
 
 
 def _largest(row: Sequence[Column], values: Mapping[str, float]) -> int:

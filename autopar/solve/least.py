@@ -74,7 +74,7 @@ def _most(problem: Problem) -> float:
     kept = sum(variant.count * sum(problem.values[variant.value].graph.bytes) for variant in problem.variants)
     per_op = [max(op.count * (s.static_bytes + s.gradient_bytes) for s in op.strategies) for op in problem.ops]
     live = sum(max(sizes) for row in rows for _, sizes in (*row.live, *row.again))
-    return float(max(kept + sum(per_op) + live + max(row.reserve_bytes for row in rows), 1))
+    return float(max(kept + sum(per_op) + live + sum(problem.regions) + max(row.reserve_bytes for row in rows), 1))
 
 
 def _unit(problem: Problem) -> float:
@@ -103,6 +103,7 @@ def _plan(
         if found.values is not None:
             chosen = program.chosen(dict(zip(engine.names, found.values.tolist(), strict=True)))
             evaluation = evaluate(problem, *chosen)
-            strategies, recomputed, _ = chosen
-            return Choices(strategies, recomputed, evaluation.kept, evaluation.objective_s, 0.0), evaluation.resting_bytes
+            strategies, recomputed, _, regions = chosen
+            choices = Choices(strategies, recomputed, evaluation.kept, evaluation.objective_s, 0.0, regions=regions)
+            return choices, evaluation.resting_bytes
     return None, ()

@@ -1,11 +1,12 @@
 """The duals that a plan keeps, so that arithmetic alone can prove a bound: few, short, and good.
 
-Kept are the potentials y of rows (3) and the prices of budget rows, to a few digits. Any multipliers of the right sign prove
-some bound, so rounding costs only what it costs. The duals of the other rows follow from these, each the best given the rest,
-with d = cost − Aᵀy over the rows that are known so far (names of rows and columns as in `autopar.solve.formulation`):
+Kept are the potentials y of rows (3), the duals of rows (9), those of k[v,l] ≤ 1 where rows (9) are in, and the prices of budget rows, to
+a few digits. Any multipliers of the right sign prove some bound, so rounding costs only what it costs. The duals of the other rows follow
+from these, each the best given the rest, with d = cost − Aᵀy over the rows that are known so far (names of rows and columns as in
+`autopar.solve.formulation`):
 
     (2)  max(0, −d[f])           then no reader's flow has a negative reduced cost, and what they pay together decides
-    (4)  min(0, d[k])            then no version has one; that a version is kept at most once is implied by its readers
+    (4)  min(0, d[k])            then no version has one
     (10) −max(0, min d[f])       over the flows that pay for the collective: what it costs beyond its worth, kernels may save
     (11) min(0, min_a d[h])      what they save beyond that, comes from the product
     (5)  min(0, min_s d[rc])     at most one strategy
@@ -29,35 +30,57 @@ _LEAST = 1e-7  # share of the largest cost: what is worth less is worth nothing
 _LEAST_PRICE = 1e-5  # share of the largest price of memory: below stands what is left of an inexact solution
 
 
+def tighter(program: Formulation, engine: Engine) -> Rows:
+    """Rows (9)."""
+    rows = [([engine.column[v.name] for v, _ in terms], [c for _, c in terms], -np.inf, 0.0) for terms in program.tighter]
+    return Rows.of(rows)
+
+
 def multipliers(
     program: Formulation, engine: Engine, balance: Balance, duals: Floats, budget: Rows, prices: Mapping[str, float]
 ) -> Multipliers:
     """What these duals prove at the prices of a balance.
 
     Args:
-        duals: of the engine's own rows, in the program's unit. Those of a vertex have few potentials that are not 0.
+        duals: of the engine's own rows, or of these and rows (9), in the program's unit. Those of a vertex have few that are not 0.
         budget: rows without reserves. prices: the dual of each, ≤ 0, by name.
     """
-    cost = engine.costs(program.costs(balance))
+    cost, num = engine.costs(program.costs(balance)), len(program.keys)
     kinds = np.array([key[0] for key in program.keys])
     least = _LEAST * float(np.abs(cost).max(initial=0.0))
-    known = np.where((kinds == FLOW) & (duals > least), duals, 0.0)
-    known = np.array([rounded(y / SCALE) for y in known]) * SCALE
+    known = _rounded(np.where((kinds == FLOW) & (duals[:num] > least), duals[:num], 0.0))
+    cuts, kept = tighter(program, engine), engine.rows.indices[engine.rows.starts[:-1][kinds == KEEP]]
+    versions = np.zeros(len(program.tighter)), np.zeros(len(kept))
+    if len(duals) > num:
+        all_duals = np.concatenate([duals, np.array([*prices.values()])])
+        reduced = proof(cost, engine.rows.plus(cuts).plus(budget), all_duals)[1]
+        versions = duals[num:], np.minimum(0.0, reduced[kept])
+    tight = [_rounded(np.where(y < -least, y, 0.0)) for y in versions]
     few = min(prices.values(), default=0.0) * _LEAST_PRICE
-    worth = np.array([rounded(y / SCALE) if y < min(few, -least) else 0.0 for y in prices.values()]) * SCALE
-    bound, _, _ = proof(cost, engine.rows.plus(budget), np.concatenate([_completed(engine, cost, kinds, known, budget, worth), worth]))
+    worth = _rounded(np.array([y if y < min(few, -least) else 0.0 for y in prices.values()]))
+    once = Rows.of([([int(k)], [1.0], -np.inf, 1.0) for k in kept])  # k[v,l] ≤ 1, in the order of rows (4)
+    further, theirs = cuts.plus(once).plus(budget), np.concatenate([*tight, worth])
+    bound, _, _ = proof(cost, engine.rows.plus(further), np.concatenate([_completed(engine, cost, kinds, known, further, theirs), theirs]))
     potentials = {key[1:]: rounded(y / SCALE) for key, y in zip(program.keys, known.tolist(), strict=True) if y}
     memory = {name: rounded(-y / SCALE) for name, y in zip(prices, worth.tolist(), strict=True) if y}
-    return Multipliers(max(bound / SCALE, 0.0), potentials, memory, balance)  # type: ignore[arg-type]  # a row (3) has four indices
+    rows = [(key, y) for key, y in zip(program.tighter_keys, tight[0].tolist(), strict=True)]
+    rows += [((*key[1:], 2), y) for key, y in zip((k for k in program.keys if k[0] == KEEP), tight[1].tolist(), strict=True)]
+    further_s = ({key[:2]: rounded(-y / SCALE) for key, y in rows if y and key[2] == which} for which in range(3))
+    return Multipliers(max(bound / SCALE, 0.0), potentials, memory, balance, *further_s)  # type: ignore[arg-type]  # as many indices as rows have
 
 
-def _completed(engine: Engine, cost: Floats, kinds: NDArray[np.int64], known: Floats, budget: Rows, worth: Floats) -> Floats:
-    """The duals of all rows but the budget's: see the module."""
+def _rounded(duals: Floats) -> Floats:
+    """In the program's unit; as many digits of seconds as are kept."""
+    return np.array([rounded(y / SCALE) for y in duals.tolist()], float) * SCALE
+
+
+def _completed(engine: Engine, cost: Floats, kinds: NDArray[np.int64], known: Floats, further: Rows, theirs: Floats) -> Floats:
+    """The duals of the engine's rows, given those of further ones: see the module."""
     rows, y = engine.rows, known.copy()
     first, last = rows.starts[:-1], rows.starts[1:] - 1
 
     def reduced() -> Floats:
-        return proof(cost, rows.plus(budget), np.concatenate([y, worth]))[1]
+        return proof(cost, rows.plus(further), np.concatenate([y, theirs]))[1]
 
     share, keep = kinds == SHARE, kinds == KEEP
     y[share] = np.maximum(0.0, -reduced()[rows.indices[last[share]]])

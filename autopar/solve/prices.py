@@ -4,7 +4,7 @@ With s the profile's `overlap_slowdown` and λ a share per phase (`autopar.strea
 
     of compute, or of a slice, which is local        costs λ
     of early communication                           costs λ·s + (1 − λ)
-    of all else                                      costs 1
+    of all else, an op's own collectives among it    costs 1
 
 What a kernel saves of a product and a critical collective (`autopar.cost.kernels`) is that much less compute.
 
@@ -42,9 +42,14 @@ def is_early(problem: Problem, v: int, *, late: bool) -> bool:
 
 
 def op_load(problem: Problem, n: int, strategy: int, *, again: bool = False) -> Load:
-    """What all instances of an op do, `again` where backward runs it again; beside what parameters and inputs take nothing runs."""
-    op = problem.ops[n]
-    return work("backward" if again else op.phase, op.count * op.strategies[strategy].time_s, compute=op.kind == "compute")
+    """What all instances of an op do, `again` where backward runs it again; beside what parameters and inputs take nothing runs, nor beside
+    an op's own collectives."""
+    op, phase = problem.ops[n], "backward" if again else problem.ops[n].phase
+    chosen = op.strategies[strategy]
+    if op.kind != "compute" or not chosen.communication_s:
+        return work(phase, op.count * chosen.time_s, compute=op.kind == "compute")
+    computing = work(phase, op.count * (chosen.time_s - chosen.communication_s), compute=True)
+    return computing + work(phase, op.count * chosen.communication_s, compute=False)
 
 
 def saved_load(problem: Problem, v: int, *, late: bool, saved_s: float) -> Load:

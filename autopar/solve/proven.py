@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.problem import Multipliers
-from autopar.solve.engine import Engine, Floats, Relaxation, Rows, proof
+from autopar.solve.engine import Engine, Floats, Relaxation, Rows
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.incoming import Incoming
 from autopar.solve.live import Point
@@ -25,7 +25,8 @@ class Proven:
     Attributes:
         bound: no plan costs less. free: none would if all reserves were 0. relaxed: what a relaxation alone proves of `bound`.
         prices: budget row → its dual in the best relaxation. balance: at which prices it proves the same without the rows of excess.
-        first: what was known before. vertex: duals of the relaxation without further rows. mixed: as in `Choices`, of the best relaxation.
+        first: what was known before. vertex: duals of the relaxation without further rows. duals: of the best one, those of the engine's
+            rows and of rows (9). mixed: as in `Choices`, of the best relaxation.
     """
 
     program: Formulation
@@ -37,6 +38,7 @@ class Proven:
     price_s_per_byte: float = 0.0
     first: Multipliers | None = None
     vertex: Floats | None = None
+    duals: Floats | None = None
     prices: dict[int, float] = field(default_factory=dict)
     balance: Balance = ON_COMPUTE
     mixed: dict[int, tuple[float, ...]] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class Proven:
         reserves = [self.extra.rows[r].reserve_bytes for r in duals]
         if point.bound > self.relaxed:
             self.relaxed, self.prices, self.balance = point.bound, dict(duals), balance
+            self.duals = point.duals[: len(self.program.keys) + len(self.program.tighter)]
             self.mixed = mixed(self.program, self.engine, point.values) if len(point.values) else {}
             self.price_s_per_byte = max(0.0, float(-prices.sum()) / SCALE)
         self.bound = max(self.bound, point.bound)
@@ -80,21 +83,13 @@ class Proven:
 
     def multipliers(self) -> Multipliers | None:
         """What is proven by arithmetic alone, or None where that leans on reserves: by what was known, by the first relaxation, without
-        further rows, or by the best without rows (9), whichever proves most."""
+        further rows, or by the best, whichever proves most."""
         if self.extra.reserves:
             return None
         found = [self.first] if self.first is not None else []
         if self.vertex is not None:
             found.append(multipliers(self.program, self.engine, ON_COMPUTE, self.vertex, Rows.of([]), {}))
-            found += [self.multipliers_at(self.vertex)] if self.prices or self.balance != ON_COMPUTE else []
+        if self.duals is not None:
+            budget, named = self.extra.matrix([*self.prices]), {self.extra.rows[r].name: y for r, y in self.prices.items()}
+            found.append(multipliers(self.program, self.engine, self.balance, self.duals, budget, named))
         return max(found, key=lambda m: m.bound_s) if found else quickest(self.program.problem) if self.bound_s else None
-
-    def multipliers_at(self, vertex: Floats) -> Multipliers:
-        """Those at the balance, with the prices of memory as they are. Duals of inner points are neither few nor short, and those of
-        vertices with rows (9) lean on these; so a vertex is found anew."""
-        budget, prices = self.extra.matrix([*self.prices]), np.array([*self.prices.values()])
-        apart, cost = np.concatenate([np.zeros(len(vertex)), prices]), self.engine.costs(self.program.costs(self.balance))
-        relaxation = self.engine.relax(cost=proof(cost, self.engine.rows.plus(budget), apart)[1])
-        duals = vertex if relaxation is None else relaxation.duals
-        named = {self.extra.rows[r].name: y for r, y in self.prices.items()}
-        return multipliers(self.program, self.engine, self.balance, duals, budget, named)

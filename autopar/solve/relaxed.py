@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.problem import Multipliers, Problem, Use
+from autopar.problem import Kernel, Multipliers, Problem, Use
 from autopar.redistribute import LayoutGraph
-from autopar.solve.engine import Engine, Rows
+from autopar.solve.engine import Engine
 from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, SCALE, Formulation
 from autopar.solve.model import AT_MOST, EQUAL, Column, Terms
-from autopar.solve.multipliers import rounded
+from autopar.solve.multipliers import rounded, tighter
 from autopar.solve.prices import op_load
-from autopar.solve.terms import Demand
+from autopar.solve.terms import Demand, merged
 
 _LEAST = 1e-7  # share of the largest cost: what is worth less is worth nothing
 Shares = Mapping[int, float]
@@ -92,6 +92,13 @@ class _Grouped(Formulation):
         strategies = self.problem.ops[value.op].strategies
         return _by_layout(self.spread.made[v], variables, [value.graph.index[s.layouts.outputs[value.result]] for s in strategies])
 
+    def _products(self, v: int, kernel: Kernel, variables: list[Column]) -> Terms:
+        uses = enumerate(self.problem.variants[v].uses)
+        shares = [self.spread.read[v][i] for i, use in uses if use.op == kernel.op]
+        shares += [self.spread.made[v]] if self.problem.values[self.problem.variants[v].value].op == kernel.op else []
+        num = len(self.problem.ops[kernel.op].strategies)
+        return merged([(variables[group * num + s], share) for each in shares for group, share in each.items() for s in kernel.strategies])
+
 
 def _by_layout(shares: Shares, variables: list[Column], layouts: list[int]) -> Demand:
     found: dict[int, Terms] = {}
@@ -110,8 +117,7 @@ def relaxed(problem: Problem, time_limit_s: float = 60.0, spread: Spread | None 
     """
     program = _Grouped(problem, spread=spread or Spread.folded(problem))
     engine = Engine(program.model, time_limit_s)
-    lines = [([engine.column[v.name] for v, _ in terms], [c for _, c in terms], -np.inf, 0.0) for terms in program.tighter]
-    relaxation = engine.relax(Rows.of(lines) if lines else None)
+    relaxation = engine.relax(tighter(program, engine) if program.tighter else None)
     if relaxation is None:
         return Multipliers(0.0, {}, {})
     least = _LEAST * float(np.abs(engine.cost).max(initial=0.0))

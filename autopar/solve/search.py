@@ -22,12 +22,13 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, LayoutError
 from autopar.problem import Choices, Problem
-from autopar.solve.engine import Columns, Engine, Floats, Relaxation, Rows
-from autopar.solve.evaluate import evaluate
+from autopar.solve.engine import Columns, Engine, Floats, Relaxation
+from autopar.solve.evaluate import evaluate, fits
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.hiding import Excess
 from autopar.solve.incoming import Incoming
 from autopar.solve.live import Live, Point
+from autopar.solve.multipliers import tighter
 from autopar.solve.proven import Proven
 from autopar.solve.quick import Quick
 from autopar.solve.sifting import Sifted, middle, sifted
@@ -173,8 +174,7 @@ class Search:
 
     def _live(self) -> Live:
         if self.live is None:
-            rows = [([self.engine.column[v.name] for v, _ in terms], [c for _, c in terms], -np.inf, 0.0) for terms in self.program.tighter]
-            self.live = Live(self.engine, Rows.of(rows))
+            self.live = Live(self.engine, tighter(self.program, self.engine))
         return self.live
 
     def _grow(self) -> list[int]:
@@ -272,18 +272,23 @@ class Search:
         return dict(zip(self.engine.names, values.tolist(), strict=True))
 
     def _offer(self, values: Floats) -> list[int]:
-        return self._consider(*self.program.chosen(self._named(values)), values)
+        strategies, recomputed, kept, regions = self.program.chosen(self._named(values))
+        return self._consider(strategies, recomputed, kept, values, regions if self.extra.budget else None)  # else they cost nothing yet
 
     def _consider(
-        self, strategies: tuple[int, ...], recomputed: dict[int, int], kept: dict[int, tuple[int, ...]] | None, values: Floats | None
-    ) -> list[int]:
-        """Take a plan if it fits and is the best. If it breaks rows none of which is in yet, these, the worst first; else, as long as the
-        best is too far from the bound, and communication outlasts compute in it, the excess of both phases."""
-        evaluation = evaluate(self.problem, strategies, recomputed, kept)
+        self, strategies: tuple[int, ...], recomputed: dict[int, int], kept: dict[int, tuple[int, ...]] | None, values: Floats | None,
+        regions: frozenset[int] | None = None,
+    ) -> list[int]:  # fmt: skip
+        """Take a plan, or itself without kernels, if it fits and is the best. If it breaks rows none of which is in yet, these, the worst
+        first; else, as long as the best is too far from the bound, and communication outlasts compute in it, the excess of both phases."""
+        evaluation = evaluate(self.problem, strategies, recomputed, kept, regions)
         over = self.extra.over(evaluation)
+        if over is not None and evaluation.regions:
+            regions, values = frozenset(), None
+            evaluation = evaluate(self.problem, strategies, recomputed, kept, regions)
+        if evaluation.objective_s < self.best_s and fits(self.problem, evaluation):
+            self.best = Choices(strategies, recomputed, evaluation.kept, evaluation.objective_s, 0.0, regions=regions)
+            self.start = values
         if over is not None:
             return over
-        plan = Choices(strategies, recomputed, evaluation.kept, evaluation.objective_s, 0.0)
-        if plan.objective_s < self.best_s:
-            self.best, self.start = plan, values
         return [] if self._close() else self.extra.outlasted(evaluation)

@@ -104,6 +104,23 @@ def without_clashes(problem: Problem, forward: Mapping[int, M], backward: Mappin
     return both
 
 
+def regions_of(forward: Mapping[int, Moves], backward: Mapping[int, Moves]) -> frozenset[int]:
+    """What the kernels that are taken reach their peers through."""
+    hidden = (each.hidden for phase in (forward, backward) for moves in phase.values() for each in moves.taken.values())
+    return frozenset(each.region for each in hidden if each.region is not None)
+
+
+def within(problem: Problem, regions: frozenset[int] | None) -> Problem:
+    """The problem with the kernels that need no other regions; None is all."""
+    if regions is None or len(regions) == len(problem.regions):
+        return problem
+    kernels: dict[tuple[int, bool], tuple[Kernel, ...]] = {}
+    for where, offered in problem.kernels.items():
+        left = (replace(k, hides=tuple(h for h in k.hides if h.region is None or h.region in regions)) for k in offered)
+        kernels[where] = tuple(k for k in left if k.hides)
+    return replace(problem, kernels=kernels)
+
+
 def _all(phases: tuple[dict[int, M], dict[int, M]]) -> Iterator[tuple[int, dict[int, M], str, Taken]]:
     for moves in phases:
         for v, here in moves.items():

@@ -23,7 +23,7 @@ from autopar.solve.engine import Engine, Floats
 from autopar.solve.formulation import Formulation
 from autopar.solve.live import Live, Point
 
-Key = tuple[int, int]  # 0 and an op, or 1 and the position of a bit: what runs again, what is kept
+Key = tuple[int, int]  # 0 and an op, or 1 and the position of a bit: what runs again, what is kept, what kernels share
 _WHOLE = 1e-6  # what is this close to 0 or 1 is
 _TRIED, _OFTEN = 6, 2  # ops that are tried out per node; how often one is
 _DIVE = 3  # of what is not settled, one in so many is at a time
@@ -78,7 +78,9 @@ class Tree:
         column = self.engine.column
         self._choices = [np.array([column[v.name] for v in row], np.int32) for row in self.program.x]
         again = [column[v.name] for row in self.program.again.values() for v in row]
-        self._bits = np.array([*again, *(column[v.name] for v in self.program.keep.values())], np.int32)
+        regions = [column[v.name] for v in self.program.regions.values()]
+        regions = [region for region in regions if self.sizes[region] > 0.0]  # the others are free
+        self._bits = np.array([*again, *(column[v.name] for v in self.program.keep.values()), *regions], np.int32)
 
     def dive(self) -> Grown:
         """The root, and from there a short way one box within the other; each is offered as a plan."""

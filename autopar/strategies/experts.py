@@ -1,8 +1,9 @@
 """Expert parallelism on one mesh axis: tokens are split with the batch, experts over the same devices, which each compute only with theirs.
 
 The walk is that of data parallelism (`autopar.strategies.spreading`), but for experts (`autopar.ops.experts`) and their gradients. These
-read their tokens, picks and gates whole, which are gathered, and weights split by experts; what they make of tokens are partial sums,
-which are scattered as the tokens lie.
+read weights split by experts. Either their tokens, picks and gates are gathered, and what they make of tokens are partial sums, which are
+scattered as the tokens lie; or these are read as they lie, and dispatched (`autopar.rules.dispatch`). Where the plan does not say which,
+the node's row leaves it open.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from autopar.errors import ConstraintError
 from autopar.layout import REPLICATE
 from autopar.rules import AxisOption, where_of
 from autopar.strategies.reading import Read
-from autopar.strategies.spreading import Policy, Spread, Walk
+from autopar.strategies.spreading import Policy, Row, Spread, Walk
 
 BY_EXPERTS = Shard(0)
 _WEIGHTS = {ops.experts: 3, ops.experts_backward: 4}  # the operand that is up's weight; down's is next, tokens are three before
@@ -29,8 +30,12 @@ def by_experts(graph: Read, plan: Parallelism, policy: Policy, sizes: Sequence[i
     """How tensors lie where the batch and the experts are split over axes of these sizes.
 
     Raises:
-        ConstraintError: where the model has no experts that are one op, or their number does not divide.
+        ConstraintError: where the model has no experts that are one op, their number does not divide, or tokens are to be dispatched over
+            several axes.
     """
+    if plan.tokens == "dispatched" and len(sizes) > 1:
+        what = f"{plan} cannot hold: tokens are dispatched along one mesh axis of an op, not {len(sizes)}"
+        raise ConstraintError(what, remedy="name one axis, or leave out tokens=: beside the one that dispatches, others gather")
     nodes = [node for node in graph.nodes.values() if node.target in _WEIGHTS]
     if not nodes:
         what = f"{plan}: the model has no experts to split; they would be those of transformers' experts modules without biases"
@@ -40,7 +45,7 @@ def by_experts(graph: Read, plan: Parallelism, policy: Policy, sizes: Sequence[i
         if num % math.prod(sizes):
             what = f"{plan} cannot hold: {node.meta['key']} refuses, its {num} experts are no multiple of {math.prod(sizes)} devices"
             raise ConstraintError(what, where=where_of(node), remedy="name axes whose sizes divide the number of experts")
-    found = _ExpertWalk(graph, policy).run()
+    found = _ExpertWalk(graph, policy, plan.tokens).run()
     left = [ref for node in nodes for ref in graph.reads[node.name][_WEIGHTS[node.target] :][:2]]
     while left:
         ref = left.pop()
@@ -50,18 +55,30 @@ def by_experts(graph: Read, plan: Parallelism, policy: Policy, sizes: Sequence[i
 
 
 class _ExpertWalk(Walk):
+    def __init__(self, graph: Read, policy: Policy, tokens: str) -> None:
+        super().__init__(graph, policy)
+        self.tokens = tokens
+
     def _choose(self, node: fx.Node) -> AxisOption | None:
         if node.target not in _WEIGHTS:
             return super()._choose(node)
         up = _WEIGHTS[node.target]
-        return next((o for o in self._options(node) if o.inputs[up] == o.inputs[up + 1] == BY_EXPERTS), None)
+        found = [o for o in self._options(node) if o.inputs[up] == o.inputs[up + 1] == BY_EXPERTS]
+        wanted = BY_EXPERTS if self.tokens == "dispatched" else REPLICATE
+        return next((o for o in found if o.inputs[up - 3] == wanted), None)
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
-        tokens = self.labels.get(self.graph.reads[node.name][_WEIGHTS[node.target] - 3], REPLICATE) if node.target in _WEIGHTS else None
-        super()._take(node, option)
-        if tokens is None:
+        if node.target not in _WEIGHTS:
+            super()._take(node, option)
             return
+        up = _WEIGHTS[node.target]
+        tokens = self.labels.get(self.graph.reads[node.name][up - 3], REPLICATE)
+        super()._take(node, option)
         self.found.apart.add(node.name)
+        row, weights = self.found.rows[node.name], [i for i, p in enumerate(option.outputs) if isinstance(p, Shard)]
+        if not self.tokens and isinstance(tokens, Shard):
+            opened = tuple(p if i in weights else None for i, p in enumerate(row.outputs))
+            self.found.rows[node.name] = Row((*(None,) * up, *row.inputs[up:]), opened)
         for i, placement in enumerate(option.outputs):
             if isinstance(placement, Partial):
                 self.labels[node.name, i] = tokens

@@ -116,7 +116,7 @@ def _spreads(graph: Read, plan: Parallelism, mesh: Mesh) -> dict[int, Spread]:
     if not axes:
         return {}
     if plan.kind is None or plan.kind not in SIDES:
-        if plan.name == "expert_parallel":
+        if plan.name.startswith("expert_parallel"):
             return dict.fromkeys(axes, _data_parallel(graph, plan, [mesh.shape[axis] for axis in axes]))
         walk = _tensor_parallel if plan.kind else _context_parallel if plan.name == "context_parallel" else _data_parallel
         return dict.fromkeys(axes, walk(graph, plan))

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from autopar.capture import Trace
 from autopar.capture.execute import execute
 from autopar.errors import LayoutError, VerificationError
+from autopar.kernels.bucketed import from_bucket
 from autopar.layout import Layout
 from autopar.rules import where_of
 from autopar.run.lockstep import node_name
@@ -86,7 +87,8 @@ def _floors(trace: Trace, values: dict[str, tuple[Any, ...]], dtype: torch.dtype
 
 
 def _story(phase: str, node: fx.Node, layout: Layout, told: str, summary: str) -> str:
-    reads = ", ".join(f"{node_name(n)} as {n.meta['holds'][1]}" for n in node.all_input_nodes if "holds" in n.meta)
+    operands = [n for n in node.all_input_nodes if "holds" in n.meta or n.target is from_bucket]
+    reads = ", ".join(f"{node_name(n)} as {n.meta['holds'][1]}" if "holds" in n.meta else node_name(n) for n in operands)
     again = " (run again in backward)" if node.meta.get("recomputed") else ""
     return (
         f"the program computes something else than the model; the first node that differs is {node_name(node)} in {phase}{again}"

@@ -19,7 +19,6 @@ SLACK = 1e-4  # of extra flops, as a share of eager's
 AIMS: Mapping[str, Mapping[int, float]] = {"llama-12x512": {142: 0.065, 115: 0.115, 95: 0.155}}
 # By what sets a rival apart from a choice of what to keep: why a plan need not reach it.
 KNOWN = {
-    "chunked": "open: near the least memory that is reached, plans run more again than checkpoints of layers do",
     "fused": "Inductor's fused kernels hold no results between the ops they join; these plans run op by op",
 }
 

@@ -2,21 +2,24 @@
 
 Gradients weigh as much as parameters, and at the end of backward all of them are there, so a budget of all bytes cannot go
 below twice the parameters. To compare activations alone, as the rivals' papers do, plans are also searched for under a budget
-that leaves gradients out: their programs are measured as if whatever makes a gradient handed it on at once, as where the
-optimizer steps within backward.
+that leaves gradients out: a storage that ends as a gradient counts for nothing, from the op that makes it, as where memory for
+all gradients lies ready. That of a head whose loss goes by rows is made in forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import operator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
 
+from autopar.analysis.work import is_view
 from autopar.api.compiling import compile
 from autopar.capture import Trace, capture
-from autopar.capture.loss_head import loss_by_rows
+from autopar.capture.loss_head import IN_PLACE, loss_by_rows
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.errors import InfeasibleError
@@ -24,9 +27,10 @@ from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning.job import Job, Tried
 from autopar.planning.options import PlanOptions
-from autopar.problem import Choices, Op
+from autopar.problem import Value
 from autopar.run.device_mesh import device_mesh
-from autopar.run.memory import trace_peak
+from autopar.run.executor import Outputs
+from autopar.run.memory import NodePeak, node_peaks, trace_peak
 from autopar.run.module import ParallelModule
 from autopar.run.program import Program
 from autopar.strategies import Forced, Starts, apart, classes_of
@@ -143,7 +147,7 @@ class Planner:
         def pricing(starts: Starts) -> Priced:
             forced = replace(Forced.nothing(), starts=starts)
             priced = price(trace, apart(classes, starts), MESH, self.profile, budget_bytes=budget, optimizer="none", forced=forced)
-            return replace(priced, problem=replace(priced.problem, ops=tuple(map(_without_gradient, priced.problem.ops))))
+            return _without_gradients(priced, trace)
 
         tried = searched(trace, MESH, self.profile, pricing, options, _ActivationJob)
         return replace(tried, plan=replace(tried.plan, loss_rows=rows))
@@ -160,28 +164,62 @@ class Planner:
         return Compiled(variant, decisions, peak_bytes, recomputed, plan.proof.gap)
 
 
-def _without_gradient(op: Op) -> Op:
-    return replace(op, strategies=tuple(replace(s, gradient_bytes=0) for s in op.strategies))
+def _without_gradients(priced: Priced, trace: Trace) -> Priced:
+    """The problem, in which what ends as a gradient has no bytes."""
+    problem, uncounted = priced.problem, storages_of_gradients(trace)
+    held = {v.value for v, refs in zip(problem.variants, priced.refs, strict=True) if any(name in uncounted for name, _ in refs)}
+    values = tuple(_weightless(value) if number in held else value for number, value in enumerate(problem.values))
+    ops = tuple(replace(op, strategies=tuple(replace(s, gradient_bytes=0) for s in op.strategies)) for op in problem.ops)
+    return replace(priced, problem=replace(problem, values=values, ops=ops))
+
+
+def _weightless(value: Value) -> Value:
+    return replace(value, graph=replace(value.graph, bytes=(0,) * len(value.graph.bytes)))
+
+
+def storages_of_gradients(trace: Trace) -> frozenset[str]:
+    """The nodes whose results lie in memory that a gradient lies in at last."""
+    results = next(iter(reversed(trace.graph.nodes))).args[0]
+    return frozenset(node.name for p in trace.parameters if p.gradient is not None for node in _lineage(results[p.gradient]))
+
+
+def _lineage(node: Any) -> Iterator[fx.Node]:
+    """A node, and the nodes before it whose results lie in the same memory, as far as its graph shows."""
+    while isinstance(node, fx.Node):
+        yield node
+        computes = node.op == "call_function" and node.target is not operator.getitem
+        node = node.args[0] if computes and (node.meta.get(IN_PLACE) or is_view(node.target)) else None
+
+
+def activation_peaks(program: Program, outputs: Outputs) -> tuple[NodePeak, ...]:
+    """The peak while each node of a step on one device runs, without the storages that end as gradients."""
+    made: dict[fx.Node, int] = {}
+    gradients = next(iter(reversed(program.backward.graph.nodes))).args[0]
+    saved = next(iter(reversed(program.forward.graph.nodes))).args[0]
+    saved = saved[len(saved) - program.num_saved :]
+    given = [node for node in program.backward.graph.nodes if node.op == "placeholder"]
+    for tensor, gradient in zip((t for t in program.parameters if t.has_gradient), gradients, strict=False):
+        *_, first = _lineage(gradient)
+        if first in given[: program.num_saved]:
+            *_, first = _lineage(saved[given.index(first)])
+        first = first.args[0] if first.target is operator.getitem else first
+        made[first] = made.get(first, 0) + math.prod(tensor.view) * tensor.dtype.itemsize
+    uncounted, found = 0, []
+    for peak in node_peaks(program, outputs=outputs):
+        uncounted += made.pop(peak.node, 0)
+        found.append(replace(peak, peak_bytes=peak.peak_bytes - uncounted))
+    return tuple(found)
 
 
 @dataclass
 class _ActivationJob(Job):
-    """The planner's search, in whose measurements gradients are gone once they are made."""
+    """The planner's search, in whose measurements gradients weigh nothing."""
 
-    def _try(self, choices: Choices) -> Tried:
-        tried = super()._try(choices)
-        return replace(tried, peak_bytes=trace_peak(handing_on(tried.program), outputs=self.options.outputs).peak_bytes)
+    def _peak(self, program: Program) -> int:
+        return max(peak.peak_bytes for peak in activation_peaks(program, self.options.outputs))
 
-    def _learn(self, tried: Tried) -> None:
-        super()._learn(replace(tried, program=handing_on(tried.program)))
-
-
-def handing_on(program: Program) -> Program:
-    """The program, whose backward returns no gradients: each is freed as soon as nothing in the graph reads it."""
-    graph = fx.Graph()
-    graph.graph_copy(program.backward.graph, {})
-    graph.output(())
-    return replace(program, backward=fx.GraphModule(program.backward, graph))
+    def _node_peaks(self, program: Program) -> tuple[NodePeak, ...]:
+        return activation_peaks(program, self.options.outputs)
 
 
 def least(planned: Any, low: int, high: int, share: float = 0.01) -> int:

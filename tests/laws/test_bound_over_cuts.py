@@ -6,18 +6,20 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import pytest
 import torch
 from mlp import traced
+from overlapping import overlapping
 
 import autopar
 from autopar.api.tracing import trace_part
 from autopar.capture import Trace, capture
 from autopar.certificate import over_cuts
 from autopar.cost import price as pricing
+from autopar.cost.kernels import in_any_stage
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
 from autopar.hardware import HardwareProfile
@@ -28,7 +30,7 @@ from autopar.planning.parted import Parting
 from autopar.planning.proving import parted
 from autopar.planning.schedules import step_time
 from autopar.planning.spreading import spread
-from autopar.problem import Multipliers
+from autopar.problem import Kernels, Multipliers
 from autopar.redistribute import all_layouts
 from autopar.solve import solve
 from autopar.solve.relaxed import relaxed
@@ -60,7 +62,7 @@ class Model:
         self.forced = parted(Forced.nothing(), self.sewn)
 
     def priced(self, trace: Trace, classes: Sequence[ClusterClass], **settings: Any) -> Priced:
-        return price(trace, classes, self.left, self.profile, budget_bytes=AMPLE, num_microbatches=MICROBATCHES, **settings)
+        return price(trace, classes, self.left, self.profile, budget_bytes=AMPLE, num_microbatches=MICROBATCHES, kernels=True, **settings)
 
     @cached_property
     def whole(self) -> Priced:
@@ -75,8 +77,15 @@ class Model:
     def multipliers(self) -> Multipliers:
         return relaxed(self.whole.problem, spread=spread(self.instances))
 
-    def parts(self, multipliers: Multipliers) -> Parts:
-        return Parting(self.instances, len(self.points) + 1, self.mesh_shape, self.crossing, multipliers, self.sewn.exposed).parts()
+    @cached_property
+    def kernels(self) -> Kernels:
+        return in_any_stage(self.trace, self.whole, self.mesh_shape, {i.op for i in self.instances.found if i.again})
+
+    def parts(self, multipliers: Multipliers, kernels: Kernels | None = None) -> Parts:
+        offered = self.kernels if kernels is None else kernels
+        return Parting(
+            self.instances, len(self.points) + 1, self.mesh_shape, self.crossing, multipliers, self.sewn.exposed, offered
+        ).parts()  # fmt: skip
 
     def checked(self, multipliers: Multipliers) -> over_cuts.Unfolded:
         ways = over_cuts.Pipelines(
@@ -152,7 +161,7 @@ def model_of(name: str, mesh_shape: tuple[int, ...], num_stages: int, profile: s
     model, batch = zoo.build(name, batch=8, **settings)
     whole = capture(model, (), batch)
     part, _ = trace_part(model, whole, (), batch, MICROBATCHES, independent=True)
-    return Model(part, mesh_shape, num_stages, HardwareProfile.load(profile))
+    return Model(part, mesh_shape, num_stages, overlapping() if profile == "overlapping" else HardwareProfile.load(profile))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -210,10 +219,61 @@ def test_any_multipliers_prove_a_bound_and_both_arithmetics_agree_on_it(seed: in
             assert over_cuts.least_over_cuts(checked, 2, MICROBATCHES, (cuts,)) == pytest.approx(found, rel=1e-9)
 
 
+# --- with kernels ------------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def chain_with_kernels(seed: int, num_stages: int) -> tuple[Model, dict[tuple[int, ...], float]]:
+    """A chain whose weights are larger than what it computes with them, so that products are split, on links over which a collective takes
+    about as long as its product; on every second one compute hides what is early. And the fastest step for each cut."""
+    rng = random.Random(seed)
+    sizes = {"width": 64, "hidden": rng.choice((32, 64)), "batch": rng.choice((8, 16)), "num_layers": rng.choice((3, 4))}
+    trace = traced(**sizes, bias=rng.random() < 0.5, dtype=torch.float32 if seed < 4 else torch.bfloat16)
+    profile = overlapping(link_bytes_per_s=rng.choice((1e7, 2e7, 4e7)), slowdown=(1.0, 0.4)[seed % 2])
+    model = Model(trace, (2,), num_stages, profile)
+    ways = itertools.combinations(range(1, len(model.points) + 1), num_stages - 1)
+    return model, {cuts: min(model.every_step(cuts, rng, 64)) for cuts in ways}
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_cut_of_a_chain_with_kernels_is_faster_than_the_bound(seed: int, num_stages: int) -> None:
+    model, fastest = chain_with_kernels(seed, num_stages)
+    assert model.kernels
+    parts, checked = model.parts(model.multipliers), model.checked(model.multipliers)
+    assert checked.units == pytest.approx(parts.units, rel=1e-9, abs=1e-15)
+    for cuts, best in fastest.items():
+        assert least_step(parts, num_stages, MICROBATCHES, cuts).step_s <= best * (1 + 1e-9)
+    bound, best = least_step(parts, num_stages, MICROBATCHES).step_s, min(fastest.values())
+    assert 0.95 * best <= bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_bound_that_leaves_out_what_kernels_save_is_found(seed: int) -> None:
+    """The best multipliers of the problem without kernels prove little where these save much, and too much where that is forgotten."""
+    model, fastest = chain_with_kernels(seed, 2)
+    without = relaxed(replace(model.whole.problem, kernels={}), spread=spread(model.instances))
+    known, forgetful = (least_step(model.parts(without, kernels), 2, MICROBATCHES).step_s for kernels in (model.kernels, {}))
+    assert known <= least_step(model.parts(model.multipliers), 2, MICROBATCHES).step_s <= min(fastest.values()) * (1 + 1e-9)
+    assert forgetful > min(fastest.values()) * 1.01
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_with_kernels_too_any_multipliers_prove_a_bound_and_both_arithmetics_agree_on_it(seed: int) -> None:
+    (model, fastest), rng = chain_with_kernels(seed, 2), random.Random(seed)
+    for _ in range(20):
+        changed = worse(model.multipliers, model, rng)
+        parts, checked = model.parts(changed), model.checked(changed)
+        assert checked.units == pytest.approx(parts.units, rel=1e-9, abs=1e-12)
+        for cuts, best in fastest.items():
+            assert least_step(parts, 2, MICROBATCHES, cuts).step_s <= best * (1 + 1e-9)
+
+
 MODELS = {
     "tied weights": ("gpt2", (2,), 2, "cpu-gloo"), "plain": ("llama", (2,), 3, "h100-sxm"),
     "encoder and decoder": ("t5", (2,), 2, "cpu-gloo"), "long skips": ("unet2d", (2,), 2, "cpu-gloo"),
     "experts": ("mixtral", (2,), 2, "cpu-gloo"), "two axes": ("llama", (2, 2), 2, "h100-sxm"),
+    "kernels": ("llama", (2,), 2, "overlapping"), "kernels and tied weights": ("gpt2", (2,), 2, "overlapping"),
 }  # fmt: skip
 
 

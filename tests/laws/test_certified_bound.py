@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -12,9 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_solver_oracles import AMPLE, LINE, SHAPE, SQUARE, Case, front, problem
 
-from autopar.certificate.bound import MemoryRow, Prices, lower_bound
+from autopar.certificate.bound import MemoryRow, Prices, Versions, lower_bound
 from autopar.layout import Layout, Strategy
 from autopar.problem import Multipliers, Op, OpStrategy, Problem, Use, Value, Variant
 from autopar.redistribute import layout_graph
@@ -22,9 +22,11 @@ from autopar.solve import evaluate, solve
 from autopar.solve.engine import Engine, Rows
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.incoming import budget_matrix
+from autopar.solve.live import Live, Point
 from autopar.solve.memory import KEPT_ROW, BudgetRow, budget_rows
-from autopar.solve.multipliers import multipliers
+from autopar.solve.multipliers import multipliers, tighter
 from autopar.solve.search import Search
+from tests.laws.test_solver_oracles import AMPLE, LINE, SHAPE, SQUARE, Case, front, problem
 
 CASES = (Case(0, LINE, True), Case(1, LINE), Case(0, SQUARE))
 BESIDE = (Case(1, LINE, True, 0.4), Case(0, LINE, slowdown=0.4), Case(2, LINE, slowdown=0.0))
@@ -39,7 +41,20 @@ def proven(p: Problem, multipliers: Multipliers) -> float:
     for (v, late, use, layout), value in multipliers.potentials_s.items():
         prices.setdefault((v, use, bool(late)), {})[layout] = value
     named = {r.name: r for r in budget_rows(p)}
-    return lower_bound(p, prices, [row(named[name], worth) for name, worth in multipliers.memory_s.items()], multipliers.balance)
+    rows = [row(named[name], worth) for name, worth in multipliers.memory_s.items()]
+    return lower_bound(p, prices, rows, multipliers.balance, versions_of(p, multipliers))
+
+
+def versions_of(p: Problem, multipliers: Multipliers, rng: random.Random | None = None, size: float = 0.0) -> dict[int, Versions]:
+    """Those of versions; each changed by about `size`."""
+
+    def changed(kind: Mapping[tuple[int, int], float], v: int) -> dict[int, float]:
+        layouts = range(len(p.values[p.variants[v].value].graph.layouts))
+        noise = {i: size * rng.gauss(0.0, 1.0) if rng and rng.random() < 0.5 else 0.0 for i in layouts}
+        return {i: kind.get((v, i), 0.0) + noise[i] for i in layouts}
+
+    kinds = multipliers.versions_s, multipliers.copies_s, multipliers.once_s
+    return {v: Versions(*(changed(kind, v) for kind in kinds)) for v in range(len(p.variants))}
 
 
 @cache
@@ -81,7 +96,8 @@ def test_whatever_the_multipliers_are_no_plan_is_below_the_bound(
     budget, best = points[number % len(points)]
     p, rng, known = case.problem(budget), random.Random(seed), relaxed(case, budget)
     rows = [row(r, known.memory_s.get(r.name, 0.0) + size * rng.gauss(0.0, 1.0)) for r in budget_rows(p)]
-    assert lower_bound(p, changed(p, known, rng, size, share, shift), rows) <= best * (1 + 1e-9)
+    versions = versions_of(p, known, rng, size)
+    assert lower_bound(p, changed(p, known, rng, size, share, shift), rows, versions=versions) <= best * (1 + 1e-9)
 
 
 SHARES = st.sampled_from(((1.0, 1.0), (0.5, 0.0), (0.2, 0.9)))
@@ -97,45 +113,51 @@ def test_whatever_the_balance_is_no_plan_is_below_the_bound(
     budget, best = points[number % len(points)]
     p, rng, known = case.problem(budget), random.Random(seed), at_balance(case, budget, balance)
     rows = [row(r, known.memory_s.get(r.name, 0.0) + size * rng.gauss(0.0, 1.0)) for r in budget_rows(p)]
-    assert lower_bound(p, changed(p, known, rng, size, share, shift), rows, balance) <= best * (1 + 1e-9)
+    versions = versions_of(p, known, rng, size)
+    assert lower_bound(p, changed(p, known, rng, size, share, shift), rows, balance, versions) <= best * (1 + 1e-9)
     if not p.moments:
         assert known.bound_s <= proven(p, known) * (1 + 1e-12) <= best * (1 + 2e-9)
 
 
 @cache
 def at_balance(case: Case, budget: int, balance: tuple[float, float]) -> Multipliers:
-    looked = Search(replace(case.problem(budget), moments=()), 0.5, 200, 60.0)
-    looked.run()
-    looked.proven.balance = balance
-    assert looked.proven.vertex is not None
-    found = looked.proven.multipliers_at(looked.proven.vertex)
-    assert found.balance == balance
-    return found
+    """Those of the relaxation with rows (9), at the prices of a balance."""
+    program, engine, point = at_prices(replace(case.problem(budget), moments=()), balance)
+    return multipliers(program, engine, balance, point.duals, Rows.of([]), {})
+
+
+def at_prices(p: Problem, balance: tuple[float, float]) -> tuple[Formulation, Engine, Point]:
+    program = Formulation(p)
+    engine = Engine(program.model, 60.0)
+    live = Live(engine, tighter(program, engine))
+    live.reprice(engine.costs(program.costs(balance)))
+    point = live.solve(np.zeros(len(engine.names)), np.ones(len(engine.names)))
+    assert point is not None
+    return program, engine, point
 
 
 @pytest.mark.parametrize("balance", [(1.0, 1.0), (0.5, 0.0), (0.3, 0.8)])
 def test_at_every_balance_the_relaxations_multipliers_prove_what_it_does(balance: tuple[float, float]) -> None:
     for case in BESIDE:
         p = replace(case.problem(), moments=())
-        program = Formulation(p)
-        engine = Engine(program.model, 60.0)
-        relaxation = engine.relax(cost=engine.costs(program.costs(balance)))
-        assert relaxation is not None
-        assert proven(p, at_balance(case, AMPLE, balance)) == pytest.approx(relaxation.bound / SCALE, rel=1e-3)
+        assert proven(p, at_balance(case, AMPLE, balance)) == pytest.approx(at_prices(p, balance)[2].bound / SCALE, rel=1e-3)
 
 
-def test_of_two_vertices_the_one_that_proves_more_is_kept() -> None:
-    later = []
-    for case in (*BESIDE, *CASES):
-        looked = Search(replace(case.problem(front(case)[0][0]), moments=()), 0.0, 200, 60.0)
+def test_of_two_vertices_the_one_that_proves_more_is_kept_and_proves_what_its_relaxation_does() -> None:
+    later, kinds = [], [0, 0]
+    budgets = [(case, front(case)[0][0]) for case in (*BESIDE, *CASES)]
+    for case, budget in (*budgets, (Case(1, LINE, True, 0.0), 168), (Case(0, SQUARE, True, 0.4), 80)):
+        looked = Search(replace(case.problem(budget), moments=()), 0.0, 200, 60.0)
         looked.run()
         found = looked.proven.multipliers()
         assert found is not None and looked.proven.vertex is not None
         first = multipliers(looked.program, looked.engine, (1.0, 1.0), looked.proven.vertex, Rows.of([]), {})
-        last = looked.proven.multipliers_at(looked.proven.vertex)
-        assert found.bound_s == max(first.bound_s, last.bound_s)
-        later.append(last.bound_s > first.bound_s)
-    assert any(later)
+        assert found.bound_s >= first.bound_s
+        assert found.bound_s == pytest.approx(looked.proven.relaxed / SCALE, rel=1e-3)
+        assert proven(looked.problem, found) >= found.bound_s * (1 - 1e-12)
+        later.append(found.bound_s > first.bound_s)
+        kinds = [num + len(kind) for num, kind in zip(kinds, (found.versions_s, found.once_s), strict=True)]
+    assert any(later) and all(kinds), "rows (9) prove something, and that a version is kept once"
 
 
 def test_a_balance_beyond_its_range_proves_nothing() -> None:
@@ -159,15 +181,43 @@ def test_where_little_is_to_be_chosen_no_multipliers_prove_more_than_what_that_c
     found = solve(alone, gap=0.0)
     assert found.multipliers is not None
     for _ in range(10):
-        assert lower_bound(alone, changed(alone, found.multipliers, rng, size, share, shift), []) <= found.objective_s * (1 + 1e-9)
+        prices, versions = changed(alone, found.multipliers, rng, size, share, shift), versions_of(alone, found.multipliers, rng, size)
+        assert lower_bound(alone, prices, [], versions=versions) <= found.objective_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_what_versions_are_worth_to_backward_is_paid_for_in_forward(seed: int) -> None:
+    """From multipliers that prove all that the best plan costs: some layouts of a tensor are worth more to one of backward's readers, and
+    that is paid for by κ, μ, ν or ω. Nothing proves more."""
+    rng, whole = random.Random(seed), problem(seed, rng_mesh(seed))
+    few = (rng.sample(op.strategies, 1 if op.kind == "compute" else 2) for op in whole.ops)
+    alone = replace(whole, ops=tuple(replace(op, strategies=tuple(some)) for op, some in zip(whole.ops, few, strict=True)), moments=())
+    looked = Search(alone, 0.0, 200, 60.0)
+    best = looked.run()
+    assert best is not None and looked.proven.vertex is not None
+    plain = multipliers(looked.program, looked.engine, (1.0, 1.0), looked.proven.vertex, Rows.of([]), {})
+    program, engine, point = at_prices(alone, (1.0, 1.0))
+    for known in (plain, multipliers(program, engine, (1.0, 1.0), point.duals, Rows.of([]), {})):
+        prices, versions = changed(alone, known, rng, 0.0, 1.0, 0.0), versions_of(alone, known)
+        late = [where for where in prices if where[2] and alone.values[alone.variants[where[0]].value].phase == "forward"]
+        for _ in range(150):
+            where, by = rng.choice(late), rng.choice((0.05, 0.2, 0.8))
+            raised = [layout for layout in prices[where] if rng.random() < 0.5]
+            paid = {name: dict(getattr(versions[where[0]], name)) for name in ("made", "read", "once")}
+            for layout, name in itertools.product(raised, rng.choice((["made"], ["read"], ["once"], [], ["made", "read"]))):
+                paid[name][layout] += by
+            worths = {layout: worth + by * (layout in raised) for layout, worth in prices[where].items()}
+            proven = lower_bound(alone, {**prices, where: worths}, [], versions={**versions, where[0]: Versions(**paid)})
+            assert proven <= best.objective_s * (1 + 1e-9)
 
 
 def rng_mesh(seed: int) -> tuple[int, ...]:
     return LINE if seed % 2 else SQUARE
 
 
-def by_hand() -> Problem:
-    """w rests in halves; a reads it whole and makes y in halves; b (forward) reads y whole, c (backward) y and w whole."""
+def by_hand(num_readers: int = 1) -> Problem:
+    """w rests in halves; a reads it whole and makes y in halves; b (forward) reads y whole, c (backward) y and w whole. There may be more
+    of b, which read y in halves; w may then also rest whole, for three seconds."""
     whole, half = Layout.parse("R"), Layout.parse("S(0)")
     graph = layout_graph(SHAPE, torch.float32, LINE, [half], [whole], lambda c: 1.0 if c.kind == "all_gather" else 0.25)
     ops = (
@@ -176,9 +226,13 @@ def by_hand() -> Problem:
         Op("b", "compute", "forward", 1, (), (OpStrategy(Strategy((whole,), ()), 1.0),)),
         Op("c", "compute", "backward", 1, (), (OpStrategy(Strategy((whole, whole), ()), 1.0),)),
     )
+    further = tuple(replace(ops[2], key=f"b{i}", strategies=(OpStrategy(Strategy((half,), ()), 1.0),)) for i in range(1, num_readers))
+    if further:
+        ops = (replace(ops[0], strategies=(*ops[0].strategies, OpStrategy(Strategy((), (whole,)), 3.0, 64))), *ops[1:])
     values = (Value("w", 0, 0, "forward", graph, True), Value("y", 1, 0, "forward", graph))
-    uses = ((Use(1, 0, "forward"), Use(3, 0, "backward")), (Use(2, 0, "forward"), Use(3, 1, "backward")))
-    return Problem(ops, values, (Variant(0, 1, uses[0]), Variant(1, 1, uses[1])), AMPLE)
+    readers = (Use(2, 0, "forward"), *(Use(4 + i, 0, "forward") for i in range(len(further))))
+    uses = ((Use(1, 0, "forward"), Use(3, 0, "backward")), (*readers, Use(3, 1, "backward")))
+    return Problem((*ops, *further), values, (Variant(0, 1, uses[0]), Variant(1, 1, uses[1])), AMPLE)
 
 
 @pytest.mark.parametrize(("budget", "best"), [(AMPLE, 5.0), (32 + 128, 5.0), (32 + 64, 6.0), (32 + 32, 7.0)])
@@ -194,6 +248,26 @@ def test_by_hand_no_multipliers_prove_more_than_the_best_and_some_prove_it(budge
         proven += [lower_bound(p, prices, [MemoryRow({0: 1, 1: 1}, {}, price)]) for price in (0.0, budget / 32, budget / 64)]
     assert max(proven) <= best + 1e-9
     assert max(proven) == pytest.approx(best), "and the relaxation has no gap"
+
+
+@pytest.mark.parametrize("num_readers", [1, 2, 3])
+def test_by_hand_whatever_versions_are_worth_no_more_is_proven(num_readers: int) -> None:
+    """As above, with a second for each b, and two gathers."""
+    p, rng, best = by_hand(num_readers), random.Random(0), 4.0 + num_readers
+    readers = [(v, use, False) for v in (0, 1) for use in range(num_readers if v else 1)] + [(0, 1, True), (1, num_readers, True)]
+    proven = []
+    for _ in range(3000):
+        prices = {where: {0: rng.choice((0.0, 1.0)), 1: rng.choice((0.0, 1.0, 2.0))} for where in readers}
+        versions = {v: Versions(*({i: rng.choice((0.0, 0.0, 1.0, 2.0)) for i in (0, 1)} for _ in range(3))) for v in (0, 1)}
+        proven.append(lower_bound(p, prices, [], versions=versions))
+    assert max(proven) <= best + 1e-9
+    assert max(proven) >= best - 1.0, "and near to that something is"
+
+
+def test_by_hand_what_one_reader_has_anyway_pays_for_no_gather_of_anothers() -> None:
+    """y is read in halves, and whole: its gather is paid though to the one it is worth less than nothing, and arrives for backward."""
+    prices = {(0, 0, False): {1: 1.0}, (1, 0, False): {1: 1.0}, (1, 1, False): {0: 1.0}, (1, 2, True): {1: 1.0}}
+    assert lower_bound(by_hand(2), prices, [], versions={1: Versions({1: 1.0}, {}, {})}) <= 6.0
 
 
 def test_multipliers_of_the_wrong_sign_prove_nothing() -> None:

@@ -49,7 +49,8 @@ def moved(made: Planned, phase: str, kind: str, axis: int = 0) -> Counter[int]:
     """Elements of what is gathered, scattered or reduced along the axis, by how many collectives."""
     assert isinstance(made.program, Program)
     size = made.plan.mesh.shape[axis]
-    found = [c for p, _, c in made.program.collectives if (p, c.kind, c.axis) == (phase, kind, axis)]
+    steps = [(step.phase, step.collective) for _, step in made.plan.steps()]  # before some share buckets
+    found = [c for p, c in steps if (p, c.kind, c.axis) == (phase, kind, axis)]
     return Counter(max(c.bytes, c.output_bytes(size)) // 4 for c in found)
 
 

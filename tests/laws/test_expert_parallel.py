@@ -5,6 +5,7 @@ Volumes as `autopar.constraints.expert_parallel` states them, per layer and axis
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -42,7 +43,8 @@ def moved(made: Planned, phase: str, kind: str, axis: int) -> Counter[int]:
     """Elements of the whole that is gathered, scattered or reduced within an axis, by how many collectives."""
     assert isinstance(made.program, Program)
     size = made.plan.mesh.shape[axis]
-    found = [c for p, _, c in made.program.collectives if (p, c.kind, c.axis) == (phase, kind, axis)]
+    steps = [(step.phase, step.collective) for _, step in made.plan.steps()]  # before some share buckets
+    found = [c for p, c in steps if (p, c.kind, c.axis) == (phase, kind, axis)]
     return Counter(max(c.bytes, c.output_bytes(size)) // getattr(torch, c.dtype).itemsize for c in found)
 
 
@@ -54,28 +56,47 @@ def is_right(made: Planned, model: nn.Module, batch: dict[str, Any]) -> bool:
     return autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
 
 
-@pytest.mark.parametrize(
-    ("mesh", "asked", "axis"),
-    [(LINE, expert_parallel("expert"), 0), (Mesh({"expert": 4}), megatron(ep=4), 0), (SQUARE, megatron(ep=2), 1)],
-    ids=["2", "4", "data beside"],
-)
-def test_tokens_are_gathered_and_results_scattered_once_a_layer(mesh: Mesh, asked: Any, axis: int) -> None:
-    made, model, batch = planned(mesh, asked)
+def gradients_are_of_their_own(made: Planned, model: nn.Module, axis: int) -> None:
+    """No gradient of an expert is reduced along the experts' axis; along one of data, beside it, those of a device's own experts are."""
+    dense = Counter(p.numel() for name, p in model.named_parameters() if "experts" not in name)
+    assert moved(made, "backward", "all_reduce", axis) == dense
+    assert not axis or moved(made, "backward", "all_reduce", 0) == dense + per_layer(*(n // 2 for n in EXPERTS))
+
+
+PLACES = [(LINE, (), 0), (Mesh({"expert": 4}), (), 0), (SQUARE, (ddp("data"),), 1)]
+NAMES = ["2", "4", "data beside"]
+
+
+@pytest.mark.parametrize(("mesh", "beside", "axis"), PLACES, ids=NAMES)
+def test_tokens_are_gathered_and_results_scattered_once_a_layer(mesh: Mesh, beside: tuple[Any, ...], axis: int) -> None:
+    made, model, batch = planned(mesh, expert_parallel("expert", tokens="gathered"), *beside)
     tokens = B * S // (1 if len(mesh.shape) == 1 else mesh.shape[0])  # of the devices of the axis together
     assert moved(made, "forward", "all_gather", axis) == per_layer(tokens * H, tokens * K, tokens * K)
     assert moved(made, "forward", "reduce_scatter", axis) == per_layer(tokens * H)
     assert moved(made, "backward", "all_gather", axis) == per_layer(tokens * H)
     assert moved(made, "backward", "reduce_scatter", axis) == per_layer(tokens * H, tokens * K)
-    dense = Counter(p.numel() for name, p in model.named_parameters() if "experts" not in name)
-    assert moved(made, "backward", "all_reduce", axis) == dense, "no gradient of an expert"
-    if len(mesh.shape) == 2:
-        assert moved(made, "backward", "all_reduce", 0) == dense + per_layer(*(n // 2 for n in EXPERTS)), "over data those of their own"
-        assert not moved(made, "forward", "all_gather", 0)
+    gradients_are_of_their_own(made, model, axis)
+    assert len(mesh.shape) == 1 or not moved(made, "forward", "all_gather", 0)
+    assert is_right(made, model, batch)
+
+
+@pytest.mark.parametrize(("mesh", "beside", "axis"), PLACES, ids=NAMES)
+def test_rows_are_dispatched_and_combined_once_a_layer(mesh: Mesh, beside: tuple[Any, ...], axis: int) -> None:
+    """In elements that a device puts in, of which it sends (P−1)/P: h for each of its tokens' picks, there and back; in backward again,
+    with the results' gradients and gates. And a count for each expert."""
+    made, model, batch = planned(mesh, expert_parallel("expert", tokens="dispatched"), *beside)
+    pairs = B * S // mesh.num_devices * K
+    assert moved(made, "forward", "all_to_all", axis) == per_layer(E, pairs * H, pairs * H)
+    assert moved(made, "backward", "all_to_all", axis) == per_layer(E, pairs * 2 * H, pairs, pairs * H, pairs)
+    for phase, kind in itertools.product(("forward", "backward"), ("all_gather", "reduce_scatter")):
+        assert not moved(made, phase, kind, axis)
+    gradients_are_of_their_own(made, model, axis)
+    assert len(mesh.shape) == 1 or not moved(made, "forward", "all_to_all", 0)
     assert is_right(made, model, batch)
 
 
 def test_over_two_axes_tokens_are_gathered_along_one_after_the_other() -> None:
-    made, model, batch = planned(Mesh({"a": 2, "b": 2}), megatron(ep=4))
+    made, model, batch = planned(Mesh({"a": 2, "b": 2}), expert_parallel(("a", "b"), tokens="gathered"))
     gathered = moved(made, "forward", "all_gather", 0), moved(made, "forward", "all_gather", 1)
     assert sorted(sum(c.elements()) for c in gathered) == [
         LAYERS * B * S * (H + 2 * K) // 2,
@@ -251,6 +272,24 @@ def test_experts_are_split_over_axes_of_data_parallelism() -> None:
         list(parallelisms([megatron(tp=4, ep=4)], mesh))
 
 
-@pytest.mark.parametrize("wish", [megatron(ep=2, dp=4), megatron(ep=("a", "b"), cp=2, zero=3), expert_parallel("a")])
+@pytest.mark.parametrize("wish", [megatron(ep=2, dp=4), megatron(ep=("a", "b"), cp=2, zero=3)])
 def test_a_constraint_is_read_back_as_it_was(wish: Any) -> None:
-    assert read_constraint(wish.to_json()) == wish and "ep=" in str(wish) + "ep=" * (wish == expert_parallel("a"))
+    assert read_constraint(wish.to_json()) == wish and "ep=" in str(wish)
+
+
+@pytest.mark.parametrize(("tokens", "shown"), [("", ""), ("gathered", ", tokens='gathered'"), ("dispatched", ", tokens='dispatched'")])
+def test_how_tokens_meet_their_experts_is_said_and_read_back(tokens: Any, shown: str) -> None:
+    wish = expert_parallel("a", tokens)
+    assert read_constraint(wish.to_json()) == wish and str(wish) == f"expert_parallel(axes=['a']{shown})"
+
+
+def test_there_is_no_third_way() -> None:
+    with pytest.raises(ConstraintError, match=r"expert_parallel\(tokens='copied'\) is not there"):
+        expert_parallel("a", "copied")  # type: ignore[arg-type]
+
+
+def test_one_axis_dispatches() -> None:
+    with pytest.raises(
+        ConstraintError, match=r"tokens='dispatched'\) cannot hold: tokens are dispatched along one mesh axis of an op, not 2"
+    ):
+        planned(Mesh({"a": 2, "b": 2}), expert_parallel(("a", "b"), tokens="dispatched"))

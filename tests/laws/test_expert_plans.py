@@ -49,7 +49,7 @@ def forced(kind: str, *, fsdp: bool) -> Planned:
 def counted(planned: Planned) -> dict[str, Counter[tuple[str, str, int]]]:
     """Module kind (layer indices dropped) → how many (phase, collective, axis) move its tensors, all layers together."""
     found: dict[str, Counter[tuple[str, str, int]]] = {}
-    for phase, key, collective in planned.program.collectives:
+    for phase, key, collective in ((c.phase, node, c.collective) for node, c in planned.plan.steps()):
         if collective.kind != "slice":
             module = re.sub(r"\.\d+(?=\.|$)", "", key.partition("/")[0])
             found.setdefault(module, Counter())[phase, collective.kind, collective.axis] += 1
@@ -116,8 +116,6 @@ def test_fsdp_times_tensor_on_gpt2_gathers_weights_over_data_and_scatters_their_
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_what_is_priced_is_what_is_emitted(kind: str) -> None:
     planned = forced(kind, fsdp=True)
-    priced = Counter()
-    for c in planned.plan.communications:
-        priced[c.phase, c.collective] += len(c.instances)
+    priced = Counter(planned.plan.issued())
     emitted = Counter((phase, collective) for phase, _, collective in planned.program.collectives)
     assert emitted == priced

@@ -62,7 +62,7 @@ def t5() -> Made:
     return planned("t5", {"stage": 2}, pipeline("stage", **INTER), hardware="cpu-gloo")
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_interleaved_stages_equal_the_plain_model(name: str, request: pytest.FixtureRequest) -> None:
     made, model, batch = request.getfixturevalue(name)
     assert len(pipe_of(made).stages) == 2 * pipe_of(made).num_chunks > 2
@@ -70,7 +70,7 @@ def test_interleaved_stages_equal_the_plain_model(name: str, request: pytest.Fix
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_their_plans_are_certified_and_read_back_as_they_were(name: str, request: pytest.FixtureRequest) -> None:
     made, model, batch = request.getfixturevalue(name)
     found = autopar.check(made.plan, model, batch)
@@ -125,7 +125,9 @@ class _Transfer:
     def wait(self) -> None: ...
 
 
-@pytest.mark.parametrize(("name", "outputs"), [("llama", "dtensor"), ("gpt2", "full"), ("t5", "dtensor")])
+@pytest.mark.parametrize(
+    ("name", "outputs"), [("llama", "dtensor"), ("gpt2", "full"), pytest.param("t5", "dtensor", marks=pytest.mark.slow)]
+)
 def test_what_is_put_together_of_chunks_is_what_the_running_rank_holds(
     name: str, outputs: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

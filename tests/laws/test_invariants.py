@@ -10,6 +10,7 @@ import pytest
 import zoo_small
 
 from autopar.capture import Trace, capture
+from autopar.collective import bucket_time
 from autopar.cost.times import call_time, price_collectives
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
@@ -32,15 +33,22 @@ def planned(request: pytest.FixtureRequest) -> tuple[Trace, Planned]:
 def test_communication_is_priced_as_it_is_emitted_byte_for_byte(planned: tuple[Trace, Planned]) -> None:
     _, made = planned
     priced: Counter[tuple[str, str, int]] = Counter()
-    for c in made.plan.communications:
-        priced[c.phase, c.collective.kind, c.collective.axis] += len(c.instances) * c.collective.bytes
+    assert made.plan.buckets
+    for phase, collective in made.plan.issued():
+        priced[phase, collective.kind, collective.axis] += collective.bytes
     emitted: Counter[tuple[str, str, int]] = Counter()
     for phase, _, collective in made.program.collectives:
         emitted[phase, collective.kind, collective.axis] += collective.bytes
     assert emitted
     assert emitted == priced
     price = price_collectives(MESH, H100)
-    assert sum(price(c) for _, _, c in made.program.collectives) == pytest.approx(made.plan.prediction.communication_s)
+    passes_s = 0.0
+    for bucket in made.plan.buckets:
+        c = bucket.collective
+        assert bucket.time_s == bucket_time(c, MESH.shape[c.axis], MESH.link(c.axis), H100) > price(c)
+        passes_s += bucket.time_s - price(c)
+    shared_s = made.plan.prediction.communication_s - made.plan.prediction.in_buckets_s
+    assert sum(price(c) for _, _, c in made.program.collectives) + passes_s == pytest.approx(shared_s)
 
 
 def test_the_folded_objective_is_the_cost_of_the_unfolded_graph(planned: tuple[Trace, Planned]) -> None:
@@ -83,7 +91,8 @@ def test_the_time_line_is_as_long_as_what_it_shows(planned: tuple[Trace, Planned
     slowed_s = prediction.hidden_s * made.plan.overlap.slowdown
     local_s = sum(c.time_s * len(c.instances) for c in made.plan.communications if c.collective.kind == "slice")
     assert by_kind["compute"] == pytest.approx(prediction.compute_s + slowed_s + local_s)
-    assert by_kind["communication"] == pytest.approx(prediction.communication_s - local_s)
+    assert by_kind["communication"] == pytest.approx(prediction.communication_s - local_s - prediction.in_buckets_s)
+    assert prediction.in_buckets_s > 0
     starts = [start for *_, start, _ in prediction.timeline]
     assert starts == sorted(starts)
     ends = {kind: max(start + duration for _, _, k, start, duration in prediction.timeline if k == kind) for kind in by_kind}

@@ -12,15 +12,16 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_certified_bound import changed, proven
-from test_solver_oracles import LINE, A, B, BruteForce, problem, runs_beside
 
 from autopar.certificate.bound import lower_bound
 from autopar.problem import Hidden, Kernel, Multipliers, Problem
 from autopar.redistribute import Arc, LayoutGraph
 from autopar.solve import evaluate, solve
+from tests.laws.test_certified_bound import changed, proven
+from tests.laws.test_solver_oracles import LINE, A, B, BruteForce, problem, runs_beside
 
-SEEDS = range(5)  # brute force takes seconds of each
+SEEDS = (0, 3)  # brute force takes seconds of each
+FURTHER = [pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 4)]
 MANY = range(30)
 
 
@@ -93,6 +94,12 @@ class Brute:
         return self._moves[key]
 
     def _ways(self, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]) -> Iterator[tuple[float, frozenset[object]]]:
+        return ((time_s, products) for _, time_s, products in self.ways_by_kept(v, strategies, recomputed))
+
+    def ways_by_kept(
+        self, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]
+    ) -> Iterator[tuple[tuple[int, ...], float, frozenset[object]]]:
+        """With the layouts that are kept for backward."""
         p, variant = self.p, self.p.variants[v]
         value = p.values[variant.value]
         graph = value.graph
@@ -107,7 +114,7 @@ class Brute:
         for time_s, doing, first in _trees(graph, {made}, now, self._kernels(v, False, strategies, recomputed)):
             alone = frozenset(first)  # layouts that are nowhere in one piece
             if not later:
-                yield variant.count * time_s, doing
+                yield (), variant.count * time_s, doing
                 continue
             sources = {made, *now} - alone
             rests = {made} if value.resident else set[int]()
@@ -115,7 +122,7 @@ class Brute:
                 rests.add(graph.index[p.ops[value.op].strategies[recomputed[value.op]].layouts.outputs[0]])
             for kept in itertools.chain.from_iterable(itertools.combinations(sorted(sources), k) for k in range(len(sources) + 1)):
                 for more_s, also, _ in _trees(graph, {*kept, *rests}, later, self._kernels(v, True, strategies, recomputed)):
-                    yield variant.count * (time_s + more_s), doing | also
+                    yield kept, variant.count * (time_s + more_s), doing | also
 
     def _kernels(self, v: int, late: bool, strategies: Sequence[int], recomputed: Mapping[int, int]) -> list[Kernel]:
         kernels = self.p.kernels.get((v, late), ())
@@ -172,7 +179,7 @@ def best_s(seed: int) -> float:
     return Brute(with_kernels(seed)).best_s()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [*SEEDS, *FURTHER])
 def test_the_program_with_kernels_finds_what_brute_force_does(seed: int) -> None:
     p = with_kernels(seed)
     found = solve(p, gap=0.0)
@@ -192,7 +199,7 @@ def test_kernels_decide_what_is_chosen() -> None:
     assert cheaper > len(MANY) // 3 and otherwise > 0
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_without_kernels_both_brute_forces_agree(seed: int) -> None:
     plain = replace(with_kernels(seed), kernels={})
     assert Brute(plain).best_s() == pytest.approx(BruteForce(plain).front()[-1][1], rel=1e-9)

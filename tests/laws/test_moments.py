@@ -7,6 +7,8 @@ from functools import cache
 
 import pytest
 
+from autopar.capture import capture
+from autopar.capture.loss_head import loss_alone, loss_by_rows
 from autopar.cost.moments import Liveness, by_trace_node, explained, over_budget
 from autopar.mesh import Mesh
 from autopar.problem import Choices, Moment
@@ -15,14 +17,20 @@ from autopar.solve import Evaluation
 from autopar.solve.memory import budget_rows
 from benchmarks import zoo
 from benchmarks.common import load_profile
-from benchmarks.random_plans import Prepared, finish, prepare, random_choices
+from benchmarks.random_plans import Prepared, finish, prepare, prepared_trace, random_choices
 
-CASES = (("llama", "1"), ("mixtral", "1"), ("bert", "a=2,b=2"), ("cnn", "a=2,b=2"))
+BY_ROWS = "llama, its loss by rows"  # whose gradient of many classes is scaled where it lies
+CASES = (("llama", "1"), ("mixtral", "1"), ("bert", "a=2,b=2"), ("cnn", "a=2,b=2"), (BY_ROWS, "1"))
 
 
 @cache
 def prepared(name: str, mesh: str) -> tuple[Prepared, Liveness]:
-    made = prepare(*zoo.build(name), Mesh.parse(mesh), load_profile("cpu-gloo-frictionless"))
+    grid, profile = Mesh.parse(mesh), load_profile("cpu-gloo-frictionless")
+    if name != BY_ROWS:
+        made = prepare(*zoo.build(name), grid, profile)
+    else:
+        model, batch = zoo.build("llama", vocab_size=4096)
+        made = prepared_trace(loss_by_rows(loss_alone(capture(model, (), batch)), 8), grid, profile)
     return made, Liveness(made.trace, made.priced)
 
 

@@ -56,7 +56,8 @@ def sizes(kind: str) -> Counter[int]:
 def moved(plan: Planned, phase: str, kind: str, axis: int = 0) -> Counter[int]:
     """How many collectives of a kind move how many elements: of the whole that is gathered, scattered or reduced along the axis."""
     size = plan.plan.mesh.shape[axis]
-    found = [c for p, _, c in plan.program.collectives if (p, c.kind, c.axis) == (phase, kind, axis)]
+    steps = [(step.phase, step.collective) for _, step in plan.plan.steps()]  # before some share buckets
+    found = [c for p, c in steps if (p, c.kind, c.axis) == (phase, kind, axis)]
     return Counter(max(c.bytes, c.output_bytes(size)) // 4 for c in found)
 
 

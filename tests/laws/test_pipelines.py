@@ -33,7 +33,7 @@ def planned(name: str, mesh: autopar.Mesh, *constraints: Any, **options: Any) ->
 # Llama: one stream. GPT-2: tied weights, fused projections, dropout. T5: a decoder that reads the encoder's end, one table thrice.
 @pytest.mark.parametrize(
     ("name", "settings", "microbatches"),
-    [("llama", {}, 4), ("gpt2", {"dropout": 0.1}, 2), ("t5", {}, 4)],
+    [("llama", {}, 4), ("gpt2", {"dropout": 0.1}, 2), pytest.param("t5", {}, 4, marks=pytest.mark.slow)],
 )
 def test_stages_with_data_and_tensor_parallelism_equal_the_plain_model(name: str, settings: dict[str, Any], microbatches: int) -> None:
     made, model, batch = planned(name, MESH, pipeline("stage", microbatches=microbatches), *EXPERT, settings=settings)
@@ -88,7 +88,7 @@ def test_a_stage_s_time_line_and_parts_add_up_to_its_prediction_and_what_crosses
     for number, stage in enumerate(pipeline.stages):
         p, parts = stage.prediction, breakdown(stage)
         slowed_s = p.hidden_s * stage.overlap.slowdown
-        assert sum(bar[4] for bar in p.timeline) == pytest.approx(p.serial_s + slowed_s)
+        assert sum(bar[4] for bar in p.timeline) == pytest.approx(p.serial_s + slowed_s - p.in_buckets_s)
         assert max(bar[3] + bar[4] for bar in p.timeline) == pytest.approx(p.simulated_s)
         assert sum(part.compute_s for part in parts) == pytest.approx(p.compute_s)
         assert sum(part.communication_s for part in parts) == pytest.approx(p.communication_s)

@@ -236,7 +236,8 @@ def test_where_compute_hides_it_more_is_communicated_and_the_step_is_shorter() -
     assert gathered(beside, "forward") > gathered(alone, "forward")
     assert beside.prediction.communication_s > alone.prediction.communication_s
     assert beside.prediction.step_s < there_s * 0.99, "than what was planned without regard for it, on the same hardware"
-    assert beside.proof.bound_s <= beside.prediction.step_s <= beside.prediction.simulated_s < beside.prediction.serial_s
+    assert beside.proof.bound_s <= beside.prediction.step_s  # buckets are in what is simulated alone
+    assert beside.prediction.step_s - beside.prediction.in_buckets_s <= beside.prediction.simulated_s < beside.prediction.serial_s
 
 
 # Space

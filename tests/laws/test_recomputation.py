@@ -75,7 +75,8 @@ def test_full_recomputation_reduces_once_more_for_a_layer(kind: str) -> None:
     """Attention's all-reduce; the MLP's makes what the layer hands on, which is kept."""
     moved = {}
     for recompute in ("none", "full", "selective"):
-        found = [c for p, _, c in planned(kind, recompute).program.collectives if (p, c.kind, c.axis) == ("backward", "all_reduce", 1)]
+        steps = [(step.phase, step.collective) for _, step in planned(kind, recompute).plan.steps()]
+        found = [c for p, c in steps if (p, c.kind, c.axis) == ("backward", "all_reduce", 1)]
         moved[recompute] = Counter(c.bytes // 4 for c in found)
     whole = B // DATA * S * H
     assert moved["none"] == moved["selective"] == {whole: 2 * LAYERS + 1}

@@ -54,9 +54,10 @@ def planned(
 
 
 def moved(made: Planned, phase: str, kind: str) -> Counter[int]:
-    """Elements of what is gathered, scattered or reduced along the first axis, by how many collectives."""
-    assert isinstance(made.program, StagedProgram)
-    found = [c for p, _, c in made.program.stages[0].collectives if (p, c.kind, c.axis) == (phase, kind, 0)]
+    """Elements of what is gathered, scattered or reduced along the first axis, by how many collectives, before some share buckets."""
+    assert made.plan.pipeline is not None
+    steps = [(step.phase, step.collective) for _, step in made.plan.pipeline.stages[0].steps()]
+    found = [c for p, c in steps if (p, c.kind, c.axis) == (phase, kind, 0)]
     return Counter(max(c.bytes, c.output_bytes(2)) // getattr(torch, c.dtype).itemsize for c in found)
 
 
@@ -118,6 +119,7 @@ def test_with_stages_and_tensor_parallelism() -> None:
     assert autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
 
 
+@pytest.mark.slow
 def test_the_planner_holds_gathered_copies_where_that_is_faster_and_they_fit() -> None:
     """Where parameters do not fit whole with their optimizer's state: gathered once while the copies fit, else per use."""
     ample = planned("llama", LINE, hardware=ALONE, num_microbatches=MICROBATCHES)[0].plan.prediction.peak_bytes

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Partial, Shard
 from autopar import norm_ops, ops, random_ops
 from autopar.halo import Halo
 from autopar.layout import REPLICATE, local_shape
+from autopar.rules import dispatch, windows
 from autopar.rules import families as f
-from autopar.rules import windows
 from autopar.rules.call import Call, argument
 from autopar.rules.losses import mean_loss_part
 from autopar.rules.notation import WHOLE, AxisOption, Factors, parse
@@ -379,6 +379,11 @@ def _floor(operand: int, dim: int, sized: bool) -> Callable[[Any], Local]:
     return _numbered_from(operand, dim, start, sized)
 
 
+def _gathering(wrong: Callable[[Any], Local]) -> Callable[[Any], Local]:
+    """Wrong where a rank has all tokens; right where they are dispatched."""
+    return lambda site: dispatch.local(site) if dispatch.dispatch_axes(site.call, site.strategy.inputs) else wrong(site)
+
+
 MISPLACED: Mapping[str, tuple[Any, Callable[[Any], Local]]] = {
     "a mask that every rank draws alike": (random_ops.keep_mask, _unplaced_draw),
     "a draw placed in a whole of the wrong size": (random_ops.uniform, _shrunk_draw),
@@ -408,6 +413,6 @@ UNEVEN: Mapping[str, tuple[Any, Callable[[Any], Local]]] = {
         lambda site: Local(aten.reshape.default, (site.call.args[0], _largest(site)), {}),
     ),
     "a vocabulary that starts as if parts were equal": (ops.embedding, _floor(0, 0, True)),
-    "experts that start as if parts were equal": (ops.experts, _floor(3, 0, False)),
+    "experts that start as if parts were equal": (ops.experts, _gathering(_floor(3, 0, False))),
     "classes that start as if parts were equal": (ops.pick, _floor(0, -1, True)),
 }

@@ -14,20 +14,31 @@ import zoo_small  # noqa: E402
 from harness import run_processes  # noqa: E402
 
 import autopar  # noqa: E402
-from autopar.constraints import megatron  # noqa: E402
+from autopar.constraints import expert_parallel, fsdp, megatron  # noqa: E402
 
 pytestmark = pytest.mark.multiproc
 MESH = autopar.Mesh({"data": 2, "expert": 2})
 
 
-WISHES = {"mixtral over two": megatron(ep=2, zero=3), "mixtral over four": megatron(ep=4)}
+WISHES = {
+    "mixtral over two": (megatron(ep=2, zero=3),),
+    "mixtral over four": (megatron(ep=4),),
+    "mixtral dispatched": (expert_parallel("expert", tokens="dispatched"), fsdp("data")),
+}
+
+
+def test_dispatched_experts_are_the_unsplit_ones_and_hold_what_is_predicted() -> None:
+    for facts in run_processes(4, str(Path(__file__).parent / "worker_dispatch.py"), "run"):
+        assert facts["wrong"] == []
+        for phase, row in (("forward", 32), ("backward", 2 * 32)):
+            measured, predicted = facts[phase]
+            assert measured == predicted >= 2 * (16 * 2 * row * 4), "rows of pairs that go and that come"
 
 
 def test_five_steps_follow_the_plain_model() -> None:
     model, batch = zoo_small.mixtral(dtype=torch.float64)
-    plans = {
-        name: autopar.plan(model, MESH, example_inputs=batch, hardware="cpu-gloo", constraints=(wish,)) for name, wish in WISHES.items()
-    }
+    plans = {name: autopar.plan(model, MESH, example_inputs=batch, hardware="cpu-gloo", constraints=wish) for name, wish in WISHES.items()}
+    assert any(c.own for c in plans["mixtral dispatched"].communications)
     texts = {name: plan.dumps() for name, plan in plans.items()}
     assert len(set(texts.values())) == len(texts)
     for facts in run_processes(4, str(Path(__file__).parent / "worker_training.py"), "run", texts):

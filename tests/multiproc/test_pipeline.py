@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,17 @@ WORKER = str(Path(__file__).parent / "worker_pipeline.py")
 INTERLEAVED = {"schedule": "interleaved_1f1b", "microbatches": 4}
 # For so many processes: the model's kind, the mesh and the constraints of each plan.
 PLANS: dict[int, dict[str, tuple[str, dict[str, int], tuple[Any, ...]]]] = {
+    2: {"three each, tied": ("gpt2:6", {"stage": 2}, (pipeline("stage", **INTERLEAVED, chunks=3),))},
+    4: {"tensor": ("llama", {"stage": 2, "tensor": 2}, (pipeline("stage", microbatches=2), tensor_parallel(axes="tensor")))},
+}
+FURTHER: dict[int, dict[str, tuple[str, dict[str, int], tuple[Any, ...]]]] = {
     2: {
-        "tied": ("gpt2", {"stage": 2}, (pipeline("stage", microbatches=4),)),
         "gpipe": ("llama", {"stage": 2}, (pipeline("stage", microbatches=2, schedule="gpipe"),)),
+        "tied": ("gpt2", {"stage": 2}, (pipeline("stage", microbatches=4),)),
         "two each": ("llama:4", {"stage": 2}, (pipeline("stage", **INTERLEAVED),)),
-        "three each, tied": ("gpt2:6", {"stage": 2}, (pipeline("stage", **INTERLEAVED, chunks=3),)),
         "zero 2, no stages": ("gpt2", {"data": 2}, (megatron(dp=2, zero=2, microbatches=2),)),
     },
-    4: {
-        "tensor": ("llama", {"stage": 2, "tensor": 2}, (pipeline("stage", microbatches=2), tensor_parallel(axes="tensor"))),
-        "zero 1": ("gpt2", {"stage": 2, "data": 2}, (megatron(pp="stage", dp=2, zero=1, microbatches=2),)),
-    },
+    4: {"zero 1": ("gpt2", {"stage": 2, "data": 2}, (megatron(pp="stage", dp=2, zero=1, microbatches=2),))},
 }
 
 
@@ -44,18 +43,6 @@ def text(kind: str, mesh: dict[str, int], *constraints: Any, **options: Any) -> 
     return kind, autopar.plan(
         model, autopar.Mesh(mesh), example_inputs=batch, hardware="cpu-gloo", constraints=constraints, **options
     ).dumps()
-
-
-@pytest.fixture(scope="module")
-def facts() -> Callable[[int], list[dict[str, Any]]]:
-    """What each rank of so many measured, by plan: starting processes and capturing take longer than the plans."""
-
-    @cache
-    def measured(num_processes: int) -> list[dict[str, Any]]:
-        plans = {name: text(kind, mesh, *constraints) for name, (kind, mesh, constraints) in PLANS[num_processes].items()}
-        return run_processes(num_processes, WORKER, "run", plans)
-
-    return measured
 
 
 def check(facts: list[dict[str, Any]], names: Iterable[str], *, staged: bool = True) -> None:
@@ -69,11 +56,24 @@ def check(facts: list[dict[str, Any]], names: Iterable[str], *, staged: bool = T
             assert fact["all held"] and fact["not all here"] == staged and fact["state"]
 
 
-@pytest.mark.parametrize(("num_processes", "name"), [(num, name) for num, plans in PLANS.items() for name in plans])
-def test_processes_follow_the_plain_model(facts: Callable[[int], list[dict[str, Any]]], num_processes: int, name: str) -> None:
-    measured = facts(num_processes)
+def follow(num_processes: int, wanted: dict[str, tuple[str, dict[str, int], tuple[Any, ...]]]) -> None:
+    """All plans in one set of processes: starting them and capturing take longer than the plans."""
+    plans = {name: text(kind, mesh, *constraints) for name, (kind, mesh, constraints) in wanted.items()}
+    measured = run_processes(num_processes, WORKER, "run", plans)
     assert len(measured) == num_processes
-    check(measured, [name], staged="stage" in PLANS[num_processes][name][1])
+    for name, (_, mesh, _) in wanted.items():
+        check(measured, [name], staged="stage" in mesh)
+
+
+@pytest.mark.parametrize("num_processes", PLANS)
+def test_processes_follow_the_plain_model(num_processes: int) -> None:
+    follow(num_processes, PLANS[num_processes])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", FURTHER)
+def test_they_do_so_under_further_plans(num_processes: int) -> None:
+    follow(num_processes, FURTHER[num_processes])
 
 
 @pytest.mark.slow

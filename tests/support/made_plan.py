@@ -53,7 +53,9 @@ def entry(
     key = choices[0].node.replace("{0}", "*")
     module, op, *rest = key.split("/")
     phase = rest[0] if rest else "forward"
-    return Entry(key, kind, module, op, phase, instances, choices, choices if again else (), time_s, runner_up, replicated, source)
+    again_s = time_s if again else 0.0
+    made = Entry(key, kind, module, op, phase, instances, choices, choices if again else (), time_s, runner_up, replicated, source)
+    return replace(made, again_s=again_s)
 
 
 def weight(name: str, storage: str, instances: tuple[tuple[int, ...], ...] = ONE) -> Entry:

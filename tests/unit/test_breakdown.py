@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from made_plan import ALL, entry, made_plan, strategy
@@ -104,3 +106,14 @@ def test_of_a_real_plan_the_parts_add_up_too(memory_bytes: int | None) -> None:
 )
 def test_layouts_are_said_in_words_outermost_splitter_first(layout: str, role: str, said: str) -> None:
     assert in_words(Layout.parse(layout), NAMES, role) == said
+
+
+def test_what_runs_again_takes_as_long_as_it_does_then() -> None:
+    plan = made_plan()
+    slower = replace(plan, entries=tuple(replace(e, again_s=3 * e.again_s) for e in plan.entries))
+    before, after = ({p.module: p for p in breakdown(each)} for each in (plan, slower))
+    again = [module for module, part in before.items() if part.recomputed]
+    assert again
+    for module in again:
+        assert after[module].recompute_s == pytest.approx(3 * before[module].recompute_s) != 0.0
+        assert after[module].compute_s - before[module].compute_s == pytest.approx(2 * before[module].recompute_s)

@@ -8,7 +8,7 @@ from attention import softmax_attention
 from torch import Tensor
 
 from autopar import ops
-from autopar.ops import attending
+from autopar.ops import attending, vocabulary
 from autopar.run.live import LiveBytes
 
 EQUATIONS = [
@@ -148,6 +148,44 @@ def test_cross_entropy_holds_one_temporary_of_the_logits_size() -> None:
         assert len(big) == 1
         ops.cross_entropy_backward(x, m, s, index, torch.ones(8))
     assert len(big) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("splits", [(0,), (0, 3, 8)])
+def test_logits_of_some_rows_at_a_time_give_the_same(splits: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, index = torch.randn(2, 3, 11).transpose(0, 1).to(dtype), torch.tensor([[0, 10], [-100, 3], [3, 7]])
+    at_once = _cross_entropy(x, index, splits)
+    for block in (1, 22, 50):  # of fewer elements than a row, of rows that do and do not divide all
+        monkeypatch.setattr(vocabulary, "_BLOCK", block)
+        for some, whole in zip(_cross_entropy(x, index, splits), at_once, strict=True):
+            torch.testing.assert_close(some, whole)
+    assert not ops.sum_exp(x[:0], x[:0].amax(-1)).numel()
+    monkeypatch.setattr(vocabulary, "_BLOCK", 1)
+    assert len(vocabulary._blocks(torch.empty(1000, 11))) == 16, "a graph of huge logits stays short"
+
+
+def test_exponentials_of_large_logits_hold_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, classes, block = 64, 1000, 4000
+    x, index = torch.randn(rows, classes).bfloat16(), torch.zeros(rows, dtype=torch.long)
+    m, scale = x.amax(-1), torch.ones(rows)
+    per_row = 16 * rows * 8
+
+    def peaks() -> tuple[int, int]:
+        with LiveBytes() as memory:
+            memory.register((x, index, m, scale))
+            memory.reset_peak()
+            before = memory.live_bytes
+            s = ops.sum_exp(x, m)
+            summed = memory.peak_bytes - before
+            memory.reset_peak()
+            grad = ops.cross_entropy_backward(x, m, s, index, scale)
+            assert grad.nbytes == x.nbytes
+            return summed, memory.peak_bytes - before - x.nbytes
+
+    monkeypatch.setattr(vocabulary, "_BLOCK", block)
+    assert max(peaks()) <= 2 * block * 4 + per_row  # x − m and its exponential, or the gradient of some rows and its cast
+    monkeypatch.setattr(vocabulary, "_BLOCK", rows * classes)
+    assert min(peaks()) >= rows * classes * 4, "all at once hold more"
 
 
 @pytest.mark.parametrize("rows", [1, 4, 6, 100])

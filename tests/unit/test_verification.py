@@ -18,6 +18,7 @@ from autopar.emit import emit
 from autopar.errors import VerificationError
 from autopar.hardware import HardwareProfile
 from autopar.kernels import collectives as steps
+from autopar.kernels.bucketed import into_bucket
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, make_plan
 from autopar.run.lockstep import run_lockstep
@@ -35,7 +36,10 @@ Built = tuple[nn.Module, dict[str, torch.Tensor], Trace, Planned]
 
 @pytest.fixture(scope="module")
 def gpt2() -> Built:
-    return built("gpt2", expert.gpt2(fsdp=True))
+    """Each collective by itself."""
+    model, batch, trace, made = built("gpt2", expert.gpt2(fsdp=True))
+    plan = replace(made.plan, buckets=())
+    return model, batch, trace, replace(made, plan=plan, program=emit(trace, plan))
 
 
 def built(kind: str, constraints: Any = (), **settings: Any) -> Built:
@@ -112,6 +116,25 @@ def test_an_all_reduce_that_does_nothing_is_named(gpt2: Built, phase: str) -> No
         assert f"the first node that differs is {nodes[index].meta['key']} in {phase}" in told
         assert f"in module {nodes[index].meta['module']}".strip() in told or not nodes[index].meta["module"]
         assert str(nodes[index].meta["holds"][1]) in told
+
+
+def test_of_a_bucket_whose_step_does_nothing_a_member_is_named() -> None:
+    case = built("gpt2", expert.gpt2(fsdp=True))
+    keys = []
+
+    def nothing(graph: fx.Graph) -> None:
+        packed = next(n for n in graph.nodes if n.target is into_bucket)
+        step = next(iter(packed.users))
+        whole = step if step.target in steps.STEPS else next(iter(step.users))
+        unpacked = next(iter(whole.users))
+        keys.extend([unpacked.meta["key"], *(part.meta["key"] for part in unpacked.users)])
+        with graph.inserting_before(unpacked):
+            zeros = graph.call_function(torch.ops.aten.mul.Tensor, (whole, 0.0))
+        whole.replace_all_uses_with(zeros, delete_user_cb=lambda user: user is unpacked)
+
+    told = failure(case, changed(case, "backward", nothing))
+    assert any(f"the first node that differs is {key} in backward" in told for key in keys[1:])
+    assert f"it reads {keys[0]}" in told
 
 
 def identity(node: fx.Node) -> None:

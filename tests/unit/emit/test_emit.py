@@ -118,8 +118,10 @@ def test_a_plan_that_does_not_keep_what_backward_reads_is_refused(planned: tuple
 def test_gradients_of_16_bit_parameters_are_reduced_in_fp32_and_other_partial_sums_in_their_own_dtype() -> None:
     model, batch = zoo_small.llama(dtype=torch.bfloat16)
     options = PlanOptions(constraints=expert.llama(fsdp=True))
-    made = make_plan(capture(model, (), batch), MESH, HardwareProfile.load("h100-sxm"), options)
-    reduced = [n for n in made.program.backward.graph.nodes if "collective" in n.meta and n.meta["collective"].reduce_op]
+    trace = capture(model, (), batch)
+    made = make_plan(trace, MESH, HardwareProfile.load("h100-sxm"), options)
+    program = emit(trace, replace(made.plan, buckets=()))
+    reduced = [n for n in program.backward.graph.nodes if "collective" in n.meta and n.meta["collective"].reduce_op]
     weights = [n for n in reduced if n.meta["collective"].axis == 0]  # over data only gradients are reduced
     assert {n.meta["collective"].dtype for n in weights} == {"float32"}
     matrices = [n for n in weights if "/dot/" in n.meta["key"]]

@@ -137,18 +137,3 @@ def test_costs_are_by_column_whatever_its_name() -> None:
     engine = Engine(model, 60.0)
     assert engine.names == ["a", "m", "z"] and engine.cost.tolist() == [4.0, 5.0, 3.0] and engine.integer.tolist() == [True, False, False]
     assert engine.costs((np.array([first.number]), np.array([7.0]))).tolist() == [7.0, 0.0, 0.0]
-
-
-def test_at_other_costs_a_relaxation_starts_from_the_first_vertex_and_ends_where_it_would_without() -> None:
-    rng = random.Random(2)
-    for _ in range(20):
-        costs, most, least = ([rng.uniform(-2, 2) for _ in range(6)] for _ in range(3))
-        model = model_of(costs, (most, AT_MOST, 1), (least, AT_LEAST, -1), ([1, 1, 0, 0, 0, 0], EQUAL, 1))
-        warm, cold, other = Engine(model, 60.0), Engine(model, 60.0), np.array([rng.uniform(-2, 2) for _ in range(6)])
-        if warm.relax() is None:
-            continue
-        first = warm.basis.row_status, warm.basis.col_status
-        ours, theirs = warm.relax(cost=other), cold.relax(cost=other)
-        assert ours is not None and theirs is not None and ours.bound == pytest.approx(theirs.bound)
-        assert (warm.basis.row_status, warm.basis.col_status) == first, "the vertex at the program's own costs is what is known"
-        assert cold.basis is None

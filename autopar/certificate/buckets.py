@@ -1,0 +1,172 @@
+"""Buckets, walked: whether what shares one may, what the one collective puts in, and what it saves.
+
+Members are collectives of the plan for which no op waits, gathers of what is there when their phase begins, or of the begin or the end of a
+step; of one kind, axis, dtype, reduction and slack; of tensors of which all devices have equal parts. None starts from what another of its
+bucket makes: no op waits for them, or they start from what is there, so that can only be one of the same tensor. Each segment of a bucket
+is filled up to 8 elements; a reduce-scatter puts in a row for each device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.capture.trace import Trace
+from autopar.certificate.facts import Claims, Facts
+from autopar.certificate.report import Finding, near
+from autopar.certificate.shards import local_lengths
+from autopar.collective import Collective, bucket_time
+from autopar.emit.choices import storage_key
+from autopar.hardware import HardwareProfile
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.plans import Bucket, Communication, Member, Plan
+
+_FLOATS = ("float32", "float64", "bfloat16", "float16")
+_FILLED_TO = 8  # elements
+
+
+@dataclass(frozen=True, slots=True)
+class BucketWalk:
+    """All buckets of a plan.
+
+    Attributes:
+        num_microbatches: among which the time of what is done once per step is shared.
+    """
+
+    trace: Trace
+    plan: Plan
+    facts: Facts
+    claims: Claims
+    profile: HardwareProfile
+    num_microbatches: int
+
+    def findings(self) -> Iterator[Finding]:
+        """What does not hold."""
+        taken = [(b.phase, m.node, m.result, m.target) for b in self.plan.buckets for m in b.members]
+        for phase, node, _, target in {name for name in taken if taken.count(name) > 1} if len(set(taken)) < len(taken) else ():
+            yield Finding("buckets", f"what makes {target} in {phase} is in buckets twice", node)
+        for bucket in self.plan.buckets:
+            where = bucket.members[0].node if bucket.members else ""
+            for what in self._bucket(bucket):
+                yield Finding("buckets", f"a bucket in {bucket.phase}: {what}", where)
+        saved_s, claimed_s = sum(b.saved_s for b in self.plan.buckets), self.plan.prediction.in_buckets_s
+        if not near(saved_s, claimed_s):
+            yield Finding("time", f"buckets save {saved_s:.9g} s, not {claimed_s:.9g} s")
+
+    def _bucket(self, bucket: Bucket) -> Iterator[str]:
+        """What is wrong with one."""
+        steps = [self._step(bucket.phase, m.node, m.result, m.target) for m in bucket.members]
+        found = [step for step in steps if step is not None]
+        if len(found) < len(steps) or len(found) < 2:
+            yield f"of its {len(steps)} members the plan moves {len(found)}"
+            return
+        c = bucket.collective
+        for member, step in zip(bucket.members, found, strict=True):
+            yield from (f"{member.node} {what}" for what in self._member(c, step, self._shape(member.node, member.result)))
+            if bucket.phase != "step" and not self._may_wait(member, step):
+                yield f"{member.node} is {step.slack}: an op waits for it, or it waits for one"
+        if bucket.phase != "step" and len({step.slack for step in found}) > 1:
+            yield "some members may be prefetched, others deferred"
+        if bucket.phase == "step" and len({m.result for m in bucket.members}) > 1:
+            yield "some members belong to the begin of a step, some to its end"
+        yield from self._in_order(bucket, found)
+        num_bytes = _put_in(c, found, [self._shape(m.node, m.result) for m in bucket.members], self.plan.mesh)
+        whole = Collective(c.kind, c.axis, -1 if c.kind == "all_reduce" else 0, -1, c.reduce_op, c.dtype, num_bytes)
+        if c != whole:
+            yield f"a device puts in {num_bytes} bytes along dim {whole.dim}, and not as {c} has it"
+            return
+        shared = self.num_microbatches if bucket.phase == "step" else 1
+        time_s = bucket_time(c, self.plan.mesh.shape[c.axis], self.plan.mesh.link(c.axis), self.profile) / shared
+        saved_s = sum(step.time_s for step in found) - time_s
+        if not near(bucket.time_s, time_s):
+            yield f"it takes {time_s:.6g} s, not {bucket.time_s:.6g} s"
+        if not near(bucket.saved_s, saved_s):
+            yield f"it saves {saved_s:.6g} s, not {bucket.saved_s:.6g} s"
+
+    def _step(self, phase: str, node: str, result: int, target: Layout) -> Communication | None:
+        steps = self.claims.steps.get(((node, result), phase), ())
+        return next((step for step in steps if step.target == target), None)
+
+    def _shape(self, node: str, result: int) -> tuple[int, ...]:
+        if (node, result) in self.facts.tensors:
+            return self.facts.tensors[node, result].shape
+        return next(tuple(p.view) for p in self.trace.parameters if storage_key(p.name) == node)
+
+    def _member(self, c: Collective, step: Communication, shape: Sequence[int]) -> Iterator[str]:
+        """What keeps a collective from being in a bucket."""
+        own, sizes = step.collective, self.plan.mesh.shape
+        if own.kind not in ("all_reduce", "reduce_scatter", "all_gather"):
+            yield f"moves by {own.kind}, for which there are no buckets"
+        if (own.kind, own.axis, own.dtype, own.reduce_op) != (c.kind, c.axis, c.dtype, c.reduce_op):
+            yield f"moves by {own.kind} of {own.dtype} along axis {own.axis}, its bucket by {c.kind} of {c.dtype} along axis {c.axis}"
+        if step.kernel is not None:
+            yield "is moved by a kernel, together with a product"
+        if own.dtype not in _FLOATS:
+            yield f"is of {own.dtype}, and buckets are of floating tensors"
+        for layout in (step.source, step.target):
+            num = [1] * len(shape)
+            for axis, placement in enumerate(layout.placements):
+                if hasattr(placement, "dim") and 0 <= placement.dim < len(shape):
+                    num[placement.dim] *= sizes[axis]
+            if any(length % parts for length, parts in zip(shape, num, strict=True)):
+                yield f"is unevenly split as {layout}"
+
+    def _may_wait(self, member: Member, step: Communication) -> bool:
+        """Whether no op waits for it, or it is a gather of what is there when the phase begins."""
+        if step.slack != "prefetchable" or step.collective.kind != "all_gather":
+            return step.slack == "deferrable"
+        tensor = self.facts.tensors[member.node, member.result]
+        rests = tensor.resident and step.source == self.claims.chosen[member.node].outputs[member.result]
+        kept = step.phase == "backward" and step.source in self.claims.kept.get((member.node, member.result), ())
+        return rests or kept
+
+    def _in_order(self, bucket: Bucket, steps: Sequence[Communication]) -> Iterator[str]:
+        """Whether a member starts from what another makes."""
+        for a, step in zip(bucket.members, steps, strict=True):
+            for b, other in zip(bucket.members, steps, strict=True):
+                same = (a.node, a.result) == (b.node, b.result) and step is not other
+                if same and other.source in self._led_to(bucket.phase, a.node, a.result, step.target):
+                    yield f"{b.node} as {other.target} waits for {step.target}, which is in the same bucket"
+
+    def _led_to(self, phase: str, node: str, result: int, start: Layout) -> set[Layout]:
+        """What the plan makes of a tensor from one of its layouts on."""
+        found, steps = {start}, self.claims.steps.get(((node, result), phase), ())
+        while further := {step.target for step in steps if step.source in found} - found:
+            found |= further
+        return found
+
+
+def _put_in(c: Collective, steps: Sequence[Communication], shapes: Sequence[Sequence[int]], mesh: Mesh) -> int:
+    """Bytes of a bucket before its collective: the smaller part of every tensor, filled up, once per device that gets one."""
+    elements = 0
+    for step, shape in zip(steps, shapes, strict=True):
+        part = 1
+        for length in local_lengths(shape, step.target if c.kind == "reduce_scatter" else step.source, mesh.shape):
+            part *= length
+        elements += (part + _FILLED_TO - 1) // _FILLED_TO * _FILLED_TO
+    rows = mesh.shape[c.axis] if c.kind == "reduce_scatter" else 1
+    return int(rows * elements * getattr(torch, c.dtype).itemsize)
+
+
+def issued(plan: Plan, claims: Claims) -> Mapping[tuple[str, str, int], tuple[int, int]]:
+    """(phase, kind, axis) → number and bytes of the collectives that the program runs: a bucket is one, its members none."""
+    found: dict[tuple[str, str, int], tuple[int, int]] = {}
+
+    def add(phase: str, c: Collective, sign: int) -> None:
+        num, size = found.get((phase, c.kind, c.axis), (0, 0))
+        found[phase, c.kind, c.axis] = num + sign, size + sign * c.bytes
+
+    for c in plan.communications:
+        for _ in c.instances:
+            add(c.phase, c.collective, 1)
+    for bucket in plan.buckets:
+        add(bucket.phase, bucket.collective, 1)
+        for member in bucket.members:
+            steps = claims.steps.get(((member.node, member.result), bucket.phase), ())
+            for step in steps:
+                if step.target == member.target:
+                    add(bucket.phase, step.collective, -1)
+    return found

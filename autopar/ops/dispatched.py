@@ -1,0 +1,253 @@
+"""A layer of experts (`autopar.ops.experts`) whose tokens and experts are split over the same ranks: rows go to their experts and back.
+
+Terms. A rank has some of the tokens, with their picks and gates, and as many experts as each other, the ones from its *start* on. A *pair*
+is one pick of one token; its *home* is the rank that has the expert. A pick of no expert here has none, and adds nothing.
+
+    dispatch    each pair's row goes to its home, sorted by home, then by expert, then by token
+    experts     a home's rows go through its linears
+    combine     what they make comes back as it went, and is added up per token, times its gates
+
+None is dropped. What a token gets is added up expert by expert, and what a weight's gradient is made of lies token by token, as where
+nothing is split, so that numbers are the same but for the rounding of products of other sizes.
+
+Both functions work for a list of ranks, which an `Exchange` joins: one rank of a process, or all of them at once. Ranks first count how
+many rows go where, so that no more move than there are. The linears, and the sums, are opaque: the rows of one expert at a time, and a
+sum's terms, are a kernel's scratch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from autopar.ops.experts import backward_of, forward_of
+
+Operands = tuple[Any, ...]
+"""Of one rank, those of `experts` or of its gradient, with the starts of all ranks, in their order, instead of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """How many rows leave a rank, by home, and come to it, by sender and then by expert."""
+
+    leaving: tuple[int, ...]
+    coming: tuple[tuple[int, ...], ...]
+
+    @property
+    def by_sender(self) -> tuple[int, ...]:
+        return tuple(sum(counts) for counts in self.coming)
+
+
+class Exchange(Protocol):
+    """How ranks hand each other rows; each list has an item for each of the ranks that are worked for."""
+
+    @property
+    def by_expert(self) -> bool:
+        """Whether the rows that come lie by expert, then by sender; else by sender, then by expert."""
+
+    def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
+        """From how many pairs [homes, experts of each] a rank has; `num_pairs` are all of them, which those that are not real expect."""
+
+    def there(self, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+        """Rows of pairs, sorted by home and expert → those that come. `rows` is emptied."""
+
+    def back(self, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+        """What experts made of the rows that came → of those that went, in the order in which they did. `rows` is emptied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """All ranks in one process."""
+
+    by_expert: bool = False
+
+    def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
+        table = [c.tolist() for c in counts]
+        return [
+            Traffic(tuple(map(sum, table[rank])), tuple(tuple(table[sender][rank]) for sender in range(len(table))))
+            for rank in range(len(table))
+        ]
+
+    def there(self, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+        return self._rows(rows, [each.leaving for each in traffic])
+
+    def back(self, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+        return self._rows(rows, [each.by_sender for each in traffic])
+
+    def _rows(self, rows: list[Tensor], leaving: Sequence[Sequence[int]]) -> list[Tensor]:
+        pieces = [mine.split(list(counts)) for mine, counts in zip(rows, leaving, strict=True)]
+        rows.clear()
+        return [torch.cat([sent[rank] for sent in pieces]) for rank in range(len(pieces))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Of one rank: its pairs [r] in the order in which they go, the token of each, and the traffic."""
+
+    order: Tensor
+    tokens: Tensor
+    traffic: Traffic
+
+
+def dispatched_experts(ranks: Sequence[Operands], exchange: Exchange) -> list[Tensor]:
+    """Of each rank the results of its tokens [t, d]; operands (x, ids, gates, up, down, act, size, starts)."""
+    ways = _ways([(ids, up, starts) for _, ids, _, up, _, _, _, starts in ranks], exchange)
+    traffic = [way.traffic for way in ways]
+    come = exchange.there([x[way.tokens] for (x, *_), way in zip(ranks, ways, strict=True)], traffic)
+    made = [
+        experts_of_rows(come.pop(0), _places_of(way, exchange), up, down, act)
+        for (_, _, _, up, down, act, *_), way in zip(ranks, ways, strict=True)
+    ]
+    back = exchange.back(made, traffic)
+    return [add_up(back.pop(0), way.order, *ids.shape, gates) for (_, ids, gates, *_), way in zip(ranks, ways, strict=True)]
+
+
+def dispatched_experts_backward(ranks: Sequence[Operands], exchange: Exchange) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Of each rank the gradients of its x, gates, up and down; operands (grad, x, ids, gates, up, down, act, size, starts).
+
+    Those of its experts are whole: all that picked them sent their rows.
+    """
+    ways = _ways([(ids, up, starts) for _, _, ids, _, up, _, _, _, starts in ranks], exchange)
+    pairs = list(zip(ranks, ways, strict=True))
+    traffic = [way.traffic for way in ways]
+    come = exchange.there([torch.cat((grad, x), 1)[way.tokens] for (grad, x, *_), way in pairs], traffic)
+    weights = exchange.there([gates.reshape(-1, 1)[way.order] for (_, _, _, gates, *_), way in pairs], traffic)
+    made = [
+        experts_of_rows_backward(come.pop(0), weights.pop(0), _places_of(way, exchange), up, down, act)
+        for (_, _, _, _, up, down, act, *_), way in pairs
+    ]  # fmt: skip
+    d_rows, d_weights, d_ups, d_downs = (list(results) for results in zip(*made, strict=True))
+    made.clear()
+    rows, gates_back = exchange.back(d_rows, traffic), exchange.back(d_weights, traffic)
+    found = []
+    for (_, _, ids, gates, *_), way in pairs:
+        d_gates = torch.zeros_like(gates).reshape(-1)
+        d_gates[way.order] = gates_back.pop(0).squeeze(1)
+        d_x = add_up(rows.pop(0), way.order, *ids.shape, None)
+        found.append((d_x, d_gates.view(gates.shape), d_ups.pop(0), d_downs.pop(0)))
+    return found
+
+
+DISPATCHED: tuple[Callable[..., list[Any]], ...] = (dispatched_experts, dispatched_experts_backward)
+"""The functions of this kind: local arguments name them, with two more arguments: the most pairs of any rank, and the ranks' mesh axis."""
+
+
+def _ways(ranks: Sequence[tuple[Tensor, Tensor, Sequence[int]]], exchange: Exchange) -> list[_Way]:
+    """From picks, up's weight and starts."""
+    sorts = [_sorted_pairs(ids, starts, up.shape[0]) for ids, up, starts in ranks]
+    traffic = exchange.count([counts for _, counts in sorts], [ids.numel() for ids, _, _ in ranks])
+    orders = [order[: sum(each.leaving)] for (order, _), each in zip(sorts, traffic, strict=True)]
+    return [_Way(o, o // ids.shape[1], each) for o, (ids, *_), each in zip(orders, ranks, traffic, strict=True)]
+
+
+def _sorted_pairs(ids: Tensor, starts: Sequence[int], num: int) -> tuple[Tensor, Tensor]:
+    """Pairs sorted by home, expert and token, those without a home last; and how many there are [homes, num]."""
+    begins = torch.tensor(starts, device=ids.device, dtype=ids.dtype)
+    home = torch.bucketize(ids, begins, right=True) - 1
+    within = ids - begins[home.clamp(min=0)]
+    has_home = (home >= 0) & (within < num)
+    label, order = torch.where(has_home, home * num + within, len(starts) * num).reshape(-1).sort(stable=True)
+    ends = torch.searchsorted(label, torch.arange(len(starts) * num + 1, device=ids.device, dtype=label.dtype))
+    return order, ends.diff().view(len(starts), num)
+
+
+def _places_of(way: _Way, exchange: Exchange) -> list[int]:
+    """Where rows of each sender and expert begin among those that come, as far as there are any, and behind them how many there are."""
+    counts = list(itertools.chain.from_iterable(way.traffic.coming))
+    num = len(way.traffic.coming[0])
+    order = sorted(range(len(counts)), key=lambda i: (i % num, i)) if exchange.by_expert else range(len(counts))
+    begins, at = [0] * len(counts), 0
+    for i in order:
+        begins[i], at = at, at + counts[i]
+    return [*begins, *counts]
+
+
+@torch.library.custom_op("autopar::experts_of_rows", mutates_args=())
+def _experts_of_rows(rows: Tensor, places: list[int], up: Tensor, down: Tensor, act: str) -> Tensor:
+    """What experts make of rows [r, h]: [r, d]; `places` says where those of each sender and expert begin, then
+    how many they are."""
+    made = rows.new_empty(rows.shape[0], down.shape[1])
+    for expert, here in _by_expert(places, up.shape[0]):
+        _put(made, here, forward_of(_taken(rows, here), up[expert], down[expert], act))
+    return made
+
+
+@torch.library.custom_op("autopar::experts_of_rows_backward", mutates_args=())
+def _experts_of_rows_backward(
+    rows: Tensor, gates: Tensor, places: list[int], up: Tensor, down: Tensor, act: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of rows [r, h], gates [r, 1], up and down; `rows` [r, d + h] are those of the results' gradients, and of the tokens."""
+    d_rows, d_gates = rows.new_empty(rows.shape[0], up.shape[-1]), gates.new_empty(gates.shape)
+    d_up, d_down = up.new_zeros(up.shape), down.new_zeros(down.shape)
+    for expert, here in _by_expert(places, up.shape[0]):
+        grad, x = _taken(rows, here).split((down.shape[1], up.shape[-1]), 1)
+        d_x, d_gate, d_up[expert], d_down[expert] = backward_of(grad, x, _taken(gates, here), up[expert], down[expert], act)
+        _put(d_rows, here, d_x)
+        _put(d_gates, here, d_gate.unsqueeze(1))
+    return d_rows, d_gates, d_up, d_down
+
+
+@torch.library.custom_op("autopar::add_up", mutates_args=())
+def _add_up(rows: Tensor, order: Tensor, tokens: int, picks: int, gates: Tensor | None) -> Tensor:
+    """Rows [r, w] of pairs `order` [r], times their gates where these are given, added up per token in that order: [tokens, w].
+
+    In at least float32; the result is in the dtype of the rows.
+    """
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    out = rows.new_zeros(tokens, rows.shape[1], dtype=wide)
+    if len(order):
+        place = torch.full((tokens * picks,), len(order), device=order.device)
+        place[order] = torch.arange(len(order), device=order.device)
+        places, which = place.view(tokens, picks).sort(1)
+        for at, pick in zip(places.unbind(1), which.unbind(1), strict=True):
+            term = rows[at.clamp(max=len(order) - 1)].to(wide)
+            if gates is not None:
+                term = term * gates.gather(1, pick.unsqueeze(1)).to(wide)
+            out += torch.where((at < len(order)).unsqueeze(1), term, 0)
+    return out.to(rows.dtype)
+
+
+Places = list[tuple[int, int]]  # where rows begin, and how many there are
+
+
+def _by_expert(places: Sequence[int], num: int) -> Iterator[tuple[int, Places]]:
+    """Each expert that got rows, with where these are, in the senders' order."""
+    size = len(places) // 2
+    for expert in range(num):
+        found = [(places[i], places[size + i]) for i in range(expert, size, num) if places[size + i]]
+        if found:
+            yield expert, found
+
+
+def _taken(rows: Tensor, places: Places) -> Tensor:
+    return torch.cat([rows[begin : begin + count] for begin, count in places])
+
+
+def _put(rows: Tensor, places: Places, made: Tensor) -> None:
+    for (begin, count), piece in zip(places, made.split([count for _, count in places]), strict=True):
+        rows[begin : begin + count] = piece
+
+
+@_experts_of_rows.register_fake
+def _(rows: Tensor, places: list[int], up: Tensor, down: Tensor, act: str) -> Tensor:
+    return rows.new_empty(rows.shape[0], down.shape[1])
+
+
+@_experts_of_rows_backward.register_fake
+def _(rows: Tensor, gates: Tensor, places: list[int], up: Tensor, down: Tensor, act: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return rows.new_empty(rows.shape[0], up.shape[-1]), gates.new_empty(gates.shape), up.new_empty(up.shape), down.new_empty(down.shape)
+
+
+@_add_up.register_fake
+def _(rows: Tensor, order: Tensor, tokens: int, picks: int, gates: Tensor | None) -> Tensor:
+    return rows.new_empty(tokens, rows.shape[1])
+
+
+experts_of_rows = torch.ops.autopar.experts_of_rows.default
+experts_of_rows_backward = torch.ops.autopar.experts_of_rows_backward.default
+add_up = torch.ops.autopar.add_up.default

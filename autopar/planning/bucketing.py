@@ -1,0 +1,145 @@
+"""Which communications share a bucket: chosen behind the search, by the simulated step of the emitted program.
+
+Each collective pays the latency of its algorithm. Many small ones of one kind, axis, dtype and reduction, for which nothing that computes
+waits, are one collective on one bucket; that pays it once, and for two passes over the bucket. One of what may be deferred starts when the
+last of them is there, and one of what may be prefetched is done before the first of them is read, which may hide less of it. So those
+members of a group that two of their own size would gain from go together, in the order in which they are issued, in one bucket or in
+several of about equal bytes; as many for every group, since each number that is tried costs a simulation. The one with the shortest
+simulated step is taken, if it is shorter and its peak is within the budget. Of groups that wait for each other the one that saves more
+goes first.
+
+Objective and bound are those of plans in which every collective is by itself: the search does not see buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.collective import bucket_time
+from autopar.emit import can_share, on_bucket, slack_of
+from autopar.emit.calls import Moved
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from autopar.planning.timeline import beside
+from autopar.plans import Bucket, Communication, Member, Plan
+from autopar.run.program import Program
+
+_WORTH = 1e-3  # share of the step: buckets that save less are not worth their place in the plan
+_NUM_BUCKETS = (4, 1)  # into which each group is put
+_Name = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The communications of a program that may share buckets.
+
+    Attributes:
+        mesh, profile, num_microbatches: what they are priced with. times: seconds of each, by `Moved.name`.
+    """
+
+    mesh: Mesh
+    profile: HardwareProfile
+    num_microbatches: int
+    times: Mapping[_Name, float]
+
+    @staticmethod
+    def of(plan: Plan, profile: HardwareProfile, num_microbatches: int) -> Groups:
+        """Of what a plan moves."""
+        steps: Iterator[tuple[str, Communication]] = iter(plan.steps())
+        return Groups(
+            plan.mesh, profile, num_microbatches, {(c.phase, node, c.result, c.target): c.time_s for node, c in steps if not c.own}
+        )
+
+    def of_program(self, program: Program) -> list[list[fx.Node]]:
+        """The members of each group, in the order in which they are issued; the group that saves most first."""
+        found: dict[_Name, list[fx.Node]] = {}
+        for name in ("forward", "backward", "begin", "end"):
+            module = getattr(program, name)
+            for node in module.graph.nodes if module is not None else ():
+                if can_share(node, self.mesh.shape) and self._gains(node):
+                    c = node.meta["collective"]
+                    found.setdefault((name, slack_of(node), c.kind, c.axis, c.dtype, c.reduce_op), []).append(node)
+        groups = [_apart(nodes) for nodes in found.values()]
+        return sorted((nodes for nodes in groups if len(nodes) > 1), key=lambda nodes: -self.bucket(nodes).saved_s)
+
+    def bucket(self, steps: Sequence[fx.Node]) -> Bucket:
+        """One bucket of these."""
+        c = on_bucket(steps, self.mesh.shape)
+        moved: list[Moved] = [node.meta["moved"] for node in steps]
+        shared = self.num_microbatches if moved[0].phase == "step" else 1
+        time_s = bucket_time(c, self.mesh.shape[c.axis], self.mesh.link(c.axis), self.profile) / shared
+        alone_s = sum(self.times[m.name] for m in moved)
+        return Bucket(moved[0].phase, tuple(Member(m.node, m.result, m.target) for m in moved), c, time_s, alone_s - time_s)
+
+    def in_buckets(self, steps: Sequence[fx.Node], num: int) -> tuple[Bucket, ...]:
+        """These in about so many buckets of equal bytes; what would be alone in one is in none."""
+        sizes = [node.meta["collective"].bytes for node in steps]
+        share, before = max(sum(sizes), 1) / num, 0
+        pieces: dict[int, list[fx.Node]] = {}
+        for node, size in zip(steps, sizes, strict=True):
+            pieces.setdefault(int(before // share), []).append(node)
+            before += size
+        return tuple(self.bucket(piece) for piece in pieces.values() if len(piece) > 1)
+
+    def _gains(self, step: fx.Node) -> bool:
+        """Whether it and another of its size are faster in a bucket."""
+        return self.bucket((step, step)).saved_s > 0.0
+
+
+def _apart(steps: Sequence[fx.Node]) -> list[fx.Node]:
+    """The steps without those that wait for another of them."""
+    found: list[fx.Node] = []
+    tensors = set[tuple[str, int]]()
+    for node in steps:
+        tensor = node.meta["moved"].node, node.meta["moved"].result
+        if tensor not in tensors:
+            found.append(node)
+        tensors.add(tensor)
+    return found
+
+
+def chosen(
+    groups: Groups,
+    program: Program,
+    now_s: float,
+    fits_together: Callable[[tuple[Bucket, ...]], bool],
+    step_s: Callable[[tuple[Bucket, ...], float], float | None],
+) -> tuple[Bucket, ...]:
+    """The buckets to take.
+
+    Args:
+        program: without any, in the order without communication beside compute. now_s: its simulated step.
+        fits_together: whether none of these waits for another in a circle.
+        step_s: the simulated step with these; None where they do not fit the budget, or it is not shorter than the second argument.
+    """
+    offered = groups.of_program(program)
+    best, least_s = tuple[Bucket, ...](), (1 - _WORTH) * now_s
+    if sum(groups.bucket(steps).saved_s for steps in offered) < _WORTH * now_s:
+        return best
+    for num in _NUM_BUCKETS:
+        buckets = _apart_from_circles([groups.in_buckets(steps, num) for steps in offered], fits_together)
+        time_s = step_s(buckets, least_s) if buckets else None
+        if time_s is not None and time_s < least_s:
+            best, least_s = buckets, time_s
+    return best
+
+
+def _apart_from_circles(
+    offered: Sequence[tuple[Bucket, ...]], fits_together: Callable[[tuple[Bucket, ...]], bool]
+) -> tuple[Bucket, ...]:
+    """The buckets of all groups, or, where some wait for each other, of as many as do not, in their order."""
+    everything = tuple(bucket for buckets in offered for bucket in buckets)
+    if fits_together(everything):
+        return everything
+    found = tuple[Bucket, ...]()
+    for buckets in offered:
+        found = (*found, *buckets) if fits_together((*found, *buckets)) else found
+    return found
+
+
+def simulated_s(program: Program, plan: Plan) -> float:
+    """Seconds of a step of the emitted program, or of a stage's microbatch."""
+    return beside(plan.prediction, program, plan).simulated_s

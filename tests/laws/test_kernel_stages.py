@@ -1,0 +1,177 @@
+"""Collective-overlap kernels in pipelines: stages split over tensors run as the model does, and nothing else is believed of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from mlp import Mlp
+from torch import fx
+
+import autopar
+from autopar.api.planning import plan_model
+from autopar.api.tracing import trace_part
+from autopar.api.what_if import what_if
+from autopar.capture import capture
+from autopar.constraints import pipeline
+from autopar.cost import kernels as offers
+from autopar.cost.price import price
+from autopar.planning import Planned
+from autopar.plans import KERNELS_BUFFERS, Communication, Plan
+from autopar.run.lockstep import Ranks
+from autopar.run.lockstep_staged import run_staged
+from autopar.run.program import StagedProgram
+from autopar.stages import cut
+from autopar.strategies import classes_of
+from tests.laws.test_kernel_memory import Sharing, needs_kernels
+from tests.laws.test_kernel_microbatches import built
+from tests.laws.test_kernel_plans import SLOW, Change, kernel, kernels
+
+MESH, NUM = autopar.Mesh({"stage": 2, "gpu": 2}), 2
+WITHOUT = replace(SLOW, kernels={}, hash="without")
+
+
+@cache
+def made(schedule: str = "1f1b", hardware: Any = SLOW, budget: int | None = None) -> Planned:
+    model, batch = built()
+    wish = pipeline("stage", microbatches=NUM, schedule=schedule)
+    return plan_model(model, MESH, example_inputs=batch, hardware=hardware, constraints=(wish,), memory_bytes=budget)[1]
+
+
+def stages_of(plan: Plan) -> tuple[Plan, ...]:
+    assert plan.pipeline is not None and plan.pipeline.axis == "stage"
+    return plan.pipeline.stages
+
+
+def crosses(c: Communication) -> bool:
+    return c.node.endswith(("/input", "/output"))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_every_rank_computes_what_the_model_does_and_each_stage_has_both_kernels(schedule: str) -> None:
+    plan = made(schedule).plan
+    for stage in stages_of(plan):
+        assert {c.kernel.name for c in kernels(stage) if c.kernel} == set(SLOW.kernels)
+    report = autopar.verify(plan, *built())
+    assert report.ok, str(report)
+
+
+def test_a_product_gathers_the_gradient_that_comes_from_the_next_stage() -> None:
+    first, last = stages_of(made().plan)
+    assert any(crosses(c) and c.phase == "backward" for c in kernels(first))
+    assert not any(crosses(c) and c.phase == "backward" for c in kernels(last)), "what forward received has slack in backward"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_plan_is_certified_its_bound_over_all_cuts_included(schedule: str) -> None:
+    plan = made(schedule).plan
+    assert Plan.loads(plan.dumps()) == plan
+    found = autopar.check(plan, *built(), hardware=SLOW)
+    assert found.ok, str(found)
+    assert 0.99 * plan.prediction.step_s <= plan.proof.certified_bound_s <= plan.proof.bound_s <= plan.prediction.step_s
+
+
+def test_kernels_make_the_step_shorter_than_any_plan_without_them_is() -> None:
+    plan, other = made().plan, made(hardware=WITHOUT).plan
+    assert plan.prediction.step_s < other.proof.bound_s * (1 - 0.05)
+    assert plan.prediction.in_kernels_s == pytest.approx(NUM * max(s.prediction.in_kernels_s for s in stages_of(plan)))
+    assert what_if(plan, *built(), hardware=SLOW).step_s == pytest.approx(plan.prediction.step_s)
+    assert "hide of what their chunks could" in " ".join(stages_of(plan)[0].proof.covers)
+    assert "by stages: 24 in all" in str(autopar.explain(plan)).replace("\n", " ")
+
+
+@needs_kernels
+def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decompositions(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, (model, batch) = made().program, built()
+    assert isinstance(program, StagedProgram)
+    tensors = dict(model.named_parameters()), dict(model.named_buffers())
+    apart = run_staged(program, *tensors, batch)
+    sharing: list[tuple[Ranks, Sharing]] = []  # by stage, in the order in which they first run
+
+    def run(ranks: Ranks, phase: str, node: fx.Node, env: Any) -> list[Any]:
+        if not any(known is ranks for known, _ in sharing):
+            sharing.append((ranks, Sharing()))
+        return next(peers for known, peers in sharing if known is ranks).run(ranks, phase, node, env)
+
+    monkeypatch.setattr(Ranks, "_run_kernel", run)
+    found = run_staged(program, *tensors, batch)
+    for name, gradient in found.gradients.items():
+        torch.testing.assert_close(gradient, apart.gradients[name])
+    for stage, (_, peers) in zip(stages_of(made().plan), sharing, strict=True):
+        assert peers.held_bytes(0, 0) == stage.prediction.memory_bytes[KERNELS_BUFFERS] > 0
+
+
+def test_under_a_budget_each_stage_fits_its_kernels_included_and_is_certified() -> None:
+    free = made().plan.prediction
+    budget = free.peak_bytes - free.memory_bytes[KERNELS_BUFFERS] // 2
+    plan = made(budget=budget).plan
+    assert all(stage.prediction.peak_bytes <= budget for stage in stages_of(plan))
+    found = autopar.check(plan, *built(), hardware=SLOW)
+    assert found.ok, str(found)
+
+
+def test_several_stages_on_a_rank_do_without_kernels_and_say_so() -> None:
+    model, batch = Mlp(32, 64, num_layers=4), {"x": torch.randn(8, 32)}
+    wish = pipeline("stage", microbatches=NUM, schedule="interleaved_1f1b")
+    plan = plan_model(model, MESH, example_inputs=batch, hardware=SLOW, constraints=(wish,))[1].plan
+    for stage in stages_of(plan):
+        assert not kernels(stage)
+        assert "no collective-overlap kernels: several stages on a rank do without them" in stage.proof.covers
+    assert autopar.check(plan, model, batch, hardware=SLOW).ok
+
+
+# --- and no other claim is believed ------------------------------------------------------------------------------------------------------
+
+def in_stage(number: int, change: Change) -> Change:
+    def changed(plan: Plan) -> Plan:
+        stages = list(stages_of(plan))
+        stages[number] = change(stages[number])
+        assert plan.pipeline is not None
+        return replace(plan, pipeline=replace(plan.pipeline, stages=tuple(stages)))
+
+    return changed
+
+
+MUTANTS: dict[str, Change] = {
+    "a kernel at a border saves more": in_stage(0, kernel(crosses, saved_s=1e-3)),
+    "a kernel in more chunks": in_stage(1, kernel(lambda c: not crosses(c), num_chunks=8)),
+    "a stage saves nothing": in_stage(1, lambda plan: replace(plan, prediction=replace(plan.prediction, in_kernels_s=0.0))),
+    "the step saves more": lambda plan: replace(plan, prediction=replace(plan.prediction, in_kernels_s=1.0)),
+    "a bound that is too high": lambda plan: replace(plan, proof=replace(plan.proof, certified_bound_s=plan.proof.objective_s * 1.01)),
+}
+
+
+@pytest.mark.parametrize("change", [pytest.param(m, id=n) for n, m in MUTANTS.items()])
+def test_one_changed_claim_is_found(change: Change) -> None:
+    plan = change(made().plan)
+    assert plan != made().plan
+    found = autopar.check(plan, *built(), hardware=SLOW)
+    assert not found.ok and {f.claim for f in found.findings} & {"kernels", "time", "bound", "layouts"}, str(found)
+
+
+def test_a_stage_that_offers_kernels_the_whole_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What crosses, taken for what rests: another factor that is there always, and in backward what a kernel gathers."""
+    all_of = offers._Offers.all
+
+    def generous(self: Any) -> Any:
+        crossing = {*(i.node for i in self.trace.inputs if i.crosses), *(o.tangent for o in self.trace.outputs if o.crosses)}
+        self.phases = {name: phase for name, phase in self.phases.items() if name not in crossing}
+        self.sources = [replace(source, crosses=False) for source in self.sources]
+        return all_of(self)
+
+    plain = [sum(map(len, offers_of(stage).values())) for stage in range(2)]
+    monkeypatch.setattr(offers._Offers, "all", generous)
+    assert sum(sum(map(len, offers_of(stage).values())) for stage in range(2)) > sum(plain)
+
+
+def offers_of(number: int) -> Any:
+    """The kernels on offer in a stage of the plan, which may cross in any layout."""
+    model, batch = built()
+    part, _ = trace_part(model, capture(model, (), batch), (), batch, NUM)
+    pipe, left = made().plan.pipeline, MESH.without("stage")
+    assert pipe is not None
+    stage = cut(part, pipe.positions).stages[number]
+    return price(stage, classes_of(stage, left.shape), left, SLOW, budget_bytes=2**60, num_microbatches=NUM, kernels=True).problem.kernels

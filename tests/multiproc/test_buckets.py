@@ -1,0 +1,40 @@
+"""Buckets on real processes: gradients bit for bit as without, those of the plain model, in the memory that was predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import zoo_small
+from harness import run_processes
+
+from autopar import constraints
+from autopar.capture import capture
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from autopar.planning import PlanOptions, make_plan
+
+pytestmark = pytest.mark.multiproc
+
+
+def test_two_processes_compute_what_they_do_without_buckets() -> None:
+    plans = {}
+    for name, constraint, hardware in (
+        ("gpt2 sharded", constraints.fsdp(), "cpu-gloo"),
+        ("llama replicated", constraints.ddp(), "cpu-gloo"),
+        ("llama beside compute", constraints.fsdp(), "h100-sxm"),
+    ):
+        model, batch = getattr(zoo_small, name.split()[0])(dtype=torch.float64)
+        options = PlanOptions(constraints=(constraint,), outputs="dtensor")
+        plan = make_plan(capture(model, (), batch), Mesh(2), HardwareProfile.load(hardware), options).plan
+        assert plan.buckets
+        plans[name] = plan.dumps()
+    for facts in run_processes(2, str(Path(__file__).parent / "worker_buckets.py"), "run", plans):
+        assert facts.keys() == plans.keys()
+        for fact in facts.values():
+            assert fact["equal"] and not fact["missing"]
+            assert fact["gradients"] < 1e-6  # parts of the models compute in float32 themselves
+            predicted, seen = fact["peaks"]
+            assert predicted == seen
+            assert fact["collectives"][0] < fact["collectives"][1]

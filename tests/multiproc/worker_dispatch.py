@@ -1,0 +1,68 @@
+"""Run by four gloo processes: dispatched experts against the op that is not split; what they hold; as a compiler sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from autopar import ops
+from autopar.kernels import dispatched
+from autopar.run.live import LiveBytes
+
+NUM, TOKENS, EXPERTS, PICKS = 4, 13, 8, 3  # uneven: 4, 4, 4 and 1 token
+
+
+def operands(how: str) -> tuple[Tensor, ...]:
+    """grad, x, picks, gates, up and down in small integers, so that sums are exact."""
+    generator = torch.Generator().manual_seed(3)
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(-3, 4, shape, generator=generator).double()
+
+    ids = torch.randint(-1, EXPERTS + 1, (TOKENS, PICKS), generator=generator)
+    ids = {"any": ids, "one": torch.full_like(ids, 5), "none": torch.full_like(ids, EXPERTS), "again": ids[:, :1].expand(-1, PICKS)}[how]
+    return whole(TOKENS, 4), whole(TOKENS, 3), ids.contiguous(), whole(TOKENS, PICKS), whole(EXPERTS, 2, 5, 3), whole(EXPERTS, 4, 5)
+
+
+def run(rank: int) -> dict[str, Any]:
+    """What is not as it should be, and bytes held at most: (measured, predicted) in forward and in backward."""
+    group = NUM, dist.group.WORLD.group_name, rank
+    starts = [i * EXPERTS // NUM for i in range(NUM)]
+    wrong = []
+    for how in ("any", "one", "none", "again"):
+        grad, x, ids, gates, up, down = operands(how)
+        whole = ops.experts(x, ids, gates, up, down, "relu", EXPERTS)
+        whole_grads = ops.experts_backward(grad, x, ids, gates, up, down, "relu", EXPERTS)
+        mine = [t.tensor_split([4, 8, 12])[rank] for t in (grad, x, ids, gates)] + [t.chunk(NUM)[rank] for t in (up, down)]
+        for name, call in (("", lambda f: f), ("compiled ", lambda f: torch.compile(f, backend="eager", fullgraph=True))):
+            made = call(dispatched.experts_bound)(*mine[1:], "relu", EXPERTS, starts, 4 * PICKS, *group)
+            grads = call(dispatched.experts_backward_bound)(*mine, "relu", EXPERTS, starts, 4 * PICKS, *group)
+            parts = [whole, *whole_grads]
+            expected = [t.tensor_split([4, 8, 12])[rank] for t in parts[:3]] + [t.chunk(NUM)[rank] for t in parts[3:]]
+            wrong += [f"{name}{how} {i}" for i, (a, b) in enumerate(zip((made, *grads), expected, strict=True)) if not torch.equal(a, b)]
+    return {"wrong": wrong, "forward": held(group, starts, backward=False), "backward": held(group, starts, backward=True)}
+
+
+def held(group: tuple[int, str, int], starts: list[int], *, backward: bool) -> tuple[int, int]:
+    """With balanced picks: what really lives at most beside the operands, and what a run on fake tensors in a fake group says."""
+    step: Callable[..., Any] = dispatched.experts_backward_bound if backward else dispatched.experts_bound
+
+    def peak(name: str) -> int:
+        ids = (torch.arange(16).view(16, 1) + torch.arange(2)) % EXPERTS
+        tensors = [torch.ones(16, 32), torch.ones(16, 32), ids, torch.ones(16, 2), torch.ones(2, 2, 48, 32), torch.ones(2, 32, 48)]
+        with LiveBytes() as memory:
+            memory.register(tensors)
+            memory.reset_peak()
+            before = memory.live_bytes
+            result = step(*tensors[0 if backward else 1 :], "silu", EXPERTS, starts, 32, group[0], name, group[2])
+            del result
+            return memory.peak_bytes - before
+
+    measured = peak(group[1])
+    with FakeTensorMode():
+        return measured, peak("")
