@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import gc
 from typing import Any
 
 import torch
 import zoo_small
+from least_peak import least_peak
 from torch import nn
 
 from autopar.capture import capture
@@ -15,7 +15,6 @@ from autopar.emit import emit
 from autopar.kernels import collectives as steps
 from autopar.plans import Plan
 from autopar.run.device_mesh import device_mesh
-from autopar.run.live import LiveBytes
 from autopar.run.memory import trace_peak
 from autopar.run.module import ParallelModule
 
@@ -51,16 +50,12 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def measured(module: nn.Module, batch: dict[str, torch.Tensor]) -> int:
-    """The least of some steps' peaks: gloo's thread may hold an operand for a moment after the wait."""
-    peaks = []
-    for _ in range(5):
-        module.zero_grad(set_to_none=True)
-        gc.collect()
-        with LiveBytes() as live:
-            live.register([*module.parameters(), *module.buffers(), *batch.values()])
-            live.reset_peak()
-            result = module(**batch)  # held until backward ends, as in a training loop
-            result.loss.backward()
-            peaks.append(live.peak_bytes)
-            del result
-    return min(peaks)
+    """Live bytes at their most in a step whose outputs are held until backward ends, as in a training loop."""
+
+    def step() -> Any:
+        result = module(**batch)
+        result.loss.backward()
+        return result
+
+    held = [*module.parameters(), *module.buffers(), *batch.values()]
+    return least_peak(held, step, before=lambda: module.zero_grad(set_to_none=True), times=5)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zoo_small
+from least_peak import least_peak
 from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.plans import Plan
-from autopar.run.live import LiveBytes
 
 STEPS, LEARNING_RATE, MAX_NORM = 3, 1e-3, 0.5
 
@@ -80,11 +80,8 @@ def _peak(module: Any, batch: dict[str, Any], plan: Plan) -> tuple[int, int]:
     ranks = len(plan.pipeline.stages) // plan.pipeline.num_chunks
     chunks = [stage.prediction for stage in plan.pipeline.stages[module.rank :: ranks]]
     predicted = plan.pipeline.rank_bytes[module.rank] if plan.pipeline.rank_bytes else chunks[0].peak_bytes
-    with LiveBytes() as memory:
-        memory.register([*module.parameters(), *module.buffers(), *batch.values()])
-        memory.reset_peak()
-        module(**batch)
-        peak = memory.peak_bytes
+    held = [*module.parameters(), *module.buffers(), *batch.values()]
+    peak = least_peak(held, lambda: module(**batch), before=lambda: module.zero_grad(set_to_none=True), times=5)
     return peak, predicted - sum(p.memory_bytes["optimizer"] for p in chunks)
 
 
