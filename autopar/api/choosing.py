@@ -19,7 +19,7 @@ from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, TooSlow, make_plan, make_staged_plan
-from autopar.planning.job import Progress
+from autopar.planning.clock import Progress
 from autopar.planning.units import check_parts
 from autopar.plans import Plan
 from autopar.run.orders import num_rounds

@@ -25,7 +25,7 @@ from autopar.certificate.report import Certificate, Finding
 from autopar.certificate.resources import emission, memory, overlap, resting, seconds_of, times
 from autopar.certificate.steps import steps_per_step
 from autopar.cost.priced import OPTIMIZERS, Priced
-from autopar.emit import emit, with_held
+from autopar.emit import emit, least_overlap, overlapped
 from autopar.emit.choices import storage_key
 from autopar.errors import AutoparError
 from autopar.hardware import HardwareProfile
@@ -122,7 +122,7 @@ class _Job:
         """What follows from the emitted program, beside which kernels share so much."""
         try:
             serial = emit(self.trace, replace(self.plan, overlap=Overlap()), accumulates=self.context.accumulates)
-            program, held = with_held(serial, self.plan)
+            program, held = overlapped(serial, self.plan)[0], least_overlap(serial, self.plan)
             found += emission(self.plan, self.claims, program)
             found += overlap(self.plan, program, held, self.profile.overlap_slowdown)
             sizes = resting(self.trace, self.facts, self.claims, self.plan, accumulates=self.context.accumulates)

@@ -2,8 +2,10 @@
 
 from autopar.emit.buckets import WaitingError, bucketed, can_share, on_bucket, slack_of
 from autopar.emit.build import emit
-from autopar.emit.overlap import overlapped, with_held
+from autopar.emit.overlap import least_overlap, overlapped
 from autopar.emit.simulation import simulated
 from autopar.emit.staged import emit_staged
 
-__all__ = ["WaitingError", "bucketed", "can_share", "emit", "emit_staged", "on_bucket", "overlapped", "simulated", "slack_of", "with_held"]
+__all__ = [
+    "WaitingError", "bucketed", "can_share", "emit", "emit_staged", "least_overlap", "on_bucket", "overlapped", "simulated", "slack_of",
+]  # fmt: skip

@@ -25,6 +25,7 @@ from autopar.kernels.bucketed import from_bucket, into_bucket
 from autopar.kernels.buckets import BucketLayout
 from autopar.layout import local_shape
 from autopar.plans import BUCKETED, Bucket, Plan
+from autopar.run.lazy_graph import LazyGraphModule
 from autopar.run.program import Program
 
 _REMEDY = "plan again; the file was changed by hand or belongs to another model or version"
@@ -73,7 +74,7 @@ def bucketed(program: Program, plan: Plan) -> Program:
         found = [(left.pop(b), steps) for b, bucket in list(left.items()) if all(m in steps for m in names_of(bucket))]
         if module is not None and found:
             together = [_Together.of(bucket, steps, program.mesh.shape) for bucket, steps in found]
-            changed[name] = fx.GraphModule(module, _rebuilt(module.graph, together, program.mesh.shape))
+            changed[name] = LazyGraphModule(module, _rebuilt(module.graph, together, program.mesh.shape))
             for each in together:
                 for step in each.steps:
                     emitted.remove((step.meta["phase"], step.meta["moved"].name[1], step.meta["collective"]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import fx
-
 from autopar.capture.trace import Parameter, Trace
 from autopar.emit.buckets import bucketed
 from autopar.emit.choices import PlanIndex, buffer_key, compute_nodes, input_key, output_key, parameter_key, placeholder_keys
@@ -12,6 +10,7 @@ from autopar.emit.overlap import overlapped
 from autopar.emit.phase import Job, Phase
 from autopar.emit.step import with_step
 from autopar.plans import Plan
+from autopar.run.lazy_graph import LazyGraphModule
 from autopar.run.program import Program, ProgramTensor
 
 
@@ -45,7 +44,7 @@ def emit(trace: Trace, plan: Plan, *, accumulates: bool = False) -> Program:
     saved = backward.close(gradients, tangents)
     forward.close([*results, *saved], ())
     program = _program(job, plan, forward, backward, len(saved))
-    return overlapped(bucketed(with_step(program, trace, index) if accumulates else program, plan), plan)
+    return overlapped(bucketed(with_step(program, trace, index) if accumulates else program, plan), plan)[0]
 
 
 def _program(job: Job, plan: Plan, forward: Phase, backward: Phase, num_saved: int) -> Program:
@@ -72,8 +71,8 @@ def _program(job: Job, plan: Plan, forward: Phase, backward: Phase, num_saved: i
     )  # fmt: skip
     return Program(
         mesh=plan.mesh,
-        forward=fx.GraphModule({}, forward.graph),
-        backward=fx.GraphModule({}, backward.graph),
+        forward=LazyGraphModule({}, forward.graph),
+        backward=LazyGraphModule({}, backward.graph),
         parameters=tuple(tensor(p, parameter_key(p.name)) for p in trace.parameters),
         buffers=tuple(tensor(b, buffer_key(b.name)) for b in trace.buffers),
         inputs=inputs,

@@ -25,6 +25,7 @@ from autopar.emit.times import blocked_s, node_times
 from autopar.kernels import collectives as kernels
 from autopar.kernels.bucketed import from_bucket, into_bucket
 from autopar.plans import Overlap, Plan
+from autopar.run.lazy_graph import LazyGraphModule
 from autopar.run.program import Program
 from autopar.streams import Streams
 
@@ -32,44 +33,45 @@ _ROOM = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0)  # times what early steps hold
 Action = tuple[str, fx.Node]  # "run", "start" or "finish"
 
 
-def overlapped(program: Program, plan: Plan) -> Program:
-    """The program with its communication beside its compute, as far as `plan.overlap` says."""
-    return with_held(program, plan)[0]
+def overlapped(program: Program, plan: Plan) -> tuple[Program, Overlap]:
+    """The program with its communication beside its compute, as far as `plan.overlap` says, and what early steps hold in it at most; with
+    that little room alone they may come in another order."""
+    graphs = {phase: getattr(program, phase) for phase in ("forward", "backward")}
+    held = dict.fromkeys(graphs, 0)
+    for phase, schedule in _schedules(program, plan).items():
+        order = schedule.run()
+        held[phase] = schedule.most_held
+        if schedule.most_held:  # else nothing is started, and the order stays as it was
+            graphs[phase] = LazyGraphModule(graphs[phase], _rebuilt(order))
+    return replace(program, **graphs), _allowing(plan.overlap, held)
 
 
-def with_held(program: Program, plan: Plan) -> tuple[Program, Overlap]:
-    """The program, and the overlap that gives the same with few bytes allowed (`_ordered`)."""
-    overlap = plan.overlap
+def least_overlap(program: Program, plan: Plan) -> Overlap:
+    """The overlap that gives the same program with few bytes allowed: what early steps hold at most, or where with so little room they
+    would come in another order, some multiple of that."""
+    held = dict.fromkeys(("forward", "backward"), 0)
+    for phase, schedule in _schedules(program, plan).items():
+        order, most, limit = schedule.run(), schedule.most_held, schedule.limit_bytes
+        less = (int(most * factor) for factor in _ROOM)
+        held[phase] = next((n for n in less if most and n < limit and schedule.within(n).run() == order), limit if most else 0)
+    return _allowing(plan.overlap, held)
+
+
+def _schedules(program: Program, plan: Plan) -> dict[str, _Schedule]:
+    """By phase, where early steps are allowed to hold something."""
+    slowdown, found = plan.overlap.slowdown, {}
+    limits = (("forward", plan.overlap.forward_bytes), ("backward", plan.overlap.backward_bytes))
+    for phase, allowed in limits if slowdown < 1.0 else ():
+        if allowed > 0:
+            graph = getattr(program, phase).graph
+            found[phase] = _Schedule(graph, node_times(graph, plan), program.mesh.shape, slowdown, allowed)
+    return found
+
+
+def _allowing(overlap: Overlap, held: Mapping[str, int]) -> Overlap:
     if overlap.slowdown >= 1.0:
-        return program, overlap
-    graphs: dict[str, fx.GraphModule] = {}
-    held: dict[str, int] = {}
-    for phase, module, limit in (
-        ("forward", program.forward, overlap.forward_bytes),
-        ("backward", program.backward, overlap.backward_bytes),
-    ):
-        graphs[phase], held[phase] = module, 0
-        if limit > 0:
-            order, held[phase] = _ordered(module.graph, node_times(module.graph, plan), program.mesh.shape, overlap.slowdown, limit)
-            if held[phase]:  # else nothing is started, and the order stays as it was
-                graphs[phase] = fx.GraphModule(module, _rebuilt(order))
-    least = replace(overlap, forward_bytes=held["forward"], backward_bytes=held["backward"])
-    return replace(program, forward=graphs["forward"], backward=graphs["backward"]), least
-
-
-def _ordered(
-    graph: fx.Graph, times: Mapping[fx.Node, float], mesh_shape: tuple[int, ...], slowdown: float, limit: int
-) -> tuple[list[Action], int]:
-    """The order, and a limit that gives the same: what early steps hold in it at most, or where with so little room they would come in
-    another order, some multiple of that."""
-
-    def run(limit: int) -> tuple[list[Action], int]:
-        schedule = _Schedule(graph, times, mesh_shape, slowdown, limit)
-        return schedule.run(), schedule.most_held
-
-    order, held = run(limit)
-    tried = (int(held * factor) for factor in _ROOM)
-    return order, next((less for less in tried if held and less < limit and run(less)[0] == order), limit if held else 0)
+        return overlap
+    return replace(overlap, forward_bytes=held["forward"], backward_bytes=held["backward"])
 
 
 def is_early(node: fx.Node) -> bool:
@@ -115,6 +117,10 @@ class _Schedule:
     def __post_init__(self) -> None:
         self.streams = Streams(self.slowdown)
         self.pending = self._latest_starts()
+
+    def within(self, limit: int) -> _Schedule:
+        """Another, not run, with other room."""
+        return _Schedule(self.graph, self.times, self.mesh_shape, self.slowdown, limit)
 
     def run(self) -> list[Action]:
         """The order, which ends with the graph's output."""

@@ -9,6 +9,7 @@ from autopar.capture.trace import Trace
 from autopar.emit.build import emit
 from autopar.errors import EmissionError
 from autopar.plans import Plan
+from autopar.run.lazy_graph import LazyGraphModule
 from autopar.run.program import Microbatches, StagedProgram
 from autopar.stages import Cut
 
@@ -53,4 +54,4 @@ def _count(part: Trace, name: str) -> tuple[fx.GraphModule, tuple[str, ...]]:
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(env[part.node(name)])
     paths = tuple(inputs[node.name] for node in part.graph.nodes if node.op == "placeholder" and node.name in wanted)
-    return fx.GraphModule({}, graph), paths
+    return LazyGraphModule({}, graph), paths

@@ -20,6 +20,7 @@ from autopar.errors import EmissionError
 from autopar.kernels.sums import sum_dtype
 from autopar.layout import Layout
 from autopar.plans import Communication
+from autopar.run.lazy_graph import LazyGraphModule
 from autopar.run.program import Program, ProgramTensor
 
 PHASE = "step"
@@ -75,7 +76,7 @@ class _Graph:
         for node, each in zip(here, passing, strict=True):
             node.meta.update(key=storage_key(each.p.name), module=each.p.name, phase=PHASE, source="")
         self.graph.output(tuple(self._passed(node, each) for node, each in zip(here, passing, strict=True)))
-        return fx.GraphModule({}, self.graph)
+        return LazyGraphModule({}, self.graph)
 
     def _passed(self, node: fx.Node, each: _Passing) -> fx.Node:
         for step in reversed(self._chain(each)):

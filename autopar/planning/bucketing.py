@@ -23,11 +23,10 @@ from autopar.emit import can_share, on_bucket, slack_of
 from autopar.emit.calls import Moved
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
-from autopar.planning.timeline import beside
 from autopar.plans import Bucket, Communication, Member, Plan
 from autopar.run.program import Program
 
-_WORTH = 1e-3  # share of the step: buckets that save less are not worth their place in the plan
+WORTH = 1e-3  # share of the step: buckets that save less are not worth their place in the plan
 _NUM_BUCKETS = (4, 1)  # into which each group is put
 _Name = tuple[object, ...]
 
@@ -101,30 +100,20 @@ def _apart(steps: Sequence[fx.Node]) -> list[fx.Node]:
     return found
 
 
-def chosen(
-    groups: Groups,
-    program: Program,
-    now_s: float,
-    fits_together: Callable[[tuple[Bucket, ...]], bool],
-    step_s: Callable[[tuple[Bucket, ...], float], float | None],
-) -> tuple[Bucket, ...]:
-    """The buckets to take.
+def offered(
+    groups: Groups, program: Program, now_s: float, fits_together: Callable[[tuple[Bucket, ...]], bool]
+) -> Iterator[tuple[Bucket, ...]]:
+    """Buckets to try, in which no one waits for another in a circle.
 
     Args:
-        program: without any, in the order without communication beside compute. now_s: its simulated step.
+        program: without any, in the order without communication beside compute. now_s: its step, of which what they save is some part.
         fits_together: whether none of these waits for another in a circle.
-        step_s: the simulated step with these; None where they do not fit the budget, or it is not shorter than the second argument.
     """
-    offered = groups.of_program(program)
-    best, least_s = tuple[Bucket, ...](), (1 - _WORTH) * now_s
-    if sum(groups.bucket(steps).saved_s for steps in offered) < _WORTH * now_s:
-        return best
+    found = groups.of_program(program)
+    if sum(groups.bucket(steps).saved_s for steps in found) < WORTH * now_s:
+        return
     for num in _NUM_BUCKETS:
-        buckets = _apart_from_circles([groups.in_buckets(steps, num) for steps in offered], fits_together)
-        time_s = step_s(buckets, least_s) if buckets else None
-        if time_s is not None and time_s < least_s:
-            best, least_s = buckets, time_s
-    return best
+        yield _apart_from_circles([groups.in_buckets(steps, num) for steps in found], fits_together)
 
 
 def _apart_from_circles(
@@ -138,8 +127,3 @@ def _apart_from_circles(
     for buckets in offered:
         found = (*found, *buckets) if fits_together((*found, *buckets)) else found
     return found
-
-
-def simulated_s(program: Program, plan: Plan) -> float:
-    """Seconds of a step of the emitted program, or of a stage's microbatch."""
-    return beside(plan.prediction, program, plan).simulated_s

@@ -11,23 +11,24 @@ groups (`autopar.planning.grouping`), and the problem of these is solved; its bo
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.capture.trace import Trace
 from autopar.cost.moments import Liveness, by_trace_node, explained, over_budget
 from autopar.cost.priced import Priced
-from autopar.emit import WaitingError, bucketed, emit, with_held
+from autopar.emit import emit
 from autopar.errors import InfeasibleError, size_text
 from autopar.mesh import Mesh
 from autopar.planning.alike import Alike
 from autopar.planning.assembly import Draft, assemble
-from autopar.planning.bucketing import Groups, chosen, simulated_s
+from autopar.planning.clock import Clock
 from autopar.planning.grouping import starts_of
 from autopar.planning.multipliers import certified
 from autopar.planning.options import PlanOptions
-from autopar.plans import Bucket, Fingerprint, Overlap, Plan
+from autopar.planning.ordering import Ordering
+from autopar.planning.tried import Tried
+from autopar.plans import Fingerprint
 from autopar.problem import Choices, Moment, Multipliers, Problem
 from autopar.run.memory import NodePeak, node_peaks, trace_peak
 from autopar.run.orders import Action
@@ -40,7 +41,6 @@ from autopar.streams import ON_COMPUTE, Balance
 
 _ROUNDS = 12  # each either fits or adds moments at which the plan before did not
 _WASTE = 0.02  # share of the budget: where a plan leaves more unused, moments learnt from it may admit a better one
-Progress = Callable[[str], None]
 
 
 class TooSlow(Exception):
@@ -61,25 +61,6 @@ class Schedule:
     batch_bytes: int
     stage: int = 0
     actions: tuple[Action, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """A plan that was emitted: its peak, all that rests included, and the bound that holds for all plans."""
-
-    draft: Draft
-    plan: Plan
-    program: Program
-    peak_bytes: int
-    bound_s: float
-
-    @property
-    def time_s(self) -> float:
-        return self.draft.evaluation.objective_s
-
-    @property
-    def gap(self) -> float:
-        return (self.time_s - self.bound_s) / self.time_s if self.time_s else 0.0
 
 
 @dataclass
@@ -153,7 +134,8 @@ class Job:
             self._learn(tried)
         if best is None:
             raise _refusal(self.budget, found, smallest)
-        return self._together(best)
+        order = Ordering(self.priced, self.budget, self._peak, self.clock)
+        return order.fastest(best)
 
     def _prove(self, choices: Choices) -> None:
         """Take over what is proven of all plans, those with kernels included."""
@@ -216,55 +198,6 @@ class Job:
             peak = self._peak(program)
         return Tried(draft, plan, program, peak + plan.prediction.beside_bytes, self.bound_s)
 
-    def _together(self, tried: Tried) -> Tried:
-        """The plan with its small communications in buckets, where that is faster, and with its communication beside its compute."""
-        alone = self._overlapped(tried)
-        assert alone is not None, "it fits as it is"
-        found: dict[tuple[Bucket, ...], Tried] = {(): alone}
-        groups = Groups.of(tried.plan, self.priced.profile, self.priced.moves.num_microbatches)
-
-        programs: dict[tuple[Bucket, ...], Program] = {}
-
-        def fits_together(buckets: tuple[Bucket, ...]) -> bool:
-            try:
-                with self.clock.phase("buckets"):
-                    programs[buckets] = bucketed(tried.program, replace(tried.plan, buckets=buckets))
-            except WaitingError:  # groups over several axes, each in order, may not be so together
-                return False
-            return True
-
-        def step_s(buckets: tuple[Bucket, ...], least_s: float) -> float | None:
-            plan = replace(tried.plan, buckets=buckets)
-            here = self._overlapped(replace(tried, plan=plan, program=programs[buckets]), least_s)
-            if here is None:
-                return None
-            found[buckets] = here
-            return simulated_s(here.program, here.plan)
-
-        return found[chosen(groups, tried.program, simulated_s(alone.program, alone.plan), fits_together, step_s)]
-
-    def _overlapped(self, tried: Tried, least_s: float = math.inf) -> Tried | None:
-        """The plan with its communication beside its compute, as far as what it leaves of the budget allows; None where it is over the
-        budget even without, or no faster than `least_s`."""
-        slowdown = self.priced.problem.overlap_slowdown
-        if slowdown >= 1.0 and not tried.plan.buckets:
-            return tried
-        allowed = Overlap(slowdown, self.budget, self.budget) if slowdown < 1.0 else tried.plan.overlap
-        while True:
-            with self.clock.phase("overlap"):
-                program, held = with_held(tried.program, replace(tried.plan, overlap=allowed))
-                plan = replace(tried.plan, overlap=held)
-                if simulated_s(program, plan) >= least_s:
-                    return None
-            with self.clock.phase("memory"):
-                peak = self._peak(program) + plan.prediction.beside_bytes
-            if peak <= self.budget:
-                return replace(tried, plan=plan, program=program, peak_bytes=peak)
-            sizes = (held.forward_bytes, held.backward_bytes)
-            if not any(sizes):
-                return None
-            allowed = Overlap(slowdown, *(max(size - max(peak - self.budget, size // 4), 0) for size in sizes))
-
     def _peak(self, program: Program) -> int:
         """Of what the program holds."""
         if self.schedule is not None:
@@ -320,24 +253,3 @@ def _refusal(budget: int, last: Choices | Least, smallest: int) -> InfeasibleErr
     needed = f"at least {size_text(last.bound_bytes)} is needed, and the transient peak beside it"
     what = f"no plan fits into {size_text(budget)} per device: {needed}"
     return InfeasibleError(what, remedy=REMEDY, needed_bytes=int(last.bound_bytes))
-
-
-class Clock:
-    """Seconds by phase; tells `progress` what is going on."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.seconds: dict[str, float] = {}
-        self._progress = progress
-        self._name = ""
-        self._start = 0.0
-
-    def phase(self, name: str) -> Clock:
-        self._name = name
-        return self
-
-    def __enter__(self) -> None:
-        self._progress(self._name)
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + time.perf_counter() - self._start

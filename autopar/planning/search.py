@@ -14,11 +14,13 @@ from autopar.errors import AutoparError, ConstraintError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning.assembly import assemble, fingerprint
+from autopar.planning.clock import Clock, Progress
 from autopar.planning.conflicts import with_conflict
-from autopar.planning.job import Clock, Job, Progress, Tried
+from autopar.planning.job import Job
 from autopar.planning.options import PlanOptions
 from autopar.planning.runner_up import runner_ups
 from autopar.planning.timeline import beside
+from autopar.planning.tried import Tried
 from autopar.plans import Plan
 from autopar.run.program import Program, StagedProgram
 from autopar.strategies import ClusterClass, Forced, Starts, apart, classes_of, resolve

@@ -24,8 +24,9 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.planning.alike import Alike
 from autopar.planning.asked import Asked, Whole
+from autopar.planning.clock import Clock, Progress
 from autopar.planning.conflicts import with_conflict_of_stages
-from autopar.planning.job import Clock, Job, Progress, TooSlow
+from autopar.planning.job import Job, TooSlow
 from autopar.planning.joining import joined
 from autopar.planning.options import PlanOptions
 from autopar.planning.over_cuts import Least

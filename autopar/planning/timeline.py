@@ -56,8 +56,17 @@ def beside(serial: Prediction, program: Program, plan: Plan) -> Prediction:
                 bars.append((NOT_RUN, phase, "compute", _end(bars), phases[phase].missing_s))
     hidden_s = sum(phase.hidden_s for phase in phases.values())
     saved_s = sum(bucket.saved_s for bucket in plan.buckets)
-    simulated_s = serial.serial_s - serial.in_kernels_s - saved_s - (1.0 - plan.overlap.slowdown) * hidden_s
-    return replace(serial, timeline=tuple(bars), hidden_s=hidden_s, simulated_s=simulated_s, in_buckets_s=saved_s)
+    return replace(serial, timeline=tuple(bars), hidden_s=hidden_s, simulated_s=_without(serial, plan, hidden_s), in_buckets_s=saved_s)
+
+
+def simulated_s(program: Program, plan: Plan) -> float:
+    """Seconds of a step of the emitted program, or of a stage's microbatch, as `beside` says."""
+    return _without(plan.prediction, plan, sum(phase.hidden_s for phase in simulated(program, plan)))
+
+
+def _without(serial: Prediction, plan: Plan, hidden_s: float) -> float:
+    saved_s = serial.in_kernels_s + sum(bucket.saved_s for bucket in plan.buckets)
+    return serial.serial_s - saved_s - (1.0 - plan.overlap.slowdown) * hidden_s
 
 
 def _end(bars: Sequence[Bar]) -> float:

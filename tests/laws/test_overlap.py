@@ -16,7 +16,7 @@ import pytest
 from torch import fx
 
 from autopar.capture import Trace
-from autopar.emit import emit, with_held
+from autopar.emit import emit, least_overlap, overlapped
 from autopar.errors import AutoparError
 from autopar.hardware import HardwareProfile
 from autopar.kernels import collectives as steps
@@ -157,15 +157,20 @@ def test_where_nothing_can_be_hidden_or_held_the_program_is_the_same() -> None:
     assert Plan.loads(beside(plan).dumps()) == beside(plan)
 
 
+def with_least(program: Program, plan: Plan) -> tuple[Program, Overlap]:
+    """The program, and the overlap that gives the same with few bytes allowed."""
+    return overlapped(program, plan)[0], least_overlap(program, plan)
+
+
 def test_early_steps_hold_no_more_than_they_may_and_a_program_says_how_much_that_is() -> None:
     ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")
     plan, program = random_plan(ready, 1)
-    _, free = with_held(program, beside(plan))
+    _, free = with_least(program, beside(plan))
     assert min(free.forward_bytes, free.backward_bytes) > 0
     plain_peak = trace_peak(program).peak_bytes
     previous = len(starts(emit(ready.trace, beside(plan)))) + 1
     for limit in (AMPLE, free.backward_bytes // 2, free.backward_bytes // 8, 0):
-        early, held = with_held(program, beside(plan, 0.4, limit))
+        early, held = with_least(program, beside(plan, 0.4, limit))
         assert max(held.forward_bytes, held.backward_bytes) <= limit
         again = emit(ready.trace, replace(plan, overlap=held))  # the least that is allowed gives the same
         assert [str(g) for g in graphs(again)] == [str(g) for g in graphs(early)]
@@ -193,11 +198,11 @@ def test_the_bytes_that_a_program_says_it_holds_give_the_same_program(seed: int)
     """A certificate emits it again with no more; less room may order steps otherwise, which is then what is said."""
     ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")
     plan, program = random_plan(ready, seed)
-    _, free = with_held(program, beside(plan))
+    _, free = with_least(program, beside(plan))
     for share in (2.0, 1.0, 0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2):
         some = Overlap(0.4, int(share * free.forward_bytes), int(share * free.backward_bytes))
-        early, held = with_held(program, replace(plan, overlap=some))
-        again, same = with_held(program, replace(plan, overlap=held))
+        early, held = with_least(program, replace(plan, overlap=some))
+        again, same = with_least(program, replace(plan, overlap=held))
         assert same == held
         assert [str(g) for g in graphs(again)] == [str(g) for g in graphs(early)]
 

@@ -76,7 +76,7 @@ def test_a_budget_that_only_the_transient_peak_breaks_is_refused_with_a_peak_tha
 def test_every_phase_is_told_and_timed() -> None:
     told: list[str] = []
     made = make_plan(trace(), MESH, GLOO, PlanOptions(), progress=told.append)
-    assert told == ["enumerate", "price", "solve", "assemble", "emit", "memory", "explain"]
+    assert told == ["enumerate", "price", "solve", "assemble", "emit", "memory", "buckets", "explain"]
     assert set(made.seconds) == set(told) and all(seconds >= 0 for seconds in made.seconds.values())
 
 

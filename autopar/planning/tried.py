@@ -1,0 +1,28 @@
+"""A plan on trial."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.planning.assembly import Draft
+from autopar.plans import Plan
+from autopar.run.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A plan that was emitted: its peak, all that rests included, and the bound that holds for all plans."""
+
+    draft: Draft
+    plan: Plan
+    program: Program
+    peak_bytes: int
+    bound_s: float
+
+    @property
+    def time_s(self) -> float:
+        return self.draft.evaluation.objective_s
+
+    @property
+    def gap(self) -> float:
+        return (self.time_s - self.bound_s) / self.time_s if self.time_s else 0.0
