@@ -5,7 +5,8 @@ its budget, these moments become rows of the problem (`autopar.cost.moments`), a
 none of them, so its bound holds for all.
 
 Equal layers take one decision. Where that leaves plan and bound too far apart, since the relaxation mixes decisions, layers are put into
-groups (`autopar.planning.grouping`), and the problem of these is solved; its bound is one for plans with such groups.
+groups (`autopar.planning.grouping`), and the problem of these is solved; its bound is one for plans with such groups. Moments that are
+learnt shift these shares, so the layers are then cut once more.
 """
 
 from __future__ import annotations
@@ -63,6 +64,18 @@ class Schedule:
     actions: tuple[Action, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Of a job whose layers are in some groups."""
+
+    priced: Priced
+    liveness: Liveness
+    moments: dict[str, Moment]
+    bound_s: float
+    multipliers: Multipliers | None
+    starts: Starts
+
+
 @dataclass
 class Job:
     """The rounds of one search: solve, emit, look at the memory, learn moments.
@@ -90,12 +103,18 @@ class Job:
     liveness: Liveness = field(init=False)
     whole: bool = False
     regions: frozenset[int] | None = None
+    _starts: Starts = field(default_factory=dict)  # of the groups that layers are in
+    _is_cut_anew: bool = False
     _likely: Balance = ON_COMPUTE  # of the last problem whose bound has multipliers
 
     def __post_init__(self) -> None:
+        self._cut({})
+
+    def _cut(self, starts: Starts) -> None:
+        """Put layers into these groups, of which nothing is known."""
         with self.clock.phase("price"):
-            self.priced = self.pricing({})
-            self.liveness = Liveness(self.trace, self.priced)
+            self.priced = self.pricing(starts)
+            self.liveness, self.moments, self.bound_s, self._starts = Liveness(self.trace, self.priced), {}, 0.0, starts
 
     def best_tried(self) -> Tried:
         """The best plan that fits; where none with kernels was found, without.
@@ -113,7 +132,7 @@ class Job:
 
     def _best_of_rounds(self) -> Tried:
         best: Tried | None = None
-        smallest = 0
+        smallest, before = 0, None
         for _ in range(_ROUNDS):
             found = self._answer()
             choices = found.choices if isinstance(found, Least) else found
@@ -121,7 +140,10 @@ class Job:
                 break
             if self.regions is None:
                 self._prove(choices)
-            tried = self._try(choices)
+            decided = self._starts, choices.strategies, choices.recomputed, choices.kept
+            if decided == before:
+                break  # the moments that were learnt change nothing
+            tried, before = self._try(choices), decided
             if tried.peak_bytes <= self.budget:
                 improved = best is None or tried.time_s < best.time_s
                 best = tried if improved else best
@@ -132,9 +154,11 @@ class Job:
                 break
             smallest = min(smallest or tried.peak_bytes, tried.peak_bytes)
             self._learn(tried)
+            if self._starts and self.regions is None and not self._is_cut_anew:
+                self._cut_anew()
         if best is None:
             raise _refusal(self.budget, found, smallest)
-        order = Ordering(self.priced, self.budget, self._peak, self.clock)
+        order = Ordering(best.draft.priced, self.budget, self._peak, self.clock)
         return order.fastest(best)
 
     def _prove(self, choices: Choices) -> None:
@@ -154,15 +178,44 @@ class Job:
         starts = starts_of(self.priced, found)
         if not starts:
             return self._solved()
-        before = self.priced, self.liveness, self.moments, self.bound_s
-        with self.clock.phase("price"):
-            self.priced = self.pricing(starts)
-            self.liveness, self.moments, self.bound_s = Liveness(self.trace, self.priced), {}, 0.0
+        before = self._known()
+        self._cut(starts)
         finer = self._solved()
         if isinstance(finer, Choices) and finer.objective_s < found.objective_s:
             return finer
-        self.priced, self.liveness, self.moments, self.bound_s = before
+        self._know(before)
         return self._solved()
+
+    def _cut_anew(self) -> None:
+        """Put layers into the groups that the relaxation asks for now that there are moments, if these are others."""
+        self._is_cut_anew = True
+        before, reserves = self._known(), {node: moment.reserve_bytes for node, moment in self.moments.items()}
+        self._cut({})
+        self._expect(reserves)
+        self.whole = False
+        mixed = self._solved()
+        self.whole = True
+        starts = starts_of(self.priced, mixed) if isinstance(mixed, Choices) else {}
+        if starts and starts != before.starts:
+            self._cut(starts)
+            free = self._solved()
+            if isinstance(free, Choices):
+                self._prove(free)
+                self._expect(reserves)
+                return
+        self._know(before)
+
+    def _expect(self, reserves: Mapping[str, int]) -> None:
+        """Moments with reserves that were learnt where layers are in other groups."""
+        phases = {node: self.trace.node(node).meta["phase"] for node in reserves}
+        self.moments = {n: replace(self.liveness.moment(n, phases[n]), reserve_bytes=size) for n, size in reserves.items()}
+
+    def _known(self) -> _Known:
+        return _Known(self.priced, self.liveness, self.moments, self.bound_s, self.multipliers, self._starts)
+
+    def _know(self, known: _Known) -> None:
+        self.priced, self.liveness, self.moments = known.priced, known.liveness, known.moments
+        self.bound_s, self.multipliers, self._starts = known.bound_s, known.multipliers, known.starts
 
     def _solved(self) -> Choices | Least:
         """The solver's answer, or what it said of a stage that is alike."""

@@ -7,6 +7,7 @@ the shortest is taken; where its peak is over the budget, early steps get less r
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,8 @@ from autopar.planning.timeline import simulated_s
 from autopar.planning.tried import Tried
 from autopar.plans import Bucket, Overlap
 from autopar.run.program import Program
+
+_SHARE, _NUM_SHARES = 0.75, 12  # of what early steps would hold with all room: what is tried, down to a twentieth, and nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +74,37 @@ class Ordering:
         slowdown = self.priced.problem.overlap_slowdown
         return Overlap(slowdown, self.budget, self.budget) if slowdown < 1.0 else plain.plan.overlap
 
-    def _within_budget(self, plain: Tried, ordered: Tried) -> Tried | None:
+    def _within_budget(self, plain: Tried, roomy: Tried) -> Tried | None:
         """With as much beside compute as the budget allows; None where the plan is over it with nothing."""
-        allowed = self._all_room(plain)
-        while True:
-            with self.clock.phase("memory"):
-                peak = self.peak_bytes(ordered.program) + ordered.plan.prediction.beside_bytes
-            held = ordered.plan.overlap
-            sizes = held.forward_bytes, held.backward_bytes
+        tried: dict[Overlap, Tried] = {}
+
+        def fits(allowed: Overlap) -> bool:
             with self.clock.phase("overlap"):
-                if peak <= self.budget:
-                    least = least_overlap(plain.program, replace(plain.plan, overlap=allowed))
-                    return replace(ordered, plan=replace(plain.plan, overlap=least), peak_bytes=peak)
-                if not any(sizes):
-                    return None
-                allowed = Overlap(held.slowdown, *(max(size - max(peak - self.budget, size // 4), 0) for size in sizes))
-                ordered = _beside(plain, allowed)
+                ordered = tried.get(allowed) or (_beside(plain, allowed) if tried else roomy)
+            with self.clock.phase("memory"):
+                peak = ordered.peak_bytes if allowed in tried else self.peak_bytes(ordered.program) + plain.plan.prediction.beside_bytes
+            tried[allowed] = replace(ordered, peak_bytes=peak)
+            return peak <= self.budget
+
+        allowed = self._all_room(plain)
+        if not fits(allowed):
+            allowed = roomy.plan.overlap
+            # what early steps of forward hold is gone when backward begins: each phase has a limit of its own
+            forward = _most(allowed.forward_bytes, lambda n: fits(replace(allowed, forward_bytes=n, backward_bytes=0)))
+            if forward is None:
+                return None
+            backward = _most(allowed.backward_bytes, lambda n: fits(replace(allowed, forward_bytes=forward, backward_bytes=n)))
+            allowed = replace(allowed, forward_bytes=forward, backward_bytes=backward or 0)
+        with self.clock.phase("overlap"):
+            least = least_overlap(plain.program, replace(plain.plan, overlap=allowed))
+        return replace(tried[allowed], plan=replace(plain.plan, overlap=least))
+
+
+def _most(size: int, fits: Callable[[int], bool]) -> int | None:
+    """Of some shares of a size the largest that fits, by bisection: where one fits, so does less. None where nothing does."""
+    shares = [*dict.fromkeys(int(size * _SHARE**n) for n in range(_NUM_SHARES)), 0]
+    place = 0 if fits(size) else bisect_left(shares, True, key=fits)
+    return shares[place] if place < len(shares) else None
 
 
 def _beside(plain: Tried, allowed: Overlap) -> Tried:
