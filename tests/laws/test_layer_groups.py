@@ -14,6 +14,7 @@ import autopar
 from autopar.capture import Trace, capture
 from autopar.cost.moments import Liveness
 from autopar.cost.price import price
+from autopar.cost.priced import Priced
 from autopar.errors import PlanError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
@@ -95,6 +96,26 @@ def test_it_is_faster_than_with_all_layers_alike(monkeypatch: pytest.MonkeyPatch
     assert not alike.starts
     assert plan.proof.objective_s < alike.proof.objective_s
     assert plan.proof.bound_s <= alike.proof.bound_s, "what all layers alike can do, groups can"
+
+
+@pytest.mark.slow
+def test_layers_are_cut_anew_under_the_moments_that_were_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At first where it helps least; the program is then over the budget, and what is learnt of it is taken over to the other groups."""
+    trace, model, batch = traced()
+    tight = PlanOptions(memory_bytes=int(budget() * 0.5 / BETWEEN), optimizer="sgd", gap=GAP)
+    cuts, starts_of = list[Starts](), job.starts_of
+
+    def first_the_first_layer(priced: Priced, choices: Choices) -> Starts:
+        cuts.append({LIST: (1,)} if not cuts else starts_of(priced, choices))
+        return cuts[-1]
+
+    monkeypatch.setattr(job, "starts_of", first_the_first_layer)
+    plan = make_plan(trace, MESH, PROFILE, tight).plan
+    assert len(cuts) == 2 and plan.starts == cuts[1] != cuts[0]
+    assert autopar.check(plan, model, batch).ok, "its bound is proven with the multipliers of these groups"
+    cuts.clear()
+    monkeypatch.setattr(job.Job, "_cut_anew", lambda self: None)
+    assert plan.proof.objective_s < make_plan(trace, MESH, PROFILE, tight).plan.proof.objective_s
 
 
 def test_the_bound_of_groups_holds_for_fewer_and_the_relaxation_hardly_knows_them() -> None:
