@@ -6,8 +6,9 @@
                         what else is kept and nothing has asked for yet
 
 What forward made is asked for by its readers in backward; by a view of it in forward when that is; and by an op that may run
-again when its own results are, since it then reads its operands. With several microbatches the others in flight are held in full at
-every point, and so are the sums of gradients; a gradient itself goes when it is added.
+again when its own results are, since it then reads its operands. An operand that nothing else reads may be gone when what ran
+again is read. With several microbatches the others in flight are held in full at every point, and so are the sums of gradients; a
+gradient itself goes when it is added.
 """
 
 from __future__ import annotations
@@ -41,26 +42,35 @@ class Moments:
     mesh_shape: tuple[int, ...]
     _position: dict[str, int] = field(default_factory=dict)
     _asked: dict[str, float] = field(default_factory=dict)
+    _read: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problem = self.priced.problem
         self._position = {node.name: place for place, node in enumerate(self.trace.graph.nodes)}
         self._owner = {key: n for n in range(len(problem.ops)) for keys in keys_of(self.priced, n) for key in keys}
         for node in reversed(self.trace.graph.nodes):
-            self._asked[node.name] = self._first_asked(node)
+            self._asked[node.name], self._read[node.name] = self._first_asked(node)
 
-    def _first_asked(self, node: fx.Node) -> float:
-        """Position of the first node of backward that could ask for what forward made; infinite where there is none."""
-        found = [math.inf]
+    def _first_asked(self, node: fx.Node) -> tuple[float, float]:
+        """Positions of the first node of backward that could ask for what forward made, and of the first that itself reads it, or a view
+        of it; infinite where there is none."""
+        asked, read = [math.inf], [math.inf]
         for user in node.users:
             if user.op != "call_function":
                 continue
             again = self.priced.problem.ops[self._owner[user.meta["key"]]].recomputable
             if user.meta["phase"] == "backward":
-                found.append(self._position[user.name])
-            elif again or _shares_memory(user):
-                found.append(self._asked[user.name])
-        return min(found)
+                read.append(self._position[user.name])
+            elif _shares_memory(user):
+                read.append(self._read[user.name])
+                asked.append(self._asked[user.name])
+            elif again:
+                asked.append(self._asked[user.name])
+        return min(*asked, *read), min(read)
+
+    def _waits(self, name: str, now: int) -> bool:
+        """Whether what is kept is there for sure: nothing has asked for it yet."""
+        return now < self._asked[name] < math.inf or (now == self._asked[name] and self._read[name] < math.inf)
 
     def row(self, place: str, worth_s: float) -> MemoryRow | None:
         """The row of a point of the step, or None where there is no such point."""
@@ -87,7 +97,7 @@ class Moments:
         for v, (variant, refs) in enumerate(zip(problem.variants, self.priced.refs, strict=True)):
             value = problem.values[variant.value]
             if value.phase == "forward":
-                waiting = sum(now <= self._asked[ref[0]] < math.inf for ref in refs if ref not in reads)
+                waiting = sum(self._waits(ref[0], now) for ref in refs if ref not in reads)
                 held |= {v: waiting} if waiting else {}
             elif not _shares_memory(node):
                 for name, result in refs:

@@ -34,13 +34,15 @@ class _Span:
     Attributes:
         made: what makes it. last_forward: its last reader in forward.
         earliest: the first in backward that could ask for it; an op that runs again, because its own result is asked for, asks
-            for its operands. asked: the first that does if ops run again as late as they can. until: the last that does.
+            for its operands. read: the first in backward that itself reads it, or a view of it.
+        asked: the first that asks for it if ops run again as late as they can. until: the last that does.
         is_view: it has no memory of its own. takes_over: it is written into what it reads. is_gradient: of a parameter.
     """
 
     made: int
     last_forward: int
     earliest: int
+    read: int
     asked: int
     until: int
     is_view: bool
@@ -50,6 +52,11 @@ class _Span:
     def is_made_anew(self, now: int) -> bool:
         """Whether the node that runs makes it, beside what it reads."""
         return self.made == now and not self.is_view and not self.takes_over
+
+    def waits(self, now: int) -> bool:
+        """Whether it is there, where it is kept, while this node of backward runs, since nothing has asked for it yet. What only asks so
+        that it can run again for this node has done so: it may be gone."""
+        return self.earliest > now or (self.earliest == now and self.read != _NEVER)
 
 
 @dataclass
@@ -90,6 +97,7 @@ class Liveness:
             made=self.positions[node.name],
             last_forward=max([_NEVER, *(self.positions[u.name] for u in forward), *(v.last_forward for v in views)]),
             earliest=min(soonest, default=_NEVER),
+            read=min([*backward, *(span.read for span in views if span.read >= 0)], default=_NEVER),
             asked=first if first >= 0 else max(asking, default=_NEVER),
             until=max([_NEVER, *backward, *asking, *(v.until for v in views)]),  # memory lives on in views of it
             is_view=node.op == "call_function" and not _owns(node),
@@ -161,14 +169,14 @@ class Liveness:
     def _while(self, op: int, cluster: Cluster, now: int, live: dict[int, list[int]]) -> Moment:
         """While the first node of a cluster runs, by which so much is made."""
         problem, first = self.priced.problem, cluster.members[0]
-        held = {v: sum(self._spans[name].earliest >= now for name, _ in refs) for v, refs in enumerate(self.priced.refs)}
+        held = {v: sum(self._spans[name].waits(now) for name, _ in refs) for v, refs in enumerate(self.priced.refs)}
         for operand, ref in enumerate(cluster.operands):
             v = self._variant[ref]
             value = problem.values[problem.variants[v].value]
             if ref in first.reads and not value.resident and not self._spans[ref[0]].is_view:
                 read = [value.graph.bytes[value.graph.index[s.layouts.inputs[operand]]] for s in problem.ops[op].strategies]
                 _add(live, read, op, 1)
-                held[v] -= self._spans[ref[0]].earliest >= now
+                held[v] -= self._spans[ref[0]].waits(now)
         forward = ((v, n) for v, n in held.items() if n and problem.values[problem.variants[v].value].phase == "forward")
         return Moment(first.node, tuple(forward), _frozen(live))
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
+from torch import nn
 
 from autopar.capture import capture
 from autopar.capture.loss_head import loss_alone, loss_by_rows
@@ -20,13 +22,25 @@ from benchmarks.common import load_profile
 from benchmarks.random_plans import Prepared, finish, prepare, prepared_trace, random_choices
 
 BY_ROWS = "llama, its loss by rows"  # whose gradient of many classes is scaled where it lies
-CASES = (("llama", "1"), ("mixtral", "1"), ("bert", "a=2,b=2"), ("cnn", "a=2,b=2"), (BY_ROWS, "1"))
+CAST = "a cast"  # run again from what is kept in 16 bits, and read by one op alone
+CASES = (("llama", "1"), (CAST, "1"), ("mixtral", "1"), ("bert", "a=2,b=2"), ("cnn", "a=2,b=2"), (BY_ROWS, "1"))
+
+
+class Cast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).float().sin().sum()  # backward asks for the cast alone, which then is there beside its cosine
 
 
 @cache
 def prepared(name: str, mesh: str) -> tuple[Prepared, Liveness]:
     grid, profile = Mesh.parse(mesh), load_profile("cpu-gloo-frictionless")
-    if name != BY_ROWS:
+    if name == CAST:
+        made = prepare(Cast().bfloat16(), {"x": torch.ones(64, 8, dtype=torch.bfloat16)}, grid, profile)
+    elif name != BY_ROWS:
         made = prepare(*zoo.build(name), grid, profile)
     else:
         model, batch = zoo.build("llama", vocab_size=4096)
@@ -51,15 +65,20 @@ def test_what_is_certain_is_never_more_than_what_is_held(name: str, mesh: str) -
     made, liveness = prepared(name, mesh)
     certain = liveness.certain()
     assert certain
-    for seed in range(4):
-        choices, evaluation = random_choices(made, seed, recompute_share=(0.0, 0.5, 1.0, 1.0)[seed], recompute_otherwise=seed == 3)
+    keys = {n.name: n.meta["key"] for n in made.trace.graph.nodes if n.op == "call_function"}
+    for seed, share in enumerate((0.0, 0.5, 1.0, 1.0, 0.9, 0.8)):
+        choices, evaluation = random_choices(made, seed, recompute_share=share, recompute_otherwise=seed == 3)
         plan, program = finish(made, choices, evaluation, "random")
-        seen = by_trace_node(liveness, node_peaks(program, outputs="dtensor"), plan.prediction.memory_bytes["optimizer"])
+        seen: dict[str, int] = {}  # while a node itself runs, without what runs again for it
+        for peak in node_peaks(program, outputs="dtensor"):
+            if "collective" not in peak.node.meta and not peak.node.meta.get("recomputed"):
+                key = peak.node.meta.get("key", "")
+                seen[key] = max(seen.get(key, 0), peak.peak_bytes + plan.prediction.memory_bytes["optimizer"])
         # of a value and a view of it that are both kept, only one has memory; the planner's own plans make the view again
         views = {v for v, refs in enumerate(made.priced.refs) if any(liveness.is_view(name) for name, _ in refs)}
         rows = sizes(made, certain, choices, evaluation, views)
         for moment, size in zip(certain, rows, strict=True):
-            assert size <= seen[moment.key][1], f"{moment.key} under seed {seed}"
+            assert size <= seen[keys[moment.key]], f"{moment.key} under seed {seed}"
 
 
 def test_the_peak_of_a_step_is_the_largest_of_its_nodes() -> None:
