@@ -159,12 +159,14 @@ def _rebuilt(graph: fx.Graph, together: Sequence[_Together], mesh_shape: Sequenc
     place = {node: number for number, node in enumerate(nodes)}
     at = dict(place)  # a node, or all that a bucket takes the place of → where it stands
     buckets: dict[int, _Together] = {}
+    taken = set[fx.Node]()
     for each in together:
         stands = (min if slack_of(each.steps[0]) == "prefetchable" else max)(place[step] for step in each.steps)
         buckets[stands] = each
         for node in each.nodes:
-            if at[node] != place[node]:
-                raise PlanError(f"{node.meta['key']} is in a bucket twice", remedy=_REMEDY)
+            if node in taken:
+                raise PlanError(f"{node.meta['key']} is in buckets twice", remedy=_REMEDY)
+            taken.add(node)
             at[node] = stands
     waits: TopologicalSorter[int] = TopologicalSorter()
     for node in nodes:

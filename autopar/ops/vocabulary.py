@@ -42,10 +42,10 @@ def sum_exp(x: Tensor, m: Tensor) -> Tensor:
 
     With the vocabulary split and `m` the global maximum, the parts add up. Few rows at a time: exponentials take up to twice what `x` does.
     """
-    flat, shift = x.reshape(-1, x.shape[-1]), m.reshape(-1)
-    blocks = _blocks(flat)
+    blocks = _blocks(x)
     if len(blocks) == 1:
         return _exp_minus(x, m).sum(-1)
+    flat, shift = x.reshape(-1, x.shape[-1]), m.reshape(-1)
     sums = torch.empty_like(shift, dtype=_wide(x.dtype))
     for here in blocks:
         torch.sum(_exp_minus(flat[here], shift[here]), -1, out=sums[here])

@@ -127,7 +127,7 @@ class Job:
         except InfeasibleError:
             if not self.priced.problem.regions:
                 raise
-        self.moments, self.regions = {}, frozenset()
+        self.moments, self.regions, self.whole = {}, frozenset(), True  # what is proven is of the groups as they are
         return self._best_of_rounds()
 
     def _best_of_rounds(self) -> Tried:
@@ -140,7 +140,7 @@ class Job:
                 break
             if self.regions is None:
                 self._prove(choices)
-            decided = self._starts, choices.strategies, choices.recomputed, choices.kept
+            decided = self._starts, choices.strategies, choices.recomputed, choices.kept, choices.regions
             if decided == before:
                 break  # the moments that were learnt change nothing
             tried, before = self._try(choices), decided
@@ -187,7 +187,10 @@ class Job:
         return self._solved()
 
     def _cut_anew(self) -> None:
-        """Put layers into the groups that the relaxation asks for now that there are moments, if these are others."""
+        """Put layers into the groups that the relaxation asks for now that there are moments, if these are others.
+
+        What the groups before would give under the moments is not looked at: that takes as long as a round.
+        """
         self._is_cut_anew = True
         before, reserves = self._known(), {node: moment.reserve_bytes for node, moment in self.moments.items()}
         self._cut({})
@@ -199,7 +202,7 @@ class Job:
         if starts and starts != before.starts:
             self._cut(starts)
             free = self._solved()
-            if isinstance(free, Choices):
+            if isinstance(free, Choices) and free.bound_s < self.limit_s:
                 self._prove(free)
                 self._expect(reserves)
                 return

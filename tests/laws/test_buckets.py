@@ -362,6 +362,23 @@ def test_a_changed_bucket_is_refused_for_that(change: Change, finding: str) -> N
     assert any(re.match(finding, str(f)) for f in found.findings), str(found)
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_member_of_two_buckets_is_refused(place: int) -> None:
+    """Also the one in whose place its buckets stand."""
+    _, _, trace, made = planned("gpt2", "ddp")
+    alone = replace(made.plan, buckets=(), overlap=Overlap())
+    program, groups = emit(trace, alone), Groups.of(alone, GLOO, 1)
+    steps_of_group = groups.of_program(program)[0]
+    half = len(steps_of_group) // 2
+    assert half > 1
+    shared = steps_of_group[place]
+    parts = [list(dict.fromkeys((*nodes, shared))) for nodes in (steps_of_group[:half], steps_of_group[half:])]
+    plan = replace(alone, buckets=tuple(map(groups.bucket, parts)))
+    assert "in buckets twice" in str(certify(trace, plan, GLOO))
+    with pytest.raises(PlanError, match="in buckets twice"):
+        bucketed(program, plan)
+
+
 def test_a_bucket_over_axes_or_of_what_ops_wait_for_is_refused() -> None:
     model, batch = zoo_small.llama()
     trace = capture(model, (), batch)

@@ -131,8 +131,9 @@ def test_pick_and_backward_ignore_an_index_outside_of_the_vocabulary() -> None:
     torch.testing.assert_close(grad, x.softmax(-1))
 
 
-def test_cross_entropy_holds_one_temporary_of_the_logits_size() -> None:
-    x, index = torch.randn(8, 1000), torch.zeros(8, dtype=torch.long)
+@pytest.mark.parametrize("x", [torch.randn(8, 1000), torch.randn(2, 5, 1000)[:, :4]], ids=["whole", "a part of the sequence"])
+def test_cross_entropy_holds_one_temporary_of_the_logits_size(x: Tensor) -> None:
+    index = torch.zeros(x.shape[:-1], dtype=torch.long)
     m, big = x.amax(-1), []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -146,7 +147,7 @@ def test_cross_entropy_holds_one_temporary_of_the_logits_size() -> None:
     with Watch():
         s = ops.sum_exp(x, m)
         assert len(big) == 1
-        ops.cross_entropy_backward(x, m, s, index, torch.ones(8))
+        ops.cross_entropy_backward(x, m, s, index, torch.ones(x.shape[:-1]))
     assert len(big) == 2
 
 

@@ -18,8 +18,11 @@ from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, make_plan
+from autopar.planning.job import Job
 from autopar.planning.runner_up import runner_ups
+from autopar.problem import Choices
 from autopar.run.memory import trace_peak
+from autopar.run.program import Program
 from autopar.solve import evaluate, solve
 from autopar.strategies import classes_of
 
@@ -71,6 +74,33 @@ def test_a_budget_that_only_the_transient_peak_breaks_is_refused_with_a_peak_tha
     found = re.search(r"the smallest that was tried needs (\S+) KiB", refused.value.what)
     assert found and float(found[1]) > 85
     assert "larger memory_bytes" in refused.value.remedy
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_was(others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, tried, answer, peak = list[Choices](), list[Program](), Job._answer, Job._peak
+
+    def same_again(job: Job) -> Choices:
+        if not answers:
+            first = answer(job)
+            assert isinstance(first, Choices)
+            answers.append(first)
+        else:
+            answers.append(replace(answers[0], regions=frozenset() if others else answers[0].regions))
+        return answers[-1]
+
+    def first_too_much(job: Job, program: Program) -> int:
+        tried.append(program)
+        return peak(job, program) if len(tried) > 1 else 2**60
+
+    monkeypatch.setattr(Job, "_answer", same_again)
+    monkeypatch.setattr(Job, "_peak", first_too_much)
+    if others:
+        assert planned().plan and len(tried) > 1
+    else:
+        with pytest.raises(InfeasibleError, match="the smallest that was tried"):
+            planned()
+        assert (len(answers), len(tried)) == (2, 1)
 
 
 def test_every_phase_is_told_and_timed() -> None:
