@@ -10,7 +10,7 @@ from torch import fx
 class LazyGraphModule(fx.GraphModule):  # type: ignore[misc]  # untyped in torch
     """Its Python code is written when it is first called or read: that takes longer than all else of an emission.
 
-    After changes of its graph `recompile`, as for any graph module.
+    After changes of its graph `recompile`, as for any graph module. (torch has such a class for Inductor, which is private.)
     """
 
     _is_written = False  # of the class, one of which torch makes for each instance
