@@ -16,6 +16,7 @@ from autopar.capture import Trace
 from autopar.capture.loss_head import heads_of
 from autopar.constraints import AUTO, INTERLEAVED, Pipelined, check, pipeline_in
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
+from autopar.garbage import collected_seldom
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, TooSlow, make_plan, make_staged_plan
@@ -53,6 +54,7 @@ class Chooser:
     captured: dict[int, Trace] = field(default_factory=dict)
     rows: int = 0
 
+    @collected_seldom()
     def plan(self, limit_s: float = math.inf) -> Planned:
         """The plan.
 

@@ -15,6 +15,7 @@ from autopar.api.tracing import as_planned, planned_part
 from autopar.capture import Trace, capture
 from autopar.constraints import read_constraint
 from autopar.errors import PlanError
+from autopar.garbage import collected_seldom
 from autopar.hardware import HardwareProfile
 from autopar.planning import PlanOptions
 from autopar.planning.flips import all_flips
@@ -71,6 +72,7 @@ class WhatIf:
         )
 
 
+@collected_seldom()
 def what_if(
     plan: Plan,
     model: nn.Module,
@@ -111,6 +113,7 @@ def what_if(
     return WhatIf(plan, profile.name, step_s, best, options.budget(profile), turning)
 
 
+@collected_seldom()
 def flips(
     plan: Plan, model: nn.Module, batch: Example, *, most: int = 5, hardware: str | Path | HardwareProfile | None = None
 ) -> tuple[Flip, ...]:

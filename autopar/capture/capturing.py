@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from autopar.capture.passes.random import next_state, number_draws, replace_rand
 from autopar.capture.refusals import refuse_random
 from autopar.capture.trace import Folding, Input, Output, Parameter, Trace
 from autopar.errors import CaptureError
+from autopar.garbage import collected_seldom
 
 
 def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, fold: bool = True) -> Trace:
@@ -40,7 +40,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
         CaptureError: the model has no loss, draws random numbers that no op of autopar draws, or is not one graph; it names
             the user's line.
     """
-    with _without_collection(), prepared(model, args, dict(kwargs or {})) as call:
+    with collected_seldom(), prepared(model, args, dict(kwargs or {})) as call:
         try:
             return _captured(model, call, fold)
         except CaptureError as refusal:
@@ -61,18 +61,6 @@ def _captured(model: nn.Module, call: Prepared, fold: bool) -> Trace:
         except NotFoldable as error:
             refusal = str(error)
     return replace(_normal_form(model, raw_joint(model, call), None), folding=Folding((), refusal))
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Garbage waits for the end: tracing makes so many lasting objects that going through them takes a third of its time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None) -> Trace:

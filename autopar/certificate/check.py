@@ -28,11 +28,13 @@ from autopar.cost.priced import OPTIMIZERS, Priced
 from autopar.emit import emit, least_overlap, overlapped
 from autopar.emit.choices import storage_key
 from autopar.errors import AutoparError
+from autopar.garbage import collected_seldom
 from autopar.hardware import HardwareProfile
 from autopar.plans import KERNELS_BUFFERS, Overlap, Plan
 from autopar.version import VERSION
 
 
+@collected_seldom()
 def certify(trace: Trace, plan: Plan, profile: HardwareProfile, context: Context | None = None) -> Certificate:
     """Check every claim of `plan`; what a claim rests on is checked before it, and where that fails the claim is left out.
 
