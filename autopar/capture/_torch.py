@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
 from autopar.capture._transformers import model_loggers, transformers_under_capture
+from autopar.capture.activations import join_activations
 from autopar.capture.outputs import loss_leaf
 from autopar.capture.refusals import as_capture_error, rebinding, rebinds
 from autopar.errors import CaptureError
@@ -149,6 +150,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         try:
             captured = dynamo_graph_capture_for_export(model)(*call.args, **call.kwargs)
             _drop_checks(captured.graph)
+            join_activations(captured.graph)
             out_leaves, out_spec, loss = _only_the_loss_differentiable(captured, (*call.args, *call.kwargs.values()))
             joint = aot_export_joint_with_descriptors(stack, captured, call.args, call.kwargs)
         except CaptureError:

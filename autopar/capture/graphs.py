@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
+IN_PLACE = "in_place"  # meta of a node that may write into its first operand where nothing else reads that then
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:

@@ -23,12 +23,10 @@ from torch.utils import _pytree as pytree
 
 from autopar import ops
 from autopar.capture._torch import flatten_with_paths
-from autopar.capture.graphs import aten, calls, dtype_of, emit, shape_of, sweep
+from autopar.capture.graphs import IN_PLACE, aten, calls, dtype_of, emit, shape_of, sweep
 from autopar.capture.labels import assign_keys
 from autopar.capture.trace import Parameter, Trace
 from autopar.errors import CaptureError
-
-IN_PLACE = "in_place"  # meta of a node that may write into its first operand, which nothing else reads
 
 
 def loss_alone(trace: Trace) -> Trace:

@@ -8,14 +8,12 @@ cluster) depends on the plan; what was seen of it on an emitted program is the m
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from autopar.analysis.work import is_view
-from autopar.capture.loss_head import IN_PLACE
+from autopar.analysis.in_place import has_own_memory, writes_in_place
 from autopar.capture.trace import Trace
 from autopar.cost.priced import Priced
 from autopar.problem import Choices, Moment, Value
@@ -89,7 +87,7 @@ class Liveness:
         backward = [self.positions[user.name] for user in users if user.meta["phase"] == "backward"]
         forward = [user for user in users if user.meta["phase"] == "forward"]
         again = [self._spans[u.name] for u in forward if self.priced.problem.ops[self.owner[u.name]].recomputable]
-        views = [self._spans[u.name] for u in users if not _owns(u) and u.meta["phase"] == node.meta.get("phase", "forward")]
+        views = [self._spans[u.name] for u in users if not has_own_memory(u) and u.meta["phase"] == node.meta.get("phase", "forward")]
         asking = [span.asked for span in again if span.asked >= 0]
         first = min(backward, default=_NEVER)
         soonest = [*backward, *(span.earliest for span in (*again, *views) if span.earliest >= 0)]
@@ -100,8 +98,8 @@ class Liveness:
             read=min([*backward, *(span.read for span in views if span.read >= 0)], default=_NEVER),
             asked=first if first >= 0 else max(asking, default=_NEVER),
             until=max([_NEVER, *backward, *asking, *(v.until for v in views)]),  # memory lives on in views of it
-            is_view=node.op == "call_function" and not _owns(node),
-            takes_over=bool(node.meta.get(IN_PLACE)),
+            is_view=node.op == "call_function" and not has_own_memory(node),
+            takes_over=writes_in_place(node),
             is_gradient=node.name in self._parameter,
         )
 
@@ -188,11 +186,6 @@ class Liveness:
         """The nodes that make a value."""
         pairs = zip(self.priced.problem.variants, self.priced.refs, strict=True)
         return [name for variant, refs in pairs if variant.value == value for name, _ in refs]
-
-
-def _owns(node: fx.Node) -> bool:
-    """Whether a node's result has memory of its own: no view has, but what getitem picks."""
-    return node.target is operator.getitem or not is_view(node.target)  # type: ignore[arg-type]
 
 
 def _add(total: dict[int, list[int]], sizes: Sequence[int], op: int, count: int) -> None:

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autopar.capture.loss_head import IN_PLACE
+from autopar import ops
+from autopar.analysis.in_place import has_own_memory, writes_in_place
+from autopar.capture.graphs import IN_PLACE
 from autopar.capture.trace import Parameter, Trace
 from autopar.collective import Collective
 from autopar.emit import kernels
@@ -31,6 +33,7 @@ from autopar.plans import Communication
 from autopar.rules import call_of, operands_of, where_of
 
 _cast = torch.ops.aten._to_copy.default
+_IN_PLACE = {torch.ops.aten.mul.Tensor: scale_by, ops.cross_entropy_backward: ops.cross_entropy_backward_}
 _OF_STEPS = ("collective", "slack", "time_s", "kernel", "own", "moved")  # meta of steps that their results do not have
 Ref = tuple[str, int]  # trace node name, result index
 Have = dict[Ref, dict[Layout, fx.Node]]
@@ -229,7 +232,7 @@ class Phase:
         if own := self.job.index.own.get((self.phase, key)):
             here.meta["own"] = own
             self.job.emitted += [(self.phase, key, c.collective) for c in own]
-        here.meta.update({IN_PLACE: True} if node.meta.get(IN_PLACE) else {})
+        here.meta.update({IN_PLACE: True} if writes_in_place(node) else {})
         self.define_results(node, here, strategy)
 
     def define_results(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
@@ -276,8 +279,8 @@ class Phase:
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code()
         for node in self.graph.nodes:
-            if node.meta.get(IN_PLACE) and len(node.args[0].users) == 1:
-                node.target = scale_by
+            if node.meta.get(IN_PLACE) and self._may_go(node.args[0]):
+                node.target = _IN_PLACE[node.target]
         saved: list[fx.Node] = []
         for source, placeholder in self.saved.items():
             if not placeholder.users:
@@ -287,6 +290,14 @@ class Phase:
                 tangents[0].prepend(placeholder)
             saved.append(source)
         return saved
+
+
+    def _may_go(self, node: fx.Node) -> bool:
+        """Whether a tensor of this phase, which the trace lets its reader write into, has no other reader here and lies where nothing else
+        does."""
+        source = next((source for source, placeholder in self.saved.items() if placeholder is node), node)
+        views = (user for user in source.users if user.op == "call_function" and not has_own_memory(user))
+        return len(node.users) == 1 and has_own_memory(source) and not any(views)
 
 
 def _reads(node: fx.Node) -> list[Ref]:

@@ -13,13 +13,22 @@ from autopar.ops.attending import attention, attention_backward
 from autopar.ops.constants import constant
 from autopar.ops.experts import experts, experts_backward
 from autopar.ops.products import dot
-from autopar.ops.vocabulary import cross_entropy_backward, embedding, embedding_backward, linear_cross_entropy, pick, sum_exp
+from autopar.ops.vocabulary import (
+    cross_entropy_backward,
+    cross_entropy_backward_,
+    embedding,
+    embedding_backward,
+    linear_cross_entropy,
+    pick,
+    sum_exp,
+)
 
 __all__ = [
     "attention",
     "attention_backward",
     "constant",
     "cross_entropy_backward",
+    "cross_entropy_backward_",
     "dot",
     "embedding",
     "embedding_backward",

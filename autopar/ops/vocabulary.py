@@ -86,11 +86,31 @@ def cross_entropy_backward(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale
     return grad
 
 
+def cross_entropy_backward_(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0) -> Tensor:
+    """`cross_entropy_backward`, which see, written into the logits; returns `x`."""
+    if not x.is_contiguous():
+        return x.copy_(cross_entropy_backward(x, m, s, index, scale, start))
+    flat = x.view(-1, x.shape[-1])
+    rows = [each.reshape(-1) for each in (m, s, index, scale)]
+    for here in _blocks(flat):
+        m_here, s_here, index_here, scale_here = (each[here] for each in rows)
+        if _wide(x.dtype) == x.dtype:
+            _gradient_(flat[here].sub_(m_here.unsqueeze(-1)).exp_(), s_here, index_here, scale_here, start)
+        else:
+            flat[here] = _rows_backward(flat[here], m_here, s_here, index_here, scale_here, start)
+    return x
+
+
 def _rows_backward(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int) -> Tensor:
-    local, inside = _local_index(index, start, x.shape[-1])
-    grad = _exp_minus(x, m).div_(s.unsqueeze(-1))
+    return _gradient_(_exp_minus(x, m), s, index, scale, start).to(x.dtype)
+
+
+def _gradient_(exponentials: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int) -> Tensor:
+    """From exp(x − m), in place."""
+    local, inside = _local_index(index, start, exponentials.shape[-1])
+    grad = exponentials.div_(s.unsqueeze(-1))
     grad.scatter_add_(-1, local.unsqueeze(-1), inside.to(grad.dtype).neg_().unsqueeze(-1))
-    return grad.mul_(scale.unsqueeze(-1)).to(x.dtype)
+    return grad.mul_(scale.unsqueeze(-1))
 
 
 def linear_cross_entropy(

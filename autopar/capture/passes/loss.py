@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from autopar import ops
-from autopar.capture.graphs import aten, calls, dtype_of, emit, shape_of, sweep, view
+from autopar.capture.graphs import IN_PLACE, aten, calls, dtype_of, emit, shape_of, sweep, view
 from autopar.capture.passes.linears import merged_dims
 
 _MEAN, _SUM = 1, 2
@@ -115,6 +115,7 @@ def _backward(end: fx.Node, tangent: fx.Node, pieces: _Pieces) -> None:
     scale = emit(end, aten.mul.Tensor, (pieces.valid, per_row), shape_of(pieces.valid), dtype=accumulate)
     args = (pieces.x, pieces.m, pieces.s, pieces.labels, scale)
     gradient = emit(end, ops.cross_entropy_backward, args, shape_of(pieces.x), dtype=dtype_of(pieces.x))
+    gradient.meta[IN_PLACE] = True
     for back in [n for n in end.users if n.target is aten._to_copy.default and dtype_of(n) == dtype_of(gradient)]:
         back.replace_all_uses_with(view(end, gradient, shape_of(end)))  # no wider than the logits after all
     end.replace_all_uses_with(view(end, _cast(end, gradient, dtype_of(end)), shape_of(end)))
