@@ -25,7 +25,7 @@ from autopar.kernels.collectives import fake_groups
 from autopar.kernels.fused import KERNELS
 from autopar.kernels.sums import scale_by
 from autopar.mesh import Mesh
-from autopar.ops import dot
+from autopar.ops import cross_entropy_backward, cross_entropy_backward_, dot
 from autopar.ops.dispatched import Together
 from autopar.rules import where_of
 from autopar.run.group_steps import check_parts, step, with_halos
@@ -169,7 +169,8 @@ class Handed:
     result: Tensor | None
 
 
-_FUNCTIONAL = {scale_by: torch.mul}  # virtual ranks share tensors that are alike, which none may write into
+# Virtual ranks share tensors that are alike, which none may write into.
+_FUNCTIONAL = {scale_by: torch.mul, cross_entropy_backward_: cross_entropy_backward}
 
 
 class Ranks:

@@ -283,7 +283,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "the model": (lambda p: replace(p, fingerprint=replace(p.fingerprint, model="0" * 16)), "model: the plan is for a model"),
     "the profile": (lambda p: replace(p, fingerprint=replace(p.fingerprint, profile_hash=GLOO.hash)), "model: the plan is for profile"),
-    "the mesh": (lambda p: replace(p, mesh=Mesh({"data": 4, "tensor": 2})), "layouts|moves|memory|time: "),
+    "the mesh": (lambda p: replace(p, mesh=Mesh({"data": 4, "tensor": 2})), "layouts|moves|memory|time|bound: "),
 }  # fmt: skip
 
 

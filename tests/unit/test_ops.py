@@ -165,6 +165,33 @@ def test_logits_of_some_rows_at_a_time_give_the_same(splits: tuple[int, ...], dt
     assert len(vocabulary._blocks(torch.empty(1000, 11))) == 16, "a graph of huge logits stays short"
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lies", ["together", "apart"])
+@pytest.mark.parametrize("block", [1, 22, 2**24])
+def test_a_gradient_written_into_the_logits_is_the_same(dtype: torch.dtype, lies: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "_BLOCK", block)
+    x, index = torch.randn(3, 2, 11).to(dtype), torch.tensor([[0, 10], [-100, 3], [3, 7]])
+    x = x if lies == "together" else x.transpose(0, 1).contiguous().transpose(0, 1)
+    m, start = x.amax(-1), 3
+    s, scale = ops.sum_exp(x, m), torch.linspace(-1, 2, 6, dtype=torch.float64).view(3, 2).to(vocabulary._wide(dtype))
+    expected = ops.cross_entropy_backward(x, m, s, index, scale, start)
+    assert not torch.equal(x, expected)
+    found = ops.cross_entropy_backward_(x, m, s, index, scale, start)
+    assert found is x and torch.equal(found, expected)
+
+
+def test_a_gradient_written_into_the_logits_takes_no_other_memory_than_a_blocks() -> None:
+    x, index, scale = torch.randn(64, 1000), torch.zeros(64, dtype=torch.long), torch.ones(64)
+    m = x.amax(-1)
+    s = ops.sum_exp(x, m)
+    with LiveBytes() as memory:
+        memory.register((x, index, scale, m, s))
+        memory.reset_peak()
+        before = memory.live_bytes
+        ops.cross_entropy_backward_(x, m, s, index, scale)
+        assert memory.peak_bytes - before < x.nbytes / 10
+
+
 def test_exponentials_of_large_logits_hold_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, classes, block = 64, 1000, 4000
     x, index = torch.randn(rows, classes).bfloat16(), torch.zeros(rows, dtype=torch.long)

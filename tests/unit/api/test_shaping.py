@@ -92,6 +92,7 @@ def test_shapes_that_a_constraint_cannot_hold_on_are_passed_over() -> None:
 
 def test_where_nothing_fits_the_batch_is_cut_into_microbatches(caplog: pytest.LogCaptureFixture) -> None:
     model, batch = zoo_small.gpt2()
+    batch = {name: tensor.repeat(4, 1) for name, tensor in batch.items()}
     smallest = smallest_of(model, batch)
     made = plan_model(model, 1, example_inputs=batch, hardware="h100-sxm", memory_bytes=smallest)[1].plan
     assert made.pipeline is not None and made.pipeline.num_microbatches > 1 and made.prediction.peak_bytes <= smallest
