@@ -291,7 +291,6 @@ class Phase:
             saved.append(source)
         return saved
 
-
     def _may_go(self, node: fx.Node) -> bool:
         """Whether a tensor of this phase, which the trace lets its reader write into, has no other reader here and lies where nothing else
         does."""
