@@ -3,10 +3,9 @@
     gelu(x) = x/2 (1 + erf(x/√2)) ≈ x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))   (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2)
     silu(x) = x σ(x)                                                           (the same, section 4)
 
-Written out, the second form takes eight passes over memory and its gradient twelve, and nine tensors of x's size are there at a time; as
-one op they take one each, and three. They are looked for before there is a backward, in the graph of torch functions as the model calls
-them. However a formula is written, with products, powers and constants in this order or that one, its tensors are polynomials of x and of
-t, which is the erf, tanh or σ of a polynomial of x.
+Written out, the second form takes eight passes over memory and its gradient eleven; as one op they take one each. They are looked for
+before there is a backward, in the graph of torch functions as the model calls them. However a formula is written, with products, powers
+and constants in this order or that one, its tensors are polynomials of x and of t, which is the erf, tanh or σ of a polynomial of x.
 """
 
 from __future__ import annotations
@@ -46,11 +45,13 @@ _ACTIVATIONS: Mapping[str, _Activation] = {
 }
 
 
-def join_activations(graph: fx.Graph) -> int:
-    """Replace each activation that is written out in a graph of torch functions; how many there were."""
+def join_activations(graph: fx.Graph) -> None:
+    """Replace each activation that is written out in a graph of torch functions.
+
+    One stays as it is where anything between its operand and its result writes into a tensor, or switches gradients or autocast.
+    """
     places = {node: place for place, node in enumerate(graph.nodes)}
-    changes = [places[node] for node in graph.nodes if _changes_an_operand(node)]
-    found = 0
+    changes = [places[node] for node in graph.nodes if _changes_an_operand(node) or node.is_impure()]
     for t in [node for node in graph.nodes if _name(node) in _ACTIVATIONS]:
         activation = _ACTIVATIONS[_name(t)]
         ends = _ends(t, activation)
@@ -59,11 +60,9 @@ def join_activations(graph: fx.Graph) -> int:
         x, result = ends
         with graph.inserting_before(result):
             joined = graph.call_function(activation.function, (x,), dict(activation.settings))
-        joined.meta = dict(result.meta)
+        joined.meta, places[joined] = dict(result.meta), places[result]
         result.replace_all_uses_with(joined)
         _erase(graph, result)
-        found += 1
-    return found
 
 
 @dataclass
@@ -202,8 +201,8 @@ def _name(node: fx.Node) -> str:
 
 def _changes_an_operand(node: fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    written = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
-    return written or node.target is operator.setitem or (node.op == "call_function" and (name.endswith("_") or _is_augmented(node.target)))
+    written = node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__")
+    return written or "out" in node.kwargs or node.target is operator.setitem or _is_augmented(node.target)
 
 
 def _is_augmented(target: Any) -> bool:

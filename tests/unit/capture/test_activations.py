@@ -35,6 +35,22 @@ def _changed_between(x: Tensor) -> Tensor:
     return half * (1 + torch.tanh(FLAT * (y + 0.044715 * y**3)))
 
 
+def _without_gradient_of_its_gate(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = torch.sigmoid(x)
+    return x * gate
+
+
+def _with_detached_gate(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x).detach()
+
+
+def _twice(x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = 0.5 * x * (1.0 + torch.tanh(FLAT * (x + 0.044715 * x**3)))
+    return x
+
+
 def _two_tensors(x: Tensor) -> Tensor:
     return 0.5 * (x + 1.0) * (1.0 + torch.tanh(FLAT * (x + 0.044715 * x**3)))
 
@@ -50,6 +66,7 @@ WRITTEN_OUT: dict[str, tuple[Function, str]] = {
     "tanh, multiplied out": (lambda x: x / 2 + (x * 0.5) * (FLAT * x + (FLAT * 0.044715) * x.square() * x).tanh(), "gelu"),
     "tanh, of a sum": (lambda x: (lambda u: u * (nn.functional.tanh(FLAT * (u + 0.044715 * u**3)) + 1) / 2)(x + x.sin()), "gelu"),
     "tanh, kept beside": (_with_tanh_kept, "gelu"),
+    "tanh, twice": (_twice, "gelu"),
     "erf": (lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))), "gelu"),
     "erf, torch.special": (lambda x: 0.5 * x * (torch.special.erf(x * math.sqrt(0.5)) + 1), "gelu"),
     "sigmoid": (lambda x: x * torch.sigmoid(x), "silu"),
@@ -62,6 +79,8 @@ OTHERWISE: dict[str, Function] = {
     "no cubic": lambda x: 0.5 * x * (1.0 + torch.tanh(FLAT * x)),
     "of another tensor": _two_tensors,
     "changed in between": _changed_between,
+    "no gradient of its gate": _without_gradient_of_its_gate,
+    "a detached gate": _with_detached_gate,
     "quick": lambda x: x * torch.sigmoid(1.702 * x),
     "gated by another": lambda x: x * torch.sigmoid(x.sin()),
     "minus": lambda x: 0.5 * x * (1.0 - torch.tanh(FLAT * (x + 0.044715 * x**3))),

@@ -99,13 +99,12 @@ def test_while_it_is_written_the_logits_are_there_once(monkeypatch: pytest.Monke
 def test_with_tensor_parallelism_microbatches_and_stages_too(force: dict[str, int]) -> None:
     model, data = zoo_small.llama()
     axes = {name: size for name, size in force.items() if name != "microbatches"}
-    trace, made = plan_model(
+    _, made = plan_model(
         model, autopar.Mesh(axes), example_inputs=data, hardware="h100-sxm", outputs="loss", constraints=(megatron(**force),)
     )
     stages = [made.program] if isinstance(made.program, Program) else list(made.program.stages)
     assert any(ops.cross_entropy_backward_ in targets(stage) for stage in stages)
     assert autopar.verify(made.plan, model, data).ok and autopar.check(made.plan, model, data).ok
-    assert trace.graph is not None
 
 
 def test_rows_that_hold_for_every_plan_do_not_count_both() -> None:
