@@ -133,6 +133,11 @@ class Layout:
         """The layout with another placement on one axis; where that is a shard, the axis becomes the innermost splitter."""
         return _with_placement(self, axis, placement)
 
+    def splits_like(self, other: Layout) -> bool:
+        """Whether a rank's part has the same place in the tensor as in `other`, be they sums' parts or whole."""
+        alike = self._dims == other._dims and all(self.splitters(dim) == other.splitters(dim) for dim in self.split)
+        return alike and not self.halos and not other.halos
+
     def num_shards(self, dim: int, mesh_shape: Sequence[int]) -> int:
         """Into how many parts `dim` is split."""
         num = 1

@@ -23,7 +23,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("redistribute", "random_ops", "norm_ops", "ops"),
     ("problem",),  # speaks of the layout graphs of redistribute
     ("plans", "constraints", "capture", "rules", "solve", "kernels"),
-    ("strategies", "analysis", "run", "breakdown", "stages"),
+    ("analysis", "run", "breakdown", "stages"),
+    ("strategies",),  # merges nodes by what analysis says of them
     ("cost", "emit"),
     ("planning", "verification", "certificate", "explanation"),
     ("report",),  # its page holds the explanation's tables

@@ -1,4 +1,4 @@
-"""Which nodes of a trace write their result into their first operand: a gradient of logits into the logits, say."""
+"""Which nodes of a trace write their result into an operand: a gradient into the one that it is made of, or of logits into the logits."""
 
 from __future__ import annotations
 
@@ -7,23 +7,43 @@ import operator
 from torch import fx
 
 from autopar.analysis.work import is_view
-from autopar.capture.graphs import IN_PLACE
+from autopar.capture.graphs import IN_PLACE, dtype_of, is_tensor, shape_of
+from autopar.ops.in_place import in_place_form
 
 
 def has_own_memory(node: fx.Node) -> bool:
-    """Whether a call's result lies in memory of its own: no view's does, but what getitem picks."""
-    return node.op == "call_function" and (node.target is operator.getitem or not is_view(node.target))  # type: ignore[arg-type]
+    """Whether a call's result lies in memory of its own: no view's does, but what getitem picks of an op's results."""
+    while node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    return node.op == "call_function" and not is_view(node.target)  # type: ignore[arg-type]
 
 
-def writes_in_place(node: fx.Node) -> bool:
-    """Whether a node is to write into its first operand, which it is marked for: where that has memory of its own, of which there is no
-    view, and no result of the model and no other op of the node's phase or a later one reads it.
+def operand_written(node: fx.Node) -> int | None:
+    """The place among its arguments of the tensor that a node is to write its result into, or None.
 
-    A program may still not be able to: where what the operand is read for runs again in backward.
+    That is one which backward made, of the result's shape and dtype, for an op that takes one element after another; or the first
+    argument of a node that capture has marked, which forward may have made. It has memory of its own, of which there is no view, and no
+    result of the model and no other op of the node's phase or a later one reads it. Of several, the one that is made first.
+
+    A program may still not be able to: where the tensor is redistributed for another reader, say, or what it is read for runs again.
     """
-    if not node.meta.get(IN_PLACE):
+    if node.op != "call_function" or in_place_form(node.target) is None:  # type: ignore[arg-type]
+        return None
+    places = [0] if node.meta.get(IN_PLACE) else [place for place, operand in enumerate(node.args) if _is_alike(node, operand)]
+    found = [place for place in places if _may_be_written(node.args[place], node)]
+    return min(found, key=node.args.__getitem__, default=None)  # nodes of a graph compare by their place in it
+
+
+def _is_alike(node: fx.Node, operand: object) -> bool:
+    """Whether an argument is a tensor of backward that is like the node's result."""
+    if node.meta["phase"] != "backward" or not is_tensor(operand) or not is_tensor(node):
         return False
-    operand = node.args[0]
+    assert isinstance(operand, fx.Node), "a tensor is made by a node"
+    alike = shape_of(operand) == shape_of(node) and dtype_of(operand) == dtype_of(node)
+    return alike and operand.meta.get("phase") == "backward"
+
+
+def _may_be_written(operand: object, node: fx.Node) -> bool:
     assert isinstance(operand, fx.Node), "what is marked reads a tensor first"
     others = [user for user in operand.users if user is not node]
     return has_own_memory(operand) and all(has_own_memory(user) and _is_before(user, node) for user in others)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autopar.analysis.in_place import writes_in_place
+from autopar.analysis.in_place import operand_written
 from autopar.analysis.work import is_view
 from autopar.capture.trace import Trace
 from autopar.certificate.bound import MemoryRow
@@ -139,7 +139,7 @@ def _both(a: Mapping[int, Sequence[int]], b: Mapping[int, Sequence[int]]) -> dic
 
 def _shares_memory(node: fx.Node) -> bool:
     """Whether what a node makes lies in the memory of its operand."""
-    return writes_in_place(node) or _is_view(node)
+    return operand_written(node) is not None or _is_view(node)
 
 
 def _is_view(node: fx.Node) -> bool:

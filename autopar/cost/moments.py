@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from autopar.analysis.in_place import has_own_memory, writes_in_place
+from autopar.analysis.in_place import has_own_memory, operand_written
 from autopar.capture.trace import Trace
 from autopar.cost.priced import Priced
 from autopar.problem import Choices, Moment, Value
@@ -99,7 +99,7 @@ class Liveness:
             asked=first if first >= 0 else max(asking, default=_NEVER),
             until=max([_NEVER, *backward, *asking, *(v.until for v in views)]),  # memory lives on in views of it
             is_view=node.op == "call_function" and not has_own_memory(node),
-            takes_over=writes_in_place(node),
+            takes_over=operand_written(node) is not None,
             is_gradient=node.name in self._parameter,
         )
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autopar import ops
-from autopar.analysis.in_place import has_own_memory, writes_in_place
+from autopar.analysis.in_place import has_own_memory, operand_written
 from autopar.capture.graphs import IN_PLACE
 from autopar.capture.trace import Parameter, Trace
 from autopar.collective import Collective
@@ -26,14 +25,14 @@ from autopar.emit.calls import CALLS, Moved
 from autopar.emit.choices import PlanIndex, TensorKey, buffer_key, input_key, output_key, parameter_key
 from autopar.emit.localize import local_call
 from autopar.errors import EmissionError
-from autopar.kernels.sums import add_to, scale_by
+from autopar.kernels.sums import add_to
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
+from autopar.ops.in_place import in_place_form
 from autopar.plans import Communication
 from autopar.rules import call_of, operands_of, where_of
 
 _cast = torch.ops.aten._to_copy.default
-_IN_PLACE = {torch.ops.aten.mul.Tensor: scale_by, ops.cross_entropy_backward: ops.cross_entropy_backward_}
 _OF_STEPS = ("collective", "slack", "time_s", "kernel", "own", "moved")  # meta of steps that their results do not have
 Ref = tuple[str, int]  # trace node name, result index
 Have = dict[Ref, dict[Layout, fx.Node]]
@@ -232,8 +231,15 @@ class Phase:
         if own := self.job.index.own.get((self.phase, key)):
             here.meta["own"] = own
             self.job.emitted += [(self.phase, key, c.collective) for c in own]
-        here.meta.update({IN_PLACE: True} if writes_in_place(node) else {})
+        self._mark(node, here, strategy)
         self.define_results(node, here, strategy)
+
+    def _mark(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
+        """Say which argument a node is to write its result into, where the two are split alike."""
+        place = operand_written(node)
+        if place is not None:
+            operand = strategy.inputs[_reads(node).index((node.args[place].name, 0))]  # type: ignore[union-attr]
+            here.meta.update({IN_PLACE: place} if operand.splits_like(strategy.outputs[0]) else {})
 
     def define_results(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
         """What a node made is at hand."""
@@ -279,8 +285,7 @@ class Phase:
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code()
         for node in self.graph.nodes:
-            if node.meta.get(IN_PLACE) and self._may_go(node.args[0]):
-                node.target = _IN_PLACE[node.target]
+            self._write_in_place(node)
         saved: list[fx.Node] = []
         for source, placeholder in self.saved.items():
             if not placeholder.users:
@@ -290,6 +295,15 @@ class Phase:
                 tangents[0].prepend(placeholder)
             saved.append(source)
         return saved
+
+    def _write_in_place(self, node: fx.Node) -> None:
+        """Let a node write into the operand that it is marked for, if that may go; else take its mark away."""
+        place = node.meta.pop(IN_PLACE, None)
+        form = None if place is None else in_place_form(node.target)  # type: ignore[arg-type]
+        if form is not None and self._may_go(node.args[place]):  # type: ignore[arg-type]
+            node.target, keyword = form
+            node.kwargs = {**node.kwargs, keyword: node.args[place]} if keyword else node.kwargs
+            node.meta[IN_PLACE] = place
 
     def _may_go(self, node: fx.Node) -> bool:
         """Whether a tensor of this phase, which the trace lets its reader write into, has no other reader here and lies where nothing else

@@ -14,8 +14,3 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def add_to(total: Tensor, x: Tensor) -> Tensor:
     """Add `x`, of any dtype, to `total` in place, in the dtype of `total`; returns `total`."""
     return total.add_(x)
-
-
-def scale_by(x: Tensor, factor: Tensor) -> Tensor:
-    """Multiply `x` by a scalar in place, in the dtype of `x`; returns `x`."""
-    return x.mul_(factor)

@@ -23,9 +23,9 @@ from autopar.kernels import collectives as steps
 from autopar.kernels import dispatched
 from autopar.kernels.collectives import fake_groups
 from autopar.kernels.fused import KERNELS
-from autopar.kernels.sums import scale_by
 from autopar.mesh import Mesh
-from autopar.ops import cross_entropy_backward, cross_entropy_backward_, dot
+from autopar.ops import dot
+from autopar.ops.in_place import functional_form
 from autopar.ops.dispatched import Together
 from autopar.rules import where_of
 from autopar.run.group_steps import check_parts, step, with_halos
@@ -169,10 +169,6 @@ class Handed:
     result: Tensor | None
 
 
-# Virtual ranks share tensors that are alike, which none may write into.
-_FUNCTIONAL = {scale_by: torch.mul, cross_entropy_backward_: cross_entropy_backward}
-
-
 class Ranks:
     """Runs graphs over lists of ranks and records their communication steps."""
 
@@ -221,10 +217,12 @@ class Ranks:
             raise VerificationError(f"{node_name(node)} fails in the {phase} graph: {error}", where=where_of(node)) from error
 
     def _run_op(self, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
-        target: Any = _FUNCTIONAL.get(node.target, node.target)
+        # virtual ranks share tensors that are alike, which none may write into
+        target, without = functional_form(node.target) or (node.target, "")  # type: ignore[arg-type]
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             raise VerificationError("an operator of the program writes into its operand")
-        args, kwargs = tree_map(lambda a: _promote_dtype(a, self.dtype), (node.args, dict(node.kwargs)))
+        kwargs = {name: value for name, value in node.kwargs.items() if name != without}
+        args, kwargs = tree_map(lambda a: _promote_dtype(a, self.dtype), (node.args, kwargs))
         operands = node.all_input_nodes
         results: dict[tuple[int, ...], Any] = {}
         by_rank = []

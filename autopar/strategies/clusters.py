@@ -8,7 +8,8 @@ contraction or lookup (before these, a gathered operand can pay for itself); on 
 producer can give, the node accepts; and what it makes is no larger than what it reads, so that redistributing its result
 is never dearer than redistributing its operand; its own operands leave it no choice (a tensor made like another may lie in
 any way, and several such would multiply the cluster's strategies); and it reads nothing that the cluster may read with a halo,
-which would be another layout. A contraction can be the first node of a cluster, with followers.
+which would be another layout. A contraction can be the first node of a cluster, with followers. A view of what backward reads is merged into what reads
+the view, if into anything: made together, both would be kept, and their memory, which is the same, counted twice.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import fx
 from torch.distributed.tensor import Partial
 
 from autopar import ops, random_ops
+from autopar.analysis.work import is_view
 from autopar.capture.trace import Trace
 from autopar.halo import Halo
 from autopar.rules import AxisOption, Call, TensorInfo, axis_options, call_of, operands_of
@@ -189,12 +191,19 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: Member, name: str)
     if any(graph.with_halo[node].intersection(member.reads) for node in content):
         return False
     from_cluster = [i for i, r in enumerate(member.reads) if r[0] in inside]
+    if is_view(member.call.target) and any(_is_kept(graph, member.reads[i]) for i in from_cluster):
+        return False
     largest = max((_size(member.call.inputs[i]) for i in from_cluster), default=0)
     if any(_size(info) > largest for info in member.call.outputs):
         return False
     if any(r[0] in graph.members and r[0] not in inside and _depends(graph, r[0], inside) for r in member.reads):
         return False
     return _follows(graph.options[name]) and all(_accepts_all(graph, member, name, i, from_cluster) for i in from_cluster)
+
+
+def _is_kept(graph: _Graph, ref: Ref) -> bool:
+    """Whether what forward makes is read in backward."""
+    return graph.phase[ref[0]] == "forward" and any(graph.phase[reader] == "backward" for reader in graph.readers[ref])
 
 
 def _follows(options: Sequence[AxisOption]) -> bool:

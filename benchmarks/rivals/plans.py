@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
 
+from autopar.analysis.in_place import operand_written
 from autopar.analysis.work import is_view
 from autopar.api.compiling import compile
 from autopar.capture import Trace, capture
-from autopar.capture.loss_head import IN_PLACE, loss_by_rows
+from autopar.capture.graphs import IN_PLACE
+from autopar.capture.loss_head import loss_by_rows
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.errors import InfeasibleError
@@ -180,15 +182,20 @@ def _weightless(value: Value) -> Value:
 def storages_of_gradients(trace: Trace) -> frozenset[str]:
     """The nodes whose results lie in memory that a gradient lies in at last."""
     results = next(iter(reversed(trace.graph.nodes))).args[0]
-    return frozenset(node.name for p in trace.parameters if p.gradient is not None for node in _lineage(results[p.gradient]))
+    return frozenset(node.name for p in trace.parameters if p.gradient is not None for node in _lineage(results[p.gradient], operand_written))
 
 
-def _lineage(node: Any) -> Iterator[fx.Node]:
-    """A node, and the nodes before it whose results lie in the same memory, as far as its graph shows."""
+def _lineage(node: Any, written: Callable[[fx.Node], int | None]) -> Iterator[fx.Node]:
+    """A node, and the nodes before it whose results lie in the same memory, as far as its graph shows.
+
+    Args:
+        written: the place of the argument that a node writes into, or None.
+    """
     while isinstance(node, fx.Node):
         yield node
         computes = node.op == "call_function" and node.target is not operator.getitem
-        node = node.args[0] if computes and (node.meta.get(IN_PLACE) or is_view(node.target)) else None
+        place = 0 if computes and is_view(node.target) else written(node)
+        node = None if place is None else node.args[place]
 
 
 def activation_peaks(program: Program, outputs: Outputs) -> tuple[NodePeak, ...]:
@@ -199,9 +206,9 @@ def activation_peaks(program: Program, outputs: Outputs) -> tuple[NodePeak, ...]
     saved = saved[len(saved) - program.num_saved :]
     given = [node for node in program.backward.graph.nodes if node.op == "placeholder"]
     for tensor, gradient in zip((t for t in program.parameters if t.has_gradient), gradients, strict=False):
-        *_, first = _lineage(gradient)
+        *_, first = _lineage(gradient, _written)
         if first in given[: program.num_saved]:
-            *_, first = _lineage(saved[given.index(first)])
+            *_, first = _lineage(saved[given.index(first)], _written)
         first = first.args[0] if first.target is operator.getitem else first
         made[first] = made.get(first, 0) + math.prod(tensor.view) * tensor.dtype.itemsize
     uncounted, found = 0, []
@@ -209,6 +216,11 @@ def activation_peaks(program: Program, outputs: Outputs) -> tuple[NodePeak, ...]
         uncounted += made.pop(peak.node, 0)
         found.append(replace(peak, peak_bytes=peak.peak_bytes - uncounted))
     return tuple(found)
+
+
+def _written(node: fx.Node) -> int | None:
+    """Of a node of a program."""
+    return node.meta.get(IN_PLACE)
 
 
 @dataclass

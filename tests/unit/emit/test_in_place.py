@@ -90,7 +90,7 @@ def test_while_it_is_written_the_logits_are_there_once(monkeypatch: pytest.Monke
         return found
 
     once = peak(made.stage_program())
-    monkeypatch.setattr(phase, "writes_in_place", lambda _: False)
+    monkeypatch.setattr(phase, "operand_written", lambda _: None)
     twice = peak(emit(trace, made.plan))
     assert abs(twice - once - ROWS * CLASSES * 4) <= 8 * ROWS  # labels' places, which are made sooner or later
 
@@ -110,7 +110,7 @@ def test_with_tensor_parallelism_microbatches_and_stages_too(force: dict[str, in
 def test_rows_that_hold_for_every_plan_do_not_count_both() -> None:
     trace = capture(CASES["the logits"][0], (), batch())
     alone = loss_alone(trace)
-    assert [in_place.writes_in_place(gradient(each)) for each in (trace, alone)] == [False, True]
+    assert [in_place.operand_written(gradient(each)) for each in (trace, alone)] == [None, 0]
 
 
 def gradient(trace: Trace) -> torch.fx.Node:
