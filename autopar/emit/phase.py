@@ -16,11 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autopar.analysis.in_place import has_own_memory, operand_written
-from autopar.capture.graphs import IN_PLACE
 from autopar.capture.trace import Parameter, Trace
 from autopar.collective import Collective
-from autopar.emit import kernels
+from autopar.emit import in_place, kernels
 from autopar.emit.calls import CALLS, Moved
 from autopar.emit.choices import PlanIndex, TensorKey, buffer_key, input_key, output_key, parameter_key
 from autopar.emit.localize import local_call
@@ -28,7 +26,6 @@ from autopar.errors import EmissionError
 from autopar.kernels.sums import add_to
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
-from autopar.ops.in_place import in_place_form
 from autopar.plans import Communication
 from autopar.rules import call_of, operands_of, where_of
 
@@ -231,15 +228,8 @@ class Phase:
         if own := self.job.index.own.get((self.phase, key)):
             here.meta["own"] = own
             self.job.emitted += [(self.phase, key, c.collective) for c in own]
-        self._mark(node, here, strategy)
+        in_place.mark(node, here, strategy)
         self.define_results(node, here, strategy)
-
-    def _mark(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
-        """Say which argument a node is to write its result into, where the two are split alike."""
-        place = operand_written(node)
-        if place is not None:
-            operand = strategy.inputs[_reads(node).index((node.args[place].name, 0))]  # type: ignore[union-attr]
-            here.meta.update({IN_PLACE: place} if operand.splits_like(strategy.outputs[0]) else {})
 
     def define_results(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
         """What a node made is at hand."""
@@ -285,7 +275,7 @@ class Phase:
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code()
         for node in self.graph.nodes:
-            self._write_in_place(node)
+            in_place.write(node, self.saved, self.job.mesh.shape)
         saved: list[fx.Node] = []
         for source, placeholder in self.saved.items():
             if not placeholder.users:
@@ -295,22 +285,6 @@ class Phase:
                 tangents[0].prepend(placeholder)
             saved.append(source)
         return saved
-
-    def _write_in_place(self, node: fx.Node) -> None:
-        """Let a node write into the operand that it is marked for, if that may go; else take its mark away."""
-        place = node.meta.pop(IN_PLACE, None)
-        form = None if place is None else in_place_form(node.target)  # type: ignore[arg-type]
-        if form is not None and self._may_go(node.args[place]):  # type: ignore[arg-type]
-            node.target, keyword = form
-            node.kwargs = {**node.kwargs, keyword: node.args[place]} if keyword else node.kwargs
-            node.meta[IN_PLACE] = place
-
-    def _may_go(self, node: fx.Node) -> bool:
-        """Whether a tensor of this phase, which the trace lets its reader write into, has no other reader here and lies where nothing else
-        does."""
-        source = next((source for source, placeholder in self.saved.items() if placeholder is node), node)
-        views = (user for user in source.users if user.op == "call_function" and not has_own_memory(user))
-        return len(node.users) == 1 and has_own_memory(source) and not any(views)
 
 
 def _reads(node: fx.Node) -> list[Ref]:

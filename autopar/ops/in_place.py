@@ -12,8 +12,9 @@ from autopar.ops.vocabulary import cross_entropy_backward, cross_entropy_backwar
 
 _aten = torch.ops.aten
 _OWN: dict[Callable[..., Any], Callable[..., Any]] = {cross_entropy_backward: cross_entropy_backward_}
-# of one element at a time, though not tagged so
-_BY_ELEMENT = (_aten.elu_backward.default, _aten.leaky_relu_backward.default, _aten.softplus_backward.default, _aten.hardtanh_backward.default)
+_BY_ELEMENT = (  # though not tagged so
+    _aten.elu_backward.default, _aten.leaky_relu_backward.default, _aten.softplus_backward.default, _aten.hardtanh_backward.default,
+)  # fmt: skip
 
 
 @cache
@@ -37,9 +38,9 @@ def in_place_form(target: Callable[..., Any]) -> tuple[Callable[..., Any], str] 
 @cache
 def functional_form(target: Callable[..., Any]) -> tuple[Callable[..., Any], str] | None:
     """What writes its result nowhere, of a form that `in_place_form` gives, and the keyword to leave out; None for any other op."""
-    for functional, form in _OWN.items():
-        if form == target:
-            return functional, ""
+    for own, into in _OWN.items():
+        if into == target:
+            return own, ""
     if isinstance(target, torch._ops.OpOverload) and any(a.is_out for a in target._schema.arguments):
         packet = target.overloadpacket
         for functional in (getattr(packet, name) for name in packet.overloads()):

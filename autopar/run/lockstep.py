@@ -25,8 +25,8 @@ from autopar.kernels.collectives import fake_groups
 from autopar.kernels.fused import KERNELS
 from autopar.mesh import Mesh
 from autopar.ops import dot
-from autopar.ops.in_place import functional_form
 from autopar.ops.dispatched import Together
+from autopar.ops.in_place import functional_form
 from autopar.rules import where_of
 from autopar.run.group_steps import check_parts, step, with_halos
 from autopar.run.program import Program, ProgramTensor

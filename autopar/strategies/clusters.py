@@ -8,8 +8,8 @@ contraction or lookup (before these, a gathered operand can pay for itself); on 
 producer can give, the node accepts; and what it makes is no larger than what it reads, so that redistributing its result
 is never dearer than redistributing its operand; its own operands leave it no choice (a tensor made like another may lie in
 any way, and several such would multiply the cluster's strategies); and it reads nothing that the cluster may read with a halo,
-which would be another layout. A contraction can be the first node of a cluster, with followers. A view of what backward reads is merged into what reads
-the view, if into anything: made together, both would be kept, and their memory, which is the same, counted twice.
+which would be another layout. A contraction can be the first node of a cluster, with followers. A view of what backward reads is not
+merged into what makes that: both would be kept, and their memory, which is the same, counted twice.
 """
 
 from __future__ import annotations

@@ -182,7 +182,8 @@ def _weightless(value: Value) -> Value:
 def storages_of_gradients(trace: Trace) -> frozenset[str]:
     """The nodes whose results lie in memory that a gradient lies in at last."""
     results = next(iter(reversed(trace.graph.nodes))).args[0]
-    return frozenset(node.name for p in trace.parameters if p.gradient is not None for node in _lineage(results[p.gradient], operand_written))
+    gradients = (results[p.gradient] for p in trace.parameters if p.gradient is not None)
+    return frozenset(node.name for gradient in gradients for node in _lineage(gradient, operand_written))
 
 
 def _lineage(node: Any, written: Callable[[fx.Node], int | None]) -> Iterator[fx.Node]:

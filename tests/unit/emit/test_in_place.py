@@ -17,7 +17,8 @@ from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture
 from autopar.capture.loss_head import loss_alone
 from autopar.constraints import megatron
-from autopar.emit import emit, phase
+from autopar.emit import emit
+from autopar.emit import in_place as emit_in_place
 from autopar.run.memory import node_peaks
 from autopar.run.program import Program
 
@@ -90,7 +91,7 @@ def test_while_it_is_written_the_logits_are_there_once(monkeypatch: pytest.Monke
         return found
 
     once = peak(made.stage_program())
-    monkeypatch.setattr(phase, "operand_written", lambda _: None)
+    monkeypatch.setattr(emit_in_place, "operand_written", lambda _: None)
     twice = peak(emit(trace, made.plan))
     assert abs(twice - once - ROWS * CLASSES * 4) <= 8 * ROWS  # labels' places, which are made sooner or later
 

@@ -1,0 +1,74 @@
+"""Whatever a program writes a result into, nothing that is still there lies in the same memory, and it happens in most models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zoo_small
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autopar.capture.graphs import IN_PLACE
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from autopar.run import rehearsal
+from autopar.run.effects import Storage, Value
+from autopar.run.memory import trace_peak
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks import zoo
+from benchmarks.random_plans import Prepared, prepare, random_plan
+
+SMALL = ("gpt2", "llama", "bert", "vit")
+OTHERS = ("t5", "swin")
+CASES: list[Any] = [(name, mesh) for name in SMALL for mesh in ("1", "a=2,b=2")] + [(name, "a=2,b=2") for name in OTHERS]
+CASES += [pytest.param(name, "a=2,b=2", marks=pytest.mark.slow) for name in zoo.NAMES if name not in (*SMALL, *OTHERS)]
+
+
+def storages(value: Any) -> set[Storage]:
+    return {leaf.storage for leaf in pytree.tree_leaves(value) if isinstance(leaf, Value)}
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Node]]:
+    """The nodes of programs that are rehearsed and write into an operand, each of which is looked at."""
+    found: list[fx.Node] = []
+    called = rehearsal._Run._called
+
+    def looked_at(run: rehearsal._Run, node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Any, int]:
+        if IN_PLACE in node.meta:
+            operand = node.args[node.meta[IN_PLACE]]
+            others = set().union(*(storages(value) for other, value in env.items() if other is not operand))
+            assert not storages(env[operand]) & others, f"{node} writes into {operand}, whose memory something else has"  # type: ignore[index]
+            found.append(node)
+        return called(run, node, env)
+
+    monkeypatch.setattr(rehearsal._Run, "_called", looked_at)
+    yield found
+
+
+def built(name: str, mesh: str) -> Prepared:
+    model, batch = getattr(zoo_small, name)() if name in SMALL else zoo.build(name)
+    return prepare(model, batch, Mesh.parse(mesh), HardwareProfile.load("cpu-gloo"))
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_nothing_else_lies_where_a_result_is_written(name: str, mesh: str, written: list[fx.Node]) -> None:
+    made = built(name, mesh)
+    for seed in range(2):
+        _, program = random_plan(made, seed, recompute_share=0.3)
+        trace_peak(program)
+    assert written
+
+
+def test_a_program_that_writes_wherever_the_trace_lets_it_is_caught(written: list[fx.Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: emission does not ask who else has a tensor; a redistribution for another reader still has it."""
+    monkeypatch.setattr("autopar.analysis.in_place._may_be_written", lambda operand, node: True)
+    monkeypatch.setattr("autopar.emit.in_place._may_go", lambda *_: True)
+    made = built("llama", "a=2,b=2")
+    with pytest.raises(AssertionError, match="something else has"):
+        trace_peak(random_plan(made, 0, recompute_share=0.3)[1])

@@ -1,0 +1,110 @@
+"""Which operand a gradient is written into: one that backward made, that is like it, and that nothing else has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.analysis.in_place import has_own_memory, operand_written
+from autopar.api.planning import plan_model
+from autopar.capture import Trace, capture
+from autopar.emit import emit
+from autopar.emit import in_place as emit_in_place
+from autopar.run.memory import node_peaks, trace_peak
+from autopar.run.program import Program
+
+aten = torch.ops.aten
+ROWS, WIDTH = 6, 32
+
+
+class Layers(nn.Module):
+    """Two products, and between them what a case puts there."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.between = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 8), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.between(self.up(x))).square().sum()
+
+
+def traced(between: Callable[[Tensor], Tensor]) -> Trace:
+    return capture(Layers(between), (torch.randn(ROWS, 8),))
+
+
+def written(trace: Trace, target: Any) -> list[fx.Node | None]:
+    """Per call of a target in backward, what it writes into."""
+    calls = [n for n in trace.graph.nodes if n.target is target and n.meta.get("phase") == "backward"]
+    places = [operand_written(call) for call in calls]
+    return [None if place is None else call.args[place] for call, place in zip(calls, places, strict=True)]
+
+
+CASES: dict[str, tuple[Callable[[Tensor], Tensor], Any, bool]] = {
+    "an activation": (F.gelu, aten.gelu_backward.default, True),
+    "a factor that forward made": (lambda x: x * torch.sin(x).detach(), aten.mul.Tensor, True),
+    "wider than its factor": (lambda x: x * x.sum(-1, keepdim=True).detach(), aten.mul.Tensor, True),
+    "in another dtype": (lambda x: F.silu(x.double()).float(), aten.silu_backward.default, True),
+    "through a view": (lambda x: F.silu(x.view(ROWS * WIDTH)).view(ROWS, WIDTH), aten.silu_backward.default, False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_gradient_is_written_into_the_one_it_is_made_of(name: str) -> None:
+    between, target, expected = CASES[name]
+    found = written(traced(between), target)
+    assert found and any(node is not None for node in found) == expected
+    assert all(node.meta["phase"] == "backward" and has_own_memory(node) for node in found if node is not None)
+
+
+def test_where_a_gradient_is_read_twice_only_the_last_sum_is_written_into() -> None:
+    trace = traced(lambda x: torch.sin(x) + torch.cos(x))
+    sums = written(trace, aten.add.Tensor)
+    assert len(sums) == 1 and sums[0] is not None
+    products = [n for n in trace.graph.nodes if n.target is aten.mul.Tensor and n.meta["phase"] == "backward" and n.users]
+    shared = [n for n in products if any(len(a.users) > 1 and a.meta["phase"] == "backward" for a in n.all_input_nodes)]
+    assert len(shared) == 2, "both read the gradient of the sum"
+    assert all(len(node.users) == 1 for node in written(trace, aten.mul.Tensor) if node is not None)
+
+
+def test_of_two_it_is_the_one_that_was_made_first() -> None:
+    [into] = written(traced(lambda x: torch.sin(x) + torch.cos(x)), aten.add.Tensor)
+    [add] = into.users  # type: ignore[union-attr]
+    order = list(add.graph.nodes)
+    assert order.index(into) == min(order.index(node) for node in add.all_input_nodes)
+
+
+def step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model(x).backward()
+    return {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_the_models(name: str) -> None:
+    model, x = Layers(CASES[name][0]), torch.randn(ROWS, 8)
+    plain = copy.deepcopy(model)
+    made = autopar.compile(model, 1, example_inputs=(x,), hardware="cpu-gloo")
+    found, expected = step(made, x), step(plain, x)
+    for key, each in expected.items():
+        torch.testing.assert_close(found[key], each)
+
+
+def test_it_is_there_once_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, made = plan_model(Layers(F.gelu), 1, example_inputs=(torch.randn(ROWS, 8),), hardware="cpu-gloo")
+    program = made.stage_program()
+    assert [n for n in program.backward.graph.nodes if n.target is aten.gelu_backward.grad_input]
+    monkeypatch.setattr(emit_in_place, "operand_written", lambda _: None)
+    other = emit(trace, made.plan)
+
+    def peak(of: Program) -> int:
+        (found,) = (p.peak_bytes for p in node_peaks(of) if "gelu_backward" in str(p.node.target))
+        return found
+
+    assert peak(other) - peak(program) == ROWS * WIDTH * 4
+    assert trace_peak(program).peak_bytes <= trace_peak(other).peak_bytes
