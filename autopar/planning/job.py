@@ -290,7 +290,7 @@ def _solve(problem: Problem, options: PlanOptions, *, whole: bool, likely: Balan
     only_bound = not any(moment.reserve_bytes for moment in problem.moments)
     return choices_or_least(
         problem,
-        gap=options.gap,
+        gap=options.gap if only_bound else options.gap / 2,
         time_limit_s=options.time_limit_s,
         solver=options.solver,
         bound_only=only_bound,
