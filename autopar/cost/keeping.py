@@ -1,4 +1,4 @@
-"""What named plans force on values between forward and backward: how they may be kept, and what backward runs again.
+"""What may be kept between forward and backward, and what backward may run again: what layers end with, and what named plans force.
 
 What may be kept in no layout, backward makes again (`autopar.problem.Value.keepable`).
 """
@@ -6,13 +6,40 @@ What may be kept in no layout, backward makes again (`autopar.problem.Value.keep
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 
 from torch.distributed.tensor import Shard
 
+from autopar.analysis.work import is_view
 from autopar.layout import Layout
 from autopar.redistribute import LayoutGraph
-from autopar.strategies import ClusterClass, Forced
+from autopar.strategies import Cluster, ClusterClass, Forced, Ref
+
+
+def borders_of(classes: Sequence[ClusterClass], leaving: Iterable[Ref]) -> set[Ref]:
+    """Tensors that another layer, or another stage, reads in forward, itself or through views. What makes them does not run again: a chain
+    of recomputed layers would be run, and held, all at once when backward first asks for its end, and nothing would be saved. Views of them
+    may be made again: they take no time, and kept beside what they are views of, the memory of both would be counted twice.
+
+    Args:
+        leaving: what another stage reads.
+    """
+    forward = [cluster for c in classes for cluster in c.instances if c.first.phase == "forward"]
+    layers = {ref: cluster.indices for cluster in forward for ref in cluster.results}
+    viewed = {ref: cluster.operands for cluster in forward if _is_view(cluster) for ref in cluster.results}
+    waiting = [ref for cluster in forward for ref in cluster.operands if layers.get(ref, cluster.indices) != cluster.indices]
+    waiting += leaving
+    found: set[Ref] = set()
+    while waiting:
+        ref = waiting.pop()
+        found |= set() if ref in viewed else {ref}
+        waiting += viewed.get(ref, ())
+    return found
+
+
+def _is_view(cluster: Cluster) -> bool:
+    return all(member.call.target is not operator.getitem and is_view(member.call.target) for member in cluster.members)
 
 
 def may_run_again(cluster: ClusterClass, forced: Forced) -> bool:

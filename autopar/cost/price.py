@@ -17,7 +17,7 @@ from autopar.capture.trace import Input, Output, Parameter, Trace
 from autopar.collective import Collective
 from autopar.cost.held import StepMoves
 from autopar.cost.holding import HeldPrices, adding_partial
-from autopar.cost.keeping import is_never_kept, may_run_again, split_furthest
+from autopar.cost.keeping import borders_of, is_never_kept, may_run_again, split_furthest
 from autopar.cost.kernels import with_kernels
 from autopar.cost.priced import OPTIMIZERS, Crossing, Priced, Source
 from autopar.cost.times import call_time, own_collectives, price_collectives
@@ -170,19 +170,11 @@ class _Builder:
 
     def settle_recomputation(self, classes: Sequence[ClusterClass]) -> None:
         """Which ops backward may run again."""
-        borders = self._borders(classes)
+        leaving = ((o.node, 0) for o in self.trace.outputs if o.crosses)
+        borders = {self.made[ref][0] for ref in borders_of(classes, leaving)}
         for i, (op, source) in enumerate(zip(self.ops, self.sources, strict=True)):
             may = op.recomputable and i not in borders and source.cluster is not None and may_run_again(source.cluster, self.forced)
             self.ops[i] = replace(op, recomputable=may)
-
-    def _borders(self, classes: Sequence[ClusterClass]) -> set[int]:
-        """Ops whose result another layer, or another stage, reads in forward. These are not recomputed: a chain of recomputed layers
-        would be run, and held, all at once when backward first asks for its end, and nothing would be saved."""
-        forward = [cluster for c in classes for cluster in c.instances if c.first.phase == "forward"]
-        layers = {ref: cluster.indices for cluster in forward for ref in cluster.results}
-        read = [(ref, cluster.indices) for cluster in forward for ref in cluster.operands if ref in layers]
-        leaving = [(o.node, 0) for o in self.trace.outputs if o.crosses]
-        return {self.made[ref][0] for ref in (*(ref for ref, indices in read if layers[ref] != indices), *leaving)}
 
     def _cluster_strategy(self, cluster_class: ClusterClass, strategy: ClusterStrategy) -> OpStrategy:
         members = list(zip(cluster_class.first.members, strategy.members, strict=True))
