@@ -21,7 +21,7 @@ def has_own_memory(node: fx.Node) -> bool:
 def operand_written(node: fx.Node) -> int | None:
     """The place among its arguments of the tensor that a node is to write its result into, or None.
 
-    That is one which backward made, of the result's shape and dtype, for an op that takes one element after another; or the first
+    That is one which backward made, of the result's shape, strides and dtype, for an op that takes one element after another; or the first
     argument of a node that capture has marked, which forward may have made. It has memory of its own, of which there is no view, and no
     result of the model and no other op of the node's phase or a later one reads it. Of several, the one that is made first.
 
@@ -40,7 +40,8 @@ def _is_alike(node: fx.Node, operand: object) -> bool:
         return False
     assert isinstance(operand, fx.Node), "a tensor is made by a node"
     alike = shape_of(operand) == shape_of(node) and dtype_of(operand) == dtype_of(node)
-    return alike and operand.meta.get("phase") == "backward"
+    # lying otherwise than the op would have it, the result might be copied by what reads it
+    return alike and operand.meta["val"].stride() == node.meta["val"].stride() and operand.meta.get("phase") == "backward"
 
 
 def _may_be_written(operand: object, node: fx.Node) -> bool:

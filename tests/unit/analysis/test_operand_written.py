@@ -80,6 +80,18 @@ def test_of_two_it_is_the_one_that_was_made_first() -> None:
     assert order.index(into) == min(order.index(node) for node in add.all_input_nodes)
 
 
+@pytest.mark.parametrize(("lies", "expected"), [((5, 1), 0), ((1, 4), None)], ids=["as the result", "otherwise"])
+def test_it_lies_as_the_result_would(lies: tuple[int, int], expected: int | None) -> None:
+    graph = fx.Graph()
+    made = [graph.call_function(aten.mm.default, (graph.placeholder(f"a{n}"), graph.placeholder(f"b{n}"))) for n in range(2)]
+    for node, strides in zip(made, (lies, (5, 1)), strict=True):
+        node.meta.update(phase="backward", val=torch.empty_strided((4, 5), strides, device="meta"))
+    graph.call_function(aten.neg.default, (made[1],)).meta.update(phase="backward")  # which it is not left for
+    total = graph.call_function(aten.add.Tensor, tuple(made))
+    total.meta.update(phase="backward", val=torch.empty((4, 5), device="meta"))
+    assert operand_written(total) == expected
+
+
 def step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     model(x).backward()
     return {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in model.named_parameters()}
