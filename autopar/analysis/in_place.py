@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch import fx
 
 from autopar.analysis.work import is_view
 from autopar.capture.graphs import IN_PLACE, dtype_of, is_tensor, shape_of
 from autopar.ops.in_place import in_place_form
+
+_expand = torch.ops.aten.expand.default
 
 
 def has_own_memory(node: fx.Node) -> bool:
@@ -16,6 +19,15 @@ def has_own_memory(node: fx.Node) -> bool:
     while node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
     return node.op == "call_function" and not is_view(node.target)  # type: ignore[arg-type]
+
+
+def owner_of(node: fx.Node) -> tuple[fx.Node, bool]:
+    """What made the memory that a node's result lies in, and whether elements share a place in it, as those of an expanded one do."""
+    expanded = False
+    while node.op == "call_function" and not has_own_memory(node):
+        expanded |= node.target is _expand
+        node = node.args[0]  # type: ignore[assignment]
+    return node, expanded
 
 
 def operand_written(node: fx.Node) -> int | None:

@@ -39,7 +39,8 @@ def borders_of(classes: Sequence[ClusterClass], leaving: Iterable[Ref]) -> set[R
 
 
 def _is_view(cluster: Cluster) -> bool:
-    return all(member.call.target is not operator.getitem and is_view(member.call.target) for member in cluster.members)
+    """Whether a cluster makes nothing but views; what picks a result is one where the op that makes it is."""
+    return all(is_view(member.call.target) for member in cluster.members) and cluster.members[0].call.target is not operator.getitem
 
 
 def may_run_again(cluster: ClusterClass, forced: Forced) -> bool:

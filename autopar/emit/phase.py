@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from autopar.analysis.in_place import owner_of
 from autopar.capture.trace import Parameter, Trace
 from autopar.collective import Collective
 from autopar.emit import in_place, kernels
@@ -29,7 +30,7 @@ from autopar.mesh import Mesh
 from autopar.plans import Communication
 from autopar.rules import call_of, operands_of, where_of
 
-_cast = torch.ops.aten._to_copy.default
+_cast, _clone = torch.ops.aten._to_copy.default, torch.ops.aten.clone.default
 _OF_STEPS = ("collective", "slack", "time_s", "kernel", "own", "moved")  # meta of steps that their results do not have
 Ref = tuple[str, int]  # trace node name, result index
 Have = dict[Ref, dict[Layout, fx.Node]]
@@ -268,6 +269,19 @@ class Phase:
             if i.gradient is not None:
                 key = input_key(i.path)
                 found.append(self.get((nodes[i.gradient].name, 0), chosen[key].inputs[0], key))
+        return self._apart(found)
+
+    def _apart(self, gradients: list[fx.Node]) -> list[fx.Node]:
+        """Each in memory of its own, as autograd gives them: clipping and the next backward write into every one of them."""
+        owners, found = set[fx.Node](self.sums.values()), []
+        for gradient in gradients:
+            owner, lies_over_itself = owner_of(gradient)
+            if gradient not in self.sums.values() and (owner in owners or owner.op == "placeholder" or lies_over_itself):
+                meta = gradient.meta
+                gradient = self.graph.call_function(_clone, (gradient,), {"memory_format": torch.contiguous_format})
+                gradient.meta.update({name: meta[name] for name in ("key", "module", "phase", "source", "holds") if name in meta})
+            owners.add(owner)
+            found.append(gradient)
         return found
 
     def close(self, results: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]:

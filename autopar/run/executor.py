@@ -22,6 +22,7 @@ from autopar.kernels.binding import bind
 from autopar.kernels.collectives import Groups, all_gather, all_reduce, use_groups
 from autopar.layout import Layout, local_shape
 from autopar.ops import linear_cross_entropy
+from autopar.ops.in_place import functional_form
 from autopar.run.program import Program
 from autopar.run.splitting import local_part
 
@@ -175,7 +176,7 @@ def boxed(graph_module: fx.GraphModule) -> Boxed:
 
 
 def _compiled(graph_module: fx.GraphModule) -> Boxed:
-    compiled: Any = torch.compile(graph_module, backend="inductor", fullgraph=True, dynamic=False)
+    compiled: Any = torch.compile(_functional(graph_module), backend="inductor", fullgraph=True, dynamic=False)
 
     def run(operands: list[Any]) -> Any:
         values = tuple(operands)
@@ -183,6 +184,18 @@ def _compiled(graph_module: fx.GraphModule) -> Boxed:
         return compiled(*values)
 
     return run
+
+
+def _functional(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy that writes into no operand by ``out=``, which Dynamo refuses of some strides; Inductor finds by itself where it may."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    for node in graph.nodes:
+        form = functional_form(node.target) if node.op == "call_function" else None
+        if form is not None and form[1]:
+            node.target, without = form
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != without}
+    return fx.GraphModule(graph_module, graph)
 
 
 def without_saved(source: fx.Graph, num_saved: int) -> fx.Graph:

@@ -8,8 +8,9 @@ contraction or lookup (before these, a gathered operand can pay for itself); on 
 producer can give, the node accepts; and what it makes is no larger than what it reads, so that redistributing its result
 is never dearer than redistributing its operand; its own operands leave it no choice (a tensor made like another may lie in
 any way, and several such would multiply the cluster's strategies); and it reads nothing that the cluster may read with a halo,
-which would be another layout. A contraction can be the first node of a cluster, with followers. A view of what backward reads is not
-merged into what makes that: both would be kept, and their memory, which is the same, counted twice.
+which would be another layout. A contraction can be the first node of a cluster, with followers. Where what backward reads of one memory is
+more than it holds (a tensor and a view of it), views are not merged into what makes that, nor others into views that backward
+reads: what is made together is kept together, and counted twice.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from torch import fx
 from torch.distributed.tensor import Partial
 
 from autopar import ops, random_ops
-from autopar.analysis.work import is_view
 from autopar.capture.trace import Trace
 from autopar.halo import Halo
-from autopar.rules import AxisOption, Call, TensorInfo, axis_options, call_of, operands_of
+from autopar.rules import AxisOption, Call, axis_options, call_of, operands_of
+from autopar.strategies.storages import Storages, size_of
 
 Ref = tuple[str, int]  # a tensor: node name, result index
 HEADS = frozenset(
@@ -102,6 +103,12 @@ class _Graph:
     options: dict[str, tuple[AxisOption, ...]] = field(default_factory=dict)
     with_halo: dict[str, frozenset[Ref]] = field(default_factory=dict)  # what a node may read with a halo
     position: dict[str, int] = field(default_factory=dict)
+    storages: Storages = field(default_factory=Storages)
+
+    def is_kept(self, name: str) -> bool:
+        """Whether backward reads what a node of forward makes."""
+        read = (reader for ref in self.members[name].makes for reader in self.readers.get(ref, ()))
+        return self.phase[name] == "forward" and any(self.phase[reader] == "backward" for reader in read)
 
 
 def clusters_of(trace: Trace, apart: Container[str] = ()) -> tuple[Cluster, ...]:
@@ -135,8 +142,11 @@ def _read(trace: Trace) -> _Graph:
         graph.position[node.name] = len(graph.position)
         graph.options[node.name] = options = _possible_options(graph, call, reads)
         graph.with_halo[node.name] = frozenset(r for o in options for r, p in zip(reads, o.inputs, strict=True) if isinstance(p, Halo))
+        graph.storages.add(node.name, call, reads)
         for ref in reads:
             graph.readers.setdefault(ref, []).append(node.name)
+    kept = (member for name, member in graph.members.items() if graph.is_kept(name))
+    graph.storages.keep({ref: info for member in kept for ref, info in zip(member.makes, member.call.outputs, strict=True)})
     return graph
 
 
@@ -172,13 +182,6 @@ def _graph_outputs(trace: Trace) -> set[Ref]:
     return {(n.name, 0) for n in output.args[0] if isinstance(n, fx.Node)}  # type: ignore[union-attr]
 
 
-def _size(info: TensorInfo) -> int:
-    total = info.dtype.itemsize
-    for dim in info.shape:
-        total *= dim
-    return total
-
-
 def _mergeable(graph: _Graph, content: Sequence[str], member: Member, name: str) -> bool:
     """Whether `member` may join the cluster `content` that makes one of its operands (see the module docstring)."""
     if graph.phase[name] != graph.phase[content[0]] or graph.indices[name] != graph.indices[content[0]]:
@@ -191,19 +194,23 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: Member, name: str)
     if any(graph.with_halo[node].intersection(member.reads) for node in content):
         return False
     from_cluster = [i for i, r in enumerate(member.reads) if r[0] in inside]
-    if is_view(member.call.target) and any(_is_kept(graph, member.reads[i]) for i in from_cluster):
+    if _would_be_counted_twice(graph, content, member, [member.reads[i] for i in from_cluster]):
         return False
-    largest = max((_size(member.call.inputs[i]) for i in from_cluster), default=0)
-    if any(_size(info) > largest for info in member.call.outputs):
+    largest = max((size_of(member.call.inputs[i]) for i in from_cluster), default=0)
+    if any(size_of(info) > largest for info in member.call.outputs):
         return False
     if any(r[0] in graph.members and r[0] not in inside and _depends(graph, r[0], inside) for r in member.reads):
         return False
     return _follows(graph.options[name]) and all(_accepts_all(graph, member, name, i, from_cluster) for i in from_cluster)
 
 
-def _is_kept(graph: _Graph, ref: Ref) -> bool:
-    """Whether what forward makes is read in backward."""
-    return graph.phase[ref[0]] == "forward" and any(graph.phase[reader] == "backward" for reader in graph.readers[ref])
+def _would_be_counted_twice(graph: _Graph, content: Sequence[str], member: Member, reads: Sequence[Ref]) -> bool:
+    """Whether `member`, in the cluster `content` that makes what it reads, might have memory kept that is kept already."""
+    if not graph.storages.are_full(reads):
+        return False
+    if graph.storages.is_view(member.node):
+        return any(not graph.storages.is_view(name) or graph.is_kept(name) for name in content)
+    return any(graph.storages.is_view(name) and graph.is_kept(name) for name, _ in reads)
 
 
 def _follows(options: Sequence[AxisOption]) -> bool:

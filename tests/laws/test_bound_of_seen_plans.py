@@ -5,7 +5,9 @@ Plans under budgets from ample to scarce are emitted and their peaks measured; e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -22,35 +24,57 @@ from autopar.plans import Plan
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6)  # of the peak of a plan that has all the memory it wants
 GAP = 1e-3
 KINDS = ("gpt2", "llama", "bert", "vit")
-TURNED = "layers that end with a view"
-CASES = [(TURNED, 1), *((kind, 1) for kind in KINDS), *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in KINDS)]
+Body = Callable[[nn.Linear, Any], Any]
 
 
-class Turned(nn.Module):
-    def __init__(self) -> None:
+def _halves(up: nn.Linear, x: Any) -> Any:
+    return torch.tanh(up(torch.cat([x[0].sin(), x[1]], -1) if isinstance(x, tuple) else x)).chunk(2, -1)
+
+
+def _parts(up: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    first, second = torch.tanh(up(x)).chunk(2, -1)
+    return torch.cat([first * second, first + second.sin()], -1)
+
+
+def _turned(up: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    turned = torch.tanh(up(x)).transpose(1, 2)
+    return turned * turned.sin()
+
+
+# What backward keeps of a layer lies in one memory, more than once: a result, and a view of it that something reads.
+BODIES: dict[str, Body] = {
+    "ends with a view": lambda up, x: torch.tanh(up(x)).transpose(-1, -2),
+    "ends with two views": _halves,
+    "reads a view": lambda up, x: torch.nn.functional.gelu(torch.sigmoid(up(x)).transpose(1, 2)),
+    "reads a view twice": _turned,
+    "reads views of parts": _parts,
+}
+CASES = [*((kind, 1) for kind in (*BODIES, *KINDS)), *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in KINDS)]
+
+
+class Layer(nn.Module):
+    def __init__(self, body: Body) -> None:
         super().__init__()
-        self.up = nn.Linear(64, 64)
+        self.up, self.body = nn.Linear(64, 64), body
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.up(x)).transpose(-1, -2)
+    def forward(self, x: Any) -> Any:
+        return self.body(self.up, x)
 
 
-class Turning(nn.Module):
-    """Its layers hand on their result transposed; its gradient needs it as it was."""
-
-    def __init__(self) -> None:
+class Layers(nn.Module):
+    def __init__(self, body: Body) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Turned() for _ in range(4))
+        self.layers = nn.ModuleList(Layer(body) for _ in range(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        return x.square().sum()
+        return sum(each.square().sum() for each in (x if isinstance(x, tuple) else (x,)))
 
 
 def built(kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    if kind == TURNED:
-        return Turning(), {"x": torch.ones(32, 64, 64)}
+    if kind in BODIES:
+        return Layers(BODIES[kind]), {"x": torch.ones(32, 64, 64)}
     model, batch = getattr(zoo_small, kind)()
     return model, {name: torch.cat([x] * 8) for name, x in batch.items()}  # activations outweigh parameters
 
@@ -81,7 +105,7 @@ def ladder(trace: Trace, mesh: int) -> list[Plan]:
 def test_no_plan_is_below_the_bound_of_a_budget_that_it_fits(kind: str, mesh: int) -> None:
     trace = traced(kind)
     plans = ladder(trace, mesh)
-    assert len({plan.prediction.peak_bytes for plan in plans}) > (0 if kind == TURNED else 2), "memory binds"
+    assert len({plan.prediction.peak_bytes for plan in plans}) > (0 if kind in BODIES else 2), "memory binds"
     for plan in plans:
         again = planned(trace, mesh, plan.prediction.peak_bytes)
         assert again.proof.bound_s <= plan.proof.objective_s * (1 + 1e-9), "a bound above a plan that fits is none"
@@ -90,8 +114,9 @@ def test_no_plan_is_below_the_bound_of_a_budget_that_it_fits(kind: str, mesh: in
 @pytest.mark.parametrize(
     ("kind", "what", "mutant"),
     [
-        ("gpt2", "autopar.strategies.clusters._is_kept", lambda graph, ref: False),  # attention's result and a view of it are made together
-        (TURNED, "autopar.cost.keeping._is_view", lambda cluster: False),  # a layer's end is kept beside what it is a view of
+        ("gpt2", "autopar.strategies.storages.Storages.are_full", lambda self, refs: False),  # attention's result, and a view made with it
+        ("reads a view", "autopar.strategies.storages.Storages.are_full", lambda self, refs: False),
+        ("ends with a view", "autopar.cost.keeping._is_view", lambda cluster: False),  # a layer's end is kept beside what it is a view of
     ],
 )
 def test_with_memory_counted_twice_some_bound_is_too_high(kind: str, what: str, mutant: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,4 +124,12 @@ def test_with_memory_counted_twice_some_bound_is_too_high(kind: str, what: str, 
     monkeypatch.setattr(what, mutant)
     model, batch = built(kind)
     trace = capture(model, (), batch)  # classes are remembered by trace
-    assert any(planned(trace, 1, plan.prediction.peak_bytes).proof.bound_s > plan.proof.objective_s * (1 + 1e-9) for plan in plans)
+    assert any(is_refused(trace, plan) for plan in plans)
+
+
+def is_refused(trace: Trace, plan: Plan) -> bool:
+    """Whether a plan's own peak is said to admit none as fast."""
+    try:
+        return planned(trace, 1, plan.prediction.peak_bytes).proof.bound_s > plan.proof.objective_s * (1 + 1e-9)
+    except InfeasibleError:
+        return True
