@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 TESTS = Path(__file__).parent
@@ -58,6 +59,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _function(nodeid: str) -> str:
     return nodeid.partition("[")[0]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_group() -> Iterator[None]:
+    """What `autopar.compile` has started in a module's tests is no part of the next one's."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True, scope="module")
