@@ -30,9 +30,8 @@ from autopar import ops, random_ops
 from autopar.capture.trace import Trace
 from autopar.halo import Halo
 from autopar.rules import AxisOption, Call, axis_options, call_of, operands_of
-from autopar.strategies.storages import Storages, size_of
+from autopar.strategies.storages import Ref, Storages, size_of
 
-Ref = tuple[str, int]  # a tensor: node name, result index
 HEADS = frozenset(
     (
         ops.dot, ops.attention, ops.attention_backward, ops.embedding, ops.embedding_backward,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 
 from autopar.analysis.work import is_view
 from autopar.rules import Call, TensorInfo
 
-Ref = tuple[str, int]
+Ref = tuple[str, int]  # a tensor: node name, result index
 
 
 class Storages:
@@ -48,7 +49,4 @@ class Storages:
 
 def size_of(info: TensorInfo) -> int:
     """Bytes of a whole tensor."""
-    total = info.dtype.itemsize
-    for dim in info.shape:
-        total *= dim
-    return total
+    return info.dtype.itemsize * math.prod(info.shape)

@@ -179,3 +179,16 @@ def test_a_strategy_prints_operands_and_results() -> None:
 def test_an_order_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(LayoutError, match=r"does not say in which order axes split dim \d"):
         Layout.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "alike"),
+    [
+        ("S(0) P(sum)", "S(0) R", True),
+        ("S(0) R", "R R", False),
+        ("S(0) S(1)", "S(1) S(0)", False),
+        ("S(0)#0 S(0)#1", "S(0)#1 S(0)#0", False),
+    ],
+)
+def test_layouts_split_alike_where_a_rank_has_the_same_place(a: str, b: str, alike: bool) -> None:
+    assert Layout.parse(a).splits_like(Layout.parse(b)) == Layout.parse(b).splits_like(Layout.parse(a)) == alike

@@ -15,10 +15,13 @@ from autopar import ops
 from autopar.analysis import in_place
 from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture
+from autopar.capture.graphs import IN_PLACE
 from autopar.capture.loss_head import loss_alone
+from autopar.collective import Collective
 from autopar.constraints import megatron
 from autopar.emit import emit
 from autopar.emit import in_place as emit_in_place
+from autopar.kernels import collectives
 from autopar.run.memory import node_peaks
 from autopar.run.program import Program
 
@@ -117,3 +120,15 @@ def test_rows_that_hold_for_every_plan_do_not_count_both() -> None:
 def gradient(trace: Trace) -> torch.fx.Node:
     (found,) = (node for node in trace.graph.nodes if node.target is ops.cross_entropy_backward)
     return found
+
+
+@pytest.mark.parametrize(("size", "expected"), [(2, True), (1, False)])
+def test_what_a_step_hands_on_along_an_axis_of_one_device_is_left(size: int, expected: bool) -> None:
+    graph = torch.fx.Graph()
+    x = graph.call_function(torch.ops.aten.exp.default, (graph.placeholder("x"),))
+    step = graph.call_function(collectives.all_reduce, (x, "sum", 0))
+    step.meta["collective"] = Collective("all_reduce", 0, -1, -1, "sum", "float32", 4)
+    negated = graph.call_function(torch.ops.aten.neg.default, (step,))
+    negated.meta[IN_PLACE] = 0
+    emit_in_place.write(negated, {}, (size,))
+    assert (negated.target is torch.ops.aten.neg.out) == (IN_PLACE in negated.meta) == expected
