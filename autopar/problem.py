@@ -151,14 +151,21 @@ class Kernel:
     """A collective-overlap kernel on offer: a matrix product that waits for what is gathered, or whose partial sums are scattered.
 
     Attributes:
-        op: whose product it is. again: as backward runs it again. strategies: with any of which.
+        op: whose product it is, or that adds others to its partial sums. again: as backward runs it again. strategies: with any of which.
         hides: the collectives of one tensor, one of which it can do.
+        added: where `op` adds, the op whose product is the last addend, and with which strategies; None where the product is its own.
     """
 
     op: int
     again: bool
     strategies: tuple[int, ...]
     hides: tuple[Hidden, ...]
+    added: tuple[int, tuple[int, ...]] | None = None
+
+    @property
+    def product(self) -> tuple[int, tuple[int, ...]]:
+        """The op whose product it is, and with which of its strategies."""
+        return self.added or (self.op, self.strategies)
 
 
 Kernels = Mapping[tuple[int, bool], tuple[Kernel, ...]]

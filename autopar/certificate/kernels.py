@@ -3,7 +3,8 @@
 A product does one collective of a tensor, and is cut into chunks one way: for what it reads, or for what it makes. What is scattered at
 once is nowhere in one piece, so nothing else starts from there, and nobody reads or keeps it so. What has slack whatever is chosen is no
 kernel's, and the product can stand where what it reads is first read: its other factor is a parameter, an input, or forward's. What comes
-from another stage counts as made in its phase, and has slack in the other.
+from another stage counts as made in its phase, and has slack in the other. A product that is only added to something, in its own phase,
+can do that as well, and scatter the sum, if nothing lies otherwise before.
 
 What kernels share with their peers along an axis rests there, once for all that move a tensor of one form in the same pieces: with n ranks
 and q chunks, two slots for a rank's part where it is gathered, 2·n of them where it is scattered, each a multiple of a line of 128 bytes,
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+import torch
 from torch import fx
 
 from autopar import ops
@@ -76,8 +78,10 @@ class KernelWalk:
             yield f"{kernel.node} is no product at its end"
             return
         yield from self._at_end(tensor, step, steps, found, chosen)
+        if found.operand < 0 and found.key != tensor.key:
+            yield from self._added(tensor, step, found)
         yield from self._once(found.key, kernel, pattern_of(key[0])[0])
-        yield from self._saves(step, kernel, found, chosen)
+        yield from self._saves(step, kernel, found, chosen, adds=found.operand < 0 and found.key != tensor.key)
 
     def _reading(self, tensor: Tensor, kernel: InKernel, phase: str) -> Reader | None:
         """The first reader of the kernel's pattern."""
@@ -85,8 +89,23 @@ class KernelWalk:
         return next((r for r in tensor.readers if pattern_of(r.key)[0] == kernel.node and r.phase == wanted), None)
 
     def _making(self, tensor: Tensor, kernel: InKernel) -> Reader | None:
-        """What makes it, as the reader of no operand."""
-        return Reader(tensor.key, -1, tensor.phase) if pattern_of(tensor.key)[0] == kernel.node and tensor.key in self.facts.nodes else None
+        """What makes it, or something that it adds, as the reader of no operand."""
+        node = self.facts.nodes.get(tensor.key)
+        keys = [] if node is None else [tensor.key, *(self.facts.names.get(x.name, "") for x in operands_of(node))]
+        return next((Reader(key, -1, tensor.phase) for key in keys if key in self.facts.nodes and pattern_of(key)[0] == kernel.node), None)
+
+    def _added(self, total: Tensor, step: Communication, product: Reader) -> Iterator[str]:
+        """Whether the product of a sum can wait for it, and all of it lies alike."""
+        node, strategy = self.facts.nodes[total.key], self.claims.chosen.get(total.key)
+        summand = self.facts.tensors[product.key, 0]
+        plain = node.target is torch.ops.aten.add.Tensor and len(operands_of(node)) == len(node.args) == 2 and not node.kwargs
+        like = all(_is_like(x, node) for x in operands_of(node))
+        if not plain or not like or step.kernel is None or step.kernel.again:
+            yield "what it scatters is no sum of two that the product can be added up in"
+        if [r.key for r in summand.readers] != [total.key] or summand.phase != total.phase:
+            yield "its product is read for something else, too"
+        if strategy is None or {*strategy.inputs, *strategy.outputs} != {step.source}:
+            yield "the sum is not made of parts that lie as it does"
 
     def _at_end(
         self, tensor: Tensor, step: Communication, steps: Sequence[Communication], product: Reader, chosen: Strategy
@@ -130,7 +149,7 @@ class KernelWalk:
             yield "its product does another collective"
         tensors.add(tensor)
 
-    def _saves(self, step: Communication, kernel: InKernel, product: Reader, chosen: Strategy) -> Iterator[str]:
+    def _saves(self, step: Communication, kernel: InKernel, product: Reader, chosen: Strategy, *, adds: bool) -> Iterator[str]:
         call, c, sizes = call_of(self.facts.nodes[product.key]), step.collective, tuple(self.mesh.shape)
         dim, info = c.dim, call.outputs[0] if product.operand < 0 else call.inputs[product.operand]
         split = step.target if product.operand < 0 else step.source
@@ -145,7 +164,7 @@ class KernelWalk:
                 return
             dim = terms[2].index(letter)
         self._share(step, kernel, info)
-        saved_s, chunks = saved(Site(call, chosen, sizes, c.kind, sizes[c.axis], dim), step.time_s, self.profile)
+        saved_s, chunks = saved(Site(call, chosen, sizes, c.kind, sizes[c.axis], dim, adds), step.time_s, self.profile)
         if not near(saved_s, kernel.saved_s) or chunks != kernel.num_chunks:
             yield f"it saves {saved_s:.6g} s in {chunks} chunks, not {kernel.saved_s:.6g} s in {kernel.num_chunks}"
         if saved_s <= self.profile.launch_overhead_s:
@@ -159,6 +178,11 @@ class KernelWalk:
         num_slots, num_flags = 2 if gathers else 2 * num, 1 + num + num * kernel.num_chunks
         form = kernel.name, c.axis, before, length, after * info.dtype.itemsize, kernel.num_chunks
         self.shared[form] = num_slots * slot + num_flags * _LINE
+
+
+def _is_like(x: fx.Node, other: fx.Node) -> bool:
+    mine, theirs = x.meta["val"], other.meta["val"]
+    return mine.shape == theirs.shape and mine.dtype == theirs.dtype
 
 
 def _around(lengths: Sequence[int], dim: int) -> tuple[int, int, int]:

@@ -5,6 +5,7 @@ A kernel does a matrix product together with the collective at its border, chunk
     all_gather_matmul       the product of what is gathered: a chunk is multiplied while the next is on its way, a rank's own ones first
     matmul_reduce_scatter   the product whose partial sums are scattered: chunks for the others come first, and leave while the next is made
 
+Where what is scattered is a sum of products, as a gradient of what several read, the last of them adds the others' to each of its chunks.
 With n ranks and q chunks of each part that moves, m = (n − 1)·q of them, w seconds for the product of one, v for that of a rank's own
 part, which is not cut, c to move one, r to add up what came and o to launch one thing more:
 
@@ -20,6 +21,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
 from autopar.analysis.work import Work, computes_in, works
 from autopar.cost.compute import compute_time
 from autopar.cost.times import local_info
@@ -32,6 +35,7 @@ from autopar.rules import Call, TensorInfo
 NAMES = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
 """Kind of the collective → the kernel's name."""
 _CHUNKS = (1, 2, 4)
+ADDITION = torch.ops.aten.add.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class Site:
     Attributes:
         call, strategy: the product, and how it runs. kind, size: of the collective, over so many ranks.
         result_dim: of the product's result, the rows or columns that are gathered or scattered.
+        adds: whether something like the result is added to it first.
     """
 
     call: Call
@@ -63,6 +68,7 @@ class Site:
     kind: str
     size: int
     result_dim: int
+    adds: bool = False
 
     def infos(self, num: int = 1) -> tuple[list[TensorInfo], list[TensorInfo]]:
         """What one of `num` chunks of the product reads and makes."""
@@ -84,9 +90,11 @@ class Site:
         return Region(NAMES[self.kind], Shards.of(info.shape, dim, info.dtype, self.size, num_chunks))
 
     def seconds(self, profile: HardwareProfile, num: int = 1) -> float:
-        """Of one of `num` chunks of the product."""
+        """Of one of `num` chunks of the product, or of the sum."""
         reads, makes = self.infos(num)
-        done = works(self.call.target, self.call.args, self.call.kwargs, reads, makes)
+        done = list(works(self.call.target, self.call.args, self.call.kwargs, reads, makes))
+        if self.adds:
+            done += works(ADDITION, (), {}, makes * 2, makes)
         return sum(times * compute_time(each, computes_in(reads), profile) for each, times in done)
 
 

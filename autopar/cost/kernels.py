@@ -3,7 +3,8 @@
 On offer is a kernel where it saves more than a launch takes, and nothing has slack anyway; where parts are even; where what is split
 belongs to rows or columns of the product, not to what it sums over; and where the product's other factor is there whenever what it reads
 is: a parameter, or in backward what forward made, so that the product can stand where its operand is read first. What is gathered is there
-afterwards, for all who read it.
+afterwards, for all who read it. Where partial sums of several products are added up before they are scattered, the last addend's product
+does that (`autopar.analysis.sums`).
 
 What crosses between stages counts as made in its phase, as in the model without stages, and is gathered by no kernel in backward, when it
 has slack there. So a stage has no kernel that the whole model lacks, but where it may run again what the whole may not.
@@ -11,18 +12,22 @@ has slack there. So a stage has no kernel that the whole model lacks, but where 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import fx
+
 from autopar import ops
+from autopar.analysis.sums import product_added
 from autopar.capture.trace import Trace
-from autopar.cost.kernel_times import NAMES, Region, Site, saved, terms_of
+from autopar.cost.kernel_times import ADDITION, NAMES, Region, Site, saved, terms_of
 from autopar.cost.priced import Priced, Source
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.problem import Choices, Hidden, Kernel, Kernels, Problem
 from autopar.redistribute import Arc
+from autopar.rules import operands_of
 from autopar.solve import is_early
 from autopar.strategies import Cluster, ClusterClass, ClusterStrategy, Ref
 
@@ -30,14 +35,29 @@ NO_ROOM = "what it would share with its peers takes memory that is worth more el
 
 
 @dataclass(frozen=True, slots=True)
+class _Sum:
+    """The op that adds something to a product's partial sums; `operand` is the product among what it reads."""
+
+    op: int
+    classes: ClusterClass
+    operand: int
+
+    def strategies(self, layout: Layout) -> tuple[int, ...]:
+        """With which it has both, and what it makes, in a layout."""
+        heads = [strategy.members[0] for strategy in self.classes.strategies]
+        return tuple(s for s, head in enumerate(heads) if head.inputs[self.operand] == layout == head.outputs[0])
+
+
+@dataclass(frozen=True, slots=True)
 class _Product:
     """A product at an end of a tensor's collectives: its op, `again` as backward runs it again, and which factor the tensor is; None where
-    it is the result."""
+    it is the result, or the sum of that and more."""
 
     op: int
     again: bool
     classes: ClusterClass
     factor: int | None
+    total: _Sum | None = None
 
     @property
     def cluster(self) -> Cluster:
@@ -64,11 +84,16 @@ class _Offers:
     mesh_shape: tuple[int, ...]
     profile: HardwareProfile
     phases: dict[str, str] = field(init=False)  # node → its phase; placeholders have none, but what crosses
+    nodes: dict[str, fx.Node] = field(init=False)
+    heads: dict[str, int] = field(init=False)  # node → the op of the clusters that it is the first of
     regions: dict[tuple[int, Region], int] = field(default_factory=dict)  # axis and region → its number, as they come
     _known: dict[object, tuple[float, int]] = field(default_factory=dict)  # what is saved, by what that depends on
 
     def __post_init__(self) -> None:
-        self.phases = {n.name: n.meta["phase"] for n in self.trace.graph.nodes if n.op == "call_function"}
+        self.nodes = {n.name: n for n in self.trace.graph.nodes}
+        clusters = ((i, c) for i, source in enumerate(self.sources) if source.cluster is not None for c in source.cluster.instances)
+        self.heads = {cluster.members[0].node: i for i, cluster in clusters}
+        self.phases = {name: n.meta["phase"] for name, n in self.nodes.items() if n.op == "call_function"}
         self.phases |= {i.node: "forward" for i in self.trace.inputs if i.crosses}
         self.phases |= {o.tangent: "backward" for o in self.trace.outputs if o.crosses and o.tangent}
 
@@ -96,7 +121,14 @@ class _Offers:
                 here = hides.get(product.layout(strategy), ())
                 found = tuple(h for a, arc in here for h in self._hidden(v, product, strategy, a, arc))
                 groups.setdefault(found, []).append(s)
-            yield from (Kernel(product.op, product.again, tuple(chosen), found) for found, chosen in groups.items() if found)
+            yield from (self._kernel(v, product, tuple(chosen), found) for found, chosen in groups.items() if found)
+
+    def _kernel(self, v: int, product: _Product, strategies: tuple[int, ...], hides: tuple[Hidden, ...]) -> Kernel:
+        if product.total is None:
+            return Kernel(product.op, product.again, strategies, hides)
+        graph = self.problem.values[self.problem.variants[v].value].graph
+        adding = product.total.strategies(graph.layouts[graph.arcs[hides[0].arc].src])
+        return Kernel(product.total.op, product.again, adding, hides, (product.op, strategies))
 
     def why(self, v: int, late: bool, arc: Arc, choices: Choices) -> Iterator[str]:
         """What keeps each product at a collective's end from doing it."""
@@ -108,7 +140,7 @@ class _Offers:
                 name = product.cluster.members[0].key.partition("/")[0]
                 refusal = self._refusal(v, product, arc)
                 a, same = graph.arcs.index(arc), (product.op, product.again)
-                kernels = (k for k in self.problem.kernels.get((v, late), ()) if (k.op, k.again) == same and s in k.strategies)
+                kernels = (k for k in self.problem.kernels.get((v, late), ()) if (k.product[0], k.again) == same and s in k.product[1])
                 offered = [h for k in kernels for h in k.hides if h.arc == a]
                 if offered:
                     room = choices.regions is None or offered[0].region in choices.regions
@@ -126,8 +158,24 @@ class _Offers:
                 yield _Product(use.op, again, classes, factor)
         classes = self.sources[value.op].cluster
         runs = not late or problem.ops[value.op].recomputable
-        if classes is not None and runs and _makes(classes.first, classes.first.results[value.result]):
+        if classes is None or not runs:
+            return
+        made = classes.first.results[value.result]
+        if _makes(classes.first, made, ops.dot):
             yield _Product(value.op, late, classes, None)
+        elif not late and _makes(classes.first, made, ADDITION):
+            yield from self._added(value.op, classes)
+
+    def _added(self, op: int, classes: ClusterClass) -> Iterator[_Product]:
+        """The last addend of a sum, if it is a product of one op in all instances."""
+        totals = [self.nodes[cluster.members[0].node] for cluster in classes.instances]
+        operand, *others = {product_added(total) for total in totals}
+        if operand is None or others:
+            return
+        product, *others = {self.heads.get(operands_of(total)[operand].name) for total in totals}
+        source = None if product is None or others else self.sources[product].cluster
+        if product is not None and source is not None:
+            yield _Product(product, False, source, None, _Sum(op, classes, operand))
 
     def _ends(self, arc: Arc, product: _Product, v: int) -> Layout | None:
         """The end of a collective at which the product stands, if it is of the kind that the product could do."""
@@ -157,8 +205,9 @@ class _Offers:
         if result_dim is None or self._refusal(v, product, arc):
             return []
         sizes, c = self.mesh_shape, arc.collective
-        site = Site(product.cluster.members[0].call, strategy.members[0], sizes, c.kind, sizes[c.axis], result_dim)
-        key = (site.kind, site.size, result_dim, arc.time_s, terms_of(site.call), *map(tuple, site.infos()))
+        adds = product.total is not None
+        site = Site(product.cluster.members[0].call, strategy.members[0], sizes, c.kind, sizes[c.axis], result_dim, adds)
+        key = (site.kind, site.size, result_dim, adds, arc.time_s, terms_of(site.call), *map(tuple, site.infos()))
         if key not in self._known:
             self._known[key] = saved(site, arc.time_s, self.profile)
         saved_s, chunks = self._known[key]
@@ -176,10 +225,10 @@ def _factor(cluster: Cluster, ref: Ref) -> int | None:
     return at[0] if alone else None
 
 
-def _makes(cluster: Cluster, ref: Ref) -> bool:
-    """Whether a tensor is the result of the cluster's product, and nothing else in the cluster reads it."""
+def _makes(cluster: Cluster, ref: Ref, target: Callable[..., object]) -> bool:
+    """Whether a tensor is what the first op of a cluster makes, `target`, and nothing else in the cluster reads it."""
     head = cluster.members[0]
-    return head.call.target is ops.dot and head.makes[0] == ref and not any(ref in m.reads for m in cluster.members[1:])
+    return head.call.target is target and head.makes[0] == ref and not any(ref in m.reads for m in cluster.members[1:])
 
 
 def with_kernels(trace: Trace, problem: Problem, sources: Sequence[Source], mesh: Mesh, profile: HardwareProfile) -> Problem:

@@ -203,7 +203,8 @@ Seen = Mapping[str, tuple[str, int]]
 
 
 def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: int) -> Seen:
-    """Peaks by node of the trace: those of collectives and of what runs again count for the node that comes after them.
+    """Peaks by node of the trace: those of collectives and of what runs again count for the node that comes after them, that of a product
+    which is added to others as it scatters them for it and for the sum.
 
     Args:
         resting_bytes: what rests beside the program's own tensors (the optimizer's state).
@@ -213,10 +214,13 @@ def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: 
     waiting, last = 0, ""
     for peak in peaks:
         waiting = max(waiting, peak.peak_bytes)
-        name = keys.get(peak.node.meta.get("key", ""), "")
-        if name in liveness.owner and not peak.node.meta.get("recomputed"):
+        total = peak.node.meta["kernel"].total if "kernel" in peak.node.meta else ""
+        names = [keys.get(key, "") for key in (peak.node.meta.get("key", ""), total)]
+        here = [name for name in names if name in liveness.owner and not peak.node.meta.get("recomputed")]
+        for name in here:
             before = seen.get(name, ("", 0))[1]  # a node that picks a result has the key of the op, which may have needed more
-            seen[name], waiting, last = (peak.phase, max(before, waiting + resting_bytes)), 0, name
+            seen[name], last = (peak.phase, max(before, waiting + resting_bytes)), name
+        waiting = 0 if here else waiting
     if last:  # what comes after the last node counts for it
         phase, before = seen[last]
         seen[last] = phase, max(before, waiting + resting_bytes)

@@ -1,24 +1,27 @@
 """Products that do a collective at their border themselves, where the plan says so (`autopar.cost.kernels`).
 
-A kernel that gathers stands where the first reader wants what is gathered: at its product's own place, or before it.
+A kernel that gathers stands where the first reader wants what is gathered: at its product's own place, or before it. One that scatters a
+sum of which its product is a part stands where the sum would be made.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import fx
 
+from autopar import ops
+from autopar.analysis.sums import product_added
 from autopar.collective import Collective
 from autopar.emit.choices import PlanIndex, TensorKey
 from autopar.errors import EmissionError
 from autopar.kernels import fused
 from autopar.layout import Layout, Strategy
 from autopar.plans import Communication, InKernel
-from autopar.rules import where_of
+from autopar.rules import operands_of, where_of
 from autopar.strategies import pattern_of
 
 Ref = tuple[str, int]  # trace node name, result index
@@ -26,13 +29,14 @@ Ref = tuple[str, int]  # trace node name, result index
 
 @dataclass(frozen=True, slots=True)
 class KernelStep:
-    """What a kernel's node does beside its product: the collective, the key that its node would have, how long it takes alone, and what is
-    saved."""
+    """What a kernel's node does beside its product: the collective, the key that its node would have, how long it takes alone, what is
+    saved, and the key of the node that adds others to the product, if it does that as well."""
 
     collective: Collective
     key: str
     time_s: float
     saved_s: float
+    total: str = ""
 
 
 class Job(Protocol):
@@ -61,17 +65,20 @@ class Phase(Protocol):
 
 
 def product_of(made: fx.Node, step: Communication) -> fx.Node:
-    """The product that does a gather: of the nodes of the kernel's pattern the first that reads what is gathered.
+    """The product that does a collective of what a node made.
+
+    A gather: of the nodes of the kernel's pattern the first that reads what is gathered. Else what made it, or the last addend.
 
     Raises:
-        EmissionError: where none of them reads it.
+        EmissionError: where none of them reads it, or makes it.
     """
-    pattern = _kernel(step).node
-    for user in made.users:
-        if user.op == "call_function" and pattern_of(user.meta["key"])[0] == pattern:
-            return user
+    pattern, gathers = _kernel(step).node, step.collective.kind == "all_gather"
+    for node in made.users if gathers else (made, *made.all_input_nodes):
+        if node.target is ops.dot and pattern_of(node.meta["key"])[0] == pattern:
+            return node
+    what = f"{step.collective.kind} what it does not {'read' if gathers else 'make'}"
     remedy = "plan again; the file was changed by hand or belongs to another version"
-    raise EmissionError(f"the plan has {pattern} gather what it does not read", where=where_of(made), remedy=remedy)
+    raise EmissionError(f"the plan has {pattern} {what}", where=where_of(made), remedy=remedy)
 
 
 def emitted(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], again: bool) -> bool:
@@ -84,13 +91,30 @@ def emitted(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref]
         if step.collective.kind == "all_gather" and product_of(job.nodes[ref[0]], step) is node:
             _gather(phase, node, strategy, refs, operand, step)
             return True
-    if len(strategy.outputs) == 1:
-        for step in job.index.steps.get((phase.phase, job.key((node.name, 0))), {}).values():
-            scatters = step.collective.kind == "reduce_scatter" and step.source == strategy.outputs[0]
-            if scatters and step.kernel is not None and step.kernel.again == again:
-                _scatter(phase, node, strategy, refs, step)
-                return True
-    return False
+    step = _scattering(phase, node, strategy, again) if len(strategy.outputs) == 1 else None
+    if step is not None:
+        _scatter(phase, node, strategy, refs, step)
+        return True
+    return _stands_later(phase, node, again)
+
+
+def _stands_later(phase: Phase, node: fx.Node, again: bool) -> bool:
+    """Whether a product is taken where it is added to others, and they are scattered."""
+    total = next(iter(node.users), node)
+    place = product_added(total)
+    if place is None or total.args[place] is not node:
+        return False
+    step = _scattering(phase, total, phase.job.index.chosen[total.meta["key"]], again)
+    return step is not None and product_of(total, step) is node
+
+
+def _scattering(phase: Phase, made: fx.Node, strategy: Strategy, again: bool) -> Communication | None:
+    """The step by which a kernel scatters what a node makes."""
+    for step in phase.job.index.steps.get((phase.phase, phase.job.key((made.name, 0))), {}).values():
+        scatters = step.collective.kind == "reduce_scatter" and step.source == strategy.outputs[0]
+        if scatters and step.kernel is not None and step.kernel.again == again:
+            return step  # type: ignore[no-any-return]  # a Job is invariant
+    return None
 
 
 def _gather(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], operand: int, step: Communication) -> None:
@@ -108,10 +132,18 @@ def _gather(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref]
 
 
 def _scatter(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], step: Communication) -> None:
-    c = step.collective
-    a, b = (phase.get(ref, layout, node.meta["key"]) for ref, layout in zip(refs, strategy.inputs, strict=True))
-    args = (a, b, node.args[0], c.dim, c.axis, _kernel(step).num_chunks)
-    phase.define((node.name, 0), step.target, _call(phase, fused.matmul_reduce_scatter, args, node, (node.name, 0), step))
+    c, product, addend = step.collective, product_of(node, step), None
+    if product is not node:
+        others = [(ref, layout) for ref, layout in zip(refs, strategy.inputs, strict=True) if ref[0] != product.name]
+        (addend,) = (phase.get(ref, layout, node.meta["key"]) for ref, layout in others)
+        strategy = phase.job.index.chosen[product.meta["key"]]
+        refs = [(x.name, 0) for x in operands_of(product)]
+    a, b = (phase.get(ref, layout, product.meta["key"]) for ref, layout in zip(refs, strategy.inputs, strict=True))
+    args = (a, b, addend, product.args[0], c.dim, c.axis, _kernel(step).num_chunks)
+    here = _call(phase, fused.matmul_reduce_scatter, args, product, (node.name, 0), step)
+    if product is not node:
+        here.meta["kernel"] = replace(here.meta["kernel"], total=node.meta["key"])
+    phase.define((node.name, 0), step.target, here)
 
 
 def _call(phase: Phase, target: Callable[..., Any], args: tuple[Any, ...], node: fx.Node, moved: Ref, step: Communication) -> fx.Node:

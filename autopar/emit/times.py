@@ -25,13 +25,14 @@ def node_times(graph: fx.Graph, plan: Plan) -> Mapping[fx.Node, float]:
             continue
         if "time_s" in node.meta:
             found[node] = node.meta["time_s"]
-        elif (at := owner.get(node.meta.get("key", ""))) is not None:
-            again = bool(node.meta.get("recomputed"))
-            if (*at, again) not in spent:
+            continue
+        again, kernel = bool(node.meta.get("recomputed")), node.meta.get("kernel")
+        for key in (node.meta.get("key", ""), *((kernel.total,) if kernel is not None else ())):
+            if (at := owner.get(key)) is not None and (*at, again) not in spent:
                 spent.add((*at, again))
-                found[node] = plan.entries[at[0]].again_s if again else plan.entries[at[0]].time_s
-            if "kernel" in node.meta:
-                found[node] = found.get(node, 0.0) - node.meta["kernel"].saved_s
+                found[node] = found.get(node, 0.0) + (plan.entries[at[0]].again_s if again else plan.entries[at[0]].time_s)
+        if kernel is not None:
+            found[node] = found.get(node, 0.0) - kernel.saved_s
     return found
 
 

@@ -33,10 +33,10 @@ def all_gather_matmul(a: Tensor, b: Tensor, equation: str, operand: int, dim: in
     return gather_bound(a, b, equation, operand, dim, group.size, group.name, group.coordinate, num_chunks)
 
 
-def matmul_reduce_scatter(a: Tensor, b: Tensor, equation: str, dim: int, axis: int, num_chunks: int) -> Tensor:
-    """This rank's part along `dim` of a product's result, which is a sum over the ranks of the axis."""
+def matmul_reduce_scatter(a: Tensor, b: Tensor, addend: Tensor | None, equation: str, dim: int, axis: int, num_chunks: int) -> Tensor:
+    """This rank's part along `dim` of a product's result, to which each rank's `addend` is added, summed over the ranks of the axis."""
     group = collectives.group_of(axis)
-    return scatter_bound(a, b, equation, dim, group.size, group.name, group.coordinate, num_chunks)
+    return scatter_bound(a, b, addend, equation, dim, group.size, group.name, group.coordinate, num_chunks)
 
 
 def gather_bound(
@@ -46,9 +46,11 @@ def gather_bound(
     return all_gather_dot(equation, (a, b), operand, dim, collectives.AxisGroup(name, size, coordinate), num_chunks, ops.dot)
 
 
-def scatter_bound(a: Tensor, b: Tensor, equation: str, dim: int, size: int, name: str, coordinate: int, num_chunks: int) -> Tensor:
+def scatter_bound(
+    a: Tensor, b: Tensor, addend: Tensor | None, equation: str, dim: int, size: int, name: str, coordinate: int, num_chunks: int
+) -> Tensor:
     """As `matmul_reduce_scatter`, in a process group."""
-    return dot_reduce_scatter(equation, (a, b), dim, collectives.AxisGroup(name, size, coordinate), num_chunks, ops.dot)
+    return dot_reduce_scatter(equation, (a, b), dim, collectives.AxisGroup(name, size, coordinate), num_chunks, ops.dot, addend)
 
 
 KERNELS: Mapping[Callable[..., Any], Kind] = {all_gather_matmul: "all_gather", matmul_reduce_scatter: "reduce_scatter"}

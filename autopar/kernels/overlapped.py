@@ -77,20 +77,27 @@ def all_gather_dot(
     return torch.ops.autopar.all_gather_matmul(shard, other, *settings)
 
 
-def dot_reduce_scatter(equation: str, operands: tuple[Tensor, Tensor], dim: int, group: AxisGroup, num_chunks: int, dot: Dot) -> Tensor:
+def dot_reduce_scatter(
+    equation: str, operands: tuple[Tensor, Tensor], dim: int, group: AxisGroup, num_chunks: int, dot: Dot, addend: Tensor | None = None
+) -> Tensor:
     """This rank's part, along `dim` of the result, of the sum of all ranks' products.
 
     The sum runs in the order of the ranks and in at least fp32, but where the kernels do not run it is the process group's.
     Arguments and errors as of `all_gather_dot`.
+
+    Args:
+        addend: what this rank's product is added to first, like the product.
     """
     check_chunked(equation, terms_of(equation)[2][dim], num_chunks)
-    if group.size == 1:
-        return dot(equation, *operands)
-    if not _runs_kernels(group, operands[0]):
-        if _counts_memory(group) and operands[0].dtype in REDUCIBLE:
-            _scatter_alone(equation, *operands, dim, group)
-        return bound.reduce_scatter(dot(equation, *operands), dim, "sum", group.size, group.name, group.coordinate)
-    return torch.ops.autopar.matmul_reduce_scatter(*operands, None, equation, dim, group.size, group.name, group.coordinate, num_chunks)
+    if group.size > 1 and _runs_kernels(group, operands[0]):
+        settings = equation, dim, group.size, group.name, group.coordinate, num_chunks
+        return torch.ops.autopar.matmul_reduce_scatter(*operands, addend, *settings)
+    if group.size > 1 and _counts_memory(group) and operands[0].dtype in REDUCIBLE:
+        _scatter_alone(equation, *operands, addend, dim, group)
+    product = dot(equation, *operands)
+    if addend is not None:
+        product = addend + product
+    return product if group.size == 1 else bound.reduce_scatter(product, dim, "sum", group.size, group.name, group.coordinate)
 
 
 def _runs_kernels(group: AxisGroup, x: Tensor) -> bool:
@@ -222,9 +229,9 @@ def scattering(equation: str, a: Tensor, b: Tensor, addend: Tensor | None, dim: 
     return Scatter(a.new_empty(shape), a.new_empty([*shape[:dim], own, *shape[dim + 1 :]]), produce), shape
 
 
-def _scatter_alone(equation: str, a: Tensor, b: Tensor, dim: int, group: AxisGroup) -> None:
+def _scatter_alone(equation: str, a: Tensor, b: Tensor, addend: Tensor | None, dim: int, group: AxisGroup) -> None:
     """As `_gather_alone`, in matmul_reduce_scatter; the product of the own rows goes to memory that is shared."""
-    job, shape = scattering(equation, a.contiguous(), b.contiguous(), None, dim, group.size, group.coordinate)
+    job, shape = scattering(equation, a.contiguous(), b.contiguous(), addend, dim, group.size, group.coordinate)
     job.produce(*part_range(shape[dim], (group.size,), (group.coordinate,)), job.out)
 
 

@@ -32,12 +32,14 @@ def gather_all(
     return [(jobs[rank].gathered, products[rank]) for rank in range(peers.size)]
 
 
-def scatter_all(peers: Peers, equation: str, pairs: Sequence[tuple[Tensor, Tensor]], dim: int, num_chunks: int) -> list[Tensor]:
+def scatter_all(
+    peers: Peers, equation: str, pairs: Sequence[tuple[Tensor, Tensor]], dim: int, num_chunks: int, addends: Sequence[Tensor | None] = ()
+) -> list[Tensor]:
     """matmul_reduce_scatter: of every rank its part of the sum."""
     jobs: dict[int, Scatter] = {}
     shape: list[int] = []
-    for rank, (a, b) in enumerate(pairs):
-        jobs[rank], shape = scattering(equation, a, b, None, dim, peers.size, rank)
+    for rank, ((a, b), addend) in enumerate(zip(pairs, addends or [None] * len(pairs), strict=True)):
+        jobs[rank], shape = scattering(equation, a, b, addend, dim, peers.size, rank)
     scatter(peers, Shards.of(shape, dim, pairs[0][0].dtype, peers.size, num_chunks), dim, jobs)
     return [jobs[rank].out for rank in range(peers.size)]
 

@@ -114,14 +114,15 @@ def _saved_s(part: Part, c: Communication, once_s: float, profile: HardwareProfi
     key = c.node.format(*c.instances[0])
     crossing = placeholder_keys(part.trace)
     made = next(n for n in part.trace.graph.nodes if crossing.get(n.name, n.meta.get("key")) == key)
-    product = product_of(made, c) if c.collective.kind == "all_gather" else made
+    product, gathers = product_of(made, c), c.collective.kind == "all_gather"
     call, dim = call_of(product), c.collective.dim
-    if product is not made:
+    if gathers:
         terms = terms_of(call)
         dim = terms[2].index(terms[operands_of(product).index(made)][dim])
     strategy = (part.plan.recomputed_choices() if c.kernel.again else part.plan.node_choices())[product.meta["key"]]
     sizes = tuple(part.mesh.shape)
-    return saved(Site(call, strategy, sizes, c.collective.kind, sizes[c.collective.axis], dim), once_s, profile)[0]
+    adds = not gathers and product is not made
+    return saved(Site(call, strategy, sizes, c.collective.kind, sizes[c.collective.axis], dim, adds), once_s, profile)[0]
 
 
 def priced_for(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions) -> Priced:

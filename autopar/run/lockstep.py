@@ -236,14 +236,17 @@ class Ranks:
 
     def _run_kernel(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
         """A product and the collective at its border, one after the other; both give what they would alone."""
-        a, b, equation, *settings, axis, _ = node.args
+        a, b, *settings, axis, _ = node.args
         factors = [env[a], env[b]]  # type: ignore[index]
         if KERNELS[node.target] == "all_gather":  # type: ignore[index]
-            operand, dim = settings
+            equation, operand, dim = settings
             factors[operand] = whole = self._moved(phase, node, "all_gather", factors[operand], (dim, axis))
             return list(zip(whole, self._products(str(equation), factors), strict=True))
-        (dim,) = settings
-        return self._moved(phase, node, "reduce_scatter", self._products(str(equation), factors), (dim, "sum", axis))
+        addend, equation, dim = settings
+        products = self._products(str(equation), factors)
+        if addend is not None:
+            products = [x + product for x, product in zip(env[addend], products, strict=True)]  # type: ignore[index]
+        return self._moved(phase, node, "reduce_scatter", products, (dim, "sum", axis))
 
     def _run_dispatched(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
         """Experts with their tokens, of all ranks of an axis together; recorded are the rows that were expected."""

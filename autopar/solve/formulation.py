@@ -17,14 +17,7 @@ layers cost one block of variables.
     rc[n,s] ∈ {0,1}   backward runs n again with s       Σ_s rc[n,s] ≤ 1; its operands are backward readers        (5)
     k[v,l] ≤ supply(l) + Σ_{a into l} paid[a]            a version is made, or arrives: once, for all its readers  (9)
     k[v,l] ≤ Σ_{c forward} demand(c,l)                   where v rests anyway, what supply(l) makes needs no k     (9)
-    h[g,a] ∈ [0,1]    kernel g, a product with one of some strategies, does arc a as well (`autopar.cost.kernels`)
-    Σ_g h[g,a] ≤ r[a]                                    an arc is done by one kernel                              (10)
-    Σ_a h[g,a] ≤ Σ_{s of g} x[n,s], or rc                a product does one arc of a variant                       (11)
-    Σ_g h[g,a] + y ≤ supply(tail(a))                     what a product scatters at once is nowhere in one piece:  (12)
-        y: r of another arc from there, a reader's demand for it, or the version k that is kept
-    z[b] ∈ {0,1}      region b is there, through which some kernels reach their peers; its bytes stand in every budget row
-    Σ_{a through b} h[g,a] ≤ z[b]                      for all its users once                                      (13)
-    budget rows (6), (7), (8): see `autopar.solve.memory`
+    budget rows (6), (7), (8): see `autopar.solve.memory`; rows (10) to (15), of kernels: see `autopar.solve.kernel_rows`
 
     minimise Σ count·price·x + Σ count·price·rc + Σ count·price(a)·r[a] − Σ count·saved·h    prices: see `autopar.solve.prices`
     (what early communication takes beyond the compute that hides it comes on top: `autopar.solve.hiding`)
@@ -48,44 +41,36 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.problem import Kernel, Problem, Use
+from autopar.problem import Use
 from autopar.redistribute import LayoutGraph
+from autopar.solve.kernel_rows import KernelRows, RowKey
 from autopar.solve.memory import BudgetRow
-from autopar.solve.model import AT_LEAST, AT_MOST, EQUAL, Column, Costs, Model, Terms
+from autopar.solve.model import AT_LEAST, AT_MOST, EQUAL, Column, Costs, Terms
 from autopar.solve.paths import useful_arcs
-from autopar.solve.prices import arc_loads, op_load, saved_load
+from autopar.solve.prices import arc_loads, op_load
 from autopar.solve.terms import Demand, arriving, merged, worth_recomputing
-from autopar.streams import ON_COMPUTE, Balance, Load
+from autopar.streams import ON_COMPUTE, Balance
 
 SCALE = 1e6  # objective in microseconds: keeps coefficients near 1 for the solver's tolerances
 Floats = NDArray[np.float64]
-RowKey = tuple[int, ...]  # number of the formula, then the indices that stand in it: what a row is, whatever its position
 Chosen = tuple[tuple[int, ...], dict[int, int], dict[int, tuple[int, ...]], frozenset[int]]
-CHOOSE, SHARE, FLOW, KEEP, AGAIN, BUDGET, ARC, PRODUCT, WHOLE, REGION = 1, 2, 3, 4, 5, 6, 10, 11, 12, 13
+CHOOSE, SHARE, FLOW, KEEP, AGAIN, BUDGET = 1, 2, 3, 4, 5, 6
 
 
 @dataclass
-class Formulation:
+class Formulation(KernelRows):
     """The model of a problem, where compute hides all that is early, and its variables by index."""
 
-    problem: Problem
-    model: Model = field(default_factory=Model, init=False)
-    x: list[list[Column]] = field(default_factory=list)
-    again: dict[int, list[Column]] = field(default_factory=dict)
     keep: dict[tuple[int, int], Column] = field(default_factory=dict)
-    regions: dict[int, Column] = field(default_factory=dict)
-    keys: list[RowKey] = field(default_factory=list)
     tighter: list[Terms] = field(default_factory=list)  # rows (9): each sum ≤ 0
-    loads: list[tuple[Column, Load]] = field(default_factory=list)  # what a variable stands for, where that takes time
-    scattered: dict[tuple[int, int], list[Terms]] = field(default_factory=dict)  # variant, layout → kernels that scatter it, by collective
     tighter_keys: list[RowKey] = field(default_factory=list)  # of these, the variant, the layout, and which of the two it is
-    _count: int = 0
     _parts: tuple[NDArray[np.int32], Floats, Floats, Floats] | None = None
 
     def __post_init__(self) -> None:
         self._strategies()
         for v in range(len(self.problem.variants)):
             self._variant(v)
+        self._ways()
         self.model.minimise(self.costs(ON_COMPUTE))
 
     def costs(self, balance: Balance) -> Costs:
@@ -111,20 +96,6 @@ class Formulation:
     @property
     def num_constraints(self) -> int:
         return len(self.model.lower)
-
-    def _binary(self, name: str) -> Column:
-        return self.model.add_column(name, integer=True)
-
-    def _flow(self, load: Load | None = None) -> Column:
-        self._count += 1
-        variable = self.model.add_column(f"f{self._count}")
-        if load is not None and load.serial_s:
-            self.loads.append((variable, load))
-        return variable
-
-    def _row(self, key: RowKey, terms: Terms, sense: str, right: float) -> None:
-        self.keys.append(key)
-        self.model.add_row(terms, sense, right)
 
     def _strategies(self) -> None:
         """Rows (1) and (5)."""
@@ -193,7 +164,7 @@ class Formulation:
                 self._row((KEEP, v, layout), merged([(keep, 1), *((variable, -c) for variable, c in made)]), AT_MOST, 0)
                 self._tighter((v, layout, 0), [(keep, 1), *((variable, -c) for variable, c in first + arriving.get(layout, []))])
                 for i, terms in enumerate(self.scattered.get((v, layout), ())):
-                    self._whole((WHOLE, v, layout, i), [(keep, 1), *terms], supply[layout])
+                    self._whole((v, layout, i), [(keep, 1), *terms], supply[layout])
                 if free:
                     self._tighter((v, layout, 1), [(keep, 1), *((variable, -c) for variable, c in read)])
                 found[layout].append((keep, 1))
@@ -229,51 +200,6 @@ class Formulation:
             self._balance((*group, c), arcs, supply, demand, [*shared, own])
         self._kernels(group, arcs, [*shared, *apart], supply, demands)
         return arriving(graph, arcs, [*shared, *apart])
-
-    def _kernels(
-        self, group: RowKey, arcs: Sequence[int], paid: Sequence[Sequence[Column]], supply: Demand, demands: Mapping[int, Demand]
-    ) -> None:
-        """Rows (10) to (13) of the kernels that do a collective of variant `group[0]`; `paid` as what `_flows` pays, per arc."""
-        v, late = group[0], bool(group[1])
-        graph = self.problem.values[self.problem.variants[v].value].graph
-        doing: dict[int, Terms] = {}
-        for i, kernel in enumerate(self.problem.kernels.get((v, late), ())):
-            product = self.again.get(kernel.op) if kernel.again else self.x[kernel.op]
-            terms: Terms = []
-            through: dict[int, Terms] = {}
-            for hidden in kernel.hides if product else ():
-                if hidden.arc in arcs:
-                    terms.append((self._flow(saved_load(self.problem, v, late=late, saved_s=hidden.saved_s)), 1))
-                    doing.setdefault(hidden.arc, []).append(terms[-1])
-                    if hidden.region is not None:
-                        through.setdefault(hidden.region, []).append(terms[-1])
-            for region, users in through.items():
-                self._row((REGION, *group, i, region), [*users, (self._region(region), -1)], AT_MOST, 0)
-            if product and terms:
-                self._row((PRODUCT, *group, i), [*terms, *((x, -c) for x, c in self._products(v, kernel, product))], AT_MOST, 0)
-        for a, terms in doing.items():
-            at, source = arcs.index(a), graph.arcs[a].src
-            self._row((ARC, *group, a), [*((flow[at], -1) for flow in paid), *terms], AT_MOST, 0)
-            if graph.arcs[a].collective.kind == "reduce_scatter":
-                others = [i for i, b in enumerate(arcs) if b != a and graph.arcs[b].src == source]
-                uses = [[(flow[i], 1.0) for flow in paid] for i in others] + [d[source] for d in demands.values() if source in d]
-                for i, use in enumerate(uses):
-                    self._whole((WHOLE, *group, a, i), [*terms, *use], supply[source])
-                if not late:
-                    self.scattered.setdefault((v, source), []).append(terms)
-
-    def _products(self, v: int, kernel: Kernel, variables: list[Column]) -> Terms:
-        """The strategies with which an op's product can do a kernel's collectives, per tensor of variant v."""
-        return [(variables[s], 1) for s in kernel.strategies]
-
-    def _region(self, region: int) -> Column:
-        if region not in self.regions:
-            self.regions[region] = self._binary(f"z{region}")
-        return self.regions[region]
-
-    def _whole(self, key: RowKey, terms: Terms, supply: Terms) -> None:
-        """A row (12)."""
-        self._row(key, merged([*terms, *((variable, -c) for variable, c in supply)]), AT_MOST, 0)
 
     def _balance(self, reader: RowKey, arcs: list[int], supply: Demand, demand: Demand, flows: list[list[Column]]) -> None:
         """Rows (3) for one reader, whose flow is the sum of `flows`."""

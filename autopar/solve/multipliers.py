@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from autopar.problem import Multipliers, Problem
 from autopar.solve.engine import Engine, Floats, Rows, proof
-from autopar.solve.formulation import AGAIN, ARC, CHOOSE, FLOW, KEEP, PRODUCT, SCALE, SHARE, Formulation
+from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, KEEP, SCALE, SHARE, Formulation
+from autopar.solve.kernel_rows import ARC, PRODUCT
 from autopar.streams import Balance
 
 _DIGITS = 5  # significant: of Llama-3 8B's bound 5e-5 is lost, 4e-4 with one less

@@ -99,6 +99,12 @@ class _Grouped(Formulation):
         num = len(self.problem.ops[kernel.op].strategies)
         return merged([(variables[group * num + s], share) for each in shares for group, share in each.items() for s in kernel.strategies])
 
+    def _addends(self, kernel: Kernel) -> list[Column]:
+        return []  # no certificate has multipliers of these rows
+
+    def _ways(self) -> None:
+        """None: instances of a product may be cut in different ways."""
+
 
 def _by_layout(shares: Shares, variables: list[Column], layouts: list[int]) -> Demand:
     found: dict[int, Terms] = {}

@@ -44,13 +44,14 @@ M = TypeVar("M", bound=Moves)
 
 
 def usable(problem: Problem, v: int, late: bool, chosen: Chosen) -> tuple[Kernel, ...]:
-    """The kernels on offer whose product runs with one of their strategies."""
-    return tuple(k for k in problem.kernels.get((v, late), ()) if _strategy(chosen, k) in k.strategies)
+    """The kernels on offer whose product, and what adds to it, run with one of their strategies."""
+    now, again = chosen
 
+    def runs(kernel: Kernel) -> bool:
+        both = (kernel.op, kernel.strategies), kernel.product
+        return all((again.get(op, -1) if kernel.again else now[op]) in strategies for op, strategies in both)
 
-def _strategy(chosen: Chosen, kernel: Kernel) -> int:
-    strategies, again = chosen
-    return again.get(kernel.op, -1) if kernel.again else strategies[kernel.op]
+    return tuple(filter(runs, problem.kernels.get((v, late), ())))
 
 
 def most_saved(graph: LayoutGraph, kernels: Sequence[Kernel]) -> dict[tuple[int, int], float]:
@@ -73,7 +74,7 @@ def taken(problem: Problem, v: int, arcs: Sequence[Arc], wanted: set[int], kerne
             arc = graph.arcs[hidden.arc]
             whole = arc.collective.kind != "reduce_scatter" or (arc.src not in wanted and starting.count(arc.src) == 1)
             if (arc.src, arc.dst) in at and whole:
-                offers.append((-hidden.saved_s, kernel.op, kernel.again, hidden.arc, hidden))
+                offers.append((-hidden.saved_s, kernel.product[0], kernel.again, hidden.arc, hidden))
     found: dict[int, Taken] = {}
     busy: set[tuple[int, bool]] = set()
     for _, op, again, a, hidden in sorted(offers, key=lambda offer: offer[:4]):

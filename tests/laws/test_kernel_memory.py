@@ -40,18 +40,20 @@ class Sharing:
         self.peers: dict[tuple[int, int], VirtualRanks] = {}
 
     def run(self, ranks: Ranks, phase: str, node: fx.Node, env: Mapping[fx.Node, Sequence[Any]]) -> list[Any]:
-        a, b, equation, *settings, axis, num_chunks = node.args
+        a, b, *settings, axis, num_chunks = node.args
         result: list[Any] = [None] * len(ranks.ranks)
         for number, group in enumerate(ranks.mesh.groups(int(axis))):  # type: ignore[arg-type]
             peers = self.peers.setdefault((int(axis), number), VirtualRanks(len(group)))  # type: ignore[arg-type]
             pairs = [(env[a][rank].contiguous(), env[b][rank].contiguous()) for rank in group]  # type: ignore[index]
             if KERNELS[node.target] == "all_gather":  # type: ignore[index]
-                which, dim = (int(n) for n in settings)  # type: ignore[arg-type]
+                which, dim = (int(n) for n in settings[1:])  # type: ignore[arg-type]
                 shards, others = [p[which] for p in pairs], [p[1 - which] for p in pairs]
                 length = shards[0].shape[dim] * len(group)
-                made: Sequence[Any] = gather_all(peers, str(equation), shards, others, which, dim, length, int(num_chunks))  # type: ignore[arg-type]
+                made: Sequence[Any] = gather_all(peers, str(settings[0]), shards, others, which, dim, length, int(num_chunks))  # type: ignore[arg-type]
             else:
-                made = scatter_all(peers, str(equation), pairs, int(settings[0]), int(num_chunks))  # type: ignore[arg-type]
+                addend, equation, dim = settings
+                addends = [] if addend is None else [env[addend][rank] for rank in group]  # type: ignore[index]
+                made = scatter_all(peers, str(equation), pairs, int(dim), int(num_chunks), addends)  # type: ignore[arg-type]
             for rank, each in zip(group, made, strict=True):
                 result[rank] = each
         return result
@@ -120,25 +122,30 @@ def test_what_lives_in_a_gathering_kernel_is_what_a_fake_group_counts(
 
 
 @needs_kernels
+@pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize(("equation", "left", "right", "dim"), [(e, x, y, e.partition("->")[2].index(t)) for e, x, y, t in (
     ("mk,kn->mn", (12, 3), (3, 4), "m"), ("bsk,nk->bsn", (2, 12, 3), (4, 3), "s"), ("mk,kn->mn", (2, 3), (3, 12), "n"),
 )])  # fmt: skip
 def test_what_lives_in_a_scattering_kernel_is_what_a_fake_group_counts(
-    equation: str, left: tuple[int, ...], right: tuple[int, ...], dim: int
+    equation: str, left: tuple[int, ...], right: tuple[int, ...], dim: int, adds: bool
 ) -> None:
     size, pair = 3, (torch.randn(left), torch.randn(right))
+    addend = torch.einsum(equation, *pair) if adds else None
     peers = VirtualRanks(size)
     with LiveBytes() as memory:
-        made = scatter_all(peers, equation, [pair] * size, dim, 1)
+        memory.register([addend])
+        made = scatter_all(peers, equation, [pair] * size, dim, 1, [addend] * size)
     shared = sum(x.untyped_storage().nbytes() for r in peers._regions.values() for x in (*r.data, *r.flags))
     results = made[0].nbytes + torch.einsum(equation, *pair).nbytes  # what arrives, and the product, whole
     group = AxisGroup("", size, 0)
     with FakeTensorMode() as mode:
-        fake = tuple(mode.from_tensor(x) for x in pair)
+        fake, added = tuple(mode.from_tensor(x) for x in pair), None if addend is None else mode.from_tensor(addend)
         with LiveBytes() as alone:
-            overlapped._scatter_alone(equation, *fake, dim, group)
+            alone.register([added])
+            overlapped._scatter_alone(equation, *fake, added, dim, group)
         with LiveBytes() as counted:
-            overlapped.dot_reduce_scatter(equation, fake, dim, group, 1, dot)
+            counted.register([added])
+            overlapped.dot_reduce_scatter(equation, fake, dim, group, 1, dot, added)
     assert alone.peak_bytes == memory.peak_bytes - shared - (size - 1) * results >= results
     assert counted.peak_bytes >= alone.peak_bytes
 

@@ -21,14 +21,20 @@ from tests.laws.test_certified_bound import changed, proven
 from tests.laws.test_solver_oracles import LINE, A, B, BruteForce, problem, runs_beside
 
 SEEDS = (0, 3)  # brute force takes seconds of each
-FURTHER = [pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 4)]
+FURTHER = [pytest.param(seed, False, marks=pytest.mark.slow) for seed in (1, 2, 4)]
 MANY = range(30)
 
 
-def with_kernels(seed: int, *, slowdown: float = 1.0) -> Problem:
+def with_kernels(seed: int, *, slowdown: float = 1.0, summed: bool = False) -> Problem:
     """As `problem`, where b and c can do a gather of what they read, and a the scattering of what it makes, forward or again; each saves
-    most of what the shorter of both takes, the product or the collective."""
+    most of what the shorter of both takes, the product or the collective.
+
+    Args:
+        summed: what a makes is a sum, of nothing but partial sums, as if the product were b's, as b is slowest.
+    """
     p, rng = problem(seed, LINE, slowdown=slowdown), random.Random(seed)
+    if summed:
+        p = replace(p, ops=(*p.ops[:2], replace(p.ops[2], strategies=p.ops[2].strategies[-1:]), *p.ops[3:]))
     found: dict[tuple[int, bool], list[Kernel]] = {}
 
     def offer(v: int, late: bool, op: int, again: bool, layouts: Sequence[int], ends: str, kind: str) -> None:
@@ -37,6 +43,7 @@ def with_kernels(seed: int, *, slowdown: float = 1.0) -> Problem:
             strategies = tuple(s for s, at in enumerate(layouts) if at == layout)
             least = p.ops[op].count * min(p.ops[op].strategies[s].time_s for s in strategies) / p.variants[v].count
             arcs = [(a, arc) for a, arc in enumerate(graph.arcs) if arc.collective.kind == kind and getattr(arc, ends) == layout]
+            least = math.inf if summed and kind == "reduce_scatter" else least
             hides = tuple(Hidden(a, rng.uniform(0.3, 0.99) * min(arc.time_s, least), 1) for a, arc in arcs)
             if hides:
                 found.setdefault((v, late), []).append(Kernel(op, again, strategies, hides))
@@ -49,6 +56,10 @@ def with_kernels(seed: int, *, slowdown: float = 1.0) -> Problem:
     for late in (False, True):
         graph = p.values[A].graph
         offer(A, late, 2, late, [graph.index[s.layouts.outputs[0]] for s in p.ops[2].strategies], "src", "reduce_scatter")
+    if summed:
+        slowest = max(range(len(p.ops[3].strategies)), key=lambda s: p.ops[3].strategies[s].time_s)
+        for where, kernels in found.items():
+            found[where] = [replace(k, added=(3, (slowest,))) if k.op == 2 else k for k in kernels if not (k.op == 2 and k.again)]
     return replace(p, kernels={where: tuple(kernels) for where, kernels in found.items()})
 
 
@@ -126,7 +137,8 @@ class Brute:
 
     def _kernels(self, v: int, late: bool, strategies: Sequence[int], recomputed: Mapping[int, int]) -> list[Kernel]:
         kernels = self.p.kernels.get((v, late), ())
-        return [k for k in kernels if (recomputed.get(k.op) if k.again else strategies[k.op]) in k.strategies]
+        runs = [k for k in kernels if (recomputed.get(k.op) if k.again else strategies[k.op]) in k.strategies]
+        return [k for k in runs if k.added is None or strategies[k.added[0]] in k.added[1]]
 
 
 def _front(ways: Iterable[tuple[float, frozenset[object]]]) -> list[tuple[float, frozenset[object]]]:
@@ -166,7 +178,7 @@ def _uses(
         options.append([None, *((k, h) for k in kernels for h in k.hides if h.arc == a and whole)])
     for picked in itertools.product(*options):
         taken = [each for each in picked if each is not None]
-        products = [(k.op, k.again) for k, _ in taken]
+        products = [(k.op if k.added is None else k.added[0], k.again) for k, _ in taken]
         if len(set(products)) == len(products):
             time_s = sum(arc.time_s for _, arc in some) - sum(h.saved_s for _, h in taken)
             kinds = [graph.arcs[h.arc].collective.kind for _, h in taken]
@@ -175,23 +187,24 @@ def _uses(
 
 
 @cache
-def best_s(seed: int) -> float:
-    return Brute(with_kernels(seed)).best_s()
+def best_s(seed: int, *, summed: bool = False) -> float:
+    return Brute(with_kernels(seed, summed=summed)).best_s()
 
 
-@pytest.mark.parametrize("seed", [*SEEDS, *FURTHER])
-def test_the_program_with_kernels_finds_what_brute_force_does(seed: int) -> None:
-    p = with_kernels(seed)
+@pytest.mark.parametrize(("seed", "summed"), [*((s, False) for s in SEEDS), *FURTHER, *((s, True) for s in (1, 24, 25, 32))])
+def test_the_program_with_kernels_finds_what_brute_force_does(seed: int, summed: bool) -> None:
+    p = with_kernels(seed, summed=summed)
     found = solve(p, gap=0.0)
-    assert found.bound_s <= best_s(seed) * (1 + 1e-9)
-    assert found.objective_s == pytest.approx(best_s(seed), rel=1e-9)
+    assert found.bound_s <= best_s(seed, summed=summed) * (1 + 1e-9)
+    assert found.objective_s == pytest.approx(best_s(seed, summed=summed), rel=1e-9)
 
 
-def test_kernels_decide_what_is_chosen() -> None:
+@pytest.mark.parametrize("summed", [False, True])
+def test_kernels_decide_what_is_chosen(summed: bool) -> None:
     """Without them most of these problems cost more, and some are answered in other layouts."""
     cheaper, otherwise = 0, 0
     for seed in MANY:
-        p = with_kernels(seed)
+        p = with_kernels(seed, summed=summed)
         plain, found = solve(replace(p, kernels={}), gap=0.0), solve(p, gap=0.0)
         assert found.objective_s <= plain.objective_s * (1 + 1e-9)
         cheaper += found.objective_s < plain.objective_s * (1 - 1e-6)
@@ -222,18 +235,19 @@ def test_what_kernels_save_is_what_the_same_choices_cost_less() -> None:
 @settings(max_examples=120)
 @given(
     seed=st.sampled_from(SEEDS), number=st.integers(0, 2**32), size=st.sampled_from((0.0, 0.02, 0.3, 3.0)),
-    share=st.sampled_from((0.0, 0.1, 1.0)), shift=st.sampled_from((0.0, 0.3)),
+    share=st.sampled_from((0.0, 0.1, 1.0)), shift=st.sampled_from((0.0, 0.3)), summed=st.booleans(),
 )  # fmt: skip
 def test_whatever_the_multipliers_are_no_plan_with_kernels_is_below_the_bound(
-    seed: int, number: int, size: float, share: float, shift: float
+    seed: int, number: int, size: float, share: float, shift: float, summed: bool
 ) -> None:
-    p = with_kernels(seed)
-    assert lower_bound(p, changed(p, known(seed), random.Random(number), size, share, shift), []) <= best_s(seed) * (1 + 1e-9)
+    p = with_kernels(seed, summed=summed)
+    multipliers = changed(p, known(seed, summed=summed), random.Random(number), size, share, shift)
+    assert lower_bound(p, multipliers, []) <= best_s(seed, summed=summed) * (1 + 1e-9)
 
 
 @cache
-def known(seed: int) -> Multipliers:
-    found = solve(with_kernels(seed), gap=0.5).multipliers
+def known(seed: int, *, summed: bool = False) -> Multipliers:
+    found = solve(with_kernels(seed, summed=summed), gap=0.5).multipliers
     assert found is not None
     return found
 

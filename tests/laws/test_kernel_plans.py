@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
+from autopar.analysis.sums import product_added
 from autopar.api import what_if
 from autopar.capture import Trace, capture
 from autopar.certificate import certify
@@ -27,6 +28,7 @@ from autopar.planning import PlanOptions, make_plan
 from autopar.plans import Communication, InKernel, Plan
 from autopar.run import lockstep
 from autopar.run.lockstep import run_lockstep
+from autopar.strategies import pattern_of
 
 Built = tuple[nn.Module, dict[str, torch.Tensor], Trace]
 LINE, SQUARE, UNEVEN = Mesh({"gpu": 4}), Mesh({"data": 2, "tensor": 2}), Mesh({"gpu": 3})
@@ -75,6 +77,24 @@ def test_among_these_plans_both_kernels_stand_in_both_phases_and_one_runs_again(
     assert {(name, phase) for name, phase, _ in seen} == {(n, p) for n in SLOW.kernels for p in ("forward", "backward")}
     assert any(again for _, _, again in seen)
     assert {c.kernel.num_chunks for name in PLANS for c in kernels(planned(name)) if c.kernel} != {1}
+
+
+def test_where_a_gradient_is_a_sum_of_products_the_last_of_them_scatters_the_sum() -> None:
+    """Of the gradient of what the gate and the other half of an MLP read, say; its node is the only one of both."""
+    plan, (model, batch, trace) = planned("llama"), built("narrow")
+    summed = [c for c in kernels(plan) if scatters(c) and "/add.Tensor/backward/" in c.node]
+    assert len(summed) == 2 and all("/dot/backward/" in c.kernel.node for c in summed if c.kernel)
+    for c in summed:
+        assert not [other for other in plan.communications if other.node == c.node and other.kernel is None]
+        total = next(n for n in trace.graph.nodes if n.op == "call_function" and n.meta["key"] == c.node.format(0))
+        place = product_added(total)
+        assert place is not None and c.kernel is not None
+        assert pattern_of(total.args[place].meta["key"])[0] == c.kernel.node
+    program = emit(trace, plan)
+    nodes = [n for n in program.backward.graph.nodes if n.target is fused.matmul_reduce_scatter and n.args[2] is not None]
+    assert len(nodes) == sum(len(c.instances) for c in summed)
+    assert not any(n.meta.get("key") == n2.meta["kernel"].total for n in program.backward.graph.nodes for n2 in nodes)
+    assert autopar.verify(plan, model, batch).ok
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -180,6 +200,10 @@ def scatters(c: Communication) -> bool:
     return c.collective.kind == "reduce_scatter"
 
 
+def sums(c: Communication) -> bool:
+    return scatters(c) and "/add.Tensor/" in c.node
+
+
 def without(plan: Plan) -> Plan:
     """The first kernel forgotten, its saving still claimed."""
     at = next(i for i, c in enumerate(plan.communications) if c.kernel is not None)
@@ -204,6 +228,10 @@ MUTANTS: dict[str, Change] = {
     "another kernel": kernel(scatters, name="all_gather_matmul"),
     "as it runs again": kernel(scatters, again=True),
     "a kernel forgotten": without,
+    "what adds as the product": kernel(sums, node="model.layers.{0}.mlp.gate_proj/add.Tensor/backward/0"),
+    "a product that is not added": kernel(sums, node="model.layers.{0}.mlp.gate_proj/dot/backward/0"),
+    "a sum's product saves more": kernel(sums, saved_s=1e-3),
+    "a sum runs again": kernel(sums, again=True),
     "a kernel where none can be": another,
     "saves what is not said": lambda plan: replace(plan, prediction=replace(plan.prediction, in_kernels_s=0.0)),
 }

@@ -29,8 +29,13 @@ def run(rank: int) -> dict[str, Any]:
         shards = shards_of(x, 0, 3)
         gathered, y = overlapped.all_gather_dot("mk,kn->mn", (shards[rank], w), 0, 0, group, 2, dot, 8)
         part = overlapped.dot_reduce_scatter("mk,kn->mn", pairs[rank], 0, group, 2, dot)
+        addends = [y * other for other in range(3)]
+        added = overlapped.dot_reduce_scatter("mk,kn->mn", pairs[rank], 0, group, 2, dot, addends[rank])
         expected = overlapped.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0)[rank]
-        for name, found, wanted in (("gathered", gathered, x), ("product", y, x @ w), ("sum", part, expected)):
+        with_addends = overlapped.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0, addends)[rank]
+        for name, found, wanted in (
+            ("gathered", gathered, x), ("product", y, x @ w), ("sum", part, expected), ("with addends", added, with_addends),
+        ):  # fmt: skip
             wrong += [] if torch.equal(found, wanted) else [name]
     shard = shards_of(x, 0, 3)[rank].requires_grad_()
     _, y = torch.ops.autopar.all_gather_matmul(shard, w, "mk,kn->mn", 0, 0, 8, 3, group.name, rank, 2)

@@ -132,8 +132,10 @@ def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_numbers(kernels: No
             whole = x + epoch
             gathered, y = overlapped.all_gather_dot("mk,kn->mn", (shards_of(whole, 0, 3)[rank], w), 0, 0, group, 2, dot, 11)
             part = overlapped.dot_reduce_scatter("mk,kn->mn", (whole + rank, w), 0, group, 2, dot)
+            added = overlapped.dot_reduce_scatter("mk,kn->mn", (whole + rank, w), 0, group, 2, dot, y * rank)
             expected = shards_of(sum(((whole + other) @ w for other in range(3)), torch.zeros(11, 4)), 0, 3)[rank]
             well = well and torch.equal(gathered, whole) and torch.equal(y, whole @ w) and torch.equal(part, expected)
+            well = well and torch.equal(added, expected + 3 * shards_of(y, 0, 3)[rank])
         return well
 
     with HostThreads(3) as peers, providers.provided("own pace", peers):
@@ -146,6 +148,7 @@ def test_along_an_axis_of_size_one_there_is_only_the_product() -> None:
     assert whole is x
     assert torch.equal(y, dot("mk,kn->mn", x, w))
     assert torch.equal(overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), 0, group, 2, dot), y)
+    assert torch.equal(overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), 0, group, 2, dot, y), 2 * y)
 
 
 def test_a_fake_group_has_the_shapes_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -167,10 +170,12 @@ def test_without_shared_memory_the_collective_and_the_product_run_and_the_log_sa
         for _ in range(2):
             whole, y = overlapped.all_gather_dot("mk,kn->mn", (x, w), 0, 0, group, 2, dot)
             part = overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), 0, group, 2, dot)
+            added = overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), 0, group, 2, dot, x @ w)
             same = GATHER(x, w, "mk,kn->mn", 0, 0, 8, 2, "gloo", 1, 2), SCATTER(x, w, None, "mk,kn->mn", 0, 2, "gloo", 1, 2)
     assert torch.equal(whole, torch.cat([x, x]))
     assert torch.equal(y, whole @ w)
     assert torch.equal(part, (x @ w)[2:] * 2)
+    assert torch.equal(added, 2 * part)
     assert torch.equal(same[0][1], y)
     assert torch.equal(same[1], part)
     assert ["do not reach each other's memory" in record.message for record in caplog.records] == [True]

@@ -1,0 +1,69 @@
+"""Which product a sum can take in where it is made: one of its own phase that nothing else reads, of two the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from autopar import ops
+from autopar.analysis.sums import product_added
+from autopar.capture import capture
+
+Body = Callable[[Tensor, nn.ModuleList], Tensor]
+
+
+class Sums(nn.Module):
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.body, self.layers = body, nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x, self.layers).square().sum()
+
+
+def sums(body: Body) -> list[fx.Node]:
+    """The additions of forward."""
+    graph = capture(Sums(body), (torch.randn(4, 8),)).graph
+    return [n for n in graph.nodes if n.target is torch.ops.aten.add.Tensor and n.meta["phase"] == "forward"]
+
+
+def read_twice(x: Tensor, layers: nn.ModuleList) -> Tensor:
+    y = layers[0](x)
+    return (y + x) * y
+
+
+CASES: dict[str, tuple[Body, list[str | None]]] = {
+    "two products": (lambda x, f: f[0](x) + f[1](x), ["layers.1"]),
+    "the other way round": (lambda x, f: (lambda a, b: b + a)(f[0](x), f[1](x)), ["layers.1"]),
+    "three of them": (lambda x, f: f[0](x) + f[1](x) + f[2](x), ["layers.1", "layers.2"]),
+    "a product and something else": (lambda x, f: x + f[0](x), ["layers.0"]),
+    "none": (lambda x, f: f[0](x).sin() + x, [None]),
+    "itself": (lambda x, f: (lambda y: y + y)(f[0](x)), [None]),
+    "read twice": (read_twice, [None]),
+    "scaled": (lambda x, f: torch.add(x, f[0](x), alpha=2.0), [None]),
+    "a row to all rows": (lambda x, f: x + f[0](x[:1]), [None]),
+    "of another dtype": (lambda x, f: x.double() + f[0](x), [None]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_last_product_that_only_the_sum_reads(case: str) -> None:
+    body, expected = CASES[case]
+    found = []
+    for node in sums(body):
+        place = product_added(node)
+        taken = None if place is None else node.args[place]
+        assert taken is None or taken.target is ops.dot
+        found.append(None if taken is None else taken.meta["module"])
+    assert found == expected
+
+
+def test_in_backward_it_is_the_gradient_of_what_two_products_read() -> None:
+    graph = capture(Sums(lambda x, f: (lambda y: f[1](y) * f[2](y))(f[0](x))), (torch.randn(4, 8),)).graph
+    (total,) = (n for n in graph.nodes if n.target is torch.ops.aten.add.Tensor and n.meta["phase"] == "backward")
+    place = product_added(total)
+    assert place is not None and total.args[1 - place].target is ops.dot
+    assert total.args[1 - place] < total.args[place]
