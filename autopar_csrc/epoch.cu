@@ -3,7 +3,9 @@
 // ap_epoch_signal: flag (address of one uint64) becomes `epoch` after everything that came before it in its stream or thread.
 // ap_epoch_wait:   what follows it in its stream or thread runs after the flag has reached `epoch`.
 // On the device the wait's status goes to *status (an int on the device, or null); the call returns whether it was launched.
+// ap_epoch_refused: how many signals and waits of lanes took a kernel since the driver did not take them (see include/stream_ops.h).
 #include "include/epoch.h"
+#include "include/stream_ops.h"
 
 #ifdef AP_DEVICE
 
@@ -24,6 +26,12 @@ AP_API int ap_epoch_wait_cuda(const uint64_t* flag, uint64_t epoch, int* status,
   if (flag == nullptr) return AP_BAD_ARGUMENT;
   AP_LAUNCH(ap_epoch_wait_kernel, 1, 1, stream, flag, epoch, status);
   return ap::launched();
+}
+
+AP_API int ap_epoch_refused_cuda(uint64_t* count) {
+  if (count == nullptr) return AP_BAD_ARGUMENT;
+  *count = ap::refused_stream_ops();
+  return AP_OK;
 }
 
 #else

@@ -42,6 +42,7 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = {
     "ap_epoch_signal_cuda": (_P, _U, _P),
     "ap_epoch_wait_host": (_P, _U),
     "ap_epoch_wait_cuda": (_P, _U, _P, _P),
+    "ap_epoch_refused_cuda": (_P,),
     "ap_pack_bucket_host": (_P, _L, _P, _I, _L, _L, _L, _L, _L, _D, _P, _P, _I),
     "ap_pack_bucket_cuda": (_P, _L, _P, _I, _L, _L, _L, _L, _L, _D, _P, _P, _P),
     "ap_unpack_bucket_host": (_P, _L, _P, _I, _L, _L, _L, _L, _L, _D, _I),
@@ -137,9 +138,8 @@ def step(kind: str, name: str, stream: int | None = None) -> Callable[..., None]
     Raises:
         KernelError: as `function` and `check`.
     """
-    on_device = kind == "cuda" or _variant() == "emulated"
-    native = function(kind, f"ap_{name}_{'cuda' if on_device else 'host'}")
-    last = (stream,) if on_device else ()
+    native = function(kind, f"ap_{name}_{'cuda' if on_device(kind) else 'host'}")
+    last = (stream,) if on_device(kind) else ()
     return lambda *arguments: check(native(*arguments, *last), name)
 
 
@@ -153,6 +153,18 @@ def function(kind: str, name: str) -> Callable[..., int]:
     if library is None:
         raise KernelError(f"{name} is not there: {reason}", remedy="call the reference instead")
     return getattr(library, name)
+
+
+def on_device(kind: str) -> bool:
+    """Whether it is the device's code that runs, if only emulated."""
+    return kind == "cuda" or _variant() == "emulated"
+
+
+def num_refused(kind: str) -> int:
+    """How many signals and waits of streams took a kernel so far, since the driver did not take them as operations of the stream."""
+    count = ctypes.c_uint64()
+    check(function(kind, "ap_epoch_refused_cuda")(ctypes.byref(count)), "epoch_refused")
+    return count.value
 
 
 def check(status: int, kernel: str) -> None:

@@ -18,6 +18,7 @@ copy lane's; so what only this rank uses may be let go after `run`.
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -33,6 +34,7 @@ from autopar.errors import KernelError
 from autopar.kernels import library
 
 COMPUTE, COPY = "compute", "copy"
+_LOG = logging.getLogger(__name__)
 _ALIGNMENT = 128
 
 
@@ -90,6 +92,7 @@ class Peers(ABC):
         self.kind = "host" if device.type == "cpu" else "cuda"
         self._regions: dict[Hashable, Regions] = {}
         self._lock = threading.Lock()
+        self._may_be_refused = library.on_device(self.kind)
 
     @property
     @abstractmethod
@@ -106,6 +109,15 @@ class Peers(ABC):
             if key not in self._regions:
                 self._regions[key] = self._new_regions(num_bytes, num_words)
             return self._regions[key]
+
+    def _say_refused(self) -> None:
+        """Log, once, where signals and waits are no operations of the device's streams."""
+        if self._may_be_refused and library.num_refused(self.kind):
+            self._may_be_refused = False
+            _LOG.warning(
+                "the driver takes no signals as operations of a stream: they run as kernels, which wait for a place beside the product, "
+                "so that less of the communication is hidden"
+            )
 
     def _new_regions(self, num_bytes: int, num_words: int) -> Regions:
         """Where all ranks are in this process: plain tensors."""
@@ -146,6 +158,7 @@ class VirtualRanks(Peers):
                     phase.work(lane, rank)
         for streams in self._streams:
             streams.join()
+        self._say_refused()
 
 
 class HostThreads(Peers):
@@ -230,6 +243,7 @@ class SymmetricMemory(Peers):
             with _within(lane):
                 phase.work(lane, self._rank)
         streams.join()
+        self._say_refused()
 
     def _new_regions(self, num_bytes: int, num_words: int) -> Regions:
         import torch.distributed._symmetric_memory as symmetric

@@ -6,7 +6,19 @@
 // at least the epoch (cuStreamWaitValue64, GEQ). Debug builds use kernels, whose waits have a time-out.
 #pragma once
 
+#include <atomic>
+
 #include "epoch.h"
+
+namespace ap {
+
+// Of all lanes so far, the signals and waits that took a kernel since the driver did not take them.
+inline std::atomic<uint64_t>& refused_stream_ops() {
+  static std::atomic<uint64_t> count{0};
+  return count;
+}
+
+}  // namespace ap
 
 #if defined(__CUDACC__) && !defined(AP_DEBUG)
 #include <cuda.h>
@@ -36,16 +48,21 @@ inline const StreamOps& stream_ops() {
   return ops;
 }
 
+inline bool counted(bool taken) {
+  if (!taken) ++refused_stream_ops();
+  return taken;
+}
+
 // Whether it was enqueued: a device may not have these operations, or not on this memory.
 inline bool stream_wait(void* stream, const uint64_t* flag, uint64_t epoch) {
   const auto place = reinterpret_cast<CUdeviceptr>(flag);
   const auto wait = stream_ops().wait;
-  return wait != nullptr && wait(static_cast<CUstream>(stream), place, epoch, CU_STREAM_WAIT_VALUE_GEQ) == CUDA_SUCCESS;
+  return counted(wait != nullptr && wait(static_cast<CUstream>(stream), place, epoch, CU_STREAM_WAIT_VALUE_GEQ) == CUDA_SUCCESS);
 }
 inline bool stream_write(void* stream, uint64_t* flag, uint64_t epoch) {
   const auto place = reinterpret_cast<CUdeviceptr>(flag);
   const auto write = stream_ops().write;
-  return write != nullptr && write(static_cast<CUstream>(stream), place, epoch, CU_STREAM_WRITE_VALUE_DEFAULT) == CUDA_SUCCESS;
+  return counted(write != nullptr && write(static_cast<CUstream>(stream), place, epoch, CU_STREAM_WRITE_VALUE_DEFAULT) == CUDA_SUCCESS);
 }
 
 }  // namespace ap
@@ -53,8 +70,17 @@ inline bool stream_write(void* stream, uint64_t* flag, uint64_t epoch) {
 #else
 
 namespace ap {
-inline bool stream_wait(void*, const uint64_t*, uint64_t) { return false; }
-inline bool stream_write(void*, uint64_t*, uint64_t) { return false; }
+
+// Debug builds ask no driver; the emulation is one that takes nothing.
+inline bool asked_for_a_kernel() {
+#ifdef AP_EMULATED
+  ++refused_stream_ops();
+#endif
+  return false;
+}
+inline bool stream_wait(void*, const uint64_t*, uint64_t) { return asked_for_a_kernel(); }
+inline bool stream_write(void*, uint64_t*, uint64_t) { return asked_for_a_kernel(); }
+
 }  // namespace ap
 
 #endif

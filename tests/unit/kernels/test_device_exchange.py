@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from native import needs_host
@@ -38,6 +40,17 @@ def test_products_are_gathered_and_scattered(equation: str, size: int, width: in
         parts = scatter_all(peers, equation, pairs, dim, 2)
         wanted = overlapped.matmul_reduce_scatter_reference(equation, pairs, dim)
         assert all(torch.equal(a, b) for a, b in zip(parts, wanted, strict=True))
+
+
+def test_that_signals_are_kernels_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """No driver takes them in the emulation; what runs threads of the host asks none."""
+    peers, pairs = VirtualRanks(2), [(whole_numbers((4, 3), rank), whole_numbers((3, 2), rank)) for rank in range(2)]
+    before = library.num_refused("host")
+    with caplog.at_level(logging.WARNING, "autopar.kernels"):
+        for _ in range(2):
+            scatter_all(peers, "mk,kn->mn", pairs, 0, 1)
+    assert library.num_refused("host") > before
+    assert ["run as kernels" in record.getMessage() for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int32, torch.int64])
