@@ -110,7 +110,7 @@ class _Job:
         if strangers:
             return replace(report, findings=(*strangers, *found))
         once = steps_per_step(self.trace, walk, self.claims) if self.context.accumulates else ()
-        kernels = KernelWalk(self.facts, self.claims, plan.mesh, self.profile, self.context.kernels)
+        kernels = KernelWalk(self.facts, self.claims, plan.mesh, self.profile)
         own = OwnWalk(self.facts, self.claims, plan.mesh, self.profile)
         shared = BucketWalk(self.trace, plan, self.facts, self.claims, self.profile, self.context.num_microbatches)
         found = [*decisions.findings(), *walk.findings(), *own.findings(), *kernels.findings(), *shared.findings(), *once, *found]

@@ -23,7 +23,6 @@ class Context:
         num_microbatches, num_in_flight: of a stage. schedule: its name, ``""`` for a plan without stages.
         batch_bytes: of the whole batch, which is there during a step of several microbatches.
         stage, actions: its number, and what its rank does, where the rank holds other stages beside it.
-        kernels: whether collective-overlap kernels are on offer: several stages on a rank do without them.
     """
 
     forced: Forced
@@ -34,7 +33,6 @@ class Context:
     batch_bytes: int = 0
     stage: int = 0
     actions: tuple[Action, ...] = ()
-    kernels: bool = True
 
     @property
     def accumulates(self) -> bool:
@@ -59,5 +57,5 @@ class Context:
         budget, optimizer = int(plan.options.get("memory_bytes", 0)), str(plan.options["optimizer"])
         return price(
             trace, classes, plan.mesh, profile, budget_bytes=budget, optimizer=optimizer, forced=self.forced, crossing=self.crossing,
-            num_microbatches=self.num_microbatches, num_in_flight=self.num_in_flight, kernels=self.kernels,
+            num_microbatches=self.num_microbatches, num_in_flight=self.num_in_flight,
         )  # fmt: skip

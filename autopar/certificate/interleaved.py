@@ -64,6 +64,7 @@ def phases_of(stage: Plan, *, simulated: bool) -> tuple[float, float]:
             other_s += entry.time_s * len(entry.instances)
     for move in stage.communications:
         each_s = move.time_s * len(move.instances) if move.phase == "forward" else 0.0
+        compute_s -= move.kernel.saved_s * len(move.instances) if each_s and move.kernel else 0.0
         compute_s += each_s if move.collective.kind == "slice" else 0.0
         early_s += each_s if move.beside else 0.0
         other_s += 0.0 if move.beside or move.collective.kind == "slice" else each_s

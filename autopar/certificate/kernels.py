@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from autopar import ops
+from autopar.capture.trace import Trace
 from autopar.certificate.facts import Claims, Facts, Reader, Tensor
 from autopar.certificate.report import Finding, near
 from autopar.certificate.shards import local_lengths
@@ -28,7 +29,7 @@ from autopar.cost.kernel_times import NAMES, Site, saved, terms_of
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
-from autopar.plans import Communication, InKernel
+from autopar.plans import Communication, InKernel, Plan
 from autopar.rules import TensorInfo, call_of, operands_of
 from autopar.strategies import pattern_of
 
@@ -37,17 +38,12 @@ _LINE = 128  # bytes
 
 @dataclass
 class KernelWalk:
-    """All kernels of a plan.
-
-    Attributes:
-        offered: whether the problem offers any.
-    """
+    """All kernels of a plan."""
 
     facts: Facts
     claims: Claims
     mesh: Mesh
     profile: HardwareProfile
-    offered: bool
     shared: dict[tuple[object, ...], int] = field(default_factory=dict)  # kernel, axis and form → bytes, as far as they were looked at
     _doing: dict[tuple[str, bool], tuple[str, set[object]]] = field(default_factory=dict)  # product → its way, and the tensors' patterns
 
@@ -63,7 +59,7 @@ class KernelWalk:
         self, key: tuple[str, int], phase: str, step: Communication, kernel: InKernel, steps: Sequence[Communication]
     ) -> Iterator[str]:
         tensor = self.facts.tensors.get(key)
-        if tensor is None or not self.offered or phase not in ("forward", "backward") or (phase != tensor.phase and self._crossed(key)):
+        if tensor is None or phase not in ("forward", "backward") or (phase != tensor.phase and self._crossed(key)):
             yield "the problem offers none here"
             return
         if kernel.name != NAMES.get(step.collective.kind) or step.collective.reduce_op not in ("", "sum"):
@@ -178,6 +174,14 @@ class KernelWalk:
         num_slots, num_flags = 2 if gathers else 2 * num, 1 + num + num * kernel.num_chunks
         form = kernel.name, c.axis, before, length, after * info.dtype.itemsize, kernel.num_chunks
         self.shared[form] = num_slots * slot + num_flags * _LINE
+
+
+def shared_forms(trace: Trace, plan: Plan, profile: HardwareProfile) -> dict[tuple[object, ...], int]:
+    """What a plan's kernels share with their peers: kernel, axis and form → bytes."""
+    walk = KernelWalk(Facts.of(trace), Claims.of(plan), plan.mesh, profile)
+    for _ in walk.findings():  # the plan's own certificate has them
+        pass
+    return walk.shared
 
 
 def _is_like(x: fx.Node, other: fx.Node) -> bool:

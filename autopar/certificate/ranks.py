@@ -6,12 +6,15 @@ A stage's own certificate says what it holds alone; here what the stages of a ra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
+from autopar.capture.trace import Trace
+from autopar.certificate.kernels import shared_forms
 from autopar.certificate.report import Finding
 from autopar.constraints import INTERLEAVED
 from autopar.cost.priced import OPTIMIZERS
-from autopar.plans import Pipeline, Plan
+from autopar.hardware import HardwareProfile
+from autopar.plans import KERNELS_BUFFERS, Pipeline, Plan
 from autopar.run.orders import Action, interleaved, num_rounds
 from autopar.run.program import ProgramTensor, StagedProgram
 from autopar.run.rank_memory import chunk_memory, rank_peak
@@ -33,11 +36,13 @@ def interleaves(pipeline: Pipeline) -> Iterator[Finding]:
         yield Finding("emission", f"{pipeline.num_microbatches} microbatches are no equal rounds over {len(pipeline.rank_bytes)} ranks")
 
 
-def shared_memory(plan: Plan, program: StagedProgram) -> Iterator[Finding]:
-    """Whether the stages of each rank hold together what is claimed, and fit into the budget."""
+def shared_memory(plan: Plan, program: StagedProgram, traces: Sequence[Trace], profile: HardwareProfile) -> Iterator[Finding]:
+    """Whether the stages of each rank, of these traces, hold together what is claimed, and fit into the budget."""
     pipeline, budget = plan.pipeline, int(plan.options.get("memory_bytes", 0))
     assert pipeline is not None, "the plan has stages"
-    derived = [_rank(plan, pipeline, program, rank) for rank in range(len(pipeline.rank_bytes))]
+    several = bool(pipeline.rank_bytes)
+    forms = [shared_forms(t, stage, profile) for t, stage in zip(traces, pipeline.stages, strict=True)] if several else []
+    derived = [_rank(plan, pipeline, program, rank, forms) for rank in range(len(pipeline.rank_bytes))]
     for rank, (peak, _) in enumerate(derived):
         if peak != pipeline.rank_bytes[rank]:
             yield Finding("memory", f"the stages of rank {rank} hold {peak} bytes together, not {pipeline.rank_bytes[rank]}")
@@ -48,8 +53,10 @@ def shared_memory(plan: Plan, program: StagedProgram) -> Iterator[Finding]:
         yield Finding("memory", f"the fullest rank's peak is not {claimed.peak_bytes} bytes, or is made up otherwise")
 
 
-def _rank(plan: Plan, pipeline: Pipeline, program: StagedProgram, rank: int) -> tuple[int, dict[str, int]]:
-    """A rank's peak and what makes it up; of tensors that several of its stages read there is one."""
+def _rank(
+    plan: Plan, pipeline: Pipeline, program: StagedProgram, rank: int, forms: Sequence[Mapping[tuple[object, ...], int]]
+) -> tuple[int, dict[str, int]]:
+    """A rank's peak and what makes it up; of tensors that several of its stages read there is one, and of what their kernels share."""
     numbers = range(rank, len(pipeline.stages), len(pipeline.rank_bytes))
     outputs = plan.options.get("outputs", "dtensor")
     chunks = {n: chunk_memory(program.stages[n], outputs) for n in numbers}
@@ -65,9 +72,11 @@ def _rank(plan: Plan, pipeline: Pipeline, program: StagedProgram, rank: int) -> 
                 kinds[kind] -= chunks[n].resting[tensor.name]
                 kinds["optimizer"] -= state * chunks[n].resting[tensor.name] if tensor.has_gradient else 0
         held |= chunks[n].resting.keys()
+    buffers = sum({form: size for n in numbers for form, size in forms[n].items()}.values())
+    kinds |= {KERNELS_BUFFERS: buffers} if buffers or KERNELS_BUFFERS in kinds else {}
     batch = sum(_bytes(tensor) for tensor in program.inputs)
-    peak = rank_peak(chunks, actions_of(pipeline, rank), pipeline.num_microbatches) + batch + kinds["optimizer"]
-    beside = sum(kinds[kind] for kind in _STATIC) + max(kinds["activations"], kinds["gradients"])
+    peak = rank_peak(chunks, actions_of(pipeline, rank), pipeline.num_microbatches) + batch + kinds["optimizer"] + buffers
+    beside = sum(kinds[kind] for kind in _STATIC) + buffers + max(kinds["activations"], kinds["gradients"])
     gathered = {} if kinds["gathered"] else {"gathered"}
     return peak, {**{k: v for k, v in kinds.items() if k not in gathered}, "transient": max(peak - beside, 0)}
 

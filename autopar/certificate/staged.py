@@ -61,7 +61,7 @@ def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, pla
         return replace(report, findings=(Finding("emission", error.what, "" if error.where is None else str(error.where)),))
     found = [replace(f, what=f"stage {n}: {f.what}") for n, stage in enumerate(stages) for f in stage.findings]
     found += _joined(plan, pipeline, made)
-    found += shared_memory(plan, program)
+    found += shared_memory(plan, program, made.stages, profile)
     if pipeline.num_chunks > 1:  # the bound over cuts is of one stage per device
         return _summed(replace(report, findings=tuple(found)), stages, pipeline, 0)
     bound_s, num = _bound_s(part, plan, pipeline, profile, stages, found)
@@ -84,7 +84,7 @@ def _bound_s(
     forced = replace(forced, named=replace(forced.named, apart=forced.named.apart | sewn.apart))
     priced = price(
         part, classes_of(part, mesh.shape, forced), mesh, profile, budget_bytes=0, optimizer=str(plan.options["optimizer"]),
-        forced=forced, num_microbatches=pipeline.num_microbatches, exposed=sewn.exposed, kernels=True,
+        forced=forced, num_microbatches=pipeline.num_microbatches, exposed=sewn.exposed,
     )  # fmt: skip
     stored = Stored(part, plan, priced, Facts.of(part))
     crossing = Crossing.along(pipeline.axis, plan.mesh, profile)
@@ -129,8 +129,8 @@ class _Stages:
             flying = held_at_most(pipeline.schedule, number, len(pipeline.stages), pipeline.num_microbatches, pipeline.num_chunks)
             crossing = replace(Crossing.along(pipeline.axis, plan.mesh, self.profile), layouts=layouts)
             here, num = replace(forced, storage=dict(storage), starts=staged.starts), pipeline.num_microbatches
-            actions, kernels = actions_of(pipeline, number), pipeline.num_chunks == 1
-            context = Context(here, crossing, num, flying, pipeline.schedule, batch_bytes, number, actions, kernels)
+            actions = actions_of(pipeline, number)
+            context = Context(here, crossing, num, flying, pipeline.schedule, batch_bytes, number, actions)
             if pipeline.accumulates != context.accumulates:
                 what = f"with {num} microbatches gradients {'are' if context.accumulates else 'are not'} added to sums"
                 raise PlanError(f"{what}, and the plan says otherwise", remedy="plan again; the file was changed by hand")

@@ -245,7 +245,7 @@ def in_any_stage(trace: Trace, priced: Priced, mesh_shape: Sequence[int], again:
     Args:
         priced: the whole, with what may cross exposed. again: ops that backward of some stage may run again.
     """
-    if not priced.with_kernels or not priced.profile.kernels:
+    if not priced.profile.kernels:
         return {}
     ops = tuple(replace(op, recomputable=op.recomputable or n in again) for n, op in enumerate(priced.problem.ops))
     return _Offers(trace, replace(priced.problem, ops=ops), priced.sources, tuple(mesh_shape), priced.profile).all()
@@ -257,7 +257,7 @@ def why_none(trace: Trace, priced: Priced, mesh: Mesh, where: tuple[int, bool], 
     Args:
         where: variant, and whether in backward of what forward made.
     """
-    if not priced.with_kernels or not priced.profile.kernels or arc.collective.kind not in NAMES:
+    if not priced.profile.kernels or arc.collective.kind not in NAMES:
         return ""
     offers = _Offers(trace, priced.problem, priced.sources, tuple(mesh.shape), priced.profile)
     return "; ".join(dict.fromkeys(offers.why(*where, arc, choices)))

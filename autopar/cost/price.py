@@ -275,7 +275,6 @@ def price(
     num_microbatches: int = 1,
     num_in_flight: int = 1,
     exposed: Collection[str] = (),
-    kernels: bool = False,
 ) -> Priced:
     """Price everything: see the module docstring.
 
@@ -284,7 +283,6 @@ def price(
         num_microbatches: how many steps of the trace one optimizer step takes; the optimizer's time is shared among them.
         num_in_flight: how many microbatches a stage holds the kept values of.
         exposed: nodes whose results may cross between stages, in any layout without partial sums: their layout graphs hold all.
-        kernels: whether collective-overlap kernels are on offer, as far as the profile has figures for them.
     """
     forced = forced or Forced.nothing()
     accumulates = num_microbatches > 1 or forced.named.holds
@@ -302,9 +300,8 @@ def price(
         results.setdefault(value.op, []).append(index)
     ops = tuple(replace(op, results=tuple(results.get(i, ()))) for i, op in enumerate(builder.ops))
     problem = Problem(ops, tuple(values), tuple(variants), budget_bytes, (), num_in_flight, accumulates, profile.overlap_slowdown)
-    if kernels:
-        problem = with_kernels(trace, problem, builder.sources, mesh, profile)
-    return Priced(problem, tuple(builder.sources), tuple(refs), optimizer, moves, profile, forced.starts, kernels)
+    problem = with_kernels(trace, problem, builder.sources, mesh, profile)
+    return Priced(problem, tuple(builder.sources), tuple(refs), optimizer, moves, profile, forced.starts)
 
 
 def _output_nodes(trace: Trace) -> list[fx.Node]:

@@ -68,7 +68,7 @@ class Priced:
         optimizer: whose state and traffic the parameters were priced with.
         moves: collectives of parameters at the begin and the end of a step of several microbatches.
         starts: groups of layers that decide for themselves (`autopar.strategies.groups`).
-        profile: at whose figures. with_kernels: whether collective-overlap kernels were on offer.
+        profile: at whose figures.
     """
 
     problem: Problem
@@ -78,4 +78,3 @@ class Priced:
     moves: StepMoves
     profile: HardwareProfile
     starts: Starts = field(default_factory=dict)
-    with_kernels: bool = False

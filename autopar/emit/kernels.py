@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import fx
 
 from autopar import ops
@@ -19,7 +20,9 @@ from autopar.collective import Collective
 from autopar.emit.choices import PlanIndex, TensorKey
 from autopar.errors import EmissionError
 from autopar.kernels import fused
-from autopar.layout import Layout, Strategy
+from autopar.kernels.chunked import Shards
+from autopar.layout import Layout, Strategy, local_shape
+from autopar.mesh import Mesh
 from autopar.plans import Communication, InKernel
 from autopar.rules import operands_of, where_of
 from autopar.strategies import pattern_of
@@ -30,23 +33,34 @@ Ref = tuple[str, int]  # trace node name, result index
 @dataclass(frozen=True, slots=True)
 class KernelStep:
     """What a kernel's node does beside its product: the collective, the key that its node would have, how long it takes alone, what is
-    saved, and the key of the node that adds others to the product, if it does that as well."""
+    saved, the tensor that ranks share, and the key of the node that adds others to the product, if it does that as well."""
 
     collective: Collective
     key: str
     time_s: float
     saved_s: float
+    shards: Shards
     total: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """What a rank holds of what is shared."""
+        return self.shards.gather_bytes if self.collective.kind == "all_gather" else self.shards.scatter_bytes
 
 
 class Job(Protocol):
     """What both phases share (`autopar.emit.phase`)."""
 
     index: PlanIndex
+    mesh: Mesh
     nodes: dict[str, fx.Node]
     emitted: list[tuple[str, str, Collective]]
 
     def key(self, ref: Ref) -> TensorKey: ...
+
+    def shape(self, ref: Ref) -> tuple[int, ...]: ...
+
+    def dtype(self, ref: Ref) -> torch.dtype: ...
 
 
 class Phase(Protocol):
@@ -151,8 +165,11 @@ def _call(phase: Phase, target: Callable[..., Any], args: tuple[Any, ...], node:
     here = phase.graph.call_function(target, args)
     here.meta.update(key=node.meta["key"], module=node.meta["module"], phase=phase.phase, source=node.meta.get("source", ""))
     here.meta["recomputed"] = kernel.again
-    here.meta["kernel"] = KernelStep(step.collective, f"{key}/{step.collective.kind}", step.time_s, kernel.saved_s)
-    phase.job.emitted.append((phase.phase, key, step.collective))
+    c, sizes = step.collective, phase.job.mesh.shape
+    whole = local_shape(phase.job.shape(moved), step.target if c.kind == "all_gather" else step.source, sizes)
+    shards = Shards.of(whole, c.dim, phase.job.dtype(moved), sizes[c.axis], kernel.num_chunks)
+    here.meta["kernel"] = KernelStep(c, f"{key}/{c.kind}", step.time_s, kernel.saved_s, shards)
+    phase.job.emitted.append((phase.phase, key, c))
     return here
 
 

@@ -55,11 +55,6 @@ class Asked:
         return self.wish.chunks * (self.mesh.shape[self.mesh.names.index(self.axis)] if self.axis else 1)
 
     @property
-    def kernels(self) -> bool:
-        """Whether collective-overlap kernels are on offer: several stages on a rank do without them."""
-        return self.wish.chunks == 1
-
-    @property
     def crossing(self) -> Crossing:
         """Over the link between neighbours."""
         return Crossing.along(self.axis, self.mesh, self.profile)

@@ -33,7 +33,6 @@ _FIELD = re.compile(r"\{\d+\}")
 GIB = 2**30
 _ALIKE = "equal nodes of repeated layers take one decision"
 _NO_KERNELS = "no collective-overlap kernels: the hardware's profile has no figures for them"
-_WITHOUT_KERNELS = "no collective-overlap kernels: several stages on a rank do without them"
 _KERNELS = "collective-overlap kernels, one collective to a product; the share that they hide of what their chunks could: {}"
 _BALANCED = "all experts picked alike: the rows that are dispatched to them, and those that each computes with, are the expected ones"
 BY_ITSELF = "every collective by itself: what buckets save is in neither objective nor bound"
@@ -98,7 +97,7 @@ def of_kernels(priced: Priced) -> str:
     """Whether collective-overlap kernels were on offer, and what they reach."""
     figures = priced.profile.kernels
     shares = ", ".join(f"{name} {reached:g}" for name, reached in figures.items())
-    return _NO_KERNELS if not figures else _KERNELS.format(shares) if priced.with_kernels else _WITHOUT_KERNELS
+    return _KERNELS.format(shares) if figures else _NO_KERNELS
 
 
 def _groups(layers: str, cuts: Sequence[int]) -> str:

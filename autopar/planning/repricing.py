@@ -74,13 +74,13 @@ def problems_of(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, 
     forced = resolve(trace, [c for c in options.constraints if not isinstance(c, Pipelined)], left)
     if pipeline is None:
         forced = replace(forced, starts=plan.starts)
-        yield Part(plan, trace, mesh, _priced(trace, mesh, profile, options, forced, Crossing(), 1, kernels=True))
+        yield Part(plan, trace, mesh, _priced(trace, mesh, profile, options, forced, Crossing(), 1))
         return
     crossing = Crossing.along(pipeline.axis, mesh, profile)
     made = cut(trace, pipeline.positions) if pipeline.positions else Cut((trace,), (), {})
     for staged, stage in zip(pipeline.stages, made.stages, strict=True):
         here = replace(forced, starts=staged.starts)
-        priced = _priced(stage, left, profile, options, here, crossing, pipeline.num_microbatches, kernels=pipeline.num_chunks == 1)
+        priced = _priced(stage, left, profile, options, here, crossing, pipeline.num_microbatches)
         yield Part(staged, stage, left, priced, made.shared)
         chosen = staged.node_choices()
         shared = [p.name for p in stage.parameters if p.name in made.shared]
@@ -141,14 +141,13 @@ def decisions(priced: Priced, plan: Plan) -> tuple[tuple[int, ...], dict[int, in
 
 
 def _priced(
-    trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, forced: Forced, crossing: Crossing, num: int,
-    *, kernels: bool = False,
+    trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, forced: Forced, crossing: Crossing, num: int
 ) -> Priced:  # fmt: skip
     """Of a trace of a step, or of one of `num` microbatches."""
     classes = classes_of(trace, mesh.shape, forced)
     return price(
         trace, classes, mesh, profile, budget_bytes=_NO_LIMIT, optimizer=options.optimizer, forced=forced, crossing=crossing,
-        num_microbatches=num, kernels=kernels,
+        num_microbatches=num,
     )  # fmt: skip
 
 

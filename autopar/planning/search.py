@@ -79,7 +79,7 @@ def make_plan(
     def pricing(starts: Starts) -> Priced:
         here = replace(forced, starts=starts)
         return price(
-            trace, apart(classes, starts), mesh, profile, budget_bytes=budget, optimizer=options.optimizer, forced=here, kernels=True
+            trace, apart(classes, starts), mesh, profile, budget_bytes=budget, optimizer=options.optimizer, forced=here
         )
 
     mark = fingerprint(trace, model_name, profile.name, profile.hash, VERSION)

@@ -95,6 +95,7 @@ class Sharing:
                 kinds[kind] = kinds.get(kind, 0) + size
         for kind, size in self._twice(chunks, memories).items():
             kinds[kind] -= size
+        kinds |= _kernels_buffers(chunks) if KERNELS_BUFFERS in kinds else {}
         peak = rank_peak(memories, actions, self.num_microbatches) + self.batch_bytes + kinds["optimizer"] + kinds.get(KERNELS_BUFFERS, 0)
         static = sum(kinds.get(kind, 0) for kind in RESTING)
         kinds["transient"] = max(peak - static - max(kinds["activations"], kinds["gradients"]), 0)
@@ -141,3 +142,15 @@ def neediest(refused: Sequence[InfeasibleError]) -> InfeasibleError:
         return most
     what = f"{most.what}; {len(refused)} stages do not fit, and of them this one needs the most"
     return InfeasibleError(what, remedy=most.remedy, needed_bytes=most.needed_bytes)
+
+
+def _kernels_buffers(chunks: Mapping[int, Planned]) -> dict[str, int]:
+    """What kernels of the stages of a rank share with their peers: once for all that move a tensor of one form along an axis."""
+    found: dict[object, int] = {}
+    for planned in chunks.values():
+        program = planned.stage_program()
+        for node in (*program.forward.graph.nodes, *program.backward.graph.nodes):
+            if "kernel" in node.meta:
+                step = node.meta["kernel"]
+                found[step.collective.kind, step.collective.axis, step.shards] = step.num_bytes
+    return {KERNELS_BUFFERS: sum(found.values())}

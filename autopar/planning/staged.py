@@ -104,7 +104,7 @@ class StagedSearch:
         with self.clock.phase("price"):
             priced = price(
                 asked.part, classes, asked.left, asked.profile, budget_bytes=_NO_LIMIT, optimizer=asked.options.optimizer,
-                forced=forced, num_microbatches=asked.how.num, exposed=sewn.exposed, kernels=asked.kernels,
+                forced=forced, num_microbatches=asked.how.num, exposed=sewn.exposed,
             )  # fmt: skip
         with self.clock.phase("solve"):
             gap = asked.options.gap / _CLOSER
@@ -185,7 +185,6 @@ class StagedSearch:
             return price(
                 stage, apart(classes, starts), asked.left, asked.profile, budget_bytes=budget, optimizer=asked.options.optimizer,
                 forced=replace(forced, starts=starts), crossing=crossing, num_microbatches=asked.how.num, num_in_flight=flying,
-                kernels=asked.kernels,
             )  # fmt: skip
 
         mark = asked.mark(stage.fingerprint)

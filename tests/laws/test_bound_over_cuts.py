@@ -62,7 +62,7 @@ class Model:
         self.forced = parted(Forced.nothing(), self.sewn)
 
     def priced(self, trace: Trace, classes: Sequence[ClusterClass], **settings: Any) -> Priced:
-        return price(trace, classes, self.left, self.profile, budget_bytes=AMPLE, num_microbatches=MICROBATCHES, kernels=True, **settings)
+        return price(trace, classes, self.left, self.profile, budget_bytes=AMPLE, num_microbatches=MICROBATCHES, **settings)
 
     @cached_property
     def whole(self) -> Priced:
