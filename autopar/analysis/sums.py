@@ -12,16 +12,22 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 def product_added(node: fx.Node) -> int | None:
-    """The place among a sum's arguments of the product that could be taken where the sum is made, and be added to the other there.
-
-    That is one of the sum's phase, shape and dtype that nothing else reads; of two the one that comes last. None where there is no such.
-    """
-    if node.target is not _ADD or node.kwargs or len(node.args) != 2 or node.args[0] is node.args[1]:
-        return None
-    places = [i for i, x in enumerate(node.args) if isinstance(x, fx.Node) and _only_added(x, node)]
+    """The place among a sum's arguments of the product that is taken where the sum is made, and added to the other there, if a kernel
+    scatters the sum: of `products_added` the one that comes last, None where there is none."""
+    places = products_added(node)
     if len(places) == 2:
         return int(node.args[0] < node.args[1])  # type: ignore[operator]  # nodes stand in an order
     return places[0] if places else None
+
+
+def products_added(node: fx.Node) -> list[int]:
+    """The places among a sum's arguments of products of the sum's phase, shape and dtype that nothing else reads.
+
+    Of backward's sums: forward's may run again, from the product as it was kept, and a product that is taken with the sum never lies alone.
+    """
+    if node.target is not _ADD or node.kwargs or len(node.args) != 2 or node.args[0] is node.args[1] or node.meta["phase"] != "backward":
+        return []
+    return [i for i, x in enumerate(node.args) if isinstance(x, fx.Node) and _only_added(x, node)]
 
 
 def _only_added(x: fx.Node, total: fx.Node) -> bool:

@@ -127,8 +127,8 @@ class Chooser:
                 found = self._without(limit_s) if num == 0 else self._scheduled(replace(wish, axis=axis), num, limit_s)
             except TooSlow as error:
                 refusal = refusal or error
-                # A smaller microbatch takes no smaller share of its time: launches and latencies stay as they are.
-                alone_s[axis] = error.args[0] * num / (num + self._num_ranks(replace(wish, axis=axis)) - 1)
+                if axis:  # a smaller microbatch takes no smaller share of its time: launches and latencies stay as they are
+                    alone_s[axis] = error.args[0] * num / (num + self._num_ranks(replace(wish, axis=axis)) - 1)
                 log.info("no plan of %d microbatches along %r is faster: at least %.4g s", num, axis, error.args[0])
                 continue
             except (InfeasibleError, ConstraintError) as error:
@@ -252,4 +252,4 @@ def _is_bound_by_memory(plan: Plan) -> bool:
 def _with_hint(error: InfeasibleError, refusals: Sequence[str]) -> InfeasibleError:
     """What the user may change where the loss could go by rows."""
     hints = [refusal for refusal in refusals if "outputs=" in refusal]
-    return InfeasibleError(error.what, remedy="; ".join([error.remedy, *hints])) if hints else error
+    return InfeasibleError(error.what, remedy="; ".join([error.remedy, *hints]), needed_bytes=error.needed_bytes) if hints else error

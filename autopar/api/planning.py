@@ -18,10 +18,11 @@ from autopar.capture import Trace, capture
 from autopar.capture.loss_head import loss_alone
 from autopar.certificate import Certificate, certify, certify_staged
 from autopar.constraints import Constraint
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions
+from autopar.planning.shortage import told
 from autopar.plans import Plan
 from autopar.run.executor import Batch, Outputs
 from autopar.verification import Verification, verify_program
@@ -54,7 +55,13 @@ def plan_call(
     def fastest(shape: Mesh, limit_s: float) -> Planned:
         return Chooser(model, trace, args, kwargs, shape, profile, chosen, progress, captured).plan(limit_s)
 
-    return trace, best_shape(shapes(mesh) if is_count(mesh) else (as_mesh(mesh),), fastest)
+    meshes = shapes(mesh) if is_count(mesh) else (as_mesh(mesh),)
+    try:
+        return trace, best_shape(meshes, fastest)
+    except InfeasibleError as error:
+        if len(meshes) > 1:
+            raise
+        raise told(error, trace, meshes[0], profile, chosen, progress) from error
 
 
 def plan_model(

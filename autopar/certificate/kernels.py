@@ -87,8 +87,11 @@ class KernelWalk:
     def _making(self, tensor: Tensor, kernel: InKernel) -> Reader | None:
         """What makes it, or something that it adds, as the reader of no operand."""
         node = self.facts.nodes.get(tensor.key)
-        keys = [] if node is None else [tensor.key, *(self.facts.names.get(x.name, "") for x in operands_of(node))]
-        return next((Reader(key, -1, tensor.phase) for key in keys if key in self.facts.nodes and pattern_of(key)[0] == kernel.node), None)
+        operands = () if node is None else sorted(operands_of(node), reverse=True)  # the last one first
+        keys = [key for key in (tensor.key, *(self.facts.names[x.name] for x in operands)) if key in self.facts.nodes]
+        found = [key for key in keys if pattern_of(key)[0] == kernel.node]
+        alone = [key for key in found if key == tensor.key or [r.key for r in self.facts.tensors[key, 0].readers] == [tensor.key]]
+        return next((Reader(key, -1, tensor.phase) for key in (*alone, *found)), None)
 
     def _added(self, total: Tensor, step: Communication, product: Reader) -> Iterator[str]:
         """Whether the product of a sum can wait for it, and all of it lies alike."""
@@ -96,7 +99,7 @@ class KernelWalk:
         summand = self.facts.tensors[product.key, 0]
         plain = node.target is torch.ops.aten.add.Tensor and len(operands_of(node)) == len(node.args) == 2 and not node.kwargs
         like = all(_is_like(x, node) for x in operands_of(node))
-        if not plain or not like or step.kernel is None or step.kernel.again:
+        if not plain or not like or step.kernel is None or step.kernel.again or total.phase != "backward":
             yield "what it scatters is no sum of two that the product can be added up in"
         if [r.key for r in summand.readers] != [total.key] or summand.phase != total.phase:
             yield "its product is read for something else, too"

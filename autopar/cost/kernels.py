@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from autopar import ops
-from autopar.analysis.sums import product_added
+from autopar.analysis.sums import product_added, products_added
 from autopar.capture.trace import Trace
 from autopar.cost.kernel_times import ADDITION, NAMES, Region, Site, saved, terms_of
 from autopar.cost.priced import Priced, Source
@@ -29,23 +29,22 @@ from autopar.problem import Choices, Hidden, Kernel, Kernels, Problem
 from autopar.redistribute import Arc
 from autopar.rules import operands_of
 from autopar.solve import is_early
-from autopar.strategies import Cluster, ClusterClass, ClusterStrategy, Ref
+from autopar.strategies import Cluster, ClusterClass, ClusterStrategy, Ref, pattern_of
 
 NO_ROOM = "what it would share with its peers takes memory that is worth more elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """The op that adds something to a product's partial sums; `operand` is the product among what it reads."""
+    """The op that adds something to a product's partial sums."""
 
     op: int
     classes: ClusterClass
-    operand: int
 
     def strategies(self, layout: Layout) -> tuple[int, ...]:
         """With which it has both, and what it makes, in a layout."""
         heads = [strategy.members[0] for strategy in self.classes.strategies]
-        return tuple(s for s, head in enumerate(heads) if head.inputs[self.operand] == layout == head.outputs[0])
+        return tuple(s for s, head in enumerate(heads) if {*head.inputs, *head.outputs} == {layout})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +82,7 @@ class _Offers:
     sources: Sequence[Source]
     mesh_shape: tuple[int, ...]
     profile: HardwareProfile
+    in_any_stage: bool = False  # whether what some stage may have is on offer, too: for bounds alone
     phases: dict[str, str] = field(init=False)  # node → its phase; placeholders have none, but what crosses
     nodes: dict[str, fx.Node] = field(init=False)
     heads: dict[str, int] = field(init=False)  # node → the op of the clusters that it is the first of
@@ -127,7 +127,7 @@ class _Offers:
         if product.total is None:
             return Kernel(product.op, product.again, strategies, hides)
         graph = self.problem.values[self.problem.variants[v].value].graph
-        adding = product.total.strategies(graph.layouts[graph.arcs[hides[0].arc].src])
+        adding = product.total.strategies(graph.layouts[graph.arcs[hides[0].arc].src])  # in partial sums it has nothing but these
         return Kernel(product.total.op, product.again, adding, hides, (product.op, strategies))
 
     def why(self, v: int, late: bool, arc: Arc, choices: Choices) -> Iterator[str]:
@@ -154,7 +154,7 @@ class _Offers:
             again, classes = late and use.phase == value.phase, self.sources[use.op].cluster
             runs = problem.ops[use.op].recomputable if again else late == (use.phase != value.phase)
             factor = None if classes is None else _factor(classes.first, classes.first.operands[use.operand])
-            if runs and classes is not None and factor is not None:
+            if runs and classes is not None and factor is not None and (self.in_any_stage or self._is_first(use.op, classes, factor)):
                 yield _Product(use.op, again, classes, factor)
         classes = self.sources[value.op].cluster
         runs = not late or problem.ops[value.op].recomputable
@@ -167,15 +167,25 @@ class _Offers:
             yield from self._added(value.op, classes)
 
     def _added(self, op: int, classes: ClusterClass) -> Iterator[_Product]:
-        """The last addend of a sum, if it is a product of one op in all instances."""
+        """The last addend of a sum, if it is a product of one op in all instances; in some stage it may be any that is in one."""
         totals = [self.nodes[cluster.members[0].node] for cluster in classes.instances]
-        operand, *others = {product_added(total) for total in totals}
-        if operand is None or others:
-            return
-        product, *others = {self.heads.get(operands_of(total)[operand].name) for total in totals}
-        source = None if product is None or others else self.sources[product].cluster
-        if product is not None and source is not None:
-            yield _Product(product, False, source, None, _Sum(op, classes, operand))
+        last = [(total, product_added(total)) for total in totals]
+        places = [(total, i) for total in totals for i in products_added(total)] if self.in_any_stage else last
+        found = {None if i is None else self.heads.get(operands_of(total)[i].name) for total, i in places}
+        for product in sorted(n for n in found if n is not None) if self.in_any_stage or len(found) == 1 else ():
+            source = self.sources[product].cluster
+            if source is not None:
+                yield _Product(product, False, source, None, _Sum(op, classes))
+
+    def _is_first(self, product: int, classes: ClusterClass, factor: int) -> bool:
+        """Whether of those of its pattern that read what is gathered the first, which would do that, is one of its op's, everywhere."""
+        for cluster in classes.instances:
+            head = cluster.members[0]
+            readers = self.nodes[head.reads[factor][0]].users
+            first = next(r for r in readers if r.target is ops.dot and pattern_of(r.meta["key"])[0] == head.pattern)
+            if self.heads.get(first.name) != product:
+                return False
+        return True
 
     def _ends(self, arc: Arc, product: _Product, v: int) -> Layout | None:
         """The end of a collective at which the product stands, if it is of the kind that the product could do."""
@@ -248,7 +258,7 @@ def in_any_stage(trace: Trace, priced: Priced, mesh_shape: Sequence[int], again:
     if not priced.profile.kernels:
         return {}
     ops = tuple(replace(op, recomputable=op.recomputable or n in again) for n, op in enumerate(priced.problem.ops))
-    return _Offers(trace, replace(priced.problem, ops=ops), priced.sources, tuple(mesh_shape), priced.profile).all()
+    return _Offers(trace, replace(priced.problem, ops=ops), priced.sources, tuple(mesh_shape), priced.profile, True).all()
 
 
 def why_none(trace: Trace, priced: Priced, mesh: Mesh, where: tuple[int, bool], arc: Arc, choices: Choices) -> str:

@@ -81,13 +81,14 @@ class Phase(Protocol):
 def product_of(made: fx.Node, step: Communication) -> fx.Node:
     """The product that does a collective of what a node made.
 
-    A gather: of the nodes of the kernel's pattern the first that reads what is gathered. Else what made it, or the last addend.
+    A gather: of the nodes of the kernel's pattern the first that reads what is gathered. Else what made it, or was added last.
 
     Raises:
         EmissionError: where none of them reads it, or makes it.
     """
-    pattern, gathers = _kernel(step).node, step.collective.kind == "all_gather"
-    for node in made.users if gathers else (made, *made.all_input_nodes):
+    pattern, gathers, place = _kernel(step).node, step.collective.kind == "all_gather", product_added(made)
+    added = () if place is None else (made.args[place],)
+    for node in made.users if gathers else (made, *added):
         if node.target is ops.dot and pattern_of(node.meta["key"])[0] == pattern:
             return node
     what = f"{step.collective.kind} what it does not {'read' if gathers else 'make'}"

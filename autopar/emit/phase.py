@@ -47,8 +47,10 @@ class Job:
     nodes: dict[str, fx.Node] = field(default_factory=dict)
     output: fx.Node | None = None
     emitted: list[tuple[str, str, Collective]] = field(default_factory=list)
+    crossing: frozenset[str] = field(init=False)  # the inputs that come from another stage
 
     def __post_init__(self) -> None:
+        self.crossing = frozenset(i.node for i in self.trace.inputs if i.crosses)
         for node in self.trace.graph.nodes:
             self.nodes[node.name] = node
             if node.op == "output":
@@ -166,10 +168,10 @@ class Phase:
         )
 
     def _from_forward(self, ref: Ref, layout: Layout) -> fx.Node | None:
-        """A saved value: what the plan keeps, and what rests anyway (parameters, buffers, inputs)."""
+        """A saved value: what the plan keeps, and what rests anyway (parameters, buffers, inputs that cross no stage)."""
         if self.earlier is None:
             return None
-        resident = self.job.nodes[ref[0]].op == "placeholder"
+        resident = self.job.nodes[ref[0]].op == "placeholder" and ref[0] not in self.job.crossing
         if layout not in self.job.index.kept.get(self.job.key(ref), ()) and not resident:
             return None
         node = self.earlier.have.get(ref, {}).get(layout)

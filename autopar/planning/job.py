@@ -36,7 +36,7 @@ from autopar.run.orders import Action
 from autopar.run.program import Program
 from autopar.run.rank_memory import chunk_memory, rank_peak
 from autopar.run.stage_memory import StagePeak, trace_stage_peak
-from autopar.solve import REMEDY, Least, choices_or_least, evaluated, within
+from autopar.solve import REMEDY, Least, choices_or_least, evaluated, least_budget, within
 from autopar.strategies import Starts
 from autopar.streams import ON_COMPUTE, Balance
 
@@ -129,6 +129,12 @@ class Job:
                 raise
         self.moments, self.regions, self.whole = {}, frozenset(), True  # what is proven is of the groups as they are
         return self._best_of_rounds()
+
+    def smallest_bytes(self) -> int:
+        """The peak of a plan that needs little memory, whatever it takes; 0 where none was found."""
+        with self.clock.phase("solve"):
+            least = least_budget(replace(self.priced.problem, moments=self.liveness.certain()), self.options.time_limit_s)
+        return 0 if least.choices is None else self._try(least.choices).peak_bytes
 
     def _best_of_rounds(self) -> Tried:
         best: Tried | None = None

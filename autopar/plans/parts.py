@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.collective import Collective
+from autopar.errors import PlanError
 from autopar.layout import Layout, Strategy
 from autopar.problem import Slack
 from autopar.streams import ON_COMPUTE, Balance
@@ -87,6 +88,11 @@ class InKernel:
     again: bool
     num_chunks: int
     saved_s: float
+
+    def __post_init__(self) -> None:
+        if self.num_chunks < 1:
+            remedy = "plan again; the file was changed by hand or belongs to another version"
+            raise PlanError(f"{self.name} of {self.node} in {self.num_chunks} chunks", remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True)

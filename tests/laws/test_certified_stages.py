@@ -160,7 +160,7 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "a stage's step": (stage(1, predicted(step_s=0.9)), "time"),
     "a stage's peak": (stage(0, lambda p: replace(p, prediction=replace(p.prediction, peak_bytes=p.prediction.peak_bytes - 1))), "memory"),
     "a stage's time of crossing": (stage(0, slower_crossing), "time"),
-    "a stage's kept values": (stage(1, forgetful), "kept values"),
+    "a stage's kept values": (stage(1, forgetful), "emission"),  # backward finds what it reads in no layout
     "a stage's objective": (stage(0, proven(objective_s=0.9)), "time"),
     "a stage's certified bound": (stage(0, proven(certified_bound_s=1.5)), "bound"),
     "a stage's entries": (stage(0, lambda p: replace(p, entries=p.entries[1:])), "emission"),

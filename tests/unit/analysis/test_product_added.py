@@ -1,4 +1,4 @@
-"""Which product a sum can take in where it is made: one of its own phase that nothing else reads, of two the last."""
+"""Which product a sum of backward can take in where it is made: one that nothing else reads, of two the last."""
 
 from __future__ import annotations
 
@@ -25,9 +25,13 @@ class Sums(nn.Module):
 
 
 def sums(body: Body) -> list[fx.Node]:
-    """The additions of forward."""
+    """The additions of forward, in a graph that is all called backward."""
     graph = capture(Sums(body), (torch.randn(4, 8),)).graph
-    return [n for n in graph.nodes if n.target is torch.ops.aten.add.Tensor and n.meta["phase"] == "forward"]
+    found = [n for n in graph.nodes if n.target is torch.ops.aten.add.Tensor and n.meta["phase"] == "forward"]
+    assert [product_added(n) for n in found] == [None] * len(found), "forward's may run again"
+    for node in graph.nodes:
+        node.meta["phase"] = "backward" if node.op == "call_function" else ""
+    return found
 
 
 def read_twice(x: Tensor, layers: nn.ModuleList) -> Tensor:

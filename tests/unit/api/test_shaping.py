@@ -13,7 +13,7 @@ from made_plan import made_plan
 import autopar
 from autopar.api.planning import plan_model
 from autopar.api.shaping import best_shape, shapes
-from autopar.constraints import megatron
+from autopar.constraints import megatron, pipeline
 from autopar.errors import InfeasibleError, MeshError
 from autopar.mesh import Mesh
 from autopar.planning import Planned, TooSlow
@@ -82,6 +82,12 @@ def test_the_plan_of_a_count_is_the_fastest_of_its_shapes_and_right() -> None:
     assert found.prediction.step_s == min(p.prediction.step_s for p in each)
     assert found.mesh in shapes(4) and "gpu=4" in found.proof.covers[-1]
     assert autopar.verify(found, model, batch).ok and autopar.check(found, model, batch).ok
+
+
+def test_with_a_count_stages_are_tried_too_and_shapes_that_are_too_slow_are_passed_over() -> None:
+    model, batch = zoo_small.gpt2()
+    found = autopar.plan(model, 4, example_inputs=batch, hardware="h100-sxm", constraints=(pipeline(),))
+    assert found.proof.covers[-1].count("gpu") >= 3 and autopar.check(found, model, batch).ok
 
 
 def test_shapes_that_a_constraint_cannot_hold_on_are_passed_over() -> None:
