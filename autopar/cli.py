@@ -178,7 +178,8 @@ def verify_command(
 @app.command("what-if")
 def what_if_command(
     plan: PlanFile,
-    hardware: Annotated[str, typer.Option(help="Name or path of the other hardware profile.")],
+    hardware: Annotated[str | None, typer.Option(help="Name or path of the other hardware profile; by default the plan's.")] = None,
+    mesh: Annotated[str | None, typer.Option(help="The plan's axes with other sizes, node=4,gpu=8; by default its own.")] = None,
     hf: Hf = None,
     model: ModelName = None,
     module: Module = None,
@@ -191,8 +192,9 @@ def what_if_command(
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
         network, example = _build(hf, model, module, batch, seq, dtype, "meta")
-        tell(f"planning for {hardware}")
-        found = what_if(loaded, network, example, hardware=hardware, num_flips=flips)
+        tell(f"planning for {hardware or loaded.fingerprint.profile}")
+        there = None if mesh is None else Mesh.parse(mesh)
+        found = what_if(loaded, network, example, hardware=hardware, mesh=there, num_flips=flips)
     say(str(found))
 
 

@@ -18,6 +18,7 @@ from autopar.errors import PlanError
 from autopar.garbage import collected_seldom
 from autopar.hardware import HardwareProfile
 from autopar.planning import PlanOptions
+from autopar.planning.carrying import carried
 from autopar.planning.flips import all_flips
 from autopar.planning.repricing import repriced
 from autopar.plans import Flip, Plan
@@ -29,7 +30,7 @@ class WhatIf:
     """A plan on other hardware.
 
     Attributes:
-        plan: the plan. hardware: name of the other profile. step_s: of the plan's decisions there.
+        plan: the plan. hardware: name of the other profile. step_s, peak_bytes: of the plan's decisions there.
         best: the plan made there, with the same options. budget_bytes: per device there.
         flips: the choices of `best` that the least change of the hardware would turn, where they were asked for.
     """
@@ -37,6 +38,7 @@ class WhatIf:
     plan: Plan
     hardware: str
     step_s: float
+    peak_bytes: int
     best: Plan
     budget_bytes: int
     flips: tuple[Flip, ...] = ()
@@ -44,7 +46,7 @@ class WhatIf:
     @property
     def fits(self) -> bool:
         """Whether the plan's peak, which does not depend on times, is within the budget there."""
-        return self.plan.prediction.peak_bytes <= self.budget_bytes
+        return self.peak_bytes <= self.budget_bytes
 
     @property
     def regret(self) -> float:
@@ -57,15 +59,16 @@ class WhatIf:
         return self.step_s / self.best.proof.bound_s - 1
 
     def __str__(self) -> str:
-        peak, budget = size(self.plan.prediction.peak_bytes), size(self.budget_bytes)
+        peak, budget = size(self.peak_bytes), size(self.budget_bytes)
+        where = self.hardware if self.best.mesh.shape == self.plan.mesh.shape else f"{self.hardware} and mesh {self.best.mesh}"
         before, made = self.plan.prediction.step_s, self.best.prediction
         return "\n".join(
             (
                 f"{self.plan.fingerprint.model_name or 'model'} on mesh {self.plan.mesh}: planned for {self.plan.fingerprint.profile},"
-                f" asked about {self.hardware}",
+                f" asked about {where}",
                 f"the plan takes {seconds(self.step_s)} a step there ({seconds(before)} on {self.plan.fingerprint.profile})"
                 f" and {'fits' if self.fits else 'does not fit'}: {peak} of {budget} per device",
-                f"the plan made for {self.hardware} takes {seconds(made.step_s)} with a peak of {size(made.peak_bytes)}",
+                f"the plan made for {where} takes {seconds(made.step_s)} with a peak of {size(made.peak_bytes)}",
                 f"regret {share(self.regret, signed=True)}; against the proven bound at most {share(self.most_regret, signed=True)}",
                 *map(str, self.flips),
             )
@@ -78,7 +81,7 @@ def what_if(
     model: nn.Module,
     batch: Example,
     *,
-    hardware: str | Path | HardwareProfile,
+    hardware: str | Path | HardwareProfile | None = None,
     mesh: MeshLike | None = None,
     memory_bytes: int | None = None,
     num_flips: int = 0,
@@ -90,7 +93,9 @@ def what_if(
 
     Args:
         batch: the example inputs that the plan was made with.
-        hardware: name or path of a profile, or a profile. mesh: of the plan's axes, where its links are others; by default the plan's.
+        hardware: name or path of a profile, or a profile; by default the plan's.
+        mesh: of the plan's axes, where its links or their sizes are others; by default the plan's. Of plans with stages or microbatches the
+            sizes stay. Where they are others, what moves between the plan's layouts is the cheapest there.
         memory_bytes: budget per device; by default the plan's, where its user set one or the hardware is the same, else the device's
             memory less 10 %.
         num_flips: for so many choices of the plan made there, or of each of its stages, those with the closest runner-ups, also say at
@@ -100,17 +105,21 @@ def what_if(
         PlanError: where the plan is for another model or mesh. InfeasibleError: where no plan fits the other hardware.
     """
     args, kwargs = as_call(batch)
-    profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware)
+    profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or plan.fingerprint.profile)
     there = plan.mesh if mesh is None else as_mesh(mesh)
     trace = capture(model, args, kwargs)
-    check_fits(plan, trace, there)
-    options = _options(plan, profile, memory_bytes)
-    step_s = repriced(plan, _part(plan, model, trace, args, kwargs), there, profile, options)
+    check_fits(plan, trace, there, sizes=False)
+    options, part = _options(plan, profile, memory_bytes), _part(plan, model, trace, args, kwargs)
+    if there.shape == plan.mesh.shape:
+        step_s, peak_bytes = repriced(plan, part, there, profile, options), plan.prediction.peak_bytes
+    else:
+        found = carried(plan, part, there, profile, options)
+        step_s, peak_bytes = found.step_s, found.peak_bytes
     best = plan_call(model, there, args, kwargs, profile, options)[1].plan
     turning: tuple[Flip, ...] = ()
     if num_flips:
         turning = all_flips(best, _part(best, model, trace, args, kwargs), there, profile, options, most=num_flips)
-    return WhatIf(plan, profile.name, step_s, best, options.budget(profile), turning)
+    return WhatIf(plan, profile.name, step_s, peak_bytes, best, options.budget(profile), turning)
 
 
 @collected_seldom()

@@ -134,7 +134,7 @@ class Job:
         """The peak of a plan that needs little memory, whatever it takes; 0 where none was found."""
         with self.clock.phase("solve"):
             least = least_budget(replace(self.priced.problem, moments=self.liveness.certain()), self.options.time_limit_s)
-        return 0 if least.choices is None else self._try(least.choices).peak_bytes
+        return 0 if least.choices is None else self.tried(least.choices).peak_bytes
 
     def _best_of_rounds(self) -> Tried:
         best: Tried | None = None
@@ -149,7 +149,7 @@ class Job:
             decided = self._starts, choices.strategies, choices.recomputed, choices.kept, choices.regions
             if decided == before:
                 break  # the moments that were learnt change nothing
-            tried, before = self._try(choices), decided
+            tried, before = self.tried(choices), decided
             if tried.peak_bytes <= self.budget:
                 improved = best is None or tried.time_s < best.time_s
                 best = tried if improved else best
@@ -248,7 +248,8 @@ class Job:
             self.alike.learn(problem, found, whole=self.whole)
         return found
 
-    def _try(self, choices: Choices) -> Tried:
+    def tried(self, choices: Choices) -> Tried:
+        """A plan of these choices, emitted."""
         with self.clock.phase("assemble"):
             evaluation = evaluated(self.priced.problem, choices)
             draft = Draft(self.trace, self.mesh, self.priced, choices, evaluation, {})

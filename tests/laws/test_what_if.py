@@ -5,15 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
 import autopar
+from autopar.api.arguments import as_call
+from autopar.capture import capture
 from autopar.constraints import ddp, fsdp, megatron, pipeline, tensor_parallel
-from autopar.errors import PlanError
+from autopar.errors import ConstraintError, PlanError
 from autopar.hardware import Curve, HardwareProfile
+from autopar.planning import PlanOptions
+from autopar.planning.carrying import carried
 from autopar.plans import Plan
 from benchmarks import zoo
 
@@ -66,18 +71,16 @@ def scaled(profile: HardwareProfile, times: float) -> HardwareProfile:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def made() -> dict[str, Built]:
-    return {}
+@cache
+def built(name: str) -> Built:
+    kind, axes, options = CASES[name]
+    model, batch = zoo.build(kind, batch=8) if kind != "net" else (NET, NET_BATCH)
+    return autopar.plan(model, autopar.Mesh(axes), example_inputs=batch, hardware=GLOO, **options), model, batch
 
 
 @pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest, made: dict[str, Built]) -> Built:
-    if request.param not in made:
-        name, axes, options = CASES[request.param]
-        model, batch = zoo.build(name, batch=8) if name != "net" else (NET, NET_BATCH)
-        made[request.param] = autopar.plan(model, autopar.Mesh(axes), example_inputs=batch, hardware=GLOO, **options), model, batch
-    return made[request.param]
+def case(request: pytest.FixtureRequest) -> Built:
+    return built(request.param)
 
 
 def test_on_its_own_hardware_a_plan_takes_what_it_says_and_nothing_is_regretted(case: Built) -> None:
@@ -122,6 +125,36 @@ def test_the_budget_is_the_plans_where_its_user_set_one_else_that_of_the_device(
     tight = autopar.what_if(default, model, batch, hardware=other, memory_bytes=default.prediction.peak_bytes - 1)
     assert not tight.fits and "does not fit" in str(tight)
     assert tight.best.prediction.peak_bytes < default.prediction.peak_bytes
+
+
+SIZES: dict[str, dict[str, int]] = {"free": {"data": 4, "tensor": 2}, "forced": {"data": 4, "tensor": 2}, "recomputes": {"data": 4}}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_on_a_mesh_of_other_sizes_the_decisions_stay_and_no_plan_there_is_below_the_bound(name: str) -> None:
+    plan, model, batch = built(name)
+    there = autopar.Mesh(SIZES[name])
+    found = autopar.what_if(plan, model, batch, mesh=there)
+    assert found.best.mesh == there and found.hardware == plan.fingerprint.profile
+    assert found.step_s >= found.best.proof.bound_s * (1 - 1e-9) and found.most_regret >= -1e-9
+    assert f"and mesh {there}" in str(found)
+    assert (found.step_s == plan.prediction.step_s) == (name == "free"), "of these the free plan alone does everything everywhere"
+    args, kwargs = as_call(batch)
+    options = PlanOptions(memory_bytes=found.budget_bytes, constraints=CASES[name][2].get("constraints", ()))
+    itself = carried(found.best, capture(model, args, kwargs), there, GLOO, options)  # a plan of these sizes is what it says
+    assert itself.step_s == pytest.approx(found.best.prediction.step_s, rel=1e-9)
+    assert found.best.prediction.peak_bytes * 0.5 < itself.peak_bytes <= found.best.prediction.peak_bytes  # what starts early holds more
+
+
+def test_what_cannot_be_asked_of_other_sizes_is_said() -> None:
+    plan, model, batch = built("stages")
+    with pytest.raises(PlanError, match="a plan with stages or microbatches says what it takes on meshes of its own sizes, not on"):
+        autopar.what_if(plan, model, batch, mesh={"stage": 2, "data": 4})
+    plan, model, batch = built("recomputes")
+    with pytest.raises(ConstraintError, match="cannot hold"):
+        autopar.what_if(plan, model, batch, mesh={"data": 16})
+    with pytest.raises(PlanError, match="the plan is for data=2, this is rows=4"):
+        autopar.what_if(plan, model, batch, mesh={"rows": 4})
 
 
 def test_a_plan_of_another_model_or_of_decisions_that_cannot_be_taken_is_refused() -> None:
