@@ -38,6 +38,7 @@ from autopar.rules import AxisOption, Call, axis_options, call_of, localize, ope
 from autopar.rules.losses import LOSSES, MEAN
 
 aten = torch.ops.aten
+_REMEDY = 'samples of this model depend on each other there: pass num_microbatches=1, or with stages microbatches=1 and schedule="gpipe"'
 _DRAWS = frozenset((random_ops.keep_mask, random_ops.uniform, random_ops.normal, random_ops.randint))
 _MEANS = frozenset((aten.mean.dim, aten.mean.default))
 _SUMS = frozenset((aten.add.Tensor, aten.sub.Tensor))
@@ -279,7 +280,7 @@ def _plain(value: Any) -> Any:
 
 def _refusal(node: fx.Node, num: int, why: str) -> ConstraintError:
     what = f"the batch cannot be worked through in {num} microbatches: at {node.meta['key']} {why}"
-    return ConstraintError(what, where=where_of(node), remedy="pass num_microbatches=1; samples of this model depend on each other there")
+    return ConstraintError(what, where=where_of(node), remedy=_REMEDY)
 
 
 def for_single_samples(like: Microbatching, made_from: Trace, part: Trace, num: int) -> Microbatching:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -11,6 +11,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from autopar.breakdown import Part, breakdown, label
+from autopar.constraints import read_constraint
+from autopar.constraints.words import in_words
 from autopar.explanation.rendering import Readable, table
 from autopar.plans import Pipeline, Plan
 from autopar.units import seconds, share, size
@@ -168,6 +170,9 @@ def _facts(p: Pipeline | None) -> tuple[str, ...]:
 
 
 def _option(name: str, value: object) -> str:
+    if name == "constraints":
+        every = value if isinstance(value, Sequence) else ()
+        return ", ".join(in_words(read_constraint(constraint)) for constraint in every) or "none"
     return size(float(str(value))) if name == "memory_bytes" and value is not None else str(value)
 
 

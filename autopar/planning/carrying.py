@@ -32,7 +32,7 @@ class Carried:
 def carried(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions) -> Carried:
     """A plan without stages and microbatches on a mesh of its axes with other sizes.
 
-    Every op runs, and every value is kept, in the layouts of the plan; what is moved between them is the cheapest there. The peak is that of
+    Every op runs, and every value is kept, in the layouts of the plan; what is moved between them is the cheapest there. The peak is of
     the emitted program before collectives start early, which they do where memory is left.
 
     Raises:

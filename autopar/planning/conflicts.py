@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from autopar.capture.trace import Trace
-from autopar.constraints import Constraint, LayoutConstraint, Pipelined, check, pipeline_in
+from autopar.constraints import Constraint, Pipelined, check, pipeline_in
+from autopar.constraints.words import in_words
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 from autopar.planning.proving import parted
@@ -91,13 +92,3 @@ def _enumerated(trace: Trace, mesh: Mesh, constraints: Sequence[Constraint], *, 
         check(constraint, mesh)
     forced = resolve(trace, constraints, mesh)
     classes_of(trace, mesh.shape, parted(forced, seams(trace, usable_points(trace)[1])) if apart else forced)
-
-
-def in_words(constraint: Constraint) -> str:
-    """As the user writes it."""
-    if isinstance(constraint, Pipelined) and constraint.axis == "":
-        return f"num_microbatches={constraint.microbatches}"
-    if not isinstance(constraint, LayoutConstraint):
-        return str(constraint)
-    words = constraint.to_json()
-    return f"layout({', '.join([repr(words.pop('pattern')), *(f'{name}={value!r}' for name, value in words.items())])})"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.capture.trace import Trace
 from autopar.constraints import Constraint, pipeline_in
+from autopar.constraints.words import in_words
 from autopar.cost.moments import Liveness
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
@@ -15,7 +16,7 @@ from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning.assembly import fingerprint
 from autopar.planning.clock import Clock, Progress
-from autopar.planning.conflicts import conflicting, in_words
+from autopar.planning.conflicts import conflicting
 from autopar.planning.job import Job
 from autopar.planning.options import PlanOptions
 from autopar.problem import Problem

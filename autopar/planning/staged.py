@@ -275,8 +275,9 @@ def _searched(
             check(constraint, left)
     check_order(wish, mesh, how.num)
     if wish.schedule == "1f1b" and wish.axis and how.num < mesh.shape[mesh.names.index(wish.axis)]:
-        what = f"{how.num} microbatches are fewer than the stages along {wish.axis!r}, which 1F1B does not run"
-        raise ConstraintError(what, remedy='use more microbatches, or schedule="gpipe"')
+        few = f"{how.num} microbatches are" if how.num > 1 else "one microbatch is"
+        what = f"{few} fewer than the stages along {wish.axis!r}, which 1F1B does not run"
+        raise ConstraintError(what, remedy='use more microbatches, or schedule="gpipe", which runs any number')
     batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
     clock = Clock(progress)
     asked = Asked(part, how, batch_bytes, mesh, profile, options, wish, model_name, whole.fingerprint)

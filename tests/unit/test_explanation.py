@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from made_plan import WIRE_S, made_plan, made_staged_plan
 
+from autopar.constraints import ddp, layout
 from autopar.errors import PlanError
 from autopar.explanation import StagedExplanation, diff, explain
 from autopar.planning.schedules import step_time
@@ -30,6 +31,12 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_names_the_modules() -> 
 
 def test_a_diff_reads_as_it_should(golden: Callable[[str, str], None]) -> None:
     golden("diff.txt", str(diff(made_plan(recompute=False), made_plan())))
+
+
+def test_constraints_that_differ_are_said_as_they_were_written() -> None:
+    plan = made_plan()
+    asked = replace(plan, options={**plan.options, "constraints": [layout("up", weight="S(0) R").to_json(), ddp(["a"]).to_json()]})
+    assert "constraints: none → layout('up', weight='S(0) R'), ddp(axes=['a'])" in str(diff(plan, asked)).replace("\n", " ")
 
 
 def test_a_plan_does_not_differ_from_itself() -> None:

@@ -1,0 +1,15 @@
+"""Constraints as their user writes them."""
+
+from __future__ import annotations
+
+from autopar.constraints import Constraint, LayoutConstraint, Pipelined
+
+
+def in_words(constraint: Constraint) -> str:
+    """As the user writes it."""
+    if isinstance(constraint, Pipelined) and constraint.axis == "":
+        return f"num_microbatches={constraint.microbatches}"
+    if not isinstance(constraint, LayoutConstraint):
+        return str(constraint)
+    words = constraint.to_json()
+    return f"layout({', '.join([repr(words.pop('pattern')), *(f'{name}={value!r}' for name, value in words.items())])})"
