@@ -31,11 +31,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar.capture.trace import Parameter
 from autopar.collective import Collective
-from autopar.errors import LayoutError
+from autopar.errors import ConstraintError, LayoutError
 from autopar.kernels.sums import sum_dtype
 from autopar.layout import PARTIAL, REPLICATE, Layout, Strategy
+from autopar.mesh import Mesh
 from autopar.problem import Op, OpStrategy
 from autopar.redistribute import Step, cheapest_chain
+from autopar.strategies import Forced
 
 ZeroStages = Mapping[int, int]
 """Mesh axis → the stage of ZeRO that is forced on it, 0 where parameters rest whole."""
@@ -150,3 +152,12 @@ def stage_on(held: Held, axis: int) -> int:
     if isinstance(held.sums.placements[axis], Partial):
         return 1
     return 2 if held.working.placements[axis] == REPLICATE else 3
+
+
+def cannot_rest(p: Parameter, forced: Forced, layouts: Sequence[Layout], mesh: Mesh) -> ConstraintError:
+    """Why a parameter can rest in none of `layouts`, which a mesh and constraints leave it."""
+    what = f"{p.name} of shape {p.shape} cannot rest as {forced.asked(p.name)} on mesh {mesh}"
+    if not forced.resting(p.name, layouts):
+        return ConstraintError(what, remedy="force a storage layout that splits its dims evenly")
+    seen = f"{what}: these are dims of {tuple(p.view)}, and no DTensor holds an inner part of a dim, such as heads, over two axes"
+    return ConstraintError(seen, remedy="split it over one axis: name one for tensor parallelism, or give the mesh one of that size")

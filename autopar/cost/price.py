@@ -15,13 +15,12 @@ from torch import fx
 
 from autopar.capture.trace import Input, Output, Parameter, Trace
 from autopar.collective import Collective
-from autopar.cost.held import StepMoves
+from autopar.cost.held import StepMoves, cannot_rest
 from autopar.cost.holding import HeldPrices, adding_partial
 from autopar.cost.keeping import borders_of, is_never_kept, may_run_again, split_furthest
 from autopar.cost.kernels import with_kernels
 from autopar.cost.priced import OPTIMIZERS, Crossing, Priced, Source
 from autopar.cost.times import call_time, own_collectives, price_collectives
-from autopar.errors import ConstraintError
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
@@ -77,8 +76,7 @@ class _Builder:
             storing = [layout for layout in layouts if storable(first.shape, first.view, layout, self.mesh.shape)]
             possible = self.forced.resting(first.name, storing)
             if not possible:
-                what = f"{first.name} of shape {first.shape} cannot rest as {self.forced.asked(first.name)} on mesh {self.mesh}"
-                raise ConstraintError(what, remedy="force a storage layout that splits its dims evenly")
+                raise cannot_rest(first, self.forced, layouts, self.mesh)
             stages = self.forced.named.stages_of(first.name)
             strategies = held.strategies(first, possible, stages) if self.accumulates else tuple(self._storage(first, x) for x in possible)
             op = Op(str(pattern), "parameter", "forward", len(members), (), strategies)

@@ -187,7 +187,7 @@ def test_a_layout_that_contradicts_a_named_plan_is_refused_with_what_is_left() -
 def test_a_fused_projection_cannot_rest_split_by_two_axes_and_says_so() -> None:
     model, batch = zoo_small.gpt2(num_layers=1)
     forced = constraints.tensor_parallel("1d", axes=("a", "b"))
-    with pytest.raises(ConstraintError, match=r"c_attn\.weight of shape \(32, 96\) cannot rest as S\(2\) S\(2\), which tensor_parallel\S*"):
+    with pytest.raises(ConstraintError, match=r"c_attn\.weight of .* cannot rest as S\(2\) S\(2\), which tensor_parallel.*over two axes"):
         planned(capture(model, (), batch), forced, Mesh({"a": 2, "b": 2}))
 
 
