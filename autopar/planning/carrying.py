@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.capture.trace import Trace
-from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.emit.choices import placeholder_keys
 from autopar.errors import PlanError
@@ -15,10 +14,9 @@ from autopar.mesh import Mesh
 from autopar.planning.clock import Clock
 from autopar.planning.job import Job
 from autopar.planning.options import PlanOptions
-from autopar.planning.repricing import decisions
+from autopar.planning.repricing import decisions, priced_under
 from autopar.plans import Plan
 from autopar.problem import Choices
-from autopar.strategies import Starts, apart, classes_of, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +40,10 @@ def carried(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, opti
     if plan.pipeline is not None:
         what = f"a plan with stages or microbatches says what it takes on meshes of its own sizes, not on {mesh}"
         raise PlanError(what, remedy="ask about the links alone, or plan for that mesh")
-    forced = replace(resolve(trace, options.constraints, mesh), starts=plan.starts)
-    classes = apart(classes_of(trace, mesh.shape, forced), plan.starts)
-    budget = options.budget(profile)
-
-    def pricing(_: Starts) -> Priced:
-        return price(trace, classes, mesh, profile, budget_bytes=budget, optimizer=options.optimizer, forced=forced)
-
-    job = Job(trace, mesh, pricing, options, Clock(lambda _: None), plan.fingerprint, options.to_json(profile), budget)
-    strategies, again = decisions(job.priced, plan)
-    tried = job.tried(Choices(strategies, again, _kept(job.priced, plan, trace), 0.0, 0.0))
+    priced, clock = priced_under(trace, mesh, profile, options, options.constraints, plan.starts), Clock(lambda _: None)
+    job = Job(trace, mesh, lambda _: priced, options, clock, plan.fingerprint, options.to_json(profile), options.budget(profile))
+    strategies, again = decisions(priced, plan)
+    tried = job.tried(Choices(strategies, again, _kept(priced, plan, trace), 0.0, 0.0))
     return Carried(tried.time_s, tried.peak_bytes)
 
 

@@ -9,7 +9,6 @@ from autopar.capture.trace import Trace
 from autopar.constraints import Constraint, pipeline_in
 from autopar.constraints.words import in_words
 from autopar.cost.moments import Liveness
-from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.errors import ConstraintError, InfeasibleError, size_text
 from autopar.hardware import HardwareProfile
@@ -19,9 +18,9 @@ from autopar.planning.clock import Clock, Progress
 from autopar.planning.conflicts import conflicting
 from autopar.planning.job import Job
 from autopar.planning.options import PlanOptions
-from autopar.problem import Problem
+from autopar.planning.repricing import priced_under
 from autopar.solve import least_budget
-from autopar.strategies import Starts, apart, classes_of, resolve
+from autopar.strategies import Starts
 from autopar.version import VERSION
 
 
@@ -77,23 +76,16 @@ class _Shortage:
 
     def _least_bytes(self, constraints: Sequence[Constraint]) -> int:
         """Any plan under these constraints needs so much."""
-        return least_budget(self._problem(self._priced(constraints, {})), self.options.time_limit_s, bound_only=True).bound_bytes
+        priced = priced_under(self.trace, self.mesh, self.profile, self.options, constraints, {})
+        problem = replace(priced.problem, moments=Liveness(self.trace, priced).certain())
+        return least_budget(problem, self.options.time_limit_s, bound_only=True).bound_bytes
 
     def smallest_bytes(self, clock: Clock) -> int:
         """What a plan of little memory needs, emitted as it is; 0 where none was found."""
 
         def pricing(starts: Starts) -> Priced:
-            return self._priced(self.options.constraints, starts)
+            return priced_under(self.trace, self.mesh, self.profile, self.options, self.options.constraints, starts)
 
         mark = fingerprint(self.trace, "", self.profile.name, self.profile.hash, VERSION)
         job = Job(self.trace, self.mesh, pricing, self.options, clock, mark, self.options.to_json(self.profile), self.budget)
         return job.smallest_bytes()
-
-    def _priced(self, constraints: Sequence[Constraint], starts: Starts) -> Priced:
-        forced = replace(resolve(self.trace, constraints, self.mesh), starts=starts)
-        classes = apart(classes_of(self.trace, self.mesh.shape, forced), starts)
-        optimizer = self.options.optimizer
-        return price(self.trace, classes, self.mesh, self.profile, budget_bytes=self.budget, optimizer=optimizer, forced=forced)
-
-    def _problem(self, priced: Priced) -> Problem:
-        return replace(priced.problem, moments=Liveness(self.trace, priced).certain())
