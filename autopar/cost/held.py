@@ -159,5 +159,5 @@ def cannot_rest(p: Parameter, forced: Forced, layouts: Sequence[Layout], mesh: M
     what = f"{p.name} of shape {p.shape} cannot rest as {forced.asked(p.name)} on mesh {mesh}"
     if not forced.resting(p.name, layouts):
         return ConstraintError(what, remedy="force a storage layout that splits its dims evenly")
-    seen = f"{what}: these are dims of {tuple(p.view)}, and no DTensor holds an inner part of a dim, such as heads, over two axes"
-    return ConstraintError(seen, remedy="split it over one axis: name one for tensor parallelism, or give the mesh one of that size")
+    seen = f"{what}: these are dims of {tuple(p.view)}, and no DTensor holds two inner parts of a dim, or one cut out of mesh order"
+    return ConstraintError(seen, remedy="split one part of it, such as heads, over axes in mesh order, and another dim over others")

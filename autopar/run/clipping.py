@@ -83,8 +83,11 @@ def _zero(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _counts_here(gradient: Tensor, groups: Sequence[AxisGroup]) -> bool:
-    placements = gradient.placements if isinstance(gradient, DTensor) else (Replicate(),) * len(groups)
-    return all(group.coordinate == 0 or not isinstance(p, Replicate) for p, group in zip(placements, groups, strict=True))
+    """Whether this rank is the first that holds its part; gradients may have different meshes of the same devices."""
+    if not isinstance(gradient, DTensor):
+        return all(group.coordinate == 0 for group in groups)
+    coordinate = gradient.device_mesh.get_coordinate() or ()
+    return all(at == 0 or not isinstance(p, Replicate) for p, at in zip(gradient.placements, coordinate, strict=True))
 
 
 def _total(value: Tensor, reduce_op: str, groups: Sequence[AxisGroup]) -> Tensor:

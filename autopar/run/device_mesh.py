@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -69,6 +71,39 @@ def stage_devices(devices: DeviceMesh, axis: str) -> tuple[DeviceMesh, dist.Proc
     others = tuple(name for name in names if name != axis)
     number = devices.get_local_rank(axis)
     return (devices[others] if others else _alone(devices)), devices.get_group(axis), number
+
+
+def joined_axes(devices: DeviceMesh, axes: Sequence[Sequence[int]]) -> DeviceMesh:
+    """The same devices as a mesh in which several axes are one dim, the outermost first.
+
+    All ranks of `devices` are to ask for the same meshes in one order; the first time they make process groups. Others take no part.
+
+    Args:
+        axes: for each dim of the result the axes of `devices` that it stands for, in mesh order; each axis once.
+    """
+    if all(len(joined) == 1 for joined in axes):
+        return devices
+    key = devices, tuple(map(tuple, axes))
+    if key not in _joined:
+        _joined[key] = _join_axes(devices, axes)
+    return _joined[key]
+
+
+_joined: dict[tuple[DeviceMesh, tuple[tuple[int, ...], ...]], DeviceMesh] = {}
+
+
+def _join_axes(devices: DeviceMesh, axes: Sequence[Sequence[int]]) -> DeviceMesh:
+    shape = [math.prod(devices.size(axis) for axis in joined) for joined in axes]
+    ranks = devices.mesh.permute([axis for joined in axes for axis in joined]).reshape(shape)
+    place = [int(n) for n in (ranks == dist.get_rank()).nonzero()[0]]
+    groups = []
+    for dim, joined in enumerate(axes):
+        along = ranks[(*place[:dim], slice(None), *place[dim + 1 :])].tolist()
+        alone = len(joined) == 1
+        groups.append(devices.get_group(joined[0]) if alone else dist.new_group(along, use_local_synchronization=True))
+    names = devices.mesh_dim_names or tuple(f"axis{axis}" for axis in range(len(devices.shape)))
+    told = tuple("_".join(names[axis] for axis in joined) for joined in axes)
+    return DeviceMesh.from_group(groups, devices.device_type, mesh=ranks, mesh_dim_names=told)
 
 
 def _alone(devices: DeviceMesh) -> DeviceMesh:

@@ -6,6 +6,9 @@ which cuts a dim into `split_factor` blocks and every block into one piece per r
     split_factor(axis) = the local length, when the axis' turn comes, of the view dims before the one it splits
                          × the sizes of those outer splitters of that dim that come later in mesh order.
 The data in a local tensor has the same order as in `autopar.run.splitting.split`.
+
+torch (2.11 to 2.13) joins a dim that is split inside a view only where one placement splits it. Where several axes split it, in mesh order
+(which is that of a process group's ranks), they are one dim of the DTensor's own mesh: one of ``a``, ``b``, ``c`` is ``a_b``, ``c`` then.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from autopar.errors import LayoutError, RuntimeStateError
 from autopar.layout import Layout, local_shape
+from autopar.run.device_mesh import joined_axes
 from autopar.run.program import ProgramTensor
 from autopar.run.splitting import local_part
 
@@ -46,50 +50,79 @@ def stored_dims(shape: Sequence[int], view: Sequence[int]) -> tuple[tuple[int, .
     return tuple(groups)
 
 
-def placements(shape: Sequence[int], view: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> tuple[Placement, ...]:
-    """One torch placement per mesh axis, over the dims of `shape`; axes of size 1 replicate.
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """How torch is told where a tensor lies.
+
+    Attributes:
+        axes: for each dim of the DTensor's mesh the mesh axes that it stands for, the outermost first.
+        placements: one for each of these dims, over the dims of the stored shape.
+    """
+
+    axes: tuple[tuple[int, ...], ...]
+    placements: tuple[Placement, ...]
+
+
+def resting(shape: Sequence[int], view: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> Resting:
+    """torch's placements over the dims of `shape`; axes of size 1 replicate.
 
     Raises:
         LayoutError: where torch has no placements for the layout; see `storable`.
     """
     groups = stored_dims(shape, view)
-    sizes, result = list(view), []
+    sizes, result = list(view), dict[tuple[int, ...], Placement]()
+    joined = _joined_axes(groups, view, layout, mesh_shape)
     interleaved = False
     for axis, (placement, num_parts) in enumerate(zip(layout.placements, mesh_shape, strict=True)):
+        together = joined.get(axis, (axis,))
         if not isinstance(placement, Shard) or num_parts == 1:
-            result.append(placement if not isinstance(placement, Shard) else Replicate())
+            result[axis,] = placement if not isinstance(placement, Shard) else Replicate()
             continue
-        dim, splitters = placement.dim, layout.splitters(placement.dim)
+        if together in result:
+            continue
+        dim, splitters, num_parts = placement.dim, layout.splitters(placement.dim), math.prod(mesh_shape[a] for a in together)
         stored = next(index for index, group in enumerate(groups) if dim in group)
         before = math.prod(sizes[d] for d in groups[stored] if d < dim)
-        later = math.prod(mesh_shape[other] for other in splitters[: splitters.index(axis)] if other > axis)
-        result.append(Shard(stored) if before * later == 1 else _StridedShard(stored, split_factor=before * later))
+        outer = splitters[: splitters.index(axis)] if len(together) == 1 else ()
+        later = math.prod(mesh_shape[other] for other in outer if other > axis)
+        result[together] = Shard(stored) if before * later == 1 else _StridedShard(stored, split_factor=before * later)
         interleaved |= before > 1
         inner = math.prod(view[d] for d in groups[stored] if d > dim)
         if before * later * inner > 1 and sizes[dim] % (later * num_parts):
             raise LayoutError(f"view dim {dim} of length {sizes[dim]} is not split evenly by layout {layout}")
         sizes[dim] = -(-sizes[dim] // num_parts)
     if interleaved:
-        _check_interleaved(result, layout)
-    return tuple(result)
+        _check_interleaved(tuple(result.values()), layout)
+    return Resting(tuple(result), tuple(result.values()))
+
+
+def _joined_axes(
+    groups: Sequence[Sequence[int]], view: Sequence[int], layout: Layout, mesh_shape: Sequence[int]
+) -> dict[int, tuple[int, ...]]:
+    """Mesh axis → the axes that split one inner part of a stored dim, the outermost first; of axes that do so together in mesh order."""
+    joined: dict[int, tuple[int, ...]] = {}
+    for group in groups:
+        split = {d: tuple(a for a in layout.splitters(d) if mesh_shape[a] > 1) for d in group}
+        inner = [d for d, axes in split.items() if len(axes) > 1 and math.prod(view[e] for e in group if e < d) > 1]
+        joined |= {axis: split[d] for d in inner if split[d] == tuple(sorted(split[d])) for axis in split[d]}
+    return joined
 
 
 def _check_interleaved(result: Sequence[Placement], layout: Layout) -> None:
-    """torch (2.11 to 2.13) joins a dim that is split inside a view wrongly, or not at all, where another placement splits the
-    same dim or is strided too; so it must be alone."""
+    """A dim that is split inside a view must be the only such dim, and split by that placement alone."""
     strided = [placement for placement in result if isinstance(placement, _StridedShard)]
     dims = [placement.dim for placement in result if isinstance(placement, Shard | _StridedShard)]
     if len(strided) > 1 or dims.count(strided[0].dim) > 1:
         raise LayoutError(
             f"a parameter cannot rest in layout {layout}: torch has no placements for {result}",
-            remedy="let one axis split the fused dim, and other axes another dim in mesh order",
+            remedy="let the axes that split a fused dim split one part of it, such as heads, and other axes another dim in mesh order",
         )
 
 
 def storable(shape: Sequence[int], view: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> bool:
     """Whether a parameter can rest in this layout as a DTensor."""
     try:
-        placements(shape, view, layout, mesh_shape)
+        resting(shape, view, layout, mesh_shape)
     except LayoutError:
         return False
     return True
@@ -100,12 +133,14 @@ class Storage:
     """How one parameter, buffer or output lies on this rank.
 
     Attributes:
+        devices: the program's mesh. seen: the mesh that its DTensor names, `devices` or one in which some axes are one dim.
         graph_shape: local shape over the dims of `view`, as graphs see it.
         stored_shape: local shape over the dims of `shape`, as the DTensor holds it.
     """
 
     tensor: ProgramTensor
     devices: DeviceMesh
+    seen: DeviceMesh
     placements: tuple[Placement, ...]
     graph_shape: tuple[int, ...]
     stored_shape: tuple[int, ...]
@@ -113,9 +148,10 @@ class Storage:
     @staticmethod
     def of(tensor: ProgramTensor, devices: DeviceMesh) -> Storage:
         mesh_shape, coordinate = tuple(devices.shape), devices.get_coordinate()
-        seen = local_shape(tensor.view, tensor.layout, mesh_shape, coordinate)
-        stored = tuple(math.prod(seen[d] for d in group) for group in stored_dims(tensor.shape, tensor.view))
-        return Storage(tensor, devices, placements(tensor.shape, tensor.view, tensor.layout, mesh_shape), seen, stored)
+        local = local_shape(tensor.view, tensor.layout, mesh_shape, coordinate)
+        stored = tuple(math.prod(local[d] for d in group) for group in stored_dims(tensor.shape, tensor.view))
+        at = resting(tensor.shape, tensor.view, tensor.layout, mesh_shape)
+        return Storage(tensor, devices, joined_axes(devices, at.axes), at.placements, local, stored)
 
     def distribute(self, full: Tensor) -> DTensor:
         """This rank's part of a full tensor, copied to the mesh's device; uninitialised where `full` is on meta."""
@@ -129,7 +165,7 @@ class Storage:
         """The DTensor around a local tensor of either local shape, without a copy."""
         stride = tuple(math.prod(self.tensor.shape[d + 1 :]) for d in range(len(self.tensor.shape)))
         shape, stored = torch.Size(self.tensor.shape), local.reshape(self.stored_shape)
-        return DTensor.from_local(stored, self.devices, self.placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(stored, self.seen, self.placements, run_check=False, shape=shape, stride=stride)
 
     def local(self, stored: Tensor) -> Tensor:
         """The local tensor as graphs see it, a view.

@@ -17,6 +17,8 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 import zoo_small  # noqa: E402
 from harness import run_processes  # noqa: E402
 
+import autopar  # noqa: E402
+from autopar import constraints  # noqa: E402
 from autopar.hardware import HardwareProfile  # noqa: E402
 from autopar.mesh import Mesh  # noqa: E402
 from autopar.plans import Plan  # noqa: E402
@@ -26,6 +28,8 @@ from benchmarks.zoo import build  # noqa: E402
 pytestmark = pytest.mark.multiproc
 MESH = Mesh({"a": 2, "b": 2})
 SEEDS = {"gpt2": 4, "llama": 5}
+JOINED = "gpt2 with heads over two axes"
+KINDS = (*SEEDS, JOINED)
 Facts = list[dict[str, Any]]
 
 
@@ -36,6 +40,9 @@ def plans() -> dict[str, Plan]:
         model, batch = getattr(zoo_small, kind)(dtype=torch.float64)
         ready = prepare(model, batch, MESH, HardwareProfile.load("cpu-gloo"))
         found[kind] = random_plan(ready, seed, loudness=(1.0, 1.0), recompute_share=0.3)[0]
+    model, batch = zoo_small.gpt2(dtype=torch.float64)
+    forced = constraints.tensor_parallel("1d", axes=("a", "b"))
+    found[JOINED] = autopar.plan(model, MESH, example_inputs=batch, hardware="cpu-gloo", constraints=(forced,))
     return found
 
 
@@ -47,12 +54,12 @@ def facts(plans: dict[str, Plan]) -> Facts:
 def test_the_plans_communicate_in_every_way_and_recompute(plans: dict[str, Plan]) -> None:
     kinds = {c.collective.kind for plan in plans.values() for c in plan.communications}
     assert kinds == {"all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice"}
-    for plan in plans.values():
+    for plan in (plans[kind] for kind in SEEDS):
         assert {c.collective.axis for c in plan.communications if c.phase == "backward"} == {0, 1}
         assert any(entry.recompute for entry in plan.entries)
 
 
-@pytest.mark.parametrize("kind", SEEDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_five_steps_with_clipping_follow_the_plain_model(facts: Facts, plans: dict[str, Plan], kind: str) -> None:
     # 2e-6: both models compute their loss in float32, whatever their weights are.
     for fact in facts:
@@ -65,7 +72,7 @@ def test_five_steps_with_clipping_follow_the_plain_model(facts: Facts, plans: di
     assert len({fact[kind]["last"] for fact in facts}) == 1
 
 
-@pytest.mark.parametrize("kind", SEEDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_state_dict_of_one_module_makes_another_the_same(facts: Facts, kind: str) -> None:
     for fact in facts:
         assert fact[kind]["state"] == {"keys": "<All keys matched successfully>", "apart": True, "same": True}
@@ -91,3 +98,9 @@ def test_dropout_is_the_same_on_one_process_and_on_four() -> None:
     together = run_processes(4, worker, "run", plan.dumps())
     assert len(set(alone)) == 3 and len({tuple(losses) for losses in together}) == 1
     torch.testing.assert_close(torch.tensor(together[0]), torch.tensor(alone), rtol=2e-6, atol=0)
+
+
+def test_heads_over_two_axes_are_one_dim_of_a_parameters_mesh(facts: Facts) -> None:
+    for fact in facts:
+        assert fact[JOINED]["meshes"] == ["('a', 'b')", "('a_b',)"]
+        assert fact["gpt2"]["meshes"] == ["('a', 'b')"]

@@ -43,6 +43,7 @@ def follow(kind: str, plan: Plan) -> dict[str, Any]:
     pairs = zip(module.parameters(), plain.parameters(), strict=True)
     facts["parameters"] = max((p.full_tensor() - q).abs().max().item() for p, q in pairs)
     facts["sharded"] = sum(not all(x.is_replicate() for x in p.placements) for p in module.parameters())
+    facts["meshes"] = sorted({str(p.device_mesh.mesh_dim_names) for p in module.parameters()})
     facts["state"] = _round_trip(kind, batch, module)
     return facts
 

@@ -10,7 +10,7 @@ from autopar.errors import LayoutError, MeshError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.run.device_mesh import device_mesh
-from autopar.run.parameters import placements, storable, stored_dims
+from autopar.run.parameters import Resting, resting, storable, stored_dims
 
 
 @pytest.mark.parametrize(
@@ -53,18 +53,40 @@ def test_a_view_that_mixes_stored_dims_is_refused(shape: tuple[int, ...], view: 
 def test_placements_say_where_the_data_lies(
     shape: tuple[int, ...], view: tuple[int, ...], layout: str, expected: tuple[object, ...]
 ) -> None:
-    assert placements(shape, view, Layout.parse(layout), (2, 4)) == expected
+    assert resting(shape, view, Layout.parse(layout), (2, 4)) == Resting(((0,), (1,)), expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes", "expected"),
+    [
+        ("S(2) S(2) R", ((0, 1), (2,)), (_StridedShard(1, split_factor=3), Replicate())),
+        ("S(2) S(0) S(2)", ((0, 2), (1,)), (_StridedShard(1, split_factor=3), Shard(0))),
+        ("S(0) S(2) S(2)", ((0,), (1, 2)), (Shard(0), _StridedShard(1, split_factor=3))),
+        ("S(2) S(2) S(2)", ((0, 1, 2),), (_StridedShard(1, split_factor=3),)),
+        ("S(0) S(2)#0 S(0)", ((0,), (1,), (2,)), (Shard(0), _StridedShard(1, split_factor=3), Shard(0))),
+    ],
+)
+def test_axes_that_split_heads_together_are_one_dim_of_the_dtensors_mesh(
+    layout: str, axes: tuple[tuple[int, ...], ...], expected: tuple[object, ...]
+) -> None:
+    assert resting((8, 48), (8, 3, 16), Layout.parse(layout), (2, 2, 2)) == Resting(axes, expected)
 
 
 def test_an_axis_of_size_1_replicates() -> None:
-    assert placements((8, 24), (8, 3, 8), Layout.parse("S(2) S(2)"), (1, 2)) == (Replicate(), _StridedShard(1, split_factor=3))
+    at = resting((8, 24), (8, 3, 8), Layout.parse("S(2) S(2)"), (1, 2))
+    assert at == Resting(((0,), (1,)), (Replicate(), _StridedShard(1, split_factor=3)))
 
 
-@pytest.mark.parametrize("layout", ["S(2) S(2)", "S(2)#1 S(2)#0", "S(1) S(2)"])
-def test_a_fused_dim_that_two_axes_split_cannot_be_stored(layout: str) -> None:
+@pytest.mark.parametrize("layout", ["S(2)#1 S(2)#0", "S(1) S(2)"])
+def test_a_fused_dim_split_out_of_mesh_order_or_in_two_parts_cannot_be_stored(layout: str) -> None:
     assert not storable((8, 32), (8, 4, 8), Layout.parse(layout), (2, 2))
-    with pytest.raises(LayoutError, match="let one axis split the fused dim"):
-        placements((8, 32), (8, 4, 8), Layout.parse(layout), (2, 2))
+    with pytest.raises(LayoutError, match="let the axes that split a fused dim split one part of it"):
+        resting((8, 32), (8, 4, 8), Layout.parse(layout), (2, 2))
+
+
+def test_heads_that_the_axes_together_do_not_divide_cannot_be_stored() -> None:
+    assert storable((8, 24), (8, 3, 8), Layout.parse("S(2) S(2)"), (2, 2))
+    assert not storable((8, 30), (8, 3, 10), Layout.parse("S(2) S(2)"), (2, 2))
 
 
 def test_an_uneven_part_of_a_view_cannot_be_stored_but_an_uneven_plain_shard_can() -> None:

@@ -184,10 +184,17 @@ def test_a_layout_that_contradicts_a_named_plan_is_refused_with_what_is_left() -
         make_plan(traced(Block()), Mesh(2), HardwareProfile.load("h100-sxm"), options)
 
 
-def test_a_fused_projection_cannot_rest_split_by_two_axes_and_says_so() -> None:
+def test_a_fused_projection_rests_by_heads_over_two_axes() -> None:
     model, batch = zoo_small.gpt2(num_layers=1)
-    forced = constraints.tensor_parallel("1d", axes=("a", "b"))
-    with pytest.raises(ConstraintError, match=r"c_attn\.weight of .* cannot rest as S\(2\) S\(2\), which tensor_parallel.*over two axes"):
+    made = planned(capture(model, (), batch), constraints.tensor_parallel("1d", axes=("a", "b")), Mesh({"a": 2, "b": 2}))
+    entry = next(e for e in made.plan.entries if e.kind == "parameter" and "c_attn.weight" in str(e.nodes[0].node))
+    assert str(entry.nodes[0].strategy.outputs[0]) == "S(2) S(2)"
+
+
+def test_a_fused_projection_cannot_rest_with_two_of_its_parts_split_and_says_so() -> None:
+    model, batch = zoo_small.gpt2(num_layers=1)
+    forced = constraints.layout("*.c_attn", storage="S(1)#1 S(1)#0")
+    with pytest.raises(ConstraintError, match=r"c_attn\.weight of .* cannot rest as S\(2\)#1 S\(2\)#0.*no DTensor holds"):
         planned(capture(model, (), batch), forced, Mesh({"a": 2, "b": 2}))
 
 
