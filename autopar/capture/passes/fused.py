@@ -46,11 +46,37 @@ class _Site:
 
 def separate_fused_projections(graph: fx.Graph) -> None:
     """Give every fused projection whose parts are equal its dim for the parts."""
+    for product in calls(graph, ops.dot):
+        _split_slices(graph, product)
     for split in calls(graph, aten.split.Tensor, aten.split_with_sizes.default):
         site = _site(split)
         if site is not None:
             _rewrite(graph, site)
     sweep(graph)
+
+
+def _split_slices(graph: fx.Graph, product: fx.Node) -> None:
+    """One split, where a product (plus bias) is read by slices of its last dim that leave nothing out and do not overlap."""
+    value = product
+    if len(product.users) == 1 and (only := next(iter(product.users))).target is aten.add.Tensor:
+        value = only
+    last = len(shape_of(value)) - 1
+    slices = sorted((user for user in value.users if _is_slice(user, last)), key=lambda user: user.args[2])
+    ends = [0, *(user.args[3] for user in slices)]
+    if len(slices) < 2 or len(slices) < len(value.users) or ends != [*(user.args[2] for user in slices), shape_of(value)[last]]:
+        return
+    sizes = [user.args[3] - user.args[2] for user in slices]
+    with graph.inserting_after(value):
+        split = emit(value, aten.split_with_sizes.default, (value, sizes, last), ())
+        split.meta["val"] = [user.meta["val"] for user in slices]
+    for number, user in enumerate(slices):
+        with graph.inserting_before(user):
+            user.replace_all_uses_with(emit(user, operator.getitem, (split, number), shape_of(user)))
+        graph.erase_node(user)
+
+
+def _is_slice(node: fx.Node, dim: int) -> bool:
+    return node.target is aten.slice.Tensor and len(node.args) == 5 and node.args[1] == dim and node.args[4] == 1
 
 
 def _site(split: fx.Node) -> _Site | None:

@@ -1,7 +1,7 @@
 """A tensor that is taken apart and put together again in the same order is itself.
 
-Loops over samples or time steps select one entry of a dim at a time; each selection, and the sum of padded gradients that
-mirrors it, would make the dim whole. Terms: the *parts* of a dim are its entries (`select`, `unbind`) or its consecutive slices.
+Loops over samples or time steps select one entry of a dim at a time, and projections that are made at once are sliced; each of these, and
+the sum of padded gradients that mirrors it, would make the dim whole. Terms: the *parts* of a dim are its entries (`select`, `unbind`) or its consecutive slices.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from autopar.capture.graphs import aten, calls, emit, shape_of, sweep, view
 
 
 def rejoin(graph: fx.Graph) -> None:
-    """Gradients of all entries as one stack; then joins of all parts of a dim along it as a view of what they are parts of."""
+    """Gradients of all parts as one join of them; then joins of all parts of a dim along it as a view of what they are parts of."""
     for node in calls(graph, aten.add.Tensor):
-        pieces = None if _goes_on(node) else _entries_summed(node)
+        pieces = None if _goes_on(node) else _parts_summed(node)
         if pieces is not None:
-            dim, entries = pieces
+            join, dim, parts = pieces
             with graph.inserting_before(node):
-                node.replace_all_uses_with(emit(node, aten.stack.default, (entries, dim), shape_of(node)))
+                node.replace_all_uses_with(emit(node, join, (parts, dim), shape_of(node)))
     sweep(graph)
     for node in calls(graph, aten.stack.default, aten.cat.default):
         dim = (node.args[1] if len(node.args) > 1 else 0) % len(shape_of(node))
@@ -74,9 +75,9 @@ def _goes_on(node: fx.Node) -> bool:
     return len(node.users) == 1 and next(iter(node.users)).target is aten.add.Tensor
 
 
-def _entries_summed(node: fx.Node) -> tuple[int, list[fx.Node]] | None:
-    """(dim, gradients of its entries in order), where the sum pads each of them once and leaves none out."""
-    terms, entries, dims = [node], {}, set()
+def _parts_summed(node: fx.Node) -> tuple[OpOverload, int, list[fx.Node]] | None:
+    """(how they are joined, dim, gradients of its parts in order), where the sum pads each of them once and leaves none out."""
+    terms, parts, dims = [node], {}, set()
     while terms:
         term = terms.pop()
         if not isinstance(term, fx.Node):
@@ -84,13 +85,28 @@ def _entries_summed(node: fx.Node) -> tuple[int, list[fx.Node]] | None:
         if term.target is aten.add.Tensor and (term is node or _goes_on(term)) and not term.kwargs:
             terms += term.args
             continue
-        if term.target is not aten.select_backward.default or shape_of(term) != shape_of(node):
+        padded = _padded(term)
+        if padded is None or shape_of(term) != shape_of(node) or padded[2] in parts:
             return None
-        grad, sizes, dim, at = term.args
-        if at % sizes[dim] in entries:
-            return None
-        dims.add(dim % len(sizes))
-        entries[at % sizes[dim]] = grad
-    if len(dims) != 1 or len(entries) != shape_of(node)[dim := dims.pop()]:
+        join, dim, first, end = padded
+        dims.add((join, dim))
+        parts[first] = end, term.args[0]
+    if len(dims) != 1:
         return None
-    return dim, [entries[at] for at in sorted(entries)]
+    (join, dim), ends = dims.pop(), [0, *(parts[first][0] for first in sorted(parts))]
+    if ends != [*sorted(parts), shape_of(node)[dim]]:
+        return None
+    return join, dim, [parts[first][1] for first in sorted(parts)]
+
+
+def _padded(node: fx.Node) -> tuple[OpOverload, int, int, int] | None:
+    """(how such parts are joined, dim, first, end) of the gradient of one part, padded with zeros."""
+    if node.target is aten.select_backward.default:
+        _, sizes, dim, at = node.args
+        return aten.stack.default, dim % len(sizes), at % sizes[dim], at % sizes[dim] + 1
+    if node.target is aten.slice_backward.default and node.args[5] == 1:
+        _, sizes, dim, first, end, _ = node.args
+        size = sizes[dim]
+        first, end = (min(at if at >= 0 else at + size, size) for at in (first, end))
+        return (aten.cat.default, dim % len(sizes), first, end) if first < end else None
+    return None

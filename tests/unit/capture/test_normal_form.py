@@ -129,6 +129,41 @@ def test_a_fused_projection_stored_the_other_way_and_without_bias_is_seen_by_its
     torch.testing.assert_close(gradients["gate_up.weight"], model.gate_up.weight.grad)
 
 
+class Sliced(nn.Module):
+    """A fused projection that is read by slices, in another order than they are stored."""
+
+    def __init__(self, bias: bool, cuts: tuple[tuple[int, int], ...]) -> None:
+        super().__init__()
+        self.fused, self.cuts = nn.Linear(6, 24, bias=bias), cuts
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fused(x)
+        a, b, c = (y[..., first:end] for first, end in self.cuts)
+        return (a * b.tanh() + c).square().mean()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("cuts", "seen"),
+    [
+        (((0, 8), (8, 16), (16, 24)), True),
+        (((16, 24), (0, 8), (8, 16)), True),
+        (((0, 8), (8, 16), (15, 23)), False),
+        (((0, 8), (8, 16), (8, 16)), False),
+    ],
+    ids=["in order", "out of order", "overlapping", "twice"],
+)
+def test_slices_that_are_the_parts_of_a_fused_projection_are_its_parts(cuts: tuple[tuple[int, int], ...], bias: bool, seen: bool) -> None:
+    model, x = Sliced(bias, cuts).double(), torch.randn(2, 3, 6).double()
+    trace = capture(model, (x,))
+    assert any(entry.shape != entry.view for entry in trace.parameters) == seen
+    assert not any(node.target is aten.slice_backward.default for node in trace.graph.nodes) or not seen
+    _, gradients, _ = execute(trace, dict(model.named_parameters()), {}, [x])
+    model(x).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
 def test_uneven_parts_stay_as_they_are() -> None:
     class Uneven(nn.Module):
         def __init__(self) -> None:
