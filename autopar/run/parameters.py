@@ -9,6 +9,7 @@ The data in a local tensor has the same order as in `autopar.run.splitting.split
 
 torch (2.11 to 2.13) joins a dim that is split inside a view only where one placement splits it. Where several axes split it, in mesh order
 (which is that of a process group's ranks), they are one dim of the DTensor's own mesh: one of ``a``, ``b``, ``c`` is ``a_b``, ``c`` then.
+torch 2.11 refuses to join inner parts at all: `full_tensor` raises there; training and checkpoints do not need it.
 """
 
 from __future__ import annotations

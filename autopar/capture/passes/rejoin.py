@@ -1,7 +1,8 @@
 """A tensor that is taken apart and put together again in the same order is itself.
 
 Loops over samples or time steps select one entry of a dim at a time, and projections that are made at once are sliced; each of these, and
-the sum of padded gradients that mirrors it, would make the dim whole. Terms: the *parts* of a dim are its entries (`select`, `unbind`) or its consecutive slices.
+the sum of padded gradients that mirrors it, would make the dim whole. Terms: the *parts* of a dim are its entries (`select`, `unbind`) or
+its consecutive slices.
 """
 
 from __future__ import annotations
