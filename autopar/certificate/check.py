@@ -16,6 +16,7 @@ from autopar.capture.trace import Trace
 from autopar.certificate.buckets import BucketWalk
 from autopar.certificate.context import Context
 from autopar.certificate.decisions import Decisions
+from autopar.certificate.dims import beyond
 from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.kernels import KernelWalk
 from autopar.certificate.moves import Walk
@@ -106,7 +107,7 @@ class _Job:
         rests = frozenset(storage_key(p.name) for p in self.trace.parameters) if self.context.accumulates else frozenset[str]()
         again = frozenset(n for n, op in enumerate(self.priced.problem.ops) if op.recomputable)
         walk = Walk(self.facts, self.claims, plan.mesh, self.profile, decisions.owner, again, rests, self.context.num_microbatches)
-        strangers = [*decisions.strangers(), *walk.strangers()]
+        strangers = [*decisions.strangers(), *walk.strangers(), *beyond(self.facts, self.claims, len(plan.mesh.axes))]
         if strangers:
             return replace(report, findings=(*strangers, *found))
         once = steps_per_step(self.trace, walk, self.claims) if self.context.accumulates else ()

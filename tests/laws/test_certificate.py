@@ -188,6 +188,15 @@ def other_layout(k: Any) -> tuple[Layout, ...]:
 CHANGES: dict[str, tuple[Change, str]] = {
     "a layout that no rule offers": (entry(lambda e: e.op == "dot", nodes=relaid("P P", "inputs")), "layouts: no rule"),
     "a layout without its axis order": (entry(lambda e: e.kind == "output", nodes=relaid("S(0) S(0)", "inputs")), "layouts: "),
+    "a layout of a dim that the tensor has not": (
+        entry(lambda e: e.kind == "compute", nodes=relaid("S(5) R", "outputs")), r"layouts: .*S\(5\) R.* cannot be .* of shape",
+    ),
+    "a collective to a dim that the tensor has not": (
+        lambda p: with_part(p, "communications", is_gather, target=Layout.parse("R S(7)")), r"layouts: .*R S\(7\).* of shape",
+    ),
+    "a kept value in a dim that it has not": (
+        lambda p: with_part(p, "kept", lambda k: True, layouts=(Layout.parse("S(9) R"),)), r"layouts: .*S\(9\) R.* of shape",
+    ),
     "a storage layout that does not fit": (entry(is_sharded, nodes=stored("P R")), "layouts: it cannot rest as P R"),
     "another storage layout": (entry(is_sharded, nodes=stored("R R")), "(moves|memory): "),
     "an operand that is missing": (
