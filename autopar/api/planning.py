@@ -103,7 +103,8 @@ def plan(
         strict: refuse ops that run replicated for want of a rule.
         gap: relative distance between plan and proven bound at which the search stops; time_limit_s: a safety net.
         num_microbatches: into how many microbatches the batch is cut, one after another; ``"auto"``: one, or, where nothing fits
-            the memory, as few as do; in a pipeline (`autopar.constraints.pipeline`) the planner's choice.
+            the memory, as few as do; in a pipeline (`autopar.constraints.pipeline`) the planner's choice, one where samples depend on
+            each other.
         loss_rows: how many rows of logits of a cross entropy there are at a time on a device, 0 for all; ``"auto"``: the planner's
             choice, where the model does not return the logits (see ``outputs="loss"``).
         batch, outputs: as in `compile`.
