@@ -17,6 +17,7 @@ import typer
 
 from autopar import constraints, hf
 from autopar.api import as_call, check, flips, verify, what_if
+from autopar.api.arguments import read_mesh
 from autopar.api.planning import plan_call
 from autopar.constraints.pipelines import SCHEDULES
 from autopar.errors import AutoparError, PlanError
@@ -54,7 +55,9 @@ Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(_DTYPES)}.")]
 
 @app.command("plan")
 def plan_command(
-    mesh: Annotated[str, typer.Option(help="Axes from the slowest to the fastest, node=4,gpu=8, or a device count to be shaped.")],
+    mesh: Annotated[
+        str, typer.Option(help="Axes from the slowest to the fastest, node=4,gpu=8; or, to be shaped, nodes × devices, 4x8, or a count.")
+    ],
     hf: Hf = None,
     model: ModelName = None,
     module: Module = None,
@@ -80,7 +83,7 @@ def plan_command(
     out_file: Annotated[Path | None, typer.Option("--out", help="Where the plan is written.")] = None,
 ) -> None:
     """Plan a model for a mesh: no GPU, no process group, weights on meta."""
-    axes, profile = int(mesh) if mesh.isdigit() else Mesh.parse(mesh), HardwareProfile.load(hardware)
+    axes, profile = read_mesh(mesh), HardwareProfile.load(hardware)
     stages = (
         (
             constraints.pipeline(

@@ -74,6 +74,10 @@ class ConstraintError(AutoparError):
     """What the user forces cannot hold."""
 
 
+class CoupledError(ConstraintError):
+    """The batch cannot be cut: samples of the model depend on each other."""
+
+
 class InfeasibleError(AutoparError):
     """No plan fits; the message says what would: `needed_bytes` per device, 0 where that is not known."""
 

@@ -119,8 +119,10 @@ class Mesh:
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """Read ``"node=4,gpu=8"`` or ``"8"``."""
+        """Read ``"node=4,gpu=8"``, ``"4x8"`` (nodes × devices per node: the same mesh) or ``"8"``."""
         try:
+            if (nodes := nodes_in(text)) is not None:
+                return Mesh({"node": nodes[0], "gpu": nodes[1]})
             if "=" not in text:
                 return Mesh(int(text))
             pairs = [part.split("=") for part in text.split(",")]
@@ -128,10 +130,17 @@ class Mesh:
                 raise MeshError(f"mesh {text!r} names an axis twice", remedy="give each axis a name of its own")
             return Mesh({name.strip(): int(size) for name, size in pairs})
         except ValueError as error:
-            raise MeshError(f"cannot read mesh {text!r}", remedy="write node=4,gpu=8 or a device count") from error
+            remedy = "write node=4,gpu=8, nodes × devices per node as 4x8, or a device count"
+            raise MeshError(f"cannot read mesh {text!r}", remedy=remedy) from error
 
     def __str__(self) -> str:
         return ",".join(f"{a.name}={a.size}" for a in self.axes)
+
+
+def nodes_in(text: str) -> tuple[int, int] | None:
+    """Nodes and devices per node of ``"4x8"``; None where the text is of another kind."""
+    nodes, x, devices = text.partition("x")
+    return (int(nodes), int(devices)) if x and nodes.strip().isdecimal() and devices.strip().isdecimal() else None
 
 
 def _check_axes(axes: tuple[MeshAxis, ...], links: Mapping[str, str]) -> None:

@@ -43,7 +43,7 @@ def parser(name: str, description: str, *, batch: int = 8, seq: int = 16, meshes
     made.add_argument("--module", action="append", default=[], metavar="FILE.py:FUNCTION", help="FUNCTION() returns (model, batch)")
     made.add_argument("--zoo", nargs="*", metavar="NAME", help="models of benchmarks.zoo; all of them where none is named")
     made.add_argument("--unseen", nargs="*", metavar="NAME", help="architectures outside the zoo; all of the list where none is named")
-    made.add_argument("--mesh", action="append", default=[], help=f"node=4,gpu=8 or a count; by default {' '.join(meshes)}")
+    made.add_argument("--mesh", action="append", default=[], help=f"node=4,gpu=8, 4x8 or a count; by default {' '.join(meshes)}")
     made.add_argument("--batch", type=int, default=batch, help="global batch in samples")
     made.add_argument("--seq", type=int, default=seq, help="sequence length")
     return made

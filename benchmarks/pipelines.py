@@ -54,9 +54,8 @@ def _planned(model: nn.Module, batch: Any, mesh: autopar.Mesh, hardware: str) ->
     stage, data = mesh.names
     refused: list[str] = []
     for num in (MICROBATCHES, 1):
-        schedule = "1f1b" if num > 1 else "gpipe"
         for others in ((ddp(data),), ()):
-            force = (pipeline(stage, microbatches=num, schedule=schedule), *others)
+            force = (pipeline(stage, microbatches=num), *others)
             try:
                 return plan_model(model, mesh, example_inputs=batch, hardware=hardware, constraints=force)[1], "; ".join(refused)
             except ConstraintError as error:

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from autopar.api.arguments import as_mesh, is_unshaped, read_mesh
 from autopar.api.choosing import Chooser
-from autopar.capture import capture
+from autopar.api.shaping import best_shape, shapes
+from autopar.capture import Trace, capture
 from autopar.constraints import pipeline
 from autopar.mesh import Mesh
-from autopar.planning import PlanOptions
+from autopar.planning import Planned, PlanOptions
 from benchmarks.common import ROOT, Row, load_profile, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
 
@@ -54,7 +56,8 @@ def row(
 ) -> Row:
     """Plan once. `total_s` runs from the trace to the plan without the plan's emission; the memory check of the program counts as
     emission. `cpu_s` is the processor time of everything, emission included: on a shared machine it says more than the clock.
-    Where pipelines are tried, the phases are those of the plan that was chosen, and `total_s` and `cpu_s` of all that were tried."""
+    Where pipelines or shapes of the mesh are tried (which a count or 4x8 leaves to the planner), the phases are those of the plan that was
+    chosen, and `total_s` and `cpu_s` of all that were tried."""
     model, data = ModelSpec(**spec).build(batch=batch, seq=seq, dtype=getattr(torch, dtype), meta=True)
     start, cpu = time.perf_counter(), time.process_time()
     trace = capture(model, (), data)
@@ -62,7 +65,13 @@ def row(
     memory = None if memory_gib is None else int(memory_gib * 2**30)
     asked = (pipeline(None if axis == FREE else axis, microbatches=microbatches),) if axis else ()
     options = PlanOptions(memory_bytes=memory, gap=gap, time_limit_s=time_limit_s, constraints=asked)
-    planned = Chooser(model, trace, (), data, Mesh.parse(mesh), load_profile(hardware), options).plan()
+    captured: dict[int, Trace] = {}
+    given, profile = read_mesh(mesh), load_profile(hardware)
+
+    def fastest(shape: Mesh, limit_s: float) -> Planned:
+        return Chooser(model, trace, (), data, shape, profile, options, captured=captured).plan(limit_s)
+
+    planned = best_shape(shapes(given) if is_unshaped(given) else (as_mesh(given),), fastest)
     all_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
     seconds, proof = planned.seconds, planned.plan.proof
     emit_s = seconds["emit"] + seconds["memory"]
@@ -70,6 +79,7 @@ def row(
         "ok": True,
         "error": None,
         "hardware": hardware,
+        "shape": str(planned.plan.mesh),
         "dtype": dtype,
         "batch": batch,
         "seq": seq,
@@ -112,7 +122,7 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("--microbatches", type=int, help="of the pipeline; by default the planner's choice")
     options = flags.parse_args(arguments)
     shared = {name: getattr(options, name) for name in ("dtype", "hardware", "memory_gib", "time_limit_s")}
-    meshes = [str(Mesh.parse(mesh)) for mesh in options.mesh or ("node=32,gpu=8",)]
+    meshes = [mesh if is_unshaped(read_mesh(mesh)) else str(Mesh.parse(mesh)) for mesh in options.mesh or ("node=32,gpu=8",)]
     asked = options.batch, options.seq, options.axis, options.microbatches, options.gap
     chosen = bool(options.model or options.hf or options.module or options.zoo is not None or options.unseen is not None)
     named = [(spec, mesh, *asked) for spec in specs_of(options) for mesh in meshes] if chosen else DEFAULTS

@@ -32,13 +32,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar import random_ops
 from autopar.capture.trace import Trace
-from autopar.errors import ConstraintError
+from autopar.errors import ConstraintError, CoupledError
 from autopar.layout import Layout, Strategy
 from autopar.rules import AxisOption, Call, axis_options, call_of, localize, operands_of, where_of
 from autopar.rules.losses import LOSSES, MEAN
 
 aten = torch.ops.aten
-_REMEDY = 'samples of this model depend on each other there: pass num_microbatches=1, or with stages microbatches=1 and schedule="gpipe"'
+_REMEDY = "samples of this model depend on each other there: pass microbatches=1 or num_microbatches=1, or no number, and stages take one"
 _DRAWS = frozenset((random_ops.keep_mask, random_ops.uniform, random_ops.normal, random_ops.randint))
 _MEANS = frozenset((aten.mean.dim, aten.mean.default))
 _SUMS = frozenset((aten.add.Tensor, aten.sub.Tensor))
@@ -107,7 +107,7 @@ def microbatching(whole: Trace, part: Trace, num: int, *, independent: bool = Fa
         independent: the user promises that samples do not depend on each other.
 
     Raises:
-        ConstraintError: where the model couples samples (batch normalization, contrastive losses), naming the op.
+        CoupledError: where the model couples samples (batch normalization, contrastive losses), naming the op.
     """
     if num == 1:
         return Microbatching(1, {}, {o.path: WHOLE for o in whole.outputs})
@@ -144,9 +144,10 @@ def microbatching(whole: Trace, part: Trace, num: int, *, independent: bool = Fa
 
 
 def _promised(node: fx.Node, here: fx.Node, num: int) -> tuple[Label, ...]:
-    """By shapes alone: what is M times shorter is a part, what is as long is the same."""
+    """What its results are by their shapes; nothing where these do not say it."""
     pairs = zip(call_of(node).outputs, call_of(here).outputs, strict=True)
-    return tuple(_input_label(node.name, x.shape, y.shape, num) for x, y in pairs)
+    found = [_part_label(x.shape, y.shape, num) for x, y in pairs]
+    return tuple(label for label in found if label is not None) if None not in found else ()
 
 
 def _wanted(trace: Trace) -> set[str]:
@@ -163,12 +164,19 @@ def _wanted(trace: Trace) -> set[str]:
 
 
 def _input_label(path: str, shape: tuple[int, ...], part: tuple[int, ...], num: int) -> Label:
+    label = _part_label(shape, part, num)
+    if label is None:
+        raise ConstraintError(f"input {path!r} of shape {shape} is not {num} times {part}", remedy="pass a batch that microbatches divide")
+    return label
+
+
+def _part_label(shape: tuple[int, ...], part: tuple[int, ...], num: int) -> Label | None:
+    """By shapes alone: what is M times shorter along one dim is a part, what is as long is the same."""
     if shape == part:
         return WHOLE
-    differs = [dim for dim, (a, b) in enumerate(zip(shape, part, strict=True)) if a != b]
-    if len(differs) != 1 or shape[differs[0]] != num * part[differs[0]]:
-        raise ConstraintError(f"input {path!r} of shape {shape} is not {num} times {part}", remedy="pass a batch that microbatches divide")
-    return Label("split", differs[0])
+    differs = [dim for dim, (a, b) in enumerate(zip(shape, part, strict=False)) if a != b]
+    cut = len(shape) == len(part) and len(differs) == 1 and shape[differs[0]] == num * part[differs[0]]
+    return Label("split", differs[0]) if cut else None
 
 
 def _node_labels(node: fx.Node, here: fx.Node, labels: Mapping[tuple[str, int], Label], num: int) -> tuple[Label, ...]:
@@ -194,9 +202,9 @@ def _special(node: fx.Node, call: Call, part: Call, reads: list[Label], num: int
     if all(r == WHOLE for r in reads) and alike and call.outputs == part.outputs:
         return tuple(WHOLE for _ in call.outputs)
     if call.target in _CONSTANTS or (call.target in _DRAWS and all(r == WHOLE for r in reads)):
-        return (_input_label(node.name, call.outputs[0].shape, part.outputs[0].shape, num),)
+        return _result_label(call, part, num)
     if call.target is aten.repeat.default and reads == [WHOLE] and not alike:  # every copy is the same
-        return (_input_label(node.name, call.outputs[0].shape, part.outputs[0].shape, num),)
+        return _result_label(call, part, num)
     averages = call.target in _MEANS or (call.target in LOSSES and call.kwargs.get("reduction", _third(call)) == MEAN)
     if averages and alike and any(r.kind == "split" for r in reads) and call.outputs == part.outputs:
         return (MEAN_OF,) if all(r.kind in ("split", "whole") for r in reads) else None
@@ -230,7 +238,12 @@ def _by_place(call: Call, part: Call, reads: list[Label], num: int) -> tuple[Lab
 
     if at.get(place) != reads[0].dim or not all(goes_along(n) for n in at if n != place):
         return None
-    return (_input_label("", call.outputs[0].shape, part.outputs[0].shape, num),)
+    return _result_label(call, part, num)
+
+
+def _result_label(call: Call, part: Call, num: int) -> tuple[Label, ...] | None:
+    label = _part_label(call.outputs[0].shape, part.outputs[0].shape, num)
+    return None if label is None else (label,)
 
 
 def _third(call: Call) -> Any:
@@ -278,9 +291,9 @@ def _plain(value: Any) -> Any:
     return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _refusal(node: fx.Node, num: int, why: str) -> ConstraintError:
+def _refusal(node: fx.Node, num: int, why: str) -> CoupledError:
     what = f"the batch cannot be worked through in {num} microbatches: at {node.meta['key']} {why}"
-    return ConstraintError(what, where=where_of(node), remedy=_REMEDY)
+    return CoupledError(what, where=where_of(node), remedy=_REMEDY)
 
 
 def for_single_samples(like: Microbatching, made_from: Trace, part: Trace, num: int) -> Microbatching:

@@ -11,15 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
 from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
+from autopar.mesh import Mesh, nodes_in
 from autopar.run.device_mesh import mesh_of
 
-MeshLike: TypeAlias = Mesh | DeviceMesh | int | Mapping[str, int]
+Unshaped: TypeAlias = int | tuple[int, int]  # a device count; nodes × devices per node
+MeshLike: TypeAlias = Mesh | DeviceMesh | Unshaped | Mapping[str, int]
 Example: TypeAlias = Mapping[str, Any] | Sequence[Any] | Tensor
 
 
 def as_mesh(mesh: MeshLike) -> Mesh:
-    """Read what users pass as a mesh: a `Mesh`, a torch DeviceMesh, axis sizes by name, or a device count.
+    """Read what users pass as a mesh: a `Mesh`, a torch DeviceMesh, axis sizes by name, (nodes, devices per node), or a device count.
 
     Raises:
         MeshError: where it is none of these.
@@ -28,14 +29,30 @@ def as_mesh(mesh: MeshLike) -> Mesh:
         return mesh
     if isinstance(mesh, DeviceMesh):
         return mesh_of(mesh)
-    if isinstance(mesh, int | Mapping) and not isinstance(mesh, bool):
+    if is_unshaped(mesh):
+        return Mesh(mesh) if isinstance(mesh, int) else Mesh({"node": mesh[0], "gpu": mesh[1]})
+    if isinstance(mesh, Mapping):
         return Mesh(mesh)
-    raise MeshError(f"{mesh!r} is no mesh", remedy='pass autopar.Mesh({"node": 4, "gpu": 8}), a torch DeviceMesh or a device count')
+    remedy = 'pass autopar.Mesh({"node": 4, "gpu": 8}), a torch DeviceMesh, nodes and devices per node as (4, 8), or a device count'
+    raise MeshError(f"{mesh!r} is no mesh", remedy=remedy)
 
 
-def is_count(mesh: MeshLike) -> TypeGuard[int]:
-    """Whether a mesh is a device count, whose shape is the planner's choice."""
-    return isinstance(mesh, int) and not isinstance(mesh, bool)
+def read_mesh(text: str) -> Mesh | Unshaped:
+    """A mesh as the command line has it: axes, or what the planner is to shape, a device count or nodes × devices per node as 4x8."""
+    return int(text) if text.isdecimal() else nodes_in(text) or Mesh.parse(text)
+
+
+def is_unshaped(mesh: MeshLike) -> TypeGuard[Unshaped]:
+    """Whether a mesh is a device count, or nodes × devices per node, whose shape is the planner's choice."""
+    sizes = mesh if isinstance(mesh, tuple) and len(mesh) == 2 else (mesh,)
+    return all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
+
+
+def is_shape_of(mesh: Mesh, asked: Unshaped) -> bool:
+    """Whether a mesh has as many devices, and nodes of as many, where that was said."""
+    if isinstance(asked, int):
+        return mesh.num_devices == asked
+    return (mesh.num_devices // mesh.devices_per_node, mesh.devices_per_node) == asked
 
 
 def as_call(example_inputs: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:

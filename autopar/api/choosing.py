@@ -15,7 +15,7 @@ from autopar.api.tracing import batch_size, by_rows, trace_part
 from autopar.capture import Trace
 from autopar.capture.loss_head import heads_of
 from autopar.constraints import AUTO, INTERLEAVED, Pipelined, check, pipeline_in
-from autopar.errors import AutoparError, ConstraintError, InfeasibleError
+from autopar.errors import AutoparError, ConstraintError, CoupledError, InfeasibleError
 from autopar.garbage import collected_seldom
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
@@ -40,6 +40,7 @@ class Chooser:
 
     Attributes:
         captured: traces of the same call on other numbers of samples, as they are needed.
+        coupled: why the batch is not cut, once that is known: then stages work on one microbatch, unless more are asked for.
         rows: of logits that the loss has at a time, 0 for all.
     """
 
@@ -52,6 +53,7 @@ class Chooser:
     options: PlanOptions
     progress: Progress = lambda _: None
     captured: dict[int, Trace] = field(default_factory=dict)
+    coupled: list[CoupledError] = field(default_factory=list)
     rows: int = 0
 
     @collected_seldom()
@@ -134,13 +136,21 @@ class Chooser:
             except (InfeasibleError, ConstraintError) as error:
                 log.info("no plan of %d microbatches along %r: %s", num, axis, error.what)
                 refusal = error
+                self.coupled.extend([error] if isinstance(error, CoupledError) else [])
                 continue
             if best is None or found.plan.prediction.step_s < best.plan.prediction.step_s:
                 best = found
         if best is None:
             assert refusal is not None, "there is something to try"
             raise refusal
-        return best
+        return self._of_one(best) if self.coupled else best
+
+    def _of_one(self, found: Planned) -> Planned:
+        """The plan says why its stages work on the whole batch, and wait for each other."""
+        if found.plan.pipeline is None:
+            return found
+        log.warning("one microbatch, on which one stage works after another: %s", self.coupled[0].what)
+        return _covering(found, f"one microbatch alone, since samples depend on each other: {self.coupled[0].what}")
 
     def _in_parts(self, refusal: InfeasibleError, limit_s: float) -> Planned:
         """Where nothing fits, as few microbatches as do, one after another, if the batch may be cut.
@@ -174,9 +184,8 @@ class Chooser:
         """The plan says that its loss goes by rows."""
         if not self.rows:
             return found
-        covers = (*found.plan.proof.covers, f"a loss of {self.rows} rows of logits at a time; all at once it fits no memory or is slower")
-        plan = replace(found.plan, loss_rows=self.rows, proof=replace(found.plan.proof, covers=covers))
-        return replace(found, plan=plan, program=replace(found.program, plan_hash=plan.hash))
+        found = replace(found, plan=replace(found.plan, loss_rows=self.rows))
+        return _covering(found, f"a loss of {self.rows} rows of logits at a time; all at once it fits no memory or is slower")
 
     def _scheduled(self, wish: Pipelined, num: int, limit_s: float) -> Planned:
         """The plan of the schedule that is asked for, or of the fastest: 1F1B, then more and more stages a device.
@@ -227,7 +236,7 @@ class Chooser:
         return self._marked(found)
 
     def _candidates(self, wish: Pipelined) -> Iterator[tuple[str, int]]:
-        """(axis, number of microbatches); 0 for no pipeline at all."""
+        """(axis, number of microbatches); 0 for no pipeline at all. More than one no longer come once samples are known to be coupled."""
         asked = wish.microbatches or (self.options.num_microbatches if isinstance(self.options.num_microbatches, int) else None)
         free = wish.axis is None
         if free and asked is None:
@@ -240,7 +249,17 @@ class Chooser:
             divisors = [n for n in divisors if num_rounds(stages, n)] if wish.chunks > 1 else divisors
             numbers = [n for n in divisors if stages <= n <= _MOST_ROUNDS * stages][-_MOST_NUMBERS:]
             numbers = numbers if axis else [1]
-            yield from ((axis, num) for num in ([asked] if asked is not None else numbers or divisors[-1:] or [samples]))
+            for num in [asked] if asked is not None else numbers or divisors[-1:] or [samples]:
+                if asked is not None or not self.coupled:
+                    yield axis, num
+            if self.coupled and asked is None and wish.chunks == 1:
+                yield axis, 1
+
+
+def _covering(found: Planned, line: str) -> Planned:
+    """The plan with a further line of what its proof is about."""
+    plan = replace(found.plan, proof=replace(found.plan.proof, covers=(*found.plan.proof.covers, line)))
+    return replace(found, plan=plan, program=replace(found.program, plan_hash=plan.hash))
 
 
 def _is_bound_by_memory(plan: Plan) -> bool:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, is_count
+from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, is_shape_of, is_unshaped
 from autopar.api.planning import check_fits, plan_call
 from autopar.api.tracing import program_of
 from autopar.capture import Trace, capture
@@ -142,7 +142,7 @@ def _build(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> P
     kind = _device_type(order.model)
     devices = mesh if isinstance(mesh, DeviceMesh) else device_mesh(as_mesh(mesh), kind)
     plan, program = _plan_together(order, args, kwargs)
-    if is_count(mesh):  # its shape is the plan's
+    if is_unshaped(mesh):  # its shape is the plan's
         devices = device_mesh(plan.mesh, kind)
     build: Callable[..., ParallelModule | StagedModule] = StagedModule if isinstance(program, StagedProgram) else ParallelModule
     module = build(program, devices, order.model, **order.build)
@@ -168,7 +168,7 @@ def _plan_together(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, An
     if plan is None:
         plan = _from_rank_zero(order, args, kwargs)
     trace = capture(order.model, args, kwargs)
-    check_fits(plan, trace, plan.mesh if is_count(order.mesh) and order.mesh == plan.mesh.num_devices else as_mesh(order.mesh))
+    check_fits(plan, trace, plan.mesh if is_unshaped(order.mesh) and is_shape_of(plan.mesh, order.mesh) else as_mesh(order.mesh))
     return plan, program_of(plan, order.model, trace, args, kwargs)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware, is_count, runs_on
+from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware, is_unshaped, runs_on
 from autopar.api.choosing import Chooser
 from autopar.api.shaping import best_shape, shapes
 from autopar.api.tracing import as_planned, program_of, staged_trace
@@ -55,7 +55,7 @@ def plan_call(
     def fastest(shape: Mesh, limit_s: float) -> Planned:
         return Chooser(model, trace, args, kwargs, shape, profile, chosen, progress, captured).plan(limit_s)
 
-    meshes = shapes(mesh) if is_count(mesh) else (as_mesh(mesh),)
+    meshes = shapes(mesh) if is_unshaped(mesh) else (as_mesh(mesh),)
     try:
         return trace, best_shape(meshes, fastest)
     except InfeasibleError as error:
@@ -91,8 +91,8 @@ def plan(
     """Plan a model for a mesh. Needs no GPU and no process group; the weights may be on meta.
 
     Args:
-        mesh: an `autopar.Mesh`, a torch DeviceMesh, sizes of axes by name, or a device count, whose shape is then the planner's choice
-            (eight devices to a node, at most three axes; `Plan.proof.covers` says which were tried).
+        mesh: an `autopar.Mesh`, a torch DeviceMesh, sizes of axes by name; or nodes and devices per node, ``(4, 8)``, or a device count
+            (eight to a node), whose shape is then the planner's choice: at most three axes; `Plan.proof.covers` says which were tried.
         example_inputs: the global batch: a mapping of keywords, a sequence of positions, or one tensor. Values are not read.
         hardware: name of a profile (`HardwareProfile.names`), path of one, ``"local"``, or a profile; by default ``local``
             where this machine was measured for the kind of device that the weights are on, else the GPU that is there (unless they
@@ -103,7 +103,8 @@ def plan(
         strict: refuse ops that run replicated for want of a rule.
         gap: relative distance between plan and proven bound at which the search stops; time_limit_s: a safety net.
         num_microbatches: into how many microbatches the batch is cut, one after another; ``"auto"``: one, or, where nothing fits
-            the memory, as few as do; in a pipeline (`autopar.constraints.pipeline`) the planner's choice.
+            the memory, as few as do; in a pipeline (`autopar.constraints.pipeline`) the planner's choice, one where samples depend on
+            each other.
         loss_rows: how many rows of logits of a cross entropy there are at a time on a device, 0 for all; ``"auto"``: the planner's
             choice, where the model does not return the logits (see ``outputs="loss"``).
         batch, outputs: as in `compile`.

@@ -1,8 +1,9 @@
-"""A device count, and the mesh shapes that it may have.
+"""A device count, or nodes × devices per node, and the mesh shapes that these may have.
 
-Devices are numbered node by node, eight to a node (fewer devices are one node). Shapes have an axis over the nodes and one over a
-node's devices, or one of these is cut in two: more axes let ops, parameters and stages lie in more ways, fewer let one collective
-do what takes two along two axes. Which is best is found by planning for each; the first plan's time prunes the others by their bounds.
+Devices are numbered node by node, where only their count is given eight to a node (fewer are one node). Shapes have an axis over the
+nodes and one over a node's devices, or one of these is cut in two: more axes let ops, parameters and stages lie in more ways, fewer let
+one collective do what takes two along two axes. Which is best is found by planning for each; the first plan's time prunes the others
+by their bounds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from autopar.api.arguments import Unshaped
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError, MeshError
 from autopar.mesh import Mesh
 from autopar.planning import Planned, TooSlow
@@ -20,19 +22,18 @@ log = logging.getLogger("autopar")
 DEVICES_PER_NODE = 8
 
 
-def shapes(num_devices: int, devices_per_node: int = DEVICES_PER_NODE) -> tuple[Mesh, ...]:
+def shapes(devices: Unshaped) -> tuple[Mesh, ...]:
     """All shapes of at most three axes, the plainest first.
+
+    Args:
+        devices: their count, or the nodes and the devices of each.
 
     Raises:
         MeshError: where there are fewer than one device, or whole nodes do not make up the number.
     """
-    if num_devices < 1:
-        raise MeshError(f"a mesh of {num_devices} devices", remedy="pass a number from 1, or autopar.Mesh({...})")
-    here = min(num_devices, devices_per_node)
-    if num_devices % here:
-        what = f"{num_devices} devices are not nodes of {devices_per_node} each"
-        raise MeshError(what, remedy=f'pass autopar.Mesh({{"gpu": {num_devices}}}), or the axes that the machine has')
-    nodes = num_devices // here
+    nodes, here = _in_nodes(devices) if isinstance(devices, int) else devices
+    if min(nodes, here) < 1:
+        raise MeshError(f"a mesh of {nodes} nodes of {here} devices", remedy="pass numbers from 1, or autopar.Mesh({...})")
     whole = {name: size for name, size in (("node", nodes), ("gpu", here)) if size > 1} or {"gpu": 1}
     cut = [[(f"{name}0", size // inner), (f"{name}1", inner)] for name, size in whole.items() for inner in _inner(size)]
     found = [whole]
@@ -41,6 +42,17 @@ def shapes(num_devices: int, devices_per_node: int = DEVICES_PER_NODE) -> tuple[
         axes = [axis for own, size in whole.items() for axis in (pair if own == name else [(own, size)])]
         found.append(dict(axes))
     return tuple(Mesh(axes, devices_per_node=here) for axes in found)
+
+
+def _in_nodes(num_devices: int) -> tuple[int, int]:
+    """Nodes, and devices of each, that a count stands for."""
+    if num_devices < 1:
+        raise MeshError(f"a mesh of {num_devices} devices", remedy="pass a number from 1, or autopar.Mesh({...})")
+    here = min(num_devices, DEVICES_PER_NODE)
+    if num_devices % here:
+        what = f"{num_devices} devices are not nodes of {DEVICES_PER_NODE} each"
+        raise MeshError(what, remedy="pass nodes and devices per node, as (3, 4), or autopar.Mesh with the axes that the machine has")
+    return num_devices // here, here
 
 
 def _inner(size: int) -> Iterator[int]:

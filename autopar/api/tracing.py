@@ -80,7 +80,7 @@ def trace_part(
         known: traces of calls on so many samples, which this adds to.
 
     Raises:
-        ConstraintError: where the batch does not divide, or samples depend on each other.
+        ConstraintError: where the batch does not divide. CoupledError: where samples depend on each other.
     """
     known = {} if known is None else known
     known.setdefault(batch_size(args, kwargs), whole)
@@ -91,10 +91,12 @@ def trace_part(
             known[samples] = capture(model, *call)
         return loss_alone(known[samples]) if all(o.is_loss for o in whole.outputs) else known[samples]
 
-    part = captured(microbatch_of(args, kwargs, num))
     if num > 1 and batch_size(args, kwargs) == num:
         four, two = (captured(_of_samples(args, kwargs, samples)) for samples in (4, 2))
-        return part, for_single_samples(microbatching(four, two, 2, independent=independent), two, part, num)
+        like = microbatching(four, two, 2, independent=independent)  # before one sample is captured: coupled ones may need others
+        part = captured(microbatch_of(args, kwargs, num))
+        return part, for_single_samples(like, two, part, num)
+    part = captured(microbatch_of(args, kwargs, num))
     return part, microbatching(whole, part, num, independent=independent)
 
 

@@ -48,13 +48,15 @@ def pipeline(
 
     Args:
         axis: name of a mesh axis; the others shard what each stage computes. By default the planner tries every axis, and none.
-        microbatches: into how many the batch is cut; by default the planner's choice.
+        microbatches: into how many the batch is cut; by default the planner's choice: one, where samples depend on each other (batch
+            normalization, contrastive losses), which the plan says, naming the op.
         schedule: ``"1f1b"`` (Narayanan et al., "PipeDream", 2019, as Megatron-LM runs it: as many microbatches in flight as there are
             stages from here to the last), ``"gpipe"`` (Huang et al., 2019: all in flight), or ``"interleaved_1f1b"`` (Narayanan et al.,
             "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021, section 2.2: several stages a
             device, far apart in the model, so that it waits less and holds and sends more). ``"auto"``: 1F1B, and where its stages wait so
             long that it may be worth it, also interleaved, with 2 stages a device, 4, … as long as that is faster. By default
-            ``"1f1b"`` on an axis that is named, ``"auto"`` where the planner chooses the axis.
+            ``"1f1b"`` on an axis that is named, ``"auto"`` where the planner chooses the axis. One microbatch has one order, of which
+            plans speak as ``"gpipe"``.
         cuts: module paths with which the later stages begin, ``["model.layers.8"]``; by default the planner's choice.
         independent: a promise that no sample depends on another, where the planner cannot see it (tokens sorted by expert).
         chunks: stages per device of the interleaved schedule, 2 by default; device r of P has stages r, r + P, … of chunks·P. Its
@@ -62,7 +64,8 @@ def pipeline(
 
     Raises:
         ConstraintError: on another schedule or no number. When a model is planned: where the axis is not in the mesh, the batch does
-            not divide, samples depend on each other, or the model cannot be cut there; naming the op that refuses.
+            not divide, samples depend on each other and more than one microbatch is asked for, or the model cannot be cut there;
+            naming the op that refuses.
     """
     schedule = schedule or ("1f1b" if axis is not None or cuts is not None else AUTO)
     if schedule not in (*SCHEDULES, AUTO):

@@ -34,7 +34,7 @@ from autopar.planning.proving import Pipelines, parted, proven
 from autopar.planning.schedules import least_time
 from autopar.planning.search import Planned, finished
 from autopar.planning.sharing import Sharing, neediest
-from autopar.planning.steps import check_order, step_of
+from autopar.planning.steps import in_order, step_of
 from autopar.planning.units import balanced, one_stage, reweighed, units_of
 from autopar.run.orders import num_in_flight
 from autopar.solve import evaluated, solve
@@ -273,11 +273,7 @@ def _searched(
     for constraint in options.constraints:  # all but the pipeline speak of what a stage runs on
         if not isinstance(constraint, Pipelined):
             check(constraint, left)
-    check_order(wish, mesh, how.num)
-    if wish.schedule == "1f1b" and wish.axis and how.num < mesh.shape[mesh.names.index(wish.axis)]:
-        few = f"{how.num} microbatches are" if how.num > 1 else "one microbatch is"
-        what = f"{few} fewer than the stages along {wish.axis!r}, which 1F1B does not run"
-        raise ConstraintError(what, remedy='use more microbatches, or schedule="gpipe", which runs any number')
+    wish = in_order(wish, mesh, how.num)
     batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
     clock = Clock(progress)
     asked = Asked(part, how, batch_bytes, mesh, profile, options, wish, model_name, whole.fingerprint)

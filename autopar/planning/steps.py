@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.constraints import INTERLEAVED, Pipelined
 from autopar.errors import ConstraintError
@@ -46,15 +47,24 @@ def slowest_rank(stages: Sequence[Plan], num_chunks: int) -> tuple[Prediction, .
     return max(ranks, key=lambda chunks: sum(p.step_s for p in chunks))
 
 
-def check_order(wish: Pipelined, mesh: Mesh, num: int) -> None:
-    """That the interleaved order is there.
+def in_order(wish: Pipelined, mesh: Mesh, num: int) -> Pipelined:
+    """The pipeline with the schedule that runs: 1F1B of one microbatch is GPipe of one, and only so does torch run it in several stages.
 
     Raises:
-        ConstraintError: as torch's schedule does.
+        ConstraintError: where torch's schedule has no order for so many microbatches.
     """
-    if wish.schedule != INTERLEAVED:
-        return
     ranks = mesh.shape[mesh.names.index(wish.axis)] if wish.axis else 1
+    if wish.schedule == INTERLEAVED:
+        _check_rounds(wish, ranks, num)
+    if wish.schedule != "1f1b" or num >= ranks:
+        return wish
+    if num == 1:
+        return replace(wish, schedule="gpipe")
+    what = f"{num} microbatches are fewer than the stages along {wish.axis!r}, which 1F1B does not run"
+    raise ConstraintError(what, remedy='use more microbatches, or schedule="gpipe", which runs any number')
+
+
+def _check_rounds(wish: Pipelined, ranks: int, num: int) -> None:
     if ranks < 2:
         raise ConstraintError(f"{wish}: one rank has nothing to interleave with", remedy="name an axis of two devices or more")
     if not num_rounds(ranks, num):

@@ -113,6 +113,7 @@ COUPLED = {
     "a product of samples": lambda z, y: (z @ z.t()).sum(),
     "a mean that is subtracted": lambda z, y: ((z - z.mean(0)) ** 2).sum(),
     "a square of a mean": lambda z, y: z.mean().square(),
+    "a constant for each pair": lambda z, y: (z.sum(1) * torch.ones(z.shape[0], z.shape[0])).sum(),
     "a position in the batch": lambda z, y: (z.sum(1) * torch.arange(z.shape[0])).sum(),
     "a sum and a regulariser": lambda z, y: (z * y).sum() + (torch.ones(5) * 2).sum() * z.sum().square(),
 }

@@ -24,7 +24,10 @@ WORKER = str(Path(__file__).parent / "worker_pipeline.py")
 INTERLEAVED = {"schedule": "interleaved_1f1b", "microbatches": 4}
 # For so many processes: the model's kind, the mesh and the constraints of each plan.
 PLANS: dict[int, dict[str, tuple[str, dict[str, int], tuple[Any, ...]]]] = {
-    2: {"three each, tied": ("gpt2:6", {"stage": 2}, (pipeline("stage", **INTERLEAVED, chunks=3),))},
+    2: {
+        "three each, tied": ("gpt2:6", {"stage": 2}, (pipeline("stage", **INTERLEAVED, chunks=3),)),
+        "one microbatch": ("llama", {"stage": 2}, (pipeline("stage", microbatches=1),)),
+    },
     4: {"tensor": ("llama", {"stage": 2, "tensor": 2}, (pipeline("stage", microbatches=2), tensor_parallel(axes="tensor")))},
 }
 FURTHER: dict[int, dict[str, tuple[str, dict[str, int], tuple[Any, ...]]]] = {

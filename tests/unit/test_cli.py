@@ -85,6 +85,15 @@ def test_plan_writes_what_explain_diff_check_verify_and_report_read(here: Path, 
     assert (here / "plan.png").stat().st_size > 10_000
 
 
+def test_nodes_and_devices_are_shaped_by_the_planner(here: Path, command: Command) -> None:
+    code, _, complaint = command("plan", "--mesh", "1x4", "--hardware", "cpu-gloo", "--module", "model.py:small", "--out", "plan.json")
+    assert code == 0, complaint
+    said = Plan.load(here / "plan.json").proof.covers[-1]
+    assert "gpu=4" in said and "gpu0=2,gpu1=2" in said
+    code, _, complaint = command("plan", "--mesh", "4x", "--hardware", "cpu-gloo", "--module", "model.py:small")
+    assert code == 1 and "nodes × devices per node as 4x8" in complaint
+
+
 def test_a_pipeline_is_planned_explained_compared_and_drawn(here: Path, command: Command) -> None:
     stages = ("--pipeline", "node", "--microbatches", "4")
     code, said, complaint = command(*PLAN, "--module", "model.py:deep", *stages, "--out", "plan.json")

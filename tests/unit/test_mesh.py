@@ -41,6 +41,7 @@ def test_a_mesh_is_made_of_a_count_of_names_or_of_axes() -> None:
     assert named == Mesh([MeshAxis("node", 2), MeshAxis("gpu", 4)]) == Mesh.parse(" node=2, gpu=4")
     assert (named.names, named.shape, named.num_devices, str(named)) == (("node", "gpu"), (2, 4), 8, "node=2,gpu=4")
     assert Mesh.parse("8") == Mesh(8)
+    assert Mesh.parse("2x4") == Mesh.parse(" 2 x 4") == Mesh({"node": 2, "gpu": 4})
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_what_is_no_mesh_is_refused_with_what_is_wrong(make: Callable[[], Mesh],
         make()
 
 
-@pytest.mark.parametrize("text", ["", "x", "2,3", "a=", "a=x", "a=2,", "a=2=3", "a=2,3", "1.5"])
+@pytest.mark.parametrize("text", ["", "x", "2,3", "a=", "a=x", "a=2,", "a=2=3", "a=2,3", "1.5", "2x", "x2", "2x2x2", "2xa"])
 def test_text_that_is_no_mesh_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(MeshError, match=r"cannot read mesh(.|\n)*node=4,gpu=8"):
         Mesh.parse(text)

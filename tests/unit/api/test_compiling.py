@@ -14,6 +14,7 @@ import zoo_small
 from torch.distributed.tensor import DTensor
 
 from autopar.api import as_mesh, compile, plan
+from autopar.api.arguments import read_mesh
 from autopar.errors import AutoparError, MeshError, PlanError, RuntimeStateError
 from autopar.mesh import Mesh
 from autopar.plans import Plan
@@ -87,8 +88,16 @@ def test_planning_needs_no_weights_and_leaves_the_model_alone() -> None:
 def test_a_mesh_is_a_mesh_a_count_or_axes_by_name() -> None:
     assert as_mesh(4) == Mesh(4)
     assert as_mesh({"a": 2, "b": 2}) == Mesh({"a": 2, "b": 2})
-    with pytest.raises(MeshError, match="no mesh"):
-        as_mesh("4x2")  # type: ignore[arg-type]
+    assert as_mesh((4, 2)) == Mesh({"node": 4, "gpu": 2})
+    for wrong in ("4x2", (4,), (4, 2, 2), (4.0, 2), (True, 2), True):
+        with pytest.raises(MeshError, match="no mesh"):
+            as_mesh(wrong)  # type: ignore[arg-type]
+
+
+def test_text_is_a_mesh_or_what_the_planner_is_to_shape() -> None:
+    assert [read_mesh(text) for text in ("8", "4x8", "node=4,gpu=8")] == [8, (4, 8), Mesh({"node": 4, "gpu": 8})]
+    with pytest.raises(MeshError, match="cannot read mesh"):
+        read_mesh("4x8x2")
 
 
 def test_bad_options_say_what_to_pass() -> None:

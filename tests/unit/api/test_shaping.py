@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import zoo_small
 from made_plan import made_plan
 
 import autopar
+from autopar.api.arguments import is_shape_of
 from autopar.api.planning import plan_model
 from autopar.api.shaping import best_shape, shapes
 from autopar.constraints import megatron, pipeline
@@ -21,7 +23,7 @@ from autopar.run.program import StagedProgram
 
 
 @pytest.mark.parametrize(
-    ("count", "expected"),
+    ("devices", "expected"),
     [
         (1, ["gpu=1"]),
         (2, ["gpu=2"]),
@@ -29,21 +31,33 @@ from autopar.run.program import StagedProgram
         (8, ["gpu=8", "gpu0=2,gpu1=4", "gpu0=4,gpu1=2"]),
         (16, ["node=2,gpu=8", "node=2,gpu0=2,gpu1=4", "node=2,gpu0=4,gpu1=2"]),
         (32, ["node=4,gpu=8", "node0=2,node1=2,gpu=8", "node=4,gpu0=2,gpu1=4", "node=4,gpu0=4,gpu1=2"]),
+        ((1, 4), ["gpu=4", "gpu0=2,gpu1=2"]),
+        ((2, 4), ["node=2,gpu=4", "node=2,gpu0=2,gpu1=2"]),
+        ((4, 4), ["node=4,gpu=4", "node0=2,node1=2,gpu=4", "node=4,gpu0=2,gpu1=2"]),
+        ((4, 1), ["node=4", "node0=2,node1=2"]),
+        ((3, 4), ["node=3,gpu=4", "node=3,gpu0=2,gpu1=2"]),
+        ((1, 16), ["gpu=16", "gpu0=2,gpu1=8", "gpu0=4,gpu1=4", "gpu0=8,gpu1=2"]),
     ],
 )
-def test_shapes(count: int, expected: list[str]) -> None:
-    found = shapes(count)
+def test_shapes(devices: int | tuple[int, int], expected: list[str]) -> None:
+    found = shapes(devices)
+    nodes, here = devices if isinstance(devices, tuple) else (max(devices // 8, 1), min(devices, 8))
     assert [str(mesh) for mesh in found] == expected
     for mesh in found:
-        assert mesh.num_devices == count and mesh.devices_per_node == min(count, 8)
+        assert mesh.num_devices == nodes * here and mesh.devices_per_node == here
         inside = [axis for axis, name in enumerate(mesh.names) if name.startswith("gpu")]
         assert all(mesh.link(axis) == ("intra" if axis in inside else "inter") for axis in range(len(mesh.axes)))
 
 
-@pytest.mark.parametrize("count", [0, -8, 12])
-def test_counts_that_have_no_shape_are_refused(count: int) -> None:
+@pytest.mark.parametrize("devices", [0, -8, 12, (0, 4), (4, -1)])
+def test_sizes_that_have_no_shape_are_refused(devices: int | tuple[int, int]) -> None:
     with pytest.raises(MeshError):
-        shapes(count)
+        shapes(devices)
+
+
+def test_a_count_of_no_nodes_of_eight_is_told_how_nodes_are_given() -> None:
+    with pytest.raises(MeshError, match=r"12 devices are not nodes of 8(.|\n)*\(3, 4\)"):
+        shapes(12)
 
 
 def test_each_shape_is_asked_to_beat_the_best_before_it() -> None:
@@ -82,6 +96,26 @@ def test_the_plan_of_a_count_is_the_fastest_of_its_shapes_and_right() -> None:
     assert found.prediction.step_s == min(p.prediction.step_s for p in each)
     assert found.mesh in shapes(4) and "gpu=4" in found.proof.covers[-1]
     assert autopar.verify(found, model, batch).ok and autopar.check(found, model, batch).ok
+
+
+def test_nodes_and_devices_of_each_are_shaped_for_the_nodes_that_are_there() -> None:
+    model, batch = zoo_small.gpt2()
+    found = autopar.plan(model, (2, 2), example_inputs=batch, hardware="h100-sxm")
+    alike = autopar.plan(model, autopar.Mesh({"node": 2, "gpu": 2}), example_inputs=batch, hardware="h100-sxm")
+    assert found.dumps() == alike.dumps() and [found.mesh.link(axis) for axis in (0, 1)] == ["inter", "intra"]
+    one = autopar.plan(model, (1, 4), example_inputs=batch, hardware="h100-sxm")
+    assert "gpu=4" in one.proof.covers[-1] and "gpu0=2,gpu1=2" in one.proof.covers[-1] and one.mesh.devices_per_node == 4
+    assert autopar.verify(one, model, batch).ok
+
+
+def test_a_module_takes_nodes_and_devices_and_a_plan_of_another_shape_of_them() -> None:
+    model, batch = zoo_small.gpt2()
+    plan = autopar.plan(model, (1, 1), example_inputs=batch, hardware="cpu-gloo")
+    for mesh in ((1, 1), 1):
+        module = autopar.compile(model, mesh, example_inputs=batch, plan=plan, hardware="cpu-gloo")
+        assert torch.allclose(module(**batch).loss, model(**batch).loss)
+    apart = autopar.Mesh({"a": 2, "b": 2}, devices_per_node=2)
+    assert [is_shape_of(apart, asked) for asked in (4, (2, 2), (1, 4), (4, 1), 2)] == [True, True, False, False, False]
 
 
 def test_with_a_count_stages_are_tried_too_and_shapes_that_are_too_slow_are_passed_over() -> None:

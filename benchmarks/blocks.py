@@ -1,0 +1,116 @@
+"""How long the relaxation of one layer takes: the program that all else of the search rests on.
+
+By default one layer of Llama-3 8B and one of Mixtral 8×7B (`benchmarks/zoo/blocks.py`: true sizes, batch 64, length 4096), in bfloat16 on
+meta, on meshes of two and of three axes. Ops that only follow their input are merged and dominated strategies dropped, as in
+planning; then the relaxation without budget rows is solved alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autopar.capture import capture
+from autopar.cost.price import price
+from autopar.mesh import Mesh
+from autopar.planning import PlanOptions
+from autopar.solve.engine import Engine
+from autopar.solve.formulation import SCALE, Formulation
+from autopar.strategies import classes_of
+from benchmarks import tables
+from benchmarks.common import ROOT, Row, load_profile, parser, run_rows, specs_of
+from benchmarks.models import ModelSpec
+
+MESHES = ("node=8,gpu=8", "node=8,a=2,b=4")
+_LAYERS = str(ROOT / "benchmarks/zoo/blocks.py")
+DEFAULTS = (ModelSpec("llama3-8b layer", module=f"{_LAYERS}:llama3_8b"), ModelSpec("mixtral-8x7b layer", module=f"{_LAYERS}:mixtral_8x7b"))
+SIZES = ("num_nodes", "num_ops", "num_strategies", "num_variables", "num_constraints")
+COLUMNS = (*SIZES, "trace_s", "enumerate_s", "price_s", "write_s", "relax_s", "num_iterations", "bound_s", "share_mixed")
+_TIMES = 3
+_LIMIT_S = 600.0
+_LEAST = 1e-6  # share of an op: less is none
+
+
+def row(spec: dict[str, Any], mesh: str, dtype: str, batch: int, seq: int, hardware: str) -> Row:
+    """`write_s` makes the program's columns and rows; for what is said of the relaxation see `relaxed`."""
+    model, data = ModelSpec(**spec).build(batch=batch, seq=seq, dtype=getattr(torch, dtype), meta=True)
+    grid, profile, at = Mesh.parse(mesh), load_profile(hardware), [time.perf_counter()]
+    trace = capture(model, (), data)
+    at.append(time.perf_counter())
+    classes = classes_of(trace, grid.shape)
+    at.append(time.perf_counter())
+    problem = price(trace, classes, grid, profile, budget_bytes=PlanOptions().budget(profile)).problem
+    at.append(time.perf_counter())
+    program = Formulation(problem)
+    at.append(time.perf_counter())
+    trace_s, enumerate_s, price_s, write_s = (after - before for before, after in itertools.pairwise(at))
+    return {
+        "ok": True, "error": None, "dtype": dtype, "hardware": hardware,
+        "num_nodes": len(trace.graph.nodes), "num_ops": len(problem.ops), "num_strategies": sum(len(op.strategies) for op in problem.ops),
+        "num_variables": program.num_variables, "num_constraints": program.num_constraints,
+        "trace_s": trace_s, "enumerate_s": enumerate_s, "price_s": price_s, "write_s": write_s, **relaxed(program),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }  # fmt: skip
+
+
+def relaxed(program: Formulation) -> Row:
+    """The relaxation without budget rows, solved some times anew.
+
+    `relax_s` is the least processor time of its one thread, which on a shared machine says more than the clock, `relax_wall_s` the least by
+    the clock. `share_mixed` is of ops that the relaxation has decide in several ways: 0 where it is integral.
+    """
+    times: list[tuple[float, float]] = []
+    for _ in range(_TIMES):
+        engine = Engine(program.model, _LIMIT_S)
+        wall, cpu = time.perf_counter(), time.process_time()
+        found = engine.relax()
+        times.append((time.process_time() - cpu, time.perf_counter() - wall))
+    assert found is not None and not engine.timed_out, "some assignment of layouts is legal"
+    values = dict(zip(engine.names, found.values.tolist(), strict=True))
+    mixed = [any(_LEAST < values[x.name] < 1.0 - _LEAST for x in columns) for columns in program.x]
+    relax_s, wall_s = (min(each) for each in zip(*times, strict=True))
+    figures = {"relax_s": relax_s, "relax_wall_s": wall_s, "num_iterations": engine.num_iterations}
+    return {**figures, "bound_s": found.bound / SCALE, "share_mixed": sum(mixed) / len(mixed)}
+
+
+def blocks_table(rows: Sequence[Row]) -> str:
+    """A line per layer and mesh."""
+    lines = [
+        "| layer | mesh | ops of the graph | merged | strategies | variables | constraints | written, s | relaxed, s | ops it mixes |",
+        f"|{'---|' * 10}",
+    ]
+    for row in rows:
+        sizes = " | ".join(f"{row[name]:,}" for name in SIZES)
+        times = f"{row['write_s']:.2f} | {row['relax_s']:.2f}"
+        lines.append(f"| {row['model']} | {row['mesh']} | {sizes} | {times} | {row['share_mixed']:.0%} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    flags = parser("blocks", __doc__ or "", batch=64, seq=4096, meshes=MESHES)
+    flags.formatter_class = argparse.RawDescriptionHelpFormatter
+    flags.add_argument("--hardware", default="h100-sxm")
+    flags.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    options = flags.parse_args(arguments)
+    specs = specs_of(options, ()) or DEFAULTS
+    meshes = [str(Mesh.parse(mesh)) for mesh in options.mesh or MESHES]
+    shared = {name: getattr(options, name) for name in ("dtype", "batch", "seq", "hardware")}
+    cases = [{"spec": spec.to_json(), "mesh": mesh, **shared} for spec in specs for mesh in meshes]
+    published = specs is DEFAULTS and not options.mesh and not options.json
+    status = run_rows("blocks", cases, COLUMNS, str(tables.BLOCKS_RESULTS) if published else options.json)
+    if published and not status:
+        rows = json.loads(tables.BLOCKS_RESULTS.read_text(encoding="utf-8"))["rows"]
+        tables.put("benchmarks.blocks", blocks_table(rows), tables.BENCHMARKS_README)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,18 @@
+"""Planning rows whose mesh is the planner's to shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.models import ModelSpec
+from benchmarks.planning import row
+
+
+def test_nodes_and_devices_of_a_row_are_shaped_by_the_planner_and_its_row_says_how() -> None:
+    spec = ModelSpec.known("tiny-gpt2").to_json()
+    how: dict[str, Any] = {"dtype": "float32", "batch": 8, "seq": 16, "memory_gib": None, "gap": 0.01, "time_limit_s": 60.0}
+    how["hardware"] = "cpu-gloo-frictionless"
+    free = row(spec, "1x4", **how)
+    each = [row(spec, mesh, **how) for mesh in ("gpu=4", "gpu0=2,gpu1=2")]
+    assert free["objective_s"] == min(made["objective_s"] for made in each)
+    assert free["shape"] in ("gpu=4", "gpu0=2,gpu1=2") and [made["shape"] for made in each] == ["gpu=4", "gpu0=2,gpu1=2"]
