@@ -200,6 +200,13 @@ def test_decisions_that_are_forced_take_elsewhere_what_a_plan_made_there_takes(n
         assert carry(name, axes | dict.fromkeys(gone, 1))[1:] == (found.step_s, found.peak_bytes)
 
 
+def test_what_zero_holds_gathered_rests_as_it_is_used_where_its_axis_is_gone() -> None:
+    plan, step_s, peak_bytes = carry("interleaved", {"stage": 2})
+    assert plan.pipeline is not None and any(len(e.nodes) > 1 for e in plan.pipeline.stages[0].entries if e.kind == "parameter")
+    assert (step_s, peak_bytes) == carry("interleaved", {"stage": 2, "data": 1})[1:]
+    assert step_s < plan.prediction.step_s and peak_bytes > plan.prediction.peak_bytes
+
+
 def test_what_cannot_be_asked_of_another_mesh_is_said() -> None:
     plan, model, batch = built("stages")
     for mesh, size in ({"stage": 4, "data": 2}, 4), ({"data": 2}, 1):
