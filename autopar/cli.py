@@ -182,7 +182,7 @@ def verify_command(
 def what_if_command(
     plan: PlanFile,
     hardware: Annotated[str | None, typer.Option(help="Name or path of the other hardware profile; by default the plan's.")] = None,
-    mesh: Annotated[str | None, typer.Option(help="The plan's axes with other sizes, node=4,gpu=8; by default its own.")] = None,
+    mesh: Annotated[str | None, typer.Option(help="Another mesh, node=4,gpu=8; an axis is the plan's of its name.")] = None,
     hf: Hf = None,
     model: ModelName = None,
     module: Module = None,

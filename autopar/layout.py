@@ -107,6 +107,11 @@ class Layout:
     def replicated(num_axes: int) -> Layout:
         return Layout((REPLICATE,) * num_axes)
 
+    def over(self, axes: Sequence[int | None]) -> Layout:
+        """The layout over other axes: each is one of this layout's, or one over which all is replicated (None)."""
+        outermost_first = sorted(range(len(axes)), key=lambda new: -1 if (old := axes[new]) is None else self.order.index(old))
+        return Layout([REPLICATE if old is None else self.placements[old] for old in axes], outermost_first)
+
     @property
     def is_replicated(self) -> bool:
         return all(isinstance(p, Replicate) for p in self.placements)

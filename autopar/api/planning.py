@@ -119,14 +119,14 @@ def plan(
     )[1].plan  # fmt: skip
 
 
-def check_fits(plan: Plan, trace: Trace, mesh: Mesh, *, sizes: bool = True) -> None:
-    """That a plan is for this model and mesh, or for a mesh of the same axes where `sizes` do not matter.
+def check_fits(plan: Plan, trace: Trace, mesh: Mesh) -> None:
+    """That a plan is for this model and mesh.
 
     Raises:
         PlanError: saying exactly what differs.
     """
     differs = []
-    if (sizes and plan.mesh.shape != mesh.shape) or plan.mesh.names != mesh.names:
+    if plan.mesh.shape != mesh.shape or plan.mesh.names != mesh.names:
         differs.append(f"mesh: the plan is for {plan.mesh}, this is {mesh}")
     if plan.fingerprint.model != trace.fingerprint:
         differs += _model_differences(plan, trace)

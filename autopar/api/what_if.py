@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from autopar.api.planning import check_fits, plan_call
 from autopar.api.tracing import as_planned, planned_part
 from autopar.capture import Trace, capture
 from autopar.constraints import read_constraint
+from autopar.constraints.elsewhere import elsewhere
 from autopar.errors import PlanError
 from autopar.garbage import collected_seldom
 from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
 from autopar.planning import PlanOptions
+from autopar.planning.axes import notes, without_stages
 from autopar.planning.carrying import carried
 from autopar.planning.flips import all_flips
 from autopar.planning.repricing import repriced
@@ -33,6 +37,7 @@ class WhatIf:
         plan: the plan. hardware: name of the other profile. step_s, peak_bytes: of the plan's decisions there.
         best: the plan made there, with the same options. budget_bytes: per device there.
         flips: the choices of `best` that the least change of the hardware would turn, where they were asked for.
+        notes: what is to be known of axes that only one of the meshes has.
     """
 
     plan: Plan
@@ -42,6 +47,7 @@ class WhatIf:
     best: Plan
     budget_bytes: int
     flips: tuple[Flip, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -60,7 +66,7 @@ class WhatIf:
 
     def __str__(self) -> str:
         peak, budget = size(self.peak_bytes), size(self.budget_bytes)
-        where = self.hardware if self.best.mesh.shape == self.plan.mesh.shape else f"{self.hardware} and mesh {self.best.mesh}"
+        where = self.hardware if self.best.mesh.axes == self.plan.mesh.axes else f"{self.hardware} and mesh {self.best.mesh}"
         before, made = self.plan.prediction.step_s, self.best.prediction
         return "\n".join(
             (
@@ -70,6 +76,7 @@ class WhatIf:
                 f" and {'fits' if self.fits else 'does not fit'}: {peak} of {budget} per device",
                 f"the plan made for {where} takes {seconds(made.step_s)} with a peak of {size(made.peak_bytes)}",
                 f"regret {share(self.regret, signed=True)}; against the proven bound at most {share(self.most_regret, signed=True)}",
+                *self.notes,
                 *map(str, self.flips),
             )
         )
@@ -94,32 +101,37 @@ def what_if(
     Args:
         batch: the example inputs that the plan was made with.
         hardware: name or path of a profile, or a profile; by default the plan's.
-        mesh: of the plan's axes, where its links or their sizes are others; by default the plan's. Of plans with stages or microbatches the
-            sizes stay. Where they are others, what moves between the plan's layouts is the cheapest there.
+        mesh: where links, axes or their sizes are others; by default the plan's. An axis is the plan's of the same name. One that is new
+            repeats the same work; one that is not there has size 1, and so what the plan splits over it is whole. Stages stay as they
+            are, so their axis keeps its size. What moves between the plan's layouts is the cheapest there.
         memory_bytes: budget per device; by default the plan's, where its user set one or the hardware is the same, else the device's
             memory less 10 %.
         num_flips: for so many choices of the plan made there, or of each of its stages, those with the closest runner-ups, also say at
             which change of the hardware they turn.
 
     Raises:
-        PlanError: where the plan is for another model or mesh. InfeasibleError: where no plan fits the other hardware.
+        PlanError: where the plan is for another model, or its decisions cannot be taken on that mesh: no axis has a name of the plan's, the
+            stages' has another size, or a microbatch cannot be split as the plan splits it.
+        ConstraintError: where a constraint that the plan records cannot hold there.
+        InfeasibleError: where no plan fits the other hardware.
     """
     args, kwargs = as_call(batch)
     profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or plan.fingerprint.profile)
     there = plan.mesh if mesh is None else as_mesh(mesh)
     trace = capture(model, args, kwargs)
-    check_fits(plan, trace, there, sizes=False)
+    check_fits(plan, trace, plan.mesh)
     options, part = _options(plan, profile, memory_bytes), _part(plan, model, trace, args, kwargs)
-    if there.shape == plan.mesh.shape:
+    if there.axes == plan.mesh.axes:
         step_s, peak_bytes = repriced(plan, part, there, profile, options), plan.prediction.peak_bytes
     else:
-        found = carried(plan, part, there, profile, options)
+        found = carried(plan, part, there, profile, options, _bytes_of(trace))
         step_s, peak_bytes = found.step_s, found.peak_bytes
+        options = _elsewhere(plan, there, options)
     best = plan_call(model, there, args, kwargs, profile, options)[1].plan
     turning: tuple[Flip, ...] = ()
     if num_flips:
         turning = all_flips(best, _part(best, model, trace, args, kwargs), there, profile, options, most=num_flips)
-    return WhatIf(plan, profile.name, step_s, peak_bytes, best, options.budget(profile), turning)
+    return WhatIf(plan, profile.name, step_s, peak_bytes, best, options.budget(profile), turning, notes(plan, there))
 
 
 @collected_seldom()
@@ -153,6 +165,18 @@ def flips(
 def _part(plan: Plan, model: nn.Module, trace: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
     """What a plan is for: the captured call, or one microbatch of it."""
     return as_planned(trace, plan) if plan.pipeline is None else planned_part(plan, model, trace, args, kwargs)[0]
+
+
+def _bytes_of(trace: Trace) -> int:
+    """Of the whole batch."""
+    return sum(math.prod(i.shape) * i.dtype.itemsize for i in trace.inputs)
+
+
+def _elsewhere(plan: Plan, mesh: Mesh, options: PlanOptions) -> PlanOptions:
+    """The options for another mesh, as a user would write them there."""
+    stages = plan.pipeline.axis if plan.pipeline else ""
+    constraints = elsewhere(options.constraints, without_stages(plan, plan.mesh), without_stages(plan, mesh), stages)
+    return replace(options, constraints=constraints)
 
 
 def _options(plan: Plan, profile: HardwareProfile, memory_bytes: int | None) -> PlanOptions:

@@ -1,6 +1,8 @@
 """What a plan says about each module."""
 
-from autopar.breakdown.parts import CROSSING, INPUTS, Part, Transfer, Weight, breakdown
+from autopar.breakdown.parts import CROSSING, INPUTS, Part, Transfer, Weight, breakdown, copies_of, owner
 from autopar.breakdown.words import PARALLELISMS, in_words, label, over
 
-__all__ = ["CROSSING", "INPUTS", "PARALLELISMS", "Part", "Transfer", "Weight", "breakdown", "in_words", "label", "over"]
+__all__ = [
+    "CROSSING", "INPUTS", "PARALLELISMS", "Part", "Transfer", "Weight", "breakdown", "copies_of", "in_words", "label", "over", "owner",
+]  # fmt: skip

@@ -127,10 +127,10 @@ def breakdown(plan: Plan) -> tuple[Part, ...]:
     parts = [_part(plan, group, transfers.get(i, ()), kept.get(i, ())) for i, group in enumerate(groups)]
     parts = [part for part in parts if part.compute_s or part.transfers or part.kept_bytes or part.weights]
     num_parts = Counter(part.module for part in parts)
-    return tuple(replace(part, copies=_copies(part.instances) if num_parts[part.module] > 1 else "") for part in parts)
+    return tuple(replace(part, copies=copies_of(part.instances) if num_parts[part.module] > 1 else "") for part in parts)
 
 
-def _copies(instances: Instances) -> str:
+def copies_of(instances: Instances) -> str:
     """``0-30`` or ``0,2,5``: stretches of the first index."""
     stretches: list[list[int]] = []
     for index in sorted({i[0] for i in instances if i}):

@@ -28,6 +28,7 @@ class Megatron:
     cp: int | tuple[str, ...] = 1
     chunks: int = 1
     ep: int | tuple[str, ...] = 1
+    free: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         degrees = [("tp", self.tp), ("dp", self.dp), *(pair for pair in (("cp", self.cp), ("ep", self.ep)) if pair[1] != 1)]
@@ -35,14 +36,16 @@ class Megatron:
         again = {} if self.recompute is None else {"recompute": self.recompute}
         stages = {} if self.pp == 1 and not self.microbatches else {"pp": self.pp, "microbatches": self.microbatches}
         stages |= {"chunks": self.chunks} if self.chunks > 1 else {}
-        return {"plan": "megatron", **words, "zero": self.zero, **again, **stages}
+        free = {"free": list(self.free)} if self.free else {}
+        return {"plan": "megatron", **words, "zero": self.zero, **again, **stages, **free}
 
     def __str__(self) -> str:
         again = "" if self.recompute is None else f", recompute={self.recompute!r}"
         stages = "" if self.pp == 1 and not self.microbatches else f", pp={self.pp!r}, microbatches={self.microbatches}"
         stages += f", chunks={self.chunks}" if self.chunks > 1 else ""
         more = "".join(f", {word}={_text(degree)}" for word, degree in (("cp", self.cp), ("ep", self.ep)) if degree != 1)
-        return f"megatron(tp={_text(self.tp)}, dp={_text(self.dp)}{more}, zero={self.zero}{again}{stages})"
+        free = f", free={list(self.free)}" if self.free else ""
+        return f"megatron(tp={_text(self.tp)}, dp={_text(self.dp)}{more}, zero={self.zero}{again}{stages}{free})"
 
 
 def megatron(
@@ -56,9 +59,11 @@ def megatron(
     pp: int | str = 1,
     microbatches: int | None = None,
     chunks: int = 1,
+    free: Axes = (),
 ) -> Megatron:
     """Megatron's plan: `tensor_parallel` of degree `tp`, `context_parallel` of degree `cp`, data parallelism of degree `dp`, `pipeline` of
-    `pp` stages; together the whole mesh. Over `ep` of the `dp` devices experts are split too, by `expert_parallel`.
+    `pp` stages; together the whole mesh, but for axes that are `free`. Over `ep` of the `dp` devices experts are split too, by
+    `expert_parallel`.
 
     Args:
         tp, dp, cp: numbers of devices, or names of axes. By number, `tp` takes the last axes whose sizes give it as their product
@@ -77,6 +82,7 @@ def megatron(
             more in backward over the tensor axes, attention's. ``selective`` keeps no tensor of [heads, s, s].
         pp: devices in the pipeline, or the name of their axis; by number the first axis of that size. microbatches: as in `pipeline`,
             also without stages. chunks: stages per device (Megatron's virtual pipeline); with 2 or more their schedule is interleaved.
+        free: names of axes of which nothing is asked; what lies on them is the planner's choice.
 
     Volumes are those of the two plans, with the batch and the parameters that are left on a device: each rank of a tensor group
     has b/dp samples, and all-reduces gradients of the part of the parameters that it holds.
@@ -94,7 +100,8 @@ def megatron(
     if chunks < 1 or (chunks > 1 and pp == 1):
         what = f"megatron(pp={pp!r}, chunks={chunks}) has no pipeline of so many stages"
         raise ConstraintError(what, remedy="pass pp too, and chunks from 1")
-    return Megatron(_degree(tp), None if dp is None else _degree(dp), zero, recompute, pp, microbatches, _degree(cp), chunks, _degree(ep))
+    degrees = _degree(tp), None if dp is None else _degree(dp)
+    return Megatron(*degrees, zero, recompute, pp, microbatches, _degree(cp), chunks, _degree(ep), names_of(free or None) or ())
 
 
 def stage_axis(constraint: Megatron, mesh: Mesh) -> str:
@@ -118,10 +125,10 @@ def parts_of(constraint: Megatron, mesh: Mesh) -> tuple[Parallelism, ...]:
     Raises:
         ConstraintError: where they do not fill the mesh.
     """
-    wide = [axis for axis in mesh.axes if axis.size > 1]
+    wide = [axis for axis in mesh.axes if axis.size > 1 and axis.name not in constraint.free]
     tensor = _last_axes(constraint, "tp", constraint.tp, [a.name for a in wide], mesh)
     context = _last_axes(constraint, "cp", constraint.cp, [a.name for a in wide if a.name not in tensor], mesh)
-    left = tuple(name for name in mesh.names if name not in (*tensor, *context))
+    left = tuple(name for name in mesh.names if name not in (*tensor, *context, *constraint.free))
     experts = _last_axes(constraint, "ep", constraint.ep, [a.name for a in wide if a.name in left], mesh)
     if not set(experts) <= {*left, *(a.name for a in mesh.axes if a.size == 1)}:
         what = f"{constraint}: experts are split over axes of data parallelism, and {', '.join(experts)} are not all such"

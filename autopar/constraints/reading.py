@@ -32,7 +32,7 @@ def _layout(data: Mapping[str, Any]) -> LayoutConstraint:
 def _named(data: Mapping[str, Any]) -> Constraint:
     if data["plan"] == "megatron":
         dp = None if data["dp"] is None else _degree(data["dp"])
-        rest = {name: data[name] for name in ("recompute", "pp", "microbatches", "chunks") if name in data}
+        rest = {name: data[name] for name in ("recompute", "pp", "microbatches", "chunks", "free") if name in data}
         more: dict[str, Any] = {name: _degree(data[name]) for name in ("cp", "ep") if name in data}
         return megatron(tp=_degree(data["tp"]), dp=dp, zero=data["zero"], **more, **rest)
     if data["plan"] == "pipeline":

@@ -1,4 +1,8 @@
-"""`diff`: what changed from one plan to another, module by module."""
+"""`diff`: what changed from one plan to another, module by module.
+
+Stages that are cut alike are compared by order, by times of one microbatch. Where cuts differ, or one plan has none, modules are compared
+by their shares of the step (`autopar.explanation.shares`), and what of it is no module's has rows of its own: together they are the step.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,15 @@ from autopar.breakdown import Part, breakdown, label
 from autopar.constraints import read_constraint
 from autopar.constraints.words import in_words
 from autopar.explanation.rendering import Readable, table
+from autopar.explanation.shares import Share, beside_modules, rows
 from autopar.plans import Pipeline, Plan
 from autopar.units import seconds, share, size
 
+_SHARES = (
+    "Modules; seconds of a step per device, summed over microbatches, on average over all devices: those of other stages have no part in "
+    "it; kept on a device of its stage"
+)
+_ROUNDING = 1e-12  # share of the step
 _NOTICED = 1e-4  # share of the step from which on a difference of time alone is told
 
 
@@ -27,6 +37,7 @@ class Change:
     Attributes:
         said: what changed, one line per fact.
         compute_s, communication_s, kept_bytes: second minus first.
+        shares: of the step in both plans, where these are cut into stages otherwise.
     """
 
     module: str
@@ -34,6 +45,7 @@ class Change:
     compute_s: float
     communication_s: float
     kept_bytes: int
+    shares: tuple[Share | None, Share | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -41,32 +53,46 @@ class Diff(Readable):
     """What differs between two plans: prints, renders in rich and in notebooks.
 
     Attributes:
-        changes: modules whose layouts, recomputation or costs differ. num_equal: modules that are the same in both.
+        changes: modules whose layouts, stage, recomputation or costs differ. num_equal: modules that are the same in both.
+        beside: what else of the step there is, where changes have shares of it: name, seconds in the first plan and in the second. Modules
+            that are the same are one of them.
     """
 
     first: Plan
     second: Plan
     changes: tuple[Change, ...]
     num_equal: int
+    beside: tuple[tuple[str, float, float], ...] = ()
 
     def renderables(self) -> Iterator[RenderableType]:
         """What the plans were made for, totals, and the modules that differ."""
         yield from map(Text, self.header())
-        rows = [
+        if self.beside:
+            yield from table(_SHARES, ("module", "change", ">of the step", ">of it communication", ">kept"), list(self._shares()))
+            return
+        changed = [
             (
                 escape(c.module), "\n".join(c.said), seconds(c.compute_s, signed=True), seconds(c.communication_s, signed=True),
                 size(c.kept_bytes, signed=True),
             )
             for c in self.changes
         ]  # fmt: skip
-        if rows:
+        if changed:
             of = "; times of one microbatch" if self.first.pipeline else ""
-            yield from table(f"Modules that differ{of}", ("module", "change", ">compute", ">communication", ">kept"), rows)
-        if (self.first.pipeline is None) != (self.second.pipeline is None):
-            yield Text("modules are not compared: one plan has layouts per stage, for a microbatch, the other for the whole step")
-        else:
-            of = ", stages matched by order" if self.first.pipeline else ""
-            yield Text(f"{self.num_equal} modules are the same{of}")
+            yield from table(f"Modules that differ{of}", ("module", "change", ">compute", ">communication", ">kept"), changed)
+        of = ", stages matched by order" if self.first.pipeline else ""
+        yield Text(f"{self.num_equal} modules are the same{of}")
+
+    def _shares(self) -> Iterator[tuple[str, ...]]:
+        """Modules that differ, what is no module's, and the step."""
+        for change in self.changes:
+            a, b = change.shares or (None, None)
+            times = [_pair(*(seconds(getattr(s, name)) if s else "–" for s in (a, b))) for name in ("time_s", "communication_s")]
+            kept = _pair(*(size(s.kept_bytes) if s else "–" for s in (a, b)))
+            yield escape(change.module), "\n".join(change.said), *times, kept
+        for name, before_s, after_s in self.beside:
+            yield name, "", _pair(seconds(before_s), seconds(after_s)), "", ""
+        yield "the step", "", _pair(*(seconds(plan.prediction.step_s) for plan in (self.first, self.second))), "", ""
 
     def header(self) -> Iterator[str]:
         """How stages differ, what the plans were made for where that differs, then step time and memory, one line each."""
@@ -93,10 +119,10 @@ class Diff(Readable):
 
 
 def diff(first: Plan, second: Plan) -> Diff:
-    """What changed from `first` to `second`: layouts, recomputation, time and memory, per module."""
+    """What changed from `first` to `second`: layouts, stages, recomputation, time and memory, per module."""
     a, b = first.pipeline, second.pipeline
-    if (a is None) != (b is None):
-        return Diff(first, second, (), 0)
+    if _cuts(first) != _cuts(second):
+        return _by_shares(first, second)
     stages = zip_longest(a.stages, b.stages) if a and b else ((first, second),)
     changes, equal = [], 0
     for number, (one, other) in enumerate(stages):
@@ -104,6 +130,49 @@ def diff(first: Plan, second: Plan) -> Diff:
         changes += found
         equal += same
     return Diff(first, second, tuple(changes), equal)
+
+
+def _cuts(plan: Plan) -> tuple[str, ...] | None:
+    return plan.pipeline.modules if plan.pipeline else None
+
+
+def _by_shares(first: Plan, second: Plan) -> Diff:
+    """Of plans that are cut into stages otherwise."""
+    noticed_s = _NOTICED * max(plan.prediction.step_s for plan in (first, second))
+    changes, equal_s, num_equal = [], [0.0, 0.0], 0
+    for row in rows(first, second):
+        a, b = row.first, row.second
+        said = tuple(_said_of(a, b))
+        times = [(s.compute_s, s.communication_s, s.kept_bytes) if s else (0.0, 0.0, 0) for s in (a, b)]
+        compute_s, moved_s, kept_bytes = (after - before for before, after in zip(*times, strict=True))
+        if said or kept_bytes or max(abs(compute_s), abs(moved_s)) > noticed_s:
+            changes.append(Change(row.module, said or ("same layouts",), compute_s, moved_s, int(kept_bytes), (a, b)))
+        else:
+            num_equal += 1
+            equal_s = [total + sum(each[:2]) for total, each in zip(equal_s, times, strict=True)]
+    before, after = beside_modules(first), beside_modules(second)
+    least_s = _ROUNDING * max(plan.prediction.step_s for plan in (first, second))
+    others = tuple((name, before[name], after[name]) for name in before if max(abs(before[name]), abs(after[name])) > least_s)
+    same = ((f"({num_equal} modules that are the same)", *equal_s),) if num_equal else ()
+    return Diff(first, second, tuple(changes), num_equal, (*same, *others))  # type: ignore[arg-type]
+
+
+def _said_of(a: Share | None, b: Share | None) -> Iterator[str]:
+    yield from _said(a.part if a else None, b.part if b else None, a.axes if a else (), b.axes if b else ())
+    where = [_where(share) for share in (a, b) if share]
+    if len(where) == 2 and where[0] != where[1]:
+        yield f"{where[0]} → {where[1]}"
+    elif len(where) == 1:
+        yield where[0]
+
+
+def _where(share: Share) -> str:
+    """Which devices work on it."""
+    return f"stage{'s' if len(share.stages) > 1 else ''} {', '.join(map(str, share.stages))}" if share.stages else "all devices"
+
+
+def _pair(before: str, after: str) -> str:
+    return f"{before} → {after}"
 
 
 def _of_stage(first: Plan | None, second: Plan | None, prefix: str) -> tuple[list[Change], int]:

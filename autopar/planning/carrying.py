@@ -1,22 +1,41 @@
-"""A plan's decisions on a mesh whose axes have other sizes: what they take there, and what they need."""
+"""A plan's decisions on a mesh of other axes or other sizes: what they take there, and what they need.
+
+Every op runs, and every value rests, crosses between stages and is kept, in the layouts of the plan (`autopar.planning.axes`); cuts,
+schedule and the number of microbatches are the plan's. What is moved between layouts is the cheapest there, and collectives share buckets
+and start early as they would in a plan made there, so that on its own mesh a plan takes and needs what it says.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from autopar.capture.trace import Trace
-from autopar.cost.priced import Priced
-from autopar.emit.choices import placeholder_keys
+from autopar.constraints import Megatron
+from autopar.constraints.elsewhere import held_to
+from autopar.cost.price import price
+from autopar.cost.priced import Crossing, Priced
+from autopar.emit.choices import input_key, parameter_key, placeholder_keys, storage_key
 from autopar.errors import PlanError
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.mesh import Mesh
+from autopar.planning.alike import Alike
+from autopar.planning.axes import on_axes, without_stages
 from autopar.planning.clock import Clock
-from autopar.planning.job import Job
+from autopar.planning.job import Job, Schedule
 from autopar.planning.options import PlanOptions
-from autopar.planning.repricing import decisions, priced_under
-from autopar.plans import Plan
+from autopar.planning.repricing import decisions
+from autopar.planning.search import Planned
+from autopar.planning.sharing import Sharing
+from autopar.planning.steps import step_of
+from autopar.planning.tried import Tried
+from autopar.plans import Overlap, Pipeline, Plan
 from autopar.problem import Choices
+from autopar.run.parameters import storable
+from autopar.stages import Cut, cut
+from autopar.strategies import Forced, classes_of, resolve
+from autopar.strategies.softmax import around_softmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +46,138 @@ class Carried:
     peak_bytes: int
 
 
-def carried(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions) -> Carried:
-    """A plan without stages and microbatches on a mesh of its axes with other sizes.
+def carried(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, batch_bytes: int = 0) -> Carried:
+    """What a plan takes and needs on another mesh.
 
-    Every op runs, and every value is kept, in the layouts of the plan; what is moved between them is the cheapest there. The peak is of
-    the emitted program before collectives start early, which they do where memory is left.
+    Args:
+        trace: of the batch; of a plan with a pipeline, of one microbatch. options: with the constraints that the plan records, as they are.
+        batch_bytes: of the whole batch, where there is a pipeline.
 
     Raises:
-        PlanError: where a decision is not one that can be taken there, or the plan has stages or several microbatches.
+        PlanError: where a decision is not one that can be taken there, or the meshes have no axis in common, or not the stages'.
         ConstraintError: where a constraint that the plan records cannot hold there.
     """
-    if plan.pipeline is not None:
-        what = f"a plan with stages or microbatches says what it takes on meshes of its own sizes, not on {mesh}"
-        raise PlanError(what, remedy="ask about the links alone, or plan for that mesh")
-    priced, clock = priced_under(trace, mesh, profile, options, options.constraints, plan.starts), Clock(lambda _: None)
-    job = Job(trace, mesh, lambda _: priced, options, clock, plan.fingerprint, options.to_json(profile), options.budget(profile))
-    strategies, again = decisions(priced, plan)
-    tried = job.tried(Choices(strategies, again, _kept(priced, plan, trace), 0.0, 0.0))
-    return Carried(tried.time_s, tried.peak_bytes)
+    there = on_axes(plan, mesh)
+    carrier = _Carrier(without_stages(plan, mesh), profile, options, _forced(plan, trace, mesh, options))
+    if plan.pipeline is None or there.pipeline is None:
+        tried = carrier.tried(_Piece(there, trace, options.budget(profile), any(c.kernel for c in plan.communications)))
+        return Carried(tried.time_s, tried.peak_bytes)
+    sharing = _sharing(plan, there.pipeline, profile, options, batch_bytes)
+    crossing = Crossing.along(there.pipeline.axis, mesh, profile)
+    planned = [
+        _planned(carrier.tried(piece, crossing, there.pipeline)) for piece in _pieces(plan.pipeline, there.pipeline, trace, sharing)
+    ]
+    step_s = step_of(there.pipeline.schedule, [each.plan for each in planned], there.pipeline.num_microbatches, there.pipeline.num_chunks)
+    return Carried(step_s, max(rank.peak_bytes for rank in sharing.ranks(planned)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A plan without stages, or one stage's, on the other mesh.
+
+    Attributes:
+        has_kernels: whether collective-overlap kernels are among its decisions. flying: microbatches in flight.
+    """
+
+    plan: Plan
+    trace: Trace
+    budget: int
+    has_kernels: bool
+    schedule: Schedule | None = None
+    flying: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Carrier:
+    """Where pieces are carried to: what each runs on, and what constraints force there."""
+
+    mesh: Mesh
+    profile: HardwareProfile
+    options: PlanOptions
+    forced: Forced
+    alike: Alike = field(default_factory=Alike)
+
+    def tried(self, piece: _Piece, crossing: Crossing | None = None, pipeline: Pipeline | None = None) -> Tried:
+        """The piece's plan there, emitted, in the order in which it runs fastest within its budget."""
+        _check_inputs(piece, self.mesh, pipeline)
+        priced = self._priced(piece, crossing, 1 if pipeline is None else pipeline.num_microbatches)
+        job = Job(
+            piece.trace, self.mesh, lambda _: priced, self.options, Clock(lambda _: None), piece.plan.fingerprint,
+            self.options.to_json(self.profile), piece.budget, piece.schedule, alike=self.alike,
+        )  # fmt: skip
+        strategies, again = decisions(priced, piece.plan)
+        regions = None if piece.has_kernels else frozenset[int]()
+        tried = job.tried(Choices(strategies, again, _kept(priced, piece.plan, piece.trace), 0.0, 0.0, regions=regions))
+        if tried.peak_bytes <= piece.budget:
+            return job.ordered(tried)
+        return replace(tried, plan=replace(tried.plan, overlap=Overlap(priced.problem.overlap_slowdown)))
+
+    def _priced(self, piece: _Piece, crossing: Crossing | None, num: int) -> Priced:
+        forced = replace(self.forced, starts=piece.plan.starts, storage={**self.forced.storage, **_rests(piece, self.mesh)})
+        return price(
+            piece.trace, classes_of(piece.trace, self.mesh.shape, forced), self.mesh, self.profile, budget_bytes=piece.budget,
+            optimizer=self.options.optimizer, forced=forced, crossing=crossing, num_microbatches=num, num_in_flight=piece.flying,
+        )  # fmt: skip
+
+
+def _forced(plan: Plan, trace: Trace, mesh: Mesh, options: PlanOptions) -> Forced:
+    """What constraints force on the plan's axes, and nothing on others."""
+    left = without_stages(plan, mesh)
+    forced = resolve(trace, held_to(options.constraints, without_stages(plan, plan.mesh), left), left)
+    again = next((c.recompute for c in options.constraints if isinstance(c, Megatron) and c.recompute), None)
+    return replace(forced, recompute=again, softmax=around_softmax(trace) if again == "selective" else frozenset())
+
+
+def _sharing(plan: Plan, pipeline: Pipeline, profile: HardwareProfile, options: PlanOptions, batch_bytes: int) -> Sharing:
+    """The memory of the stages' ranks; where these share it, each stage has the part of the budget there that it had in the plan."""
+    budget, flying = options.budget(profile), pipeline.num_in_flight
+    num, chunks = len(pipeline.stages), pipeline.num_chunks
+    sharing = Sharing(num, chunks, flying, pipeline.num_microbatches, batch_bytes, budget, options, Alike())
+    recorded = plan.options["memory_bytes"]
+    sharing.budgets = [share * budget // recorded for share in pipeline.budgets] or sharing.budgets
+    return sharing
+
+
+def _pieces(before: Pipeline, there: Pipeline, trace: Trace, sharing: Sharing) -> Iterator[_Piece]:
+    """The stages."""
+    made = cut(trace, there.positions) if there.positions else Cut((trace,), (), {})
+    for number, (old, new, part) in enumerate(zip(before.stages, there.stages, made.stages, strict=True)):
+        has_kernels = any(c.kernel for c in old.communications)
+        schedule = sharing.schedule(there.schedule, number)
+        yield _Piece(new, part, sharing.budgets[number], has_kernels, schedule, there.num_in_flight[number])
+
+
+def _planned(tried: Tried) -> Planned:
+    plan = replace(tried.plan, prediction=replace(tried.plan.prediction, peak_bytes=tried.peak_bytes))
+    return Planned(plan, tried.program, {})
+
+
+def _check_inputs(piece: _Piece, mesh: Mesh, pipeline: Pipeline | None) -> None:
+    """That the batch, or a microbatch, can be split as the plan splits it.
+
+    Raises:
+        PlanError: naming the first input that cannot.
+    """
+    chosen = piece.plan.node_choices()
+    for i in piece.trace.inputs:
+        layout = None if i.crosses or input_key(i.path) not in chosen else chosen[input_key(i.path)].outputs[0]
+        if layout is not None and not layout.fits(i.shape, mesh.shape):
+            num = pipeline.num_microbatches if pipeline else 1
+            which = f"each of the plan's {num} microbatches has {i.path}" if num > 1 else f"the plan has {i.path}"
+            what = f"{which} of shape {tuple(i.shape)}, which cannot lie as {str(layout)!r} on mesh {mesh}"
+            fewer = ", with fewer microbatches" if num > 1 else ""
+            raise PlanError(what, remedy=f"ask about smaller axes, or plan for that mesh{fewer}")
+
+
+def _rests(piece: _Piece, mesh: Mesh) -> dict[str, Layout]:
+    """How parameters rest, where they can: how that competes with other ways is not asked."""
+    chosen, found = piece.plan.node_choices(), {}
+    for p in piece.trace.parameters:
+        strategy = chosen.get(storage_key(p.name), chosen.get(parameter_key(p.name)))
+        layout = None if strategy is None else strategy.outputs[0]
+        if layout is not None and layout.fits(p.view, mesh.shape) and storable(p.shape, p.view, layout, mesh.shape):
+            found[p.name] = layout
+    return found
 
 
 def _kept(priced: Priced, plan: Plan, trace: Trace) -> dict[int, tuple[int, ...]]:

@@ -164,8 +164,11 @@ class Job:
                 self._cut_anew()
         if best is None:
             raise _refusal(self.budget, found, smallest)
-        order = Ordering(best.draft.priced, self.budget, self._peak, self.clock)
-        return order.fastest(best)
+        return self.ordered(best)
+
+    def ordered(self, tried: Tried) -> Tried:
+        """A plan that fits, in the order in which its simulated step is the shortest, within the budget."""
+        return Ordering(tried.draft.priced, self.budget, self._peak, self.clock).fastest(tried)
 
     def _prove(self, choices: Choices) -> None:
         """Take over what is proven of all plans, those with kernels included."""

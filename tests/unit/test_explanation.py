@@ -11,6 +11,7 @@ from made_plan import WIRE_S, made_plan, made_staged_plan
 from autopar.constraints import ddp, layout
 from autopar.errors import PlanError
 from autopar.explanation import StagedExplanation, diff, explain
+from autopar.explanation.shares import WAITING
 from autopar.planning.schedules import step_time
 from autopar.plans import COMPUTE, Flip, Plan
 from autopar.units import seconds
@@ -116,10 +117,16 @@ def test_a_diff_of_stages_says_cuts_microbatches_and_schedule_first(golden: Call
     assert same.changes == ()
 
 
-def test_modules_of_stages_are_not_compared_with_those_of_a_whole_model() -> None:
-    text = str(diff(made_plan(), made_staged_plan()))
-    assert text.splitlines()[0] == "stages: none → 4 along stage"
-    assert "modules are not compared" in text
+def test_a_diff_of_stages_and_a_whole_model_compares_modules_by_their_shares_of_the_step(golden: Callable[[str, str], None]) -> None:
+    found = diff(made_plan(), made_staged_plan())
+    golden("diff_cut.txt", str(found))
+    shares = {c.module: c.shares for c in found.changes}
+    (whole, staged) = shares["net.layers.*.up [0-2]"] or (None, None)
+    assert whole is not None and whole.stages == () and whole.time_s == pytest.approx(15e-3)
+    assert staged is not None and staged.stages == (0,) and staged.time_s == pytest.approx(15e-3 * 8 / 4)  # microbatches, stages
+    assert whole.kept_bytes and staged.kept_bytes == 4 * whole.kept_bytes  # microbatches in flight
+    both = [diff(made_plan(), made_staged_plan(schedule=name)).beside[-1] for name in ("1f1b", "interleaved_1f1b")]
+    assert [name for name, *_ in both] == [WAITING] * 2
 
 
 def test_a_stage_of_one_plan_only_is_told() -> None:
