@@ -25,6 +25,7 @@ from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions
 from autopar.plans import Plan
 from autopar.run.executor import Batch, Outputs
+from autopar.terminal import PHASES, progress_of_long
 from autopar.verification import Verification, verify_program
 
 log = logging.getLogger("autopar")
@@ -70,8 +71,9 @@ def plan_call(
 def plan_model(
     model: nn.Module, mesh: MeshLike, *, example_inputs: Example, hardware: str | Path | HardwareProfile | None = None, **options: Any
 ) -> tuple[Trace, Planned]:
-    """As `plan`, but also returns the trace, the program and the phase times."""
-    return plan_call(model, mesh, *as_call(example_inputs), hardware, options)
+    """As `plan`, but also returns the trace, the program and the phase times. On a terminal, what takes long is said."""
+    with progress_of_long("capturing the model") as tell:
+        return plan_call(model, mesh, *as_call(example_inputs), hardware, options, progress=lambda p: tell(PHASES.get(p, p)))
 
 
 def plan(
@@ -104,7 +106,9 @@ def plan(
         optimizer: whose state rests beside the parameters: ``adamw``, ``adam``, ``sgd``, ``momentum`` or ``none``.
         constraints: what is forced (`autopar.constraints`).
         strict: refuse ops that run replicated for want of a rule.
-        gap: relative distance between plan and proven bound at which the search stops; time_limit_s: a safety net.
+        gap: relative distance between plan and proven bound at which the search stops.
+        time_limit_s: a safety net per solve, of which planning makes several, one after another (per mesh, stage, number of microbatches
+            and round); planning as a whole may take longer.
         num_microbatches: into how many microbatches the batch is cut, one after another; ``"auto"``: one, or, where nothing fits
             the memory, as few as do; in a pipeline (`autopar.constraints.pipeline`) the planner's choice.
         loss_rows: how many rows of logits of a cross entropy there are at a time on a device, 0 for all; ``"auto"``: the planner's

@@ -44,7 +44,7 @@ class StageSizes:
             edges = [0, *(cuts or ()), num]
             return max(self._stage(*edge, stage) for stage, edge in enumerate(itertools.pairwise(edges))), tuple(cuts or ())
         spare = num - num_stages  # units beyond one per stage
-        if num_stages * (spare + 1) * (spare + 2) // 2 > _MOST:
+        if 2 * (spare + 1) + (num_stages - 2) * (spare + 1) * (spare + 2) // 2 > _MOST:
             return self._resting(), None
         least: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
         for stage in range(num_stages):
