@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
+from rich.errors import LiveError
 from rich.text import Text
 
 from autopar.errors import AutoparError
@@ -22,6 +24,8 @@ PHASES = {
     "bound": "bounding all cuts",
     "assemble": "writing the plan",
     "emit": "emitting",
+    "least": "looking for the least memory",
+    "conflict": "looking for what asks for too much",
     "memory": "adding up memory",
     "overlap": "placing communication beside compute",
     "explain": "pricing runner-ups",
@@ -61,6 +65,28 @@ def show(readable: Any) -> None:
         out.print(readable)
     else:
         out.file.write(f"{readable}\n")
+
+
+@contextmanager
+def progress_of_long(first: str, after_s: float = 2.0) -> Iterator[Callable[[str], None]]:
+    """As `progress`, of what may be done before that long: then nothing is said."""
+    status = err.status(f"{first} …")
+
+    def start() -> None:
+        with suppress(LiveError):  # the caller shows something of their own
+            status.start()
+
+    timer = threading.Timer(after_s, start)
+    timer.daemon = True
+    if err.is_terminal:
+        timer.start()
+    try:
+        yield lambda what: status.update(f"{what} …")
+    finally:
+        timer.cancel()
+        if timer.ident is not None:
+            timer.join()
+        status.stop()
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def compile(
         outputs: what is not the loss comes detached, as ``"dtensor"`` (nothing is moved: ``.full_tensor()`` gathers),
             ``"full"`` (gathered at once), ``"local"`` (this rank's part), or, with ``"loss"``, not at all (None): then the logits of
             a language model need not be there at once, and the planner may compute its loss some rows at a time.
-        hardware, options: as in `plan`.
+        hardware, options: as in `plan`; `time_limit_s` is there per solve, of which planning makes several.
 
     Raises:
         as `plan`; PlanError where the plan is for another model or mesh and says what differs.

@@ -13,6 +13,7 @@ from torch import nn
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware, is_unshaped, runs_on
 from autopar.api.choosing import Chooser
 from autopar.api.shaping import best_shape, shapes
+from autopar.api.shortage import told
 from autopar.api.tracing import as_planned, program_of, staged_trace
 from autopar.capture import Trace, capture
 from autopar.capture.loss_head import loss_alone
@@ -22,9 +23,9 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions
-from autopar.planning.shortage import told
 from autopar.plans import Plan
 from autopar.run.executor import Batch, Outputs
+from autopar.terminal import PHASES, progress_of_long
 from autopar.verification import Verification, verify_program
 
 log = logging.getLogger("autopar")
@@ -52,8 +53,11 @@ def plan_call(
         trace = loss_alone(trace)
     captured: dict[int, Trace] = {}
 
+    def chooser(shape: Mesh) -> Chooser:
+        return Chooser(model, trace, args, kwargs, shape, profile, chosen, progress, captured)
+
     def fastest(shape: Mesh, limit_s: float) -> Planned:
-        return Chooser(model, trace, args, kwargs, shape, profile, chosen, progress, captured).plan(limit_s)
+        return chooser(shape).plan(limit_s)
 
     meshes = shapes(mesh) if is_unshaped(mesh) else (as_mesh(mesh),)
     try:
@@ -61,14 +65,15 @@ def plan_call(
     except InfeasibleError as error:
         if len(meshes) > 1:
             raise
-        raise told(error, trace, meshes[0], profile, chosen, progress) from error
+        raise told(error, chooser(meshes[0])) from error
 
 
 def plan_model(
     model: nn.Module, mesh: MeshLike, *, example_inputs: Example, hardware: str | Path | HardwareProfile | None = None, **options: Any
 ) -> tuple[Trace, Planned]:
-    """As `plan`, but also returns the trace, the program and the phase times."""
-    return plan_call(model, mesh, *as_call(example_inputs), hardware, options)
+    """As `plan`, but also returns the trace, the program and the phase times. On a terminal, what takes long is said."""
+    with progress_of_long("capturing the model") as tell:
+        return plan_call(model, mesh, *as_call(example_inputs), hardware, options, progress=lambda p: tell(PHASES.get(p, p)))
 
 
 def plan(
@@ -101,7 +106,9 @@ def plan(
         optimizer: whose state rests beside the parameters: ``adamw``, ``adam``, ``sgd``, ``momentum`` or ``none``.
         constraints: what is forced (`autopar.constraints`).
         strict: refuse ops that run replicated for want of a rule.
-        gap: relative distance between plan and proven bound at which the search stops; time_limit_s: a safety net.
+        gap: relative distance between plan and proven bound at which the search stops.
+        time_limit_s: a safety net per solve, of which planning makes several, one after another (per mesh, stage, number of microbatches
+            and round); planning as a whole may take longer.
         num_microbatches: into how many microbatches the batch is cut, one after another; ``"auto"``: one, or, where nothing fits
             the memory, as few as do; in a pipeline (`autopar.constraints.pipeline`) the planner's choice, one where samples depend on
             each other.

@@ -17,7 +17,8 @@ def beyond(facts: Facts, claims: Claims, num_axes: int) -> Iterator[Finding]:
     for tensor in facts.tensors.values():
         wrong = sorted({str(at) for at in _said_of(tensor, claims) if not _is_of(at, tensor.shape, num_axes)})
         if wrong:
-            what = f"{', '.join(wrong)} cannot be {'layouts' if wrong[1:] else 'a layout'} of a tensor of shape {tensor.shape} on {num_axes} axes"
+            named = f"{', '.join(wrong)} cannot be {'layouts' if wrong[1:] else 'a layout'}"
+            what = f"{named} of a tensor of shape {tensor.shape} on {num_axes} axes"
             yield Finding("layouts", what, f"{tensor.key}, result {tensor.result}" if tensor.result else tensor.key)
 
 
