@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, is_shape_of, is_unshaped
-from autopar.api.planning import check_fits, plan_call
+from autopar.api.planning import check_fits, plan_told
 from autopar.api.tracing import program_of
 from autopar.capture import Trace, capture
 from autopar.errors import PlanError, RuntimeStateError
@@ -182,7 +182,7 @@ def _check_outputs(plan: Plan, outputs: Outputs) -> None:
 def _plan_here(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Trace, Planned]:
     log.info("planning for mesh %s", as_mesh(order.mesh))
     chosen = {"batch": order.build["batch"], "outputs": order.build["outputs"], **order.options}
-    return plan_call(order.model, order.mesh, args, kwargs, order.hardware, chosen)
+    return plan_told(order.model, order.mesh, args, kwargs, order.hardware, chosen)
 
 
 def _from_rank_zero(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:

@@ -71,9 +71,14 @@ def plan_call(
 def plan_model(
     model: nn.Module, mesh: MeshLike, *, example_inputs: Example, hardware: str | Path | HardwareProfile | None = None, **options: Any
 ) -> tuple[Trace, Planned]:
-    """As `plan`, but also returns the trace, the program and the phase times. On a terminal, what takes long is said."""
+    """As `plan`, but also returns the trace, the program and the phase times."""
+    return plan_told(model, mesh, *as_call(example_inputs), hardware, options)
+
+
+def plan_told(*call: Any) -> tuple[Trace, Planned]:
+    """As `plan_call`; on a terminal, what takes long is said."""
     with progress_of_long("capturing the model") as tell:
-        return plan_call(model, mesh, *as_call(example_inputs), hardware, options, progress=lambda p: tell(PHASES.get(p, p)))
+        return plan_call(*call, progress=lambda phase: tell(PHASES.get(phase, phase)))
 
 
 def plan(

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh
-from autopar.api.planning import check_fits, plan_call
+from autopar.api.planning import check_fits, plan_told
 from autopar.api.tracing import as_planned, planned_part
 from autopar.capture import Trace, capture
 from autopar.constraints import read_constraint
@@ -127,7 +127,7 @@ def what_if(
         found = carried(plan, part, there, profile, options, _bytes_of(trace))
         step_s, peak_bytes = found.step_s, found.peak_bytes
         options = _elsewhere(plan, there, options)
-    best = plan_call(model, there, args, kwargs, profile, options)[1].plan
+    best = plan_told(model, there, args, kwargs, profile, options)[1].plan
     turning: tuple[Flip, ...] = ()
     if num_flips:
         turning = all_flips(best, _part(best, model, trace, args, kwargs), there, profile, options, most=num_flips)
