@@ -7,8 +7,6 @@ none of them, so its bound holds for all.
 Equal layers take one decision. Where that leaves plan and bound too far apart, since the relaxation mixes decisions, layers are put into
 groups (`autopar.planning.grouping`), and the problem of these is solved; its bound is one for plans with such groups. Moments that are
 learnt shift these shares, so the layers are then cut once more.
-
-Where the rounds find no plan that fits, plans that need little memory (`autopar.planning.smallest`) are tried.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from autopar.planning.grouping import starts_of
 from autopar.planning.multipliers import certified
 from autopar.planning.options import PlanOptions
 from autopar.planning.ordering import Ordering
-from autopar.planning.smallest import light, proven_bytes
 from autopar.planning.tried import Tried
 from autopar.plans import Fingerprint
 from autopar.problem import Choices, Moment, Multipliers, Problem
@@ -39,7 +36,7 @@ from autopar.run.orders import Action
 from autopar.run.program import Program
 from autopar.run.rank_memory import chunk_memory, rank_peak
 from autopar.run.stage_memory import StagePeak, trace_stage_peak
-from autopar.solve import REMEDY, Least, choices_or_least, evaluated, within
+from autopar.solve import REMEDY, Least, choices_or_least, evaluated, least_budget, within
 from autopar.strategies import Starts
 from autopar.streams import ON_COMPUTE, Balance
 
@@ -108,7 +105,6 @@ class Job:
     regions: frozenset[int] | None = None
     _starts: Starts = field(default_factory=dict)  # of the groups that layers are in
     _is_cut_anew: bool = False
-    _alone: Choices | None = None  # the first answer, for layers that decide alike
     _likely: Balance = ON_COMPUTE  # of the last problem whose bound has multipliers
 
     def __post_init__(self) -> None:
@@ -127,45 +123,22 @@ class Job:
             InfeasibleError: where none was found. TooSlow: where the bound is not below `limit_s`.
         """
         try:
-            return self.ordered(self._best_of_rounds())
-        except InfeasibleError as error:
-            refusal = error
-        if self.priced.problem.regions:
-            self.moments, self.regions, self.whole = {}, frozenset(), True  # what is proven is of the groups as they are
-            try:
-                return self.ordered(self._best_of_rounds())
-            except InfeasibleError as error:
-                refusal = error
-        with self.clock.phase("least"):
-            hopeless = proven_bytes(self.trace, self.priced, self.options.time_limit_s) > self.budget
-        found = () if hopeless else self.light()
-        fitting = [tried for tried in found if tried.peak_bytes <= self.budget]
-        if not fitting:
-            sizes = [tried.peak_bytes for tried in found]
-            raise _refusal(self.budget, None, min(sizes)) if sizes and min(sizes) < refusal.needed_bytes else refusal
-        return self.ordered(min(fitting, key=lambda tried: tried.time_s))
+            return self._best_of_rounds()
+        except InfeasibleError:
+            if not self.priced.problem.regions:
+                raise
+        self.moments, self.regions, self.whole = {}, frozenset(), True  # what is proven is of the groups as they are
+        return self._best_of_rounds()
 
-    def smallest(self) -> Tried | None:
-        """Of plans that need little memory, whatever they take, the smallest that was found."""
-        return min(self.light(), key=lambda tried: tried.peak_bytes, default=None)
-
-    def light(self) -> tuple[Tried, ...]:
-        """Plans that need little memory, whatever the budget is; layers decide alike in them."""
-        if self._starts:
-            self._cut({})
-            if self._alone is not None:
-                self.bound_s, self.multipliers = self._alone.bound_s, self._alone.multipliers
-        self.moments, self.regions = {}, frozenset()
-        return light(self.trace, self.priced, self.options.time_limit_s, self.tried)
+    def smallest_bytes(self) -> int:
+        """The peak of a plan that needs little memory, whatever it takes; 0 where none was found."""
+        with self.clock.phase("solve"):
+            least = least_budget(replace(self.priced.problem, moments=self.liveness.certain()), self.options.time_limit_s)
+        return 0 if least.choices is None else self.tried(least.choices).peak_bytes
 
     def _best_of_rounds(self) -> Tried:
-        """The best of the plans that the rounds come upon.
-
-        Raises:
-            InfeasibleError: where none fits. TooSlow: where the bound is not below `limit_s`.
-        """
         best: Tried | None = None
-        least, before = 0, None
+        smallest, before = 0, None
         for _ in range(_ROUNDS):
             found = self._answer()
             choices = found.choices if isinstance(found, Least) else found
@@ -183,15 +156,15 @@ class Job:
                 wasted = tried.peak_bytes < self.budget * (1 - _WASTE)
                 if not (improved and wasted and self.moments and tried.gap > self.options.gap):
                     break
-            elif isinstance(found, Least) and least and tried.peak_bytes >= least:
+            elif isinstance(found, Least) and smallest and tried.peak_bytes >= smallest:
                 break
-            least = min(least or tried.peak_bytes, tried.peak_bytes)
+            smallest = min(smallest or tried.peak_bytes, tried.peak_bytes)
             self._learn(tried)
             if self._starts and self.regions is None and not self._is_cut_anew:
                 self._cut_anew()
         if best is None:
-            raise _refusal(self.budget, found, least)
-        return best
+            raise _refusal(self.budget, found, smallest)
+        return self.ordered(best)
 
     def ordered(self, tried: Tried) -> Tried:
         """A plan that fits, in the order in which its simulated step is the shortest, within the budget."""
@@ -208,8 +181,6 @@ class Job:
     def _answer(self) -> Choices | Least:
         """The solver's answer, for layers in groups where that is better, to the problem with the moments that are known."""
         found = self._solved()
-        if isinstance(found, Choices) and self._alone is None and not (self.moments or self._starts):
-            self._alone = found
         if self.whole or not isinstance(found, Choices) or not found.mixed or found.bound_s >= self.limit_s:
             return found  # it is close enough, or was searched for to the end
         self.whole = True
@@ -335,13 +306,12 @@ def _solve(problem: Problem, options: PlanOptions, *, whole: bool, likely: Balan
         bound_only=only_bound,
         whole=whole,
         likely=likely,
-        patient=only_bound,
     )
 
 
-def _refusal(budget: int, last: Choices | Least | None, smallest: int) -> InfeasibleError:
+def _refusal(budget: int, last: Choices | Least, smallest: int) -> InfeasibleError:
     """Says what is certain: the smallest peak of a plan that was emitted, or, where none was, what any plan needs at least."""
-    if smallest or not isinstance(last, Least):
+    if smallest or isinstance(last, Choices):
         tried = f"; the smallest that was tried needs {size_text(smallest)}"
         return InfeasibleError(
             f"no plan was found that fits into {size_text(budget)} per device{tried}", remedy=REMEDY, needed_bytes=smallest

@@ -52,7 +52,7 @@ class Search:
     """One search: the program, which rows are in it, the best plan and what is proven.
 
     Attributes:
-        whole, likely, patient: as in `autopar.solve.choices_or_least`. known: before the search.
+        whole, likely: as in `autopar.solve.choices_or_least`. known: before the search.
         extra: the rows that came in beside the formulation's. infeasible: proven so.
     """
 
@@ -63,7 +63,6 @@ class Search:
     whole: bool = True
     likely: Balance = ON_COMPUTE
     known: Quick | None = None
-    patient: bool = True
     program: Formulation = field(init=False)
     engine: Engine = field(init=False)
     excess: Excess = field(init=False)
@@ -196,7 +195,7 @@ class Search:
         grown = tree.dive()
         if tree.root is not None and not grown.broken and not self._close() and not self._set_apart():
             broken = self._few() if self.extra.phases else []
-            if broken or self._close() or not (self.patient or len(self.engine.names) <= _SMALL):
+            if broken or self._close():
                 return broken
             grown = tree.branch()
         self.engine.timed_out |= live.timed_out
@@ -254,7 +253,7 @@ class Search:
             return []
         room = self.best_s * SCALE - relaxation.bound
         columns = self.extra.with_excess(relaxation.reduced <= room + 1e-9 * abs(relaxation.bound))
-        if (self.best is not None or not self.patient) and columns.sum() > _SMALL:
+        if self.best is not None and columns.sum() > _SMALL:
             return []
         found = self.engine.restricted(columns, budget, gap=self.gap, target=-np.inf, max_nodes=self.max_nodes, start=self._start(columns))
         proven = min(found.bound, self.best_s * SCALE)

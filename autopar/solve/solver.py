@@ -38,7 +38,7 @@ REMEDY = "use more devices, a smaller batch or shorter sequence, or pass a large
 
 def choices_or_least(
     problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False, whole: bool = True,
-    likely: Balance = ON_COMPUTE, patient: bool = True,
+    likely: Balance = ON_COMPUTE,
 ) -> Choices | Least:  # fmt: skip
     """As `solve`, but where no plan fits, how much memory would do.
 
@@ -46,8 +46,6 @@ def choices_or_least(
         bound_only: what would do need not be found (`least_budget`) where it is proven that nothing fits.
         whole: search on where the relaxation mixes decisions of equal ops; else the answer then says which (`Choices.mixed`).
         likely: at which balance the bound of a problem like this one was best; a search that begins there is sooner done.
-        patient: search a large program to the end for any plan at all; else, where none is found soon, nothing more is looked for and
-            nothing said of how much memory would do.
     """
     proven = False
     if solver == "cbc":
@@ -56,13 +54,11 @@ def choices_or_least(
         known = quick(problem, gap)
         if known is not None and known.close and known.answer is not None:
             return known.answer
-        search = Search(problem, gap, max_nodes, time_limit_s, whole, likely, known, patient)
+        search = Search(problem, gap, max_nodes, time_limit_s, whole, likely, known)
         choices, bound_s, proven = search.run(), search.proven.bound_s, search.infeasible
         proven_by = search.proven.multipliers() if choices is None and not proven else None
     if choices is not None:
         return choices
-    if not patient and not proven:
-        return Least(0)
     least = least_budget(problem, time_limit_s, bound_only=bound_only and proven)
     if least.choices is None or least.size_bytes > problem.budget_bytes:
         return least

@@ -68,15 +68,11 @@ def test_a_budget_below_what_rests_is_refused_with_a_bound_that_holds() -> None:
     assert 8 * KIB < float(found[1]) * KIB < planned(memory_bytes=110 * KIB).plan.prediction.peak_bytes
 
 
-def test_where_the_rounds_find_no_plan_that_fits_one_of_little_memory_is_tried() -> None:
-    assert planned(memory_bytes=85 * KIB).plan.prediction.peak_bytes <= 85 * KIB
-
-
 def test_a_budget_that_only_the_transient_peak_breaks_is_refused_with_a_peak_that_a_plan_has() -> None:
-    with pytest.raises(InfeasibleError, match="no plan was found that fits into 73 KiB per device") as refused:
-        planned(memory_bytes=73 * KIB)
+    with pytest.raises(InfeasibleError, match="no plan was found that fits into 85 KiB per device") as refused:
+        planned(memory_bytes=85 * KIB)
     found = re.search(r"the smallest that was tried needs (\S+) KiB", refused.value.what)
-    assert found and float(found[1]) > 73
+    assert found and float(found[1]) > 85
     assert "larger memory_bytes" in refused.value.remedy
 
 
@@ -99,7 +95,6 @@ def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_
 
     monkeypatch.setattr(Job, "_answer", same_again)
     monkeypatch.setattr(Job, "_peak", first_too_much)
-    monkeypatch.setattr(Job, "light", lambda _: ())
     if others:
         assert planned().plan and len(tried) > 1
     else:
