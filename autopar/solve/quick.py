@@ -24,7 +24,7 @@ from autopar.solve.multipliers import quickest
 _HUGE = 100_000  # columns, about: from here on
 _NEAR = 0.5  # relative distance: beyond, communication decides, and plans are poor before potentials are nearly optimal
 _SWEEPS = (8, 8, 16, 32, 64)  # at a time
-_CONVERGED = (16, 16, 32)  # where communication decides
+_CONVERGED = (8, 8, 16, 32)  # where communication decides: for as long as the bound hardly rises any more
 _HOPE = 3.0  # as often as last time's gain may be gained still; not after the first time, when plans are poor
 
 
@@ -62,10 +62,10 @@ class Quick:
         if self.best is None or self.close:
             return
         ascent = Ascent(self.problem)
+        self.best = replace(self.best, num_variables=ascent.num_strategies + ascent.num_flows, num_constraints=ascent.num_potentials)
         if self.best.objective_s * (1 - _NEAR) > self.bound_s:
             self._converge(ascent)
             return
-        self.best = replace(self.best, num_variables=ascent.num_strategies + ascent.num_flows, num_constraints=ascent.num_potentials)
         for i, num in enumerate(_SWEEPS):
             before = ascent.bound_s
             for _ in range(num):
@@ -81,13 +81,13 @@ class Quick:
 
     def _converge(self, ascent: Ascent) -> None:
         """Bring the bound near the relaxation's, whatever the plans on the way; those of nearly optimal potentials are often optimal."""
-        assert self.best is not None
-        self.best = replace(self.best, num_variables=ascent.num_strategies + ascent.num_flows, num_constraints=ascent.num_potentials)
-        for num in _CONVERGED:
+        for i, num in enumerate(_CONVERGED):
+            before = ascent.bound_s
             for _ in range(num):
                 ascent.sweep()
             self._offer(decided(ascent))
-            if self.best.objective_s * (1 - self.gap) <= ascent.bound_s:
+            near = self.best is not None and self.best.objective_s * (1 - self.gap) <= ascent.bound_s
+            if near or (i and ascent.bound_s - before > self.gap * ascent.bound_s):
                 break
         self._prove(ascent.multipliers())
 
