@@ -243,6 +243,7 @@ class Choices:
         mixed: op of several instances → the shares of them for which the relaxation decides, runs again or keeps something, where these
             are neither all nor none: instances that decide apart would come nearer to the bound.
         regions: those that kernels may use; None is all.
+        unfinished: the search ended with a plan, though it might have proven more.
     """
 
     strategies: tuple[int, ...]
@@ -259,6 +260,7 @@ class Choices:
     multipliers: Multipliers | None = None
     mixed: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     regions: frozenset[int] | None = None
+    unfinished: bool = False
 
     @property
     def gap(self) -> float:

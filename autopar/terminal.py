@@ -24,6 +24,8 @@ PHASES = {
     "bound": "bounding all cuts",
     "assemble": "writing the plan",
     "emit": "emitting",
+    "least": "looking for the least memory",
+    "conflict": "looking for what asks for too much",
     "memory": "adding up memory",
     "overlap": "placing communication beside compute",
     "explain": "pricing runner-ups",

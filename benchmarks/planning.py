@@ -20,6 +20,7 @@ from autopar.capture import Trace, capture
 from autopar.constraints import pipeline
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions
+from autopar.plans import Plan
 from benchmarks.common import ROOT, Row, load_profile, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
 
@@ -73,13 +74,12 @@ def row(
 
     planned = best_shape(shapes(given) if is_unshaped(given) else (as_mesh(given),), fastest)
     all_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
-    seconds, proof = planned.seconds, planned.plan.proof
+    seconds = planned.seconds
     emit_s = seconds["emit"] + seconds["memory"]
     return {
         "ok": True,
         "error": None,
         "hardware": hardware,
-        "shape": str(planned.plan.mesh),
         "dtype": dtype,
         "batch": batch,
         "seq": seq,
@@ -92,21 +92,30 @@ def row(
         "emit_s": emit_s,
         "total_s": all_s - emit_s,
         "pipeline": axis,
-        "num_stages": len(planned.plan.pipeline.stages) if planned.plan.pipeline else 1,
-        "num_microbatches": planned.plan.pipeline.num_microbatches if planned.plan.pipeline else 1,
         "cpu_s": cpu_s,
         "seconds": seconds,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        **_chosen(planned.plan),
+    }
+
+
+def _chosen(plan: Plan) -> Row:
+    """What a row says of the plan."""
+    proof, prediction = plan.proof, plan.prediction
+    return {
+        "shape": str(plan.mesh),
+        "num_stages": len(plan.pipeline.stages) if plan.pipeline else 1,
+        "num_microbatches": plan.pipeline.num_microbatches if plan.pipeline else 1,
         "num_variables": proof.num_variables,
         "num_constraints": proof.num_constraints,
         "objective_s": proof.objective_s,
         "bound_s": proof.bound_s,
         "gap": proof.gap,
-        "compute_s": planned.plan.prediction.compute_s,
-        "communication_s": planned.plan.prediction.communication_s,
-        "simulated_s": planned.plan.prediction.simulated_s,
-        "peak_bytes": planned.plan.prediction.peak_bytes,
-        "memory_bytes": dict(planned.plan.prediction.memory_bytes),
+        "compute_s": prediction.compute_s,
+        "communication_s": prediction.communication_s,
+        "simulated_s": prediction.simulated_s,
+        "peak_bytes": prediction.peak_bytes,
+        "memory_bytes": dict(prediction.memory_bytes),
     }
 
 

@@ -31,6 +31,7 @@ _MOST_NUMBERS = 3  # of microbatches per axis
 _PARTS = (4, 16)  # into which a device's rows of logits are cut
 _LEAST_ROWS = 64  # below, a product no longer fills a device
 _WORTH = 0.01  # share of a step: a further stage per device is to save as much
+ONE_STAGE = Pipelined("", None, "1f1b", None, independent=False)
 _MOST_ROUNDS = 8  # microbatches per stage: beyond, the pipeline waits for less than an eighth of its time
 
 
@@ -78,7 +79,7 @@ class Chooser:
             best, refusal = None, _with_hint(error, refusals)
         if best is not None and not (heads and _is_bound_by_memory(best.plan)):
             return best
-        tried = self._row_choices(max((head.num_rows for head in heads), default=0), best)
+        tried = self.row_choices(max((head.num_rows for head in heads), default=0), best)
         for rows in tried:
             here = replace(self, rows=rows)
             try:
@@ -94,7 +95,7 @@ class Chooser:
             return replace(self, rows=tried[-1] if tried else 0)._in_parts(refusal, limit_s)
         return best
 
-    def _row_choices(self, num_rows: int, found: Planned | None) -> tuple[int, ...]:
+    def row_choices(self, num_rows: int, found: Planned | None) -> tuple[int, ...]:
         """How many rows of a device's the loss may have at a time."""
         pipeline = None if found is None else found.plan.pipeline
         num_stages, parts = (1, 1) if pipeline is None else (len(pipeline.stages) // pipeline.num_chunks, pipeline.num_microbatches)
@@ -116,11 +117,11 @@ class Chooser:
             return self._without(limit_s)
         if asked is not None and asked.axis:
             check(asked, self.mesh)
-        wish = asked or Pipelined("", None, "1f1b", None, independent=False)
+        wish = asked or ONE_STAGE
         best: Planned | None = None
         refusal: AutoparError | TooSlow | None = None
         alone_s: dict[str, float] = {}  # axis → what its microbatches take at least if no stage waits, however many they are
-        for axis, num in self._candidates(wish):
+        for axis, num in self.candidates(wish):
             limit_s = limit_s if best is None else best.plan.prediction.step_s
             if axis and alone_s.get(axis, 0.0) >= limit_s:
                 log.info("more microbatches along %r are not tried: with nothing to wait for they take %.4g s", axis, alone_s[axis])
@@ -159,10 +160,9 @@ class Chooser:
             InfeasibleError: what was refused, where no number of microbatches helps.
         """
         free = self.options.num_microbatches == "auto" and pipeline_in(self.options.constraints, self.mesh) is None
-        samples = batch_size(self.args, self.kwargs) if free and self.options.batch == "global" else 1
-        for num in (n for n in range(2, samples + 1) if samples % n == 0):
+        for num in self.parts() if free else ():
             try:
-                found = self._staged(Pipelined("", num, "1f1b", None, independent=False), num, limit_s)
+                found = self._staged(replace(ONE_STAGE, microbatches=num), num, limit_s)
             except InfeasibleError as error:
                 log.info("no plan of %d microbatches: %s", num, error.what)
             except ConstraintError as error:
@@ -173,14 +173,23 @@ class Chooser:
                 return found
         raise refusal
 
+    def parts(self) -> tuple[int, ...]:
+        """Into how many microbatches the batch may be cut where it does not fit."""
+        samples = batch_size(self.args, self.kwargs) if self.options.batch == "global" else 1
+        return tuple(n for n in range(2, samples + 1) if samples % n == 0)
+
     def _without(self, limit_s: float = math.inf) -> Planned:
-        kept = tuple(c for c in self.options.constraints if not isinstance(c, Pipelined))
-        options = self.options if len(kept) == len(self.options.constraints) else replace(self.options, constraints=kept)
+        options = self.unpiped()
         name = type(self.model).__name__
         trace = by_rows(self.trace, self.rows)
-        return self._marked(make_plan(trace, self.mesh, self.profile, options, model_name=name, progress=self.progress, limit_s=limit_s))
+        return self.marked(make_plan(trace, self.mesh, self.profile, options, model_name=name, progress=self.progress, limit_s=limit_s))
 
-    def _marked(self, found: Planned) -> Planned:
+    def unpiped(self) -> PlanOptions:
+        """The options of a plan without stages."""
+        kept = tuple(c for c in self.options.constraints if not isinstance(c, Pipelined))
+        return self.options if len(kept) == len(self.options.constraints) else replace(self.options, constraints=kept)
+
+    def marked(self, found: Planned) -> Planned:
         """The plan says that its loss goes by rows."""
         if not self.rows:
             return found
@@ -233,9 +242,9 @@ class Chooser:
             self.trace, by_rows(part, self.rows), how, self.mesh, self.profile, self.options, here,
             model_name=type(self.model).__name__, limit_s=limit_s, progress=self.progress,
         )  # fmt: skip
-        return self._marked(found)
+        return self.marked(found)
 
-    def _candidates(self, wish: Pipelined) -> Iterator[tuple[str, int]]:
+    def candidates(self, wish: Pipelined) -> Iterator[tuple[str, int]]:
         """(axis, number of microbatches); 0 for no pipeline at all. More than one no longer come once samples are known to be coupled."""
         asked = wish.microbatches or (self.options.num_microbatches if isinstance(self.options.num_microbatches, int) else None)
         free = wish.axis is None

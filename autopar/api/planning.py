@@ -13,6 +13,7 @@ from torch import nn
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware, is_unshaped, runs_on
 from autopar.api.choosing import Chooser
 from autopar.api.shaping import best_shape, shapes
+from autopar.api.shortage import instead
 from autopar.api.tracing import as_planned, program_of, staged_trace
 from autopar.capture import Trace, capture
 from autopar.capture.loss_head import loss_alone
@@ -22,7 +23,6 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions
-from autopar.planning.shortage import told
 from autopar.plans import Plan
 from autopar.run.executor import Batch, Outputs
 from autopar.terminal import PHASES, progress_of_long
@@ -53,8 +53,11 @@ def plan_call(
         trace = loss_alone(trace)
     captured: dict[int, Trace] = {}
 
+    def chooser(shape: Mesh) -> Chooser:
+        return Chooser(model, trace, args, kwargs, shape, profile, chosen, progress, captured)
+
     def fastest(shape: Mesh, limit_s: float) -> Planned:
-        return Chooser(model, trace, args, kwargs, shape, profile, chosen, progress, captured).plan(limit_s)
+        return chooser(shape).plan(limit_s)
 
     meshes = shapes(mesh) if is_unshaped(mesh) else (as_mesh(mesh),)
     try:
@@ -62,7 +65,7 @@ def plan_call(
     except InfeasibleError as error:
         if len(meshes) > 1:
             raise
-        raise told(error, trace, meshes[0], profile, chosen, progress) from error
+        return trace, instead(error, chooser(meshes[0]))
 
 
 def plan_model(

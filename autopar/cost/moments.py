@@ -26,7 +26,7 @@ _MOST_NEW = 24  # moments that one round adds: those most over the budget
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class Span:
     """When a tensor is live: positions of nodes in the trace, `_NEVER` where there is none.
 
     Attributes:
@@ -47,9 +47,14 @@ class _Span:
     takes_over: bool
     is_gradient: bool
 
+    @property
+    def has_memory(self) -> bool:
+        """Of its own."""
+        return not self.is_view and not self.takes_over
+
     def is_made_anew(self, now: int) -> bool:
         """Whether the node that runs makes it, beside what it reads."""
-        return self.made == now and not self.is_view and not self.takes_over
+        return self.made == now and self.has_memory
 
     def waits(self, now: int) -> bool:
         """Whether it is there, where it is kept, while this node of backward runs, since nothing has asked for it yet. What only asks so
@@ -65,9 +70,9 @@ class Liveness:
     priced: Priced
     positions: dict[str, int] = field(init=False)
     owner: dict[str, int] = field(init=False)
-    _spans: dict[str, _Span] = field(init=False)
-    _variant: dict[Ref, int] = field(init=False)
-    _parameter: dict[str, int] = field(init=False)  # gradient's node → the parameter's op
+    spans: dict[str, Span] = field(init=False)
+    variant: dict[Ref, int] = field(init=False)
+    parameter: dict[str, int] = field(init=False)  # gradient's node → the parameter's op
 
     def __post_init__(self) -> None:
         nodes = list(self.trace.graph.nodes)
@@ -76,22 +81,22 @@ class Liveness:
         self.owner = {m.node: i for i, s in sources if s.cluster for c in s.cluster.instances for m in c.members}
         results = nodes[-1].args[0]
         named = {p.name: results[p.gradient].name for p in self.trace.parameters if p.gradient is not None}
-        self._parameter = {named[name]: i for i, s in sources if s.kind == "parameter" for name in s.names if name in named}
-        self._variant = {ref: v for v, refs in enumerate(self.priced.refs) for ref in refs}
-        self._spans = {}
+        self.parameter = {named[name]: i for i, s in sources if s.kind == "parameter" for name in s.names if name in named}
+        self.variant = {ref: v for v, refs in enumerate(self.priced.refs) for ref in refs}
+        self.spans = {}
         for node in reversed(nodes[:-1]):
-            self._spans[node.name] = self._span(node)
+            self.spans[node.name] = self._span(node)
 
-    def _span(self, node: fx.Node) -> _Span:
+    def _span(self, node: fx.Node) -> Span:
         users = [user for user in node.users if user.op == "call_function"]
         backward = [self.positions[user.name] for user in users if user.meta["phase"] == "backward"]
         forward = [user for user in users if user.meta["phase"] == "forward"]
-        again = [self._spans[u.name] for u in forward if self.priced.problem.ops[self.owner[u.name]].recomputable]
-        views = [self._spans[u.name] for u in users if not has_own_memory(u) and u.meta["phase"] == node.meta.get("phase", "forward")]
+        again = [self.spans[u.name] for u in forward if self.priced.problem.ops[self.owner[u.name]].recomputable]
+        views = [self.spans[u.name] for u in users if not has_own_memory(u) and u.meta["phase"] == node.meta.get("phase", "forward")]
         asking = [span.asked for span in again if span.asked >= 0]
         first = min(backward, default=_NEVER)
         soonest = [*backward, *(span.earliest for span in (*again, *views) if span.earliest >= 0)]
-        return _Span(
+        return Span(
             made=self.positions[node.name],
             last_forward=max([_NEVER, *(self.positions[u.name] for u in forward), *(v.last_forward for v in views)]),
             earliest=min(soonest, default=_NEVER),
@@ -100,7 +105,7 @@ class Liveness:
             until=max([_NEVER, *backward, *asking, *(v.until for v in views)]),  # memory lives on in views of it
             is_view=node.op == "call_function" and not has_own_memory(node),
             takes_over=operand_written(node) is not None,
-            is_gradient=node.name in self._parameter,
+            is_gradient=node.name in self.parameter,
         )
 
     def moment(self, node: str, phase: str) -> Moment:
@@ -113,7 +118,7 @@ class Liveness:
         problem = self.priced.problem
         for v, (variant, refs) in enumerate(zip(problem.variants, self.priced.refs, strict=True)):
             value = problem.values[variant.value]
-            spans = [self._spans[name] for name, _ in refs]
+            spans = [self.spans[name] for name, _ in refs]
             if value.phase == "backward":
                 if backward:
                     self._backward_value(value, spans, refs, now, live)
@@ -122,21 +127,21 @@ class Liveness:
             own = [] if value.resident else [s for s in spans if not s.is_view]
             if not backward:
                 still = sum(s.made == now or s.made < now < s.last_forward or (s.last_forward == now and s.until < 0) for s in own)
-                _add(live, self._sizes(value), value.op, still)
+                add(live, self.sizes_of(value), value.op, still)
             elif problem.ops[value.op].recomputable:
-                _add(again, self._sizes(value), value.op, sum(0 <= s.asked <= now <= s.until for s in own))
-        return Moment(node, tuple((v, n) for v, n in held.items() if n), _frozen(live), 0, _frozen(again))
+                add(again, self.sizes_of(value), value.op, sum(0 <= s.asked <= now <= s.until for s in own))
+        return Moment(node, tuple((v, n) for v, n in held.items() if n), frozen(live), 0, frozen(again))
 
-    def _backward_value(self, value: Value, spans: Sequence[_Span], refs: Sequence[Ref], now: int, live: dict[int, list[int]]) -> None:
+    def _backward_value(self, value: Value, spans: Sequence[Span], refs: Sequence[Ref], now: int, live: dict[int, list[int]]) -> None:
         still = sum(s.is_made_anew(now) or (s.made < now <= s.until and not s.is_view) for s in spans)
-        _add(live, self._sizes(value), value.op, still)
+        add(live, self.sizes_of(value), value.op, still)
         for span, (name, _) in zip(spans, refs, strict=True):
             if span.is_gradient and span.made < now and span.until < now and not self.priced.problem.accumulates:
-                parameter = self._parameter[name]
+                parameter = self.parameter[name]
                 sizes = [s.gradient_bytes for s in self.priced.problem.ops[parameter].strategies]
-                _add(live, sizes, parameter, 1)
+                add(live, sizes, parameter, 1)
 
-    def _sizes(self, value: Value) -> list[int]:
+    def sizes_of(self, value: Value) -> list[int]:
         """Bytes of a value as its op makes it, per strategy of the op."""
         strategies = self.priced.problem.ops[value.op].strategies
         return [value.graph.bytes[value.graph.index[s.layouts.outputs[value.result]]] for s in strategies]
@@ -151,50 +156,50 @@ class Liveness:
         for index, source in enumerate(self.priced.sources):
             if source.cluster is not None and self.priced.problem.ops[index].phase == "backward":
                 now, which = min((self.positions[c.members[0].node], n) for n, c in enumerate(source.cluster.instances))
-                made = self._made_at(index, now)
+                made = self.made_at(index, now)
                 if made:
                     found.append(self._while(index, source.cluster.instances[which], now, made))
         return tuple(found)
 
-    def _made_at(self, op: int, now: int) -> dict[int, list[int]]:
+    def made_at(self, op: int, now: int) -> dict[int, list[int]]:
         """Bytes of the op's results, those that its first node makes."""
         made: dict[int, list[int]] = {}
         for result in self.priced.problem.ops[op].results:
-            if any(self._spans[name].is_made_anew(now) for name in self._names(result)):
-                _add(made, self._sizes(self.priced.problem.values[result]), op, 1)
+            if any(self.spans[name].is_made_anew(now) for name in self.names(result)):
+                add(made, self.sizes_of(self.priced.problem.values[result]), op, 1)
         return made
 
     def _while(self, op: int, cluster: Cluster, now: int, live: dict[int, list[int]]) -> Moment:
         """While the first node of a cluster runs, by which so much is made."""
         problem, first = self.priced.problem, cluster.members[0]
-        held = {v: sum(self._spans[name].waits(now) for name, _ in refs) for v, refs in enumerate(self.priced.refs)}
+        held = {v: sum(self.spans[name].waits(now) for name, _ in refs) for v, refs in enumerate(self.priced.refs)}
         for operand, ref in enumerate(cluster.operands):
-            v = self._variant[ref]
+            v = self.variant[ref]
             value = problem.values[problem.variants[v].value]
-            if ref in first.reads and not value.resident and not self._spans[ref[0]].is_view:
+            if ref in first.reads and not value.resident and not self.spans[ref[0]].is_view:
                 read = [value.graph.bytes[value.graph.index[s.layouts.inputs[operand]]] for s in problem.ops[op].strategies]
-                _add(live, read, op, 1)
-                held[v] -= self._spans[ref[0]].waits(now)
+                add(live, read, op, 1)
+                held[v] -= self.spans[ref[0]].waits(now)
         forward = ((v, n) for v, n in held.items() if n and problem.values[problem.variants[v].value].phase == "forward")
-        return Moment(first.node, tuple(forward), _frozen(live))
+        return Moment(first.node, tuple(forward), frozen(live))
 
     def is_view(self, node: str) -> bool:
         """Whether a node's result shares the memory of its operand."""
-        return self._spans[node].is_view
+        return self.spans[node].is_view
 
-    def _names(self, value: int) -> list[str]:
+    def names(self, value: int) -> list[str]:
         """The nodes that make a value."""
         pairs = zip(self.priced.problem.variants, self.priced.refs, strict=True)
         return [name for variant, refs in pairs if variant.value == value for name, _ in refs]
 
 
-def _add(total: dict[int, list[int]], sizes: Sequence[int], op: int, count: int) -> None:
+def add(total: dict[int, list[int]], sizes: Sequence[int], op: int, count: int) -> None:
     if count:
         before = total.setdefault(op, [0] * len(sizes))
         total[op] = [a + count * b for a, b in zip(before, sizes, strict=True)]
 
 
-def _frozen(sizes: Mapping[int, Sequence[int]]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def frozen(sizes: Mapping[int, Sequence[int]]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return tuple((op, tuple(each)) for op, each in sizes.items())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 
 from torch import fx
 
@@ -22,23 +23,35 @@ from autopar.solve.memory import budget_rows
 Form = tuple[object, ...]
 
 
+class Effort(IntEnum):
+    """How far a search goes.
+
+    MIXED: until it is known which layers decide apart. WHOLE: for layers as they are; until there is a plan where more would take long.
+    END: until plan and bound are near, or limits are reached.
+    """
+
+    MIXED = 0
+    WHOLE = 1
+    END = 2
+
+
 @dataclass
 class Alike:
     """What was found for the stages so far."""
 
-    _answers: list[tuple[Problem, Problem, bool, Choices]] = field(default_factory=list)  # the problem, without names, how far searched
+    _answers: list[tuple[Problem, Problem, Effort, Choices]] = field(default_factory=list)  # the problem, without names, how far searched
     _peaks: dict[Form, tuple[int, StagePeak]] = field(default_factory=dict)  # and with how many in flight
     _memories: dict[Form, ChunkMemory] = field(default_factory=dict)
 
-    def known(self, problem: Problem, *, whole: bool) -> Choices | None:
+    def known(self, problem: Problem, effort: Effort) -> Choices | None:
         """The choices for a problem that is alike, where they are as good here: they fit, and what is proven of them holds.
 
         Args:
-            whole: as `autopar.solve.choices_or_least` has it; the answer to a search that went on stands for one that did not.
+            effort: the answer to a search that went on stands for one that did not.
         """
         nameless = _nameless(problem)
-        for other, form, searched_on, choices in self._answers:
-            if whole and not searched_on and choices.mixed:
+        for other, form, spent, choices in self._answers:
+            if effort > spent and (choices.mixed or choices.unfinished):
                 continue
             if form != nameless or (other.num_in_flight != problem.num_in_flight and choices.stats.get("budget_rows")):
                 continue
@@ -47,10 +60,10 @@ class Alike:
                 return _renamed(choices, other, problem)
         return None
 
-    def learn(self, problem: Problem, choices: Choices, *, whole: bool) -> None:
+    def learn(self, problem: Problem, choices: Choices, effort: Effort) -> None:
         """Remember an answer that the solver gave without running out of time."""
         if not choices.stats.get("timed_out"):
-            self._answers.append((problem, _nameless(problem), whole, choices))
+            self._answers.append((problem, _nameless(problem), effort, choices))
 
     def peak(self, program: Program, num_in_flight: int, measure: Callable[[], StagePeak]) -> StagePeak:
         """The peak of a stage under one schedule, with so many microbatches in flight."""

@@ -23,8 +23,9 @@ from autopar.mesh import Mesh
 from autopar.planning.alike import Alike
 from autopar.planning.axes import on_axes, without_stages
 from autopar.planning.clock import Clock
-from autopar.planning.job import Job, Schedule
+from autopar.planning.job import Job
 from autopar.planning.options import PlanOptions
+from autopar.planning.peaks import Schedule
 from autopar.planning.repricing import decisions
 from autopar.planning.search import Planned
 from autopar.planning.sharing import Sharing

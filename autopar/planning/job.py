@@ -7,6 +7,9 @@ none of them, so its bound holds for all.
 Equal layers take one decision. Where that leaves plan and bound too far apart, since the relaxation mixes decisions, layers are put into
 groups (`autopar.planning.grouping`), and the problem of these is solved; its bound is one for plans with such groups. Moments that are
 learnt shift these shares, so the layers are then cut once more.
+
+A large search where memory binds first asks for plans only, since most bounds are of no use: if the plan does not fit, the bound of what it
+was the answer to is far below any that does. Where it may be near, the search is done again, to its end.
 """
 
 from __future__ import annotations
@@ -21,22 +24,19 @@ from autopar.cost.priced import Priced
 from autopar.emit import emit
 from autopar.errors import InfeasibleError, size_text
 from autopar.mesh import Mesh
-from autopar.planning.alike import Alike
+from autopar.planning.alike import Alike, Effort
 from autopar.planning.assembly import Draft, assemble
 from autopar.planning.clock import Clock
 from autopar.planning.grouping import starts_of
 from autopar.planning.multipliers import certified
 from autopar.planning.options import PlanOptions
 from autopar.planning.ordering import Ordering
+from autopar.planning.peaks import Peaks, Schedule
+from autopar.planning.smallest import light, preferred
 from autopar.planning.tried import Tried
 from autopar.plans import Fingerprint
 from autopar.problem import Choices, Moment, Multipliers, Problem
-from autopar.run.memory import NodePeak, node_peaks, trace_peak
-from autopar.run.orders import Action
-from autopar.run.program import Program
-from autopar.run.rank_memory import chunk_memory, rank_peak
-from autopar.run.stage_memory import StagePeak, trace_stage_peak
-from autopar.solve import REMEDY, Least, choices_or_least, evaluated, least_budget, within
+from autopar.solve import REMEDY, Least, choices_or_least, evaluated, quickest, within
 from autopar.strategies import Starts
 from autopar.streams import ON_COMPUTE, Balance
 
@@ -46,22 +46,6 @@ _WASTE = 0.02  # share of the budget: where a plan leaves more unused, moments l
 
 class TooSlow(Exception):
     """No plan is as fast as is asked for; its argument is the bound in seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """What a stage is planned for.
-
-    Attributes:
-        name: of the schedule. batch_bytes: of the whole batch, which is there during the whole step.
-        stage, actions: its number, and what its rank does, where the rank holds other stages beside it.
-    """
-
-    name: str
-    num_microbatches: int
-    batch_bytes: int
-    stage: int = 0
-    actions: tuple[Action, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +89,7 @@ class Job:
     regions: frozenset[int] | None = None
     _starts: Starts = field(default_factory=dict)  # of the groups that layers are in
     _is_cut_anew: bool = False
+    _free: tuple[Priced, Choices] | None = None  # the last answer with nothing learnt, and its problem
     _likely: Balance = ON_COMPUTE  # of the last problem whose bound has multipliers
 
     def __post_init__(self) -> None:
@@ -117,7 +102,7 @@ class Job:
             self.liveness, self.moments, self.bound_s, self._starts = Liveness(self.trace, self.priced), {}, 0.0, starts
 
     def best_tried(self) -> Tried:
-        """The best plan that fits; where none with kernels was found, without.
+        """The best plan that fits; where none with kernels was found, without, and where none at all was, one that needs little memory.
 
         Raises:
             InfeasibleError: where none was found. TooSlow: where the bound is not below `limit_s`.
@@ -130,45 +115,70 @@ class Job:
         self.moments, self.regions, self.whole = {}, frozenset(), True  # what is proven is of the groups as they are
         return self._best_of_rounds()
 
-    def smallest_bytes(self) -> int:
-        """The peak of a plan that needs little memory, whatever it takes; 0 where none was found."""
-        with self.clock.phase("solve"):
-            least = least_budget(replace(self.priced.problem, moments=self.liveness.certain()), self.options.time_limit_s)
-        return 0 if least.choices is None else self.tried(least.choices).peak_bytes
+    def lightest(self) -> Tried | None:
+        """Of some plans that need little memory, whatever they take, the fastest that fits; where none does, the one that needs least. None
+        where none was found."""
+        proven_s = self.bound_s
+        if self._starts:
+            self._cut({})
+        self.multipliers = quickest(self.priced.problem)
+        self.bound_s = max(proven_s, self.multipliers.bound_s if self.multipliers else 0.0)  # of layers in groups: they may decide alike
+        plans = light(self.trace, self.priced, self.options.time_limit_s, self.tried)
+        found = preferred(plans, self.budget, lambda tried: (tried.peak_bytes, tried.time_s))
+        return self.ordered(found) if found is not None and found.peak_bytes <= self.budget else found
 
     def _best_of_rounds(self) -> Tried:
         best: Tried | None = None
         smallest, before = 0, None
         for _ in range(_ROUNDS):
             found = self._answer()
-            choices = found.choices if isinstance(found, Least) else found
-            if choices is None or (isinstance(found, Least) and best is not None):
-                break
+            if isinstance(found, Least):
+                break  # under what was learnt; what is proven to fit nowhere was not emitted
             if self.regions is None:
-                self._prove(choices)
-            decided = self._starts, choices.strategies, choices.recomputed, choices.kept, choices.regions
+                self._prove(found)
+            decided = self._starts, found.strategies, found.recomputed, found.kept, found.regions
             if decided == before:
                 break  # the moments that were learnt change nothing
-            tried, before = self.tried(choices), decided
+            tried, before = self.tried(found), decided
             if tried.peak_bytes <= self.budget:
                 improved = best is None or tried.time_s < best.time_s
                 best = tried if improved else best
                 wasted = tried.peak_bytes < self.budget * (1 - _WASTE)
                 if not (improved and wasted and self.moments and tried.gap > self.options.gap):
                     break
-            elif isinstance(found, Least) and smallest and tried.peak_bytes >= smallest:
-                break
             smallest = min(smallest or tried.peak_bytes, tried.peak_bytes)
             self._learn(tried)
             if self._starts and self.regions is None and not self._is_cut_anew:
                 self._cut_anew()
-        if best is None:
-            raise _refusal(self.budget, found, smallest)
-        return self.ordered(best)
+        if best is not None:
+            return self.ordered(self._proven_to_the_end(best))
+        is_last = self.regions is not None or not self.priced.problem.regions
+        lightest = self.lightest() if smallest and is_last else None
+        if lightest is None or lightest.peak_bytes > self.budget:
+            raise _refusal(self.budget, found, min(smallest, lightest.peak_bytes) if lightest else smallest)
+        return lightest
+
+    def _proven_to_the_end(self, best: Tried) -> Tried:
+        """The plan with a bound that was searched for to the end, or a better one that this search finds, where the bound may be near."""
+        if best.gap <= self.options.gap or self._free is None or self._free[0] is not best.draft.priced or self.regions is not None:
+            return best  # near enough, or what would be proven is of other plans
+        free = self._free[1]
+        if not free.unfinished or best.time_s * (1 - self.options.gap) > free.objective_s:
+            return best  # no bound of a problem is above its answer
+        self.moments, self.whole = {}, True
+        found = self._solved(to_the_end=True)
+        if isinstance(found, Least) or found.bound_s <= self.bound_s:
+            return best
+        self.bound_s, self.multipliers = found.bound_s, found.multipliers
+        if found.objective_s < best.time_s:
+            tried = self.tried(found)
+            if tried.peak_bytes <= self.budget:
+                return tried
+        return self.tried(best.draft.choices)
 
     def ordered(self, tried: Tried) -> Tried:
         """A plan that fits, in the order in which its simulated step is the shortest, within the budget."""
-        return Ordering(tried.draft.priced, self.budget, self._peak, self.clock).fastest(tried)
+        return Ordering(tried.draft.priced, self.budget, self._peaks.peak_bytes, self.clock).fastest(tried)
 
     def _prove(self, choices: Choices) -> None:
         """Take over what is proven of all plans, those with kernels included."""
@@ -229,26 +239,42 @@ class Job:
         self.priced, self.liveness, self.moments = known.priced, known.liveness, known.moments
         self.bound_s, self.multipliers, self._starts = known.bound_s, known.multipliers, known.starts
 
-    def _solved(self) -> Choices | Least:
-        """The solver's answer, or what it said of a stage that is alike."""
+    def _solved(self, *, to_the_end: bool = False) -> Choices | Least:
+        """The solver's answer, or what it said of a stage that is alike.
+
+        Args:
+            to_the_end: until plan and bound are near, or limits are reached; else until there is a plan where that would take long.
+        """
         with self.clock.phase("solve"):
             problem = within(self.priced.problem, self.regions)
-            found = self._solution(replace(problem, moments=(*self.liveness.certain(), *self.moments.values())))
+            found = self._solution(replace(problem, moments=(*self.liveness.certain(), *self.moments.values())), to_the_end)
+        if isinstance(found, Choices) and not self.moments:
+            self._free = self.priced, found
         if self.regions is None:
             return found
         chosen = found.choices if isinstance(found, Least) else found
         bare = None if chosen is None else replace(chosen, regions=self.regions)
         return replace(found, choices=bare) if isinstance(found, Least) else bare or found
 
-    def _solution(self, problem: Problem) -> Choices | Least:
-        known = None if self.moments else self.alike.known(problem, whole=self.whole)
+    def _solution(self, problem: Problem, to_the_end: bool) -> Choices | Least:
+        effort = Effort.END if to_the_end else Effort.WHOLE if self.whole else Effort.MIXED
+        known = None if self.moments else self.alike.known(problem, effort)
         if known is not None:
             return known
-        found = _solve(problem, self.options, whole=self.whole, likely=self._likely)
+        found = choices_or_least(
+            problem,
+            gap=self.options.gap / 2 if self.moments else self.options.gap,
+            time_limit_s=self.options.time_limit_s,
+            solver=self.options.solver,
+            bound_only=True,
+            whole=self.whole,
+            likely=self._likely,
+            only_plan=not to_the_end,
+        )
         if isinstance(found, Choices) and found.multipliers is not None:
             self._likely = found.multipliers.balance
         if isinstance(found, Choices) and not self.moments:
-            self.alike.learn(problem, found, whole=self.whole)
+            self.alike.learn(problem, found, effort)
         return found
 
     def tried(self, choices: Choices) -> Tried:
@@ -261,52 +287,23 @@ class Job:
         with self.clock.phase("emit"):
             program = emit(self.trace, plan, accumulates=self.priced.problem.accumulates)
         with self.clock.phase("memory"):
-            peak = self._peak(program)
+            peak = self._peaks.peak_bytes(program)
         return Tried(draft, plan, program, peak + plan.prediction.beside_bytes, self.bound_s)
 
-    def _peak(self, program: Program) -> int:
-        """Of what the program holds."""
-        if self.schedule is not None:
-            return self.schedule.batch_bytes + self._stage_peak(self.schedule, program)
-        return trace_peak(program, batch=self.options.batch, outputs=self.options.outputs).peak_bytes
-
-    def _node_peaks(self, program: Program) -> tuple[NodePeak, ...]:
-        return node_peaks(program, batch=self.options.batch, outputs=self.options.outputs)
-
-    def _stage_peak(self, schedule: Schedule, program: Program) -> int:
-        num = self.priced.problem.num_in_flight
-        if schedule.actions:
-            memory = self.alike.memory(program, lambda: chunk_memory(program, self.options.outputs))
-            return rank_peak({schedule.stage: memory}, schedule.actions, schedule.num_microbatches)
-
-        def measured() -> StagePeak:
-            return trace_stage_peak(program, schedule.name, num, schedule.num_microbatches, self.options.outputs)
-
-        return self.alike.peak(program, num, measured).peak_bytes
+    @property
+    def _peaks(self) -> Peaks:
+        return Peaks(self.options, self.schedule, self.priced.problem.num_in_flight, self.alike)
 
     def _learn(self, tried: Tried) -> None:
         """Moments at which the plan is over the budget, and those known before as they were in it."""
         with self.clock.phase("memory"):
-            peaks = self._node_peaks(tried.program)
+            peaks = self._peaks.by_node(tried.program)
             beside = tried.plan.prediction.beside_bytes
             if self.schedule is not None:  # what the schedule holds beside the microbatch that runs
                 beside = tried.peak_bytes - max(peak.peak_bytes for peak in peaks)
             seen = by_trace_node(self.liveness, peaks, beside)
             wanted = dict.fromkeys([*self.moments, *over_budget(self.liveness, seen, self.budget)])
             self.moments = explained(self.liveness, tried.draft.choices, seen, wanted)
-
-
-def _solve(problem: Problem, options: PlanOptions, *, whole: bool, likely: Balance) -> Choices | Least:
-    only_bound = not any(moment.reserve_bytes for moment in problem.moments)
-    return choices_or_least(
-        problem,
-        gap=options.gap if only_bound else options.gap / 2,
-        time_limit_s=options.time_limit_s,
-        solver=options.solver,
-        bound_only=only_bound,
-        whole=whole,
-        likely=likely,
-    )
 
 
 def _refusal(budget: int, last: Choices | Least, smallest: int) -> InfeasibleError:

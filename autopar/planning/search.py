@@ -42,15 +42,9 @@ class Planned:
 
 
 def make_plan(
-    trace: Trace,
-    mesh: Mesh,
-    profile: HardwareProfile,
-    options: PlanOptions,
-    *,
-    model_name: str = "",
-    progress: Progress = lambda _: None,
+    trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, *, model_name: str = "", progress: Progress = lambda _: None,
     limit_s: float = math.inf,
-) -> Planned:
+) -> Planned:  # fmt: skip
     """Plan a captured model for a mesh.
 
     Args:
@@ -62,6 +56,18 @@ def make_plan(
         TooSlow: where the bound shows that no plan beats the limit.
     """
     clock = Clock(progress)
+    return finished(whole_job(trace, mesh, profile, options, clock, model_name=model_name, limit_s=limit_s).best_tried(), clock, options)
+
+
+def whole_job(
+    trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, clock: Clock, *, model_name: str = "",
+    limit_s: float = math.inf,
+) -> Job:  # fmt: skip
+    """The search of `make_plan`, about to begin.
+
+    Raises:
+        ConstraintError: where a constraint matches nothing or no strategy meets it.
+    """
     for constraint in options.constraints:
         check(constraint, mesh)
 
@@ -83,8 +89,7 @@ def make_plan(
         )
 
     mark = fingerprint(trace, model_name, profile.name, profile.hash, VERSION)
-    job = Job(trace, mesh, pricing, options, clock, mark, options.to_json(profile), budget, limit_s=limit_s)
-    return finished(job.best_tried(), clock, options)
+    return Job(trace, mesh, pricing, options, clock, mark, options.to_json(profile), budget, limit_s=limit_s)
 
 
 def finished(tried: Tried, clock: Clock, options: PlanOptions) -> Planned:
@@ -102,3 +107,8 @@ def finished(tried: Tried, clock: Clock, options: PlanOptions) -> Planned:
     memory["transient"] = max(peak - evaluation.static_bytes - max(evaluation.kept_bytes, evaluation.gradient_bytes), 0)
     plan = replace(plan, prediction=beside(replace(plan.prediction, peak_bytes=peak, memory_bytes=memory), program, plan))
     return Planned(plan, replace(program, plan_hash=plan.hash), clock.seconds)
+
+
+def needs(planned: Planned) -> tuple[int, float]:
+    """Bytes and seconds of a plan."""
+    return planned.plan.prediction.peak_bytes, planned.plan.prediction.step_s

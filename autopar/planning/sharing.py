@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import InfeasibleError, size_text
 from autopar.planning.alike import Alike
-from autopar.planning.job import Schedule
 from autopar.planning.options import PlanOptions
+from autopar.planning.peaks import Schedule
 from autopar.planning.search import Planned
 from autopar.plans import KERNELS_BUFFERS, RESTING
 from autopar.run.orders import interleaved

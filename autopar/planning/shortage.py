@@ -1,91 +1,58 @@
-"""What is said where no plan fits: which constraints ask for more than the budget, and a plan that would do."""
+"""What a plan of one kind needs at least: in one piece, in microbatches, or in stages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
+from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
-from autopar.constraints import Constraint, pipeline_in
-from autopar.constraints.words import in_words
-from autopar.cost.moments import Liveness
-from autopar.cost.priced import Priced
-from autopar.errors import ConstraintError, InfeasibleError, size_text
+from autopar.constraints import Pipelined
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
-from autopar.planning.assembly import fingerprint
-from autopar.planning.clock import Clock, Progress
-from autopar.planning.conflicts import conflicting
-from autopar.planning.job import Job
+from autopar.planning.clock import Clock
 from autopar.planning.options import PlanOptions
-from autopar.planning.repricing import priced_under
-from autopar.solve import least_budget
-from autopar.strategies import Starts
-from autopar.version import VERSION
+from autopar.planning.search import Planned, finished, whole_job
+from autopar.planning.smallest import proven_bytes
+from autopar.planning.staged import staged_search
 
 
-def told(
-    error: InfeasibleError, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, progress: Progress
-) -> InfeasibleError:
-    """The refusal, with a smallest set of constraints that the budget cannot hold, and the least memory of a plan that was found.
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Plans of one kind under some constraints.
 
-    Both are of the batch in one piece on the whole mesh; where stages or microbatches are asked for, the refusal as it is.
+    Attributes:
+        proven_bytes: none needs less. lightest: of some plans of little memory the fastest that fits, else the one that needs least; None
+            where none was found.
     """
-    if pipeline_in(options.constraints, mesh) is not None or options.num_microbatches not in (1, "auto"):
-        return error
-    shortage, clock = _Shortage(trace, mesh, profile, options), Clock(progress)
-    with clock.phase("explain"):
-        said = shortage.asking()
-    smallest = shortage.smallest_bytes(clock)
-    if smallest <= shortage.budget:  # none was found, or one that no search for a fast plan came upon
-        return InfeasibleError(error.what + said, where=error.where, remedy=error.remedy, needed_bytes=error.needed_bytes)
-    said += f"; a plan that needs {size_text(smallest)} was found"
-    return InfeasibleError(error.what + said, where=error.where, remedy=error.remedy, needed_bytes=smallest)
+
+    proven_bytes: int
+    lightest: Callable[[], Planned | None]
 
 
-@dataclass
-class _Shortage:
-    """A call that does not fit."""
+def in_one_piece(trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, model_name: str, clock: Clock) -> Kind:
+    """Of the batch in one piece on the whole mesh.
 
-    trace: Trace
-    mesh: Mesh
-    profile: HardwareProfile
-    options: PlanOptions
+    Raises:
+        ConstraintError: where the constraints cannot hold.
+    """
+    job = whole_job(trace, mesh, profile, options, clock, model_name=model_name)
 
-    @property
-    def budget(self) -> int:
-        """Bytes per device."""
-        return self.options.budget(self.profile)
+    def lightest() -> Planned | None:
+        tried = job.lightest()
+        return None if tried is None else finished(tried, clock, options)
 
-    def asking(self) -> str:
-        """Which constraints ask for more than there is; nothing where that is not proven, or where no plan at all needs less."""
-        constraints = self.options.constraints
-        if not constraints or self._least_bytes(constraints) <= self.budget or self._least_bytes(()) > self.budget:
-            return ""
+    return Kind(proven_bytes(trace, job.priced, options.time_limit_s), lightest)
 
-        def hold(chosen: Sequence[Constraint]) -> None:
-            if self._least_bytes(chosen) > self.budget:
-                raise ConstraintError("it asks for more than there is")
 
-        found = conflicting(constraints, hold)
-        rest = [c for c in constraints if c not in found]
-        names, without = " and ".join(map(in_words, found)), "it" if len(found) == 1 else "them"
-        least = size_text(self._least_bytes(rest))
-        ask = "asks" if len(found) == 1 else "together ask"
-        return f"; {names} {ask} for more than there is: without {without} at least {least} is needed"
+def in_stages(
+    whole: Trace, part: Trace, how: Microbatching, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, wish: Pipelined,
+    model_name: str, clock: Clock,
+) -> Kind:  # fmt: skip
+    """Of a pipeline, or of one stage that works through microbatches; arguments as of `make_staged_plan`.
 
-    def _least_bytes(self, constraints: Sequence[Constraint]) -> int:
-        """Any plan under these constraints needs so much."""
-        priced = priced_under(self.trace, self.mesh, self.profile, self.options, constraints, {})
-        problem = replace(priced.problem, moments=Liveness(self.trace, priced).certain())
-        return least_budget(problem, self.options.time_limit_s, bound_only=True).bound_bytes
-
-    def smallest_bytes(self, clock: Clock) -> int:
-        """What a plan of little memory needs, emitted as it is; 0 where none was found."""
-
-        def pricing(starts: Starts) -> Priced:
-            return priced_under(self.trace, self.mesh, self.profile, self.options, self.options.constraints, starts)
-
-        mark = fingerprint(self.trace, "", self.profile.name, self.profile.hash, VERSION)
-        job = Job(self.trace, self.mesh, pricing, self.options, clock, mark, self.options.to_json(self.profile), self.budget)
-        return job.smallest_bytes()
+    Raises:
+        ConstraintError: where the constraints cannot hold.
+    """
+    search = staged_search(whole, part, how, mesh, profile, options, wish, clock, model_name=model_name)
+    return Kind(search.proven_bytes(), search.lightest)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,15 +33,18 @@ from autopar.planning.options import PlanOptions
 from autopar.planning.over_cuts import Least
 from autopar.planning.proving import Pipelines, parted, proven
 from autopar.planning.schedules import least_time
-from autopar.planning.search import Planned, finished
+from autopar.planning.search import Planned, finished, needs
 from autopar.planning.sharing import Sharing, neediest
+from autopar.planning.smallest import preferred
+from autopar.planning.stage_sizes import StageSizes, light_cuts
 from autopar.planning.steps import in_order, step_of
 from autopar.planning.units import balanced, one_stage, reweighed, units_of
 from autopar.run.orders import num_in_flight
-from autopar.solve import evaluated, solve
+from autopar.solve import REMEDY, evaluated, solve
 from autopar.stages import Cut, CutPoint, cut, seams, usable_points
 from autopar.strategies import Forced, Starts, apart, classes_of, resolve
 
+log = logging.getLogger("autopar")
 _ROUNDS = 3  # of cutting anew
 _CLOSER = 4  # times closer than asked for the whole is solved, since its bound is that of all cuts
 _NO_LIMIT = 2**60
@@ -56,6 +60,7 @@ class StagedSearch:
     forced: Forced = field(init=False)
     sharing: Sharing = field(init=False)
     alike: Alike = field(default_factory=Alike)
+    is_light: bool = False  # stages are to need little memory
 
     def __post_init__(self) -> None:
         constraints = [c for c in self.asked.options.constraints if not isinstance(c, Pipelined)]
@@ -87,6 +92,36 @@ class StagedSearch:
                 break
             first, best = again, other
         return joined(asked, whole, first, flying, best[0], best[2], self.sharing, self.clock)
+
+    def proven_bytes(self) -> int:
+        """No pipeline that is asked for needs less."""
+        return self._proven()[0]
+
+    def _proven(self) -> tuple[int, tuple[int, ...] | None]:
+        points = usable_points(self.asked.part)[0] if self.asked.num_stages > 1 else ()
+        cuts = None if self.asked.wish.cuts is None else self._cuts_asked(points)
+        return StageSizes(self.asked, self.forced, points).proven(cuts)
+
+    def lightest(self) -> Planned | None:
+        """A pipeline whose stages need little memory, whatever they take: the fastest that fits, else the one that needs least; None where
+        none was found."""
+        asked = self.asked
+        flying = num_in_flight(asked.wish.schedule, asked.num_stages, asked.how.num, asked.wish.chunks)
+        self.is_light, self.limit_s = True, math.inf
+        whole = self._whole()
+        with self.clock.phase("least"):
+            least = self._proven()[1]
+        ways = [] if least is None else [least]
+        ways += [light_cuts(whole.units, flying)] if asked.wish.cuts is None else []
+        found = []
+        for cuts in dict.fromkeys(ways):
+            try:
+                stages, _, made = self._planned(whole, cuts, flying)
+            except InfeasibleError as error:
+                log.info("no plan of little memory cut before units %s: %s", cuts, error.what)
+                continue
+            found.append(joined(asked, whole, cuts, flying, stages, made, self.sharing, self.clock))
+        return preferred(found, asked.options.budget(asked.profile), needs)
 
     def _whole(self) -> Whole:
         """Step 1.
@@ -148,7 +183,7 @@ class StagedSearch:
         crossing = replace(asked.crossing, layouts=self._crossing_layouts(whole, made))
         self.sharing = self._sharing(flying)
         found = self._all_stages(made, crossing, flying)
-        while not self.sharing.fits(found):
+        while not (self.is_light or self.sharing.fits(found)):
             found = self._all_stages(made, crossing, flying, found)
         return found, tuple(planned.plan.proof.objective_s for planned in found), made
 
@@ -191,7 +226,10 @@ class StagedSearch:
         schedule = self.sharing.schedule(asked.wish.schedule, number)
         job = Job(stage, asked.left, pricing, asked.options, self.clock, mark, {}, budget, schedule, alike=self.alike)
         try:
-            return finished(job.best_tried(), self.clock, asked.options)
+            tried = job.lightest() if self.is_light else job.best_tried()
+            if tried is None:
+                raise InfeasibleError("no plan of little memory was found", remedy=REMEDY)
+            return finished(tried, self.clock, asked.options)
         except InfeasibleError as error:
             raise self.sharing.refusal(number, error) from error
 
@@ -257,16 +295,21 @@ def make_staged_plan(
         TooSlow: where the bound shows that no plan beats the limit.
     """
     try:
-        return _searched(whole, part, how, mesh, profile, options, wish, model_name, progress, limit_s)
+        return staged_search(whole, part, how, mesh, profile, options, wish, Clock(progress), model_name=model_name, limit_s=limit_s).run()
     except ConstraintError as error:
         here = replace(wish, microbatches=how.num)
         raise with_conflict_of_stages(error, whole, part, mesh, here, options.constraints) from error
 
 
-def _searched(
+def staged_search(
     whole: Trace, part: Trace, how: Microbatching, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, wish: Pipelined,
-    model_name: str, progress: Progress, limit_s: float,
-) -> Planned:  # fmt: skip
+    clock: Clock, *, model_name: str = "", limit_s: float = math.inf,
+) -> StagedSearch:  # fmt: skip
+    """The search of `make_staged_plan`, about to begin.
+
+    Raises:
+        ConstraintError: where a constraint does not speak of this mesh, or the schedule does not run.
+    """
     if wish.axis:
         check(wish, mesh)
     left = mesh.without(wish.axis) if wish.axis else mesh
@@ -275,6 +318,5 @@ def _searched(
             check(constraint, left)
     wish = in_order(wish, mesh, how.num)
     batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
-    clock = Clock(progress)
     asked = Asked(part, how, batch_bytes, mesh, profile, options, wish, model_name, whole.fingerprint)
-    return StagedSearch(asked, clock, limit_s).run()
+    return StagedSearch(asked, clock, limit_s)

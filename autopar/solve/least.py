@@ -2,6 +2,9 @@
 
 The peak is one more column: minimise it, each row ≤ peak. Sizes are in units of what certainly rests, so that the
 solver's tolerances, which are absolute, are small shares of the peak.
+
+Many choices have one peak, and most of them move tensors for nothing, which takes memory that no row knows of. So plans to be emitted
+(`Lightest`) minimise peak/least peak + w · time/least time for a small w.
 """
 
 from __future__ import annotations
@@ -68,12 +71,52 @@ def least_budget(problem: Problem, time_limit_s: float = 60.0, *, bound_only: bo
     return Least(int(np.ceil(bound * unit * (1 - 1e-6))), found.size_bytes, found.choices)
 
 
+@dataclass
+class Lightest:
+    """Plans of little memory for one problem, whose budget plays no part."""
+
+    problem: Problem
+    time_limit_s: float
+
+    def __post_init__(self) -> None:
+        self.program = Formulation(self.problem)
+        self._times = np.array(self.program.model.costs)
+        self._peak = self.program.model.add_column("peak")
+        self._most, self._unit = _most(self.problem), _unit(self.problem)
+        self._rows = list(budget_rows(self.problem))
+        found = self._relaxed(1.0, 0.0)[2]
+        self._least = 0.0 if found is None else found.bound
+        self._fastest: float | None = None
+
+    @property
+    def bound_bytes(self) -> int:
+        """No plan needs less: the relaxation with all rows."""
+        return int(np.ceil(self._least * self._unit * (1 - 1e-6)))
+
+    def choices(self, weight: float) -> Choices | None:
+        """A plan where the least time weighs so much of the least peak; None where none was found."""
+        if self._fastest is None:
+            found = self._relaxed(0.0, 1.0)[2]
+            self._fastest = 0.0 if found is None else found.bound
+        if not self._fastest > 0.0:
+            return None
+        engine, matrix, relaxation = self._relaxed(1.0, weight * self._least / self._fastest)
+        return None if relaxation is None else _plan(self.problem, self.program, engine, matrix, relaxation, quick=True)[0]
+
+    def _relaxed(self, peak: float, time: float) -> tuple[Engine, Rows, Relaxation | None]:
+        costs = np.append(time * self._times, peak * self._most / self._unit)
+        self.program.model.minimise((np.arange(len(costs), dtype=np.int32), costs))
+        engine = Engine(self.program.model, self.time_limit_s)
+        matrix = _matrix(self.program, engine, self._rows if peak else [], self._most, self._unit)
+        return engine, matrix, engine.relax(matrix)
+
+
 def _most(problem: Problem) -> float:
     """More bytes than any row can come to."""
     rows = budget_rows(problem)
     kept = sum(variant.count * sum(problem.values[variant.value].graph.bytes) for variant in problem.variants)
     per_op = [max(op.count * (s.static_bytes + s.gradient_bytes) for s in op.strategies) for op in problem.ops]
-    live = sum(max(sizes) for row in rows for _, sizes in (*row.live, *row.again))
+    live = sum(max(*sizes, 0) for row in rows for _, sizes in (*row.live, *row.again))
     return float(max(kept + sum(per_op) + live + sum(problem.regions) + max(row.reserve_bytes for row in rows), 1))
 
 
@@ -93,13 +136,13 @@ def _matrix(program: Formulation, engine: Engine, rows: list[BudgetRow], most: f
 
 
 def _plan(
-    problem: Problem, program: Formulation, engine: Engine, matrix: Rows, relaxation: Relaxation
+    problem: Problem, program: Formulation, engine: Engine, matrix: Rows, relaxation: Relaxation, *, quick: bool = False
 ) -> tuple[Choices | None, tuple[int, ...]]:
     """A plan with a small peak and its budget rows, or nothing."""
     for share in _SHARES:
         columns = relaxation.reduced <= share * relaxation.bound
         columns[engine.column["peak"]] = True
-        found = engine.restricted(columns, matrix, gap=1e-3, target=-np.inf, max_nodes=_NODES)
+        found = engine.restricted(columns, matrix, gap=1e-3, target=-np.inf, max_nodes=_NODES, quick=quick)
         if found.values is not None:
             chosen = program.chosen(dict(zip(engine.names, found.values.tolist(), strict=True)))
             evaluation = evaluate(problem, *chosen)

@@ -27,6 +27,7 @@ from autopar.solve.evaluate import evaluate, fits
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.hiding import Excess
 from autopar.solve.incoming import Incoming
+from autopar.solve.least import Least, Lightest
 from autopar.solve.live import Live, Point
 from autopar.solve.multipliers import tighter
 from autopar.solve.proven import Proven
@@ -43,8 +44,9 @@ _SMALL = 4000  # columns: below, one program over all is cheaper than several
 _FEW = (500, 1000, 2000)  # columns of restricted programs that come before a tree
 _ROUNDS = 12
 _SIFTED = 50_000  # columns: from here on the balance is sifted for
-_HUGE = 100_000  # columns: from here on a balance that will do ends the sifting; below, a better bound costs a few relaxations
+_HUGE = 100_000  # columns: from here on a balance that will do ends the sifting, and all budget rows at once take too long
 _RELAXATIONS = 2  # of a tree, per node that a search may have
+_SHORT_TREE = 40  # relaxations of one that is to better a plan, not to prove it
 
 
 @dataclass
@@ -52,8 +54,8 @@ class Search:
     """One search: the program, which rows are in it, the best plan and what is proven.
 
     Attributes:
-        whole, likely: as in `autopar.solve.choices_or_least`. known: before the search.
-        extra: the rows that came in beside the formulation's. infeasible: proven so.
+        whole, likely, only_plan: as in `autopar.solve.choices_or_least`. known: before the search.
+        extra: the rows that came in beside the formulation's. infeasible: proven so. least: what is then needed at least, where known.
     """
 
     problem: Problem
@@ -63,6 +65,7 @@ class Search:
     whole: bool = True
     likely: Balance = ON_COMPUTE
     known: Quick | None = None
+    only_plan: bool = False
     program: Formulation = field(init=False)
     engine: Engine = field(init=False)
     excess: Excess = field(init=False)
@@ -71,6 +74,7 @@ class Search:
     best: Choices | None = None
     start: Floats | None = None
     infeasible: bool = False
+    least: Least | None = None
     live: Live | None = None
 
     def __post_init__(self) -> None:
@@ -97,7 +101,7 @@ class Search:
             broken = [] if self.extra.active else self._rounded(relaxation)
             broken += self.extra.excesses() if broken and self.likely != ON_COMPUTE else []
             broken = broken or ([] if self._close() else self._grow())
-            if not broken and not self._close() and self._set_apart():
+            if not broken and not self._close() and (self._set_apart() or self._will_do()):
                 break
             if not broken and self.extra.active and not self.infeasible:
                 broken = self._climb()
@@ -105,10 +109,18 @@ class Search:
                 broken = self._prove()
             if not broken:
                 break
-            if self._within(broken) is None:
+            if self._fits_nowhere(broken) or self._within(broken) is None:
                 self.infeasible = self.best is None
                 break
         return self._answer()
+
+    def _fits_nowhere(self, broken: list[int]) -> bool:
+        """Whether no plan fits, before the first budget rows come in: all rows at once say so sooner than one after another."""
+        budget = [r for r in broken if r < len(self.extra.rows)]
+        if self.best is None and budget and not self.extra.budget and _SMALL < len(self.engine.names) < _HUGE:
+            needed = Lightest(self.problem, self.time_limit_s).bound_bytes
+            self.least = Least(needed) if needed > self.problem.budget_bytes else None
+        return self.least is not None
 
     @property
     def best_s(self) -> float:
@@ -124,6 +136,7 @@ class Search:
             num_constraints=self.program.num_constraints + len(self.extra.active), solver="highs",
             memory_price_s_per_byte=self.proven.price_s_per_byte, stats={k: float(n) for k, n in stats.items()},
             multipliers=self.proven.multipliers(), mixed={} if self._close() else self.proven.mixed,
+            unfinished=self._will_do() and not self._close(),
         )  # fmt: skip
 
     def _relax(self) -> Relaxation | None:
@@ -194,10 +207,10 @@ class Search:
         tree = Tree(self.program, self.engine, live, offer, best, self.gap, self.max_nodes * _RELAXATIONS, sizes)
         grown = tree.dive()
         if tree.root is not None and not grown.broken and not self._close() and not self._set_apart():
-            broken = self._few() if self.extra.phases else []
+            broken = self._climb() if self._asks_only_for_a_plan() else self._few() if self.extra.phases else []
             if broken or self._close():
                 return broken
-            grown = tree.branch()
+            grown = tree.branch(_SHORT_TREE if self._will_do() else None)
         self.engine.timed_out |= live.timed_out
         if np.isinf(grown.bound):
             self.infeasible = self.best is None
@@ -208,6 +221,14 @@ class Search:
     def _few(self) -> list[int]:
         """Of a large program, few columns: rows over all columns make a tree slow, and these do not."""
         return self._climb(_FEW) if _SMALL < len(self.engine.names) < _SIFTED else []
+
+    def _asks_only_for_a_plan(self) -> bool:
+        """Of a large program with budget rows a long tree mostly raises the bound: dives, restricted programs and a short one have found
+        the plan before."""
+        return self.only_plan and bool(self.extra.budget) and len(self.engine.names) > _SMALL
+
+    def _will_do(self) -> bool:
+        return self._asks_only_for_a_plan() and self.best is not None
 
     def _set_apart(self) -> bool:
         """Whether equal ops that decide apart are to be tried rather than a tree."""

@@ -38,7 +38,7 @@ REMEDY = "use more devices, a smaller batch or shorter sequence, or pass a large
 
 def choices_or_least(
     problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False, whole: bool = True,
-    likely: Balance = ON_COMPUTE,
+    likely: Balance = ON_COMPUTE, only_plan: bool = False,
 ) -> Choices | Least:  # fmt: skip
     """As `solve`, but where no plan fits, how much memory would do.
 
@@ -46,6 +46,7 @@ def choices_or_least(
         bound_only: what would do need not be found (`least_budget`) where it is proven that nothing fits.
         whole: search on where the relaxation mixes decisions of equal ops; else the answer then says which (`Choices.mixed`).
         likely: at which balance the bound of a problem like this one was best; a search that begins there is sooner done.
+        only_plan: where memory binds in a large problem, end with a plan, however far its bound (`Choices.unfinished`).
     """
     proven = False
     if solver == "cbc":
@@ -54,9 +55,11 @@ def choices_or_least(
         known = quick(problem, gap)
         if known is not None and known.close and known.answer is not None:
             return known.answer
-        search = Search(problem, gap, max_nodes, time_limit_s, whole, likely, known)
+        search = Search(problem, gap, max_nodes, time_limit_s, whole, likely, known, only_plan)
         choices, bound_s, proven = search.run(), search.proven.bound_s, search.infeasible
         proven_by = search.proven.multipliers() if choices is None and not proven else None
+        if search.least is not None and bound_only:
+            return search.least
     if choices is not None:
         return choices
     least = least_budget(problem, time_limit_s, bound_only=bound_only and proven)

@@ -92,10 +92,15 @@ class Tree:
         self._dive(self.root)
         return Grown(self.root.point.bound, self._broken)
 
-    def branch(self) -> Grown:
-        """All the way down, then from the root on, until the gap is closed, a budget row has to come in, or a limit is reached."""
+    def branch(self, more: int | None = None) -> Grown:
+        """All the way down, then from the root on, until the gap is closed, a budget row has to come in, or a limit is reached.
+
+        Args:
+            more: relaxations beyond those of the dive, where these are to be fewer than the tree may have.
+        """
         root = self.root
         assert root is not None, "the dive has found one"
+        self.max_relaxations = min(self.max_relaxations, self._num + (self.max_relaxations if more is None else more))
         self._last = self.live.num_iterations + _STEPS * max(self.live.num_iterations, 1000)
         self._dive(root)
         order = itertools.count()

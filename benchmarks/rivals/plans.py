@@ -29,6 +29,7 @@ from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning.job import Job, Tried
 from autopar.planning.options import PlanOptions
+from autopar.planning.peaks import Peaks
 from autopar.problem import Value
 from autopar.run.device_mesh import device_mesh
 from autopar.run.executor import Outputs
@@ -224,15 +225,25 @@ def _written(node: fx.Node) -> int | None:
     return node.meta.get(IN_PLACE)
 
 
+class _ActivationPeaks(Peaks):
+    """Of programs in which gradients weigh nothing."""
+
+    def peak_bytes(self, program: Program) -> int:
+        """The most of them at any moment."""
+        return max(peak.peak_bytes for peak in self.by_node(program))
+
+    def by_node(self, program: Program) -> tuple[NodePeak, ...]:
+        """While each node runs."""
+        return activation_peaks(program, self.options.outputs)
+
+
 @dataclass
 class _ActivationJob(Job):
     """The planner's search, in whose measurements gradients weigh nothing."""
 
-    def _peak(self, program: Program) -> int:
-        return max(peak.peak_bytes for peak in activation_peaks(program, self.options.outputs))
-
-    def _node_peaks(self, program: Program) -> tuple[NodePeak, ...]:
-        return activation_peaks(program, self.options.outputs)
+    @property
+    def _peaks(self) -> Peaks:
+        return _ActivationPeaks(self.options)
 
 
 def least(planned: Any, low: int, high: int, share: float = 0.01) -> int:

@@ -11,8 +11,8 @@ import torch
 import autopar
 from autopar.api.planning import plan_model
 from autopar.constraints import fsdp, pipeline
-from autopar.planning import Planned, job
-from autopar.planning.alike import Alike, form_of
+from autopar.planning import Planned, job, peaks
+from autopar.planning.alike import Alike, Effort, form_of
 from autopar.problem import Choices, Problem
 from autopar.run.program import StagedProgram
 from autopar.run.stage_memory import trace_stage_peak
@@ -30,21 +30,21 @@ def planned(schedule: str) -> Planned:
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
 def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"solved": 0, "measured": 0}
-    solve, measure = job._solve, trace_stage_peak
+    solve, measure = job.choices_or_least, trace_stage_peak
 
-    def counted_solve(problem: Problem, options: job.PlanOptions, **how: Any) -> object:
+    def counted_solve(problem: Problem, **how: Any) -> object:
         counts["solved"] += 1
-        return solve(problem, options, **how)
+        return solve(problem, **how)
 
     def counted_measure(*args: object) -> object:
         counts["measured"] += 1
         return measure(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(job, "_solve", counted_solve)
-    monkeypatch.setattr(job, "trace_stage_peak", counted_measure)
+    monkeypatch.setattr(job, "choices_or_least", counted_solve)
+    monkeypatch.setattr(peaks, "trace_stage_peak", counted_measure)
     shared = planned(schedule)
     seen = dict(counts)
-    monkeypatch.setattr(Alike, "known", lambda self, problem, whole: None)
+    monkeypatch.setattr(Alike, "known", lambda self, problem, effort: None)
     monkeypatch.setattr(Alike, "peak", lambda self, program, num, measured: measured())
     assert planned(schedule).plan.dumps() == shared.plan.dumps()
     assert counts["solved"] > 2 * seen["solved"]
@@ -66,15 +66,19 @@ def test_choices_hold_for_problems_that_are_equal_and_for_fewer_in_flight_only_w
     fewer, other = replace(problem, num_in_flight=2), replace(problem, budget_bytes=2**21)
     for binding in (0.0, 1.0):
         alike = Alike()
-        alike.learn(problem, ended(binding), whole=True)
-        assert alike.known(problem, whole=True) is not None
-        assert alike.known(problem, whole=False) is not None
-        assert (alike.known(fewer, whole=True) is None) == bool(binding)
-        assert alike.known(other, whole=True) is None
+        alike.learn(problem, ended(binding), Effort.WHOLE)
+        assert alike.known(problem, Effort.WHOLE) is not None
+        assert alike.known(problem, Effort.MIXED) is not None
+        assert (alike.known(fewer, Effort.WHOLE) is None) == bool(binding)
+        assert alike.known(other, Effort.WHOLE) is None
     late = Alike()
-    late.learn(problem, ended(0.0, timed_out=1.0), whole=True)
-    assert late.known(problem, whole=True) is None
+    late.learn(problem, ended(0.0, timed_out=1.0), Effort.WHOLE)
+    assert late.known(problem, Effort.WHOLE) is None
     early = Alike()
-    early.learn(problem, replace(ended(0.0), mixed={0: (0.5,)}), whole=False)
-    assert early.known(problem, whole=True) is None, "a search that ended early is no answer to one that is to go on"
-    assert early.known(problem, whole=False) is not None
+    early.learn(problem, replace(ended(0.0), mixed={0: (0.5,)}), Effort.MIXED)
+    assert early.known(problem, Effort.WHOLE) is None, "a search that ended early is no answer to one that is to go on"
+    assert early.known(problem, Effort.MIXED) is not None
+    short = Alike()
+    short.learn(problem, replace(ended(0.0), unfinished=True), Effort.WHOLE)
+    assert short.known(problem, Effort.END) is None, "nor is one that ended with a plan to one that is to prove it"
+    assert short.known(problem, Effort.WHOLE) is not None

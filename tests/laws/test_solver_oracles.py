@@ -23,7 +23,7 @@ from autopar.errors import InfeasibleError, LayoutError
 from autopar.layout import Layout, Strategy
 from autopar.problem import Choices, Moment, Op, OpKind, OpStrategy, Phase, Problem, Use, Value, Variant
 from autopar.redistribute import all_layouts, layout_graph, local_bytes
-from autopar.solve import Evaluation, evaluate, least_budget, search, solve
+from autopar.solve import Evaluation, Least, Lightest, choices_or_least, evaluate, least_budget, search, solve
 from autopar.solve.formulation import SCALE
 
 SHAPE, LINE, SQUARE = (4, 4), (2,), (2, 2)
@@ -356,6 +356,35 @@ def test_a_budget_is_refused_exactly_where_no_plan_fits_and_the_figures_of_the_r
     assert found.size_bytes <= least * 1.01, "a budget that would do, and not much more than that"
     enough = solve(case.problem(found.size_bytes), gap=0.0)
     assert needs(case.problem(), enough) <= found.size_bytes
+
+
+@every_case
+def test_a_search_for_a_plan_only_encloses_the_optimum_and_refuses_exactly_what_fits_nowhere(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "_SMALL", 0)
+    least = front(case)[0][0]
+    assert Lightest(case.problem(1), 60.0).bound_bytes <= least
+    for budget, best_s in front(case):
+        found = plan_only(case.problem(budget))
+        assert isinstance(found, Choices) and needs(case.problem(), found) <= budget
+        assert found.bound_s <= best_s * (1 + 1e-6) and best_s <= found.objective_s * (1 + 1e-6)
+        assert found.unfinished or found.gap <= 1e-6
+    refused = plan_only(case.problem(least - 1))
+    assert isinstance(refused, Least) and 0 < refused.bound_bytes <= least
+
+
+def plan_only(p: Problem) -> Choices | Least:
+    return choices_or_least(p, gap=0.0, time_limit_s=60.0, solver="highs", bound_only=True, only_plan=True)
+
+
+def test_some_searches_for_a_plan_end_before_their_bound_is_near_and_some_need_no_search_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_SMALL", 0)
+    found = [plan_only(case.problem(budget)) for case in FAST for budget, _ in front(case)]
+    assert any(isinstance(each, Choices) and each.unfinished for each in found)
+    monkeypatch.setattr(search.Search, "_within", lambda *_: pytest.fail("rows came in one after another"))
+    refused = [plan_only(case.problem(int(front(case)[0][0] * 0.5))) for case in FAST]
+    assert all(isinstance(each, Least) for each in refused)
 
 
 @pytest.mark.parametrize("seed", range(3))

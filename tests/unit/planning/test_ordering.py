@@ -21,8 +21,8 @@ from autopar.kernels.bucketed import into_bucket
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions, make_plan
 from autopar.planning.clock import Clock
-from autopar.planning.job import Job
 from autopar.planning.ordering import Ordering, _most
+from autopar.planning.peaks import Peaks
 from autopar.planning.tried import Tried
 from autopar.plans import Overlap, Plan
 from autopar.run.program import Program
@@ -80,14 +80,14 @@ def starts(program: Program) -> int:
 
 
 def test_where_nothing_early_fits_the_plan_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    def peak(_: Job, program: Program) -> int:
+    def peak(_: Peaks, program: Program) -> int:
         in_buckets = any(node.target is into_bucket for node in program.backward.graph.nodes)
         return 2**60 if in_buckets or starts(program) else 0
 
     model, batch = zoo_small.bert()
     trace, wish = capture(model, (), batch), PlanOptions(constraints=(fsdp(),))
     assert starts(make_plan(trace, Mesh(2), PROFILE, wish).stage_program())
-    monkeypatch.setattr(Job, "_peak", peak)
+    monkeypatch.setattr(Peaks, "peak_bytes", peak)
     made = make_plan(trace, Mesh(2), PROFILE, wish)
     assert not starts(made.stage_program()) and not made.plan.buckets
     assert (made.plan.overlap.forward_bytes, made.plan.overlap.backward_bytes) == (0, 0)

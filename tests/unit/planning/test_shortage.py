@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import zoo_small
 
 import autopar
-from autopar.constraints import Constraint, ddp, layout, pipeline
+from autopar.constraints import Constraint, ddp, layout, megatron, pipeline
 from autopar.errors import InfeasibleError
 
 MESH, KIB = autopar.Mesh({"a": 2, "b": 2}), 1024
@@ -19,7 +20,7 @@ SQUARE = layout("transformer.h.0.mlp.c_fc", weight="R R")
 def made(memory_bytes: int, *constraints: Constraint, **options: Any) -> autopar.Plan:
     torch.manual_seed(0)
     model, batch = zoo_small.gpt2(num_layers=2)
-    wish = {"outputs": "loss", "memory_bytes": memory_bytes, "constraints": constraints, **options}
+    wish = {"outputs": "loss", "memory_bytes": memory_bytes, "loss_rows": 0, "constraints": constraints, **options}
     return autopar.plan(model, MESH, example_inputs=batch, hardware="cpu-gloo", **wish)
 
 
@@ -39,14 +40,31 @@ def test_where_no_plan_at_all_needs_less_no_constraint_is_to_blame() -> None:
     assert "asks for" not in refusal(64 * KIB, ddp(["a", "b"])).what
 
 
-def test_a_plan_that_would_do_is_found_and_does() -> None:
-    error = refusal(80 * KIB, ddp(["a", "b"]))
-    assert f"; a plan that needs {error.needed_bytes / KIB:.0f} KiB was found" in error.what
-    assert made(error.needed_bytes, ddp(["a", "b"]), num_microbatches=1).prediction.peak_bytes <= error.needed_bytes
+BETWEEN = re.compile(r"between \S+ \S+ \((\d+) bytes, proven for all that is tried\) and \S+ \S+ \((\d+) bytes, a plan that was found\)")
+KINDS: dict[str, dict[str, Any]] = {
+    "one piece": {"num_microbatches": 1, "constraints": (ddp(["a", "b"]),)},
+    "microbatches": {"num_microbatches": 2, "constraints": (ddp("a"),)},
+    "stages": {"constraints": (pipeline("a", microbatches=2), ddp("b"))},
+    "megatron": {"constraints": (megatron(pp=2, tp=2, microbatches=2),)},
+}
 
 
-def test_of_stages_and_microbatches_the_refusal_stays_as_it_is() -> None:
-    for options in ({"num_microbatches": 2}, {"constraints": (pipeline("a"),)}):
-        with pytest.raises(InfeasibleError) as caught:
-            made(64 * KIB, **options)
-        assert "was found" not in caught.value.what
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_least_that_would_do_lies_between_what_is_proven_and_what_a_plan_needs_which_does(kind: str) -> None:
+    error = refusal(64 * KIB, **KINDS[kind])
+    found = BETWEEN.search(error.what)
+    assert found, error.what
+    proven, enough = int(found[1]), int(found[2])
+    assert 64 * KIB < proven <= enough == error.needed_bytes
+    assert enough <= proven * 1.35
+    assert made(enough, **KINDS[kind]).prediction.peak_bytes <= enough
+    refusal(proven - 1, **KINDS[kind])
+
+
+def test_the_constraints_of_stages_and_microbatches_are_named_where_without_them_there_is_enough() -> None:
+    error = refusal(200 * KIB, pipeline("a", microbatches=2), ddp("b"))
+    assert "; ddp(axes=['b']) asks for more than there is: without it at least " in error.what, error.what
+    error = refusal(200 * KIB, ddp("a"), num_microbatches=2)
+    assert "; ddp(axes=['a']) asks for more than there is" in error.what, error.what
+    error = refusal(200 * KIB, megatron(pp=2, dp=2, microbatches=2))
+    assert "; megatron(tp=1, dp=2, zero=0, pp=2, microbatches=2) asks for more than there is" in error.what, error.what

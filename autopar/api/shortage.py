@@ -1,0 +1,166 @@
+"""What is said where no plan fits: how much memory would do, and which constraints ask for more than there is."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from autopar.api.choosing import ONE_STAGE, Chooser
+from autopar.api.tracing import by_rows, trace_part
+from autopar.capture.loss_head import heads_of
+from autopar.constraints import AUTO, Constraint, Pipelined, pipeline_in
+from autopar.constraints.words import in_words
+from autopar.errors import ConstraintError, InfeasibleError, size_text
+from autopar.planning import Planned
+from autopar.planning.clock import Clock
+from autopar.planning.conflicts import conflicting
+from autopar.planning.search import needs
+from autopar.planning.shortage import Kind, in_one_piece, in_stages
+from autopar.planning.smallest import preferred
+
+log = logging.getLogger("autopar")
+_MOST = 2  # kinds of plans, those with the least bounds, of which small ones are looked for
+
+
+def instead(error: InfeasibleError, chooser: Chooser) -> Planned:
+    """A plan of little memory that fits after all; where none is found, the refusal.
+
+    Speaks of all plans that were tried: in one piece, in stages and microbatches, with a loss by rows.
+
+    Raises:
+        InfeasibleError: with how much memory a plan needs, and a smallest set of what is asked for that the budget cannot hold.
+    """
+    shortage, clock = _Shortage(chooser), Clock(chooser.progress)
+    with clock.phase("least"):
+        proven, found = shortage.sizes()
+    smallest = 0 if found is None else found.plan.prediction.peak_bytes
+    if found is not None and smallest <= shortage.budget:
+        log.warning("%s; a plan of little memory does, which is not searched for speed: %s", error.what, found.plan)
+        return found
+    with clock.phase("conflict"):
+        between = _between(proven, smallest, shortage.budget)
+        stages = pipeline_in(chooser.options.constraints, chooser.mesh)
+        tried = f"; {error.what}" if stages is not None and stages.axis else ""  # says which stage needs most
+        what = between + shortage.asking(proven) + tried if between else error.what
+    raise InfeasibleError(what, where=error.where, remedy=error.remedy, needed_bytes=smallest or error.needed_bytes) from error
+
+
+def _between(proven: int, smallest: int, budget: int) -> str:
+    """What is known of the least memory that would do, as a refusal; nothing where nothing is."""
+    fits = "fits" if proven > budget else "was found that fits"
+    what = f"no plan {fits} into {size_text(budget)} per device"
+    least = f"{size_text(proven)} ({proven} bytes, proven for all that is tried)"
+    if smallest:
+        return f"{what}: the least that would do is between {least} and {size_text(smallest)} ({smallest} bytes, a plan that was found)"
+    return f"{what}: at least {least} is needed" if proven > budget else ""
+
+
+@dataclass
+class _Shortage:
+    """A call that does not fit."""
+
+    chooser: Chooser
+    _proven: dict[tuple[Constraint, ...], float] = field(default_factory=dict)
+
+    @property
+    def budget(self) -> int:
+        """Bytes per device."""
+        return self.chooser.options.budget(self.chooser.profile)
+
+    @property
+    def asked(self) -> tuple[Constraint, ...]:
+        """The constraints, and a number of microbatches that is asked for beside them."""
+        num, constraints = self.chooser.options.num_microbatches, self.chooser.options.constraints
+        return constraints if num == "auto" else (replace(ONE_STAGE, microbatches=num), *constraints)
+
+    def sizes(self) -> tuple[int, Planned | None]:
+        """What is proven of all plans under what is asked for, 0 where nothing is known, and one that needs little."""
+        kinds = sorted(self._kinds(self.asked), key=lambda kind: kind.proven_bytes)  # ties as they were tried
+        if not kinds:
+            return 0, None
+        proven = kinds[0].proven_bytes
+        self._proven[self.asked] = proven
+        found = [planned for planned in (kind.lightest() for kind in kinds[: _MOST if proven <= self.budget else 1]) if planned is not None]
+        return proven, preferred(found, self.budget, needs)
+
+    def asking(self, proven: int) -> str:
+        """What asks for more than there is; nothing where that is not proven, or where no plan at all needs less."""
+        asked = self.asked
+        if not asked or proven <= self.budget or self._least_bytes(()) > self.budget:
+            return ""
+
+        def hold(chosen: Sequence[Constraint]) -> None:
+            if self._least_bytes(chosen) > self.budget:
+                raise ConstraintError("it asks for more than there is")
+
+        found = conflicting(asked, hold)
+        rest = [c for c in asked if c not in found]
+        names, without = " and ".join(map(in_words, found)), "it" if len(found) == 1 else "them"
+        least = size_text(self._least_bytes(rest))
+        ask = "asks" if len(found) == 1 else "together ask"
+        return f"; {names} {ask} for more than there is: without {without} at least {least} is needed"
+
+    def _least_bytes(self, constraints: Sequence[Constraint]) -> float:
+        """Any plan under these constraints needs so much; infinite where there is none."""
+        key = tuple(constraints)
+        if key not in self._proven:
+            self._proven[key] = min((kind.proven_bytes for kind in self._kinds(key)), default=math.inf)
+        return self._proven[key]
+
+    def _kinds(self, constraints: Sequence[Constraint]) -> Iterator[Kind]:
+        """What is tried under these constraints, as `Chooser.plan` does; without what they rule out."""
+        rest = tuple(c for c in constraints if not _is_number(c))
+        num = "auto" if len(rest) == len(constraints) else self.chooser.options.num_microbatches
+        options = replace(self.chooser.options, constraints=rest)
+        chooser = replace(self.chooser, options=options if num != "auto" else replace(options, num_microbatches="auto"))
+        asked = chooser.options.loss_rows
+        heads = heads_of(chooser.trace)[0] if asked == "auto" else ()
+        rows = (0, *chooser.row_choices(max((h.num_rows for h in heads), default=0), None)) if asked == "auto" else (asked,)
+        for num_rows in rows:
+            yield from _of_pipelines(replace(chooser, rows=num_rows))
+        if num == "auto" and pipeline_in(rest, chooser.mesh) is None:
+            yield from _known(replace(chooser, rows=rows[-1]), (("", part) for part in chooser.parts()), ONE_STAGE)
+
+
+def _is_number(constraint: Constraint) -> bool:
+    return isinstance(constraint, Pipelined) and constraint.axis == ""
+
+
+def _of_pipelines(chooser: Chooser) -> Iterator[Kind]:
+    asked = pipeline_in(chooser.options.constraints, chooser.mesh)
+    alone = asked is None and chooser.options.num_microbatches in (1, "auto")
+    yield from _known(chooser, [("", 0)] if alone else chooser.candidates(asked or ONE_STAGE), asked or ONE_STAGE)
+
+
+def _known(chooser: Chooser, ways: Iterator[tuple[str, int]] | Sequence[tuple[str, int]], wish: Pipelined) -> Iterator[Kind]:
+    """A kind per axis and number of microbatches, 0 for one piece; those that cannot be are left out."""
+    for axis, num in ways:
+        try:
+            kind = _of_stages(chooser, replace(wish, axis=axis), num) if num else _of_one_piece(chooser)
+        except ConstraintError as error:
+            log.info("no plan of %d microbatches along %r: %s", num, axis, error.what)
+            continue
+        yield replace(kind, lightest=partial(_marked, chooser, kind))
+
+
+def _marked(chooser: Chooser, kind: Kind) -> Planned | None:
+    found = kind.lightest()
+    return None if found is None else chooser.marked(found)
+
+
+def _of_one_piece(chooser: Chooser) -> Kind:
+    trace, clock = by_rows(chooser.trace, chooser.rows), Clock(chooser.progress)
+    return in_one_piece(trace, chooser.mesh, chooser.profile, chooser.unpiped(), type(chooser.model).__name__, clock)
+
+
+def _of_stages(chooser: Chooser, wish: Pipelined, num: int) -> Kind:
+    here = replace(wish, schedule="1f1b" if wish.schedule == AUTO else wish.schedule)
+    call = chooser.args, chooser.kwargs
+    part, how = trace_part(chooser.model, chooser.trace, *call, num, independent=here.independent, known=chooser.captured)
+    return in_stages(
+        chooser.trace, by_rows(part, chooser.rows), how, chooser.mesh, chooser.profile, chooser.options, here,
+        type(chooser.model).__name__, Clock(chooser.progress),
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""How much memory a search needs: what is proven, and what a plan that is emitted needs.
+
+    proven ≤ the least memory that any plan needs ≤ found
+
+Neither depends on the budget, nor on what a search within one came upon. So a plan of the size that was found is found again when that is
+the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from autopar.capture.trace import Trace
+from autopar.cost.moments import Liveness
+from autopar.cost.priced import Priced
+from autopar.cost.surely import surely
+from autopar.planning.tried import Tried
+from autopar.problem import Choices, Problem
+from autopar.solve import Lightest, within
+
+T = TypeVar("T")
+_WEIGHTS = (0.03, 0.003)  # of time beside memory, see `autopar.solve.least`
+
+
+def proven_bytes(trace: Trace, priced: Priced, time_limit_s: float) -> int:
+    """No plan of this problem needs less."""
+    return Lightest(_with_moments(trace, priced), time_limit_s).bound_bytes
+
+
+def light(trace: Trace, priced: Priced, time_limit_s: float, tried: Callable[[Choices], Tried]) -> tuple[Tried, ...]:
+    """Some plans of little memory, each of them `tried`."""
+    lightest = Lightest(within(_with_moments(trace, priced), frozenset()), time_limit_s)
+    found: list[Choices] = []
+    for weight in _WEIGHTS:
+        choices = lightest.choices(weight)
+        if choices is not None and choices not in found:
+            found.append(choices)
+    return tuple(tried(replace(choices, regions=frozenset())) for choices in found)
+
+
+def preferred(plans: Sequence[T], budget: int, cost: Callable[[T], tuple[int, float]]) -> T | None:
+    """The fastest that fits; where none does, the one that needs least.
+
+    Args:
+        cost: bytes and seconds of a plan.
+    """
+
+    def order(plan: T) -> tuple[bool, float]:
+        size, time_s = cost(plan)
+        return size > budget, size if size > budget else time_s
+
+    return min(plans, key=order, default=None)
+
+
+def _with_moments(trace: Trace, priced: Priced) -> Problem:
+    return replace(priced.problem, moments=surely(Liveness(trace, priced)))
