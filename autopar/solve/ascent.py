@@ -21,7 +21,7 @@ play no part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from autopar.solve.paths import useful_arcs
 from autopar.solve.potentials import Decision, Floats, Group, Ints, Reader, Side
 from autopar.solve.prices import arc_loads, op_load, saved_load
 from autopar.solve.terms import worth_recomputing
+from autopar.solve.worth import Worth
 from autopar.streams import ON_COMPUTE, Balance, Load
 
 Turn = tuple[Reader, bool]
@@ -41,11 +42,11 @@ class Ascent:
     """The dual of a problem without a budget.
 
     Attributes:
-        x, again: decisions by op. groups: with all potentials.
+        x, again: decisions by op. groups: with all potentials. worth: of memory. num_sweeps: so far.
     """
 
     def __init__(self, problem: Problem, balance: Balance = ON_COMPUTE) -> None:
-        self.problem, self.balance = problem, balance
+        self.problem, self.balance, self.worth = problem, balance, Worth(problem)
         useful = worth_recomputing(problem)
         self.x = [self._decision(n, again=False) for n in range(len(problem.ops))]
         self.again = {n: self._decision(n, again=True) for n in range(len(problem.ops)) if n in useful}
@@ -55,11 +56,12 @@ class Ascent:
             self._variant(v)
         self.order = self._ordered()
         self._there, self._back = self._turns()
+        self.num_sweeps = 0
 
     @property
     def bound_s(self) -> float:
         """What the potentials prove."""
-        return sum(decision.least for decision in self.order)
+        return sum(decision.least for decision in self.order) - self.worth.given_s
 
     @property
     def num_strategies(self) -> int:
@@ -73,8 +75,19 @@ class Ascent:
     def num_potentials(self) -> int:
         return sum(int(group.useful.sum()) * len(group.readers) for group in self.groups)
 
+    def reprice(self, worths_s: Mapping[str, float]) -> None:
+        """Go on at other prices of memory, from the potentials as they are."""
+        before, self.worth = self.worth, Worth(self.problem, worths_s)
+        for n, decision in enumerate(self.x):
+            decision.reprice(self.worth.of_ops[n] - before.of_ops[n])
+        for n, decision in self.again.items():
+            decision.reprice(self.worth.of_again.get(n, 0.0) - before.of_again.get(n, np.zeros(len(decision.prices))))
+        for group in self.groups:
+            group.reprice(float(self.worth.of_kept[group.variant] - before.of_kept[group.variant]))
+
     def sweep(self) -> None:
         """Once over all decisions, and back."""
+        self.num_sweeps += 1
         for turns, order in ((self._there, self.order), (self._back, self.order[::-1])):
             for decision in order:
                 for i, (reader, up) in enumerate(turns[decision.place]):
@@ -102,9 +115,9 @@ class Ascent:
             for reader, worth in zip(group.readers, worths, strict=True):
                 reader.set(worth)
                 key = group.variant, int(group.late), reader.use
-                potentials |= {(*key, i): float(worth[i]) for i in np.flatnonzero(worth).tolist()}
-        bound = self.bound_s - sum(group.lost() for group in self.groups)
-        return Multipliers(max(bound, 0.0), potentials, {}, self.balance)
+                potentials |= {(*key, i): float(worth[i]) for i in np.flatnonzero(worth[: group.num]).tolist()}
+        bound = self.bound_s - sum(group.lost() for group in self.groups) - self.worth.reserved_s
+        return Multipliers(max(bound, 0.0), potentials, self.worth.worths_s, self.balance)
 
     def _price(self, load: Load) -> float:
         return load.priced_s(self.problem.overlap_slowdown, self.balance)
@@ -132,8 +145,10 @@ class Ascent:
             version[at] = 1.0
         if value.keepable is not None:
             version[[layout for layout in range(len(version)) if layout not in value.keepable]] = 0.0
-        sources = [(self.x[value.op], made, version[made] + float(value.resident))]
-        sources += [(self.x[use.op], read[i], version[read[i]]) for i, use in first]
+        resting = len(version)  # versions are layouts of their own, from which keeping leads to those that backward finds
+        sources = [(self.x[value.op], made + resting, version[made])]
+        sources += [(self.x[use.op], read[i] + resting, version[read[i]]) for i, use in first]
+        sources += [(self.x[value.op], made, np.ones(len(made)))] if value.resident else []
         sources += [(self.again[value.op], made, np.ones(len(made)))] if value.op in self.again else []
         self._group(v, True, sources, later)
 
@@ -143,21 +158,28 @@ class Ascent:
         """A group; what no collective leads to a reader from has no potential."""
         variant = self.problem.variants[v]
         graph = self.problem.values[variant.value].graph
+        num = len(graph.layouts)
         sources = [(decision, at, times) for decision, at, times in sources if times.any()]
-        supplied = {layout for _, at, times in sources for layout in at[times > 0.0].tolist()}
+        at_hand = {layout for _, at, times in sources for layout in at[times > 0.0].tolist()}
+        supplied = {layout % num for layout in at_hand}
         wanted = {layout for _, _, at in readers for layout in at.tolist()}
         numbers = useful_arcs(graph, supplied, wanted)
         arcs = [graph.arcs[a] for a in numbers]
         load = arc_loads(self.problem, v, late=late, count=variant.count)
         costs, weights = np.array([self._price(load(arc)) for arc in arcs], float), np.ones(len(arcs))
-        for arc, (saved_s, num) in self._saved(v, late).items():
+        for arc, (saved_s, often) in self._saved(v, late).items():
             if arc in numbers:
                 costs[numbers.index(arc)] -= saved_s
-                weights[numbers.index(arc)] = num
+                weights[numbers.index(arc)] = often
         tails, heads = (np.array([getattr(arc, end) for arc in arcs], np.int64) for end in ("src", "dst"))
-        useful = np.zeros(len(graph.layouts), bool)
+        useful = np.zeros(num * (1 + late), bool)
         useful[[*wanted]] = useful[tails] = True
-        group = Group(v, late, useful, tails, heads, costs, weights)
+        kept = np.array(sorted(layout - num for layout in at_hand if layout >= num and useful[layout - num]), np.int64)
+        useful[kept + num] = True
+        sizes = np.concatenate([np.zeros(len(arcs)), np.array(graph.bytes, float)[kept]])
+        tails, heads = np.concatenate([tails, kept + num]), np.concatenate([heads, kept])
+        costs, weights = np.concatenate([costs, np.zeros(len(kept))]), np.concatenate([weights, np.zeros(len(kept))])
+        group = Group(v, late, useful, tails, heads, costs, weights, sizes, num)
         group.sources += [Side(decision, at, times * useful[at]) for decision, at, times in sources if (times * useful[at]).any()]
         for i, decision, at in readers:
             Reader(group, Side(decision, at, np.ones(len(at))), i)

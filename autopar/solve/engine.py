@@ -12,17 +12,16 @@ d ≤ δ proves that whatever it leaves out costs at least bound + δ.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import highspy
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.solve.begun import Begun
 from autopar.solve.model import Costs, Model
+from autopar.solve.rows import Columns, Floats, Rows
 
-Floats = NDArray[np.float64]
-Columns = NDArray[np.bool_]
 Options = Mapping[str, bool | int | float | str]
 _INF = highspy.kHighsInf
 _FEASIBLE = 2  # HiGHS' code of a feasible primal solution
@@ -32,44 +31,6 @@ _LARGE = 50_000  # columns: from here on presolve takes longer than what it remo
 _INTERIOR: Options = {"solver": "ipx", "run_crossover": "off", "ipm_optimality_tolerance": 1e-5}
 # Strong branching and restarts take most of the time of a tree of few nodes, and seldom help it.
 _QUICK: Options = {"mip_pscost_minreliable": 0, "mip_allow_restart": False}
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Constraint rows in compressed form: row i has entries starts[i]:starts[i+1]."""
-
-    starts: NDArray[np.int32]
-    indices: NDArray[np.int32]
-    values: Floats
-    lower: Floats
-    upper: Floats
-
-    @staticmethod
-    def of(rows: Sequence[tuple[Sequence[int], Sequence[float], float, float]]) -> Rows:
-        """From (indices, values, lower, upper) per row."""
-        starts = np.cumsum([0, *(len(r[0]) for r in rows)]).astype(np.int32)
-        indices = np.fromiter((i for r in rows for i in r[0]), np.int32, int(starts[-1]))
-        values = np.fromiter((c for r in rows for c in r[1]), np.float64, int(starts[-1]))
-        return Rows(starts, indices, values, np.array([r[2] for r in rows], float), np.array([r[3] for r in rows], float))
-
-    def plus(self, other: Rows) -> Rows:
-        """These rows, then the other ones."""
-        starts = np.concatenate([self.starts, other.starts[1:] + self.starts[-1]]).astype(np.int32)
-        pairs = ((getattr(self, name), getattr(other, name)) for name in ("indices", "values", "lower", "upper"))
-        return Rows(starts, *map(np.concatenate, pairs))
-
-    def most(self, num_columns: int) -> Floats:
-        """Per column its largest entry; 0 where there is none."""
-        found = np.zeros(num_columns)
-        np.maximum.at(found, self.indices, self.values)
-        return found
-
-    def only(self, columns: Columns) -> Rows:
-        """The rows over some columns, which are renumbered; the others are 0."""
-        here = columns[self.indices]
-        starts = np.concatenate([[0], np.cumsum(here)])[self.starts].astype(np.int32)
-        number = np.cumsum(columns) - 1
-        return Rows(starts, number[self.indices[here]].astype(np.int32), self.values[here], self.lower, self.upper)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +74,15 @@ class Engine:
         self.cost = np.array(model.costs)[[c.number for c in columns]]
         starts, numbers = np.array(model.starts, np.int32), np.array(model.numbers, np.int32)
         self.rows = Rows(starts, self._at[numbers], np.array(model.values), np.array(model.lower), np.array(model.upper))
+        self.begun = Begun(self.rows)
         self.end = time.monotonic() + time_limit_s
         self.timed_out = False
         self.basis: highspy.HighsBasis | None = None  # of the last vertex of the relaxation without further rows, and the steps to it
         self.num_iterations = 0
+
+    def begin(self, duals: Floats) -> None:
+        """Have relaxations begin at these duals of the program's rows."""
+        self.begun = Begun(self.rows, duals)
 
     def costs(self, costs: Costs) -> Floats:
         """Costs of all columns; 0 where there are none."""
@@ -132,26 +98,28 @@ class Engine:
         """
         cost, rows = self.cost, self.rows if extra is None else self.rows.plus(extra)
         ended = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit, highspy.HighsModelStatus.kInfeasible)
-        simplex = {**_SIMPLEX, "presolve": "off"} if len(cost) >= _LARGE else _SIMPLEX
-        highs = self._run(cost, rows, None, _INTERIOR if interior else simplex)
-        if interior and highs.getModelStatus() not in ended:
-            highs, interior = self._run(cost, rows, None, simplex), False
+        simplex = {**_SIMPLEX, "presolve": "off"} if len(cost) >= _LARGE or self.begun.knows else _SIMPLEX
+        highs = self._run(Begun(rows).lp(cost, rows), _INTERIOR) if interior else None
+        if highs is None or highs.getModelStatus() not in ended:
+            highs, interior = self._run(self.begun.lp(cost, rows), simplex), False
         if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             return None
         solution = highs.getSolution()
         if extra is None and not interior:
             self.basis, self.num_iterations = highs.getBasis(), max(highs.getInfo().simplex_iteration_count, 0)
-        bound, reduced, duals = proof(cost, rows, np.array(solution.row_dual))
-        values = np.array(solution.col_value)
+        duals = np.array(solution.row_dual)
+        bound, reduced, duals = proof(cost, rows, duals if interior else self.begun.duals(duals))
+        values = np.array(solution.col_value)[: len(cost)]
         return Relaxation(bound, reduced, duals, values if len(values) else np.zeros(len(cost)), not interior and len(values) > 0)
 
     def part(self, columns: Columns, rows: Rows) -> Relaxation | None:
         """The relaxation of these rows over some columns only: its bound, duals and values; None where it has no solution."""
-        highs = self._run(self.cost[columns], rows.only(columns), None, _SIMPLEX)
+        some = rows.only(columns)
+        highs = self._run(Begun(some).lp(self.cost[columns], some), _SIMPLEX)
         solution = highs.getSolution()
         if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return None
-        bound, reduced, duals = proof(self.cost[columns], rows.only(columns), np.array(solution.row_dual))
+        bound, reduced, duals = proof(self.cost[columns], some, np.array(solution.row_dual))
         return Relaxation(bound, reduced, duals, np.array(solution.col_value), True)
 
     def restricted(
@@ -174,7 +142,10 @@ class Engine:
         rows = self.rows.plus(budget).only(columns)
         options: Options = {"mip_rel_gap": gap, "objective_target": target, "mip_max_nodes": max(max_nodes, 1)}
         options = {**options, **_QUICK} if quick else options
-        highs = self._run(self.cost[columns], rows, self.integer[columns], options, None if start is None else start[columns])
+        lp = Begun(rows).lp(self.cost[columns], rows)
+        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        lp.integrality_ = [kinds[int(i)] for i in self.integer[columns]]
+        highs = self._run(lp, options, None if start is None else start[columns])
         info = highs.getInfo()
         if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             return Found(None, _INF)
@@ -184,21 +155,7 @@ class Engine:
         values[columns] = highs.getSolution().col_value
         return Found(values, info.mip_dual_bound)
 
-    def lp(self, cost: Floats, rows: Rows) -> highspy.HighsLp:
-        """The relaxation of these rows."""
-        lp = highspy.HighsLp()
-        lp.num_col_, lp.num_row_ = len(cost), len(rows.lower)
-        lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(len(cost)), np.ones(len(cost))
-        lp.row_lower_, lp.row_upper_ = rows.lower, rows.upper
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = rows.starts, rows.indices, rows.values
-        return lp
-
-    def _run(self, cost: Floats, rows: Rows, integer: Columns | None, options: Options, start: Floats | None = None) -> highspy.Highs:
-        lp = self.lp(cost, rows)
-        if integer is not None:
-            kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-            lp.integrality_ = [kinds[int(i)] for i in integer]
+    def _run(self, lp: highspy.HighsLp, options: Options, start: Floats | None = None) -> highspy.Highs:
         highs = highspy.Highs()
         left = max(self.end - time.monotonic(), 0.1)
         shared: Options = {"output_flag": False, "threads": 1, "time_limit": left}
@@ -222,10 +179,8 @@ def proof(cost: Floats, rows: Rows, duals: Floats) -> tuple[float, Floats, Float
 def reduced_costs(cost: Floats, rows: Rows, duals: Floats, lower: Floats | float, upper: Floats | float) -> tuple[float, Floats, Floats]:
     """As `proof`, for columns within other bounds."""
     duals = duals if len(duals) == len(rows.lower) else np.zeros(len(rows.lower))
-    duals = np.where(np.isinf(rows.lower), np.minimum(duals, 0.0), duals)
-    duals = np.where(np.isinf(rows.upper), np.maximum(duals, 0.0), duals)
+    duals = rows.signed(duals)
     side = np.where(duals > 0, rows.lower, rows.upper)
-    weights = rows.values * np.repeat(duals, np.diff(rows.starts))
-    reduced = cost - np.bincount(rows.indices, weights=weights, minlength=len(cost))
+    reduced = cost - rows.times(duals, len(cost))
     bound = float((duals * np.where(duals == 0, 0.0, side)).sum() + np.where(reduced < 0, reduced * upper, reduced * lower).sum())
     return bound, reduced, duals

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.solve.engine import Engine, Floats
+from autopar.solve.engine import Engine
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.model import AT_LEAST, Column, Terms
+from autopar.solve.rows import Floats
 from autopar.streams import ON_COMPUTE, PHASES, Balance
 
 Line = tuple[list[int], list[float], float, float]  # columns, coefficients, lower and upper side

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.solve.engine import Columns, Engine, Floats, Rows
+from autopar.solve.engine import Engine
 from autopar.solve.evaluate import Evaluation
 from autopar.solve.formulation import Formulation
 from autopar.solve.hiding import Excess
 from autopar.solve.memory import BudgetRow, budget_rows
+from autopar.solve.rows import Columns, Floats, Rows
 from autopar.streams import PHASES
 
 _NEW = 3  # budget rows at a time

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.problem import Choices, Problem
-from autopar.solve.engine import Engine, Relaxation, Rows
+from autopar.solve.engine import Engine, Relaxation
 from autopar.solve.evaluate import evaluate
 from autopar.solve.formulation import Formulation
 from autopar.solve.memory import BudgetRow, budget_rows
+from autopar.solve.rows import Rows
 
 _SHARES = (1e-6, 1e-3, 1e-2, np.inf)  # restricted programs: largest reduced cost, as a share of the bound
 _ROUNDS, _NODES = 6, 50

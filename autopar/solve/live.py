@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 
-from autopar.solve.engine import Engine, Floats, Options, Rows, reduced_costs
+from autopar.solve.begun import Begun
+from autopar.solve.engine import Engine, Options, reduced_costs
+from autopar.solve.rows import Floats, Rows
 
 _STATUS = highspy.HighsModelStatus
 
@@ -31,14 +33,15 @@ class Point:
 
 
 class Live:
-    """The relaxation of an engine's program, with some rows more; it starts where the engine's own has ended.
+    """The relaxation of an engine's program, with some rows more; it starts where the engine's own has ended, or at duals of all rows.
 
     Attributes:
         num_iterations: of the simplex method so far, the engine's own among them. timed_out: whether the engine's time ran out.
     """
 
-    def __init__(self, engine: Engine, extra: Rows) -> None:
-        self.cost, self.rows = engine.cost, engine.rows
+    def __init__(self, engine: Engine, extra: Rows, duals: Floats | None = None) -> None:
+        self.cost, self.rows = engine.cost, engine.rows if duals is None else engine.rows.plus(extra)
+        self._begun = engine.begun if duals is None else Begun(self.rows, duals)
         self.num_iterations, self.timed_out = engine.num_iterations, False
         self._end = engine.end
         self._numbers = np.arange(len(self.cost), dtype=np.int32)
@@ -46,10 +49,11 @@ class Live:
         options: Options = {"output_flag": False, "threads": 1, "solver": "simplex"}
         for name, value in options.items():
             self._highs.setOptionValue(name, value)
-        self._highs.passModel(engine.lp(self.cost, self.rows))
-        if engine.basis is not None:
-            self._highs.setBasis(engine.basis)
-        self.add(extra)
+        self._highs.passModel(self._begun.lp(self.cost, self.rows))
+        if duals is None:
+            if engine.basis is not None:
+                self._highs.setBasis(engine.basis)
+            self.add(extra)
 
     def add(self, rows: Rows) -> None:
         """Further rows."""
@@ -60,7 +64,7 @@ class Live:
     def reprice(self, cost: Floats) -> None:
         """Other costs of the columns."""
         self.cost = cost
-        self._highs.changeColsCost(len(self._numbers), self._numbers, cost)
+        self._highs.changeColsCost(len(self._numbers), self._numbers, self._begun.costs(cost))
 
     def solve(self, lower: Floats, upper: Floats) -> Point | None:
         """Solve within bounds of the columns.
@@ -76,5 +80,6 @@ class Live:
         self.timed_out |= status == _STATUS.kTimeLimit
         if status == _STATUS.kInfeasible:
             return None
-        bound, reduced, duals = reduced_costs(self.cost, self.rows, np.array(solution.row_dual), lower, upper)
-        return Point(bound, np.array(solution.col_value), duals, reduced)
+        found = self._begun.duals(np.array(solution.row_dual))
+        bound, reduced, duals = reduced_costs(self.cost, self.rows, found, lower, upper)
+        return Point(bound, np.array(solution.col_value)[: len(self.cost)], duals, reduced)

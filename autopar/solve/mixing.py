@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.solve.engine import Engine, Floats
+from autopar.solve.engine import Engine
 from autopar.solve.formulation import Formulation
+from autopar.solve.rows import Floats
 
 
 def mixed(program: Formulation, engine: Engine, values: Floats) -> dict[int, tuple[float, ...]]:

@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.problem import Multipliers, Problem
-from autopar.solve.engine import Engine, Floats, Rows, proof
+from autopar.solve.engine import Engine, proof
 from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, KEEP, SCALE, SHARE, Formulation
 from autopar.solve.kernel_rows import ARC, PRODUCT
+from autopar.solve.rows import Floats, Rows
 from autopar.streams import Balance
 
 _DIGITS = 5  # significant: of Llama-3 8B's bound 5e-5 is lost, 4e-4 with one less
@@ -61,7 +62,7 @@ def multipliers(
     worth = _rounded(np.array([y if y < min(few, -least) else 0.0 for y in prices.values()]))
     once = Rows.of([([int(k)], [1.0], -np.inf, 1.0) for k in kept])  # k[v,l] ≤ 1, in the order of rows (4)
     further, theirs = cuts.plus(once).plus(budget), np.concatenate([*tight, worth])
-    bound, _, _ = proof(cost, engine.rows.plus(further), np.concatenate([_completed(engine, cost, kinds, known, further, theirs), theirs]))
+    bound, _, _ = proof(cost, engine.rows.plus(further), np.concatenate([completed(program, engine, cost, known, further, theirs), theirs]))
     potentials = {key[1:]: rounded(y / SCALE) for key, y in zip(program.keys, known.tolist(), strict=True) if y}
     memory = {name: rounded(-y / SCALE) for name, y in zip(prices, worth.tolist(), strict=True) if y}
     rows = [(key, y) for key, y in zip(program.tighter_keys, tight[0].tolist(), strict=True)]
@@ -75,9 +76,9 @@ def _rounded(duals: Floats) -> Floats:
     return np.array([rounded(y / SCALE) for y in duals.tolist()], float) * SCALE
 
 
-def _completed(engine: Engine, cost: Floats, kinds: NDArray[np.int64], known: Floats, further: Rows, theirs: Floats) -> Floats:
-    """The duals of the engine's rows, given those of further ones: see the module."""
-    rows, y = engine.rows, known.copy()
+def completed(program: Formulation, engine: Engine, cost: Floats, known: Floats, further: Rows, theirs: Floats) -> Floats:
+    """The duals of the engine's rows, given potentials, 0 for other rows, and those of further ones: see the module."""
+    rows, y, kinds = engine.rows, known.copy(), np.array([key[0] for key in program.keys])
     first, last = rows.starts[:-1], rows.starts[1:] - 1
 
     def reduced() -> Floats:

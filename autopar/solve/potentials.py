@@ -19,7 +19,7 @@ The one invariant: each step keeps that, and no decision's least cost falls by i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,6 +49,10 @@ class Decision:
 
     def __post_init__(self) -> None:
         self.costs = self.prices.copy()
+
+    def reprice(self, more: Floats | float) -> None:
+        """Higher prices."""
+        self.prices, self.costs = self.prices + more, self.costs + more
 
     @property
     def least(self) -> float:
@@ -103,6 +107,8 @@ class Group:
     heads: Ints
     costs: Floats
     weights: Floats
+    sizes: Floats
+    num: int
     sources: list[Side] = field(default_factory=list)
     readers: list[Reader] = field(default_factory=list)
     rises: Floats = field(init=False)
@@ -112,7 +118,7 @@ class Group:
 
     def __post_init__(self) -> None:
         order = np.argsort(self.heads, kind="stable")
-        for name in ("tails", "heads", "costs", "weights"):
+        for name in ("tails", "heads", "costs", "weights", "sizes"):
             setattr(self, name, getattr(self, name)[order])
         self.rises = np.zeros(len(order))
         self._by_tail = np.argsort(self.tails, kind="stable")
@@ -150,10 +156,30 @@ class Group:
         more than they may."""
         lowest = 0.0 if self.late else min(float(reader.worth.min()) for reader in self.readers)
         worths = [np.where(self.useful, reader.worth - lowest, 0.0) * (1.0 - _GIVEN) for reader in self.readers]
-        unit = _GIVEN / len(worths) * float(self.costs[self.costs > 0.0].min(initial=np.inf))
+        unit = _GIVEN / len(worths) * float(self.costs[(self.costs > 0.0) & (self.sizes == 0.0)].min(initial=np.inf))
         unit = max(min(unit, _GIVEN * max(float(worth.max()) for worth in worths)), _FINEST)
         per_unit = 10.0 ** math.ceil(-math.log10(unit))
-        return [np.floor(worth * per_unit) / per_unit for worth in worths]
+        return self.at_rest([np.floor(worth * per_unit) / per_unit for worth in worths])
+
+    def reprice(self, per_byte: float) -> None:
+        """What keeping costs more per byte; versions are then worth to each reader its share of what they are to all."""
+        self.costs = self.costs + per_byte * self.sizes
+        if self.sizes.any():
+            for reader, worth in zip(self.readers, self.at_rest([reader.worth for reader in self.readers]), strict=True):
+                reader.set(worth)
+
+    def at_rest(self, worths: Sequence[Floats]) -> list[Floats]:
+        """The same potentials, those of versions as low as they may be: Σ_c π[c,l] − what keeping l costs, in proportion."""
+        keeps = self.tails >= self.num
+        if not keeps.any():
+            return [*worths]
+        to, at = self.heads[keeps], self.tails[keeps]
+        total = sum(worths, np.zeros(len(self.useful)))[to]
+        left = np.maximum(0.0, total - self.costs[keeps]) / np.where(total > 0.0, total, 1.0)
+        found = [worth.copy() for worth in worths]
+        for worth in found:
+            worth[at] = worth[to] * left
+        return found
 
     def lost(self) -> float:
         """Of the bound, where potentials rise by more than collectives cost."""

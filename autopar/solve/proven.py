@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.problem import Multipliers
-from autopar.solve.engine import Engine, Floats, Relaxation, Rows
+from autopar.solve.engine import Engine, Relaxation
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.incoming import Incoming
 from autopar.solve.live import Point
 from autopar.solve.mixing import mixed
 from autopar.solve.multipliers import multipliers, quickest
 from autopar.solve.quick import Quick
+from autopar.solve.rows import Floats, Rows
 from autopar.streams import ON_COMPUTE, Balance
 
 

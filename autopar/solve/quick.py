@@ -33,7 +33,7 @@ class Quick:
     """The best plan that fits, if any, and what is proven of all.
 
     Attributes:
-        multipliers: of the bound; none where the quickest strategies prove nothing.
+        multipliers: of the bound; none where the quickest strategies prove nothing. ascent: if there was one.
     """
 
     problem: Problem
@@ -41,6 +41,7 @@ class Quick:
     bound_s: float = 0.0
     best: Choices | None = None
     multipliers: Multipliers | None = None
+    ascent: Ascent | None = None
 
     @property
     def close(self) -> bool:
@@ -61,7 +62,7 @@ class Quick:
         self._offer(_whole(self.problem))
         if self.best is None or self.close:
             return
-        ascent = Ascent(self.problem)
+        self.ascent = ascent = Ascent(self.problem)
         self.best = replace(self.best, num_variables=ascent.num_strategies + ascent.num_flows, num_constraints=ascent.num_potentials)
         if self.best.objective_s * (1 - _NEAR) > self.bound_s:
             self._converge(ascent)

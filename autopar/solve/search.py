@@ -22,7 +22,9 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, LayoutError
 from autopar.problem import Choices, Problem
-from autopar.solve.engine import Columns, Engine, Floats, Relaxation
+from autopar.solve.ascent import Ascent
+from autopar.solve.beginning import Beginning
+from autopar.solve.engine import Engine, Relaxation
 from autopar.solve.evaluate import evaluate, fits
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.hiding import Excess
@@ -32,6 +34,7 @@ from autopar.solve.live import Live, Point
 from autopar.solve.multipliers import tighter
 from autopar.solve.proven import Proven
 from autopar.solve.quick import Quick
+from autopar.solve.rows import Columns, Floats
 from autopar.solve.sifting import Sifted, middle, sifted
 from autopar.solve.tree import Tree
 from autopar.streams import ON_COMPUTE, Balance
@@ -76,6 +79,7 @@ class Search:
     infeasible: bool = False
     least: Least | None = None
     live: Live | None = None
+    beginning: Beginning | None = None
 
     def __post_init__(self) -> None:
         self.program = Formulation(self.problem)
@@ -141,6 +145,10 @@ class Search:
 
     def _relax(self) -> Relaxation | None:
         """The relaxation without budget rows."""
+        if len(self.engine.names) > _SMALL:
+            ascent = self.known.ascent if self.known is not None else None
+            self.beginning = Beginning(self.program, self.engine, ascent or Ascent(self.problem))
+            self.engine.begin(self.beginning.free())
         relaxation = self.engine.relax()
         if relaxation is not None:
             self.proven.begin(relaxation)
@@ -148,8 +156,10 @@ class Search:
 
     def _within(self, broken: list[int]) -> Point | None:
         """The relaxation with these rows too, and with the rows that cut off mixtures."""
+        first_rows, self.extra.active = not self.extra.active, [*self.extra.active, *broken]
+        if first_rows and not self.extra.phases and self.beginning is not None and len(self.engine.names) >= _SIFTED:
+            return self._priced(self.beginning)
         live = self._live()
-        self.extra.active += broken
         if self.extra.phases:
             cost = self.excess.price(self.engine, self.proven.bound_s if self.best is None else self.best_s)
             if len(self.engine.names) >= _SIFTED:
@@ -157,6 +167,18 @@ class Search:
                 return self._sifted(live)
             live.reprice(cost)
         live.add(self.extra.matrix(broken))
+        return self._relaxed(live)
+
+    def _priced(self, beginning: Beginning) -> Point | None:
+        """The relaxation with the first budget rows, from a price of the one that is broken worst."""
+        cuts = tighter(self.program, self.engine)
+        worst = self.extra.active[0]
+        further = cuts.plus(self.extra.matrix(self.extra.active))
+        duals = beginning.priced(further, self.extra.rows[worst].name, len(cuts.lower))
+        self.live = Live(self.engine, further, duals)
+        return self._relaxed(self.live)
+
+    def _relaxed(self, live: Live) -> Point | None:
         point = live.solve(np.zeros(len(live.cost)), np.ones(len(live.cost)))
         self.engine.timed_out |= live.timed_out
         if point is not None:

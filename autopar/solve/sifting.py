@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solve.engine import Columns, Engine, Rows
+from autopar.solve.engine import Engine
 from autopar.solve.formulation import Formulation
 from autopar.solve.hiding import Excess
 from autopar.solve.live import Live, Point
+from autopar.solve.rows import Columns, Rows
 from autopar.streams import PHASES, Balance
 
 _SMALL, _USEFUL = 1e-5, 1e-4  # shares of the bound: reduced costs of what plans are looked for in, and of what the rows know

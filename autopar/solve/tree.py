@@ -19,16 +19,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.solve.engine import Engine, Floats
+from autopar.solve.engine import Engine
 from autopar.solve.formulation import Formulation
 from autopar.solve.live import Live, Point
+from autopar.solve.rows import Floats
 
 Key = tuple[int, int]  # 0 and an op, or 1 and the position of a bit: what runs again, what is kept, what kernels share
 _WHOLE = 1e-6  # what is this close to 0 or 1 is
 _TRIED, _OFTEN = 6, 2  # ops that are tried out per node; how often one is
 _DIVE = 3  # of what is not settled, one in so many is at a time
-_STEPS = 4  # simplex steps of the whole tree, in those of the first relaxation: what that does not close, more seldom does
-_SHORT = 0.25  # simplex steps of a short dive, likewise
+_PER_ROW = 1 / 3  # simplex steps, about as many as a relaxation takes that begins with nothing, but at least so many
+_FEWEST = 1000
+_STEPS = 4  # of the whole tree, in such relaxations: what that does not close, more seldom does
+_SHORT = 0.25  # of a short dive, likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class Tree:
         regions = [column[v.name] for v in self.program.regions.values()]
         regions = [region for region in regions if self.sizes[region] > 0.0]  # the others are free
         self._bits = np.array([*again, *(column[v.name] for v in self.program.keep.values()), *regions], np.int32)
+        self._unit = max(int(_PER_ROW * len(self.engine.rows.lower)), _FEWEST)
 
     def dive(self) -> Grown:
         """The root, and from there a short way one box within the other; each is offered as a plan."""
@@ -88,7 +92,7 @@ class Tree:
         self.root = self._at(np.zeros(n), np.ones(n))
         if self.root is None:
             return Grown(np.inf)
-        self._last = self.live.num_iterations + int(_SHORT * max(self.live.num_iterations, 1000))
+        self._last = self.live.num_iterations + int(_SHORT * self._unit)
         self._dive(self.root)
         return Grown(self.root.point.bound, self._broken)
 
@@ -101,7 +105,7 @@ class Tree:
         root = self.root
         assert root is not None, "the dive has found one"
         self.max_relaxations = min(self.max_relaxations, self._num + (self.max_relaxations if more is None else more))
-        self._last = self.live.num_iterations + _STEPS * max(self.live.num_iterations, 1000)
+        self._last = self.live.num_iterations + _STEPS * self._unit
         self._dive(root)
         order = itertools.count()
         waiting = [(root.point.bound, next(order), root)]

@@ -19,12 +19,13 @@ from autopar.layout import Layout, Strategy
 from autopar.problem import Multipliers, Op, OpStrategy, Problem, Use, Value, Variant
 from autopar.redistribute import layout_graph
 from autopar.solve import evaluate, solve
-from autopar.solve.engine import Engine, Rows
+from autopar.solve.engine import Engine
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.incoming import budget_matrix
 from autopar.solve.live import Live, Point
 from autopar.solve.memory import KEPT_ROW, BudgetRow, budget_rows
 from autopar.solve.multipliers import multipliers, tighter
+from autopar.solve.rows import Rows
 from autopar.solve.search import Search
 from tests.laws.test_solver_oracles import AMPLE, LINE, SHAPE, SQUARE, Case, front, problem
 

@@ -11,8 +11,9 @@ import pulp
 import pytest
 
 from autopar.solve.cbc import to_pulp
-from autopar.solve.engine import Engine, Rows, proof
+from autopar.solve.engine import Engine, proof
 from autopar.solve.model import AT_LEAST, AT_MOST, EQUAL, Model
+from autopar.solve.rows import Rows
 
 
 def model_of(costs: Sequence[float], *rows: tuple[Sequence[float], str, float]) -> Model:
