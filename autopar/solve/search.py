@@ -45,8 +45,9 @@ _RUNGS = (2000, 4000, 8000)
 _RUNG_NODES = 20
 _SMALL = 4000  # columns: below, one program over all is cheaper than several
 _FEW = (500, 1000, 2000)  # columns of restricted programs that come before a tree
+_SHARES = (1e-6, 1e-5, 1e-4)  # of the bound: reduced costs in those of a large program
 _ROUNDS = 12
-_SIFTED = 50_000  # columns: from here on the balance is sifted for
+_SIFTED = 50_000  # columns: from here on the balance is sifted for, and a program is large
 _HUGE = 100_000  # columns: from here on a balance that will do ends the sifting, and all budget rows at once take too long
 _RELAXATIONS = 2  # of a tree, per node that a search may have
 _SHORT_TREE = 40  # relaxations of one that is to better a plan, not to prove it
@@ -79,6 +80,7 @@ class Search:
     infeasible: bool = False
     least: Least | None = None
     live: Live | None = None
+    point: Point | None = None
     beginning: Beginning | None = None
 
     def __post_init__(self) -> None:
@@ -127,6 +129,10 @@ class Search:
         return self.least is not None
 
     @property
+    def _is_large(self) -> bool:
+        return len(self.engine.names) >= _SIFTED
+
+    @property
     def best_s(self) -> float:
         return np.inf if self.best is None else self.best.objective_s
 
@@ -157,12 +163,12 @@ class Search:
     def _within(self, broken: list[int]) -> Point | None:
         """The relaxation with these rows too, and with the rows that cut off mixtures."""
         first_rows, self.extra.active = not self.extra.active, [*self.extra.active, *broken]
-        if first_rows and not self.extra.phases and self.beginning is not None and len(self.engine.names) >= _SIFTED:
+        if first_rows and not self.extra.phases and self.beginning is not None and self._is_large:
             return self._priced(self.beginning)
         live = self._live()
         if self.extra.phases:
             cost = self.excess.price(self.engine, self.proven.bound_s if self.best is None else self.best_s)
-            if len(self.engine.names) >= _SIFTED:
+            if self._is_large:
                 live.add(self.extra.matrix([r for r in broken if r < len(self.extra.rows)]))
                 return self._sifted(live)
             live.reprice(cost)
@@ -179,7 +185,7 @@ class Search:
         return self._relaxed(self.live)
 
     def _relaxed(self, live: Live) -> Point | None:
-        point = live.solve(np.zeros(len(live.cost)), np.ones(len(live.cost)))
+        point = self.point = live.solve(np.zeros(len(live.cost)), np.ones(len(live.cost)))
         self.engine.timed_out |= live.timed_out
         if point is not None:
             duals = dict(zip(self.extra.active, point.duals[len(point.duals) - len(self.extra.active) :].tolist(), strict=True))
@@ -224,6 +230,10 @@ class Search:
         def best() -> float:
             return self.best_s * SCALE
 
+        if self._is_large and self._asks_only_for_a_plan():
+            broken = self._climb()
+            if broken or self._close() or self._will_do():
+                return broken
         live = self._live()
         sizes = self.extra.sizes()
         tree = Tree(self.program, self.engine, live, offer, best, self.gap, self.max_nodes * _RELAXATIONS, sizes)
@@ -268,6 +278,8 @@ class Search:
         """Restricted programs, from small to large, until the gap is closed or a plan breaks a row that is not in yet."""
         if self._close():
             return []
+        if self._is_large and self.point is not None:
+            return self._climb_from(self.point)
         relaxation = self.engine.relax(self.extra.matrix(self.extra.active), interior=True)
         for most in rungs:
             if relaxation is None or self._close() or (self.best is not None and most == _RUNGS[-1]):
@@ -277,6 +289,14 @@ class Search:
                 columns = self.extra.with_excess(relaxation.reduced <= np.partition(relaxation.reduced, most)[most])
             broken = self._restricted(columns)
             if broken or columns.all():
+                return broken
+        return []
+
+    def _climb_from(self, point: Point) -> list[int]:
+        """The same over columns that cost least at a vertex, which of a large program is known sooner than a point within."""
+        for share in _SHARES:
+            broken = [] if self._close() else self._restricted(self.extra.with_excess(point.reduced <= share * abs(point.bound)))
+            if broken:
                 return broken
         return []
 
