@@ -123,7 +123,7 @@ class Search:
     def _fits_nowhere(self, broken: list[int]) -> bool:
         """Whether no plan fits, before the first budget rows come in: all rows at once say so sooner than one after another."""
         budget = [r for r in broken if r < len(self.extra.rows)]
-        if self.best is None and budget and not self.extra.budget and _SMALL < len(self.engine.names) < _HUGE:
+        if self.best is None and budget and not self.extra.budget and _SMALL < len(self.engine.names) < _SIFTED:
             needed = Lightest(self.problem, self.time_limit_s).bound_bytes
             self.least = Least(needed) if needed > self.problem.budget_bytes else None
         return self.least is not None
@@ -238,7 +238,9 @@ class Search:
         sizes = self.extra.sizes()
         tree = Tree(self.program, self.engine, live, offer, best, self.gap, self.max_nodes * _RELAXATIONS, sizes)
         grown = tree.dive()
-        if tree.root is not None and not grown.broken and not self._close() and not self._set_apart():
+        if tree.root is not None and not grown.broken and not self._close() and self._set_apart():
+            return self._climb_from(tree.root.point)  # what a dive finds hangs on the vertex
+        if tree.root is not None and not grown.broken and not self._close():
             broken = self._climb() if self._asks_only_for_a_plan() else self._few() if self.extra.phases else []
             if broken or self._close():
                 return broken
