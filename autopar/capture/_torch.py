@@ -36,6 +36,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from autopar.capture._transformers import model_loggers, transformers_under_capture
 from autopar.capture.activations import join_activations
+from autopar.capture.norms import join_norms
 from autopar.capture.outputs import loss_leaf
 from autopar.capture.refusals import as_capture_error, rebinding, rebinds
 from autopar.errors import CaptureError
@@ -151,6 +152,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             captured = dynamo_graph_capture_for_export(model)(*call.args, **call.kwargs)
             _drop_checks(captured.graph)
             join_activations(captured.graph)
+            join_norms(captured.graph)
             out_leaves, out_spec, loss = _only_the_loss_differentiable(captured, (*call.args, *call.kwargs.values()))
             joint = aot_export_joint_with_descriptors(stack, captured, call.args, call.kwargs)
         except CaptureError:

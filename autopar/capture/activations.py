@@ -11,13 +11,14 @@ and constants in this order or that one, its tensors are polynomials of x and of
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+
+from autopar.capture.functions import Places, erase, float_dtype, name_of
 
 Polynomial = Mapping[tuple[int, int], float]  # powers of x and of t → coefficient
 
@@ -50,19 +51,17 @@ def join_activations(graph: fx.Graph) -> None:
 
     One stays as it is where anything between its operand and its result writes into a tensor, or switches gradients or autocast.
     """
-    places = {node: place for place, node in enumerate(graph.nodes)}
-    changes = [places[node] for node in graph.nodes if _changes_an_operand(node) or node.is_impure()]
-    for t in [node for node in graph.nodes if _name(node) in _ACTIVATIONS]:
-        activation = _ACTIVATIONS[_name(t)]
+    places = Places(graph)
+    for t in [node for node in graph.nodes if name_of(node) in _ACTIVATIONS]:
+        activation = _ACTIVATIONS[name_of(t)]
         ends = _ends(t, activation)
-        if ends is None or any(places[ends[0]] < place < places[ends[1]] for place in changes):
+        if ends is None or places.any_change(*ends):
             continue
         x, result = ends
         with graph.inserting_before(result):
             joined = graph.call_function(activation.function, (x,), dict(activation.settings))
-        joined.meta, places[joined] = dict(result.meta), places[result]
-        result.replace_all_uses_with(joined)
-        _erase(graph, result)
+        places.put(joined, result)
+        erase(graph, result, _WRITTEN_WITH)
 
 
 @dataclass
@@ -84,11 +83,11 @@ class _Terms:
             return {(0, 1): 1.0}
         if node is self.x:
             return {(1, 0): 1.0}
-        rule = _RULES.get(_name(node))
+        rule = _RULES.get(name_of(node))
         if rule is None or node.kwargs:
             return None
         operands = [self.of(arg) if isinstance(arg, fx.Node) else arg for arg in node.args]
-        if len(operands) != _NUM_OPERANDS.get(_name(node), 2) or not all(isinstance(each, int | float | dict) for each in operands):
+        if len(operands) != _NUM_OPERANDS.get(name_of(node), 2) or not all(isinstance(each, int | float | dict) for each in operands):
             return None
         found = rule(*operands)
         fits = found is not None and len(found) <= _MOST_TERMS and max((sum(powers) for powers in found), default=0) <= _MOST_POWER
@@ -104,7 +103,7 @@ def _ends(t: fx.Node, activation: _Activation) -> tuple[fx.Node, fx.Node] | None
         if _equals(_Terms(x).of(argument), activation.inner):
             outer = _Terms(x, t)
             for node in _users_of_users(t):
-                if _equals(outer.of(node), activation.whole) and _dtype(node) == _dtype(x):
+                if _equals(outer.of(node), activation.whole) and float_dtype(node) == float_dtype(x):
                     return x, node
     return None
 
@@ -114,9 +113,9 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
     seen, waiting = {node}, [node]
     while waiting and len(seen) <= _MOST_SOURCES:
         here = waiting.pop(0)
-        if _dtype(here) is not None:
+        if float_dtype(here) is not None:
             yield here
-        for operand in here.all_input_nodes if _name(here) in _RULES else ():
+        for operand in here.all_input_nodes if name_of(here) in _RULES else ():
             if operand not in seen:
                 seen.add(operand)
                 waiting.append(operand)
@@ -127,7 +126,7 @@ def _users_of_users(node: fx.Node) -> Iterator[fx.Node]:
     seen, waiting = {node}, [node]
     while waiting:
         for user in waiting.pop(0).users:
-            if user not in seen and _name(user) in _RULES:
+            if user not in seen and name_of(user) in _RULES:
                 seen.add(user)
                 waiting.append(user)
                 yield user
@@ -175,52 +174,10 @@ _RULES: Mapping[str, Callable[..., Polynomial | None]] = {
     "add": _sum,
     "sub": lambda a, b: _sum(a, b, -1.0),
     "mul": _product,
-    "truediv": _quotient,
     "div": _quotient,
     "pow": _power,
     "square": lambda a: _product(a, a),
     "neg": lambda a: _product(a, -1.0),
 }
-_ALSO_CALLED = {"special_erf": "erf", "special_expit": "sigmoid", "divide": "div", "multiply": "mul", "subtract": "sub"}
 _NUM_OPERANDS = {"square": 1, "neg": 1}  # else 2
-_NAMES = ("add", "sub", "mul", "div", "pow", "square", "neg", "divide", "multiply", "subtract", *_ACTIVATIONS)
-_FUNCTIONS = {
-    *(getattr(torch, name) for name in _NAMES),
-    *(getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "pow", "neg")),
-    torch.nn.functional.tanh, torch.nn.functional.sigmoid, torch.special.erf, torch.special.expit,
-}  # fmt: skip
-
-
-def _name(node: fx.Node) -> str:
-    """Of what a node computes, be it written as a function, an operator or a method; empty for all else."""
-    if node.op == "call_method":
-        return _ALSO_CALLED.get(str(node.target), str(node.target))
-    name = getattr(node.target, "__name__", "") if node.op == "call_function" and node.target in _FUNCTIONS else ""
-    return _ALSO_CALLED.get(name, name)
-
-
-def _changes_an_operand(node: fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    written = node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__")
-    return written or "out" in node.kwargs or node.target is operator.setitem or _is_augmented(node.target)
-
-
-def _is_augmented(target: Any) -> bool:
-    """Whether it is what ``x += y`` and its like call."""
-    name = getattr(target, "__name__", "")
-    return getattr(target, "__module__", "") == "_operator" and name.startswith("i") and hasattr(operator, f"__{name}__")
-
-
-def _dtype(node: fx.Node) -> torch.dtype | None:
-    """Of a tensor of floating numbers; None of all else."""
-    value = node.meta.get("example_value")
-    return value.dtype if isinstance(value, torch.Tensor) and value.is_floating_point() else None
-
-
-def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """A node that nobody reads, and what was computed for it alone."""
-    operands = node.all_input_nodes
-    graph.erase_node(node)
-    for operand in operands:
-        if not operand.users and _name(operand) in {*_RULES, *_ACTIVATIONS}:
-            _erase(graph, operand)
+_WRITTEN_WITH = frozenset({*_RULES, *_ACTIVATIONS})

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from autopar.ops.blocks import row_blocks, wide_dtype
+
 aten = torch.ops.aten
-_BLOCK, _MOST_BLOCKS = 2**24, 16  # elements of logits whose exponentials are there at a time, at least a part of all
 
 
 def embedding(weight: Tensor, ids: Tensor, start: int | None = None, size: int | None = None) -> Tensor:
@@ -42,11 +43,11 @@ def sum_exp(x: Tensor, m: Tensor) -> Tensor:
 
     With the vocabulary split and `m` the global maximum, the parts add up. Few rows at a time: exponentials take up to twice what `x` does.
     """
-    blocks = _blocks(x)
+    blocks = row_blocks(x)
     if len(blocks) == 1:
         return _exp_minus(x, m).sum(-1)
     flat, shift = x.reshape(-1, x.shape[-1]), m.reshape(-1)
-    sums = torch.empty_like(shift, dtype=_wide(x.dtype))
+    sums = torch.empty_like(shift, dtype=wide_dtype(x.dtype))
     for here in blocks:
         torch.sum(_exp_minus(flat[here], shift[here]), -1, out=sums[here])
     return sums.view(m.shape)
@@ -76,11 +77,11 @@ def cross_entropy_backward(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale
         index: class of each row [...]; an index outside of the vocabulary has no one.
         scale: gradient of each row's loss [...].
     """
-    if _wide(x.dtype) == x.dtype or len(_blocks(x)) == 1:
+    if wide_dtype(x.dtype) == x.dtype or len(row_blocks(x)) == 1:
         return _rows_backward(x, m, s, index, scale, start)
     grad, (rows, num_classes) = torch.empty_like(x, memory_format=torch.contiguous_format), x.reshape(-1, x.shape[-1]).shape
     flat, made = x.reshape(rows, num_classes), grad.view(rows, num_classes)
-    for here in _blocks(flat):
+    for here in row_blocks(flat):
         m_here, s_here, index_here, scale_here = (each.reshape(-1)[here] for each in (m, s, index, scale))
         made[here] = _rows_backward(flat[here], m_here, s_here, index_here, scale_here, start)
     return grad
@@ -92,9 +93,9 @@ def cross_entropy_backward_(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scal
         return x.copy_(cross_entropy_backward(x, m, s, index, scale, start))
     flat = x.view(-1, x.shape[-1])
     rows = [each.reshape(-1) for each in (m, s, index, scale)]
-    for here in _blocks(flat):
+    for here in row_blocks(flat):
         m_here, s_here, index_here, scale_here = (each[here] for each in rows)
-        if _wide(x.dtype) == x.dtype:
+        if wide_dtype(x.dtype) == x.dtype:
             _gradient_(flat[here].sub_(m_here.unsqueeze(-1)).exp_(), s_here, index_here, scale_here, start)
         else:
             flat[here] = _rows_backward(flat[here], m_here, s_here, index_here, scale_here, start)
@@ -134,7 +135,7 @@ def linear_cross_entropy(
         RuntimeError: where an index is neither a class nor `ignored`.
     """
     flat, classes = x.reshape(-1, x.shape[-1]), index.reshape(-1)
-    wide = _wide(x.dtype)
+    wide = wide_dtype(x.dtype)
     losses = flat.new_empty(flat.shape[0], dtype=wide)
     d_x = torch.empty_like(flat) if gradients else flat.new_empty(0)
     d_weight = torch.zeros_like(weight, dtype=wide) if gradients else weight.new_empty(0)
@@ -175,18 +176,6 @@ def _local_index(index: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
     local = index - start
     inside = (local >= 0) & (local < size)
     return local.clamp_(0, max(size - 1, 0)), inside
-
-
-def _blocks(x: Tensor) -> list[slice]:
-    """The rows of `x` [..., v], together or some at a time; a compiler, which fuses what is done to them, is given them together."""
-    rows = x.numel() // max(x.shape[-1], 1)
-    few = rows if torch.compiler.is_compiling() else max(_BLOCK // max(x.shape[-1], 1), -(-rows // _MOST_BLOCKS), 1)
-    return [slice(start, start + few) for start in range(0, rows, few)] if rows > few else [slice(None)]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In which a dtype's exponentials and sums are computed."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _exp_minus(x: Tensor, m: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from autopar import norm_ops, ops, random_ops
 
 aten = torch.ops.aten
+FLOAT = torch.float64
 Built = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -326,6 +327,20 @@ CASES: Mapping[Any, Case | list[Case]] = {
         lambda s: on(real(s.a, s.b), real(s.b), real(s.b), None, None),
     ],
     norm_ops.normalize_backward: lambda s: on(real(s.a, s.b, s.c), real(s.a, s.b, s.c), *(real(s.b) for _ in range(5)), 24),
+    ops.square_sum: [lambda s: on(real(s.a, s.b, s.c), FLOAT), lambda s: on(real(s.c), FLOAT)],
+    ops.rms_norm: [
+        lambda s: on(real(s.a, s.b, s.c), real(s.a, s.b) ** 2, real(s.c), 7, 1e-5, FLOAT, FLOAT, FLOAT),
+        lambda s: on(real(s.a, s.c), real(s.a) ** 2, None, 7, 1e-5, FLOAT, FLOAT, FLOAT),
+    ],
+    ops.rms_product: [
+        lambda s: on(real(s.a, s.b, s.c), real(s.a, s.b, s.c), real(s.c), FLOAT),
+        lambda s: on(real(s.a, s.c), real(s.a, s.c), None, FLOAT),
+    ],
+    ops.rms_norm_backward: [
+        lambda s: on(*(real(s.a, s.b, s.c) for _ in range(2)), real(s.a, s.b) ** 2, real(s.a, s.b), real(s.c), 7, 1e-5, FLOAT),
+        lambda s: on(*(real(s.a, s.c) for _ in range(2)), real(s.a) ** 2, real(s.a), None, 7, 1e-5, FLOAT),
+    ],
+    ops.rms_weight_gradient: lambda s: on(*(real(s.a, s.b, s.c) for _ in range(2)), real(s.a, s.b) ** 2, 7, 1e-5, FLOAT),
     aten.native_group_norm.default: [lambda s: grouped(s, 1), lambda s: grouped(s, 2, affine=False)],
     aten.native_group_norm_backward.default: [lambda s: grouped_backward(s, 1), lambda s: grouped_backward(s, 3)],
     aten.max_pool2d_with_indices.default: lambda s: on(real(s.a, s.b, 4, 4), [2, 2]),

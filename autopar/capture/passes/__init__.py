@@ -21,6 +21,7 @@ from autopar.capture.passes.linears import unflatten_products, unflatten_sums
 from autopar.capture.passes.lookups import replace_bags, replace_masked_rows
 from autopar.capture.passes.loss import split_cross_entropy
 from autopar.capture.passes.rejoin import rejoin
+from autopar.capture.passes.rms_norm import split_rms_norms
 
 PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (
     ("clean", clean),
@@ -30,6 +31,7 @@ PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (
     ("masked rows", replace_masked_rows),
     ("attention", replace_attention),
     ("batch norms", split_batch_norm),
+    ("root-mean-square norms", split_rms_norms),
     ("loss", split_cross_entropy),
     ("likelihood", split_likelihood),
     ("products", unflatten_products),

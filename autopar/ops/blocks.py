@@ -1,0 +1,20 @@
+"""A few rows at a time, and the dtype that sums are taken in: what bounds the scratch of ops that are plain calls of ATen."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BLOCK, _MOST_BLOCKS = 2**24, 16  # elements that are there at a time, at least a part of all
+
+
+def row_blocks(x: Tensor) -> list[slice]:
+    """The rows of `x` [..., n], together or some at a time; a compiler, which fuses what is done to them, is given them together."""
+    rows = x.numel() // max(x.shape[-1], 1)
+    few = rows if torch.compiler.is_compiling() else max(_BLOCK // max(x.shape[-1], 1), -(-rows // _MOST_BLOCKS), 1)
+    return [slice(start, start + few) for start in range(0, rows, few)] if rows > few else [slice(None)]
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which a dtype's exponentials and sums are computed."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,0 +1,157 @@
+"""The root-mean-square norm as one operator, and in pieces whose sums may be partial.
+
+    rstd = 1/√(Σ x²/n + ε)        y = x · rstd · weight                      over the last dim, n elements long
+    c    = Σ (g · weight) · x     d_x = g · weight · rstd − x · rstd³ · c/n  d_weight = Σ_rows g · x · rstd     given g, the gradient of y
+
+(Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467, equation 4). Written out, as models have it, the norm
+and its gradient take twenty passes over memory. `normed` stands for both where a capture finds one (`autopar.capture.norms`); torch
+differentiates it. In the normal form it becomes the pieces, so that rows can be split, and what is normed as well.
+
+Where models round. They square in a dtype of their own (`dtype`), may round what is normed before the weight (`rounded`), and the result
+(`out`). `rms_norm` rounds in the same places. Sums, and gradients, are taken in at least float32, and rounded once.
+
+Shapes: x, gradients and results [..., n], or the same part of each row; squares and products [...]; weight [n].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ops.blocks import row_blocks, wide_dtype
+
+
+def square_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Σ x² of each row, where the model squares in `dtype`; those of parts of the rows add up."""
+    return _row_sums(x, x, None, dtype)
+
+
+def rms_norm(
+    x: Tensor, squares: Tensor, weight: Tensor | None, n: int, eps: float, dtype: torch.dtype, rounded: torch.dtype, out: torch.dtype
+) -> Tensor:
+    """``x · rstd · weight`` in `out`, from x's `square_sum` over all `n` elements of a row."""
+
+    def made(x: Tensor, scale: Tensor) -> Tensor:
+        normed = _product(x, scale, dtype).to(rounded)
+        return (normed if weight is None else normed * weight).to(out)
+
+    return _by_rows(made, out, x, _rstd(squares, n, eps))
+
+
+def rms_product(grad: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Σ (grad · weight) · x of each row; those of parts of the rows add up."""
+    return _row_sums(grad, x, weight, dtype)
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, squares: Tensor, product: Tensor, weight: Tensor | None, n: int, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """Gradient of `rms_norm`'s x, given that of its result and their `rms_product`."""
+    scale = _rstd(squares, n, eps)
+
+    def made(grad: Tensor, x: Tensor, scale: Tensor, slope: Tensor) -> Tensor:
+        total = _product(grad, scale, dtype)
+        total = total if weight is None else total.mul_(weight)
+        return total.addcmul_(x.to(total.dtype), slope).to(x.dtype)
+
+    return _by_rows(made, x.dtype, grad, x, scale, scale.pow(3).mul_(product).div_(-n))
+
+
+def rms_weight_gradient(grad: Tensor, x: Tensor, squares: Tensor, n: int, eps: float, dtype: torch.dtype) -> Tensor:
+    """Gradient of `rms_norm`'s weight, in at least float32; those of some of the rows each add up."""
+    gradients, rows, scale = _flat(grad), _flat(x), _rstd(squares, n, eps).reshape(-1, 1)
+    parts = [_product(rows[here], scale[here], dtype).mul_(gradients[here]).sum(0) for here in row_blocks(x)]
+    total = parts[0]
+    for part in parts[1:]:
+        total.add_(part)
+    return total
+
+
+def _row_sums(a: Tensor, b: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    left, right, parts = _flat(a), _flat(b), []
+    for here in row_blocks(a):
+        products = _product(left[here], right[here], dtype)
+        parts.append((products if weight is None else products.mul_(weight)).sum(-1))
+    return (torch.cat(parts) if len(parts) > 1 else parts[0]).view(a.shape[:-1])
+
+
+def _by_rows(made: Callable[..., Tensor], dtype: torch.dtype, x: Tensor, *others: Tensor) -> Tensor:
+    """What is made of some rows at a time, of `x` and others like it, or with one element a row."""
+    blocks = row_blocks(x)
+    operands = [x, *(each if each.dim() == x.dim() else each.unsqueeze(-1) for each in others)]
+    if len(blocks) == 1:
+        return made(*operands).contiguous()  # as `normed` is said to be
+    result, flat = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format), [_flat(each) for each in operands]
+    rows = _flat(result)
+    for here in blocks:
+        rows[here] = made(*(each[here] for each in flat))
+    return result
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _rstd(squares: Tensor, n: int, eps: float) -> Tensor:
+    return squares.div(n).add_(eps).rsqrt_()
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a · b, a new tensor, in the dtype that is computed in where the model names `dtype`."""
+    computed = wide_dtype(dtype)
+    if a.dtype == computed:
+        return a * b.to(computed)
+    return a.to(computed).mul_(b)
+
+
+@torch.library.custom_op("autopar::rms_norm", mutates_args=())
+def _normed(
+    x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype, rounded: torch.dtype, out: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of a whole, and its squares."""
+    squares = square_sum(x, dtype)
+    return rms_norm(x, squares, weight, x.shape[-1], eps, dtype, rounded, out), squares
+
+
+@torch.library.custom_op("autopar::rms_norm_backward", mutates_args=())
+def _normed_backward(
+    grad: Tensor, x: Tensor, squares: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight; without a weight the second is empty."""
+    product, n = rms_product(grad, x, weight, dtype), x.shape[-1]
+    d_x = rms_norm_backward(grad, x, squares, product, weight, n, eps, dtype)
+    if weight is None:
+        return d_x, x.new_empty(0)
+    return d_x, rms_weight_gradient(grad, x, squares, n, eps, dtype).to(weight.dtype)
+
+
+@_normed.register_fake
+def _(
+    x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype, rounded: torch.dtype, out: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=out), x.new_empty(x.shape[:-1], dtype=wide_dtype(dtype))
+
+
+@_normed_backward.register_fake
+def _(grad: Tensor, x: Tensor, squares: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, ctx.eps, ctx.dtype, *_ = inputs
+    ctx.save_for_backward(x, output[1], weight)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    x, squares, weight = ctx.saved_tensors
+    d_x, d_weight = normed_backward(grad, x, squares, weight, ctx.eps, ctx.dtype)
+    return d_x, None if weight is None else d_weight, None, None, None, None
+
+
+_normed.register_autograd(_differentiate, setup_context=_remember)
+normed = torch.ops.autopar.rms_norm.default
+normed_backward = torch.ops.autopar.rms_norm_backward.default
