@@ -101,7 +101,7 @@ def targets(trace: Trace) -> list[object]:
 
 @pytest.mark.parametrize("how", WRITTEN_OUT)
 def test_what_is_written_out_is_in_pieces_and_computes_the_same(how: str) -> None:
-    model, x, trace = traced(WRITTEN_OUT[how])
+    model, x, trace = traced(WRITTEN_OUT[how], torch.float32 if how == "t5" else torch.float64)  # of float64 t5 rounds the scale alone
     found = targets(trace)
     assert all(found.count(piece) == 1 for piece in PIECES)
     assert (ops.rms_weight_gradient in found) == (how not in ("no weight", "torch's own, without a weight", "used between"))
