@@ -40,7 +40,10 @@ HEADS = frozenset(
         torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default,
     )
 )  # fmt: skip
-_PRODUCTS = HEADS | {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, random_ops.masked_scale}
+_PRODUCTS = HEADS | {
+    torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, random_ops.masked_scale,
+    ops.rms_product, ops.rms_norm_backward, ops.rms_weight_gradient,
+}  # fmt: skip
 _INDEX = re.compile(r"(?<=\.)\d+(?=[./]|$)")
 
 

@@ -363,12 +363,12 @@ def test_activations_are_kept_for_backward_in_as_many_parts_as_there_are_devices
 
 @pytest.mark.parametrize("case", LLAMAS, ids=str)
 def test_what_a_llama_keeps_for_backward_is_its_formula(case: Case) -> None:
-    """Each tensor that backward reads, once: in a layer two norms' results before and after their scale, q, k, v, attention's result
-    as made and as its linear reads it, the log of its sums, two sums with the residual, four tensors of the MLP."""
+    """Each tensor that backward reads, once: in a layer two norms' results, q, k, v, attention's result as made and as its
+    linear reads it, the log of its sums, two sums with the residual, four tensors of the MLP."""
     q, d, h, heads = case.q, case.d if case.grid == "2.5d" else 1, case.h, case.h // 8
-    layer = 2 * 2 * h + (h + 2 * case.k) + 2 * h + heads + 2 * h + 4 * case.f
-    features = h + LAYERS * layer + 2 * h + case.v
-    per_token = (2 * LAYERS + 1) + 2  # the norms' scales; maximum and sum of the cross entropy
+    layer = 2 * h + (h + 2 * case.k) + 2 * h + heads + 2 * h + 4 * case.f
+    features = h + LAYERS * layer + h + case.v
+    per_token = (2 * LAYERS + 1) + 2  # the norms' sums of squares; maximum and sum of the cross entropy
     samples = q * d if case.grid != "3d" else q * q
     positions = LAYERS * 2 * S * 8  # cosine and sine, whole
     elements = Fraction(case.n * features, case.num_devices) + Fraction(case.n * per_token, samples) + positions
