@@ -193,6 +193,8 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: Member, name: str)
         return True
     if member.call.target in HEADS:
         return False
+    if graph.members[content[0]].call.target is ops.linear_cross_entropy:
+        return False  # where it runs again for its gradients, what its losses are weighted with would count as asked for
     if any(graph.with_halo[node].intersection(member.reads) for node in content):
         return False
     from_cluster = [i for i, r in enumerate(member.reads) if r[0] in inside]

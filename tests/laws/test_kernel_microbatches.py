@@ -69,7 +69,8 @@ def test_kernels_make_the_step_shorter_and_the_plan_says_that_they_were_on_offer
     other = plan_model(model, LINE, example_inputs=batch, hardware=plain, num_microbatches=NUM)[1].plan
     assert made().plan.prediction.step_s < other.prediction.step_s
     assert "hide of what their chunks could" in " ".join(stage_of(made().plan).proof.covers)
-    assert "18 in all" in str(autopar.explain(made().plan))
+    num = sum(len(c.instances) for c in kernels(stage_of(made().plan)) if c.kernel)
+    assert num > 10 and f"{num} in all" in str(autopar.explain(made().plan))
 
 
 def test_a_plan_is_certified_and_its_file_says_all_of_it() -> None:

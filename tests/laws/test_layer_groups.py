@@ -26,7 +26,7 @@ from autopar.solve import choices_or_least, solve
 from autopar.strategies import Forced, Starts, apart, classes_of
 from autopar.verification import verify_program
 
-NUM_LAYERS, LIST, GAP = 8, "model.layers", 2e-4
+NUM_LAYERS, LIST, GAP = 8, "model.layers", 4e-4
 MESH, PROFILE = Mesh(2), HardwareProfile.load("h100-sxm")
 BETWEEN = 0.92  # of the memory that a plan takes which has all it wants
 

@@ -123,5 +123,6 @@ def test_what_is_kept_counts_until_its_last_reader_and_what_runs_again_from_the_
     gradients = {op for op, _ in last.live if problem.ops[op].kind == "parameter"}
     trained = {i for i, op in enumerate(problem.ops) if op.kind == "parameter"}
     assert len(gradients) >= len(trained) - 2, "all gradients but those that the last ops make"
-    middle = liveness.moment(backward[len(backward) // 2], "backward")
-    assert middle.again and all(problem.ops[op].recomputable for op, _ in middle.again)
+    middle = [liveness.moment(name, "backward") for name in backward[len(backward) // 3 : -len(backward) // 3]]
+    assert any(moment.again for moment in middle)
+    assert all(problem.ops[op].recomputable for moment in middle for op, _ in moment.again)
