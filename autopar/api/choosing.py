@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from autopar.api.tracing import batch_size, by_rows, trace_part
+from autopar.api.tries import Tries, covering, numbers_of, walk
 from autopar.capture import Trace
 from autopar.capture.loss_head import heads_of
 from autopar.constraints import AUTO, INTERLEAVED, Pipelined, check, pipeline_in
@@ -27,12 +28,10 @@ from autopar.run.orders import num_rounds
 from autopar.stages.points import cut_points
 
 log = logging.getLogger("autopar")
-_MOST_NUMBERS = 3  # of microbatches per axis
 _PARTS = (4, 16)  # into which a device's rows of logits are cut
 _LEAST_ROWS = 64  # below, a product no longer fills a device
 _WORTH = 0.01  # share of a step: a further stage per device is to save as much
 ONE_STAGE = Pipelined("", None, "1f1b", None, independent=False)
-_MOST_ROUNDS = 8  # microbatches per stage: beyond, the pipeline waits for less than an eighth of its time
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,41 +116,54 @@ class Chooser:
             return self._without(limit_s)
         if asked is not None and asked.axis:
             check(asked, self.mesh)
-        wish = asked or ONE_STAGE
-        best: Planned | None = None
+        wish, tries = asked or ONE_STAGE, Tries()
         refusal: AutoparError | TooSlow | None = None
-        alone_s: dict[str, float] = {}  # axis → what its microbatches take at least if no stage waits, however many they are
-        for axis, num in self.candidates(wish):
-            limit_s = limit_s if best is None else best.plan.prediction.step_s
-            if axis and alone_s.get(axis, 0.0) >= limit_s:
-                log.info("more microbatches along %r are not tried: with nothing to wait for they take %.4g s", axis, alone_s[axis])
-                continue
+        if wish.axis is None and self._number(wish) is None:
             try:
-                found = self._without(limit_s) if num == 0 else self._scheduled(replace(wish, axis=axis), num, limit_s)
+                tries.add("", 0, self._without(limit_s))
             except TooSlow as error:
-                refusal = refusal or error
-                if axis:  # a smaller microbatch takes no smaller share of its time: launches and latencies stay as they are
-                    alone_s[axis] = error.args[0] * num / (num + self._num_ranks(replace(wish, axis=axis)) - 1)
-                log.info("no plan of %d microbatches along %r is faster: at least %.4g s", num, axis, error.args[0])
-                continue
-            except (InfeasibleError, ConstraintError) as error:
-                log.info("no plan of %d microbatches along %r: %s", num, axis, error.what)
+                tries.too_slow("", 0, error)
                 refusal = error
-                self.coupled.extend([error] if isinstance(error, CoupledError) else [])
-                continue
-            if best is None or found.plan.prediction.step_s < best.plan.prediction.step_s:
-                best = found
-        if best is None:
+            except (InfeasibleError, ConstraintError) as error:
+                log.info("no plan without stages: %s", error.what)
+                tries.refused("", 0)
+                refusal = error
+        for axis in self._axes(wish):
+            refusal = self._along(replace(wish, axis=axis), limit_s, tries) or refusal
+        if tries.best is None:
             assert refusal is not None, "there is something to try"
             raise refusal
-        return self._of_one(best) if self.coupled else best
+        return self._of_one(tries.fastest()) if self.coupled else tries.fastest()
+
+    def _along(self, wish: Pipelined, limit_s: float, tries: Tries) -> AutoparError | TooSlow | None:
+        """Try numbers of microbatches along one axis; why one has no plan that is faster than what was found."""
+        axis, found_s, alone_s = wish.axis or "", dict[int, float](), 0.0  # what they take at least if no stage waits, however many
+        refusal: AutoparError | TooSlow | None = None
+        for num in self.numbers(wish, found_s):
+            limit = limit_s if tries.best is None else tries.best.plan.prediction.step_s
+            if alone_s >= limit and num > min(found_s):
+                log.info("more microbatches along %r are not tried: with nothing to wait for they take %.4g s", axis, alone_s)
+                continue
+            try:
+                found_s[num] = tries.add(axis, num, self._scheduled(wish, num, limit))
+            except TooSlow as error:
+                refusal = refusal or error
+                found_s[num] = tries.too_slow(axis, num, error)
+                log.info("no plan of %d microbatches along %r is faster: at least %.4g s", num, axis, error.args[0])
+                if axis:  # a smaller microbatch takes no smaller share of its time: launches and latencies stay as they are
+                    alone_s = max(alone_s, found_s[num] * num / (num + self._num_ranks(wish) - 1))
+            except (InfeasibleError, ConstraintError) as error:
+                log.info("no plan of %d microbatches along %r: %s", num, axis, error.what)
+                refusal, found_s[num] = error, tries.refused(axis, num)
+                self.coupled.extend([error] if isinstance(error, CoupledError) else [])
+        return refusal
 
     def _of_one(self, found: Planned) -> Planned:
         """The plan says why its stages work on the whole batch, and wait for each other."""
         if found.plan.pipeline is None:
             return found
         log.warning("one microbatch, on which one stage works after another: %s", self.coupled[0].what)
-        return _covering(found, f"one microbatch alone, since samples depend on each other: {self.coupled[0].what}")
+        return covering(found, f"one microbatch alone, since samples depend on each other: {self.coupled[0].what}")
 
     def _in_parts(self, refusal: InfeasibleError, limit_s: float) -> Planned:
         """Where nothing fits, as few microbatches as do, one after another, if the batch may be cut.
@@ -194,7 +206,7 @@ class Chooser:
         if not self.rows:
             return found
         found = replace(found, plan=replace(found.plan, loss_rows=self.rows))
-        return _covering(found, f"a loss of {self.rows} rows of logits at a time; all at once it fits no memory or is slower")
+        return covering(found, f"a loss of {self.rows} rows of logits at a time; all at once it fits no memory or is slower")
 
     def _scheduled(self, wish: Pipelined, num: int, limit_s: float) -> Planned:
         """The plan of the schedule that is asked for, or of the fastest: 1F1B, then more and more stages a device.
@@ -245,30 +257,31 @@ class Chooser:
         return self.marked(found)
 
     def candidates(self, wish: Pipelined) -> Iterator[tuple[str, int]]:
-        """(axis, number of microbatches); 0 for no pipeline at all. More than one no longer come once samples are known to be coupled."""
-        asked = wish.microbatches or (self.options.num_microbatches if isinstance(self.options.num_microbatches, int) else None)
-        free = wish.axis is None
-        if free and asked is None:
+        """(axis, number of microbatches) of what is tried at first; 0 for no pipeline at all."""
+        if wish.axis is None and self._number(wish) is None:
             yield "", 0
-        axes = [axis.name for axis in self.mesh.axes if axis.size > 1] if wish.axis is None else [wish.axis]
-        samples = batch_size(self.args, self.kwargs)
-        for axis in axes:
-            stages = self.mesh.shape[self.mesh.names.index(axis)] if axis else 1
-            divisors = [n for n in range(1, samples + 1) if samples % n == 0]
-            divisors = [n for n in divisors if num_rounds(stages, n)] if wish.chunks > 1 else divisors
-            numbers = [n for n in divisors if stages <= n <= _MOST_ROUNDS * stages][-_MOST_NUMBERS:]
-            numbers = numbers if axis else [1]
-            for num in [asked] if asked is not None else numbers or divisors[-1:] or [samples]:
-                if asked is not None or not self.coupled:
-                    yield axis, num
-            if self.coupled and asked is None and wish.chunks == 1:
-                yield axis, 1
+        for axis in self._axes(wish):
+            for num in self.numbers(replace(wish, axis=axis), {}):
+                yield axis, num
 
+    def numbers(self, wish: Pipelined, found_s: Mapping[int, float]) -> Iterator[int]:
+        """Of microbatches along an axis, as `walk` has them. More than one no longer come once samples are known to be coupled."""
+        asked, samples, stages = self._number(wish), batch_size(self.args, self.kwargs), self._num_ranks(wish)
+        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
+        divisors = [n for n in divisors if num_rounds(stages, n)] if wish.chunks > 1 else divisors
+        free = numbers_of(divisors or [samples], stages) if wish.axis else (1,)
+        for num in walk((asked,) if asked is not None else free, found_s):
+            if asked is not None or not self.coupled:
+                yield num
+        if self.coupled and asked is None and wish.chunks == 1 and 1 not in found_s:
+            yield 1
 
-def _covering(found: Planned, line: str) -> Planned:
-    """The plan with a further line of what its proof is about."""
-    plan = replace(found.plan, proof=replace(found.plan.proof, covers=(*found.plan.proof.covers, line)))
-    return replace(found, plan=plan, program=replace(found.program, plan_hash=plan.hash))
+    def _axes(self, wish: Pipelined) -> tuple[str, ...]:
+        return tuple(axis.name for axis in self.mesh.axes if axis.size > 1) if wish.axis is None else (wish.axis,)
+
+    def _number(self, wish: Pipelined) -> int | None:
+        """Of microbatches, where one is asked for."""
+        return wish.microbatches or (self.options.num_microbatches if isinstance(self.options.num_microbatches, int) else None)
 
 
 def _is_bound_by_memory(plan: Plan) -> bool:
