@@ -45,7 +45,9 @@ def instead(error: InfeasibleError, chooser: Chooser) -> Planned:
         stages = pipeline_in(chooser.options.constraints, chooser.mesh)
         tried = f"; {error.what}" if stages is not None and stages.axis else ""  # says which stage needs most
         what = between + shortage.asking(proven) + tried if between else error.what
-    raise InfeasibleError(what, where=error.where, remedy=error.remedy, needed_bytes=smallest or error.needed_bytes) from error
+    untried = "; stages were not tried: pass constraints=(autopar.constraints.pipeline(),)"
+    remedy = error.remedy + (untried if stages is None and chooser.mesh.num_devices > 1 else "")
+    raise InfeasibleError(what, where=error.where, remedy=remedy, needed_bytes=smallest or error.needed_bytes) from error
 
 
 def _between(proven: int, smallest: int, budget: int) -> str:

@@ -42,7 +42,7 @@ COVERS = (
     "keeping or recomputing every forward value, in any layout that forward makes",
     "partial sums pass through views, sums and additions, not through products",
     _ALIKE,
-    "one microbatch, no pipeline",
+    "one microbatch, no pipeline: stages are tried where `constraints.pipeline()` asks for them",
     BY_ITSELF,
 )
 

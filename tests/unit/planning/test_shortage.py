@@ -36,8 +36,10 @@ def test_the_constraint_that_asks_for_too_much_is_named_and_others_are_not() -> 
     assert "c_fc" not in error.what
 
 
-def test_where_no_plan_at_all_needs_less_no_constraint_is_to_blame() -> None:
-    assert "asks for" not in refusal(64 * KIB, ddp(["a", "b"])).what
+def test_where_no_plan_at_all_needs_less_no_constraint_is_to_blame_and_what_was_not_tried_is_said() -> None:
+    error = refusal(64 * KIB, ddp(["a", "b"]))
+    assert "asks for" not in error.what
+    assert error.remedy.endswith("stages were not tried: pass constraints=(autopar.constraints.pipeline(),)")
 
 
 BETWEEN = re.compile(r"between \S+ \S+ \((\d+) bytes, proven for all that is tried\) and \S+ \S+ \((\d+) bytes, a plan that was found\)")
