@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from autopar.analysis.norms import PIECES, passes
 from autopar.ops import experts, experts_backward, linear_cross_entropy
 from autopar.random_ops import NUM_PASSES
 
@@ -92,6 +93,8 @@ def works(
     if target is linear_cross_entropy:
         x, weight, index = input_infos
         return _by_rows(_numel(index), args[4], weight.shape, x.dtype)
+    if target in PIECES:
+        return tuple((Work(0, moved, kind), 1) for moved, kind in passes(target, args, input_infos, output_infos))
     if target is experts:
         return _experts(input_infos, args[6], num_senders)
     if target is experts_backward:
@@ -268,7 +271,6 @@ _NAMES: Mapping[WorkKind, str] = {
 _KINDS: dict[str, WorkKind] = {f"aten.{name}": kind for kind, names in _NAMES.items() for name in names.split()}
 _KINDS |= {"autopar.ops.sum_exp": "transcendental", "autopar.ops.cross_entropy_backward": "transcendental"}
 _KINDS |= {f"autopar.norm_ops.{name}": "reduction" for name in ("channel_sum", "squared_deviation", "scaled_product")}
-_KINDS |= {f"autopar.ops.{name}": "reduction" for name in ("square_sum", "rms_product", "rms_weight_gradient")}
 _KINDS |= {f"autopar.ops.{name}": "indexing" for name in ("embedding", "embedding_backward", "pick")}
 _DRAWS = {f"autopar.random_ops.{name}" for name in ("keep_mask", "uniform", "normal", "randint")}
 _READS_FEW = {"autopar.ops.embedding", "autopar.ops.pick", "aten.embedding", "aten.gather", "aten.index", "aten.index_select"}

@@ -10,7 +10,8 @@ differentiates it. In the normal form it becomes the pieces, so that rows can be
 Where models round. They square in a dtype of their own (`dtype`), may round what is normed before the weight (`rounded`), and the result
 (`out`). `rms_norm` rounds in the same places. Sums, and gradients, are taken in at least float32, and rounded once.
 
-Shapes: x, gradients and results [..., n], or the same part of each row; squares and products [...]; weight [n].
+Shapes: x, gradients and results [..., n], or the same part of each row; squares and products [...]; weight [n]. Each piece is a few calls
+of ATen, on some rows at a time; `autopar.analysis.norms` counts what these read and write.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from autopar.ops.blocks import row_blocks, wide_dtype
 
 def square_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Σ x² of each row, where the model squares in `dtype`; those of parts of the rows add up."""
-    return _row_sums(x, x, None, dtype)
+    wide = wide_dtype(dtype)
+    return torch.linalg.vector_norm(_in(wide, x), dim=-1, dtype=wide).square_()
 
 
 def rms_norm(
@@ -35,7 +37,7 @@ def rms_norm(
     """``x · rstd · weight`` in `out`, from x's `square_sum` over all `n` elements of a row."""
 
     def made(x: Tensor, scale: Tensor) -> Tensor:
-        normed = _product(x, scale, dtype).to(rounded)
+        normed = _in(scale.dtype, x).mul(scale).to(rounded)
         return (normed if weight is None else normed * weight).to(out)
 
     return _by_rows(made, out, x, _rstd(squares, n, eps))
@@ -43,7 +45,11 @@ def rms_norm(
 
 def rms_product(grad: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Σ (grad · weight) · x of each row; those of parts of the rows add up."""
-    return _row_sums(grad, x, weight, dtype)
+    gradients, rows, wide, parts = _flat(grad), _flat(x), wide_dtype(dtype), []
+    for here in row_blocks(x):
+        products = _product(gradients[here], rows[here], wide)
+        parts.append(products.sum(-1) if weight is None else products @ weight.to(wide))
+    return (torch.cat(parts) if len(parts) > 1 else parts[0]).view(x.shape[:-1])
 
 
 def rms_norm_backward(
@@ -53,29 +59,21 @@ def rms_norm_backward(
     scale = _rstd(squares, n, eps)
 
     def made(grad: Tensor, x: Tensor, scale: Tensor, slope: Tensor) -> Tensor:
-        total = _product(grad, scale, dtype)
+        total = _in(scale.dtype, grad).mul(scale)
         total = total if weight is None else total.mul_(weight)
-        return total.addcmul_(x.to(total.dtype), slope).to(x.dtype)
+        return total.addcmul_(_in(scale.dtype, x), slope).to(x.dtype)
 
     return _by_rows(made, x.dtype, grad, x, scale, scale.pow(3).mul_(product).div_(-n))
 
 
 def rms_weight_gradient(grad: Tensor, x: Tensor, squares: Tensor, n: int, eps: float, dtype: torch.dtype) -> Tensor:
     """Gradient of `rms_norm`'s weight, in at least float32; those of some of the rows each add up."""
-    gradients, rows, scale = _flat(grad), _flat(x), _rstd(squares, n, eps).reshape(-1, 1)
-    parts = [_product(rows[here], scale[here], dtype).mul_(gradients[here]).sum(0) for here in row_blocks(x)]
+    gradients, rows, scale = _flat(grad), _flat(x), _rstd(squares, n, eps).reshape(-1)
+    parts = [scale[here] @ _product(gradients[here], rows[here], scale.dtype) for here in row_blocks(x)]
     total = parts[0]
     for part in parts[1:]:
         total.add_(part)
     return total
-
-
-def _row_sums(a: Tensor, b: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    left, right, parts = _flat(a), _flat(b), []
-    for here in row_blocks(a):
-        products = _product(left[here], right[here], dtype)
-        parts.append((products if weight is None else products.mul_(weight)).sum(-1))
-    return (torch.cat(parts) if len(parts) > 1 else parts[0]).view(a.shape[:-1])
 
 
 def _by_rows(made: Callable[..., Tensor], dtype: torch.dtype, x: Tensor, *others: Tensor) -> Tensor:
@@ -99,12 +97,14 @@ def _rstd(squares: Tensor, n: int, eps: float) -> Tensor:
     return squares.div(n).add_(eps).rsqrt_()
 
 
+def _in(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """x itself where an op with a tensor of this dtype computes in it, else x cast."""
+    return x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
+
+
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a · b, a new tensor, in the dtype that is computed in where the model names `dtype`."""
-    computed = wide_dtype(dtype)
-    if a.dtype == computed:
-        return a * b.to(computed)
-    return a.to(computed).mul_(b)
+    """a · b, a new tensor, computed in a dtype."""
+    return a * b.to(dtype) if a.dtype == dtype else a.to(dtype).mul_(b)
 
 
 @torch.library.custom_op("autopar::rms_norm", mutates_args=())
