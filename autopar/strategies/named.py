@@ -4,7 +4,8 @@ Data parallelism starts from the batch, dim 0 of the inputs. Tensor parallelism 
 whole activation and a weight is split by columns, and every large enough table by rows; where a split tensor is read by an op that
 does not read it as it lies (a norm, a sum with the residual stream), or is read by none, the products that are to blame try another
 dim of their weight, then stay whole; and the walk begins again. Equal products of repeated layers are judged together. A norm over a
-split dim shows in backward at the latest: what it sums there is whole, and meets what is split. What stays whole for an op is logged.
+split dim reads it whole, or shows in backward at the latest: what it sums there is whole, and meets what is split. What stays whole for an
+op is logged.
 """
 
 from __future__ import annotations

@@ -169,6 +169,8 @@ class Walk:
     def _options(self, node: fx.Node) -> tuple[AxisOption, ...]:
         options = offered_options(self.graph.calls[node.name])
         options = tuple(o for o in options if not any(isinstance(p, Halo) for p in (*o.inputs, *o.outputs)))
+        if self.policy.columns and node.target is ops.square_sum:  # summed over ranks, between two linears, it ends no chain of theirs
+            options = tuple(o for o in options if not isinstance(o.outputs[0], Partial))
         product = None if self.policy.slices else product_of(self.graph, node)
         if product is None or node.name in self.policy.columns or not self._is_whole(product[0]):
             return options
