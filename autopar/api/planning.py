@@ -118,7 +118,8 @@ def plan(
             the memory, as few as do; in a pipeline (`autopar.constraints.pipeline`) the planner's choice, one where samples depend on
             each other.
         loss_rows: how many rows of logits of a cross entropy there are at a time on a device, 0 for all; ``"auto"``: the planner's
-            choice, where the model does not return the logits (see ``outputs="loss"``).
+            choice, where the model does not return the logits (see ``outputs="loss"``). Under `tensor_parallel` and `megatron` what
+            makes these logits, and a table that is tied to it, is not split by its vocabulary then.
         batch, outputs: as in `compile`.
 
     Raises:

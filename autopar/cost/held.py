@@ -17,6 +17,9 @@ Parameter Models", 2020, section 5), with Ψ elements over P devices and M micro
 Where it rests whole its gradients add up reduced, or as partial sums that are reduced once. Each axis of each parameter has a stage of its
 own; that they mix is the planner's choice. A copy that is gathered while gradients of the same axis add up where they rest, and the
 reverse, are stages 2 and 3; partial sums of a parameter that is gathered per use are not offered: they hold more than stage 1.
+
+Of a dim that several axes split only the innermost splitters are gathered or summed alone. A forced stage 1 or 2 on an outer one goes
+through the inner ones: once a step these are gathered first, and split again, so that what is held is still split over them.
 """
 
 from __future__ import annotations
@@ -73,6 +76,8 @@ def own_time_s(op: Op, strategy: int) -> float:
 
 def held_ways(storage: Layout, mesh_shape: Sequence[int], *, trained: bool, stages: ZeroStages) -> Iterator[Held]:
     """Every way to hold a parameter that rests in `storage`."""
+    # Where a stage is forced there may be no other way to rest: an inner part of a stored dim is split in mesh order alone.
+    through = frozenset(axis for axis, stage in stages.items() if stage in (1, 2))
     axes = [axis for axis, size in enumerate(mesh_shape) if size > 1]
     options = [list(_on_axis(storage.placements[axis], trained, stages.get(axis))) for axis in axes]
     for chosen in itertools.product(*options):
@@ -80,7 +85,7 @@ def held_ways(storage: Layout, mesh_shape: Sequence[int], *, trained: bool, stag
         for axis, (reads, adds) in zip(axes, chosen, strict=True):
             working[axis], sums[axis] = reads, adds
         held = Held(storage, Layout(working, storage.order), Layout(sums, storage.order))
-        if _inner(storage, held.working) and _inner(storage, held.sums):
+        if _inner(storage, held.working, through) and _inner(storage, held.sums, through):
             yield held
 
 
@@ -94,10 +99,10 @@ def _on_axis(rests: Placement, trained: bool, stage: int | None) -> Iterator[tup
     yield from (pair for number, pair in stages.items() if number in allowed and (trained or number > 1))
 
 
-def _inner(storage: Layout, other: Layout) -> bool:
-    """Whether those axes of each split dim that are no longer split in `other` are its innermost splitters."""
+def _inner(storage: Layout, other: Layout, through: frozenset[int]) -> bool:
+    """Whether those axes of each split dim that are no longer split in `other` are its innermost splitters, but for axes of `through`."""
     for dim in {p.dim for p in storage.placements if isinstance(p, Shard)}:
-        gone = [not isinstance(other.placements[axis], Shard) for axis in storage.splitters(dim)]
+        gone = [not isinstance(other.placements[axis], Shard) for axis in storage.splitters(dim) if axis not in through]
         if gone != sorted(gone):
             return False
     return True

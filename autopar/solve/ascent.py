@@ -27,6 +27,7 @@ import numpy as np
 
 from autopar.problem import Multipliers, Phase, Problem
 from autopar.redistribute import LayoutGraph
+from autopar.solve.illegal import refusal
 from autopar.solve.paths import useful_arcs
 from autopar.solve.potentials import Decision, Floats, Group, Ints, Reader, Side
 from autopar.solve.prices import arc_loads, op_load, saved_load
@@ -155,7 +156,11 @@ class Ascent:
     def _group(
         self, v: int, late: bool, sources: Iterable[tuple[Decision, Ints, Floats]], readers: Sequence[tuple[int, Decision, Ints]]
     ) -> None:
-        """A group; what no collective leads to a reader from has no potential."""
+        """A group; what no collective leads to a reader from has no potential.
+
+        Raises:
+            InfeasibleError: where nothing leads to any reader, and one of them is not only what backward may run again.
+        """
         variant = self.problem.variants[v]
         graph = self.problem.values[variant.value].graph
         num = len(graph.layouts)
@@ -181,6 +186,10 @@ class Ascent:
         costs, weights = np.concatenate([costs, np.zeros(len(kept))]), np.concatenate([weights, np.zeros(len(kept))])
         group = Group(v, late, useful, tails, heads, costs, weights, sizes, num)
         group.sources += [Side(decision, at, times * useful[at]) for decision, at, times in sources if (times * useful[at]).any()]
+        if not group.sources:
+            if all(decision.optional for _, decision, _ in readers):
+                return  # they do not run again; the bound holds without that
+            raise refusal(self.problem)
         for i, decision, at in readers:
             Reader(group, Side(decision, at, np.ones(len(at))), i)
         self.groups.append(group)

@@ -15,6 +15,7 @@ from autopar.problem import Choices, Problem
 from autopar.solve.evaluate import evaluate
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.hiding import Excess
+from autopar.solve.illegal import refusal
 from autopar.solve.memory import budget_rows
 from autopar.solve.model import Model
 
@@ -22,7 +23,11 @@ _ROUNDS = 8
 
 
 def solve_with_cbc(problem: Problem, gap: float, max_nodes: int, time_limit_s: float) -> Choices | None:
-    """The best plan, or None where none fits; budget rows come in as plans break them, then the excess of a phase as one has any."""
+    """The best plan, or None where none fits; budget rows come in as plans break them, then the excess of a phase as one has any.
+
+    Raises:
+        InfeasibleError: where no assignment of layouts is legal, whatever the memory.
+    """
     program = Formulation(problem)
     excess = Excess(program)
     rows = budget_rows(problem)
@@ -34,6 +39,8 @@ def solve_with_cbc(problem: Problem, gap: float, max_nodes: int, time_limit_s: f
     for _ in range(_ROUNDS):
         model = to_pulp(program.model)
         model.solve(engine)
+        if model.sol_status == pulp.LpSolutionInfeasible and not active:
+            raise refusal(problem)
         if model.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             return None
         strategies, recomputed, kept, regions = program.chosen({v.name: v.value() or 0.0 for v in model.variables()})

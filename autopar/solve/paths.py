@@ -9,12 +9,13 @@ from autopar.redistribute import LayoutGraph
 
 def useful_arcs(graph: LayoutGraph, supplied: Iterable[int], wanted: Iterable[int]) -> list[int]:
     """Arcs that lie on some path from a supplied to a wanted layout."""
-    forward = _reach(graph, supplied, backwards=False)
-    backward = _reach(graph, wanted, backwards=True)
+    forward = reach(graph, supplied, backwards=False)
+    backward = reach(graph, wanted, backwards=True)
     return [a for a, arc in enumerate(graph.arcs) if arc.src in forward and arc.dst in backward]
 
 
-def _reach(graph: LayoutGraph, start: Iterable[int], *, backwards: bool) -> set[int]:
+def reach(graph: LayoutGraph, start: Iterable[int], *, backwards: bool) -> set[int]:
+    """The layouts that arcs lead to from `start`, or `backwards` those from which they lead there."""
     seen, stack = set(start), list(start)
     steps: dict[int, list[int]] = {}
     for arc in graph.arcs:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopar.errors import InfeasibleError, LayoutError
+from autopar.errors import LayoutError
 from autopar.problem import Choices, Problem
 from autopar.solve.ascent import Ascent
 from autopar.solve.beginning import Beginning
@@ -28,6 +28,7 @@ from autopar.solve.engine import Engine, Relaxation
 from autopar.solve.evaluate import evaluate, fits
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.hiding import Excess
+from autopar.solve.illegal import refusal
 from autopar.solve.incoming import Incoming
 from autopar.solve.least import Least, Lightest
 from autopar.solve.live import Live, Point
@@ -101,8 +102,7 @@ class Search:
             self.proven.know(self.known)
         relaxation = self._relax()
         if relaxation is None:
-            remedy = "relax the constraints; each op needs one strategy that meets them"
-            raise InfeasibleError("no assignment of layouts is legal", remedy=remedy)
+            raise refusal(self.problem)
         for _ in range(_ROUNDS):
             broken = [] if self.extra.active else self._rounded(relaxation)
             broken += self.extra.excesses() if broken and self.likely != ON_COMPUTE else []

@@ -7,6 +7,7 @@ from dataclasses import replace
 from autopar.errors import InfeasibleError, size_text
 from autopar.problem import Choices, Problem
 from autopar.solve.cbc import solve_with_cbc
+from autopar.solve.illegal import refusal
 from autopar.solve.least import Least, least_budget
 from autopar.solve.quick import quick
 from autopar.solve.search import Search
@@ -47,7 +48,12 @@ def choices_or_least(
         whole: search on where the relaxation mixes decisions of equal ops; else the answer then says which (`Choices.mixed`).
         likely: at which balance the bound of a problem like this one was best; a search that begins there is sooner done.
         only_plan: where memory binds in a large problem, end with a plan, however far its bound (`Choices.unfinished`).
+
+    Raises:
+        InfeasibleError: where no assignment of layouts is legal, whatever the memory; naming the op that refuses where that is known.
     """
+    if not all(op.strategies for op in problem.ops):
+        raise refusal(problem)
     proven = False
     if solver == "cbc":
         choices, bound_s, proven_by = solve_with_cbc(problem, gap, max_nodes, time_limit_s), 0.0, None

@@ -210,6 +210,9 @@ def _tensor_parallel(graph: Read, plan: Parallelism) -> Spread:
         }
         whole = ", ".join(f"{module} (for {key})" for key, module in places.items())
         log.warning("%s leaves whole what an op does not read in parts: %s", plan, whole)
+    by_rows = [node.meta["key"] for node in graph.nodes.values() if node.target is ops.linear_cross_entropy]
+    if by_rows:
+        log.warning("%s leaves whole the weight of a loss by rows (with loss_rows=0 it may split it): %s", plan, ", ".join(by_rows))
     return found
 
 
@@ -241,16 +244,17 @@ def _column_dims(graph: Read, node: fx.Node) -> list[int]:
 
 
 def _tables(graph: Read) -> dict[Ref, Placement]:
-    """Tables that are looked up by ids of the batch and have more rows than columns, to be split by rows; experts' weights, to be split
-    by what lies between their two linears."""
+    """Tables that are looked up by ids of the batch and have more rows than columns, to be split by rows, but for weights of a loss by
+    rows, which reads them whole; experts' weights, to be split by what lies between their two linears."""
     found: dict[Ref, Placement] = {}
+    whole = {graph.reads[name][1] for name, node in graph.nodes.items() if node.target is ops.linear_cross_entropy}
     for node in graph.nodes.values():
         if node.target is ops.experts:
             found |= dict.fromkeys(graph.reads[node.name][3:5], Shard(2))
         if node.target is ops.embedding and node.meta["phase"] == "forward":
             table, ids = graph.reads[node.name][:2]
             rows, columns = graph.calls[node.name].inputs[0].shape
-            if graph.is_weight(table[0]) and ids[0] in graph.on_batch and rows > columns:
+            if graph.is_weight(table[0]) and ids[0] in graph.on_batch and rows > columns and table not in whole:
                 found[table] = Shard(0)
     return found
 

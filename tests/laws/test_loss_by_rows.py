@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
-from autopar.constraints import pipeline
+from autopar.constraints import megatron, pipeline
 from autopar.errors import AutoparError, CaptureError, InfeasibleError, PlanError
 from autopar.run.live import LiveBytes
 from autopar.run.module import ParallelModule
@@ -127,3 +127,23 @@ def test_what_cannot_be_had_is_refused() -> None:
     plan = autopar.plan(model, 1, example_inputs=batch, loss_rows=5, **HOW)
     with pytest.raises(PlanError, match="made for outputs='loss'"):
         autopar.compile(model, 1, example_inputs=batch, plan=plan)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_beside_tensor_parallelism_its_weight_stays_whole_and_a_table_that_is_tied_to_it(
+    tied: bool, stages: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, batch = zoo_small.gpt2(tie_word_embeddings=tied)
+    mesh = {"stage": 2, "tensor": 2} if stages == 2 else {"tensor": 2}
+    asked = megatron(tp=2, pp=stages, microbatches=2 if stages == 2 else None)
+    how: dict[str, Any] = {"hardware": "h100-sxm", "outputs": "loss", "constraints": (asked,)}
+    plan = autopar.plan(model, autopar.Mesh(mesh), example_inputs=batch, loss_rows=2, **how)
+    assert plan.loss_rows == 2
+    assert "leaves whole the weight of a loss by rows" in caplog.text and "lm_head/linear_cross_entropy" in caplog.text
+    parts = plan.pipeline.stages if plan.pipeline else (plan,)
+    rest = {n.node: str(n.strategy) for part in parts for e in part.entries if e.kind == "parameter" for n in e.nodes}
+    assert rest["transformer.wte.weight/parameter"] == ("R -> R" if tied else "S(0) -> S(0)")
+    assert tied or rest["lm_head.weight/parameter"] == "R -> R"
+    assert rest["transformer.h.{0}.mlp.c_fc.weight/parameter"].endswith("S(1)")
+    assert autopar.verify(plan, model, batch).ok and autopar.check(plan, model, batch).ok

@@ -109,6 +109,41 @@ def test_stages_1_and_2_are_there_for_one_microbatch() -> None:
     assert again == made.plan
 
 
+@pytest.mark.parametrize(("stage", "tied"), [(1, True), (1, False), (2, True)])
+def test_beside_tensor_parallelism_a_fused_projection_s_bias_too_is_held_and_summed_in_parts(stage: int, tied: bool) -> None:
+    """By heads the bias rests over both axes in mesh order: once a step it is gathered, and its sums are reduced, through the tensor axis,
+    so that the data axis moves all of it; what is held are parts of the tensor axis, as of all else."""
+    model, batch = zoo_small.gpt2(tie_word_embeddings=tied)
+    asked = megatron(dp=2, tp=2, zero=stage)
+    made = plan_model(model, SQUARE, example_inputs=batch, hardware="h100-sxm", constraints=(asked,))[1]
+    assert isinstance(made.program, StagedProgram)
+    split = {p.name for p in made.program.stages[0].parameters if p.layout.placements[1] != Layout.parse("R").placements[0]}
+    local = {name: p.numel() // (1 + (name in split)) for name, p in model.named_parameters()}
+    moves = {name: n * (1 + name.endswith("c_attn.bias")) for name, n in local.items()}
+    assert {"transformer.h.0.attn.c_attn.bias", "transformer.wte.weight"} < split
+    assert moved(made, "step", "all_gather") == Counter(moves.values())
+    position = "transformer.wpe.weight"  # looked up by what all samples have, its gradient is summed where it is made
+    reduced = Counter(n for name, n in moves.items() if name != position)
+    phases = ("step", "backward") if stage == 1 else ("backward", "step")
+    assert [moved(made, phase, "reduce_scatter") for phase in phases] == [reduced, Counter()]
+    total, rests = 4 * sum(local.values()), made.plan.prediction.memory_bytes
+    assert (rests["parameters"], rests["optimizer"], rests["gathered"]) == (total / 2, total, total)
+    assert rests["gradients"] == (total - 4 * local[position] / 2 if stage == 1 else total / 2)
+    assert autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
+
+
+@pytest.mark.parametrize("num_layers", [1, 4])
+def test_stage_1_with_stages_of_a_pipeline_and_tensor_parallelism(num_layers: int) -> None:
+    mesh = Mesh({"stage": 2, "data": 2, "tensor": 2})
+    model, batch = zoo_small.gpt2(num_layers=num_layers)
+    asked = megatron(pp=2, tp=2, dp=2, zero=1, microbatches=MICROBATCHES)
+    made = plan_model(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=(asked,))[1]
+    assert isinstance(made.program, StagedProgram)
+    for stage in made.program.stages:
+        assert not any(c.kind == "reduce_scatter" for phase, _, c in stage.collectives if phase == "backward")
+    assert autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
+
+
 def test_with_stages_and_tensor_parallelism() -> None:
     mesh = Mesh({"stage": 2, "data": 2, "tensor": 2})
     made, model, batch = planned("gpt2", mesh, megatron(pp=2, tp=2, dp=2, zero=2, microbatches=MICROBATCHES))
@@ -225,6 +260,16 @@ def parts_of(whole: torch.Tensor, mesh: Mesh, layout: Layout, generator: torch.G
         c = mesh.coordinate(rank)
         result.append(terms[tuple(c[a] for a in sharded), tuple(c[a] for a in partial)].clone())
     return result
+
+
+def test_a_forced_stage_is_gathered_and_summed_through_inner_splitters() -> None:
+    """Where the axis is the outer splitter of the same dim as another, which stays split for what reads the parameter."""
+    for stage, sums in ((1, "P S(0)"), (2, "S(0) S(0)")):
+        found = list(held_ways(Layout.parse("S(0) S(0)"), (2, 2), trained=True, stages={0: stage}))
+        assert ("R S(0)", sums) in [(str(w.working), str(w.sums)) for w in found]
+        assert all(str(w.working).startswith("R") for w in found)
+    per_use = list(held_ways(Layout.parse("S(0) S(0)"), (2, 2), trained=True, stages={0: 3}))
+    assert all(str(w.working).startswith("S(0)") for w in per_use)
 
 
 def test_ways_are_zero_s_stages_on_each_axis() -> None:
