@@ -9,7 +9,7 @@ from autopar.constraints.layouts import LayoutConstraint, check_layouts
 from autopar.constraints.megatron import Megatron, parts_of, stage_axis
 from autopar.constraints.parallel import Parallelism, axes_of
 from autopar.constraints.pipelines import INTERLEAVED, Pipelined
-from autopar.errors import ConstraintError
+from autopar.errors import ConstraintError, MeshError
 from autopar.mesh import Mesh
 
 Constraint = LayoutConstraint | Parallelism | Megatron | Pipelined
@@ -47,6 +47,21 @@ def check(constraint: Constraint, mesh: Mesh) -> None:
             mesh.without(constraint.axis)
     else:
         list(parallelisms([constraint], mesh))
+
+
+def speak_of(constraints: Iterable[Constraint], mesh: Mesh) -> bool:
+    """Whether this mesh has the axes that constraints ask for, by name, by size or by how many there are."""
+    constraints = tuple(constraints)
+    try:
+        stages = pipeline_in(constraints, mesh)
+        left = mesh.without(stages.axis) if stages is not None and stages.axis else mesh
+        for constraint in constraints:
+            if not isinstance(constraint, Pipelined):  # all but the pipeline speak of what a stage runs on
+                check(constraint, left)
+        list(parallelisms(constraints, left))
+    except (ConstraintError, MeshError):
+        return False
+    return True
 
 
 def parallelisms(constraints: Iterable[Constraint], mesh: Mesh) -> Iterator[Parallelism]:
