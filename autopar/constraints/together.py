@@ -21,17 +21,17 @@ def pipeline_in(constraints: Iterable[Constraint], mesh: Mesh) -> Pipelined | No
     Raises:
         ConstraintError: where two are, or no axis has the size that is asked for.
     """
-    found: list[Pipelined] = []
+    found: list[tuple[Constraint, Pipelined]] = []
     for constraint in constraints:
         if isinstance(constraint, Pipelined):
-            found.append(constraint)
+            found.append((constraint, constraint))
         elif isinstance(constraint, Megatron) and (constraint.pp != 1 or constraint.zero in (1, 2) or constraint.microbatches):
             schedule = INTERLEAVED if constraint.chunks > 1 else "1f1b"
             axis, num, chunks = stage_axis(constraint, mesh), constraint.microbatches, constraint.chunks
-            found.append(Pipelined(axis, num, schedule, None, independent=False, chunks=chunks))
+            found.append((constraint, Pipelined(axis, num, schedule, None, independent=False, chunks=chunks)))
     if len(found) > 1:
-        raise ConstraintError(f"{found[0]} and {found[1]} both cut the model", remedy="pass one of them")
-    return found[0] if found else None
+        raise ConstraintError(f"{found[0][0]} and {found[1][0]} both cut the model", remedy="pass one of them")
+    return found[0][1] if found else None
 
 
 def check(constraint: Constraint, mesh: Mesh) -> None:
@@ -70,7 +70,7 @@ def parallelisms(constraints: Iterable[Constraint], mesh: Mesh) -> Iterator[Para
     Raises:
         ConstraintError: where an axis is not in the mesh, or two plans claim one.
     """
-    claimed: dict[str, Parallelism] = {}
+    claimed: dict[str, tuple[Constraint, Parallelism]] = {}
     for constraint in constraints:
         if isinstance(constraint, LayoutConstraint | Pipelined):
             continue
@@ -81,8 +81,10 @@ def parallelisms(constraints: Iterable[Constraint], mesh: Mesh) -> Iterator[Para
                 names = plan.axes or ()
             for name in names:
                 if name in claimed:
-                    what = f"{constraint} and {claimed[name]} both speak of axis {name!r}"
+                    other, part = claimed[name]
+                    both = f"{constraint}: {plan} and {part}" if other is constraint else f"{constraint} and {other}"
+                    what = f"{both} both speak of axis {name!r}"
                     raise ConstraintError(what, remedy="name the axes of each, for example ddp(axes='node')")
-                claimed[name] = plan
+                claimed[name] = constraint, plan
             if names:
                 yield Parallelism(plan.name, names, plan.zero)
