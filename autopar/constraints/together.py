@@ -34,6 +34,18 @@ def pipeline_in(constraints: Iterable[Constraint], mesh: Mesh) -> Pipelined | No
     return found[0][1] if found else None
 
 
+def check_number(constraints: Iterable[Constraint], num: int) -> None:
+    """That no constraint asks for another number of microbatches.
+
+    Raises:
+        ConstraintError: naming the constraint and the number.
+    """
+    for constraint in constraints:
+        if isinstance(constraint, Pipelined | Megatron) and constraint.microbatches not in (None, num):
+            what = f"{constraint} and num_microbatches={num} ask for different numbers of microbatches"
+            raise ConstraintError(what, remedy="pass one of them, or the same number in both")
+
+
 def check(constraint: Constraint, mesh: Mesh) -> None:
     """That a constraint speaks of this mesh.
 
