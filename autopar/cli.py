@@ -84,15 +84,7 @@ def plan_command(
 ) -> None:
     """Plan a model for a mesh: no GPU, no process group, weights on meta."""
     axes, profile = read_mesh(mesh), HardwareProfile.load(hardware)
-    stages = (
-        (
-            constraints.pipeline(
-                None if pipeline == constraints.AUTO else pipeline, microbatches=microbatches, schedule=schedule, chunks=chunks
-            ),
-        )
-        if pipeline is not None
-        else ()
-    )
+    stages = _stages(pipeline, microbatches, schedule, chunks)
     options = PlanOptions(
         parse_size(memory), optimizer, stages, strict, gap, num_microbatches=microbatches or "auto", outputs=cast(Outputs, outputs)
     )
@@ -247,6 +239,18 @@ def run_command(
         raise AutoparError(f"there is no script {str(script)!r}", remedy="name a Python file")
     sys.argv = ["torchrun", "--standalone", f"--nproc-per-node={num_processes}", str(script), *context.args]
     runpy.run_module("torch.distributed.run", run_name="__main__")
+
+
+def _stages(axis: str | None, microbatches: int | None, schedule: str | None, chunks: int | None) -> tuple[constraints.Pipelined, ...]:
+    """The pipeline that is asked for, if any."""
+    if axis is not None:
+        named = None if axis == constraints.AUTO else axis
+        return (constraints.pipeline(named, microbatches=microbatches, schedule=schedule, chunks=chunks),)
+    for option, value in (("--schedule", schedule), ("--chunks", chunks)):
+        if value is not None:
+            what = f"{option} {value} is of stages, and none are asked for"
+            raise AutoparError(what, remedy=f"pass --pipeline AXIS or --pipeline {constraints.AUTO} too, or leave {option} out")
+    return ()
 
 
 def _turning(

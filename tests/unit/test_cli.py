@@ -141,6 +141,8 @@ def test_a_plan_for_another_model_is_refused_without_a_traceback(here: Path, com
         ((*PLAN, "--module", "model.py:small", "--memory", "much"), "'much' is no size"),
         ((*PLAN, "--module", "model.py:small", "--memory", "100KiB"), "no plan fits"),
         ((*PLAN, "--model", "gpt2", "--dtype", "int3"), "dtype 'int3'"),
+        ((*PLAN, "--module", "model.py:deep", "--schedule", "gpipe"), "--schedule gpipe is of stages, and none are asked for"),
+        ((*PLAN, "--module", "model.py:deep", "--chunks", "2", "--microbatches", "4"), "pass --pipeline AXIS or --pipeline auto too"),
         (("plan", "--mesh", "node=x", "--model", "gpt2"), "cannot read mesh 'node=x'"),
         (("plan", "--mesh", "2", "--model", "gpt2", "--hardware", "abacus"), "there is no hardware profile 'abacus'"),
         (("profile", "--device", "abacus"), "device 'abacus' cannot be measured"),
