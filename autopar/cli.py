@@ -9,6 +9,7 @@ from __future__ import annotations
 import runpy
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -25,7 +26,7 @@ from autopar.explanation import diff, explain
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions
-from autopar.plans import Flip, Plan
+from autopar.plans import NO_FLIP, Flip, Plan
 from autopar.run.executor import Outputs
 from autopar.terminal import PHASES, complain, parse_size, progress, say, show
 from autopar.units import seconds
@@ -119,6 +120,7 @@ def explain_command(
     loaded = Plan.load(plan)
     turning = _turning(loaded, flips, hf, model, function, batch, seq, dtype)
     show(explain(loaded, module=module, flips=turning))
+    _say_if_none(flips, turning)
 
 
 @app.command("diff")
@@ -191,6 +193,7 @@ def what_if_command(
         there = None if mesh is None else Mesh.parse(mesh)
         found = what_if(loaded, network, example, hardware=hardware, mesh=there, num_flips=flips)
     say(str(found))
+    _say_if_none(flips, found.flips)
 
 
 @app.command("profile")
@@ -226,6 +229,7 @@ def report_command(
     loaded = Plan.load(plan)
     turning = _turning(loaded, flips, hf, model, module, batch, seq, dtype)
     say(f"written to {report(loaded, out_file, flips=turning)}")
+    _say_if_none(flips, turning)
 
 
 @app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -266,6 +270,12 @@ def _turning(
         network, example = _build(config, name, function, batch, seq, dtype, "meta")
         tell("pricing other hardware")
         return flips(plan, network, example, most=num)
+
+
+def _say_if_none(num: int, found: Sequence[Flip]) -> None:
+    """That nothing turns the choices that were asked about, if so."""
+    if num and not found:
+        say(NO_FLIP)
 
 
 def _build(
