@@ -9,6 +9,7 @@ from __future__ import annotations
 import runpy
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -25,7 +26,7 @@ from autopar.explanation import diff, explain
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions
-from autopar.plans import Flip, Plan
+from autopar.plans import NO_FLIP, Flip, Plan
 from autopar.run.executor import Outputs
 from autopar.terminal import PHASES, complain, parse_size, progress, say, show
 from autopar.units import seconds
@@ -84,15 +85,7 @@ def plan_command(
 ) -> None:
     """Plan a model for a mesh: no GPU, no process group, weights on meta."""
     axes, profile = read_mesh(mesh), HardwareProfile.load(hardware)
-    stages = (
-        (
-            constraints.pipeline(
-                None if pipeline == constraints.AUTO else pipeline, microbatches=microbatches, schedule=schedule, chunks=chunks
-            ),
-        )
-        if pipeline is not None
-        else ()
-    )
+    stages = _stages(pipeline, microbatches, schedule, chunks)
     options = PlanOptions(
         parse_size(memory), optimizer, stages, strict, gap, num_microbatches=microbatches or "auto", outputs=cast(Outputs, outputs)
     )
@@ -127,6 +120,7 @@ def explain_command(
     loaded = Plan.load(plan)
     turning = _turning(loaded, flips, hf, model, function, batch, seq, dtype)
     show(explain(loaded, module=module, flips=turning))
+    _say_if_none(flips, turning)
 
 
 @app.command("diff")
@@ -199,6 +193,7 @@ def what_if_command(
         there = None if mesh is None else Mesh.parse(mesh)
         found = what_if(loaded, network, example, hardware=hardware, mesh=there, num_flips=flips)
     say(str(found))
+    _say_if_none(flips, found.flips)
 
 
 @app.command("profile")
@@ -234,6 +229,7 @@ def report_command(
     loaded = Plan.load(plan)
     turning = _turning(loaded, flips, hf, model, module, batch, seq, dtype)
     say(f"written to {report(loaded, out_file, flips=turning)}")
+    _say_if_none(flips, turning)
 
 
 @app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -249,6 +245,18 @@ def run_command(
     runpy.run_module("torch.distributed.run", run_name="__main__")
 
 
+def _stages(axis: str | None, microbatches: int | None, schedule: str | None, chunks: int | None) -> tuple[constraints.Pipelined, ...]:
+    """The pipeline that is asked for, if any."""
+    if axis is not None:
+        named = None if axis == constraints.AUTO else axis
+        return (constraints.pipeline(named, microbatches=microbatches, schedule=schedule, chunks=chunks),)
+    for option, value in (("--schedule", schedule), ("--chunks", chunks)):
+        if value is not None:
+            what = f"{option} {value} is of stages, and none are asked for"
+            raise AutoparError(what, remedy=f"pass --pipeline AXIS or --pipeline {constraints.AUTO} too, or leave {option} out")
+    return ()
+
+
 def _turning(
     plan: Plan, num: int, config: str | None, name: str | None, function: str | None, batch: int, seq: int | None, dtype: str
 ) -> tuple[Flip, ...]:
@@ -262,6 +270,12 @@ def _turning(
         network, example = _build(config, name, function, batch, seq, dtype, "meta")
         tell("pricing other hardware")
         return flips(plan, network, example, most=num)
+
+
+def _say_if_none(num: int, found: Sequence[Flip]) -> None:
+    """That nothing turns the choices that were asked about, if so."""
+    if num and not found:
+        say(NO_FLIP)
 
 
 def _build(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,13 +13,13 @@ from torch import nn
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware, is_unshaped, runs_on
 from autopar.api.choosing import Chooser
-from autopar.api.shaping import best_shape, shapes
+from autopar.api.shaping import best_shape, shapes, shapes_in_three
 from autopar.api.shortage import instead
 from autopar.api.tracing import as_planned, program_of, staged_trace
 from autopar.capture import Trace, capture
 from autopar.capture.loss_head import loss_alone
 from autopar.certificate import Certificate, certify, certify_staged
-from autopar.constraints import Constraint
+from autopar.constraints import Constraint, speak_of
 from autopar.errors import InfeasibleError, PlanError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
@@ -59,9 +60,9 @@ def plan_call(
     def fastest(shape: Mesh, limit_s: float) -> Planned:
         return chooser(shape).plan(limit_s)
 
-    meshes = shapes(mesh) if is_unshaped(mesh) else (as_mesh(mesh),)
+    meshes, further = (shapes(mesh), shapes_in_three(mesh)) if is_unshaped(mesh) else ((as_mesh(mesh),), ())
     try:
-        return trace, best_shape(meshes, fastest)
+        return trace, best_shape(meshes, fastest, further=further, holds=partial(speak_of, chosen.constraints))
     except InfeasibleError as error:
         if len(meshes) > 1:
             raise
@@ -102,7 +103,8 @@ def plan(
 
     Args:
         mesh: an `autopar.Mesh`, a torch DeviceMesh, sizes of axes by name; or nodes and devices per node, ``(4, 8)``, or a device count
-            (eight to a node), whose shape is then the planner's choice: at most three axes; `Plan.proof.covers` says which were tried.
+            (eight to a node), whose shape is then the planner's choice: at most three axes, of one node two, unless constraints hold on
+            none of those; `Plan.proof.covers` says which were tried.
         example_inputs: the global batch: a mapping of keywords, a sequence of positions, or one tensor. Values are not read.
         hardware: name of a profile (`HardwareProfile.names`), path of one, ``"local"``, or a profile; by default ``local``
             where this machine was measured for the kind of device that the weights are on, else the GPU that is there (unless they

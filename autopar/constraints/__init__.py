@@ -12,7 +12,7 @@ from autopar.constraints.megatron import Megatron, Recompute, megatron
 from autopar.constraints.parallel import Parallelism, axes_of, context_parallel, ddp, expert_parallel, fsdp, tensor_parallel
 from autopar.constraints.pipelines import AUTO, INTERLEAVED, SCHEDULES, Pipelined, pipeline
 from autopar.constraints.reading import read_constraint
-from autopar.constraints.together import Constraint, check, parallelisms, pipeline_in
+from autopar.constraints.together import Constraint, check, check_number, parallelisms, pipeline_in, speak_of
 
 __all__ = [
     "AUTO",
@@ -27,6 +27,7 @@ __all__ = [
     "Recompute",
     "axes_of",
     "check",
+    "check_number",
     "context_parallel",
     "ddp",
     "expert_parallel",
@@ -37,5 +38,6 @@ __all__ = [
     "pipeline",
     "pipeline_in",
     "read_constraint",
+    "speak_of",
     "tensor_parallel",
 ]

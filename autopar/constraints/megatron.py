@@ -40,12 +40,15 @@ class Megatron:
         return {"plan": "megatron", **words, "zero": self.zero, **again, **stages, **free}
 
     def __str__(self) -> str:
-        again = "" if self.recompute is None else f", recompute={self.recompute!r}"
-        stages = "" if self.pp == 1 and not self.microbatches else f", pp={self.pp!r}, microbatches={self.microbatches}"
-        stages += f", chunks={self.chunks}" if self.chunks > 1 else ""
-        more = "".join(f", {word}={_text(degree)}" for word, degree in (("cp", self.cp), ("ep", self.ep)) if degree != 1)
-        free = f", free={list(self.free)}" if self.free else ""
-        return f"megatron(tp={_text(self.tp)}, dp={_text(self.dp)}{more}, zero={self.zero}{again}{stages}{free})"
+        degrees = (("tp", self.tp, 1), ("dp", self.dp, None), ("cp", self.cp, 1), ("ep", self.ep, 1))
+        arguments = [f"{word}={_text(degree)}" for word, degree, default in degrees if degree != default]
+        arguments += [f"zero={self.zero}"] if self.zero else []
+        arguments += [] if self.recompute is None else [f"recompute={self.recompute!r}"]
+        arguments += [] if self.pp == 1 else [f"pp={self.pp!r}"]
+        arguments += [] if self.microbatches is None else [f"microbatches={self.microbatches}"]
+        arguments += [f"chunks={self.chunks}"] if self.chunks > 1 else []
+        arguments += [f"free={list(self.free)}"] if self.free else []
+        return f"megatron({', '.join(arguments)})"
 
 
 def megatron(

@@ -42,7 +42,7 @@ class Parallelism:
         return {"plan": self.name, "axes": None if self.axes is None else list(self.axes)}
 
     def __str__(self) -> str:
-        arguments = [] if self.kind is None else [self.kind]
+        arguments = [] if self.kind is None else [repr(self.kind)]
         arguments += [] if self.axes is None else [f"axes={list(self.axes)}"]
         arguments += [f"tokens={self.tokens!r}"] if self.tokens else []
         return f"{self.name.removesuffix(f'_{self.kind or self.tokens}')}({', '.join(arguments)})"

@@ -31,8 +31,18 @@ class Pipelined:
         return {"plan": "pipeline", **words, "independent": self.independent}
 
     def __str__(self) -> str:
-        chunks = f", chunks={self.chunks}" if self.chunks > 1 else ""
-        return f"pipeline({self.axis!r}, microbatches={self.microbatches}, schedule={self.schedule!r}{chunks})"
+        arguments = [] if self.axis is None else [repr(self.axis)]
+        arguments += [] if self.microbatches is None else [f"microbatches={self.microbatches}"]
+        arguments += [] if self.schedule == _schedule(self.axis, self.cuts) else [f"schedule={self.schedule!r}"]
+        arguments += [] if self.cuts is None else [f"cuts={list(self.cuts)}"]
+        arguments += ["independent=True"] if self.independent else []
+        arguments += [f"chunks={self.chunks}"] if self.chunks > 1 else []
+        return f"pipeline({', '.join(arguments)})"
+
+
+def _schedule(axis: str | None, cuts: Sequence[str] | None) -> str:
+    """The default."""
+    return "1f1b" if axis is not None or cuts is not None else AUTO
 
 
 def pipeline(
@@ -67,7 +77,7 @@ def pipeline(
             not divide, samples depend on each other and more than one microbatch is asked for, or the model cannot be cut there;
             naming the op that refuses.
     """
-    schedule = schedule or ("1f1b" if axis is not None or cuts is not None else AUTO)
+    schedule = schedule or _schedule(axis, cuts)
     if schedule not in (*SCHEDULES, AUTO):
         raise ConstraintError(f"schedule {schedule!r} is not known", remedy=f"pass one of {', '.join((*SCHEDULES, AUTO))}")
     if microbatches is not None and microbatches < 1:

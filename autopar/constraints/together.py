@@ -9,7 +9,7 @@ from autopar.constraints.layouts import LayoutConstraint, check_layouts
 from autopar.constraints.megatron import Megatron, parts_of, stage_axis
 from autopar.constraints.parallel import Parallelism, axes_of
 from autopar.constraints.pipelines import INTERLEAVED, Pipelined
-from autopar.errors import ConstraintError
+from autopar.errors import ConstraintError, MeshError
 from autopar.mesh import Mesh
 
 Constraint = LayoutConstraint | Parallelism | Megatron | Pipelined
@@ -21,17 +21,29 @@ def pipeline_in(constraints: Iterable[Constraint], mesh: Mesh) -> Pipelined | No
     Raises:
         ConstraintError: where two are, or no axis has the size that is asked for.
     """
-    found: list[Pipelined] = []
+    found: list[tuple[Constraint, Pipelined]] = []
     for constraint in constraints:
         if isinstance(constraint, Pipelined):
-            found.append(constraint)
+            found.append((constraint, constraint))
         elif isinstance(constraint, Megatron) and (constraint.pp != 1 or constraint.zero in (1, 2) or constraint.microbatches):
             schedule = INTERLEAVED if constraint.chunks > 1 else "1f1b"
             axis, num, chunks = stage_axis(constraint, mesh), constraint.microbatches, constraint.chunks
-            found.append(Pipelined(axis, num, schedule, None, independent=False, chunks=chunks))
+            found.append((constraint, Pipelined(axis, num, schedule, None, independent=False, chunks=chunks)))
     if len(found) > 1:
-        raise ConstraintError(f"{found[0]} and {found[1]} both cut the model", remedy="pass one of them")
-    return found[0] if found else None
+        raise ConstraintError(f"{found[0][0]} and {found[1][0]} both cut the model", remedy="pass one of them")
+    return found[0][1] if found else None
+
+
+def check_number(constraints: Iterable[Constraint], num: int) -> None:
+    """That no constraint asks for another number of microbatches.
+
+    Raises:
+        ConstraintError: naming the constraint and the number.
+    """
+    for constraint in constraints:
+        if isinstance(constraint, Pipelined | Megatron) and constraint.microbatches not in (None, num):
+            what = f"{constraint} and num_microbatches={num} ask for different numbers of microbatches"
+            raise ConstraintError(what, remedy="pass one of them, or the same number in both")
 
 
 def check(constraint: Constraint, mesh: Mesh) -> None:
@@ -49,13 +61,28 @@ def check(constraint: Constraint, mesh: Mesh) -> None:
         list(parallelisms([constraint], mesh))
 
 
+def speak_of(constraints: Iterable[Constraint], mesh: Mesh) -> bool:
+    """Whether this mesh has the axes that constraints ask for, by name, by size or by how many there are."""
+    constraints = tuple(constraints)
+    try:
+        stages = pipeline_in(constraints, mesh)
+        left = mesh.without(stages.axis) if stages is not None and stages.axis else mesh
+        for constraint in constraints:
+            if not isinstance(constraint, Pipelined):  # all but the pipeline speak of what a stage runs on
+                check(constraint, left)
+        list(parallelisms(constraints, left))
+    except (ConstraintError, MeshError):
+        return False
+    return True
+
+
 def parallelisms(constraints: Iterable[Constraint], mesh: Mesh) -> Iterator[Parallelism]:
     """The named plans among the constraints, each with its axes named; `megatron` is several.
 
     Raises:
         ConstraintError: where an axis is not in the mesh, or two plans claim one.
     """
-    claimed: dict[str, Parallelism] = {}
+    claimed: dict[str, tuple[Constraint, Parallelism]] = {}
     for constraint in constraints:
         if isinstance(constraint, LayoutConstraint | Pipelined):
             continue
@@ -66,8 +93,10 @@ def parallelisms(constraints: Iterable[Constraint], mesh: Mesh) -> Iterator[Para
                 names = plan.axes or ()
             for name in names:
                 if name in claimed:
-                    what = f"{constraint} and {claimed[name]} both speak of axis {name!r}"
+                    other, part = claimed[name]
+                    both = f"{constraint}: {plan} and {part}" if other is constraint else f"{constraint} and {other}"
+                    what = f"{both} both speak of axis {name!r}"
                     raise ConstraintError(what, remedy="name the axes of each, for example ddp(axes='node')")
-                claimed[name] = plan
+                claimed[name] = constraint, plan
             if names:
                 yield Parallelism(plan.name, names, plan.zero)

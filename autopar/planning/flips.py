@@ -26,11 +26,10 @@ from autopar.mesh import Mesh
 from autopar.planning.options import PlanOptions
 from autopar.planning.repricing import decisions, problems_of
 from autopar.planning.runner_up import local_load, variants_by_op
-from autopar.plans import COMPUTE, Flip, Plan, load_of
+from autopar.plans import COMPUTE, FARTHEST, Flip, Plan, load_of
 from autopar.problem import Choices, Hidden, Kernel, Kernels, OpStrategy, Problem
 from autopar.streams import Balance
 
-_FARTHEST = 64.0  # factors beyond are not looked at
 _STEP = 2**0.5  # of the outward search for a factor at which the runner-up is no dearer
 _PRECISION = 1e-4  # relative, of the factor
 
@@ -169,7 +168,7 @@ def nearest_root(delta: Callable[[float], float]) -> float | None:
     Steps outward on both sides at once, then bisects the first step over which the sign changes.
     """
     inner = 1.0
-    while inner < _FARTHEST:
+    while inner < FARTHEST:
         outer = inner * _STEP
         for side in (1, -1):
             if delta(outer**side) <= 0:

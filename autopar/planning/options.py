@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from autopar.constraints import Constraint
+from autopar.constraints import Constraint, check_number
 from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import AutoparError, ConstraintError
 from autopar.hardware import HardwareProfile
@@ -63,6 +63,8 @@ class PlanOptions:
         for constraint in self.constraints:
             if not isinstance(constraint, Constraint):
                 raise ConstraintError(f"{constraint!r} is no constraint", remedy="make constraints with autopar.constraints")
+        if self.num_microbatches != "auto":
+            check_number(self.constraints, self.num_microbatches)
 
     def budget(self, profile: HardwareProfile) -> int:
         """Bytes per device that a plan may use."""

@@ -15,7 +15,7 @@ from autopar.constraints import Constraint, Pipelined
 from autopar.cost.held import offered_as, own_time_s
 from autopar.cost.kernel_times import Site, saved, terms_of
 from autopar.cost.price import price
-from autopar.cost.priced import Crossing, Priced
+from autopar.cost.priced import Crossing, Priced, Source
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys, storage_key
 from autopar.emit.kernels import product_of
 from autopar.errors import PlanError
@@ -179,6 +179,22 @@ def _found(priced: Priced, chosen: Mapping[str, Strategy], *, every: bool = True
             continue
         wanted = tuple(chosen[key] for key in keys if key in chosen)
         if wanted not in offered:
-            raise PlanError(f"what the plan decides for {keys[0]} cannot be done here", remedy="plan again for this model and mesh")
+            raise _refusal(keys[0], source, wanted, priced.moves.mesh_shape)
         found[index] = offered.index(wanted)  # type: ignore[arg-type]
     return found
+
+
+def _refusal(key: str, source: Source, wanted: Sequence[Strategy], mesh_shape: Sequence[int]) -> PlanError:
+    """Why what the plan decides is not offered: a tensor that cannot be split so, where there is one."""
+    what = f"what the plan decides for {key} cannot be done here"
+    members = () if source.cluster is None else source.cluster.first.members
+    for member, strategy in zip(members, wanted, strict=False):  # the plan may be of another model, and speak of fewer
+        tensors = (*member.call.inputs, *member.call.outputs)
+        for tensor, layout in zip(tensors, (*strategy.inputs, *strategy.outputs), strict=False):
+            if not layout.fits(tensor.shape, mesh_shape):
+                sizes = " and ".join(map(str, mesh_shape))
+                has = "it has" if member.key == key else f"{member.key} has"
+                why = f"{has} a tensor of shape {tensor.shape}, which cannot lie as {str(layout)!r} over axes of {sizes} devices"
+                remedy = "ask about smaller axes, or plan for that mesh"
+                return PlanError(f"{what}: {why}", where=member.call.where, remedy=remedy)
+    return PlanError(f"{what}: it is none of what rules and constraints allow", remedy="plan again for this model and mesh")

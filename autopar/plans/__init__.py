@@ -1,7 +1,7 @@
 """Plans and their parts."""
 
 from autopar.plans.bucket import BUCKETED, Bucket, Member
-from autopar.plans.flip import COMPUTE, Flip
+from autopar.plans.flip import COMPUTE, FARTHEST, NO_FLIP, Flip
 from autopar.plans.load import forward_load, load_of, moved_load
 from autopar.plans.parts import (
     KERNELS_BUFFERS,
@@ -25,8 +25,10 @@ from autopar.plans.plan import FORMAT, VERSION, Pipeline, Plan
 __all__ = [
     "BUCKETED",
     "COMPUTE",
+    "FARTHEST",
     "FORMAT",
     "KERNELS_BUFFERS",
+    "NO_FLIP",
     "RESTING",
     "VERSION",
     "Bucket",

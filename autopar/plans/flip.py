@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 COMPUTE = "compute"
+FARTHEST = 64.0  # factors beyond are not looked at
+NO_FLIP = (
+    "none of the choices with the closest runner-ups turns where a link's bandwidth, or the speed of compute,"
+    f" is from 1/{FARTHEST:g} to {FARTHEST:g} times what it is"
+)
 
 
 @dataclass(frozen=True, slots=True)

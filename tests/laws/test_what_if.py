@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo_small
 
 import autopar
 from autopar.api.arguments import as_call
@@ -222,6 +223,15 @@ def test_what_cannot_be_asked_of_another_mesh_is_said() -> None:
     plan, model, batch = built("forced")
     with pytest.raises(ConstraintError, match="cannot hold"):
         autopar.what_if(plan, model, batch, mesh={"data": 2, "tensor": 16})
+
+
+def test_an_op_that_cannot_be_split_there_is_said_with_what_of_it_cannot() -> None:
+    model, batch = zoo_small.gpt2()  # of 4 samples, 8 over both axes
+    ask = {"example_inputs": batch, "hardware": "h100-sxm", "constraints": (ddp("a"),), "loss_rows": 4, "outputs": "loss"}
+    plan = autopar.plan(model, autopar.Mesh({"a": 2, "b": 2}), **ask)
+    said = r"linear_cross_entropy.* cannot be done here: it has a tensor of shape \(4, .*'S\(0\) S\(0\)' over axes of 2 and 4 devices"
+    with pytest.raises(PlanError, match=said + r"(.|\n)*in module lm_head(.|\n)*smaller axes"):
+        autopar.what_if(plan, model, batch, mesh={"a": 2, "b": 4})
 
 
 def test_a_plan_of_another_model_or_of_decisions_that_cannot_be_taken_is_refused() -> None:

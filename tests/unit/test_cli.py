@@ -115,6 +115,19 @@ def test_a_pipeline_is_planned_explained_compared_and_drawn(here: Path, command:
     assert "4 microbatches through 4 stages along node, 2 on each device, schedule interleaved_1f1b" in said
 
 
+def test_where_nothing_turns_a_choice_that_and_what_was_looked_at_is_said(here: Path, command: Command) -> None:
+    model = ("--module", "model.py:small")
+    command("plan", "--mesh", "1", "--hardware", "cpu-gloo", *model, "--out", "plan.json")
+    for asked in (
+        ("what-if", "plan.json", *model),
+        ("explain", "plan.json", "--function", "model.py:small"),
+        ("report", "plan.json", *model, "--out", "plan.svg"),
+    ):
+        code, said, complaint = command(*asked, "--flips", "3")
+        assert code == 0 and "turns where" in said and "from 1/64 to 64 times what it is" in said, complaint
+        assert "turns where" not in command(*asked)[1]
+
+
 def test_the_same_command_writes_the_same_file(here: Path, command: Command) -> None:
     for name in ("a.json", "b.json"):
         command(*PLAN, "--module", "model.py:small", "--out", name)
@@ -141,6 +154,8 @@ def test_a_plan_for_another_model_is_refused_without_a_traceback(here: Path, com
         ((*PLAN, "--module", "model.py:small", "--memory", "much"), "'much' is no size"),
         ((*PLAN, "--module", "model.py:small", "--memory", "100KiB"), "no plan fits"),
         ((*PLAN, "--model", "gpt2", "--dtype", "int3"), "dtype 'int3'"),
+        ((*PLAN, "--module", "model.py:deep", "--schedule", "gpipe"), "--schedule gpipe is of stages, and none are asked for"),
+        ((*PLAN, "--module", "model.py:deep", "--chunks", "2", "--microbatches", "4"), "pass --pipeline AXIS or --pipeline auto too"),
         (("plan", "--mesh", "node=x", "--model", "gpt2"), "cannot read mesh 'node=x'"),
         (("plan", "--mesh", "2", "--model", "gpt2", "--hardware", "abacus"), "there is no hardware profile 'abacus'"),
         (("profile", "--device", "abacus"), "device 'abacus' cannot be measured"),

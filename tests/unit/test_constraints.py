@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
+import autopar
 from autopar.constraints import (
     KINDS,
     Constraint,
@@ -19,6 +21,7 @@ from autopar.constraints import (
     megatron,
     parallelisms,
     pipeline,
+    pipeline_in,
     read_constraint,
     tensor_parallel,
 )
@@ -107,7 +110,7 @@ def test_of_axes_of_one_size_the_last_is_the_tensor_axis() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (megatron(tp=3), r"megatron\(tp=3, dp=None, zero=0\): no axes of mesh node=4,gpu=8 make 3 devices"),
+        (megatron(tp=3), r"megatron\(tp=3\): no axes of mesh node=4,gpu=8 make 3 devices"),
         (megatron(tp=8, dp=2), r"does not fill mesh node=4,gpu=8: beside the tensor axes it has 4 devices(.|\n)*dp=4"),
         (megatron(tp="gpu", dp="gpu"), r"does not fill mesh"),
         (ddp("tensor"), r"ddp\(axes=\['tensor'\]\): mesh node=4,gpu=8 has no axis 'tensor'(.|\n)*its axes are node, gpu"),
@@ -123,6 +126,36 @@ def test_a_named_plan_that_does_not_fit_the_mesh_is_refused(given: Constraint, s
 def test_two_plans_for_one_axis_are_refused_with_both_named() -> None:
     with pytest.raises(ConstraintError, match=r"fsdp\(axes=\['gpu'\]\) and ddp\(\) both speak of axis 'gpu'(.|\n)*name the axes of each"):
         _resolved(ddp(), fsdp("gpu"))
+
+
+@pytest.mark.parametrize("other", [pipeline("gpu"), megatron(pp="gpu", tp=4)], ids=str)
+def test_two_that_cut_the_model_are_quoted_as_they_were_written(other: Constraint) -> None:
+    given = megatron(pp=4, microbatches=8)
+    with pytest.raises(ConstraintError, match=re.escape(f"megatron(pp=4, microbatches=8) and {other} both cut the model")):
+        pipeline_in((given, other), MESH)
+    with pytest.raises(ConstraintError, match=r"^megatron\(tp=8\) and ddp\(axes=\['gpu'\]\) both speak of axis 'gpu'"):
+        list(parallelisms((ddp("gpu"), megatron(tp=8)), MESH))
+    with pytest.raises(ConstraintError, match=r"^megatron\(tp=8, .*\): context_parallel.* and tensor_parallel.* both speak of axis 'gpu'"):
+        list(parallelisms((megatron(tp=8, cp="gpu"),), MESH))
+
+
+WRITTEN = (
+    *("ddp()", "fsdp(axes=['gpu'])", "tensor_parallel('2d', axes=['a', 'b'])", "expert_parallel(axes=['gpu'], tokens='dispatched')"),
+    *(
+        "pipeline()",
+        "pipeline('node')",
+        "pipeline('node', microbatches=4, schedule='gpipe')",
+        "pipeline(schedule='1f1b', independent=True)",
+    ),
+    *("pipeline(cuts=['layers.2'])", "pipeline('node', schedule='interleaved_1f1b', chunks=2)", "pipeline('node', schedule='auto')"),
+    *("megatron()", "megatron(tp=['gpu'], dp=4, zero=3)", "megatron(tp=2, cp=2, ep=2, recompute='full', free=['node'])"),
+    *("megatron(pp='node', microbatches=4, chunks=2)", "megatron(zero=1, microbatches=4)"),
+)
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_a_constraint_reads_as_it_is_written(text: str) -> None:
+    assert str(eval(text, dict(vars(autopar.constraints)))) == text
 
 
 def test_stages_and_kinds_that_are_not_there_are_refused_and_what_is_there_is_named() -> None:
@@ -161,7 +194,7 @@ def test_the_sides_of_a_grid_are_equal_and_in_the_mesh_and_its_depth_is_free() -
     ):
         with pytest.raises(ConstraintError, match=rf"sides of its grid are to be equal, in mesh a=2,b=2,c=4 they are {sizes}"):
             check(tensor_parallel(kind, axes=axes), mesh)
-    with pytest.raises(ConstraintError, match=r"tensor_parallel\(2d, axes=\['a', 'x'\]\): mesh a=2,b=2,c=4 has no axis 'x'"):
+    with pytest.raises(ConstraintError, match=r"tensor_parallel\('2d', axes=\['a', 'x'\]\): mesh a=2,b=2,c=4 has no axis 'x'"):
         check(tensor_parallel("2d", axes=("a", "x")), mesh)
     with pytest.raises(ConstraintError, match=r"both speak of axis 'a'"):
         _resolved(tensor_parallel("2d", axes=("a", "b")), ddp("a"), mesh=mesh)

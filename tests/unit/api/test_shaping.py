@@ -14,9 +14,9 @@ from made_plan import made_plan
 import autopar
 from autopar.api.arguments import is_shape_of
 from autopar.api.planning import plan_model
-from autopar.api.shaping import best_shape, shapes
-from autopar.constraints import megatron, pipeline
-from autopar.errors import InfeasibleError, MeshError
+from autopar.api.shaping import best_shape, shapes, shapes_in_three
+from autopar.constraints import layout, megatron, pipeline
+from autopar.errors import ConstraintError, InfeasibleError, MeshError
 from autopar.mesh import Mesh
 from autopar.planning import Planned, TooSlow
 from autopar.run.program import StagedProgram
@@ -49,6 +49,20 @@ def test_shapes(devices: int | tuple[int, int], expected: list[str]) -> None:
         assert all(mesh.link(axis) == ("intra" if axis in inside else "inter") for axis in range(len(mesh.axes)))
 
 
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        (4, []),
+        (8, ["gpu0=2,gpu1=2,gpu2=2"]),
+        ((1, 12), ["gpu0=2,gpu1=2,gpu2=3", "gpu0=2,gpu1=3,gpu2=2", "gpu0=3,gpu1=2,gpu2=2"]),
+        ((8, 1), ["node0=2,node1=2,node2=2"]),
+        (16, []),
+    ],
+)
+def test_shapes_of_one_axis_cut_in_three(devices: int | tuple[int, int], expected: list[str]) -> None:
+    assert sorted(map(str, shapes_in_three(devices))) == expected
+
+
 @pytest.mark.parametrize("devices", [0, -8, 12, (0, 4), (4, -1)])
 def test_sizes_that_have_no_shape_are_refused(devices: int | tuple[int, int]) -> None:
     with pytest.raises(MeshError):
@@ -75,12 +89,43 @@ def test_each_shape_is_asked_to_beat_the_best_before_it() -> None:
     assert "gpu=8 (3.00 s)" in best.plan.proof.covers[-1] and "gpu0=4,gpu1=2 (at least 4.00 s)" in best.plan.proof.covers[-1]
 
 
-def test_where_no_shape_has_a_plan_the_first_refusal_is_raised() -> None:
-    def plan(mesh: Mesh, limit_s: float) -> Any:
-        raise InfeasibleError(str(mesh))
+@pytest.mark.parametrize(
+    ("refusals", "lacking", "expected"),
+    [
+        ([ConstraintError("a"), ConstraintError("b"), ConstraintError("c")], 0, "a"),
+        ([ConstraintError("a"), ConstraintError("b"), ConstraintError("c")], 1, "b"),
+        ([ConstraintError("a"), ConstraintError("b"), ConstraintError("c")], 4, "d"),
+        ([ConstraintError("a"), InfeasibleError("b", needed_bytes=8), InfeasibleError("c", needed_bytes=7)], 1, "c"),
+    ],
+)
+def test_where_no_shape_has_a_plan_the_refusal_that_says_most_is_raised(refusals: list[Exception], lacking: int, expected: str) -> None:
+    every = (*shapes(8), *shapes_in_three(8))
+    said = dict(zip(every, [*refusals, ConstraintError("d")], strict=True))
 
-    with pytest.raises(InfeasibleError, match="gpu=4"):
-        best_shape(shapes(4), plan)
+    def plan(mesh: Mesh, limit_s: float) -> Any:
+        raise said[mesh]
+
+    with pytest.raises(type(next(error for error in said.values() if str(error) == expected)), match=f"^{expected}$"):
+        best_shape(every[:-1], plan, further=every[-1:], holds=lambda mesh: every.index(mesh) >= lacking)
+
+
+def test_further_shapes_are_tried_where_the_others_have_no_plan_and_not_for_want_of_memory_alone() -> None:
+    tried: list[Mesh] = []
+
+    def best(refusal: Exception | None) -> Planned:
+        def plan(mesh: Mesh, limit_s: float) -> Any:
+            tried.append(mesh)
+            if refusal is not None and mesh not in shapes_in_three(8):
+                raise refusal
+            return made(mesh, 1.0)
+
+        tried.clear()
+        return best_shape(shapes(8), plan, further=shapes_in_three(8))
+
+    assert best(None).plan.mesh == shapes(8)[0] and tried == [*shapes(8)]
+    assert best(ConstraintError("no")).plan.mesh == shapes_in_three(8)[0] and len(tried) == 4
+    with pytest.raises(InfeasibleError):
+        best(InfeasibleError("no"))
 
 
 def made(mesh: Mesh, step_s: float) -> Planned:
@@ -128,6 +173,29 @@ def test_shapes_that_a_constraint_cannot_hold_on_are_passed_over() -> None:
     model, batch = zoo_small.llama()
     found = autopar.plan(model, 4, example_inputs=batch, hardware="h100-sxm", constraints=(megatron(tp=2, dp=2),))
     assert str(found.mesh) == "gpu0=2,gpu1=2" and "gpu=4 (none)" in found.proof.covers[-1]
+
+
+@pytest.mark.parametrize("asked", [megatron(tp=2, pp=2, dp=2, microbatches=2), layout("lm_head", output="S(0) S(1) R")])
+def test_constraints_that_speak_of_three_axes_are_planned_for_on_one_node(asked: Any) -> None:
+    model, batch = of_eight_samples()
+    found = autopar.plan(model, 8, example_inputs=batch, hardware="h100-sxm", constraints=(asked,))
+    assert str(found.mesh) == "gpu0=2,gpu1=2,gpu2=2" and "gpu=8 (none)" in found.proof.covers[-1]
+    assert autopar.verify(found, model, batch).ok
+
+
+def test_what_no_shape_can_hold_is_refused_as_the_shape_that_comes_closest_says() -> None:
+    model, batch = of_eight_samples()
+    for asked, said in (
+        (megatron(tp=2, pp=2, dp=3, microbatches=2), r"does not fill mesh .*gpu.=2,gpu.=2: beside the tensor axes it has 2 devices"),
+        (pipeline("gpu", microbatches=2, cuts=["transformer.h.1"]), "8 stages are asked for"),
+    ):
+        with pytest.raises(ConstraintError, match=said):
+            autopar.plan(model, 8, example_inputs=batch, hardware="h100-sxm", constraints=(asked,))
+
+
+def of_eight_samples() -> Any:
+    model, batch = zoo_small.gpt2()
+    return model, {name: tensor.repeat(2, 1) for name, tensor in batch.items()}
 
 
 def test_where_nothing_fits_the_batch_is_cut_into_microbatches(caplog: pytest.LogCaptureFixture) -> None:

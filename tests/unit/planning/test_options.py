@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
-from autopar.constraints import layout
-from autopar.errors import AutoparError
+from autopar.constraints import Constraint, layout, megatron, pipeline
+from autopar.errors import AutoparError, ConstraintError
 from autopar.hardware import HardwareProfile
 from autopar.planning import PlanOptions
 
@@ -46,3 +47,13 @@ def test_the_plan_records_what_bears_on_it_and_no_limit_in_seconds() -> None:
 def test_an_option_that_makes_no_sense_is_refused_with_what_to_pass(option: dict[str, Any], complaint: str) -> None:
     with pytest.raises(AutoparError, match=complaint):
         PlanOptions(**option)
+
+
+@pytest.mark.parametrize("asked", [pipeline("a", microbatches=2), megatron(pp=2, microbatches=2), megatron(microbatches=2)], ids=str)
+def test_two_numbers_of_microbatches_are_refused_with_both_named(asked: Constraint) -> None:
+    said = re.escape(f"{asked} and num_microbatches=4 ask for different numbers")
+    with pytest.raises(ConstraintError, match=said + r"(.|\n)*the same number in both"):
+        PlanOptions(num_microbatches=4, constraints=(layout("up", weight="R"), asked))
+    for num in (2, "auto"):
+        PlanOptions(num_microbatches=num, constraints=(asked,))
+    PlanOptions(num_microbatches=4, constraints=(pipeline("a"), megatron(pp=2)))

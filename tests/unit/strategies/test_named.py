@@ -122,7 +122,7 @@ def test_a_bias_of_attention_is_split_by_heads_though_a_mask_is_added_to_it() ->
 def test_heads_that_the_axes_do_not_divide_are_refused_by_the_op_that_makes_them() -> None:
     model, batch = zoo_small.llama(num_layers=1)
     message = (
-        r"tensor_parallel\(1d, axes=\['gpu'\]\) cannot hold: model\.layers\.0\.self_attn/view/forward/1"
+        r"tensor_parallel\('1d', axes=\['gpu'\]\) cannot hold: model\.layers\.0\.self_attn/view/forward/1"
         r" has a tensor of shape \(4, 12, 2, 8\), whose dim 2 would be in 4 parts(.|\n)*op aten\.view\.default in module"
         r" model\.layers\.0\.self_attn(.|\n)*a multiple of 4"
     )
