@@ -168,8 +168,19 @@ def _context_parallel(graph: Read, plan: Parallelism) -> Spread:
         what = f"{plan}: no input has a sequence to split; its dim 1 would be it"
         raise ConstraintError(what, remedy="leave the constraint out for this model")
     if found.failure is not None:
-        _refuse(graph, plan, found.failure.node, "the sequence is split over it, and it has no way to compute on a part of the sequence")
+        _refuse(graph, plan, found.failure.node, _of_sequence(graph, found))
     return found
+
+
+def _of_sequence(graph: Read, found: Spread) -> str:
+    """Why a node cannot be computed on a part: what was taken to be the sequence, and what of it the node reads."""
+    assert found.failure is not None, "a node refuses"
+    inputs = [i for i in graph.trace.inputs if isinstance(found.labels.get((i.node, 0)), Shard)]
+    taken = " and ".join(f"dim 1 of {i.path}, of {i.shape[1]}" for i in inputs)
+    read = zip(graph.reads[found.failure.node], graph.calls[found.failure.node].inputs, strict=True)
+    parts = [f"{tensor.shape} as {label}" for ref, tensor in read if isinstance(label := found.labels.get(ref), Shard)]
+    split = f"the sequence ({taken}) is split over it, and it has no way to compute on a part of the sequence"
+    return f"{split}: it reads {' and '.join(parts)}"
 
 
 @dataclass(slots=True)

@@ -122,3 +122,10 @@ def test_degrees_take_axes_from_the_last() -> None:
     assert read_constraint(named.to_json()) == named
     with pytest.raises(ConstraintError, match="no axes of mesh"):
         list(parallelisms([megatron(cp=3)], mesh))
+
+
+def test_what_was_taken_to_be_the_sequence_is_said_where_an_op_refuses_it() -> None:
+    model, batch = zoo_small.vit()  # of images: their channels are where others have tokens
+    said = r"native_layer_norm/.*the sequence \(dim 1 of pixel_values, of 3\).* it reads \(4, 17, 32\) as S\(2\)"
+    with pytest.raises(ConstraintError, match=said):
+        autopar.plan(model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(context_parallel("context"),))
