@@ -204,6 +204,9 @@ CHANGES: dict[str, tuple[Change, str]] = {
         "layouts: .* has not one layout per tensor",
     ),
     "an entry's time": (entry(lambda e: e.time_s > 0, time_s=lambda e: e.time_s * 0.5), "time: one instance takes"),
+    "a runner-up that no rule offers": (
+        entry(lambda e: e.runner_up, runner_up=lambda e: replace(e.runner_up, strategy="P P -> P P")), "layouts: .*, its runner-up",
+    ),
     "an entry's kind": (entry(lambda e: e.kind == "compute", kind="output"), "layouts: it is a compute"),
     "an entry is missing": (without("entries", lambda e: e.kind == "compute"), "layouts: the plan decides nothing about"),
     "an entry stands twice": (lambda plan: replace(plan, entries=(*plan.entries, plan.entries[-1])), "layouts: .*twice"),

@@ -102,6 +102,10 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "what a rank holds": (lambda plan: piped(rank_bytes=(plan.pipeline.rank_bytes[0] - 1, plan.pipeline.rank_bytes[1]))(plan), "memory"),  # type: ignore[union-attr]
     "the microbatches in flight": (piped(num_in_flight=(4, 3, 2, 2)), "memory"),
     "the schedule": (piped(schedule="1f1b"), "memory"),
+    "the share of a stage that is none": (lambda plan: piped(budgets=(0, *plan.pipeline.budgets[1:]))(plan), "memory"),  # type: ignore[union-attr]
+    "the share of a stage beyond all": (lambda plan: piped(budgets=(2**60, *plan.pipeline.budgets[1:]))(plan), "memory"),  # type: ignore[union-attr]
+    "what crosses": (lambda plan: piped(crossings=((), *plan.pipeline.crossings[1:]))(plan), "moves"),  # type: ignore[union-attr]
+    "with what a stage begins": (lambda plan: piped(modules=plan.pipeline.modules[::-1])(plan), "model"),  # type: ignore[union-attr]
     "the budget": (lambda plan: plan.with_options(memory_bytes=min(plan.pipeline.rank_bytes)), "memory"),  # type: ignore[union-attr]
 }
 
