@@ -18,7 +18,7 @@ from autopar.certificate.check import certify, identity, notes
 from autopar.certificate.context import Context
 from autopar.certificate.crossings import budgets, cuts
 from autopar.certificate.facts import Facts
-from autopar.certificate.interleaved import held_by_chunks, least_of_ranks, phases_of, step_by_longest_path
+from autopar.certificate.interleaved import held_by_chunks, least_of_cuts, least_of_ranks, phases_of, step_by_longest_path
 from autopar.certificate.over_cuts import Pipelines, Unfolded, least_over_cuts
 from autopar.certificate.proof import Stored, proven
 from autopar.certificate.ranks import actions_of, interleaves, shared_memory
@@ -63,8 +63,6 @@ def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, pla
     found = [replace(f, what=f"stage {n}: {f.what}") for n, stage in enumerate(stages) for f in stage.findings]
     found += [*cuts(part, made, pipeline), *budgets(plan, pipeline), *_joined(plan, pipeline, made)]
     found += shared_memory(plan, program, made.stages, profile)
-    if pipeline.num_chunks > 1:  # the bound over cuts is of one stage per device
-        return _summed(replace(report, findings=tuple(found)), stages, pipeline, 0)
     bound_s, num = _bound_s(part, plan, pipeline, profile, stages, found)
     found += proven(plan.proof, bound_s)
     report = replace(report, findings=tuple(found), certified_bound_s=bound_s)
@@ -94,7 +92,10 @@ def _bound_s(
     allowed = {i for i, point in enumerate(points, 1) if point.module in asked[0]} if asked else None
     parts = Unfolded(ways, stored.prices(), {v: found.made for v, found in stored.versions().items()})
     found += stored.findings
-    return least_over_cuts(parts, len(stages), pipeline.num_microbatches, allowed), stored.num_multipliers
+    if pipeline.schedule != INTERLEAVED:
+        return least_over_cuts(parts, len(stages), pipeline.num_microbatches, allowed), stored.num_multipliers
+    one_s = least_over_cuts(parts, len(stages), 1, allowed)
+    return least_of_cuts(one_s, len(pipeline.rank_bytes), pipeline.num_microbatches), stored.num_multipliers
 
 
 def held_at_most(schedule: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> int:

@@ -77,6 +77,8 @@ def test_their_plans_are_certified_and_read_back_as_they_were(name: str, request
     assert found.ok, str(found)
     assert found.step_s == pytest.approx(made.plan.prediction.step_s, rel=1e-12)
     assert found.peak_bytes == made.plan.prediction.peak_bytes == max(pipe_of(made).rank_bytes)
+    assert found.certified_bound_s == pytest.approx(made.plan.proof.certified_bound_s, rel=1e-12)
+    assert 0 < made.plan.proof.certified_bound_s == made.plan.proof.bound_s < made.plan.proof.objective_s
     assert Plan.loads(made.plan.dumps()) == made.plan
 
 
@@ -97,6 +99,10 @@ def predicted(**changes: float) -> Callable[[Plan], Plan]:
 CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "the step": (predicted(step_s=0.99), "time"),
     "the simulated step": (predicted(simulated_s=0.99), "time"),
+    "the bound over all cuts": (
+        lambda plan: replace(plan, proof=replace(plan.proof, certified_bound_s=plan.proof.certified_bound_s * 1.001)),
+        "bound",
+    ),
     "the peak": (predicted(peak_bytes=2), "memory"),
     "the compute of the rank that does most": (predicted(compute_s=0.5), "time"),
     "what a rank holds": (lambda plan: piped(rank_bytes=(plan.pipeline.rank_bytes[0] - 1, plan.pipeline.rank_bytes[1]))(plan), "memory"),  # type: ignore[union-attr]
