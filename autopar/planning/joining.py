@@ -102,13 +102,13 @@ def _proof(asked: Asked, whole: Whole, objective: float, plans: Sequence[Plan], 
     bound, certified = (own.bound_s * asked.how.num, own.certified_bound_s * asked.how.num) if own else (whole.least.step_s,) * 2
     covers = _covers(asked.wish, one=own is not None)
     covers += (of_kernels(whole.priced),) if asked.profile.kernels else ()
-    bound = min(bound, objective)
+    bound, searched = min(bound, objective), min(own.searched_bound_s * asked.how.num, objective) if own else 0.0
     proof = Proof(
         objective, bound, (objective - bound) / objective if objective else 0.0,
         whole.choices.num_variables + sum(p.proof.num_variables for p in plans),
         whole.choices.num_constraints + sum(p.proof.num_constraints for p in plans),
         whole.choices.solver, max(p.proof.memory_price_s_per_gib for p in plans), covers + promised,
-        min(certified, bound),
+        min(certified, bound), searched,
     )  # fmt: skip
     draft = Draft(asked.part, asked.left, whole.priced, whole.choices, whole.evaluation, {})
     return proof if whole.multipliers is None else with_multipliers(proof, draft, whole.multipliers)

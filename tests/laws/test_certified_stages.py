@@ -170,6 +170,7 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "the step": (predicted(step_s=0.9), "time"),
     "the compute of the slowest stage": (predicted(compute_s=0.9), "time"),
     "the bound": (proven(bound_s=1e3), "bound"),
+    "the bound and the gap": (lambda p: replace(p, proof=replace(p.proof, bound_s=p.proof.objective_s, gap=0.0)), "bound"),
     "the bound over all cuts": (proven(certified_bound_s=1.001), "bound"),
     "a multiplier": (multiplied("potentials", 1.5), "bound"),
     "a multiplier that is gone": (multiplied("potentials", 0.0), "bound"),

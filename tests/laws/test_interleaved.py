@@ -99,6 +99,7 @@ def predicted(**changes: float) -> Callable[[Plan], Plan]:
 CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "the step": (predicted(step_s=0.99), "time"),
     "the simulated step": (predicted(simulated_s=0.99), "time"),
+    "the bound and the gap": (lambda plan: replace(plan, proof=replace(plan.proof, bound_s=plan.proof.objective_s, gap=0.0)), "bound"),
     "the bound over all cuts": (
         lambda plan: replace(plan, proof=replace(plan.proof, certified_bound_s=plan.proof.certified_bound_s * 1.001)),
         "bound",
