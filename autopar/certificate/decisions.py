@@ -108,6 +108,8 @@ class Decisions:
             yield from self._legal(entry, op, entry.nodes, "")
             if entry.recompute:
                 yield from self._again(entry, op)
+            if entry.runner_up and entry.runner_up.strategy not in {str(s.layouts) for s in stated.strategies}:
+                yield Finding("layouts", f"the problem does not offer {entry.runner_up.strategy}, its runner-up", entry.key)
             yield from self._timed(entry)
 
     def _said_of(self, op: int) -> tuple[set[tuple[str, ...]], ...]:

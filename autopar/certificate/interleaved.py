@@ -100,6 +100,11 @@ def step_by_longest_path(phases: Sequence[tuple[float, float]], num_ranks: int, 
     return end
 
 
+def least_of_cuts(least_s: float, num_ranks: int, num_microbatches: int) -> float:
+    """What a step takes at least, where a microbatch takes so long through all stages: the rank that does most takes a P-th of each."""
+    return least_s * max(1.0, num_microbatches / num_ranks)
+
+
 def least_of_ranks(bounds_s: Sequence[float], num_ranks: int, num_microbatches: int) -> float:
     """What a step takes at least, where stage s takes b_s for a microbatch: rank r begins when the stages before it have run forward on the
     first one, and ends before they run backward on the last: M · (its stages' b) + the sum of b over stages 0 to r − 1."""

@@ -25,6 +25,7 @@ in L. With G the sum of π of the readers on the far side, these cost, for what 
 
 and for what backward makes, which goes the other way, G(L) behind and time to arrive − G(L) before. Any cut into S stages then takes
 (M − 1) · max τ + Σ τ with τ at least the sum of units and of what is at its two borders, in some layouts; the least over all is the bound.
+Of interleaved stages it is what follows from the least Σ τ (`autopar.certificate.interleaved.least_of_cuts`).
 """
 
 from __future__ import annotations

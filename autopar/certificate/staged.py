@@ -1,9 +1,9 @@
 """`certify_staged`: a plan with a pipeline, stage by stage, and what joins the stages.
 
 Each stage is certified as a plan of its own, under the layouts in which it says that tensors cross and with its microbatches in flight.
-Beside that: that neighbours agree, that copies of a parameter rest alike, how many microbatches a schedule holds, that step, peak
-and gap follow from the stages', and the bound over all cuts (`autopar.certificate.over_cuts`). What the stages' multipliers prove is a
-bound for these cuts and layouts, and is said in a note.
+Beside that: that neighbours agree, what is said of the cuts (`autopar.certificate.crossings`), that copies of a parameter rest alike, how
+many microbatches a schedule holds, that step, peak and gap follow from the stages', and the bound over all cuts
+(`autopar.certificate.over_cuts`). What the stages' multipliers prove is a bound for these cuts and layouts, and is said in a note.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
 from autopar.certificate.check import certify, identity, notes
 from autopar.certificate.context import Context
+from autopar.certificate.crossings import budgets, cuts
 from autopar.certificate.facts import Facts
-from autopar.certificate.interleaved import held_by_chunks, least_of_ranks, phases_of, step_by_longest_path
+from autopar.certificate.interleaved import held_by_chunks, least_of_cuts, least_of_ranks, phases_of, step_by_longest_path
 from autopar.certificate.over_cuts import Pipelines, Unfolded, least_over_cuts
 from autopar.certificate.proof import Stored, proven
 from autopar.certificate.ranks import actions_of, interleaves, shared_memory
@@ -60,10 +61,8 @@ def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, pla
     except AutoparError as error:
         return replace(report, findings=(Finding("emission", error.what, "" if error.where is None else str(error.where)),))
     found = [replace(f, what=f"stage {n}: {f.what}") for n, stage in enumerate(stages) for f in stage.findings]
-    found += _joined(plan, pipeline, made)
+    found += [*cuts(part, made, pipeline), *budgets(plan, pipeline), *_joined(plan, pipeline, made)]
     found += shared_memory(plan, program, made.stages, profile)
-    if pipeline.num_chunks > 1:  # the bound over cuts is of one stage per device
-        return _summed(replace(report, findings=tuple(found)), stages, pipeline, 0)
     bound_s, num = _bound_s(part, plan, pipeline, profile, stages, found)
     found += proven(plan.proof, bound_s)
     report = replace(report, findings=tuple(found), certified_bound_s=bound_s)
@@ -93,7 +92,10 @@ def _bound_s(
     allowed = {i for i, point in enumerate(points, 1) if point.module in asked[0]} if asked else None
     parts = Unfolded(ways, stored.prices(), {v: found.made for v, found in stored.versions().items()})
     found += stored.findings
-    return least_over_cuts(parts, len(stages), pipeline.num_microbatches, allowed), stored.num_multipliers
+    if pipeline.schedule != INTERLEAVED:
+        return least_over_cuts(parts, len(stages), pipeline.num_microbatches, allowed), stored.num_multipliers
+    one_s = least_over_cuts(parts, len(stages), 1, allowed)
+    return least_of_cuts(one_s, len(pipeline.rank_bytes), pipeline.num_microbatches), stored.num_multipliers
 
 
 def held_at_most(schedule: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> int:

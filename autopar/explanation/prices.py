@@ -14,6 +14,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from autopar.collective import collective_time, faster
+from autopar.emit.choices import input_key, output_key
+from autopar.errors import PlanError
 from autopar.explanation.rendering import table
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
@@ -144,7 +146,11 @@ def _received(pipeline: Pipeline, mesh: Mesh, profile: HardwareProfile | None) -
         crossed = (*arriving, *returning)
         after.append(sum(link.latency_s + c.bytes / link.bandwidth_bytes_per_s for c in crossed) if link else 0.0)
         times = {e.nodes[0].node.format(*i): e.time_s for e in stage.entries if e.kind in ("input", "output") for i in e.instances}
-        before.append(sum(times[f"{c.node}/input"] for c in arriving) + sum(times[f"{c.node}/output"] for c in returning))
+        keys = [*(input_key(c.node) for c in arriving), *(output_key(c.node) for c in returning)]
+        for key in (key for key in keys if key not in times):
+            what = f"{key.rpartition('/')[0]} is said to cross a cut, and stage {number} decides nothing about it"
+            raise PlanError(what, remedy="plan again; the file was changed by hand or belongs to another version")
+        before.append(sum(times[key] for key in keys))
     return before, after
 
 

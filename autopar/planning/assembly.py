@@ -67,6 +67,7 @@ def assemble(draft: Draft, fingerprint: Fingerprint, options: Mapping[str, objec
         objective, min(bound_s, objective), max(objective - bound_s, 0.0) / objective if objective else 0.0,
         choices.num_variables, choices.num_constraints, choices.solver,
         choices.memory_price_s_per_byte * GIB, covers_of(draft) + beside_compute(draft.evaluation),
+        searched_bound_s=min(bound_s, objective),
     )  # fmt: skip
     return Plan(
         mesh=draft.mesh,

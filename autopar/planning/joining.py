@@ -30,14 +30,7 @@ COVERS: tuple[str, ...] = (
 _COVERS_ASKED: tuple[str, ...] = (
     "the cuts that are asked for, with this axis, schedule and number of microbatches, and every layout in which tensors cross",
 )
-_COVERS_INTERLEAVED: tuple[str, ...] = (
-    "every cut between layers, for this axis, number of microbatches and schedule; memory counts for the stages' plans, not for the bound, "
-    "which leaves out what devices wait for each other",
-    "per stage, every layout of every op, storage of every parameter, recomputation and kept versions (see the stages' proofs)",
-    COVERS[2],
-    "equal nodes of repeated layers take one decision in a stage, or in each of a few groups of its layers; the bound takes one for "
-    "all stages",
-)
+_COVERS_INTERLEAVED: tuple[str, ...] = ("the bound leaves out what devices wait for each other",)
 _COVERS_ONE: tuple[str, ...] = (
     "one stage, for this number of microbatches; every layout of every op, storage of every parameter, recomputation and kept versions, "
     "within the memory (see the stage's proof)",
@@ -109,13 +102,13 @@ def _proof(asked: Asked, whole: Whole, objective: float, plans: Sequence[Plan], 
     bound, certified = (own.bound_s * asked.how.num, own.certified_bound_s * asked.how.num) if own else (whole.least.step_s,) * 2
     covers = _covers(asked.wish, one=own is not None)
     covers += (of_kernels(whole.priced),) if asked.profile.kernels else ()
-    bound = min(bound, objective)
+    bound, searched = min(bound, objective), min(own.searched_bound_s * asked.how.num, objective) if own else 0.0
     proof = Proof(
         objective, bound, (objective - bound) / objective if objective else 0.0,
         whole.choices.num_variables + sum(p.proof.num_variables for p in plans),
         whole.choices.num_constraints + sum(p.proof.num_constraints for p in plans),
         whole.choices.solver, max(p.proof.memory_price_s_per_gib for p in plans), covers + promised,
-        0.0 if asked.wish.schedule == INTERLEAVED and not own else min(certified, bound),
+        min(certified, bound), searched,
     )  # fmt: skip
     draft = Draft(asked.part, asked.left, whole.priced, whole.choices, whole.evaluation, {})
     return proof if whole.multipliers is None else with_multipliers(proof, draft, whole.multipliers)
@@ -124,10 +117,6 @@ def _proof(asked: Asked, whole: Whole, objective: float, plans: Sequence[Plan], 
 def _covers(wish: Pipelined, *, one: bool) -> tuple[str, ...]:
     interleaved = wish.schedule == INTERLEAVED
     taken = "the end of the simulated schedule" if interleaved else "(M − 1) · max τ + Σ τ"
-    if one:
-        covers = _COVERS_ONE
-    elif interleaved:
-        covers = _COVERS_INTERLEAVED
-    else:
-        covers = COVERS if wish.cuts is None else _COVERS_ASKED + COVERS[1:]
+    several = (COVERS if wish.cuts is None else _COVERS_ASKED + COVERS[1:]) + (_COVERS_INTERLEAVED if interleaved else ())
+    covers = _COVERS_ONE if one else several
     return *(line.format(taken) for line in covers), BY_ITSELF

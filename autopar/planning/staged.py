@@ -39,9 +39,10 @@ from autopar.planning.smallest import preferred
 from autopar.planning.stage_sizes import StageSizes, light_cuts
 from autopar.planning.steps import in_order, step_of
 from autopar.planning.units import balanced, one_stage, reweighed, units_of
+from autopar.problem import Multipliers
 from autopar.run.orders import num_in_flight
 from autopar.solve import REMEDY, evaluated, solve
-from autopar.stages import Cut, CutPoint, cut, seams, usable_points
+from autopar.stages import Cut, CutPoint, Seams, cut, seams, usable_points
 from autopar.strategies import Forced, Starts, apart, classes_of, resolve
 
 log = logging.getLogger("autopar")
@@ -145,19 +146,26 @@ class StagedSearch:
             gap = asked.options.gap / _CLOSER
             choices = solve(priced.problem, gap=gap, time_limit_s=asked.options.time_limit_s, solver=asked.options.solver)
             evaluation = evaluated(priced.problem, choices)
-        if asked.num_stages == 1 or asked.wish.schedule == INTERLEAVED:
-            least, multipliers = Least(self._least_s(choices.bound_s), ()), None
-        else:
+        least, multipliers = Least(self._least_s(choices.bound_s), ()), None
+        if asked.num_stages > 1:
             with self.clock.phase("bound"):
                 ways = Pipelines(
                     asked.part, asked.left.shape, placing, len(points) + 1, asked.crossing, asked.num_stages, asked.how.num,
                     None if asked.wish.cuts is None else self._cuts_asked(points),
                 )  # fmt: skip
-                least, multipliers = proven(priced, forced, sewn, ways, asked.options.time_limit_s)
+                least, multipliers = self._over_cuts(priced, forced, sewn, ways)
         if self.limit_s <= least.step_s < math.inf:  # infinite where there are fewer parts than stages
             raise TooSlow(least.step_s)
         units = units_of(placing, len(points) + 1, priced, choices, evaluation)
         return Whole(priced, choices, evaluation, points, units, least, multipliers)
+
+    def _over_cuts(self, priced: Priced, forced: Forced, sewn: Seams, ways: Pipelines) -> tuple[Least, Multipliers]:
+        """What is proven over all cuts: of one microbatch through all stages, and from that of the step, where stages are interleaved."""
+        limit_s = self.asked.options.time_limit_s
+        if self.asked.wish.schedule != INTERLEAVED:
+            return proven(priced, forced, sewn, ways, limit_s)
+        one, multipliers = proven(priced, forced, sewn, replace(ways, num_microbatches=1), limit_s)
+        return replace(one, step_s=self._least_s(one.step_s)), multipliers
 
     def _cuts_asked(self, points: Sequence[CutPoint]) -> tuple[int, ...]:
         """The cuts that the user asks for, as indices of units."""

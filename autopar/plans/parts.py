@@ -229,7 +229,9 @@ class Proof:
     """Incumbent, bound, and what the bound covers.
 
     Attributes:
-        certified_bound_s: what the multipliers prove of `bound_s` by arithmetic alone (`autopar.check`); the search may prove more.
+        bound_s: the larger of what a search proved and what the multipliers prove. gap: relative distance of the two above.
+        certified_bound_s: what the multipliers prove by arithmetic alone (`autopar.check`).
+        searched_bound_s: what the search proved, of which there is its word alone; 0 where none did, in a pipeline of several stages.
         balance: λ of forward and backward at whose prices the multipliers hold (`autopar.streams`).
         potentials: multipliers of tensors. memory_s: what the whole budget is worth at a point of the step: ``start of
             backward``, ``end of backward``, or while a node runs.
@@ -245,10 +247,16 @@ class Proof:
     memory_price_s_per_gib: float
     covers: tuple[str, ...]
     certified_bound_s: float = 0.0
+    searched_bound_s: float = 0.0
     potentials: tuple[Potential, ...] = ()
     memory_s: Mapping[str, float] = field(default_factory=dict)
     balance: Balance = ON_COMPUTE
     versions: tuple[Version, ...] = ()
+
+    @property
+    def certified_gap(self) -> float:
+        """Relative distance of objective and certified bound."""
+        return max(self.objective_s - self.certified_bound_s, 0.0) / self.objective_s if self.objective_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)

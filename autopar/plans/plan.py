@@ -37,7 +37,7 @@ from autopar.typed import mismatch
 from autopar.units import seconds, size
 
 FORMAT = "autopar-plan"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)

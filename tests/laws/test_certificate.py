@@ -82,6 +82,7 @@ def test_a_plan_as_it_is_made_is_certified_with_the_gap_that_it_claims(make: Cal
     assert found.ok, str(found)
     assert (found.peak_bytes, found.step_s) == (plan.prediction.peak_bytes, pytest.approx(plan.prediction.step_s, rel=1e-9))
     assert found.certified_bound_s is not None and found.certified_gap is not None
+    assert plan.proof.searched_bound_s == plan.proof.bound_s
     assert plan.proof.certified_bound_s <= found.certified_bound_s * (1 + 1e-9) <= plan.proof.objective_s * (1 + 2e-9)
     assert found.certified_gap <= found.claimed_gap + 1e-3, "these close at the root, so that multipliers tell what the search does"
     assert str(found).startswith("certified: ") and "by arithmetic from" in str(found)
@@ -204,6 +205,9 @@ CHANGES: dict[str, tuple[Change, str]] = {
         "layouts: .* has not one layout per tensor",
     ),
     "an entry's time": (entry(lambda e: e.time_s > 0, time_s=lambda e: e.time_s * 0.5), "time: one instance takes"),
+    "a runner-up that no rule offers": (
+        entry(lambda e: e.runner_up, runner_up=lambda e: replace(e.runner_up, strategy="P P -> P P")), "layouts: .*, its runner-up",
+    ),
     "an entry's kind": (entry(lambda e: e.kind == "compute", kind="output"), "layouts: it is a compute"),
     "an entry is missing": (without("entries", lambda e: e.kind == "compute"), "layouts: the plan decides nothing about"),
     "an entry stands twice": (lambda plan: replace(plan, entries=(*plan.entries, plan.entries[-1])), "layouts: .*twice"),
@@ -276,7 +280,15 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "both bounds and the gap": (
         proof(certified_bound_s=lambda p: p.objective_s, bound_s=lambda p: p.objective_s, gap=0.0), "bound: the multipliers prove",
     ),
-    "the bound alone": (proof(bound_s=lambda p: p.objective_s * 1.01), "bound: the search claims"),
+    "the bound alone": (proof(bound_s=lambda p: p.objective_s * 1.01), "bound: the bound is said to be"),
+    "the bound and its gap": (proof(bound_s=lambda p: p.objective_s, gap=0.0), "bound: the bound is said to be .* a search, by its word"),
+    "a bound that no search proved": (proof(searched_bound_s=0.0), "bound: the bound is said to be .* no search any"),
+    "what the search proved, beyond the objective": (
+        proof(searched_bound_s=lambda p: p.objective_s * 1.01, bound_s=lambda p: p.objective_s * 1.01), "bound: the search claims",
+    ),
+    "what the search proved, less than is claimed": (
+        proof(searched_bound_s=lambda p: p.bound_s * 0.999), "bound: the bound is said to be",
+    ),
     "the gap": (proof(gap=lambda p: p.gap + 0.01), "bound: objective and bound are"),
     "a bound that is no number": (proof(certified_bound_s=math.nan), "bound: the multipliers prove"),
     "larger multipliers that claim more": (
@@ -324,7 +336,19 @@ def test_a_plan_of_which_one_claim_is_changed_is_refused_for_that(
     assert any(re.match(finding, str(f)) for f in found.findings), str(found)
 
 
-FREE = ("runner_up", "num_variables", "num_constraints", "memory_price_s_per_gib", "potentials", "memory_s", "options", "gap", "version")
+# rows of the loss are of the trace, which `autopar.check` makes by them, and is given here
+FREE = (
+    "loss_rows",
+    "runner_up",
+    "num_variables",
+    "num_constraints",
+    "memory_price_s_per_gib",
+    "potentials",
+    "memory_s",
+    "options",
+    "gap",
+    "version",
+)
 
 
 def numbers(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -15,7 +15,9 @@ from autopar.api.tracing import staged_trace
 from autopar.capture import Trace
 from autopar.certificate import Certificate, certify_staged
 from autopar.constraints import fsdp, pipeline
+from autopar.errors import PlanError
 from autopar.hardware import HardwareProfile
+from autopar.layout import Layout
 from autopar.planning.over_cuts import Pair
 from autopar.planning.parted import Parting
 from autopar.plans import Pipeline, Plan
@@ -142,10 +144,33 @@ def forgetful(plan: Plan) -> Plan:
     return replace(plan, kept=kept)
 
 
+def crossing(**changes: Any) -> Callable[[Plan], Plan]:
+    """The first value that goes from stage 0 to the next, told otherwise."""
+
+    def change(plan: Plan) -> Plan:
+        assert plan.pipeline is not None
+        first, *others = plan.pipeline.crossings[0]
+        return piped(crossings=((replace(first, **changes), *others),))(plan)
+
+    return change
+
+
+def twice_crossing(plan: Plan) -> Plan:
+    assert plan.pipeline is not None
+    return piped(crossings=((*plan.pipeline.crossings[0], plan.pipeline.crossings[0][0]),))(plan)
+
+
+def other_runner_ups(plan: Plan) -> Plan:
+    entries = tuple(replace(e, runner_up=replace(e.runner_up, strategy="S(7) -> S(7)")) if e.runner_up else e for e in plan.entries)
+    assert entries != plan.entries
+    return replace(plan, entries=entries)
+
+
 CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "the step": (predicted(step_s=0.9), "time"),
     "the compute of the slowest stage": (predicted(compute_s=0.9), "time"),
     "the bound": (proven(bound_s=1e3), "bound"),
+    "the bound and the gap": (lambda p: replace(p, proof=replace(p.proof, bound_s=p.proof.objective_s, gap=0.0)), "bound"),
     "the bound over all cuts": (proven(certified_bound_s=1.001), "bound"),
     "a multiplier": (multiplied("potentials", 1.5), "bound"),
     "a multiplier that is gone": (multiplied("potentials", 0.0), "bound"),
@@ -165,6 +190,16 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "a stage's certified bound": (stage(0, proven(certified_bound_s=1.5)), "bound"),
     "a stage's entries": (stage(0, lambda p: replace(p, entries=p.entries[1:])), "emission"),
     "a stage's collectives": (stage(1, lambda p: replace(p, communications=p.communications[1:])), "emission"),
+    "the bytes of what crosses": (crossing(bytes=1), "moves"),
+    "the layout of what crosses": (crossing(layout=Layout.parse("P")), "moves"),
+    "another name of what crosses": (crossing(node="nowhere"), "moves"),
+    "whether its gradient comes back": (crossing(returns=False), "moves"),
+    "nothing crosses": (piped(crossings=((),)), "moves"),
+    "it crosses twice": (twice_crossing, "moves"),
+    "with what a stage begins": (piped(modules=("another",)), "model"),
+    "the budget of a stage": (stage(1, lambda p: p.with_options(memory_bytes=2**60)), "memory"),
+    "the optimizer of a stage": (stage(0, lambda p: p.with_options(optimizer="sgd")), "model"),
+    "a stage's runner-ups": (stage(0, other_runner_ups), "layouts"),
     "the batch": (lambda p: replace(p, fingerprint=replace(p.fingerprint, model="another")), "model"),
 }
 
@@ -177,3 +212,8 @@ def test_one_changed_claim_is_found(made: Made, name: str) -> None:
     found = made.certificate(changed)
     assert not found.ok
     assert claim in {f.claim for f in found.findings}, str(found)
+
+
+def test_what_crosses_nowhere_is_named_when_a_plan_is_explained(made: Made) -> None:
+    with pytest.raises(PlanError, match="nowhere is said to cross a cut, and stage 0 decides nothing about it"):
+        autopar.explain(crossing(node="nowhere")(made.plan), profile=PROFILE)

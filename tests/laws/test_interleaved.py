@@ -77,6 +77,8 @@ def test_their_plans_are_certified_and_read_back_as_they_were(name: str, request
     assert found.ok, str(found)
     assert found.step_s == pytest.approx(made.plan.prediction.step_s, rel=1e-12)
     assert found.peak_bytes == made.plan.prediction.peak_bytes == max(pipe_of(made).rank_bytes)
+    assert found.certified_bound_s == pytest.approx(made.plan.proof.certified_bound_s, rel=1e-12)
+    assert 0 < made.plan.proof.certified_bound_s == made.plan.proof.bound_s < made.plan.proof.objective_s
     assert Plan.loads(made.plan.dumps()) == made.plan
 
 
@@ -97,11 +99,20 @@ def predicted(**changes: float) -> Callable[[Plan], Plan]:
 CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "the step": (predicted(step_s=0.99), "time"),
     "the simulated step": (predicted(simulated_s=0.99), "time"),
+    "the bound and the gap": (lambda plan: replace(plan, proof=replace(plan.proof, bound_s=plan.proof.objective_s, gap=0.0)), "bound"),
+    "the bound over all cuts": (
+        lambda plan: replace(plan, proof=replace(plan.proof, certified_bound_s=plan.proof.certified_bound_s * 1.001)),
+        "bound",
+    ),
     "the peak": (predicted(peak_bytes=2), "memory"),
     "the compute of the rank that does most": (predicted(compute_s=0.5), "time"),
     "what a rank holds": (lambda plan: piped(rank_bytes=(plan.pipeline.rank_bytes[0] - 1, plan.pipeline.rank_bytes[1]))(plan), "memory"),  # type: ignore[union-attr]
     "the microbatches in flight": (piped(num_in_flight=(4, 3, 2, 2)), "memory"),
     "the schedule": (piped(schedule="1f1b"), "memory"),
+    "the share of a stage that is none": (lambda plan: piped(budgets=(0, *plan.pipeline.budgets[1:]))(plan), "memory"),  # type: ignore[union-attr]
+    "the share of a stage beyond all": (lambda plan: piped(budgets=(2**60, *plan.pipeline.budgets[1:]))(plan), "memory"),  # type: ignore[union-attr]
+    "what crosses": (lambda plan: piped(crossings=((), *plan.pipeline.crossings[1:]))(plan), "moves"),  # type: ignore[union-attr]
+    "with what a stage begins": (lambda plan: piped(modules=plan.pipeline.modules[::-1])(plan), "model"),  # type: ignore[union-attr]
     "the budget": (lambda plan: plan.with_options(memory_bytes=min(plan.pipeline.rank_bytes)), "memory"),  # type: ignore[union-attr]
 }
 

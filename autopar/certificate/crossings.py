@@ -1,0 +1,72 @@
+"""What a plan says of its cuts: with what the later stages begin, what crosses to them, and within which memory stages are planned.
+
+All of it follows from the microbatch's trace, its cut, and what the stages' plans decide: a value crosses in the layout in which its stage
+hands it on, each device sends its largest part, and a gradient comes back where backward needs one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from autopar.capture.trace import Trace
+from autopar.certificate.report import Finding
+from autopar.certificate.shards import held_bytes
+from autopar.emit.choices import output_key
+from autopar.plans import Crossed, Pipeline, Plan
+from autopar.stages import Cut, cut_points
+
+
+def cuts(part: Trace, made: Cut, pipeline: Pipeline) -> Iterator[Finding]:
+    """Whether later stages begin where it is said, and the said values cross, in these layouts and bytes."""
+    places = {point.position: point.module for point in cut_points(part)} if pipeline.positions else {}
+    for number, (position, module) in enumerate(zip(pipeline.positions, pipeline.modules, strict=True), 1):
+        if position not in places:
+            yield Finding("model", f"stage {number} begins at forward node {position}, where no layer or part of the model begins")
+        elif places[position] != module:
+            yield Finding("model", f"stage {number} begins with {places[position]!r}, not {module!r}")
+    for number, said in enumerate(pipeline.crossings):
+        yield from _differences(number, said, _crossed(part, made, pipeline, number))
+
+
+def budgets(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
+    """Whether stages speak of no other options than the plan, and each was planned within a share of its memory."""
+    budget = int(plan.options.get("memory_bytes", 0))
+    for number, stage in enumerate(pipeline.stages):
+        for name, value in stage.options.items():
+            if value != plan.options.get(name):
+                what = f"stage {number} is planned with {name}={value!r}, the plan with {plan.options.get(name)!r}"
+                yield Finding("memory" if name == "memory_bytes" else "model", what)
+    for number, share in enumerate(pipeline.budgets):
+        if not 0 < share <= budget:
+            yield Finding("memory", f"stage {number} is planned within {share} bytes, which is no share of {budget}")
+
+
+def _crossed(part: Trace, made: Cut, pipeline: Pipeline, number: int) -> dict[str, Crossed]:
+    """What goes from a stage to the next, by its key."""
+    stage, boundary = pipeline.stages[number], made.boundaries[number]
+    chosen, found = stage.node_choices(), dict[str, Crossed]()
+    for name, gradient in zip(boundary.values, boundary.gradients, strict=True):
+        node = part.node(name)
+        key, value = str(node.meta["key"]), node.meta["val"]
+        layout = chosen[output_key(key)].inputs[0]
+        found[key] = Crossed(key, layout, held_bytes(tuple(value.shape), value.dtype, layout, stage.mesh.shape), bool(gradient))
+    return found
+
+
+def _differences(number: int, said: Sequence[Crossed], derived: Mapping[str, Crossed]) -> Iterator[Finding]:
+    where, told = f"from stage {number} to the next", Counter(crossed.node for crossed in said)
+    for key in (key for key in derived if key not in told):
+        yield Finding("moves", f"it goes {where}, as {_shown(derived[key])}, and the plan does not say so", key)
+    for key in (key for key, times in told.items() if times > 1):
+        yield Finding("moves", f"the plan says twice how it goes {where}", key)
+    for crossed in said:
+        if crossed.node not in derived:
+            yield Finding("moves", f"nothing of this name goes {where}", crossed.node)
+        elif crossed != derived[crossed.node]:
+            yield Finding("moves", f"it goes {where} as {_shown(derived[crossed.node])}, not as {_shown(crossed)}", crossed.node)
+
+
+def _shown(crossed: Crossed) -> str:
+    back = "whose gradient comes back" if crossed.returns else "of which no gradient comes back"
+    return f"{str(crossed.layout)!r} of {crossed.bytes} bytes, {back}"
