@@ -44,6 +44,8 @@ def _product(args: Sequence[Any], inputs: Sequence[torch.dtype], out: torch.dtyp
         yield a + wide, "elementwise"
         a = wide
     yield a + b + wide, "elementwise"
+    if len(inputs) > 2:  # by a weight, or by what rows are scaled with
+        yield 2 * wide, "elementwise"
     yield wide, "reduction"
 
 

@@ -48,7 +48,7 @@ def rms_product(grad: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dty
     gradients, rows, wide, parts = _flat(grad), _flat(x), wide_dtype(dtype), []
     for here in row_blocks(x):
         products = _product(gradients[here], rows[here], wide)
-        parts.append(products.sum(-1) if weight is None else products @ weight.to(wide))
+        parts.append((products if weight is None else products.mul_(weight)).sum(-1))
     return (torch.cat(parts) if len(parts) > 1 else parts[0]).view(x.shape[:-1])
 
 
@@ -68,8 +68,8 @@ def rms_norm_backward(
 
 def rms_weight_gradient(grad: Tensor, x: Tensor, squares: Tensor, n: int, eps: float, dtype: torch.dtype) -> Tensor:
     """Gradient of `rms_norm`'s weight, in at least float32; those of some of the rows each add up."""
-    gradients, rows, scale = _flat(grad), _flat(x), _rstd(squares, n, eps).reshape(-1)
-    parts = [scale[here] @ _product(gradients[here], rows[here], scale.dtype) for here in row_blocks(x)]
+    gradients, rows, scale = _flat(grad), _flat(x), _rstd(squares, n, eps).reshape(-1, 1)
+    parts = [_product(gradients[here], rows[here], scale.dtype).mul_(scale[here]).sum(0) for here in row_blocks(x)]
     total = parts[0]
     for part in parts[1:]:
         total.add_(part)

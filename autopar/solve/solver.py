@@ -7,6 +7,7 @@ from dataclasses import replace
 from autopar.errors import InfeasibleError, size_text
 from autopar.problem import Choices, Problem
 from autopar.solve.cbc import solve_with_cbc
+from autopar.solve.idle import without_idle
 from autopar.solve.illegal import refusal
 from autopar.solve.least import Least, least_budget
 from autopar.solve.quick import quick
@@ -60,14 +61,14 @@ def choices_or_least(
     else:
         known = quick(problem, gap)
         if known is not None and known.close and known.answer is not None:
-            return known.answer
+            return without_idle(problem, known.answer)
         search = Search(problem, gap, max_nodes, time_limit_s, whole, likely, known, only_plan)
         choices, bound_s, proven = search.run(), search.proven.bound_s, search.infeasible
         proven_by = search.proven.multipliers() if choices is None and not proven else None
         if search.least is not None and bound_only:
             return search.least
     if choices is not None:
-        return choices
+        return without_idle(problem, choices)
     least = least_budget(problem, time_limit_s, bound_only=bound_only and proven)
     if least.choices is None or least.size_bytes > problem.budget_bytes:
         return least

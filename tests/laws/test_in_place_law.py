@@ -71,4 +71,4 @@ def test_a_program_that_writes_wherever_the_trace_lets_it_is_caught(written: lis
     monkeypatch.setattr("autopar.emit.in_place._may_go", lambda *_: True)
     made = built("llama", "a=2,b=2")
     with pytest.raises(AssertionError, match="something else has"):
-        trace_peak(random_plan(made, 0, recompute_share=0.3)[1])
+        trace_peak(random_plan(made, 1, recompute_share=0.3)[1])

@@ -27,7 +27,7 @@ from benchmarks.zoo import build  # noqa: E402
 
 pytestmark = pytest.mark.multiproc
 MESH = Mesh({"a": 2, "b": 2})
-SEEDS = {"gpt2": 4, "llama": 5}
+SEEDS = {"gpt2": 4, "llama": 8}
 JOINED = "gpt2 with heads over two axes"
 KINDS = (*SEEDS, JOINED)
 Facts = list[dict[str, Any]]

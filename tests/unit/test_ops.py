@@ -8,7 +8,7 @@ from attention import softmax_attention
 from torch import Tensor
 
 from autopar import ops
-from autopar.ops import attending, vocabulary
+from autopar.ops import attending, blocks
 from autopar.run.live import LiveBytes
 
 EQUATIONS = [
@@ -157,23 +157,23 @@ def test_logits_of_some_rows_at_a_time_give_the_same(splits: tuple[int, ...], dt
     x, index = torch.randn(2, 3, 11).transpose(0, 1).to(dtype), torch.tensor([[0, 10], [-100, 3], [3, 7]])
     at_once = _cross_entropy(x, index, splits)
     for block in (1, 22, 50):  # of fewer elements than a row, of rows that do and do not divide all
-        monkeypatch.setattr(vocabulary, "_BLOCK", block)
+        monkeypatch.setattr(blocks, "_BLOCK", block)
         for some, whole in zip(_cross_entropy(x, index, splits), at_once, strict=True):
             torch.testing.assert_close(some, whole)
     assert not ops.sum_exp(x[:0], x[:0].amax(-1)).numel()
-    monkeypatch.setattr(vocabulary, "_BLOCK", 1)
-    assert len(vocabulary._blocks(torch.empty(1000, 11))) == 16, "a graph of huge logits stays short"
+    monkeypatch.setattr(blocks, "_BLOCK", 1)
+    assert len(blocks.row_blocks(torch.empty(1000, 11))) == 16, "a graph of huge logits stays short"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lies", ["together", "apart"])
 @pytest.mark.parametrize("block", [1, 22, 2**24])
 def test_a_gradient_written_into_the_logits_is_the_same(dtype: torch.dtype, lies: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "_BLOCK", block)
+    monkeypatch.setattr(blocks, "_BLOCK", block)
     x, index = torch.randn(3, 2, 11).to(dtype), torch.tensor([[0, 10], [-100, 3], [3, 7]])
     x = x if lies == "together" else x.transpose(0, 1).contiguous().transpose(0, 1)
     m, start = x.amax(-1), 3
-    s, scale = ops.sum_exp(x, m), torch.linspace(-1, 2, 6, dtype=torch.float64).view(3, 2).to(vocabulary._wide(dtype))
+    s, scale = ops.sum_exp(x, m), torch.linspace(-1, 2, 6, dtype=torch.float64).view(3, 2).to(blocks.wide_dtype(dtype))
     expected = ops.cross_entropy_backward(x, m, s, index, scale, start)
     assert not torch.equal(x, expected)
     found = ops.cross_entropy_backward_(x, m, s, index, scale, start)
@@ -210,9 +210,9 @@ def test_exponentials_of_large_logits_hold_a_block(monkeypatch: pytest.MonkeyPat
             assert grad.nbytes == x.nbytes
             return summed, memory.peak_bytes - before - x.nbytes
 
-    monkeypatch.setattr(vocabulary, "_BLOCK", block)
+    monkeypatch.setattr(blocks, "_BLOCK", block)
     assert max(peaks()) <= 2 * block * 4 + per_row  # x − m and its exponential, or the gradient of some rows and its cast
-    monkeypatch.setattr(vocabulary, "_BLOCK", rows * classes)
+    monkeypatch.setattr(blocks, "_BLOCK", rows * classes)
     assert min(peaks()) >= rows * classes * 4, "all at once hold more"
 
 

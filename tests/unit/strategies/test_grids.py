@@ -113,7 +113,7 @@ class Sorted(nn.Module):
 
 
 def test_an_op_that_reads_all_features_and_has_no_other_dim_refuses() -> None:
-    message = r"tensor_parallel\(2d, axes=\['a', 'b'\]\) cannot hold: end/sort/forward/0 refuses, it reads no split(.|\n)*op aten\.sort"
+    message = r"tensor_parallel\('2d', axes=\['a', 'b'\]\) cannot hold: end/sort/forward/0 refuses, it reads no split(.|\n)*op aten\.sort"
     with pytest.raises(ConstraintError, match=message):
         planned(traced(Chain(1, end=Sorted()))[0], SQUARE)
 
@@ -128,7 +128,7 @@ def test_heads_that_a_side_does_not_divide_are_refused_by_the_op_that_makes_them
 
 
 def test_a_batch_that_a_cube_does_not_divide_is_refused() -> None:
-    with pytest.raises(ConstraintError, match=r"tensor_parallel\(3d(.|\n)*has a tensor of shape \(2, 8\), whose dim 0 would be in 4 parts"):
+    with pytest.raises(ConstraintError, match=r"tensor_parallel\('3d'.*has a tensor of shape \(2, 8\), whose dim 0 would be in 4 parts"):
         planned(traced(Chain(2), 2, 8)[0], CUBE)
 
 
@@ -144,7 +144,7 @@ class Scaled(nn.Module):
 
 
 def test_a_model_without_linears_is_refused() -> None:
-    with pytest.raises(ConstraintError, match=r"tensor_parallel\(2d, axes=\['a', 'b'\]\): the model has no linear to split"):
+    with pytest.raises(ConstraintError, match=r"tensor_parallel\('2d', axes=\['a', 'b'\]\): the model has no linear to split"):
         planned(traced(Scaled())[0], SQUARE)
 
 
