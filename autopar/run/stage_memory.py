@@ -107,11 +107,13 @@ def _gpipe(work: StageWork, num: int) -> None:
 def _one_forward_one_backward(work: StageWork, num: int, warmup: int) -> None:
     fwd_sends: list[Tensor] = []
     bwd_sends: list[Tensor] = []
+    send_work: list[Tensor] = []  # of the last send that was fired alone: gloo's holds what it has sent
     forwarded = 0
     for forwarded in range(1, warmup + 1):
         fwd_recvs = work.arriving(forwarded - 1)
         work.forward(forwarded - 1)
         fwd_sends = work.leaving(forwarded - 1)
+        send_work = fwd_sends if forwarded < warmup else send_work
     for number in range(num):
         bwd_recvs = work.arriving_back(number)
         work.backward(number)
@@ -121,4 +123,6 @@ def _one_forward_one_backward(work: StageWork, num: int, warmup: int) -> None:
             work.forward(forwarded)
             fwd_sends = work.leaving(forwarded)
             forwarded += 1
-    del fwd_recvs, fwd_sends, bwd_recvs, bwd_sends
+        else:
+            send_work = bwd_sends
+    del fwd_recvs, fwd_sends, bwd_recvs, bwd_sends, send_work
