@@ -148,10 +148,10 @@ class Chooser:
                 found_s[num] = tries.add(axis, num, self._scheduled(wish, num, limit))
             except TooSlow as error:
                 refusal = refusal or error
-                found_s[num] = tries.too_slow(axis, num, error)
-                log.info("no plan of %d microbatches along %r is faster: at least %.4g s", num, axis, error.args[0])
+                found_s[num], bound_s = math.inf, tries.too_slow(axis, num, error)
+                log.info("no plan of %d microbatches along %r is faster: at least %.4g s", num, axis, bound_s)
                 if axis:  # a smaller microbatch takes no smaller share of its time: launches and latencies stay as they are
-                    alone_s = max(alone_s, found_s[num] * num / (num + self._num_ranks(wish) - 1))
+                    alone_s = max(alone_s, bound_s * num / (num + self._num_ranks(wish) - 1))
             except (InfeasibleError, ConstraintError) as error:
                 log.info("no plan of %d microbatches along %r: %s", num, axis, error.what)
                 refusal, found_s[num] = error, tries.refused(axis, num)

@@ -2,7 +2,8 @@
 
 A step of M microbatches in P stages, of t(M) each through all of them, takes (M + P − 1) · t(M) / P: more of them wait for less, and each
 has its launches, latencies and gathers for itself, M · t(M) rising with M. So the step falls with M, and then rises. Some of the largest
-numbers come first, the smallest of these ahead; while fewer are faster, fewer.
+numbers come first, the smallest of these ahead; where that is the fastest, fewer, while these are faster. Where its bound rules it out
+against what was found before, fewer, which wait for more, are not looked at.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def walk(numbers: Sequence[int], found_s: Mapping[int, float]) -> Iterator[int]:
     """The numbers to try.
 
     Args:
-        found_s: the step of each that was tried, or what bounds it; infinite where there is no plan. To be kept up while this runs.
+        found_s: the step of each that was tried; infinite where there is no plan, or none fast enough. To be kept up while this runs.
     """
     first = first_of(numbers)
     yield from first
