@@ -91,13 +91,16 @@ def _written_out(root: fx.Node) -> _Norm | None:
 
 
 def _to_its_end(norm: _Norm) -> _Norm:
-    """The norm with the casts and the weight behind it, as far as nothing else reads what lies between."""
+    """The norm with the casts and the weight behind it, as far as nothing else reads what lies between, and nothing is rounded twice before
+    the weight, or behind it: one cast stands for several only where all but the last lose nothing."""
+    exact = norm.dtype.itemsize > 2  # whether what is there is as it was computed
     while (user := _only_user(norm.result)) is not None:
-        if _is_cast(user, norm.result):
+        if _is_cast(user, norm.result) and exact:
             dtype = _dtype(user)
+            exact = torch.promote_types(_dtype(norm.result), dtype) == dtype
             norm = replace(norm, result=user, out=dtype, rounded=norm.rounded if norm.weight else dtype)
         elif norm.weight is None and (weight := _weight(user, norm)) is not None:
-            norm = replace(norm, result=user, weight=weight, out=_dtype(user))
+            norm, exact = replace(norm, result=user, weight=weight, out=_dtype(user)), True
         else:
             break
     return norm

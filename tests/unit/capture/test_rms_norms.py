@@ -142,15 +142,41 @@ def test_numbers_are_rounded_where_the_model_rounds_them(how: str, dtype: torch.
         assert error <= 1.01 * allowed + (1e-5 if dtype.itemsize == 4 else 1e-6)
 
 
-def joined(function: Function, dtype: torch.dtype) -> torch.fx.Graph:
-    """The graph of torch functions of a norm, with what `join_norms` makes of it."""
-    x, weight = torch.randn(5, 7, WIDTH).to(dtype), torch.randn(WIDTH).to(dtype)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: llama(x.float(), w.float()).bfloat16().float(),
+        lambda x, w: (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)).bfloat16().float() * w.float(),
+        lambda x, w: (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)).float() * w.float(),
+    ],
+    ids=["behind the weight", "before it", "computed so"],
+)
+def test_what_is_rounded_and_then_cast_back_stays_rounded(function: Function, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    x, weight = (3 * torch.randn(5, 7, WIDTH)).to(dtype), torch.randn(WIDTH).to(dtype)
+    module = captured(function, x, weight)
+    join_norms(module.graph)
+    assert any(node.target is ops.normed for node in module.graph.nodes)
+    module.recompile()
+    ours, theirs = module(x, weight), function(x, weight)
+    assert ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=0)
+    assert torch.equal(ours.bfloat16().float(), ours) == torch.equal(theirs.bfloat16().float(), theirs)
+
+
+def captured(function: Function, x: Tensor, weight: Tensor) -> torch.fx.GraphModule:
+    """A norm's graph of torch functions."""
 
     class Norm(nn.Module):
         def forward(self, x: Tensor, weight: Tensor) -> Tensor:
             return function(x, weight)
 
-    module = dynamo_graph_capture_for_export(Norm())(x, weight)
+    return dynamo_graph_capture_for_export(Norm())(x, weight)
+
+
+def joined(function: Function, dtype: torch.dtype) -> torch.fx.Graph:
+    """The graph of torch functions of a norm, with what `join_norms` makes of it."""
+    module = captured(function, torch.randn(5, 7, WIDTH).to(dtype), torch.randn(WIDTH).to(dtype))
     join_norms(module.graph)
     return module.graph
 
