@@ -9,8 +9,9 @@ started: the next prefetchable one if it would come too late otherwise, else a d
 of a prefetchable step is that of a walk backwards, start ≤ min(next start, need) − duration: hidden at the least lifetime. It is finished
 where it is read first; a deferrable one as soon as it has been done for as long as it took, at the latest at the end of the phase.
 
-Nothing is started that would make what early steps hold more than the plan allows: it stays where it was, as does every step whose
-start would stand right before its finish. All ranks emit the same order, so they issue their steps in the same order.
+Nothing is started that would make what early steps hold more than the plan allows before it is finished (`autopar.emit.rooms`): it
+stays where it was, as does every step whose start would stand right before its finish; deferrable steps are finished where less
+begins to be allowed than they hold. All ranks emit the same order, so they issue their steps in the same order.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from autopar.collective import Collective
+from autopar.emit.reordered import Action, rebuilt, without_idle_starts
+from autopar.emit.rooms import Room, follows, places
 from autopar.emit.times import blocked_s, node_times
 from autopar.kernels import collectives as kernels
 from autopar.kernels.bucketed import from_bucket, into_bucket
@@ -30,7 +33,6 @@ from autopar.run.program import Program
 from autopar.streams import Streams
 
 _ROOM = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0)  # times what early steps hold
-Action = tuple[str, fx.Node]  # "run", "start" or "finish"
 
 
 def overlapped(program: Program, plan: Plan) -> tuple[Program, Overlap]:
@@ -42,7 +44,7 @@ def overlapped(program: Program, plan: Plan) -> tuple[Program, Overlap]:
         order = schedule.run()
         held[phase] = schedule.most_held
         if schedule.most_held:  # else nothing is started, and the order stays as it was
-            graphs[phase] = LazyGraphModule(graphs[phase], _rebuilt(order))
+            graphs[phase] = LazyGraphModule(graphs[phase], rebuilt(order))
     return replace(program, **graphs), _allowing(plan.overlap, held)
 
 
@@ -51,7 +53,7 @@ def least_overlap(program: Program, plan: Plan) -> Overlap:
     would come in another order, some multiple of that."""
     held = dict.fromkeys(("forward", "backward"), 0)
     for phase, schedule in _schedules(program, plan).items():
-        order, most, limit = schedule.run(), schedule.most_held, schedule.limit_bytes
+        order, most, limit = schedule.run(), schedule.most_held, schedule.room.most_bytes
         less = (int(most * factor) for factor in _ROOM)
         held[phase] = next((n for n in less if most and n < limit and schedule.within(n).run() == order), limit if most else 0)
     return _allowing(plan.overlap, held)
@@ -60,9 +62,13 @@ def least_overlap(program: Program, plan: Plan) -> Overlap:
 def _schedules(program: Program, plan: Plan) -> dict[str, _Schedule]:
     """By phase, where early steps are allowed to hold something."""
     slowdown, found = plan.overlap.slowdown, {}
-    limits = (("forward", plan.overlap.forward_bytes), ("backward", plan.overlap.backward_bytes))
-    for phase, allowed in limits if slowdown < 1.0 else ():
-        if allowed > 0:
+    overlap = plan.overlap
+    limits = {
+        "forward": Room(overlap.forward_bytes, overlap.forward_room),
+        "backward": Room(overlap.backward_bytes, overlap.backward_room),
+    }
+    for phase, allowed in limits.items() if slowdown < 1.0 else ():
+        if allowed.most_bytes > 0:
             graph = getattr(program, phase).graph
             found[phase] = _Schedule(graph, node_times(graph, plan), program.mesh.shape, slowdown, allowed)
     return found
@@ -71,21 +77,19 @@ def _schedules(program: Program, plan: Plan) -> dict[str, _Schedule]:
 def _allowing(overlap: Overlap, held: Mapping[str, int]) -> Overlap:
     if overlap.slowdown >= 1.0:
         return overlap
-    return replace(overlap, forward_bytes=held["forward"], backward_bytes=held["backward"])
+    room = {"forward": overlap.forward_room, "backward": overlap.backward_room}
+    room = {phase: pieces if any(size < held[phase] for _, size in pieces) else () for phase, pieces in room.items()}
+    return Overlap(overlap.slowdown, held["forward"], held["backward"], room["forward"], room["backward"])
 
 
 def is_early(node: fx.Node) -> bool:
     """Whether a step may run beside compute."""
-    return _follows(node) and "collective" in node.meta and node.meta["collective"].kind != "slice"
-
-
-def _follows(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.meta.get("slack", "critical") != "critical"
+    return follows(node) and "collective" in node.meta and node.meta["collective"].kind != "slice"
 
 
 def _feeds(node: fx.Node) -> bool:
     """Whether it makes what an early step sends, and nothing else: it runs right before that."""
-    return _follows(node) and node.meta["key"].endswith(("/widen", "/pack"))
+    return follows(node) and node.meta["key"].endswith(("/widen", "/pack"))
 
 
 @dataclass
@@ -93,7 +97,8 @@ class _Schedule:
     """One phase's order in the making.
 
     Attributes:
-        times: seconds of nodes. limit_bytes: of what early steps hold. most_held: the most that they did.
+        times: seconds of nodes. room: for what early steps hold. most_held: the most that they did.
+        place: of the node of the spine that runs. needed: the place at which each prefetchable step is read.
         there: the nodes whose results are there. started: early steps on their way, in order, with what they hold.
         waiting: deferrable steps whose input is there, with what they hold.
         pending: prefetchable steps that are not started, with the latest start of each.
@@ -103,7 +108,7 @@ class _Schedule:
     times: Mapping[fx.Node, float]
     mesh_shape: tuple[int, ...]
     slowdown: float
-    limit_bytes: int
+    room: Room
     order: list[Action] = field(default_factory=list)
     streams: Streams = field(init=False)
     work_s: float = 0.0
@@ -113,20 +118,21 @@ class _Schedule:
     started: dict[fx.Node, int] = field(default_factory=dict)
     waiting: dict[fx.Node, int] = field(default_factory=dict)
     pending: dict[fx.Node, float] = field(init=False)
+    place: int = 0
+    needed: dict[fx.Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.streams = Streams(self.slowdown)
         self.pending = self._latest_starts()
 
     def within(self, limit: int) -> _Schedule:
-        """Another, not run, with other room."""
-        return _Schedule(self.graph, self.times, self.mesh_shape, self.slowdown, limit)
+        """Another, not run, where early steps may hold no more than this."""
+        return _Schedule(self.graph, self.times, self.mesh_shape, self.slowdown, Room(limit, self.room.pieces))
 
     def run(self) -> list[Action]:
         """The order, which ends with the graph's output."""
-        for node in self.graph.nodes:
-            if _follows(node):
-                continue
+        for node, self.place in places(self.graph):
+            self._shed()
             if node.op == "output":
                 for step in (*self.started, *self.waiting):
                     self._demand(step)
@@ -135,20 +141,28 @@ class _Schedule:
             self._feed(0.0 if "collective" in node.meta else self.times.get(node, 0.0))
             self._run(node)
             self._retire()
-        return _without_idle_starts(self.order)
+        return without_idle_starts(self.order)
+
+    def _shed(self) -> None:
+        """Finish deferrable steps until no more is held than is allowed here; the others were started only where they fit to their end."""
+        limit = self.room.at(self.place)
+        if self.held > limit:
+            for step in [*self.waiting, *(s for s in self.started if s.meta["slack"] == "deferrable")]:
+                if self.held > limit:
+                    self._demand(step)
 
     def _latest_starts(self) -> dict[fx.Node, float]:
         """Work after which each prefetchable step must have been started, in the order in which they are read."""
-        before, total = dict[fx.Node, float](), 0.0
-        for node in self.graph.nodes:
-            if not _follows(node):
-                before[node] = total
-                total += 0.0 if "collective" in node.meta else self.times.get(node, 0.0)
+        before, read, total, place = dict[fx.Node, float](), dict[fx.Node, int](), 0.0, 0
+        for node, place in places(self.graph):
+            before[node], read[node] = total, place
+            total += 0.0 if "collective" in node.meta else self.times.get(node, 0.0)
         latest: dict[fx.Node, float] = {}
         following = total
         for node in reversed(self.graph.nodes):
-            if _follows(node) and node.meta["slack"] == "prefetchable":
+            if follows(node) and node.meta["slack"] == "prefetchable":
                 need = min((before.get(user, total) for user in node.users), default=total)
+                read[node] = self.needed[node] = min((read.get(user, place) for user in node.users), default=place)
                 if is_early(node):
                     following = need = min(following, need) - self.times[node] * (1.0 - self.slowdown)
                     latest[node] = need
@@ -170,7 +184,7 @@ class _Schedule:
             behind_s = queued_s + (self.times[deferred] * (1.0 - self.slowdown) if deferred is not None else 0.0)
             if max(self.work_s + time_s, behind_s) <= latest_s:
                 break
-            if self._is_ready(step) and self.held + self._bytes(step) <= self.limit_bytes:
+            if self._is_ready(step) and self.held + self._bytes(step) <= self.room.least(self.place, self.needed[step]):
                 return step
         return deferred
 
@@ -179,7 +193,7 @@ class _Schedule:
 
         def is_there(node: fx.Node) -> bool:
             done = node in self.there or node in self.streams.done_s
-            return done or (_follows(node) and not is_early(node) and self._is_ready(node))
+            return done or (follows(node) and not is_early(node) and self._is_ready(node))
 
         return all(map(is_there, step.all_input_nodes))
 
@@ -198,7 +212,7 @@ class _Schedule:
         """Have a node's result there, now."""
         if node in self.there:
             return
-        assert _follows(node), "the spine keeps its order, in which every node is made before it is read"
+        assert follows(node), "the spine keeps its order, in which every node is made before it is read"
         if node in self.started:
             self.streams.finish(node)
             self.order.append(("finish", node))
@@ -222,7 +236,7 @@ class _Schedule:
             self.streams.block(time_s)
         else:
             self.streams.compute(time_s)
-            self.work_s += 0.0 if _follows(node) else time_s
+            self.work_s += 0.0 if follows(node) else time_s
         self._made(node)
 
     def _made(self, node: fx.Node) -> None:
@@ -232,7 +246,7 @@ class _Schedule:
         for part in node.users if node.target is from_bucket else ():
             self._demand(part)
         for user in node.users:
-            if user in self.there or not _follows(user) or user.meta["slack"] != "deferrable":
+            if user in self.there or not follows(user) or user.meta["slack"] != "deferrable":
                 continue
             if _feeds(user):
                 if all(operand in self.there for operand in user.all_input_nodes):  # of a bucket, the last is what it waits for
@@ -245,7 +259,7 @@ class _Schedule:
 
     def _wait(self, step: fx.Node) -> None:
         size = self._bytes(step)
-        if self.held + size > self.limit_bytes:
+        if self.held + size > self.room.at(self.place):
             self._demand(step)
         else:
             self.waiting[step] = self._hold(size)
@@ -267,34 +281,3 @@ class _Schedule:
         self.held += size
         self.most_held = max(self.most_held, self.held)
         return size
-
-
-def _without_idle_starts(order: Iterable[Action]) -> list[Action]:
-    """A start right before its finish becomes the step itself."""
-    found: list[Action] = []
-    for action, node in order:
-        if action == "finish" and found[-1] == ("start", node):
-            found[-1] = ("run", node)
-        else:
-            found.append((action, node))
-    return found
-
-
-def _rebuilt(order: Iterable[Action]) -> fx.Graph:
-    graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    starts: dict[fx.Node, fx.Node] = {}
-    for action, node in order:
-        if action == "run":
-            made[node] = graph.node_copy(node, made.__getitem__)
-            continue
-        x, *settings = kernels.positional(node)
-        kind = node.meta["collective"].kind
-        about = {k: v for k, v in node.meta.items() if k != "holds"}
-        if action == "start":
-            starts[node] = graph.create_node("call_function", kernels.start, (made[x], kind, *settings), dict(node.kwargs))
-            starts[node].meta.update(about)
-        else:
-            made[node] = graph.create_node("call_function", kernels.finish, (starts[node], kind, *settings), dict(node.kwargs), node.name)
-            made[node].meta.update({k: v for k, v in node.meta.items() if k not in ("collective", "time_s")})
-    return graph

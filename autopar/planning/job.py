@@ -178,7 +178,7 @@ class Job:
 
     def ordered(self, tried: Tried) -> Tried:
         """A plan that fits, in the order in which its simulated step is the shortest, within the budget."""
-        return Ordering(tried.draft.priced, self.budget, self._peaks.peak_bytes, self.clock).fastest(tried)
+        return Ordering(tried.draft.priced, self.budget, self._peaks.peak_bytes, self._peaks.by_node, self.clock).fastest(tried)
 
     def _prove(self, choices: Choices) -> None:
         """Take over what is proven of all plans, those with kernels included."""

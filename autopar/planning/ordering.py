@@ -1,13 +1,13 @@
 """The order of an emitted program's communications: which share buckets, and what is on its way beside compute.
 
 Both are chosen behind the search, by the simulated step. What is offered is simulated with all of the budget as room for early steps, and
-the shortest is taken; where its peak is over the budget, early steps get less room, and it has to be the shortest still.
+the shortest is taken; where its peak is over the budget, early steps get the room that the step leaves where they are on their way, and
+it has to be the shortest still.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,12 +15,14 @@ from autopar.cost.priced import Priced
 from autopar.emit import WaitingError, bucketed, least_overlap, overlapped
 from autopar.planning.bucketing import WORTH, Groups, offered
 from autopar.planning.clock import Clock
+from autopar.planning.rooms import rooms_left
 from autopar.planning.timeline import simulated_s
 from autopar.planning.tried import Tried
-from autopar.plans import Bucket, Overlap
+from autopar.plans import Bucket, Overlap, Piece
+from autopar.run.memory import NodePeak
 from autopar.run.program import Program
 
-_SHARE, _NUM_SHARES = 0.75, 12  # of what early steps would hold with all room: what is tried, down to a twentieth, and nothing
+_TRIES = 6  # with ever less room for early steps, before there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +30,13 @@ class Ordering:
     """Within a budget.
 
     Attributes:
-        peak_bytes: of what a program holds.
+        peak_bytes: of what a program holds. by_node: of one microbatch, while each node runs.
     """
 
     priced: Priced
     budget: int
     peak_bytes: Callable[[Program], int]
+    by_node: Callable[[Program], tuple[NodePeak, ...]]
     clock: Clock
 
     def fastest(self, tried: Tried) -> Tried:
@@ -88,23 +91,55 @@ class Ordering:
 
         allowed = self._all_room(plain)
         if not fits(allowed):
-            allowed = roomy.plan.overlap
-            # what early steps of forward hold is gone when backward begins: each phase has a limit of its own
-            forward = _most(allowed.forward_bytes, lambda n: fits(replace(allowed, forward_bytes=n, backward_bytes=0)))
-            if forward is None:
+            left = self._left(plain, roomy.plan.overlap)
+            if left is None:
                 return None
-            backward = _most(allowed.backward_bytes, lambda n: fits(replace(allowed, forward_bytes=forward, backward_bytes=n)))
-            allowed = replace(allowed, forward_bytes=forward, backward_bytes=backward or 0)
+            allowed = left.overlap
+            for _ in range(_TRIES):
+                if fits(allowed):
+                    break
+                allowed = self._less(allowed, tried[allowed], left.beside_bytes)
+            else:
+                allowed = Overlap(allowed.slowdown)
+                assert fits(allowed), "it is the plan with nothing early"
         with self.clock.phase("overlap"):
             least = least_overlap(plain.program, replace(plain.plan, overlap=allowed))
         return replace(tried[allowed], plan=replace(plain.plan, overlap=least))
 
+    def _left(self, plain: Tried, held: Overlap) -> _Left | None:
+        """Beside what a plan holds with nothing early; None where that alone is over the budget."""
+        with self.clock.phase("memory"):
+            beside = plain.plan.prediction.beside_bytes
+            peak = self.peak_bytes(plain.program) + beside if plain.plan.buckets else plain.peak_bytes
+            if peak > self.budget:
+                return None
+            seen = self.by_node(plain.program)
+            beside = peak - max(each.peak_bytes for each in seen)  # what a schedule holds beside the microbatch that runs
+            graphs = {"forward": plain.program.forward.graph, "backward": plain.program.backward.graph}
+            left = rooms_left(graphs, seen, beside, self.budget)
+        return _Left(replace(held, forward_room=left["forward"], backward_room=left["backward"]), beside)
 
-def _most(size: int, fits: Callable[[int], bool]) -> int | None:
-    """Of some shares of a size the largest that fits, by bisection: where one fits, so does less. None where nothing does."""
-    shares = [*dict.fromkeys(int(size * _SHARE**n) for n in range(_NUM_SHARES)), 0]
-    place = 0 if fits(size) else bisect_left(shares, True, key=fits)
-    return shares[place] if place < len(shares) else None
+    def _less(self, allowed: Overlap, over: Tried, beside: int) -> Overlap:
+        """With less room in the phases in which an order was over the budget, by what it was over it."""
+        excess = dict.fromkeys(("forward", "backward"), 0)
+        with self.clock.phase("memory"):
+            for each in self.by_node(over.program):
+                excess[each.phase] = max(excess[each.phase], each.peak_bytes + beside - self.budget)
+        if not any(excess.values()):  # it was over it between the phases
+            excess = dict.fromkeys(excess, over.peak_bytes - self.budget)
+        return replace(
+            allowed,
+            forward_room=tuple((since, max(size - excess["forward"], 0)) for since, size in allowed.forward_room),
+            backward_room=tuple((since, max(size - excess["backward"], 0)) for since, size in allowed.backward_room),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What early steps may hold; bytes that the step holds beside what its nodes do."""
+
+    overlap: Overlap
+    beside_bytes: int
 
 
 def _beside(plain: Tried, allowed: Overlap) -> Tried:

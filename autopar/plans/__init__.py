@@ -3,6 +3,7 @@
 from autopar.plans.bucket import BUCKETED, Bucket, Member
 from autopar.plans.flip import COMPUTE, FARTHEST, NO_FLIP, Flip
 from autopar.plans.load import forward_load, load_of, moved_load
+from autopar.plans.overlap import Overlap, Piece
 from autopar.plans.parts import (
     KERNELS_BUFFERS,
     RESTING,
@@ -13,7 +14,6 @@ from autopar.plans.parts import (
     InKernel,
     Kept,
     NodeChoice,
-    Overlap,
     Potential,
     Prediction,
     Proof,
@@ -42,6 +42,7 @@ __all__ = [
     "Member",
     "NodeChoice",
     "Overlap",
+    "Piece",
     "Pipeline",
     "Plan",
     "Potential",

@@ -126,20 +126,6 @@ class Communication:
     own: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """How far communication that has slack runs beside compute (`autopar.emit.overlap`).
-
-    Attributes:
-        slowdown: what a hidden second costs compute, from the hardware profile; with 1 nothing is started early.
-        forward_bytes, backward_bytes: the most that started steps, and what they wait for, may hold at once in each phase.
-    """
-
-    slowdown: float = 1.0
-    forward_bytes: int = 0
-    backward_bytes: int = 0
-
-
 KERNELS_BUFFERS = "kernels' buffers"
 RESTING = ("parameters", "optimizer", "gathered", "buffers", "inputs", KERNELS_BUFFERS)
 """Kinds of memory that are there during the whole step."""

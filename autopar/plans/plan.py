@@ -19,13 +19,13 @@ from autopar.errors import AutoparError, PlanError
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.plans.bucket import Bucket, read_bucket
+from autopar.plans.overlap import Overlap, read_overlap
 from autopar.plans.parts import (
     Communication,
     Crossed,
     Entry,
     Fingerprint,
     Kept,
-    Overlap,
     Prediction,
     Proof,
     read_communication,
@@ -37,7 +37,7 @@ from autopar.typed import mismatch
 from autopar.units import seconds, size
 
 FORMAT = "autopar-plan"
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +214,8 @@ def _misfit(plan: Plan) -> str:
         return f"its loss has {plan.loss_rows} rows at a time"
     if any(not cuts or list(cuts) != sorted(set(cuts)) for cuts in plan.starts.values()):
         return f"its groups of layers are {dict(plan.starts)}"
-    overlap = plan.overlap
-    if not 0.0 <= overlap.slowdown <= 1.0 or min(overlap.forward_bytes, overlap.backward_bytes) < 0:
-        return f"its overlap is {overlap}"
+    if wrong := plan.overlap.misfit():
+        return wrong
     if not all(0.0 <= share <= 1.0 for share in plan.proof.balance):
         return f"its proof's balance is {plan.proof.balance}"
     return "" if plan.entries and all(k.layouts for k in plan.kept) else "it holds no decisions, or keeps something in no layout"
@@ -283,7 +282,7 @@ def _decode_plan(data: Mapping[str, Any]) -> Plan:
         proof=read_proof(data["proof"]),
         capture=str(data.get("capture", "")),
         pipeline=_decode_pipeline(data.get("pipeline")),
-        overlap=Overlap(**data.get("overlap", {})),
+        overlap=read_overlap(data.get("overlap", {})),
         loss_rows=data.get("loss_rows", 0),
         starts={layers: tuple(starts) for layers, starts in data.get("starts", {}).items()},
         buckets=tuple(map(read_bucket, data.get("buckets", ()))),
