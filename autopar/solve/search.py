@@ -210,6 +210,7 @@ class Search:
                 break
         self.engine.timed_out |= live.timed_out
         if found is not None:
+            self.point = found.point
             live.reprice(self.engine.costs(self.program.costs(found.balance)))
         return None if found is None else found.point
 
@@ -242,7 +243,7 @@ class Search:
             return self._climb_from(tree.root.point)  # what a dive finds hangs on the vertex
         if tree.root is not None and not grown.broken and not self._close():
             broken = self._climb() if self._asks_only_for_a_plan() else self._few() if self.extra.phases else []
-            if broken or self._close():
+            if broken or self._close() or self._set_apart():
                 return broken
             grown = tree.branch(_SHORT_TREE if self._will_do() else None)
         self.engine.timed_out |= live.timed_out
