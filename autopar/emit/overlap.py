@@ -16,7 +16,7 @@ begins to be allowed than they hold. All ranks emit the same order, so they issu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -25,7 +25,6 @@ from autopar.collective import Collective
 from autopar.emit.reordered import Action, rebuilt, without_idle_starts
 from autopar.emit.rooms import Room, follows, places
 from autopar.emit.times import blocked_s, node_times
-from autopar.kernels import collectives as kernels
 from autopar.kernels.bucketed import from_bucket, into_bucket
 from autopar.plans import Overlap, Plan
 from autopar.run.lazy_graph import LazyGraphModule
@@ -131,7 +130,8 @@ class _Schedule:
 
     def run(self) -> list[Action]:
         """The order, which ends with the graph's output."""
-        for node, self.place in places(self.graph):
+        for node, place in places(self.graph):
+            self.place = place
             self._shed()
             if node.op == "output":
                 for step in (*self.started, *self.waiting):

@@ -18,7 +18,7 @@ from autopar.planning.clock import Clock
 from autopar.planning.rooms import rooms_left
 from autopar.planning.timeline import simulated_s
 from autopar.planning.tried import Tried
-from autopar.plans import Bucket, Overlap, Piece
+from autopar.plans import Bucket, Overlap
 from autopar.run.memory import NodePeak
 from autopar.run.program import Program
 

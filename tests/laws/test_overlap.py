@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,14 +17,15 @@ import pytest
 from torch import fx
 
 from autopar.capture import Trace
-from autopar.emit import emit, least_overlap, overlapped
+from autopar.emit import emit, least_overlap, overlapped, places
+from autopar.emit.rooms import Room, follows
 from autopar.errors import AutoparError
 from autopar.hardware import HardwareProfile
 from autopar.kernels import collectives as steps
 from autopar.kernels.binding import bind
 from autopar.mesh import Mesh
 from autopar.planning.timeline import beside as timed_beside
-from autopar.plans import Overlap, Plan, load_of
+from autopar.plans import Overlap, Piece, Plan, load_of
 from autopar.run.lockstep import run_lockstep
 from autopar.run.memory import trace_peak
 from autopar.run.program import Program
@@ -180,6 +182,55 @@ def test_early_steps_hold_no_more_than_they_may_and_a_program_says_how_much_that
         assert len(starts(early)) <= previous
         previous = len(starts(early))
     assert previous == 0
+
+
+def rising(program: Program, seed: int, most: int) -> dict[str, tuple[Piece, ...]]:
+    """Some room in every phase, now more and now less."""
+    rng = random.Random(seed)
+    lengths = {phase: max(place for _, place in places(getattr(program, phase).graph)) for phase in ("forward", "backward")}
+    cuts = {phase: sorted(rng.sample(range(length), 9)) for phase, length in lengths.items()}
+    return {phase: tuple((cut, int(most * rng.random())) for cut in cuts[phase]) for phase in cuts}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_early_steps_hold_no_more_than_there_is_room_for_where_they_are(seed: int) -> None:
+    ready, plain, batch = prepared("tiny-gpt2", "a=2,b=2")
+    plan, serial = random_plan(ready, seed)
+    _, free = with_least(serial, beside(plan))
+    begun = 0
+    for share in (1.0, 0.5):
+        forward, backward = int(free.forward_bytes * share), int(free.backward_bytes * share)
+        left = {"forward": rising(serial, seed, forward)["forward"], "backward": rising(serial, seed + 1, backward)["backward"]}
+        wanted = Overlap(0.4, forward, backward, left["forward"], left["backward"])
+        early, held = with_least(serial, replace(plan, overlap=wanted))
+        for phase, most in (("forward", forward), ("backward", backward)):
+            room = Room(most, left[phase])
+            for place, size in started(early, phase):
+                assert size <= room.at(place), (phase, place)
+        begun += len(starts(early))
+        assert len(starts(early)) <= len(starts(overlapped(serial, beside(plan))[0]))
+
+        again, same = with_least(serial, replace(plan, overlap=held))  # as a certificate emits it
+        assert same == held and [str(g) for g in graphs(again)] == [str(g) for g in graphs(early)]
+        assert Plan.loads(replace(plan, overlap=held).dumps()).overlap == held
+        assert verify_program(ready.trace, early, plain, (), batch).ok
+    assert begun
+
+
+def started(program: Program, phase: str) -> Iterator[tuple[int, int]]:
+    """While each node of the spine runs its place, and what steps hold that are started and not finished."""
+    held = dict[fx.Node, int]()
+    place = -1
+    for node in getattr(program, phase).graph.nodes:
+        if node.target is steps.start:
+            c = node.meta["collective"]
+            rests = c.kind == "all_gather" and node.meta["slack"] == "prefetchable"
+            held[node] = c.output_bytes(program.mesh.shape[c.axis]) + (0 if rests else c.bytes)
+        elif node.target is steps.finish:
+            del held[node.args[0]]
+        elif not follows(node) and node.op != "placeholder":
+            place += 1
+            yield place, sum(held.values())
 
 
 def early_program() -> tuple[Trace, Prepared, Plan, Program, object, Batch]:
