@@ -182,7 +182,8 @@ def beside(plan: Plan) -> Iterator[str]:
         f"compute, where a second costs it {overlap.slowdown:g} s, {seconds(prediction.exposed_s)} do not: "
         f"simulated, the emitted step takes {seconds(prediction.simulated_s)}"
     )
-    yield f"early steps hold at most {size(overlap.forward_bytes)} in forward, {size(overlap.backward_bytes)} in backward"
+    less = ", and less where the step's own peak leaves less" if overlap.forward_room or overlap.backward_room else ""
+    yield f"early steps hold at most {size(overlap.forward_bytes)} in forward, {size(overlap.backward_bytes)} in backward{less}"
 
 
 def num_kernels(plan: Plan) -> int:
