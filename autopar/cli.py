@@ -119,8 +119,11 @@ def explain_command(
     """What a plan does and costs, module by module, and why not otherwise; with --flips and the model also what would turn choices."""
     loaded = Plan.load(plan)
     turning = _turning(loaded, flips, hf, model, function, batch, seq, dtype)
-    show(explain(loaded, module=module, flips=turning))
+    found = explain(loaded, module=module, flips=turning)
+    show(found)
     _say_if_none(flips, turning)
+    if turning and not found.flips:
+        say(f"of the {len(turning)} choices that would turn none is in {module!r}: leave --module out to see them")
 
 
 @app.command("diff")

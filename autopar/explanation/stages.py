@@ -19,7 +19,7 @@ from autopar.explanation.buckets import in_buckets
 from autopar.explanation.prices import Worth
 from autopar.explanation.rendering import Readable, table
 from autopar.explanation.whole import Explanation, covered, made_for, memory, num_kernels, objective, of_dispatch, of_loss
-from autopar.plans import Pipeline, Plan
+from autopar.plans import Flip, Pipeline, Plan
 from autopar.units import seconds, share, size
 
 
@@ -59,6 +59,11 @@ class StagedExplanation(Readable):
     def parts(self) -> tuple[Part, ...]:
         """Of all sections."""
         return tuple(part for section in self.sections for part in section.explanation.parts)
+
+    @property
+    def flips(self) -> tuple[Flip, ...]:
+        """Of all sections."""
+        return tuple(flip for section in self.sections for flip in section.explanation.flips)
 
     def renderables(self) -> Iterator[RenderableType]:
         """Header, stages, what crosses; then per section the tables of a plan. For a pattern the sections that have such modules."""

@@ -106,6 +106,9 @@ def test_a_pipeline_is_planned_explained_compared_and_drawn(here: Path, command:
     code, said, complaint = command("explain", "plan.json", "--flips", "40", "--function", "model.py:deep")
     assert code == 0, complaint
     assert "What would turn close choices" in said
+    for module, turns in (("layers.*", True), ("(inputs)", False)):
+        _, said, _ = command("explain", "plan.json", "--flips", "40", "--function", "model.py:deep", "--module", module)
+        assert ("What would turn" in said, "that would turn none is in" in said) == (turns, not turns), said
     code, said, complaint = command("report", "plan.json", "--flips", "40", "--module", "model.py:deep", "--out", "plan.html")
     assert code == 0 and "What would turn close choices" in (here / "plan.html").read_text(), complaint
     code, _, complaint = command("explain", "plan.json", "--flips", "1")
