@@ -46,11 +46,13 @@ _RUNGS = (2000, 4000, 8000)
 _RUNG_NODES = 20
 _SMALL = 4000  # columns: below, one program over all is cheaper than several
 _FEW = (500, 1000, 2000)  # columns of restricted programs that come before a tree
-_SHARES = (1e-6, 1e-5, 1e-4)  # of the bound: reduced costs in those of a large program
+_SHARES = (1e-6, 1e-5, 1e-4)  # of the bound: reduced costs in those that begin from a vertex
+_WIDE_SHARE = 1e-3  # the same, of a program that is not large
 _ROUNDS = 12
 _SIFTED = 50_000  # columns: from here on the balance is sifted for, and a program is large
 _HUGE = 100_000  # columns: from here on a balance that will do ends the sifting, and all budget rows at once take too long
 _RELAXATIONS = 2  # of a tree, per node that a search may have
+_USED = 1e-6  # of a column: from here on a solution takes it
 _SHORT_TREE = 40  # relaxations of one that is to better a plan, not to prove it
 
 
@@ -78,6 +80,7 @@ class Search:
     proven: Proven = field(init=False)
     best: Choices | None = None
     start: Floats | None = None
+    free: Floats = field(default_factory=lambda: np.zeros(0))
     infeasible: bool = False
     least: Least | None = None
     live: Live | None = None
@@ -158,6 +161,7 @@ class Search:
         relaxation = self.engine.relax()
         if relaxation is not None:
             self.proven.begin(relaxation)
+            self.free = relaxation.values
         return relaxation
 
     def _within(self, broken: list[int]) -> Point | None:
@@ -267,7 +271,12 @@ class Search:
 
     def _set_apart(self) -> bool:
         """Whether equal ops that decide apart are to be tried rather than a tree."""
-        return bool(self.proven.mixed) and not self.whole and self.best is not None and len(self.engine.names) > _SMALL
+        return self._forms_groups and self.best is not None and len(self.engine.names) > _SMALL
+
+    @property
+    def _forms_groups(self) -> bool:
+        """Whether equal ops decide apart, and what is found only says how to group them."""
+        return bool(self.proven.mixed) and not self.whole
 
     def _rounded(self, relaxation: Relaxation) -> list[int]:
         """Offer the relaxation itself, rounded where it is fractional, with every version kept that backward reads."""
@@ -281,8 +290,10 @@ class Search:
         """Restricted programs, from small to large, until the gap is closed or a plan breaks a row that is not in yet."""
         if self._close():
             return []
-        if self._is_large and self.point is not None:
-            return self._climb_from(self.point)
+        if self.point is not None and (self._is_large or not self._forms_groups):
+            broken = self._climb_from(self.point)
+            if broken or self._close() or self._is_large:
+                return broken
         relaxation = self.engine.relax(self.extra.matrix(self.extra.active), interior=True)
         for most in rungs:
             if relaxation is None or self._close() or (self.best is not None and most == _RUNGS[-1]):
@@ -296,12 +307,22 @@ class Search:
         return []
 
     def _climb_from(self, point: Point) -> list[int]:
-        """The same over columns that cost least at a vertex, which of a large program is known sooner than a point within."""
-        for share in _SHARES:
+        """The same over columns that cost least at a vertex, which of a large program is known sooner than a point within; then, unless that
+        takes long, over the layouts that are best where memory does not bind, with what is kept and what runs again still open."""
+        soon = self._is_large or self._forms_groups
+        for share in _SHARES if soon else (*_SHARES, _WIDE_SHARE):
             broken = [] if self._close() else self._restricted(self.extra.with_excess(point.reduced <= share * abs(point.bound)))
             if broken:
                 return broken
-        return []
+        return [] if soon or self._close() or self.best is None else self._among(self.free, point)
+
+    def _among(self, known: Floats, point: Point) -> list[int]:
+        """The same over the strategies that a solution takes, whole or in part; less the columns that no better plan has."""
+        columns = point.reduced <= self.best_s * SCALE - point.bound
+        for row in self.program.x:
+            places = np.array([self.engine.column[v.name] for v in row], np.int32)
+            columns[places[known[places] <= _USED]] = False
+        return self._restricted(self.extra.with_excess(columns))
 
     def _restricted(self, columns: Columns) -> list[int]:
         """A quick search for a plan over some columns."""
