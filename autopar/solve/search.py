@@ -307,8 +307,8 @@ class Search:
         return []
 
     def _climb_from(self, point: Point) -> list[int]:
-        """The same over columns that cost least at a vertex, which of a large program is known sooner than a point within; then, unless that
-        takes long, over the layouts that are best where memory does not bind, with what is kept and what runs again still open."""
+        """The same over columns that cost least at a vertex, which of a large program is known sooner than a point within. Then, unless
+        that takes long, over the layouts that are best where memory does not bind: what is kept and what runs again is still open."""
         soon = self._is_large or self._forms_groups
         for share in _SHARES if soon else (*_SHARES, _WIDE_SHARE):
             broken = [] if self._close() else self._restricted(self.extra.with_excess(point.reduced <= share * abs(point.bound)))
