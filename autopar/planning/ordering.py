@@ -101,7 +101,8 @@ class Ordering:
                 allowed = self._less(allowed, tried[allowed], left.beside_bytes)
             else:
                 allowed = Overlap(allowed.slowdown)
-                assert fits(allowed), "it is the plan with nothing early"
+                is_within = fits(allowed)
+                assert is_within, "it is the plan with nothing early"
         with self.clock.phase("overlap"):
             least = least_overlap(plain.program, replace(plain.plan, overlap=allowed))
         return replace(tried[allowed], plan=replace(plain.plan, overlap=least))
