@@ -9,11 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.capture import capture
+from autopar.cost.price import price
 from autopar.mesh import Mesh
 from autopar.problem import Problem
 from autopar.solve import evaluate, solve
+from autopar.strategies import classes_of
 from benchmarks.common import load_profile
-from benchmarks.joint import STAGED, compared, joint_table, with_layouts
+from benchmarks.joint import STAGED, _Case, compared, joint_table, with_layouts
+from benchmarks.models import ModelSpec
 from benchmarks.random_plans import Prepared, prepare
 from benchmarks.tables import BENCHMARKS_README, JOINT_RESULTS
 
@@ -79,3 +83,15 @@ def test_the_readme_shows_what_was_measured() -> None:
     rows = json.loads(JOINT_RESULTS.read_text(encoding="utf-8"))["rows"]
     assert all(row["ok"] for row in rows)
     assert joint_table(rows) in BENCHMARKS_README.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_layouts_that_are_best_without_memory_are_among_those_that_the_joint_search_looks_at() -> None:
+    """Llama-3 8B in a third of its ample memory, on two axes."""
+    model, batch = ModelSpec.known("llama3-8b").build(batch=32, seq=4096, dtype=torch.bfloat16, meta=True)
+    trace, mesh, profile = capture(model, (), batch), Mesh.parse("node=2,gpu=8"), load_profile("h100-sxm")
+    case = _Case(trace, mesh, profile, price(trace, classes_of(trace, mesh.shape), mesh, profile, budget_bytes=2**50), 0.005)
+    budget = int(21.6 * 2**30)
+    joint, staged = case.planned(case.within(budget)), case.staged(budget, STAGED["no_activations"])
+    assert joint["gap"] <= 0.01 and joint["peak_bytes"] <= budget
+    assert joint["step_s"] <= staged["step_s"] * 1.001
