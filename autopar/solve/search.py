@@ -7,8 +7,8 @@
    which is not in yet brings it in, and so does one whose communication outlasts compute (`autopar.solve.hiding`); then the relaxation
    gives the price of memory and the balance of both, and the tree is grown anew.
 3. Where that leaves plan and bound further apart than asked for, programs restricted to columns of small reduced cost
-   (`autopar.solve.engine`) look for better plans, each larger than the last; of a small problem the program over all columns that
-   could belong to a better plan is solved at last.
+   (`autopar.solve.engine`) look for better plans, each larger than the last, then one with the layouts that are best without budgets;
+   of a small problem the program over all columns that could belong to a better plan is solved at last.
 
 Limits count nodes of search trees and columns, not seconds, so the same problem gives the same choices.
 """
@@ -62,7 +62,8 @@ class Search:
 
     Attributes:
         whole, likely, only_plan: as in `autopar.solve.choices_or_least`. known: before the search.
-        extra: the rows that came in beside the formulation's. infeasible: proven so. least: what is then needed at least, where known.
+        free: the columns of the relaxation without budget rows. extra: the rows that came in beside the formulation's.
+        infeasible: proven so. least: what is then needed at least, where known.
     """
 
     problem: Problem

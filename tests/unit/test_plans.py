@@ -43,6 +43,9 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a decision is about nothing": (lambda d: d["entries"][2].update(nodes=[]), "decides nothing"),
     "there are no decisions": (lambda d: d.update(entries=[]), "no decisions"),
     "options are no table": (lambda d: d.update(options=[]), "options is "),
+    "room is not in order": (lambda d: d["overlap"].update(backward_room=[[7, 10], [3, 20]]), "its room for early steps is"),
+    "room is less than none": (lambda d: d["overlap"].update(forward_room=[[0, -1]]), "its room for early steps is"),
+    "room is of no place": (lambda d: d["overlap"].update(forward_room=[[1]]), "forward_room"),
     "the budget is a word": (lambda d: d["options"].update(memory_bytes="80 GiB"), "its budget is '80 GiB'"),
 }
 

@@ -1,4 +1,4 @@
-"""How much room early steps get: of each phase, what its own peak leaves of the budget."""
+"""How much room early steps get: what the step itself leaves of the budget where they are on their way."""
 
 from __future__ import annotations
 
