@@ -2,8 +2,11 @@
 
     start of backward   what rests, and everything kept, of every microbatch in flight
     end of backward     what rests, and every gradient, or the sums that they were added to
-    while a node of backward runs: what rests, what its op makes there, what the op's first node reads, in the layouts in which it does, and
-                        what else is kept and nothing has asked for yet
+    while a node of backward runs: what rests, what its op makes there, what the op's first node reads, as it reads it, what it
+                        needs for a while, what else is kept and nothing has asked for yet, and what the model has returned and
+                        backward will not read
+    just after it, where it makes partial sums that are reduced in a wider dtype: what rests, these and their wide copy, what is kept and
+                        returned likewise, each gradient that is done and each tensor that still has a reader, in their fewest bytes
 
 What forward made is asked for by its readers in backward; by a view of it in forward when that is; and by an op that may run
 again when its own results are, since it then reads its operands. An operand that nothing else reads may be gone when what ran
@@ -20,16 +23,20 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from autopar import ops
 from autopar.analysis.in_place import operand_written
 from autopar.analysis.work import is_view
 from autopar.capture.trace import Trace
 from autopar.certificate.bound import MemoryRow
 from autopar.certificate.decisions import keys_of
-from autopar.certificate.facts import Facts, TensorKey
-from autopar.certificate.shards import held_bytes
+from autopar.certificate.facts import Facts, Tensor, TensorKey
+from autopar.certificate.shards import held_bytes, local_lengths
 from autopar.cost.priced import Priced
 from autopar.layout import Layout
+from autopar.rules import call_of
 from autopar.strategies import Ref
+
+_WIDENED = "/widen"
 
 
 @dataclass
@@ -43,6 +50,7 @@ class Moments:
     _position: dict[str, int] = field(default_factory=dict)
     _asked: dict[str, float] = field(default_factory=dict)
     _read: dict[str, float] = field(default_factory=dict)
+    _last: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problem = self.priced.problem
@@ -50,6 +58,7 @@ class Moments:
         self._owner = {key: n for n in range(len(problem.ops)) for keys in keys_of(self.priced, n) for key in keys}
         for node in reversed(self.trace.graph.nodes):
             self._asked[node.name], self._read[node.name] = self._first_asked(node)
+            self._last[node.name] = self._last_asked(node)
 
     def _first_asked(self, node: fx.Node) -> tuple[float, float]:
         """Positions of the first node of backward that could ask for what forward made, and of the first that itself reads it, or a view
@@ -68,6 +77,19 @@ class Moments:
                 asked.append(self._asked[user.name])
         return min(*asked, *read), min(read)
 
+    def _last_asked(self, node: fx.Node) -> float:
+        """Position of the last node of backward that could ask for what a node made, or for a view of it; infinitely early where there is
+        none."""
+        found, in_backward = [-math.inf], node.meta.get("phase") == "backward"
+        for user in node.users:
+            if user.op != "call_function":
+                continue
+            if user.meta["phase"] == "backward":
+                found += [self._position[user.name], self._last[user.name] if in_backward and _is_view(user) else -math.inf]
+            elif _is_view(user) or self.priced.problem.ops[self._owner[user.meta["key"]]].recomputable:
+                found.append(self._last[user.name])
+        return max(found)
+
     def _waits(self, name: str, now: int) -> bool:
         """Whether what is kept is there for sure: nothing has asked for it yet."""
         return now < self._asked[name] < math.inf or (now == self._asked[name] and self._read[name] < math.inf)
@@ -81,10 +103,10 @@ class Moments:
             return MemoryRow({v: variant.count * problem.num_in_flight for v, variant in enumerate(problem.variants)}, sums, worth_s)
         if place == "end of backward":
             return MemoryRow({}, gradients, worth_s)
-        node = self.facts.nodes.get(place)
+        node = self.facts.nodes.get(place.removesuffix(_WIDENED))
         if node is None or node.meta["phase"] != "backward":
             return None
-        row = self._while(node, worth_s)
+        row = self._widening(node, worth_s) if place.endswith(_WIDENED) else self._while(node, worth_s)
         others = problem.num_in_flight - 1
         held = {v: row.held.get(v, 0) + others * variant.count for v, variant in enumerate(problem.variants)} if others else row.held
         return MemoryRow(held, _both(row.live, sums), worth_s)
@@ -108,7 +130,78 @@ class Moments:
             op = self._owner[node.meta["key"]]
             layouts = [s.layouts.inputs[operand] for s in problem.ops[op].strategies]
             self._count(live, op, (self.facts.names[ref[0]], ref[1]), layouts)
+        self._count_scratch(live, node)
+        self._count_returned(live, now)
         return MemoryRow(held, live, worth_s)
+
+    def _count_scratch(self, live: dict[int, list[int]], node: fx.Node) -> None:
+        """What the gradient of a cross entropy needs beside its result, where its op begins with it."""
+        op = self._owner[node.meta["key"]]
+        cluster = self.priced.sources[op].cluster
+        if cluster is None or node.target is not ops.cross_entropy_backward or cluster.first.members[0].call.target is not node.target:
+            return
+        logits = call_of(node).inputs[0]
+        parts = [local_lengths(logits.shape, s.members[0].inputs[0], self.mesh_shape) for s in cluster.strategies]
+        _add(live, op, [ops.cross_entropy_backward_scratch(part, logits.dtype) for part in parts])
+
+    def _widening(self, node: fx.Node, worth_s: float) -> MemoryRow:
+        """Just after a node, whose result is about to be reduced."""
+        problem, now = self.priced.problem, self._position[node.name]
+        held: dict[int, int] = {}
+        live: dict[int, list[int]] = {}
+        for v, (variant, refs) in enumerate(zip(problem.variants, self.priced.refs, strict=True)):
+            value = problem.values[variant.value]
+            if value.phase == "forward":
+                waiting = sum(now < self._asked[name] < math.inf for name, _ in refs)
+                held |= {v: waiting} if waiting else {}
+                continue
+            fewest = min(value.graph.bytes)
+            for name, result in refs:
+                tensor = self.facts.tensors[self.facts.names[name], result]
+                if name == node.name:
+                    _add(live, value.op, self._while_widened(tensor, variant.value))
+                elif self._position[name] < now < self._last[name]:
+                    maker = self.facts.nodes.get(tensor.key)
+                    num = int(maker is None or not _shares_memory(maker))
+                    _add(live, value.op, [num * fewest] * len(problem.ops[value.op].strategies))
+                elif self._position[name] < now and not problem.accumulates:
+                    for n in [self._owner[r.key] for r in tensor.readers if r.key.endswith("/parameter")][-1:]:
+                        _add(live, n, [min(fewest, s.gradient_bytes) for s in problem.ops[n].strategies])
+        self._count_returned(live, now + 0.5)
+        return MemoryRow(held, live, worth_s)
+
+    def _while_widened(self, tensor: Tensor, v: int) -> list[int]:
+        """Bytes of partial sums and of their copy in the dtype that they are reduced in, per strategy of what makes them; what need not be
+        reduced, or is reduced in its own dtype, is not counted. Where the tensor is replicated it may be cut before."""
+        ops, value = self.priced.problem.ops, self.priced.problem.values[v]
+        uses = (use for variant in self.priced.problem.variants if variant.value == v for use in variant.uses)
+        read = {s.layouts.inputs[use.operand] for use in uses for s in ops[use.op].strategies}
+        found = []
+        for made in (s.layouts.outputs[value.result] for s in ops[value.op].strategies):
+            sums, first = {made}, set[Layout]()
+            while sums - first:
+                first |= sums
+                steps = (a for a in value.graph.arcs if not a.collective.reduce_op and value.graph.layouts[a.src] in first)
+                sums = first | {value.graph.layouts[a.dst] for a in steps}
+            reduced = {value.graph.layouts[a.src] for a in value.graph.arcs if a.collective.reduce_op} & first
+            narrow = [held_bytes(tensor.shape, tensor.dtype, at, self.mesh_shape) for at in reduced]
+            wide = [held_bytes(tensor.shape, tensor.sum_dtype, at, self.mesh_shape) for at in reduced]
+            counts = made.has_partial and made not in read and tensor.sum_dtype != tensor.dtype
+            found.append(min(map(sum, zip(narrow, wide, strict=True)), default=0) if counts else 0)
+        return found
+
+    def _count_returned(self, live: dict[int, list[int]], now: float) -> None:
+        for name, op in () if self.priced.problem.accumulates else self._returned().items():
+            if self._last[name] < now:
+                layouts = [s.layouts.inputs[0] for s in self.priced.problem.ops[op].strategies]
+                self._count(live, op, (self.facts.names[name], 0), layouts)
+
+    def _returned(self) -> dict[str, int]:
+        """Nodes whose results the model returns, in memory of their own, and for each an op that stands for the output."""
+        paths = {o.path for o in self.trace.outputs if not o.crosses}
+        outputs = ((n, s) for n, s in enumerate(self.priced.sources) if s.kind == "output" and s.names[0] in paths)
+        nodes = ((self.facts.nodes.get(self.facts.names[s.nodes[0]]), n) for n, s in outputs)
+        return {node.name: n for node, n in nodes if node is not None and not _shares_memory(node)}
 
     def _reads(self, node: fx.Node) -> dict[Ref, int]:
         """What a node reads, where its op begins with it, by operand of the op: tensors with memory of their own that do not rest."""
@@ -127,7 +220,11 @@ class Moments:
 
     def _count(self, live: dict[int, list[int]], op: int, key: TensorKey, layouts: Sequence[Layout]) -> None:
         tensor = self.facts.tensors[key]
-        sizes = [held_bytes(tensor.shape, tensor.dtype, at, self.mesh_shape) for at in layouts]
+        _add(live, op, [held_bytes(tensor.shape, tensor.dtype, at, self.mesh_shape) for at in layouts])
+
+
+def _add(live: dict[int, list[int]], op: int, sizes: Sequence[int]) -> None:
+    if any(sizes):
         live[op] = [a + b for a, b in zip(live.get(op, [0] * len(sizes)), sizes, strict=True)]
 
 

@@ -2,27 +2,28 @@
 
 A moment is modelled on the order of the trace, which emission keeps: a forward value that is kept lives from its last forward
 reader to its last backward reader, one that is recomputed from its first backward reader to its last, any other from the op
-that makes it to its last reader. What else is live then (gathered versions, buffers of collectives, tensors within a
-cluster) depends on the plan; what was seen of it on an emitted program is the moment's reserve.
+that makes it to its last reader. What the model returns lives on, in the layout in which it is returned. What else is live then (gathered
+versions, buffers of collectives, tensors within a cluster) depends on the plan; what was seen of it on an emitted program is the moment's
+reserve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import fx
 
+from autopar import ops
 from autopar.analysis.in_place import has_own_memory, operand_written
 from autopar.capture.trace import Trace
 from autopar.cost.priced import Priced
-from autopar.problem import Choices, Moment, Value
-from autopar.run.memory import NodePeak
-from autopar.solve import evaluated
-from autopar.strategies import Cluster, Ref
+from autopar.cost.widening import WIDENED, widened_bytes
+from autopar.layout import local_shape
+from autopar.problem import Moment, Value
+from autopar.strategies import Cluster, ClusterClass, Ref
 
 _NEVER = -1
-_MOST_NEW = 24  # moments that one round adds: those most over the budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Span:
     Attributes:
         made: what makes it. last_forward: its last reader in forward.
         earliest: the first in backward that could ask for it; an op that runs again, because its own result is asked for, asks
-            for its operands. read: the first in backward that itself reads it, or a view of it.
+            for its operands. latest: the last that could. read: the first in backward that itself reads it, or a view of it.
         asked: the first that asks for it if ops run again as late as they can. until: the last that does.
         is_view: it has no memory of its own. takes_over: it is written into what it reads. is_gradient: of a parameter.
     """
@@ -40,6 +41,7 @@ class Span:
     made: int
     last_forward: int
     earliest: int
+    latest: int
     read: int
     asked: int
     until: int
@@ -52,11 +54,11 @@ class Span:
         """Of its own."""
         return not self.is_view and not self.takes_over
 
-    def is_made_anew(self, now: int) -> bool:
+    def is_made_anew(self, now: float) -> bool:
         """Whether the node that runs makes it, beside what it reads."""
         return self.made == now and self.has_memory
 
-    def waits(self, now: int) -> bool:
+    def waits(self, now: float) -> bool:
         """Whether it is there, where it is kept, while this node of backward runs, since nothing has asked for it yet. What only asks so
         that it can run again for this node has done so: it may be gone."""
         return self.earliest > now or (self.earliest == now and self.read != _NEVER)
@@ -73,6 +75,9 @@ class Liveness:
     spans: dict[str, Span] = field(init=False)
     variant: dict[Ref, int] = field(init=False)
     parameter: dict[str, int] = field(init=False)  # gradient's node → the parameter's op
+    returned: dict[str, tuple[int, list[int]]] = field(init=False)  # node → the output's op, bytes by its strategies
+    scratch: dict[str, tuple[int, list[int]]] = field(init=False)  # node → its op, bytes that it needs for a while, beside its result
+    widened: dict[str, tuple[int, list[int]]] = field(init=False)  # node → its op, `widened_bytes`; nodes that may make partial sums
 
     def __post_init__(self) -> None:
         nodes = list(self.trace.graph.nodes)
@@ -86,6 +91,44 @@ class Liveness:
         self.spans = {}
         for node in reversed(nodes[:-1]):
             self.spans[node.name] = self._span(node)
+        outputs = [(i, s) for i, s in sources if s.kind == "output" and not s.crosses and not set(s.names) & self.trace.mutated.keys()]
+        self.returned = {s.nodes[0]: (i, self._returned_bytes(i, s.nodes[0])) for i, s in outputs if self._is_made(s.nodes[0])}
+        scratch = [(i, s.cluster, self._scratch_bytes(s.cluster)) for i, s in sources if s.cluster is not None]
+        self.scratch = {c.members[0].node: (i, sizes) for i, cluster, sizes in scratch for c in cluster.instances if any(sizes)}
+        self.widened = {}
+        for v, refs in enumerate(self.priced.refs):
+            value = self.priced.problem.values[self.priced.problem.variants[v].value]
+            sizes = widened_bytes(self.priced.problem, value) if value.phase == "backward" else []
+            self.widened |= {name: (value.op, sizes) for name, _ in refs if any(sizes) and self._is_made(name)}
+
+    def _scratch_bytes(self, cluster: ClusterClass) -> list[int]:
+        first = cluster.first.members[0].call
+        if first.target is not ops.cross_entropy_backward:
+            return []
+        logits, shape = first.inputs[0], self.priced.moves.mesh_shape
+        layouts = [strategy.members[0].inputs[0] for strategy in cluster.strategies]
+        return [ops.cross_entropy_backward_scratch(local_shape(logits.shape, at, shape), logits.dtype) for at in layouts]
+
+    def _is_made(self, node: str) -> bool:
+        """Whether an op makes it, in memory of its own."""
+        return node in self.owner and self.spans[node].has_memory
+
+    def _returned_bytes(self, op: int, node: str) -> list[int]:
+        graph = self.priced.problem.values[self.priced.problem.variants[self.variant[node, 0]].value].graph
+        return [graph.bytes[graph.index[s.layouts.inputs[0]]] for s in self.priced.problem.ops[op].strategies]
+
+    def at(self, moment: str) -> float:
+        """When it is: at a node's position, or, while its partial sums are widened, just after that."""
+        return self.positions[moment.removesuffix(WIDENED)] + 0.5 * moment.endswith(WIDENED)
+
+    def add_returned(self, live: dict[int, list[int]], now: float) -> None:
+        """Add what the model has returned, while a node of backward runs: of what backward may still read, what is kept counts.
+
+        Where there are several microbatches it is not counted: their schedule may have let go of it.
+        """
+        for node, (op, sizes) in self.returned.items() if not self.priced.problem.accumulates else ():
+            if self.spans[node].latest < now:
+                add(live, sizes, op, 1)
 
     def _span(self, node: fx.Node) -> Span:
         users = [user for user in node.users if user.op == "call_function"]
@@ -96,10 +139,12 @@ class Liveness:
         asking = [span.asked for span in again if span.asked >= 0]
         first = min(backward, default=_NEVER)
         soonest = [*backward, *(span.earliest for span in (*again, *views) if span.earliest >= 0)]
+        last = max([_NEVER, *backward, *(span.latest for span in (*again, *views))])
         return Span(
             made=self.positions[node.name],
             last_forward=max([_NEVER, *(self.positions[u.name] for u in forward), *(v.last_forward for v in views)]),
             earliest=min(soonest, default=_NEVER),
+            latest=last,
             read=min([*backward, *(span.read for span in views if span.read >= 0)], default=_NEVER),
             asked=first if first >= 0 else max(asking, default=_NEVER),
             until=max([_NEVER, *backward, *asking, *(v.until for v in views)]),  # memory lives on in views of it
@@ -109,8 +154,8 @@ class Liveness:
         )
 
     def moment(self, node: str, phase: str) -> Moment:
-        """What is live while `node` runs, without reserve."""
-        now = self.positions[node]
+        """What is live while `node` runs, or what it made is widened (`autopar.cost.widening`), without reserve."""
+        now = self.at(node)
         backward = phase == "backward"
         held: dict[int, int] = {}
         live: dict[int, list[int]] = {}
@@ -130,13 +175,19 @@ class Liveness:
                 add(live, self.sizes_of(value), value.op, still)
             elif problem.ops[value.op].recomputable:
                 add(again, self.sizes_of(value), value.op, sum(0 <= s.asked <= now <= s.until for s in own))
+        if backward:
+            self.add_returned(live, now)
+        self.add_scratch(live, node)
+        if node.endswith(WIDENED):
+            op, sizes = self.widened[node.removesuffix(WIDENED)]
+            add(live, sizes, op, 1)
         return Moment(node, tuple((v, n) for v, n in held.items() if n), frozen(live), 0, frozen(again))
 
-    def _backward_value(self, value: Value, spans: Sequence[Span], refs: Sequence[Ref], now: int, live: dict[int, list[int]]) -> None:
+    def _backward_value(self, value: Value, spans: Sequence[Span], refs: Sequence[Ref], now: float, live: dict[int, list[int]]) -> None:
         still = sum(s.is_made_anew(now) or (s.made < now <= s.until and not s.is_view) for s in spans)
         add(live, self.sizes_of(value), value.op, still)
         for span, (name, _) in zip(spans, refs, strict=True):
-            if span.is_gradient and span.made < now and span.until < now and not self.priced.problem.accumulates:
+            if span.is_gradient and span.made < now - 0.5 and span.until < now and not self.priced.problem.accumulates:
                 parameter = self.parameter[name]
                 sizes = [s.gradient_bytes for s in self.priced.problem.ops[parameter].strategies]
                 add(live, sizes, parameter, 1)
@@ -147,8 +198,8 @@ class Liveness:
         return [value.graph.bytes[value.graph.index[s.layouts.outputs[value.result]]] for s in strategies]
 
     def certain(self) -> tuple[Moment, ...]:
-        """What any plan holds while an op of backward runs: the op's results, what it reads, as it reads it, and each other kept value
-        that nothing has asked for yet.
+        """What any plan holds while an op of backward runs: the op's results, what it reads, as it reads it, each other kept value that
+        nothing has asked for yet, and what the model has returned.
 
         Of equal ops the one that runs first, when most is held.
         """
@@ -156,16 +207,52 @@ class Liveness:
         for index, source in enumerate(self.priced.sources):
             if source.cluster is not None and self.priced.problem.ops[index].phase == "backward":
                 now, which = min((self.positions[c.members[0].node], n) for n, c in enumerate(source.cluster.instances))
-                made = self.made_at(index, now)
+                made = self.made_at(index, source.cluster.instances[which].members[0].node)
                 if made:
                     found.append(self._while(index, source.cluster.instances[which], now, made))
-        return tuple(found)
+        return (*found, *self.widenings())
 
-    def made_at(self, op: int, now: int) -> dict[int, list[int]]:
-        """Bytes of the op's results, those that its first node makes."""
+    def add_scratch(self, live: dict[int, list[int]], node: str) -> None:
+        """Add what a node needs for a while, beside its result."""
+        if node in self.scratch:
+            op, sizes = self.scratch[node]
+            add(live, sizes, op, 1)
+
+    def widenings(self) -> Iterator[Moment]:
+        """While partial sums are widened: these, each kept value that nothing has asked for yet, what the model has returned, each gradient
+        that is done and each value that waits for a reader, these two in their fewest bytes. Of equal nodes, of the one that runs first."""
+        first: dict[int, str] = {}
+        for name in sorted(self.widened, key=self.positions.__getitem__):
+            first.setdefault(self.widened[name][0], name)
+        for op, name in first.items():
+            now, live, held = self.at(name + WIDENED), dict[int, list[int]](), dict[int, int]()
+            for v, refs in enumerate(self.priced.refs):
+                value = self.priced.problem.values[self.priced.problem.variants[v].value]
+                others = [(n, self.spans[n]) for n, _ in refs if n != name]
+                if value.phase == "forward":
+                    held[v] = sum(self.spans[n].waits(now) for n, _ in refs)
+                else:
+                    num_waiting = sum(s.made < now < s.until and s.has_memory for _, s in others)
+                    add(live, [min(value.graph.bytes)] * len(self.sizes_of(value)), value.op, num_waiting)
+                    for n in [n for n, s in others if s.is_gradient and s.made < now and s.until < now]:
+                        self.add_gradient(n, value, live)
+            self.add_returned(live, now)
+            add(live, self.widened[name][1], op, 1)
+            yield Moment(name + WIDENED, tuple((v, n) for v, n in held.items() if n), frozen(live))
+
+    def add_gradient(self, name: str, value: Value, live: dict[int, list[int]]) -> None:
+        """Add a gradient that is done, in its fewest bytes, where none is added to a sum."""
+        problem = self.priced.problem
+        if not problem.accumulates:
+            parameter = self.parameter[name]
+            add(live, [min(s.gradient_bytes, *value.graph.bytes) for s in problem.ops[parameter].strategies], parameter, 1)
+
+    def made_at(self, op: int, node: str) -> dict[int, list[int]]:
+        """Bytes of the op's results, those that its first node makes, and of what that needs beside them for a while."""
         made: dict[int, list[int]] = {}
+        self.add_scratch(made, node)
         for result in self.priced.problem.ops[op].results:
-            if any(self.spans[name].is_made_anew(now) for name in self.names(result)):
+            if any(self.spans[name].is_made_anew(self.positions[node]) for name in self.names(result)):
                 add(made, self.sizes_of(self.priced.problem.values[result]), op, 1)
         return made
 
@@ -180,6 +267,7 @@ class Liveness:
                 read = [value.graph.bytes[value.graph.index[s.layouts.inputs[operand]]] for s in problem.ops[op].strategies]
                 add(live, read, op, 1)
                 held[v] -= self.spans[ref[0]].waits(now)
+        self.add_returned(live, now)
         forward = ((v, n) for v, n in held.items() if n and problem.values[problem.variants[v].value].phase == "forward")
         return Moment(first.node, tuple(forward), frozen(live))
 
@@ -201,52 +289,3 @@ def add(total: dict[int, list[int]], sizes: Sequence[int], op: int, count: int) 
 
 def frozen(sizes: Mapping[int, Sequence[int]]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return tuple((op, tuple(each)) for op, each in sizes.items())
-
-
-Seen = Mapping[str, tuple[str, int]]
-"""By node of the trace: the phase, and the peak that was seen while it ran."""
-
-
-def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: int) -> Seen:
-    """Peaks by node of the trace: those of collectives and of what runs again count for the node that comes after them, that of a product
-    which is added to others as it scatters them for it and for the sum.
-
-    Args:
-        resting_bytes: what rests beside the program's own tensors (the optimizer's state).
-    """
-    keys = {n.meta["key"]: n.name for n in liveness.trace.graph.nodes if n.op == "call_function"}
-    seen: dict[str, tuple[str, int]] = {}
-    waiting, last = 0, ""
-    for peak in peaks:
-        waiting = max(waiting, peak.peak_bytes)
-        total = peak.node.meta["kernel"].total if "kernel" in peak.node.meta else ""
-        names = [keys.get(key, "") for key in (peak.node.meta.get("key", ""), total)]
-        here = [name for name in names if name in liveness.owner and not peak.node.meta.get("recomputed")]
-        for name in here:
-            before = seen.get(name, ("", 0))[1]  # a node that picks a result has the key of the op, which may have needed more
-            seen[name], last = (peak.phase, max(before, waiting + resting_bytes)), name
-        waiting = 0 if here else waiting
-    if last:  # what comes after the last node counts for it
-        phase, before = seen[last]
-        seen[last] = phase, max(before, waiting + resting_bytes)
-    return seen
-
-
-def over_budget(liveness: Liveness, seen: Seen, budget_bytes: int) -> list[str]:
-    """The nodes at which a program is over the budget: of equal nodes of repeated layers the worst, and no more than some,
-    since others come when these hold."""
-    worst: dict[int, tuple[int, str]] = {}
-    for node, (_, peak) in seen.items():
-        op = liveness.owner[node]
-        if peak > budget_bytes and peak > worst.get(op, (0, ""))[0]:
-            worst[op] = (peak, node)
-    return [node for _, node in sorted(worst.values(), reverse=True)[:_MOST_NEW]]
-
-
-def explained(liveness: Liveness, choices: Choices, seen: Seen, nodes: Iterable[str]) -> dict[str, Moment]:
-    """The moments of these nodes, each with the reserve that makes it what was seen of the choices."""
-    moments = {node: liveness.moment(node, seen[node][0]) for node in nodes}
-    problem = replace(liveness.priced.problem, moments=tuple(moments.values()))
-    rows = evaluated(problem, choices).resting_bytes
-    sizes = rows[len(rows) - len(moments) :]
-    return {node: replace(m, reserve_bytes=seen[node][1] - size) for (node, m), size in zip(moments.items(), sizes, strict=True)}

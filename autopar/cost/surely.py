@@ -6,6 +6,7 @@
     of a parameter that it reads      bytes as it reads it − bytes as it rests: a copy beside what rests, where the layouts differ
     a value that waits for a reader   in forward what is kept, after its last reader there; any other in its fewest bytes in any layout
     a gradient that is done           its fewest bytes, where none is added to a sum
+    what the model has returned       in the layout in which it is returned
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.cost.moments import Liveness, add, frozen
-from autopar.problem import Moment, Value
+from autopar.problem import Moment
 from autopar.strategies import Cluster
 
 
 def surely(liveness: Liveness) -> tuple[Moment, ...]:
-    """A moment for each op, of equal ones for the first and the last."""
+    """A moment for each op, of equal ones for the first and the last, and those at which sums are widened."""
     found = []
     for op, source in enumerate(liveness.priced.sources):
         if source.cluster is not None:
             order = sorted((liveness.positions[c.members[0].node], n) for n, c in enumerate(source.cluster.instances))
             for now, which in dict.fromkeys((order[0], order[-1])):
                 found.append(_Now(liveness, op, source.cluster.instances[which], now).moment())
-    return tuple(found)
+    return (*found, *liveness.widenings())
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,12 @@ class _Now:
         return self.liveness.priced.problem.ops[self.op].phase == "backward"
 
     def moment(self) -> Moment:
-        live = self.liveness.made_at(self.op, self.now)
+        live = self.liveness.made_at(self.op, self.cluster.members[0].node)
         held: dict[int, int] = {}
         self._waiting(live, held)
         self._read(live, held)
+        if self.backward:
+            self.liveness.add_returned(live, self.now)
         return Moment(self.cluster.members[0].node, tuple((v, n) for v, n in held.items() if n), frozen(live))
 
     def _waiting(self, live: dict[int, list[int]], held: dict[int, int]) -> None:
@@ -57,7 +60,7 @@ class _Now:
             here = [(name, spans[name]) for name, _ in refs]
             if value.phase == "backward":
                 for name in [name for name, s in here if self.backward and s.is_gradient and s.made < now and s.until < now]:
-                    self._gradient(name, value, live)
+                    self.liveness.add_gradient(name, value, live)
                 num = sum(s.made < now < s.until and s.has_memory and n not in read for n, s in here) if self.backward else 0
             else:
                 kept = [s.waits(now) if self.backward else 0 <= s.last_forward < now and s.until >= 0 for _, s in here]
@@ -65,13 +68,6 @@ class _Now:
                 num = sum(s.made < now < s.last_forward and s.has_memory and n not in read for n, s in here)
                 num = 0 if self.backward or value.resident else num
             add(live, [min(value.graph.bytes)] * len(problem.ops[value.op].strategies), value.op, num)
-
-    def _gradient(self, name: str, value: Value, live: dict[int, list[int]]) -> None:
-        problem = self.liveness.priced.problem
-        if not problem.accumulates:
-            parameter = self.liveness.parameter[name]
-            sizes = [min(s.gradient_bytes, *value.graph.bytes) for s in problem.ops[parameter].strategies]
-            add(live, sizes, parameter, 1)
 
     def _read(self, live: dict[int, list[int]], held: dict[int, int]) -> None:
         """What the op reads."""

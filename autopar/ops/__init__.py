@@ -17,6 +17,7 @@ from autopar.ops.rms import normed, normed_backward, rms_norm, rms_norm_backward
 from autopar.ops.vocabulary import (
     cross_entropy_backward,
     cross_entropy_backward_,
+    cross_entropy_backward_scratch,
     embedding,
     embedding_backward,
     linear_cross_entropy,
@@ -30,6 +31,7 @@ __all__ = [
     "constant",
     "cross_entropy_backward",
     "cross_entropy_backward_",
+    "cross_entropy_backward_scratch",
     "dot",
     "embedding",
     "embedding_backward",

@@ -8,10 +8,15 @@ from torch import Tensor
 _BLOCK, _MOST_BLOCKS = 2**24, 16  # elements that are there at a time, at least a part of all
 
 
+def block_length(rows: int, width: int) -> int:
+    """How many of the rows of a tensor [rows, width] are worked on at a time, at most."""
+    return min(rows, max(_BLOCK // max(width, 1), -(-rows // _MOST_BLOCKS), 1))
+
+
 def row_blocks(x: Tensor) -> list[slice]:
     """The rows of `x` [..., n], together or some at a time; a compiler, which fuses what is done to them, is given them together."""
     rows = x.numel() // max(x.shape[-1], 1)
-    few = rows if torch.compiler.is_compiling() else max(_BLOCK // max(x.shape[-1], 1), -(-rows // _MOST_BLOCKS), 1)
+    few = rows if torch.compiler.is_compiling() else block_length(rows, x.shape[-1])
     return [slice(start, start + few) for start in range(0, rows, few)] if rows > few else [slice(None)]
 
 

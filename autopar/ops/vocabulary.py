@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from autopar.ops.blocks import row_blocks, wide_dtype
+from autopar.ops.blocks import block_length, row_blocks, wide_dtype
 
 aten = torch.ops.aten
 
@@ -85,6 +88,15 @@ def cross_entropy_backward(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale
         m_here, s_here, index_here, scale_here = (each.reshape(-1)[here] for each in (m, s, index, scale))
         made[here] = _rows_backward(flat[here], m_here, s_here, index_here, scale_here, start)
     return grad
+
+
+def cross_entropy_backward_scratch(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes that `cross_entropy_backward` of logits of this shape, or its form in place, holds beside its result for a while, at least."""
+    if wide_dtype(dtype) == dtype:
+        return 0
+    rows, width = math.prod(shape[:-1]), shape[-1]
+    few = block_length(rows, width)
+    return few * width * (wide_dtype(dtype).itemsize + (dtype.itemsize if few < rows else 0))  # of one block alone the result is its own
 
 
 def cross_entropy_backward_(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0) -> Tensor:

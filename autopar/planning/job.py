@@ -19,8 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.capture.trace import Trace
-from autopar.cost.moments import Liveness, by_trace_node, explained, over_budget
+from autopar.cost.learnt import by_trace_node, explained, over_budget
+from autopar.cost.moments import Liveness
 from autopar.cost.priced import Priced
+from autopar.cost.widening import WIDENED
 from autopar.emit import emit
 from autopar.errors import InfeasibleError, size_text
 from autopar.mesh import Mesh
@@ -229,7 +231,7 @@ class Job:
 
     def _expect(self, reserves: Mapping[str, int]) -> None:
         """Moments with reserves that were learnt where layers are in other groups."""
-        phases = {node: self.trace.node(node).meta["phase"] for node in reserves}
+        phases = {node: self.trace.node(node.removesuffix(WIDENED)).meta["phase"] for node in reserves}
         self.moments = {n: replace(self.liveness.moment(n, phases[n]), reserve_bytes=size) for n, size in reserves.items()}
 
     def _known(self) -> _Known:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from autopar.cost.widening import WIDENED
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys
 from autopar.planning.assembly import Draft
 from autopar.plans import Potential, Proof, Version
@@ -24,7 +25,8 @@ def certified(proof: Proof, draft: Draft, multipliers: Multipliers | None) -> Pr
 def with_multipliers(proof: Proof, draft: Draft, multipliers: Multipliers) -> Proof:
     """The proof with these."""
     keys = {node.name: node.meta["key"] for node in draft.trace.graph.nodes if node.op == "call_function"}
-    memory = {keys.get(row, row): value for row, value in multipliers.memory_s.items()}
+    keys_at = keys | {name + WIDENED: key + WIDENED for name, key in keys.items()}
+    memory = {keys_at.get(row, row): value for row, value in multipliers.memory_s.items()}
     potentials, versions = tuple(_potentials(draft, multipliers, keys)), tuple(_versions(draft, multipliers, keys))
     return replace(proof, potentials=potentials, memory_s=memory, versions=versions, balance=multipliers.balance)
 

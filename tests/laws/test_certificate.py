@@ -15,7 +15,7 @@ import expert
 import pytest
 import torch
 import zoo_small
-from torch import nn
+from torch import Tensor, nn
 
 import autopar
 from autopar.capture import Trace, capture
@@ -26,6 +26,7 @@ from autopar.certificate.moments import Moments
 from autopar.cost.moments import Liveness
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
+from autopar.cost.widening import WIDENED
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
@@ -398,14 +399,35 @@ def test_no_solver_runs(tight: Built, monkeypatch: pytest.MonkeyPatch) -> None:
         make_plan(trace, SQUARE, H100, PlanOptions())
 
 
-def test_what_certainly_lives_at_a_moment_is_what_the_planner_says(tight: Built) -> None:
-    trace, _ = tight
+class Shown(nn.Module):
+    """A head in 16 bits that returns its logits, twice, a view of them and what it is given beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(16, 64), nn.Linear(64, 256)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        logits = self.head(self.up(x).relu())
+        return nn.functional.cross_entropy(logits.float(), labels), logits, logits, logits.view(2, -1, 256), x
+
+
+def shown() -> Trace:
+    batch = {"x": torch.ones(2048, 16, dtype=torch.bfloat16), "labels": torch.arange(2048) % 256}
+    return capture(Shown().bfloat16(), (), batch)
+
+
+@pytest.mark.parametrize("returns", (False, True))
+def test_what_certainly_lives_at_a_moment_is_what_the_planner_says(tight: Built, returns: bool) -> None:
+    trace = shown() if returns else tight[0]
     priced = price(trace, classes_of(trace, SQUARE.shape), SQUARE, H100, budget_bytes=1)
     moments, facts = Moments(trace, Facts.of(trace), priced, SQUARE.shape), Facts.of(trace)
-    certain = Liveness(trace, priced).certain()
-    assert len(certain) > 10
+    liveness = Liveness(trace, priced)
+    certain = liveness.certain()
+    assert len(certain) > 10 and bool(liveness.returned) == returns == bool(liveness.scratch) == bool(liveness.widened)
+    assert any(moment.key.endswith(WIDENED) for moment in certain) == returns
     for moment in certain:
-        row = moments.row(facts.names[moment.key], 1.0)
+        node = moment.key.removesuffix(WIDENED)
+        row = moments.row(facts.names[node] + moment.key.removeprefix(node), 1.0)
         assert row is not None
         assert dict(row.held) == dict(moment.held)
         assert {n: tuple(sizes) for n, sizes in row.live.items()} == dict(moment.live)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from attention import softmax_attention
@@ -190,6 +192,32 @@ def test_a_gradient_written_into_the_logits_takes_no_other_memory_than_a_blocks(
         before = memory.live_bytes
         ops.cross_entropy_backward_(x, m, s, index, scale)
         assert memory.peak_bytes - before < x.nbytes / 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", [4000, 2**24])
+def test_what_a_gradient_of_logits_needs_beside_its_result_is_what_it_holds(
+    dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "_BLOCK", block)
+    x, index = torch.randn(4, 16, 1000).to(dtype), torch.zeros(4, 16, dtype=torch.long)
+    m, scale = x.amax(-1), torch.ones(4, 16)
+    s = ops.sum_exp(x, m)
+    scratch = ops.cross_entropy_backward_scratch(x.shape, dtype)
+    assert (scratch > 0) == (dtype != torch.float32)
+
+    def held(form: Callable[..., Tensor], result_bytes: int) -> int:
+        with LiveBytes() as memory:
+            memory.register((x, index, m, s, scale))
+            memory.reset_peak()
+            before = memory.live_bytes
+            form(x, m, s, index, scale)
+            return memory.peak_bytes - before - result_bytes
+
+    few = 0.02 * x.nbytes  # indices of rows
+    assert scratch <= held(ops.cross_entropy_backward, x.nbytes) <= scratch + few
+    in_place = held(ops.cross_entropy_backward_, 0)
+    assert scratch <= in_place <= scratch + few + (x.nbytes if block > x.numel() else 0), "of one block its result is not its own"
 
 
 def test_exponentials_of_large_logits_hold_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
