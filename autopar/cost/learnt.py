@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
+from torch import fx
+
+from autopar.analysis.in_place import has_own_memory
 from autopar.cost.moments import Liveness
 from autopar.cost.widening import WIDENED
 from autopar.problem import Choices, Moment
@@ -12,8 +16,18 @@ from autopar.run.memory import NodePeak
 from autopar.solve import evaluated
 
 _MOST_NEW = 24  # moments that one round adds: those most over the budget
-Seen = Mapping[str, tuple[str, int]]
-"""By node of the trace: the phase, and the peak that was seen while it ran."""
+
+
+class Sight(NamedTuple):
+    """What was seen of a node of the trace: the phase, the peak while it ran, and what of the trace had run again and was there then."""
+
+    phase: str
+    peak_bytes: int
+    again: frozenset[str] = frozenset()
+
+
+Seen = Mapping[str, Sight]
+"""By node of the trace, or moment at which what it made is widened."""
 
 
 def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: int) -> Seen:
@@ -24,33 +38,59 @@ def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: 
         resting_bytes: what rests beside the program's own tensors (the optimizer's state).
     """
     keys = {n.meta["key"]: n.name for n in liveness.trace.graph.nodes if n.op == "call_function"}
-    seen: dict[str, tuple[str, int]] = {}
-    waiting, last = 0, ""
-    for peak in peaks:
+    seen: dict[str, Sight] = {}
+    waiting, last = Sight("", 0), ""
+
+    def see(name: str, sight: Sight) -> None:
+        before = seen.get(name)  # a node that picks a result has the key of the op, which may have needed more
+        seen[name] = before._replace(phase=sight.phase) if before is not None and before.peak_bytes > sight.peak_bytes else sight
+
+    for peak, again in _with_what_ran_again(peaks, keys):
+        now = Sight(peak.phase, peak.peak_bytes + resting_bytes, again)
         made = keys.get(peak.node.meta.get("key", "").rpartition("/")[0], "")  # of the steps that a sum is reduced by
         if made in liveness.widened:
-            before = seen.get(made + WIDENED, ("", 0))[1]
-            seen[made + WIDENED] = peak.phase, max(before, peak.peak_bytes + resting_bytes)
+            see(made + WIDENED, now)
             continue
-        waiting = max(waiting, peak.peak_bytes)
+        waiting = now if now.peak_bytes > waiting.peak_bytes else waiting._replace(phase=peak.phase)
         total = peak.node.meta["kernel"].total if "kernel" in peak.node.meta else ""
         names = [keys.get(key, "") for key in (peak.node.meta.get("key", ""), total)]
         here = [name for name in names if name in liveness.owner and not peak.node.meta.get("recomputed")]
         for name in here:
-            before = seen.get(name, ("", 0))[1]  # a node that picks a result has the key of the op, which may have needed more
-            seen[name], last = (peak.phase, max(before, waiting + resting_bytes)), name
-        waiting = 0 if here else waiting
+            see(name, waiting)
+            last = name
+        waiting = Sight("", 0) if here else waiting
     if last:  # what comes after the last node counts for it
-        phase, before = seen[last]
-        seen[last] = phase, max(before, waiting + resting_bytes)
+        see(last, waiting._replace(phase=waiting.phase or seen[last].phase))
     return seen
+
+
+def _with_what_ran_again(peaks: Iterable[NodePeak], keys: Mapping[str, str]) -> Iterator[tuple[NodePeak, frozenset[str]]]:
+    """Each with the nodes of the trace whose results, made again, are live then."""
+    peaks = tuple(peaks)
+    place = {peak.node: i for i, peak in enumerate(peaks)}
+    until = dict[fx.Node, int]()
+    for node in reversed(place):
+        lasting = [until[user] for user in node.users if user in until and not has_own_memory(user)]
+        until[node] = max([place[node], *(place[user] for user in node.users if user in place), *lasting])
+    ends: dict[int, list[str]] = {}
+    live: dict[str, int] = {}
+    for i, peak in enumerate(peaks):
+        name = keys.get(peak.node.meta.get("key", ""), "") if peak.node.meta.get("recomputed") and has_own_memory(peak.node) else ""
+        if name:
+            live[name] = max(live.get(name, 0), until[peak.node])
+            ends.setdefault(live[name], []).append(name)
+        yield peak, frozenset(live)
+        for over in ends.pop(i, ()):
+            if live.get(over, i + 1) <= i:
+                del live[over]
 
 
 def over_budget(liveness: Liveness, seen: Seen, budget_bytes: int) -> list[str]:
     """The nodes at which a program is over the budget: of equal nodes of repeated layers the worst, and no more than some,
     since others come when these hold."""
     worst: dict[tuple[int, bool], tuple[int, str]] = {}
-    for node, (_, peak) in seen.items():
+    for node, sight in seen.items():
+        peak = sight.peak_bytes
         op = liveness.owner[node.removesuffix(WIDENED)], node.endswith(WIDENED)
         if peak > budget_bytes and peak > worst.get(op, (0, ""))[0]:
             worst[op] = (peak, node)
@@ -58,9 +98,12 @@ def over_budget(liveness: Liveness, seen: Seen, budget_bytes: int) -> list[str]:
 
 
 def explained(liveness: Liveness, choices: Choices, seen: Seen, nodes: Iterable[str]) -> dict[str, Moment]:
-    """The moments of these nodes, each with the reserve that makes it what was seen of the choices."""
-    moments = {node: liveness.moment(node, seen[node][0]) for node in nodes}
+    """The moments of these nodes, each with the reserve that makes it what was seen of the choices.
+
+    What was there since it had run again counts for ops that run again, be it needed then only because others do.
+    """
+    moments = {node: liveness.moment(node, seen[node].phase, seen[node].again) for node in nodes}
     problem = replace(liveness.priced.problem, moments=tuple(moments.values()))
     rows = evaluated(problem, choices).resting_bytes
     sizes = rows[len(rows) - len(moments) :]
-    return {node: replace(m, reserve_bytes=seen[node][1] - size) for (node, m), size in zip(moments.items(), sizes, strict=True)}
+    return {node: replace(m, reserve_bytes=seen[node].peak_bytes - size) for (node, m), size in zip(moments.items(), sizes, strict=True)}

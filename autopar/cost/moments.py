@@ -9,7 +9,7 @@ reserve.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -153,8 +153,12 @@ class Liveness:
             is_gradient=node.name in self.parameter,
         )
 
-    def moment(self, node: str, phase: str) -> Moment:
-        """What is live while `node` runs, or what it made is widened (`autopar.cost.widening`), without reserve."""
+    def moment(self, node: str, phase: str, running: Collection[str] = ()) -> Moment:
+        """What is live while `node` runs, or what it made is widened (`autopar.cost.widening`), without reserve.
+
+        Args:
+            running: nodes whose results are there then if they are made again, though their readers ask for them later.
+        """
         now = self.at(node)
         backward = phase == "backward"
         held: dict[int, int] = {}
@@ -174,7 +178,9 @@ class Liveness:
                 still = sum(s.made == now or s.made < now < s.last_forward or (s.last_forward == now and s.until < 0) for s in own)
                 add(live, self.sizes_of(value), value.op, still)
             elif problem.ops[value.op].recomputable:
-                add(again, self.sizes_of(value), value.op, sum(0 <= s.asked <= now <= s.until for s in own))
+                named = zip(refs, spans, strict=True)
+                num_again = sum(not s.is_view and (name in running or 0 <= s.asked <= now <= s.until) for (name, _), s in named)
+                add(again, self.sizes_of(value), value.op, num_again)
         if backward:
             self.add_returned(live, now)
         self.add_scratch(live, node)

@@ -122,14 +122,14 @@ def test_a_moment_explains_what_was_seen_of_the_plan_that_it_was_learnt_from() -
     choices, evaluation = random_choices(made, 1, recompute_share=0.5)
     plan, program = finish(made, choices, evaluation, "random")
     seen = by_trace_node(liveness, node_peaks(program, outputs="dtensor"), plan.prediction.memory_bytes["optimizer"])
-    largest = max(peak for _, peak in seen.values())
+    largest = max(sight.peak_bytes for sight in seen.values())
     assert largest == plan.prediction.peak_bytes
     nodes = over_budget(liveness, seen, int(largest * 0.9))
-    assert nodes and all(seen[node][1] > largest * 0.9 for node in nodes)
+    assert nodes and all(seen[node].peak_bytes > largest * 0.9 for node in nodes)
     assert len({liveness.owner[node] for node in nodes}) == len(nodes), "of equal nodes the worst"
     moments = explained(liveness, choices, seen, nodes)
     rows = sizes(made, tuple(moments.values()), choices, evaluation, set())
-    assert rows == [seen[node][1] for node in moments]
+    assert rows == [seen[node].peak_bytes for node in moments]
 
 
 def test_what_is_kept_counts_until_its_last_reader_and_what_runs_again_from_the_first() -> None:
