@@ -6,16 +6,14 @@
 2. Else a tree is grown (`autopar.solve.tree`) over the relaxation with rows that cut off mixtures. A plan that breaks a budget row
    which is not in yet brings it in, and so does one whose communication outlasts compute (`autopar.solve.hiding`); then the relaxation
    gives the price of memory and the balance of both, and the tree is grown anew.
-3. Where that leaves plan and bound further apart than asked for, programs restricted to columns of small reduced cost
-   (`autopar.solve.engine`) look for better plans, each larger than the last, then one with the layouts that are best without budgets;
-   of a small problem the program over all columns that could belong to a better plan is solved at last.
+3. Where that leaves plan and bound further apart than asked for, restricted programs look for better plans (`autopar.solve.climbing`); of
+   a small problem the program over all columns that could belong to a better plan is solved at last.
 
 Limits count nodes of search trees and columns, not seconds, so the same problem gives the same choices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,6 +22,7 @@ from autopar.errors import LayoutError
 from autopar.problem import Choices, Problem
 from autopar.solve.ascent import Ascent
 from autopar.solve.beginning import Beginning
+from autopar.solve.climbing import LARGE, SMALL, Climb
 from autopar.solve.engine import Engine, Relaxation
 from autopar.solve.evaluate import evaluate, fits
 from autopar.solve.formulation import SCALE, Formulation
@@ -35,24 +34,15 @@ from autopar.solve.live import Live, Point
 from autopar.solve.multipliers import tighter
 from autopar.solve.proven import Proven
 from autopar.solve.quick import Quick
-from autopar.solve.rows import Columns, Floats
+from autopar.solve.rows import Floats
 from autopar.solve.sifting import Sifted, middle, sifted
 from autopar.solve.tree import Tree
 from autopar.streams import ON_COMPUTE, Balance
 
-# Restricted programs over so many columns, those of the smallest reduced cost. Memory makes near-ties of many versions, so
-# shares of the bound say little; and few columns do better than many: beyond some thousands each node takes seconds.
-_RUNGS = (2000, 4000, 8000)
-_RUNG_NODES = 20
-_SMALL = 4000  # columns: below, one program over all is cheaper than several
 _FEW = (500, 1000, 2000)  # columns of restricted programs that come before a tree
-_SHARES = (1e-6, 1e-5, 1e-4)  # of the bound: reduced costs in those that begin from a vertex
-_WIDE_SHARE = 1e-3  # the same, of a program that is not large
 _ROUNDS = 12
-_SIFTED = 50_000  # columns: from here on the balance is sifted for, and a program is large
 _HUGE = 100_000  # columns: from here on a balance that will do ends the sifting, and all budget rows at once take too long
 _RELAXATIONS = 2  # of a tree, per node that a search may have
-_USED = 1e-6  # of a column: from here on a solution takes it
 _SHORT_TREE = 40  # relaxations of one that is to better a plan, not to prove it
 
 
@@ -79,6 +69,7 @@ class Search:
     excess: Excess = field(init=False)
     extra: Incoming = field(init=False)
     proven: Proven = field(init=False)
+    climb: Climb = field(init=False)
     best: Choices | None = None
     start: Floats | None = None
     free: Floats = field(default_factory=lambda: np.zeros(0))
@@ -94,6 +85,7 @@ class Search:
         self.engine = Engine(self.program.model, self.time_limit_s)
         self.extra = Incoming(self.program, self.engine, self.excess)
         self.proven = Proven(self.program, self.engine, self.extra)
+        self.climb = Climb(self.program, self.engine, self.extra, self.proven, self.gap, self)
 
     def run(self) -> Choices | None:
         """The best plan found, or None.
@@ -110,13 +102,13 @@ class Search:
         for _ in range(_ROUNDS):
             broken = [] if self.extra.active else self._rounded(relaxation)
             broken += self.extra.excesses() if broken and self.likely != ON_COMPUTE else []
-            broken = broken or ([] if self._close() else self._grow())
-            if not broken and not self._close() and (self._set_apart() or self._will_do()):
+            broken = broken or ([] if self.is_close() else self._grow())
+            if not broken and not self.is_close() and (self._set_apart() or self._will_do()):
                 break
             if not broken and self.extra.active and not self.infeasible:
                 broken = self._climb()
-            if not broken and not self.infeasible and not self._close():
-                broken = self._prove()
+            if not broken and not self.infeasible and not self.is_close():
+                broken = self.climb.prove(self.max_nodes)
             if not broken:
                 break
             if self._fits_nowhere(broken) or self._within(broken) is None:
@@ -127,14 +119,14 @@ class Search:
     def _fits_nowhere(self, broken: list[int]) -> bool:
         """Whether no plan fits, before the first budget rows come in: all rows at once say so sooner than one after another."""
         budget = [r for r in broken if r < len(self.extra.rows)]
-        if self.best is None and budget and not self.extra.budget and _SMALL < len(self.engine.names) < _SIFTED:
+        if self.best is None and budget and not self.extra.budget and SMALL < len(self.engine.names) < LARGE:
             needed = Lightest(self.problem, self.time_limit_s).bound_bytes
             self.least = Least(needed) if needed > self.problem.budget_bytes else None
         return self.least is not None
 
     @property
     def _is_large(self) -> bool:
-        return len(self.engine.names) >= _SIFTED
+        return len(self.engine.names) >= LARGE
 
     @property
     def best_s(self) -> float:
@@ -149,13 +141,13 @@ class Search:
             self.best, bound_s=bound, free_bound_s=min(self.proven.free / SCALE, bound), num_variables=self.program.num_variables,
             num_constraints=self.program.num_constraints + len(self.extra.active), solver="highs",
             memory_price_s_per_byte=self.proven.price_s_per_byte, stats={k: float(n) for k, n in stats.items()},
-            multipliers=self.proven.multipliers(), mixed={} if self._close() else self.proven.mixed,
-            unfinished=self._will_do() and not self._close(),
+            multipliers=self.proven.multipliers(), mixed={} if self.is_close() else self.proven.mixed,
+            unfinished=self._will_do() and not self.is_close(),
         )  # fmt: skip
 
     def _relax(self) -> Relaxation | None:
         """The relaxation without budget rows."""
-        if len(self.engine.names) > _SMALL:
+        if len(self.engine.names) > SMALL:
             ascent = self.known.ascent if self.known is not None else None
             self.beginning = Beginning(self.program, self.engine, ascent or Ascent(self.problem))
             self.engine.begin(self.beginning.free())
@@ -209,9 +201,9 @@ class Search:
             self.proven.learn(
                 at.point, at.balance, dict(zip(rows, at.point.duals[len(at.point.duals) - len(rows) :].tolist(), strict=True))
             )
-            if not self._close():
-                self._restricted(self.extra.with_excess(at.columns))
-            if self._close() and len(self.engine.names) >= _HUGE:
+            if not self.is_close():
+                self.climb.over(self.extra.with_excess(at.columns))
+            if self.is_close() and len(self.engine.names) >= _HUGE:
                 break
         self.engine.timed_out |= live.timed_out
         if found is not None:
@@ -229,7 +221,7 @@ class Search:
 
         def offer(values: Floats) -> list[int]:
             try:
-                return self._offer(values)
+                return self.offer(values)
             except LayoutError:  # rounded strategies may make nothing that a reader can use
                 return []
 
@@ -238,17 +230,17 @@ class Search:
 
         if self._is_large and self._asks_only_for_a_plan():
             broken = self._climb()
-            if broken or self._close() or self._will_do():
+            if broken or self.is_close() or self._will_do():
                 return broken
         live = self._live()
         sizes = self.extra.sizes()
         tree = Tree(self.program, self.engine, live, offer, best, self.gap, self.max_nodes * _RELAXATIONS, sizes)
         grown = tree.dive()
-        if tree.root is not None and not grown.broken and not self._close() and self._set_apart():
-            return self._climb_from(tree.root.point)  # what a dive finds hangs on the vertex
-        if tree.root is not None and not grown.broken and not self._close():
+        if tree.root is not None and not grown.broken and not self.is_close() and self._set_apart():
+            return self.climb.from_vertex(tree.root.point, self.free, soon=True)  # what a dive finds hangs on the vertex
+        if tree.root is not None and not grown.broken and not self.is_close():
             broken = self._climb() if self._asks_only_for_a_plan() else self._few() if self.extra.phases else []
-            if broken or self._close() or self._set_apart():
+            if broken or self.is_close() or self._set_apart():
                 return broken
             grown = tree.branch(_SHORT_TREE if self._will_do() else None)
         self.engine.timed_out |= live.timed_out
@@ -258,21 +250,26 @@ class Search:
             self.proven.rise(min(grown.bound, best()))
         return list(grown.broken)
 
+    def _climb(self, *rungs: int) -> list[int]:
+        """Restricted programs, from small to large, from the last vertex where that is worth it."""
+        point = self.point if self._is_large or not self._forms_groups else None
+        return self.climb.up(point, self.free, rungs)
+
     def _few(self) -> list[int]:
         """Of a large program, few columns: rows over all columns make a tree slow, and these do not."""
-        return self._climb(_FEW) if _SMALL < len(self.engine.names) < _SIFTED else []
+        return self._climb(*_FEW) if SMALL < len(self.engine.names) < LARGE else []
 
     def _asks_only_for_a_plan(self) -> bool:
         """Of a large program with budget rows a long tree mostly raises the bound: dives, restricted programs and a short one have found
         the plan before."""
-        return self.only_plan and bool(self.extra.budget) and len(self.engine.names) > _SMALL
+        return self.only_plan and bool(self.extra.budget) and len(self.engine.names) > SMALL
 
     def _will_do(self) -> bool:
         return self._asks_only_for_a_plan() and self.best is not None
 
     def _set_apart(self) -> bool:
         """Whether equal ops that decide apart are to be tried rather than a tree."""
-        return self._forms_groups and self.best is not None and len(self.engine.names) > _SMALL
+        return self._forms_groups and self.best is not None and len(self.engine.names) > SMALL
 
     @property
     def _forms_groups(self) -> bool:
@@ -287,79 +284,13 @@ class Search:
         except LayoutError:  # rounded strategies may make nothing that a reader can use
             return []
 
-    def _climb(self, rungs: Sequence[int] = _RUNGS) -> list[int]:
-        """Restricted programs, from small to large, until the gap is closed or a plan breaks a row that is not in yet."""
-        if self._close():
-            return []
-        if self.point is not None and (self._is_large or not self._forms_groups):
-            broken = self._climb_from(self.point)
-            if broken or self._close() or self._is_large:
-                return broken
-        relaxation = self.engine.relax(self.extra.matrix(self.extra.active), interior=True)
-        for most in rungs:
-            if relaxation is None or self._close() or (self.best is not None and most == _RUNGS[-1]):
-                return []
-            columns = np.ones(len(relaxation.reduced), bool)
-            if len(columns) > max(_SMALL, most):
-                columns = self.extra.with_excess(relaxation.reduced <= np.partition(relaxation.reduced, most)[most])
-            broken = self._restricted(columns)
-            if broken or columns.all():
-                return broken
-        return []
-
-    def _climb_from(self, point: Point) -> list[int]:
-        """The same over columns that cost least at a vertex, which of a large program is known sooner than a point within. Then, unless
-        that takes long, over the layouts that are best where memory does not bind: what is kept and what runs again is still open."""
-        soon = self._is_large or self._forms_groups
-        for share in _SHARES if soon else (*_SHARES, _WIDE_SHARE):
-            broken = [] if self._close() else self._restricted(self.extra.with_excess(point.reduced <= share * abs(point.bound)))
-            if broken:
-                return broken
-        return [] if soon or self._close() or self.best is None else self._among(self.free, point)
-
-    def _among(self, known: Floats, point: Point) -> list[int]:
-        """The same over the strategies that a solution takes, whole or in part; less the columns that no better plan has."""
-        columns = point.reduced <= self.best_s * SCALE - point.bound
-        for row in self.program.x:
-            places = np.array([self.engine.column[v.name] for v in row], np.int32)
-            columns[places[known[places] <= _USED]] = False
-        return self._restricted(self.extra.with_excess(columns))
-
-    def _restricted(self, columns: Columns) -> list[int]:
-        """A quick search for a plan over some columns."""
-        found = self.engine.restricted(
-            columns, self.extra.matrix(self.extra.active), gap=min(self.gap / 10, 1e-3), target=self.proven.bound / (1 - self.gap),
-            max_nodes=_RUNG_NODES, start=self._start(columns), quick=True,
-        )  # fmt: skip
-        return self._offer(found.values) if found.values is not None else []
-
-    def _prove(self) -> list[int]:
-        """The program over all columns that could belong to a better plan, if these are few or there is no plan yet."""
-        budget = self.extra.matrix(self.extra.active)
-        relaxation = self.engine.relax(budget)
-        if self._close() or relaxation is None:
-            return []
-        room = self.best_s * SCALE - relaxation.bound
-        columns = self.extra.with_excess(relaxation.reduced <= room + 1e-9 * abs(relaxation.bound))
-        if self.best is not None and columns.sum() > _SMALL:
-            return []
-        found = self.engine.restricted(columns, budget, gap=self.gap, target=-np.inf, max_nodes=self.max_nodes, start=self._start(columns))
-        proven = min(found.bound, self.best_s * SCALE)
-        broken = [] if found.values is None else self._offer(found.values)
-        self.proven.rise(proven)
-        return broken
-
-    def _close(self) -> bool:
+    def is_close(self) -> bool:
         return self.best is not None and self.best_s * SCALE * (1 - self.gap) <= self.proven.bound
-
-    def _start(self, columns: Columns) -> Floats | None:
-        known = self.start
-        return known if known is not None and not known[~columns].any() else None
 
     def _named(self, values: Floats) -> dict[str, float]:
         return dict(zip(self.engine.names, values.tolist(), strict=True))
 
-    def _offer(self, values: Floats) -> list[int]:
+    def offer(self, values: Floats) -> list[int]:
         strategies, recomputed, kept, regions = self.program.chosen(self._named(values))
         return self._consider(strategies, recomputed, kept, values, regions if self.extra.budget else None)  # else they cost nothing yet
 
@@ -379,4 +310,4 @@ class Search:
             self.start = values
         if over is not None:
             return over
-        return [] if self._close() else self.extra.outlasted(evaluation)
+        return [] if self.is_close() else self.extra.outlasted(evaluation)

@@ -23,7 +23,7 @@ from autopar.errors import InfeasibleError, LayoutError
 from autopar.layout import Layout, Strategy
 from autopar.problem import Choices, Moment, Op, OpKind, OpStrategy, Phase, Problem, Use, Value, Variant
 from autopar.redistribute import all_layouts, layout_graph, local_bytes
-from autopar.solve import Evaluation, Least, Lightest, choices_or_least, evaluate, least_budget, search, solve
+from autopar.solve import Evaluation, Least, Lightest, choices_or_least, climbing, evaluate, least_budget, search, solve
 from autopar.solve.formulation import SCALE
 
 SHAPE, LINE, SQUARE = (4, 4), (2,), (2, 2)
@@ -297,7 +297,8 @@ def test_with_communication_beside_compute_the_step_and_the_bound_enclose_the_be
 def test_wherever_a_search_begins_it_finds_and_proves_the_same(
     likely: tuple[float, float], sifted_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "_SIFTED", sifted_from)
+    for module in (search, climbing):
+        monkeypatch.setattr(module, "LARGE", sifted_from)
     outlasted = 0
     for p in [replace(case.problem(front(case)[0][0]), moments=()) for case in BESIDE]:
         plain, begun = (search.Search(p, 0.0, 200, 60.0, likely=balance) for balance in ((1.0, 1.0), likely))
@@ -314,7 +315,8 @@ def test_a_balance_that_is_sifted_for_proves_what_rows_over_all_columns_do(monke
         within = search.Search(p, 0.0, 200, 60.0)
         within.run()
         with monkeypatch.context() as patch:
-            patch.setattr(search, "_SIFTED", 0)
+            for module in (search, climbing):
+                patch.setattr(module, "LARGE", 0)
             sifted = search.Search(p, 0.0, 200, 60.0)
             found = sifted.run()
         assert found is not None and within.best is not None
@@ -362,7 +364,8 @@ def test_a_budget_is_refused_exactly_where_no_plan_fits_and_the_figures_of_the_r
 def test_a_search_for_a_plan_only_encloses_the_optimum_and_refuses_exactly_what_fits_nowhere(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "_SMALL", 0)
+    for module in (search, climbing):
+        monkeypatch.setattr(module, "SMALL", 0)
     least = front(case)[0][0]
     assert Lightest(case.problem(1), 60.0).bound_bytes <= least
     for budget, best_s in front(case):
@@ -379,7 +382,8 @@ def plan_only(p: Problem) -> Choices | Least:
 
 
 def test_some_searches_for_a_plan_end_before_their_bound_is_near_and_some_need_no_search_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_SMALL", 0)
+    for module in (search, climbing):
+        monkeypatch.setattr(module, "SMALL", 0)
     found = [plan_only(case.problem(budget)) for case in FAST for budget, _ in front(case)]
     assert any(isinstance(each, Choices) and each.unfinished for each in found)
     monkeypatch.setattr(search.Search, "_within", lambda *_: pytest.fail("rows came in one after another"))
@@ -407,9 +411,10 @@ def test_where_few_versions_may_be_kept_the_plan_keeps_no_other_and_is_the_best_
 def test_a_search_over_parts_of_the_program_encloses_the_optimum_and_refuses_nothing_that_fits(
     case: Case, tree: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "_SMALL", 0)
+    for module in (search, climbing):
+        monkeypatch.setattr(module, "SMALL", 0)
     monkeypatch.setattr(search, "_RELAXATIONS", tree / 200)
-    monkeypatch.setattr(search, "_RUNGS", (30, 60))
+    monkeypatch.setattr(climbing, "_RUNGS", (30, 60))
     for budget, best in front(case):
         p = case.problem(budget)
         found = solve(p, gap=0.05)
@@ -422,11 +427,11 @@ def test_a_search_over_parts_of_the_program_encloses_the_optimum_and_refuses_not
 
 @every_case
 def test_a_tree_alone_finds_the_optimum_and_proves_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_other(self: search.Search) -> list[int]:
+    def no_other(self: climbing.Climb, *_: object, **__: object) -> list[int]:
         return []
 
-    monkeypatch.setattr(search.Search, "_climb", no_other)
-    monkeypatch.setattr(search.Search, "_prove", no_other)
+    for name in ("up", "from_vertex", "over", "prove"):
+        monkeypatch.setattr(climbing.Climb, name, no_other)
     for budget, best in front(case):
         found = solve(case.problem(budget), gap=0.0, max_nodes=10**4)
         assert needs(case.problem(budget), found) <= budget

@@ -10,7 +10,7 @@ from autopar.errors import InfeasibleError
 from autopar.layout import Layout, Strategy
 from autopar.problem import Problem
 from autopar.redistribute import LayoutGraph
-from autopar.solve import quick, search, solve
+from autopar.solve import climbing, quick, search, solve
 from autopar.solve.ascent import Ascent
 from tests.laws.test_solver_oracles import GRADIENT, A, problem
 
@@ -32,7 +32,8 @@ def refused() -> Problem:
 @pytest.mark.parametrize("huge", [0, 100_000])
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
 def test_every_way_of_finding_out_names_the_op_that_refuses(small: int, huge: int, solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_SMALL", small)  # from here on dual ascent begins
+    for module in (search, climbing):
+        monkeypatch.setattr(module, "SMALL", small)  # from here on dual ascent begins
     monkeypatch.setattr(quick, "_HUGE", huge)
     with pytest.raises(InfeasibleError, match=r"legal: w refuses, it reads c as S\(0\), which no collectives make of R") as refusal:
         solve(refused(), solver=solver)
@@ -46,7 +47,8 @@ def test_dual_ascent_refuses_by_itself() -> None:
 
 @pytest.mark.parametrize("small", [0, 4000])
 def test_an_op_without_a_strategy_is_named(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_SMALL", small)
+    for module in (search, climbing):
+        monkeypatch.setattr(module, "SMALL", small)
     p = problem(0)
     with pytest.raises(InfeasibleError, match="b refuses, it has no strategy"):
         solve(replace(p, ops=(*p.ops[:3], replace(p.ops[3], strategies=()), *p.ops[4:])))
