@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.capture.loss_head import loss_alone, loss_by_rows
-from autopar.cost.learnt import by_trace_node, explained, over_budget
+from autopar.cost.learnt import Seen, by_trace_node, explained, over_budget
 from autopar.cost.moments import Liveness
 from autopar.cost.surely import surely
 from autopar.cost.widening import WIDENED
@@ -130,6 +130,22 @@ def test_a_moment_explains_what_was_seen_of_the_plan_that_it_was_learnt_from() -
     moments = explained(liveness, choices, seen, nodes)
     rows = sizes(made, tuple(moments.values()), choices, evaluation, set())
     assert rows == [seen[node].peak_bytes for node in moments]
+
+
+def test_what_ran_again_is_said_by_ops_not_held_back() -> None:
+    made, liveness = prepared("llama", "1")
+    choices, evaluation = random_choices(made, 1, recompute_share=1.0)
+    plan, program = finish(made, choices, evaluation, "random")
+    seen = by_trace_node(liveness, node_peaks(program, outputs="dtensor"), plan.prediction.memory_bytes["optimizer"])
+    largest = max(sight.peak_bytes for sight in seen.values())
+    nodes = [node for node in over_budget(liveness, seen, int(largest * 0.7)) if seen[node].phase == "backward"]
+    assert len(nodes) > 20 and all(liveness.trace.node(n).meta["phase"] == "forward" for node in nodes for n in seen[node].again)
+
+    def held_back(sights: Seen) -> float:
+        return max(moment.reserve_bytes for moment in explained(liveness, choices, sights, nodes).values()) / largest
+
+    without = held_back({node: sight._replace(again=frozenset()) for node, sight in seen.items()})
+    assert held_back(seen) < 0.1 and without > 0.15, "most of a layer runs again before its first reader does"
 
 
 def test_what_is_kept_counts_until_its_last_reader_and_what_runs_again_from_the_first() -> None:
