@@ -57,6 +57,7 @@ class _Known:
     priced: Priced
     liveness: Liveness
     moments: dict[str, Moment]
+    retained: tuple[Moment, ...]
     bound_s: float
     multipliers: Multipliers | None
     starts: Starts
@@ -68,6 +69,7 @@ class Job:
 
     Attributes:
         pricing: gives the problem where layers decide in these groups. whole: equal layers decide alike, or are in groups already.
+        moments: by node, as they were in the last plan that was tried. retained: as they were in others before.
         regions: what kernels may share with their peers (`autopar.problem.Choices`).
     """
 
@@ -81,6 +83,7 @@ class Job:
     budget: int
     schedule: Schedule | None = None  # of a stage
     moments: dict[str, Moment] = field(default_factory=dict)
+    retained: tuple[Moment, ...] = ()
     bound_s: float = 0.0
     multipliers: Multipliers | None = None
     limit_s: float = math.inf
@@ -101,7 +104,8 @@ class Job:
         """Put layers into these groups, of which nothing is known."""
         with self.clock.phase("price"):
             self.priced = self.pricing(starts)
-            self.liveness, self.moments, self.bound_s, self._starts = Liveness(self.trace, self.priced), {}, 0.0, starts
+            self.liveness, self.bound_s, self._starts = Liveness(self.trace, self.priced), 0.0, starts
+            self._forget()
 
     def best_tried(self) -> Tried:
         """The best plan that fits; where none with kernels was found, without, and where none at all was, one that needs little memory.
@@ -114,7 +118,8 @@ class Job:
         except InfeasibleError:
             if not self.priced.problem.regions:
                 raise
-        self.moments, self.regions, self.whole = {}, frozenset(), True  # what is proven is of the groups as they are
+        self.regions, self.whole = frozenset(), True  # what is proven is of the groups as they are
+        self._forget()
         return self._best_of_rounds()
 
     def lightest(self) -> Tried | None:
@@ -131,7 +136,7 @@ class Job:
 
     def _best_of_rounds(self) -> Tried:
         best: Tried | None = None
-        smallest, before = 0, None
+        smallest, before, seen = 0, None, list[object]()
         for _ in range(_ROUNDS):
             found = self._answer()
             if isinstance(found, Least):
@@ -141,6 +146,9 @@ class Job:
             decided = self._starts, found.strategies, found.recomputed, found.kept, found.regions
             if decided == before:
                 break  # the moments that were learnt change nothing
+            if decided in seen:  # what the last plan taught has led back to one before: both are to hold
+                self._retain()
+            seen.append(decided)
             tried, before = self.tried(found), decided
             if tried.peak_bytes <= self.budget:
                 improved = best is None or tried.time_s < best.time_s
@@ -167,7 +175,8 @@ class Job:
         free = self._free[1]
         if not free.unfinished or best.time_s * (1 - self.options.gap) > free.objective_s:
             return best  # no bound of a problem is above its answer
-        self.moments, self.whole = {}, True
+        self.whole = True
+        self._forget()
         found = self._solved(to_the_end=True)
         if isinstance(found, Least) or found.bound_s <= self.bound_s:
             return best
@@ -235,10 +244,10 @@ class Job:
         self.moments = {n: replace(self.liveness.moment(n, phases[n]), reserve_bytes=size) for n, size in reserves.items()}
 
     def _known(self) -> _Known:
-        return _Known(self.priced, self.liveness, self.moments, self.bound_s, self.multipliers, self._starts)
+        return _Known(self.priced, self.liveness, self.moments, self.retained, self.bound_s, self.multipliers, self._starts)
 
     def _know(self, known: _Known) -> None:
-        self.priced, self.liveness, self.moments = known.priced, known.liveness, known.moments
+        self.priced, self.liveness, self.moments, self.retained = known.priced, known.liveness, known.moments, known.retained
         self.bound_s, self.multipliers, self._starts = known.bound_s, known.multipliers, known.starts
 
     def _solved(self, *, to_the_end: bool = False) -> Choices | Least:
@@ -249,7 +258,7 @@ class Job:
         """
         with self.clock.phase("solve"):
             problem = within(self.priced.problem, self.regions)
-            found = self._solution(replace(problem, moments=(*self.liveness.certain(), *self.moments.values())), to_the_end)
+            found = self._solution(replace(problem, moments=(*self.liveness.certain(), *self.moments.values(), *self.retained)), to_the_end)
         if isinstance(found, Choices) and not self.moments:
             self._free = self.priced, found
         if self.regions is None:
@@ -295,6 +304,14 @@ class Job:
     @property
     def _peaks(self) -> Peaks:
         return Peaks(self.options, self.schedule, self.priced.problem.num_in_flight, self.alike)
+
+    def _forget(self) -> None:
+        self.moments, self.retained = {}, ()
+
+    def _retain(self) -> None:
+        """Keep the moments as they are beside what is learnt from now on."""
+        turn = len(self.retained)
+        self.retained += tuple(replace(m, key=f"{m.key} ({turn + n})") for n, m in enumerate(self.moments.values()))
 
     def _learn(self, tried: Tried) -> None:
         """Moments at which the plan is over the budget, and those known before as they were in it."""
