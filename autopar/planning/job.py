@@ -19,10 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.capture.trace import Trace
-from autopar.cost.learnt import by_trace_node, explained, over_budget
 from autopar.cost.moments import Liveness
 from autopar.cost.priced import Priced
-from autopar.cost.widening import WIDENED
 from autopar.emit import emit
 from autopar.errors import InfeasibleError, size_text
 from autopar.mesh import Mesh
@@ -30,6 +28,7 @@ from autopar.planning.alike import Alike, Effort
 from autopar.planning.assembly import Draft, assemble
 from autopar.planning.clock import Clock
 from autopar.planning.grouping import starts_of
+from autopar.planning.learnt import Learnt
 from autopar.planning.multipliers import certified
 from autopar.planning.options import PlanOptions
 from autopar.planning.ordering import Ordering
@@ -37,7 +36,7 @@ from autopar.planning.peaks import Peaks, Schedule
 from autopar.planning.smallest import light, preferred
 from autopar.planning.tried import Tried
 from autopar.plans import Fingerprint
-from autopar.problem import Choices, Moment, Multipliers, Problem
+from autopar.problem import Choices, Multipliers, Problem
 from autopar.solve import REMEDY, Least, choices_or_least, evaluated, quickest, within
 from autopar.strategies import Starts
 from autopar.streams import ON_COMPUTE, Balance
@@ -55,9 +54,7 @@ class _Known:
     """Of a job whose layers are in some groups."""
 
     priced: Priced
-    liveness: Liveness
-    moments: dict[str, Moment]
-    retained: tuple[Moment, ...]
+    learnt: Learnt
     bound_s: float
     multipliers: Multipliers | None
     starts: Starts
@@ -69,7 +66,6 @@ class Job:
 
     Attributes:
         pricing: gives the problem where layers decide in these groups. whole: equal layers decide alike, or are in groups already.
-        moments: by node, as they were in the last plan that was tried. retained: as they were in others before.
         regions: what kernels may share with their peers (`autopar.problem.Choices`).
     """
 
@@ -82,14 +78,12 @@ class Job:
     recorded: Mapping[str, object]
     budget: int
     schedule: Schedule | None = None  # of a stage
-    moments: dict[str, Moment] = field(default_factory=dict)
-    retained: tuple[Moment, ...] = ()
     bound_s: float = 0.0
     multipliers: Multipliers | None = None
     limit_s: float = math.inf
     alike: Alike = field(default_factory=Alike)
     priced: Priced = field(init=False)
-    liveness: Liveness = field(init=False)
+    learnt: Learnt = field(init=False)
     whole: bool = False
     regions: frozenset[int] | None = None
     _starts: Starts = field(default_factory=dict)  # of the groups that layers are in
@@ -104,8 +98,7 @@ class Job:
         """Put layers into these groups, of which nothing is known."""
         with self.clock.phase("price"):
             self.priced = self.pricing(starts)
-            self.liveness, self.bound_s, self._starts = Liveness(self.trace, self.priced), 0.0, starts
-            self._forget()
+            self.learnt, self.bound_s, self._starts = Learnt.nothing(Liveness(self.trace, self.priced)), 0.0, starts
 
     def best_tried(self) -> Tried:
         """The best plan that fits; where none with kernels was found, without, and where none at all was, one that needs little memory.
@@ -119,7 +112,7 @@ class Job:
             if not self.priced.problem.regions:
                 raise
         self.regions, self.whole = frozenset(), True  # what is proven is of the groups as they are
-        self._forget()
+        self.learnt = Learnt.nothing(self.learnt.liveness)
         return self._best_of_rounds()
 
     def lightest(self) -> Tried | None:
@@ -147,14 +140,14 @@ class Job:
             if decided == before:
                 break  # the moments that were learnt change nothing
             if decided in seen:  # what the last plan taught has led back to one before: both are to hold
-                self._retain()
+                self.learnt = self.learnt.lasting()
             seen.append(decided)
             tried, before = self.tried(found), decided
             if tried.peak_bytes <= self.budget:
                 improved = best is None or tried.time_s < best.time_s
                 best = tried if improved else best
                 wasted = tried.peak_bytes < self.budget * (1 - _WASTE)
-                if not (improved and wasted and self.moments and tried.gap > self.options.gap):
+                if not (improved and wasted and self.learnt and tried.gap > self.options.gap):
                     break
             smallest = min(smallest or tried.peak_bytes, tried.peak_bytes)
             self._learn(tried)
@@ -176,7 +169,7 @@ class Job:
         if not free.unfinished or best.time_s * (1 - self.options.gap) > free.objective_s:
             return best  # no bound of a problem is above its answer
         self.whole = True
-        self._forget()
+        self.learnt = Learnt.nothing(self.learnt.liveness)
         found = self._solved(to_the_end=True)
         if isinstance(found, Least) or found.bound_s <= self.bound_s:
             return best
@@ -194,10 +187,10 @@ class Job:
     def _prove(self, choices: Choices) -> None:
         """Take over what is proven of all plans, those with kernels included."""
         # what was learnt holds reserves, which hold for the plans that it was learnt from only
-        self.bound_s = self.bound_s or (choices.free_bound_s if self.moments else choices.bound_s)
+        self.bound_s = self.bound_s or (choices.free_bound_s if self.learnt else choices.bound_s)
         if self.bound_s >= self.limit_s:
             raise TooSlow(self.bound_s)
-        self.multipliers = self.multipliers if self.moments else choices.multipliers  # others hold under learnt moments only
+        self.multipliers = self.multipliers if self.learnt else choices.multipliers  # others hold under learnt moments only
 
     def _answer(self) -> Choices | Least:
         """The solver's answer, for layers in groups where that is better, to the problem with the moments that are known."""
@@ -222,9 +215,9 @@ class Job:
         What the groups before would give under the moments is not looked at: that takes as long as a round.
         """
         self._is_cut_anew = True
-        before, reserves = self._known(), {node: moment.reserve_bytes for node, moment in self.moments.items()}
+        before, reserves = self._known(), self.learnt.reserves
         self._cut({})
-        self._expect(reserves)
+        self.learnt = Learnt.expected(self.learnt.liveness, reserves)
         self.whole = False
         mixed = self._solved()
         self.whole = True
@@ -234,21 +227,16 @@ class Job:
             free = self._solved()
             if isinstance(free, Choices) and free.bound_s < self.limit_s:
                 self._prove(free)
-                self._expect(reserves)
+                self.learnt = Learnt.expected(self.learnt.liveness, reserves)
                 return
         self._know(before)
 
-    def _expect(self, reserves: Mapping[str, int]) -> None:
-        """Moments with reserves that were learnt where layers are in other groups."""
-        phases = {node: self.trace.node(node.removesuffix(WIDENED)).meta["phase"] for node in reserves}
-        self.moments = {n: replace(self.liveness.moment(n, phases[n]), reserve_bytes=size) for n, size in reserves.items()}
-
     def _known(self) -> _Known:
-        return _Known(self.priced, self.liveness, self.moments, self.retained, self.bound_s, self.multipliers, self._starts)
+        return _Known(self.priced, self.learnt, self.bound_s, self.multipliers, self._starts)
 
     def _know(self, known: _Known) -> None:
-        self.priced, self.liveness, self.moments, self.retained = known.priced, known.liveness, known.moments, known.retained
-        self.bound_s, self.multipliers, self._starts = known.bound_s, known.multipliers, known.starts
+        self.priced, self.learnt, self._starts = known.priced, known.learnt, known.starts
+        self.bound_s, self.multipliers = known.bound_s, known.multipliers
 
     def _solved(self, *, to_the_end: bool = False) -> Choices | Least:
         """The solver's answer, or what it said of a stage that is alike.
@@ -258,8 +246,8 @@ class Job:
         """
         with self.clock.phase("solve"):
             problem = within(self.priced.problem, self.regions)
-            found = self._solution(replace(problem, moments=(*self.liveness.certain(), *self.moments.values(), *self.retained)), to_the_end)
-        if isinstance(found, Choices) and not self.moments:
+            found = self._solution(replace(problem, moments=self.learnt.moments), to_the_end)
+        if isinstance(found, Choices) and not self.learnt:
             self._free = self.priced, found
         if self.regions is None:
             return found
@@ -269,12 +257,12 @@ class Job:
 
     def _solution(self, problem: Problem, to_the_end: bool) -> Choices | Least:
         effort = Effort.END if to_the_end else Effort.WHOLE if self.whole else Effort.MIXED
-        known = None if self.moments else self.alike.known(problem, effort)
+        known = None if self.learnt else self.alike.known(problem, effort)
         if known is not None:
             return known
         found = choices_or_least(
             problem,
-            gap=self.options.gap / 2 if self.moments else self.options.gap,
+            gap=self.options.gap / 2 if self.learnt else self.options.gap,
             time_limit_s=self.options.time_limit_s,
             solver=self.options.solver,
             bound_only=True,
@@ -284,7 +272,7 @@ class Job:
         )
         if isinstance(found, Choices) and found.multipliers is not None:
             self._likely = found.multipliers.balance
-        if isinstance(found, Choices) and not self.moments:
+        if isinstance(found, Choices) and not self.learnt:
             self.alike.learn(problem, found, effort)
         return found
 
@@ -305,14 +293,6 @@ class Job:
     def _peaks(self) -> Peaks:
         return Peaks(self.options, self.schedule, self.priced.problem.num_in_flight, self.alike)
 
-    def _forget(self) -> None:
-        self.moments, self.retained = {}, ()
-
-    def _retain(self) -> None:
-        """Keep the moments as they are beside what is learnt from now on."""
-        turn = len(self.retained)
-        self.retained += tuple(replace(m, key=f"{m.key} ({turn + n})") for n, m in enumerate(self.moments.values()))
-
     def _learn(self, tried: Tried) -> None:
         """Moments at which the plan is over the budget, and those known before as they were in it."""
         with self.clock.phase("memory"):
@@ -320,9 +300,7 @@ class Job:
             beside = tried.plan.prediction.beside_bytes
             if self.schedule is not None:  # what the schedule holds beside the microbatch that runs
                 beside = tried.peak_bytes - max(peak.peak_bytes for peak in peaks)
-            seen = by_trace_node(self.liveness, peaks, beside)
-            wanted = dict.fromkeys([*self.moments, *over_budget(self.liveness, seen, self.budget)])
-            self.moments = explained(self.liveness, tried.draft.choices, seen, wanted)
+            self.learnt = self.learnt.further(tried.draft.choices, peaks, beside, self.budget)
 
 
 def _refusal(budget: int, last: Choices | Least, smallest: int) -> InfeasibleError:
