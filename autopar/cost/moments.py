@@ -31,7 +31,7 @@ class Span:
     """When a tensor is live: positions of nodes in the trace, `_NEVER` where there is none.
 
     Attributes:
-        made: what makes it. last_forward: its last reader in forward.
+        made: what makes it. last_forward: its last reader in forward; that of a result of the model is the end.
         earliest: the first in backward that could ask for it; an op that runs again, because its own result is asked for, asks
             for its operands. latest: the last that could. read: the first in backward that itself reads it, or a view of it.
         asked: the first that asks for it if ops run again as late as they can. until: the last that does.
@@ -134,6 +134,7 @@ class Liveness:
         users = [user for user in node.users if user.op == "call_function"]
         backward = [self.positions[user.name] for user in users if user.meta["phase"] == "backward"]
         forward = [user for user in users if user.meta["phase"] == "forward"]
+        returned = [user for user in node.users if user.op == "output" and node.meta.get("phase", "forward") == "forward"]
         again = [self.spans[u.name] for u in forward if self.priced.problem.ops[self.owner[u.name]].recomputable]
         views = [self.spans[u.name] for u in users if not has_own_memory(u) and u.meta["phase"] == node.meta.get("phase", "forward")]
         asking = [span.asked for span in again if span.asked >= 0]
@@ -142,7 +143,7 @@ class Liveness:
         last = max([_NEVER, *backward, *(span.latest for span in (*again, *views))])
         return Span(
             made=self.positions[node.name],
-            last_forward=max([_NEVER, *(self.positions[u.name] for u in forward), *(v.last_forward for v in views)]),
+            last_forward=max([_NEVER, *(self.positions[u.name] for u in (*forward, *returned)), *(v.last_forward for v in views)]),
             earliest=min(soonest, default=_NEVER),
             latest=last,
             read=min([*backward, *(span.read for span in views if span.read >= 0)], default=_NEVER),

@@ -15,7 +15,8 @@ import expert
 import pytest
 import torch
 import zoo_small
-from torch import Tensor, nn
+from shown import shown
+from torch import nn
 
 import autopar
 from autopar.capture import Trace, capture
@@ -399,26 +400,10 @@ def test_no_solver_runs(tight: Built, monkeypatch: pytest.MonkeyPatch) -> None:
         make_plan(trace, SQUARE, H100, PlanOptions())
 
 
-class Shown(nn.Module):
-    """A head in 16 bits that returns its logits, twice, a view of them and what it is given beside the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.head = nn.Linear(16, 64), nn.Linear(64, 256)
-
-    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        logits = self.head(self.up(x).relu())
-        return nn.functional.cross_entropy(logits.float(), labels), logits, logits, logits.view(2, -1, 256), x
-
-
-def shown() -> Trace:
-    batch = {"x": torch.ones(2048, 16, dtype=torch.bfloat16), "labels": torch.arange(2048) % 256}
-    return capture(Shown().bfloat16(), (), batch)
-
-
 @pytest.mark.parametrize("returns", (False, True))
 def test_what_certainly_lives_at_a_moment_is_what_the_planner_says(tight: Built, returns: bool) -> None:
-    trace = shown() if returns else tight[0]
+    model, batch = shown(2048)
+    trace = capture(model, (), batch) if returns else tight[0]
     priced = price(trace, classes_of(trace, SQUARE.shape), SQUARE, H100, budget_bytes=1)
     moments, facts = Moments(trace, Facts.of(trace), priced, SQUARE.shape), Facts.of(trace)
     liveness = Liveness(trace, priced)

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from shown import shown
 from torch import nn
 
 from autopar.capture import capture
@@ -26,7 +27,7 @@ from benchmarks.random_plans import Prepared, finish, prepare, prepared_trace, r
 
 BY_ROWS = "llama, its loss by rows"  # whose gradient of many classes is scaled where it lies
 CAST = "a cast"  # run again from what is kept in 16 bits, and read by one op alone
-SHOWN = "a head"  # in 16 bits, which returns logits and a view of them beside the loss
+SHOWN = "a head"  # in 16 bits, which returns more than the loss
 CASES = (("llama", "1"), (CAST, "1"), ("mixtral", "1"), ("bert", "a=2,b=2"), ("cnn", "a=2,b=2"), (BY_ROWS, "1"), (SHOWN, "a=2,b=2"))
 
 
@@ -39,24 +40,13 @@ class Cast(nn.Module):
         return self.up(x).float().sin().sum()  # backward asks for the cast alone, which then is there beside its cosine
 
 
-class Shown(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.head = nn.Linear(16, 64), nn.Linear(64, 256)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = self.head(self.up(x).relu())
-        return nn.functional.cross_entropy(logits.float(), labels), logits, logits.view(2, -1, 256)
-
-
 @cache
 def prepared(name: str, mesh: str) -> tuple[Prepared, Liveness]:
     grid, profile = Mesh.parse(mesh), load_profile("cpu-gloo-frictionless")
     if name == CAST:
         made = prepare(Cast().bfloat16(), {"x": torch.ones(64, 8, dtype=torch.bfloat16)}, grid, profile)
     elif name == SHOWN:
-        batch = {"x": torch.ones(64, 16, dtype=torch.bfloat16), "labels": torch.arange(64)}  # all rows at a time
-        made = prepare(Shown().bfloat16(), batch, grid, profile)
+        made = prepare(*shown(64), grid, profile)
     elif name != BY_ROWS:
         made = prepare(*zoo.build(name), grid, profile)
     else:
