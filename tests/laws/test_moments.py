@@ -17,6 +17,7 @@ from autopar.cost.moments import Liveness
 from autopar.cost.surely import surely
 from autopar.cost.widening import WIDENED
 from autopar.mesh import Mesh
+from autopar.plans import Plan
 from autopar.problem import Choices, Moment
 from autopar.run.memory import node_peaks, trace_peak
 from autopar.solve import Evaluation
@@ -107,12 +108,17 @@ def test_the_peak_of_a_step_is_the_largest_of_its_nodes() -> None:
         assert [name for phase, name in named if phase == "forward"][: len(order)] == order
 
 
+def seen_under(made: Prepared, liveness: Liveness, choices: Choices, evaluation: Evaluation) -> tuple[Plan, Seen, int]:
+    """The plan, what is seen of its program at each node, and the peak."""
+    plan, program = finish(made, choices, evaluation, "random")
+    seen = by_trace_node(liveness, node_peaks(program, outputs="dtensor"), plan.prediction.memory_bytes["optimizer"])
+    return plan, seen, max(sight.peak_bytes for sight in seen.values())
+
+
 def test_a_moment_explains_what_was_seen_of_the_plan_that_it_was_learnt_from() -> None:
     made, liveness = prepared("bert", "a=2,b=2")
     choices, evaluation = random_choices(made, 1, recompute_share=0.5)
-    plan, program = finish(made, choices, evaluation, "random")
-    seen = by_trace_node(liveness, node_peaks(program, outputs="dtensor"), plan.prediction.memory_bytes["optimizer"])
-    largest = max(sight.peak_bytes for sight in seen.values())
+    plan, seen, largest = seen_under(made, liveness, choices, evaluation)
     assert largest == plan.prediction.peak_bytes
     nodes = over_budget(liveness, seen, int(largest * 0.9))
     assert nodes and all(seen[node].peak_bytes > largest * 0.9 for node in nodes)
@@ -125,9 +131,7 @@ def test_a_moment_explains_what_was_seen_of_the_plan_that_it_was_learnt_from() -
 def test_what_ran_again_is_said_by_ops_not_held_back() -> None:
     made, liveness = prepared("llama", "1")
     choices, evaluation = random_choices(made, 1, recompute_share=1.0)
-    plan, program = finish(made, choices, evaluation, "random")
-    seen = by_trace_node(liveness, node_peaks(program, outputs="dtensor"), plan.prediction.memory_bytes["optimizer"])
-    largest = max(sight.peak_bytes for sight in seen.values())
+    _, seen, largest = seen_under(made, liveness, choices, evaluation)
     nodes = [node for node in over_budget(liveness, seen, int(largest * 0.7)) if seen[node].phase == "backward"]
     assert len(nodes) > 20 and all(liveness.trace.node(n).meta["phase"] == "forward" for node in nodes for n in seen[node].again)
 
