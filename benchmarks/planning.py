@@ -6,6 +6,7 @@ By default the cases of the table below, in bfloat16 on meta, on H100.
 from __future__ import annotations
 
 import argparse
+import math
 import resource
 import sys
 import time
@@ -51,7 +52,7 @@ def row(
     hardware: str,
     memory_gib: float | None,
     gap: float,
-    time_limit_s: float,
+    time_limit_s: float | None,
     axis: str = "",
     microbatches: int | None = None,
 ) -> Row:
@@ -65,7 +66,7 @@ def row(
     trace_s = time.perf_counter() - start
     memory = None if memory_gib is None else int(memory_gib * 2**30)
     asked = (pipeline(None if axis == FREE else axis, microbatches=microbatches),) if axis else ()
-    options = PlanOptions(memory_bytes=memory, gap=gap, time_limit_s=time_limit_s, constraints=asked)
+    options = PlanOptions(memory_bytes=memory, gap=gap, time_limit_s=time_limit_s or math.inf, constraints=asked)
     captured: dict[int, Trace] = {}
     given, profile = read_mesh(mesh), load_profile(hardware)
 
@@ -126,7 +127,7 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     flags.add_argument("--memory-gib", type=float, help="budget per device; by default the profile's memory less 10 %%")
     flags.add_argument("--gap", type=float, default=0.01)
-    flags.add_argument("--time-limit", type=float, default=60.0, dest="time_limit_s", help="seconds per solve")
+    flags.add_argument("--time-limit", type=float, dest="time_limit_s", help="seconds per solve; by default none")
     flags.add_argument("--pipeline", default="", dest="axis", help="a mesh axis whose devices are stages, or free: any, or none")
     flags.add_argument("--microbatches", type=int, help="of the pipeline; by default the planner's choice")
     options = flags.parse_args(arguments)

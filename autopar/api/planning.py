@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -93,7 +94,7 @@ def plan(
     constraints: Sequence[Constraint] = (),
     strict: bool = False,
     gap: float = 0.01,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = math.inf,
     num_microbatches: int | Literal["auto"] = "auto",
     loss_rows: int | Literal["auto"] = "auto",
     batch: Batch = "global",
@@ -114,8 +115,9 @@ def plan(
         constraints: what is forced (`autopar.constraints`).
         strict: refuse ops that run replicated for want of a rule.
         gap: relative distance between plan and proven bound at which the search stops.
-        time_limit_s: a safety net per solve, of which planning makes several, one after another (per mesh, stage, number of microbatches
-            and round); planning as a whole may take longer.
+        time_limit_s: per solve, of which planning makes several, one after another (per mesh, stage, number of microbatches and round).
+            By default none: all other limits count work, not seconds, so that the same input gives the same plan, byte for byte.
+            Where a limit ends a solve, a warning says that the plan may be another in the next run.
         num_microbatches: into how many microbatches the batch is cut, one after another; ``"auto"``: one, or, where nothing fits
             the memory, as few as do; in a pipeline (`autopar.constraints.pipeline`) the planner's choice, one where samples depend on
             each other.

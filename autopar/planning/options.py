@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -25,7 +26,8 @@ class PlanOptions:
         optimizer: ``adamw``, ``adam``, ``sgd``, ``momentum`` or ``none``; sets the resting state and the step's traffic.
         constraints: what is forced (`autopar.constraints`).
         strict: refuse plans that run a tensor op replicated because no rule is known.
-        gap: relative distance of incumbent and bound at which the search stops. time_limit_s: a safety net per solve.
+        gap: relative distance of incumbent and bound at which the search stops. time_limit_s: per solve; by default none, as all other
+            limits count work, so that the same input gives the same plan.
         solver: ``highs`` or ``cbc``.
         num_microbatches: into how many microbatches a step's batch is cut, or ``"auto"``.
         loss_rows: rows of a cross entropy's logits that there are at a time on a device, 0 for all, or ``"auto"``.
@@ -37,7 +39,7 @@ class PlanOptions:
     constraints: tuple[Constraint, ...] = ()
     strict: bool = False
     gap: float = 0.01
-    time_limit_s: float = 60.0
+    time_limit_s: float = math.inf
     solver: str = "highs"
     num_microbatches: int | Literal["auto"] = "auto"
     loss_rows: int | Literal["auto"] = "auto"

@@ -33,7 +33,8 @@ def solve_with_cbc(problem: Problem, gap: float, max_nodes: int, time_limit_s: f
     rows = budget_rows(problem)
     with warnings.catch_warnings():  # it is to leave PuLP in version 4; until then this fallback needs no further package
         warnings.simplefilter("ignore", DeprecationWarning)
-        engine = pulp.PULP_CBC_CMD(msg=False, threads=1, gapRel=gap, timeLimit=time_limit_s, maxNodes=max(max_nodes, 1))
+        limit_s = None if math.isinf(time_limit_s) else time_limit_s
+        engine = pulp.PULP_CBC_CMD(msg=False, threads=1, gapRel=gap, timeLimit=limit_s, maxNodes=max(max_nodes, 1))
     active: set[int] = set()
     outlasted: set[int] = set()
     for _ in range(_ROUNDS):

@@ -11,6 +11,8 @@ d ≤ δ proves that whatever it leaves out costs at least bound + δ.
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ import numpy as np
 from autopar.solve.begun import Begun
 from autopar.solve.model import Costs, Model
 from autopar.solve.rows import Columns, Floats, Rows
+
+log = logging.getLogger("autopar")
 
 Options = Mapping[str, bool | int | float | str]
 _INF = highspy.kHighsInf
@@ -61,10 +65,10 @@ class Engine:
     """HiGHS, one thread, on one program.
 
     Args:
-        model: without budget rows; its columns come by name. time_limit_s: a safety net for all runs together.
+        model: without budget rows; its columns come by name. time_limit_s: for all runs together.
     """
 
-    def __init__(self, model: Model, time_limit_s: float) -> None:
+    def __init__(self, model: Model, time_limit_s: float = math.inf) -> None:
         columns = sorted(model.columns, key=lambda c: c.name)
         self.names = [c.name for c in columns]
         self.column = {name: i for i, name in enumerate(self.names)}
@@ -75,10 +79,20 @@ class Engine:
         starts, numbers = np.array(model.starts, np.int32), np.array(model.numbers, np.int32)
         self.rows = Rows(starts, self._at[numbers], np.array(model.values), np.array(model.lower), np.array(model.upper))
         self.begun = Begun(self.rows)
-        self.end = time.monotonic() + time_limit_s
+        self.time_limit_s, self._end = time_limit_s, time.monotonic() + time_limit_s
         self.timed_out = False
         self.basis: highspy.HighsBasis | None = None  # of the last vertex of the relaxation without further rows, and the steps to it
         self.num_iterations = 0
+
+    def left_s(self) -> float:
+        """Seconds that the next run may take."""
+        return max(self._end - time.monotonic(), 0.1)
+
+    def note(self, status: highspy.HighsModelStatus) -> None:
+        """Say once where a run ended for want of time: only work, not time, is the same from run to run."""
+        if status == highspy.HighsModelStatus.kTimeLimit and not self.timed_out:
+            self.timed_out = True
+            log.warning("a solve ended at its limit of %g s: the plan may be another in the next run", self.time_limit_s)
 
     def begin(self, duals: Floats) -> None:
         """Have relaxations begin at these duals of the program's rows."""
@@ -157,8 +171,7 @@ class Engine:
 
     def _run(self, lp: highspy.HighsLp, options: Options, start: Floats | None = None) -> highspy.Highs:
         highs = highspy.Highs()
-        left = max(self.end - time.monotonic(), 0.1)
-        shared: Options = {"output_flag": False, "threads": 1, "time_limit": left}
+        shared: Options = {"output_flag": False, "threads": 1, "time_limit": self.left_s()}
         for name, value in {**shared, **options}.items():
             highs.setOptionValue(name, value)
         highs.passModel(lp)
@@ -167,7 +180,7 @@ class Engine:
             solution.col_value = list(start)
             highs.setSolution(solution)
         highs.run()
-        self.timed_out |= highs.getModelStatus() == highspy.HighsModelStatus.kTimeLimit
+        self.note(highs.getModelStatus())
         return highs
 
 

@@ -9,6 +9,7 @@ Many choices have one peak, and most of them move tensors for nothing, which tak
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +39,7 @@ class Least:
     choices: Choices | None = None
 
 
-def least_budget(problem: Problem, time_limit_s: float = 60.0, *, bound_only: bool = False) -> Least:
+def least_budget(problem: Problem, time_limit_s: float = math.inf, *, bound_only: bool = False) -> Least:
     """Search for the smallest budget; the one of the problem plays no part.
 
     Args:

@@ -4,7 +4,6 @@ goes on from where it was. That takes a hundredth of solving anew.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import highspy
@@ -36,14 +35,13 @@ class Live:
     """The relaxation of an engine's program, with some rows more; it starts where the engine's own has ended, or at duals of all rows.
 
     Attributes:
-        num_iterations: of the simplex method so far, the engine's own among them. timed_out: whether the engine's time ran out.
+        num_iterations: of the simplex method so far, the engine's own among them.
     """
 
     def __init__(self, engine: Engine, extra: Rows, duals: Floats | None = None) -> None:
         self.cost, self.rows = engine.cost, engine.rows if duals is None else engine.rows.plus(extra)
         self._begun = engine.begun if duals is None else Begun(self.rows, duals)
-        self.num_iterations, self.timed_out = engine.num_iterations, False
-        self._end = engine.end
+        self.num_iterations, self._engine = engine.num_iterations, engine
         self._numbers = np.arange(len(self.cost), dtype=np.int32)
         self._highs = highspy.Highs()
         options: Options = {"output_flag": False, "threads": 1, "solver": "simplex"}
@@ -54,6 +52,11 @@ class Live:
             if engine.basis is not None:
                 self._highs.setBasis(engine.basis)
             self.add(extra)
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the engine's time ran out."""
+        return self._engine.timed_out
 
     def add(self, rows: Rows) -> None:
         """Further rows."""
@@ -73,11 +76,11 @@ class Live:
             None where nothing is within these bounds. Where the time ran out, what the duals of the moment prove.
         """
         self._highs.changeColsBounds(len(self._numbers), self._numbers, lower, upper)
-        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + max(self._end - time.monotonic(), 0.1))
+        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + self._engine.left_s())
         self._highs.run()
         status, solution = self._highs.getModelStatus(), self._highs.getSolution()
         self.num_iterations += max(self._highs.getInfo().simplex_iteration_count, 0)
-        self.timed_out |= status == _STATUS.kTimeLimit
+        self._engine.note(status)
         if status == _STATUS.kInfeasible:
             return None
         found = self._begun.duals(np.array(solution.row_dual))

@@ -7,6 +7,7 @@ tensors that they make or read. So the multipliers of a row are those of each of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -114,11 +115,11 @@ def _by_layout(shares: Shares, variables: list[Column], layouts: list[int]) -> D
     return found
 
 
-def relaxed(problem: Problem, time_limit_s: float = 60.0, spread: Spread | None = None) -> Multipliers:
+def relaxed(problem: Problem, time_limit_s: float = math.inf, spread: Spread | None = None) -> Multipliers:
     """Those of rows (3) and of the first of rows (9), to a few digits, and the relaxation's value. Those of the other rows follow.
 
     Args:
-        time_limit_s: a safety net; multipliers that are found in no time prove nothing.
+        time_limit_s: multipliers that are found in no time prove nothing.
         spread: groups of instances; by default equal ops take one decision.
     """
     program = _Grouped(problem, spread=spread or Spread.folded(problem))

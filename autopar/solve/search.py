@@ -14,6 +14,7 @@ Limits count nodes of search trees and columns, not seconds, so the same problem
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -59,7 +60,7 @@ class Search:
     problem: Problem
     gap: float
     max_nodes: int
-    time_limit_s: float
+    time_limit_s: float = math.inf
     whole: bool = True
     likely: Balance = ON_COMPUTE
     known: Quick | None = None
@@ -183,7 +184,6 @@ class Search:
 
     def _relaxed(self, live: Live) -> Point | None:
         point = self.point = live.solve(np.zeros(len(live.cost)), np.ones(len(live.cost)))
-        self.engine.timed_out |= live.timed_out
         if point is not None:
             duals = dict(zip(self.extra.active, point.duals[len(point.duals) - len(self.extra.active) :].tolist(), strict=True))
             balance = self.excess.balance({phase: duals[len(self.extra.rows) + phase] for phase in self.extra.phases})
@@ -205,7 +205,6 @@ class Search:
                 self.climb.over(self.extra.with_excess(at.columns))
             if self.is_close() and len(self.engine.names) >= _HUGE:
                 break
-        self.engine.timed_out |= live.timed_out
         if found is not None:
             self.point = found.point
             live.reprice(self.engine.costs(self.program.costs(found.balance)))
@@ -243,7 +242,6 @@ class Search:
             if broken or self.is_close() or self._set_apart():
                 return broken
             grown = tree.branch(_SHORT_TREE if self._will_do() else None)
-        self.engine.timed_out |= live.timed_out
         if np.isinf(grown.bound):
             self.infeasible = self.best is None
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError, size_text
@@ -15,13 +16,13 @@ from autopar.solve.search import Search
 from autopar.streams import ON_COMPUTE, Balance
 
 
-def solve(problem: Problem, *, gap: float = 0.01, max_nodes: int = 200, time_limit_s: float = 60.0, solver: str = "highs") -> Choices:
+def solve(problem: Problem, *, gap: float = 0.01, max_nodes: int = 200, time_limit_s: float = math.inf, solver: str = "highs") -> Choices:
     """Choose strategies, recomputation and kept versions.
 
     Args:
         gap: stop when incumbent and bound are this close (relative).
-        max_nodes: limit of the search tree. time_limit_s: a safety net; where it strikes, the answer may differ between
-            machines and `Choices.stats["timed_out"]` is 1.
+        max_nodes: limit of the search tree. time_limit_s: where it ends a run, which is logged, the answer may differ between
+            runs and `Choices.stats["timed_out"]` is 1.
         solver: ``highs``, or ``cbc``, which is slower.
 
     Raises:

@@ -129,7 +129,7 @@ def at_balance(case: Case, budget: int, balance: tuple[float, float]) -> Multipl
 
 def at_prices(p: Problem, balance: tuple[float, float]) -> tuple[Formulation, Engine, Point]:
     program = Formulation(p)
-    engine = Engine(program.model, 60.0)
+    engine = Engine(program.model)
     live = Live(engine, tighter(program, engine))
     live.reprice(engine.costs(program.costs(balance)))
     point = live.solve(np.zeros(len(engine.names)), np.ones(len(engine.names)))
@@ -288,7 +288,7 @@ def test_the_relaxations_multipliers_prove_what_the_relaxation_does(case: Case) 
         found = solve(p, gap=0.5).multipliers
         assert found is not None and found.potentials_s
         program = Formulation(p)
-        engine = Engine(program.model, 60.0)
+        engine = Engine(program.model)
         rows = [r for r in budget_rows(p) if r.name in found.memory_s]
         relaxation = engine.relax(budget_matrix(engine, program, rows))
         assert relaxation is not None

@@ -45,7 +45,7 @@ def relaxation_s(p: Problem, balance: Balance = ON_COMPUTE) -> float:
     """The optimum of the linear program."""
     program = Formulation(p)
     program.model.minimise(program.costs(balance))
-    relaxation = Engine(program.model, 60.0).relax()
+    relaxation = Engine(program.model).relax()
     assert relaxation is not None and relaxation.exact
     return relaxation.bound / SCALE
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,7 +34,7 @@ def knapsack() -> Model:
 
 def best(model: Model) -> float:
     """By trying every choice of bits."""
-    engine = Engine(model, 60.0)
+    engine = Engine(model)
     n, dense = len(engine.cost), np.zeros((len(engine.rows.lower), len(engine.cost)))
     for i, (start, end) in enumerate(itertools.pairwise(engine.rows.starts)):
         dense[i, engine.rows.indices[start:end]] = engine.rows.values[start:end]
@@ -57,7 +58,7 @@ def test_rows_are_joined_and_cut_to_some_columns() -> None:
 
 
 def test_the_engine_reads_the_model_as_it_is() -> None:
-    engine = Engine(knapsack(), 60.0)
+    engine = Engine(knapsack())
     by_name = dict(zip(engine.names, engine.cost.tolist(), strict=True))
     assert by_name == {"a": -3.0, "b": -4.0, "c": -5.0, "d": 0.5}
     assert engine.integer.all()
@@ -67,7 +68,7 @@ def test_the_engine_reads_the_model_as_it_is() -> None:
 @pytest.mark.parametrize("interior", [False, True])
 def test_a_relaxation_bounds_the_program_and_its_reduced_costs_bound_what_a_column_costs(interior: bool) -> None:
     model = knapsack()
-    engine = Engine(model, 60.0)
+    engine = Engine(model)
     relaxation = engine.relax(interior=interior)
     assert relaxation is not None and relaxation.exact is not interior
     assert best(model) == -6.5
@@ -83,7 +84,7 @@ def test_whatever_the_duals_are_the_bound_holds() -> None:
     for _ in range(50):
         costs, most, least = ([rng.uniform(-2, 2) for _ in range(6)] for _ in range(3))
         model = model_of(costs, (most, AT_MOST, 1), (least, AT_LEAST, -1), ([1, 1, 0, 0, 0, 0], EQUAL, 1))
-        engine, optimum = Engine(model, 60.0), best(model)
+        engine, optimum = Engine(model), best(model)
         if optimum == float("inf"):
             continue
         for _ in range(5):
@@ -92,7 +93,7 @@ def test_whatever_the_duals_are_the_bound_holds() -> None:
 
 
 def test_a_restricted_program_uses_its_columns_alone_and_honours_further_rows() -> None:
-    engine = Engine(knapsack(), 60.0)
+    engine = Engine(knapsack())
     nothing = Rows.of([])
     every = np.ones(4, bool)
     found = engine.restricted(every, nothing, gap=0.0, target=-np.inf, max_nodes=100)
@@ -110,11 +111,39 @@ def test_a_restricted_program_uses_its_columns_alone_and_honours_further_rows() 
 
 @pytest.mark.parametrize("interior", [False, True])
 def test_a_program_that_nothing_solves_says_so(interior: bool) -> None:
-    engine = Engine(knapsack(), 60.0)
+    engine = Engine(knapsack())
     impossible = Rows.of([([engine.column[n] for n in "abc"], [1.0] * 3, 4.0, np.inf)])
     assert engine.relax(impossible, interior=interior) is None
     found = engine.restricted(np.ones(4, bool), impossible, gap=0.0, target=-np.inf, max_nodes=100)
     assert found.values is None and found.bound == np.inf
+
+
+def market_split(num_rows: int) -> Model:
+    """Σ a·x = ⌊Σa/2⌋ in every row, of 10·(rows − 1) bits: branching sees nearly all of their values (Cornuéjols and Dawande, 1998)."""
+    rng, num_bits, model = random.Random(7), 10 * (num_rows - 1), Model()
+    bits = [model.add_column(f"x{i:02}", integer=True) for i in range(num_bits)]
+    for _ in range(num_rows):
+        line = [float(rng.randrange(1, 100)) for _ in bits]
+        model.add_row(list(zip(bits, line, strict=True)), EQUAL, float(int(sum(line)) // 2))
+    return model
+
+
+def test_a_run_that_its_limit_ends_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(market_split(6), 0.5)
+    every, nothing = np.ones(len(engine.names), bool), Rows.of([])
+    for _ in range(2):
+        engine.restricted(every, nothing, gap=0.0, target=-np.inf, max_nodes=10**9)
+    assert engine.timed_out and [r.getMessage() for r in caplog.records if r.name == "autopar"] == [
+        "a solve ended at its limit of 0.5 s: the plan may be another in the next run"
+    ]
+
+
+def test_without_a_limit_only_work_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() * 1e6)
+    engine = Engine(knapsack())
+    found = engine.restricted(np.ones(4, bool), Rows.of([]), gap=0.0, target=-np.inf, max_nodes=100)
+    assert found.bound == pytest.approx(-6.5) and not engine.timed_out
 
 
 def test_cbc_gets_the_same_program_as_highs() -> None:
@@ -135,6 +164,6 @@ def test_costs_are_by_column_whatever_its_name() -> None:
     last, first = model.add_column("z"), model.add_column("a", integer=True)
     model.minimise((np.array([last.number, first.number]), np.array([3.0, 4.0])))
     model.costs[model.add_column("m").number] = 5.0
-    engine = Engine(model, 60.0)
+    engine = Engine(model)
     assert engine.names == ["a", "m", "z"] and engine.cost.tolist() == [4.0, 5.0, 3.0] and engine.integer.tolist() == [True, False, False]
     assert engine.costs((np.array([first.number]), np.array([7.0]))).tolist() == [7.0, 0.0, 0.0]
