@@ -1,9 +1,11 @@
 // reduce_add_rmsnorm: the sum over peers, the residual and the norm in one pass over the peers' data.
 //
 //   parts[r] [rows, hidden] for r < world, residual [rows, hidden], weight [hidden], all of one dtype T
-//   y      = residual + (((0 + parts[0]) + parts[1]) + ...)   in W, then rounded to T: what the model goes on with
-//   rstd   = 1 / sqrt(sum(y * y) / hidden + eps)              [rows], in W, of the rounded y
-//   normed = (y * rstd) * weight                              in W, then rounded to T
+//   y       = residual + (((0 + parts[0]) + parts[1]) + ...)   in W, then rounded to T: what the model goes on with
+//   squares = sum(y * y)                                       [rows], in W, of the rounded y: what backward needs
+//   rstd    = 1 / sqrt(squares / hidden + eps)                 in W, computed again wherever it is needed
+//   normed  = (y * rstd) * weight                              in W, then rounded to T; where a model rounds before the weight
+//             (`rounded`), so is y * rstd
 // W is float, or double where T is double. The peers are always added in the order of their ranks, and the sum over a row is that of
 // sums.h: the result depends neither on who is ready first nor on the number of threads.
 //
@@ -48,16 +50,19 @@ AP_HD inline W add_group(const int64_t* parts, int world, const T* residual, T* 
   return sum;
 }
 
-template <class W> AP_HD inline W rstd_of(W sum, int64_t hidden, double eps) {
-  return W(1) / std::sqrt(sum / W(hidden) + W(eps));
+template <class W> AP_HD inline W rstd_of(W squares, int64_t hidden, double eps) {
+  return W(1) / std::sqrt(squares / W(hidden) + W(eps));
 }
 
 template <class T, class W>
-AP_HD inline void norm_group(const T* y, const T* weight, T* normed, W rstd, int64_t at, int64_t column, int64_t left) {
+AP_HD inline void norm_group(const T* y, const T* weight, T* normed, W rstd, bool rounded, int64_t at, int64_t column, int64_t left) {
   W values[kGroup], scale[kGroup];
   load_group<W>(y + at, left, values);
   load_group<W>(weight + column, left, scale);
-  for (int i = 0; i < kGroup; ++i) values[i] = (values[i] * rstd) * scale[i];
+  for (int i = 0; i < kGroup; ++i) {
+    const W scaled = values[i] * rstd;
+    values[i] = (rounded ? Convert<W, T>::wide(Convert<W, T>::narrow(scaled)) : scaled) * scale[i];
+  }
   store_group(normed + at, left, values);
 }
 
@@ -85,13 +90,13 @@ AP_HD inline void grad_group(const T* grad_y, const T* grad_normed, const T* y, 
   store_group(grad + at, left, g);
 }
 
-// The weight's gradient at one column over one band of rows.
+// The weight's gradient at one column over one band of rows; `rstd` has the band's rows alone.
 template <class T, class W>
 AP_HD inline W band_sum(const T* grad_normed, const T* y, const W* rstd, int64_t begin, int64_t end, int64_t hidden, int64_t column) {
   W sum = 0;
   for (int64_t row = begin; row < end; ++row) {
     const W n = Convert<W, T>::wide(grad_normed[row * hidden + column]), value = Convert<W, T>::wide(y[row * hidden + column]);
-    sum = sum + (n * value) * rstd[row];
+    sum = sum + (n * value) * rstd[row - begin];
   }
   return sum;
 }
@@ -103,43 +108,46 @@ AP_HD inline W band_sum(const T* grad_normed, const T* y, const W* rstd, int64_t
 
 template <class T>
 __global__ void __launch_bounds__(ap::kLanes, 2) ap_rmsnorm_forward_kernel(const int64_t* parts, int world, const T* residual, const T* weight,
-                                                                        T* y, T* normed, typename ap::Wide<T>::type* rstd,
-                                                                        int64_t hidden, double eps) {
+                                                                        T* y, T* normed, typename ap::Wide<T>::type* squares,
+                                                                        int64_t hidden, double eps, bool rounded) {
   using W = typename ap::Wide<T>::type;
   __shared__ W lanes[ap::kLanes];
   const int64_t row = int64_t(blockIdx.x) * hidden, first = int64_t(threadIdx.x) * ap::kGroup;
   W sum = 0;
   for (int64_t column = first; column < hidden; column += ap::kStripe)
     sum = ap::add_group(parts, world, residual, y, row + column, hidden - column, sum);
-  const W scale = ap::rstd_of(ap::add_block(sum, lanes), hidden, eps);
+  sum = ap::add_block(sum, lanes);
+  const W rstd = ap::rstd_of(sum, hidden, eps);
   for (int64_t column = first; column < hidden; column += ap::kStripe)
-    ap::norm_group(y, weight, normed, scale, row + column, column, hidden - column);
-  if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
+    ap::norm_group(y, weight, normed, rstd, rounded, row + column, column, hidden - column);
+  if (threadIdx.x == 0) squares[blockIdx.x] = sum;
 }
 
 template <class T>
 __global__ void __launch_bounds__(ap::kLanes, 2)
-    ap_rmsnorm_backward_kernel(const T* grad_y, const T* grad_normed, const T* y, const typename ap::Wide<T>::type* rstd, const T* weight,
-                               T* grad, int64_t hidden) {
+    ap_rmsnorm_backward_kernel(const T* grad_y, const T* grad_normed, const T* y, const typename ap::Wide<T>::type* squares,
+                               const T* weight, T* grad, int64_t hidden, double eps) {
   using W = typename ap::Wide<T>::type;
   __shared__ W lanes[ap::kLanes];
   const int64_t row = int64_t(blockIdx.x) * hidden, first = int64_t(threadIdx.x) * ap::kGroup;
   W sum = 0;
   for (int64_t column = first; column < hidden; column += ap::kStripe)
     sum = ap::dot_group(grad_normed, y, weight, row + column, column, hidden - column, sum);
-  const W mean = ap::add_block(sum, lanes) / W(hidden);
+  const W mean = ap::add_block(sum, lanes) / W(hidden), rstd = ap::rstd_of(squares[blockIdx.x], hidden, eps);
   for (int64_t column = first; column < hidden; column += ap::kStripe)
-    ap::grad_group(grad_y, grad_normed, y, weight, grad, rstd[blockIdx.x], mean, row + column, column, hidden - column);
+    ap::grad_group(grad_y, grad_normed, y, weight, grad, rstd, mean, row + column, column, hidden - column);
 }
 
 // A thread per column, a block row per band.
 template <class T, class W>
 __global__ void __launch_bounds__(ap::kLanes, 2)
-    ap_rmsnorm_bands_kernel(const T* grad_normed, const T* y, const W* rstd, W* bands, int64_t rows, int64_t hidden) {
+    ap_rmsnorm_bands_kernel(const T* grad_normed, const T* y, const W* squares, W* bands, int64_t rows, int64_t hidden, double eps) {
+  __shared__ W rstd[ap::kBand];
   const int64_t column = int64_t(blockIdx.x) * ap::kLanes + threadIdx.x, begin = int64_t(blockIdx.y) * ap::kBand;
-  if (column >= hidden) return;
-  bands[blockIdx.y * hidden + column] =
-      ap::band_sum(grad_normed, y, rstd, begin, ap::min_of(begin + ap::kBand, rows), hidden, column);
+  const int64_t end = ap::min_of(begin + ap::kBand, rows);
+  if (begin + threadIdx.x < end) rstd[threadIdx.x] = ap::rstd_of(squares[begin + threadIdx.x], hidden, eps);
+  __syncthreads();
+  if (column < hidden) bands[blockIdx.y * hidden + column] = ap::band_sum(grad_normed, y, rstd, begin, end, hidden, column);
 }
 
 template <class T, class W>
@@ -152,21 +160,22 @@ __global__ void __launch_bounds__(ap::kLanes, 2) ap_rmsnorm_weight_kernel(const 
 }
 
 AP_API int ap_reduce_add_rmsnorm_forward_cuda(const int64_t* parts, int world, const void* residual, const void* weight, void* y,
-                                              void* normed, void* rstd, int dtype, int64_t rows, int64_t hidden, double eps,
-                                              void* stream) {
+                                              void* normed, void* squares, int dtype, int64_t rows, int64_t hidden, double eps,
+                                              int rounded, void* stream) {
   if (world < 1 || rows < 0 || hidden < 1 || rows > INT32_MAX) return AP_BAD_ARGUMENT;
   AP_FOR_FLOAT(dtype, T, {
     using W = typename ap::Wide<T>::type;
     if (rows > 0)
       AP_LAUNCH(ap_rmsnorm_forward_kernel<T>, unsigned(rows), ap::kLanes, stream, parts, world, static_cast<const T*>(residual),
-                static_cast<const T*>(weight), static_cast<T*>(y), static_cast<T*>(normed), static_cast<W*>(rstd), hidden, eps);
+                static_cast<const T*>(weight), static_cast<T*>(y), static_cast<T*>(normed), static_cast<W*>(squares), hidden, eps,
+                rounded != 0);
   })
   return ap::launched();
 }
 
-AP_API int ap_reduce_add_rmsnorm_backward_cuda(const void* grad_y, const void* grad_normed, const void* y, const void* rstd,
+AP_API int ap_reduce_add_rmsnorm_backward_cuda(const void* grad_y, const void* grad_normed, const void* y, const void* squares,
                                                const void* weight, void* grad, void* grad_weight, void* bands, int dtype, int64_t rows,
-                                               int64_t hidden, void* stream) {
+                                               int64_t hidden, double eps, void* stream) {
   if (rows < 0 || hidden < 1 || rows > INT32_MAX) return AP_BAD_ARGUMENT;
   const int64_t num_bands = ap::ceil_div(rows, ap::kBand);
   const unsigned columns = unsigned(ap::ceil_div(hidden, ap::kLanes));
@@ -174,12 +183,12 @@ AP_API int ap_reduce_add_rmsnorm_backward_cuda(const void* grad_y, const void* g
   AP_FOR_FLOAT(dtype, T, {
     using W = typename ap::Wide<T>::type;
     const T *n = static_cast<const T*>(grad_normed), *values = static_cast<const T*>(y);
-    const W* scale = static_cast<const W*>(rstd);
+    const W* squared = static_cast<const W*>(squares);
     if (rows > 0) {
       const dim3 grid(columns, unsigned(num_bands));
-      AP_LAUNCH(ap_rmsnorm_backward_kernel<T>, unsigned(rows), ap::kLanes, stream, static_cast<const T*>(grad_y), n, values, scale,
-                static_cast<const T*>(weight), static_cast<T*>(grad), hidden);
-      AP_LAUNCH(ap_rmsnorm_bands_kernel, grid, ap::kLanes, stream, n, values, scale, static_cast<W*>(bands), rows, hidden);
+      AP_LAUNCH(ap_rmsnorm_backward_kernel<T>, unsigned(rows), ap::kLanes, stream, static_cast<const T*>(grad_y), n, values, squared,
+                static_cast<const T*>(weight), static_cast<T*>(grad), hidden, eps);
+      AP_LAUNCH(ap_rmsnorm_bands_kernel, grid, ap::kLanes, stream, n, values, squared, static_cast<W*>(bands), rows, hidden, eps);
     }
     const W* sums = static_cast<const W*>(bands);
     AP_LAUNCH(ap_rmsnorm_weight_kernel, columns, ap::kLanes, stream, sums, static_cast<T*>(grad_weight), num_bands, hidden);
@@ -190,8 +199,8 @@ AP_API int ap_reduce_add_rmsnorm_backward_cuda(const void* grad_y, const void* g
 #else
 
 AP_API int ap_reduce_add_rmsnorm_forward_host(const int64_t* parts, int world, const void* residual, const void* weight, void* y,
-                                              void* normed, void* rstd, int dtype, int64_t rows, int64_t hidden, double eps,
-                                              int num_threads) {
+                                              void* normed, void* squares, int dtype, int64_t rows, int64_t hidden, double eps,
+                                              int rounded, int num_threads) {
   if (world < 1 || rows < 0 || hidden < 1) return AP_BAD_ARGUMENT;
   AP_FOR_FLOAT(dtype, T, {
     using W = typename ap::Wide<T>::type;
@@ -203,24 +212,25 @@ AP_API int ap_reduce_add_rmsnorm_forward_host(const int64_t* parts, int world, c
         W& lane = lanes[column / ap::kGroup % ap::kLanes];
         lane = ap::add_group(parts, world, static_cast<const T*>(residual), made, begin + column, hidden - column, lane);
       }
-      const W scale = ap::rstd_of(ap::add_lanes(lanes), hidden, eps);
+      const W sum = ap::add_lanes(lanes), rstd = ap::rstd_of(sum, hidden, eps);
       for (int64_t column = 0; column < hidden; column += ap::kGroup)
-        ap::norm_group(made, static_cast<const T*>(weight), static_cast<T*>(normed), scale, begin + column, column, hidden - column);
-      static_cast<W*>(rstd)[row] = scale;
+        ap::norm_group(made, static_cast<const T*>(weight), static_cast<T*>(normed), rstd, rounded != 0, begin + column, column,
+                       hidden - column);
+      static_cast<W*>(squares)[row] = sum;
     }, ap::grain_of(hidden));
   })
   return AP_OK;
 }
 
-AP_API int ap_reduce_add_rmsnorm_backward_host(const void* grad_y, const void* grad_normed, const void* y, const void* rstd,
+AP_API int ap_reduce_add_rmsnorm_backward_host(const void* grad_y, const void* grad_normed, const void* y, const void* squares,
                                                const void* weight, void* grad, void* grad_weight, void* bands, int dtype, int64_t rows,
-                                               int64_t hidden, int num_threads) {
+                                               int64_t hidden, double eps, int num_threads) {
   if (rows < 0 || hidden < 1) return AP_BAD_ARGUMENT;
   const int64_t num_bands = ap::ceil_div(rows, ap::kBand);
   AP_FOR_FLOAT(dtype, T, {
     using W = typename ap::Wide<T>::type;
     const T *n = static_cast<const T*>(grad_normed), *values = static_cast<const T*>(y), *scale = static_cast<const T*>(weight);
-    const W* rstds = static_cast<const W*>(rstd);
+    const W* squared = static_cast<const W*>(squares);
     W* sums = static_cast<W*>(bands);
     ap::for_each_item(rows, num_threads, [&](int64_t row) {
       W lanes[ap::kLanes] = {};
@@ -229,15 +239,17 @@ AP_API int ap_reduce_add_rmsnorm_backward_host(const void* grad_y, const void* g
         W& lane = lanes[column / ap::kGroup % ap::kLanes];
         lane = ap::dot_group(n, values, scale, begin + column, column, hidden - column, lane);
       }
-      const W mean = ap::add_lanes(lanes) / W(hidden);
+      const W mean = ap::add_lanes(lanes) / W(hidden), rstd = ap::rstd_of(squared[row], hidden, eps);
       for (int64_t column = 0; column < hidden; column += ap::kGroup)
-        ap::grad_group(static_cast<const T*>(grad_y), n, values, scale, static_cast<T*>(grad), rstds[row], mean, begin + column, column,
+        ap::grad_group(static_cast<const T*>(grad_y), n, values, scale, static_cast<T*>(grad), rstd, mean, begin + column, column,
                        hidden - column);
     }, ap::grain_of(hidden));
     ap::for_each_item(num_bands, num_threads, [&](int64_t band) {
       const int64_t begin = band * ap::kBand, end = ap::min_of(begin + ap::kBand, rows);
+      W rstd[ap::kBand];
+      for (int64_t row = begin; row < end; ++row) rstd[row - begin] = ap::rstd_of(squared[row], hidden, eps);
       for (int64_t column = 0; column < hidden; ++column)
-        sums[band * hidden + column] = ap::band_sum(n, values, rstds, begin, end, hidden, column);
+        sums[band * hidden + column] = ap::band_sum(n, values, rstd, begin, end, hidden, column);
     }, ap::ceil_div(ap::grain_of(hidden), ap::kBand));
     for (int64_t column = 0; column < hidden; ++column) {
       W sum = 0;

@@ -151,10 +151,10 @@ def _norm_numerics(world: int, dtype: torch.dtype) -> Numerics:
 
 def _norm_backward_numerics(world: int, dtype: torch.dtype) -> Numerics:
     parts, residual, weight = _norm_inputs(world, dtype)
-    y, _, rstd = normed.reference_forward(parts, residual, weight, EPS)
-    inputs = (residual, parts[0], y, rstd, weight)
-    exact = normed.reference_backward(*(x.double() for x in inputs))
-    return Numerics.of(normed.backward_op(*inputs), normed.reference_backward(*inputs), exact)
+    y, squares, _ = normed.reference_forward(parts, residual, weight, EPS)
+    inputs = (residual, parts[0], y, squares, weight)
+    exact = normed.reference_backward(*(x.double() for x in inputs), EPS)
+    return Numerics.of(normed.backward_op(*inputs, EPS), normed.reference_backward(*inputs, EPS), exact)
 
 
 def _norm_inputs(world: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -170,8 +170,8 @@ def _norm_timed(dtype: torch.dtype, world: int = 4, shape: tuple[int, int] = (81
 
 def _norm_backward_timed(dtype: torch.dtype, shape: tuple[int, int] = (8192, 4096)) -> Timed:
     grad_y, grad_normed, y = (_random(shape, dtype) for _ in range(3))
-    rstd, weight = _random(shape[:1], torch.float32), _random(shape[1:], dtype)
-    return Timed(lambda: normed.backward_op(grad_y, grad_normed, y, rstd, weight), 4 * y.numel() * dtype.itemsize)
+    squares, weight = y.float().square().sum(-1), _random(shape[1:], dtype)
+    return Timed(lambda: normed.backward_op(grad_y, grad_normed, y, squares, weight, EPS), 4 * y.numel() * dtype.itemsize)
 
 
 CASES: dict[str, Case] = {

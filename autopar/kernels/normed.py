@@ -21,22 +21,27 @@ BAND = 64  # rows whose shares of the weight's gradient are summed together
 FLOATS = library.FLOATS
 
 
-def reduce_add_rmsnorm(parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """``y = residual + Σ parts``, added in the order of `parts`, and ``normed = y · rstd · weight``.
+def reduce_add_rmsnorm(
+    parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, rounded: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``y = residual + Σ parts``, added in the order of `parts`, ``squares = Σ y²`` of each row, and ``normed = y · rstd · weight``.
 
     Args:
         parts: one tensor per peer, each like `residual`. residual: [..., hidden]. weight: [hidden]; all of one floating dtype.
+        rounded: whether y · rstd is rounded to their dtype before the weight, as some models do.
 
     Returns:
-        y and normed, like `residual`, and rstd [...] in fp32, or fp64 where they are, through which no gradient flows.
+        y, like `residual`; squares [...] in fp32, or fp64 where they are, through which no gradient flows; normed, like `residual`.
 
     Raises:
         KernelError: where shapes or dtypes differ.
     """
-    return forward_op(list(parts), residual, weight, eps)
+    return forward_op(list(parts), residual, weight, eps, rounded)
 
 
-def reference_forward(parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def reference_forward(
+    parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, rounded: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """What `reduce_add_rmsnorm` is, in plain torch."""
     wide = library.wide(residual.dtype)
     total = torch.zeros_like(residual, dtype=wide)
@@ -44,15 +49,20 @@ def reference_forward(parts: Sequence[Tensor], residual: Tensor, weight: Tensor,
         total = total + part.to(wide)
     y = (residual.to(wide) + total).to(residual.dtype)
     values = y.to(wide)
-    rstd = torch.rsqrt(ordered_sum(values * values) / y.shape[-1] + eps)  # on the CPU two exact steps; torch.sqrt alone is not
-    return y, (values * rstd.unsqueeze(-1) * weight.to(wide)).to(y.dtype), rstd
+    squares = ordered_sum(values * values)
+    scaled = values * _rstd(squares, y.shape[-1], eps)
+    if rounded:
+        scaled = scaled.to(y.dtype).to(wide)
+    return y, squares, (scaled * weight.to(wide)).to(y.dtype)
 
 
-def reference_backward(grad_y: Tensor, grad_normed: Tensor, y: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the residual, which is that of every part, and of the weight, in plain torch."""
+def reference_backward(
+    grad_y: Tensor, grad_normed: Tensor, y: Tensor, squares: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the residual, which is that of every part, and of the weight, in plain torch; no rounding is differentiated."""
     wide = library.wide(y.dtype)
     hidden = y.shape[-1]
-    n, values, scale = grad_normed.to(wide), y.to(wide), rstd.unsqueeze(-1)
+    n, values, scale = grad_normed.to(wide), y.to(wide), _rstd(squares, hidden, eps)
     u = n * weight.to(wide)
     mean = (ordered_sum(u * values) / hidden).unsqueeze(-1)
     grad = grad_y.to(wide) + (u * scale - values * (scale * scale * scale * mean))
@@ -61,6 +71,11 @@ def reference_backward(grad_y: Tensor, grad_normed: Tensor, y: Tensor, rstd: Ten
     filled = torch.nn.functional.pad(shares, (0, 0, 0, bands * BAND - shares.shape[0])).view(bands, BAND, hidden)
     in_bands = _one_by_one(filled.transpose(0, 1))
     return grad.to(y.dtype), _one_by_one(in_bands).to(y.dtype)
+
+
+def _rstd(squares: Tensor, hidden: int, eps: float) -> Tensor:
+    """[...] → [..., 1]."""
+    return torch.rsqrt(squares / hidden + eps).unsqueeze(-1)  # on the CPU two exact steps; torch.sqrt alone is not
 
 
 def _one_by_one(x: Tensor) -> Tensor:
@@ -72,36 +87,52 @@ def _one_by_one(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("autopar::reduce_add_rmsnorm", mutates_args=())
-def _forward(parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    _check([*parts, residual], residual, weight)
+def _forward(parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, rounded: bool) -> tuple[Tensor, Tensor, Tensor]:
+    check_normed([*parts, residual], residual, weight)
     if not parts:
         raise KernelError("there is no peer whose part could be added", remedy="give at least one part")
     if not library.has(residual.device):
-        return reference_forward(parts, residual, weight, eps)
-    held = [x.contiguous() for x in (*parts, residual, weight)]
-    y, normed = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
-    rstd = residual.new_empty(residual.shape[:-1], dtype=library.wide(residual.dtype))
-    addresses = library.table((x.data_ptr() for x in held[: len(parts)]), residual.device)
-    made = (x.data_ptr() for x in (*held[-2:], y, normed, rstd))
-    sizes = library.code_of(residual.dtype), rstd.numel(), residual.shape[-1], eps
-    library.launch("ap_reduce_add_rmsnorm_forward", residual.device, addresses.data_ptr(), len(parts), *made, *sizes)
-    return y, normed, rstd
+        return reference_forward(parts, residual, weight, eps, rounded)
+    made = room_for(residual)
+    forward_into(made, [part.contiguous() for part in parts], residual.contiguous(), weight.contiguous(), eps, rounded)
+    return made
+
+
+def room_for(residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """y, squares and normed, to be filled."""
+    squares = residual.new_empty(residual.shape[:-1], dtype=library.wide(residual.dtype))
+    return residual.new_empty(residual.shape), squares, residual.new_empty(residual.shape)
+
+
+def forward_into(
+    made: tuple[Tensor, Tensor, Tensor], parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, rounded: bool
+) -> None:
+    """Fill y, squares and normed by the kernel; all tensors are contiguous.
+
+    On a device the parts' addresses lie in memory that its current stream gives to others only after the kernel.
+    """
+    y, squares, normed = made
+    table = library.table((part.data_ptr() for part in parts), y.device)
+    held = (x.data_ptr() for x in (residual, weight, y, normed, squares))
+    settings = library.code_of(y.dtype), squares.numel(), y.shape[-1], eps, int(rounded)
+    library.launch("ap_reduce_add_rmsnorm_forward", y.device, table.data_ptr(), len(parts), *held, *settings)
 
 
 @torch.library.custom_op("autopar::reduce_add_rmsnorm_backward", mutates_args=())
-def _backward(grad_y: Tensor, grad_normed: Tensor, y: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    _check([grad_y, grad_normed], y, weight)
+def _backward(grad_y: Tensor, grad_normed: Tensor, y: Tensor, squares: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    check_normed([grad_y, grad_normed], y, weight)
     if not library.has(y.device):
-        return reference_backward(grad_y, grad_normed, y, rstd, weight)
-    held = [x.contiguous() for x in (grad_y, grad_normed, y, rstd, weight)]
+        return reference_backward(grad_y, grad_normed, y, squares, weight, eps)
+    held = [x.contiguous() for x in (grad_y, grad_normed, y, squares, weight)]
     grad, grad_weight = torch.empty_like(held[2]), torch.empty_like(held[4])
-    bands = rstd.new_empty(-(-rstd.numel() // BAND), y.shape[-1])
+    bands = squares.new_empty(-(-squares.numel() // BAND), y.shape[-1])
     addresses = (x.data_ptr() for x in (*held, grad, grad_weight, bands))
-    library.launch("ap_reduce_add_rmsnorm_backward", y.device, *addresses, library.code_of(y.dtype), rstd.numel(), y.shape[-1])
+    settings = library.code_of(y.dtype), squares.numel(), y.shape[-1], eps
+    library.launch("ap_reduce_add_rmsnorm_backward", y.device, *addresses, *settings)
     return grad, grad_weight
 
 
-def _check(like: Sequence[Tensor], x: Tensor, weight: Tensor) -> None:
+def check_normed(like: Sequence[Tensor], x: Tensor, weight: Tensor) -> None:
     """Raises KernelError where `like` are not of the shape and dtype of `x` [..., hidden], or the weight is not [hidden]."""
     if x.dtype not in FLOATS or x.dim() == 0 or x.shape[-1] == 0 or tuple(weight.shape) != tuple(x.shape[-1:]):
         what = f"a norm of {tuple(x.shape)} {x.dtype} with a weight of {tuple(weight.shape)}"
@@ -115,26 +146,26 @@ def _check(like: Sequence[Tensor], x: Tensor, weight: Tensor) -> None:
 
 
 @_forward.register_fake
-def _(parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    made = [residual.new_empty(residual.shape) for _ in range(2)]
-    return made[0], made[1], residual.new_empty(residual.shape[:-1], dtype=library.wide(residual.dtype))
+def _(parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, rounded: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return room_for(residual)
 
 
 @_backward.register_fake
-def _(grad_y: Tensor, grad_normed: Tensor, y: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _(grad_y: Tensor, grad_normed: Tensor, y: Tensor, squares: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y.new_empty(y.shape), weight.new_empty(weight.shape)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    y, _, rstd = output
-    ctx.num_parts = len(inputs[0])
-    ctx.save_for_backward(y, rstd, inputs[2])
-    ctx.mark_non_differentiable(rstd)
+    parts, _, weight, ctx.eps, _ = inputs
+    y, squares, _ = output
+    ctx.num_parts = len(parts)
+    ctx.save_for_backward(y, squares, weight)
+    ctx.mark_non_differentiable(squares)
 
 
-def _differentiate(ctx: Any, grad_y: Tensor, grad_normed: Tensor, _: Tensor) -> tuple[Any, ...]:
-    grad, grad_weight = backward_op(grad_y, grad_normed, *ctx.saved_tensors)
-    return [grad] * ctx.num_parts, grad, grad_weight, None
+def _differentiate(ctx: Any, grad_y: Tensor, _: Tensor, grad_normed: Tensor) -> tuple[Any, ...]:
+    grad, grad_weight = backward_op(grad_y, grad_normed, *ctx.saved_tensors, ctx.eps)
+    return [grad] * ctx.num_parts, grad, grad_weight, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_remember)

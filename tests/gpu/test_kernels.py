@@ -54,22 +54,23 @@ def test_tensors_that_are_not_aligned_are_packed_alike() -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("hidden", (1, 8, 257, 4096, 12289))
 @pytest.mark.parametrize("world", (1, 3, 8))
-def test_the_norm_and_its_gradients_are_those_of_the_host(world: int, hidden: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rounded", (False, True))
+def test_the_norm_and_its_gradients_are_those_of_the_host(rounded: bool, world: int, hidden: int, dtype: torch.dtype) -> None:
     parts = [drawn((130, hidden), dtype, seed) for seed in range(world)]
     residual, grad_y, grad_normed = (drawn((130, hidden), dtype, 100 + seed) for seed in range(3))
     weight = drawn((hidden,), dtype, 200)
-    expected = reduce_add_rmsnorm(parts, residual, weight, 1e-5)
-    found = reduce_add_rmsnorm([part.cuda() for part in parts], residual.cuda(), weight.cuda(), 1e-5)
+    expected = reduce_add_rmsnorm(parts, residual, weight, 1e-5, rounded)
+    found = reduce_add_rmsnorm([part.cuda() for part in parts], residual.cuda(), weight.cuda(), 1e-5, rounded)
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
-    grads = backward_op(grad_y, grad_normed, expected[0], expected[2], weight)
-    on_device = backward_op(grad_y.cuda(), grad_normed.cuda(), found[0], found[2], weight.cuda())
+    grads = backward_op(grad_y, grad_normed, *expected[:2], weight, 1e-5)
+    on_device = backward_op(grad_y.cuda(), grad_normed.cuda(), *found[:2], weight.cuda(), 1e-5)
     assert all(same(a, b) for a, b in zip(on_device, grads, strict=True))
 
 
 def test_gradients_flow_on_the_device() -> None:
     parts = [drawn((9, 64), torch.float32, seed).cuda().requires_grad_() for seed in range(3)]
     weight = torch.ones(64, device="cuda", requires_grad=True)
-    _, normed, _ = reduce_add_rmsnorm(parts, torch.zeros(9, 64, device="cuda"), weight, 1e-5)
+    _, _, normed = reduce_add_rmsnorm(parts, torch.zeros(9, 64, device="cuda"), weight, 1e-5)
     bucket, _ = pack([normed, weight], BucketLayout(((9, 64), (64,)), (0, 0), 2), torch.float32, scale=0.5)
     bucket.square().sum().backward()
     assert all(torch.equal(part.grad, parts[0].grad) for part in parts)

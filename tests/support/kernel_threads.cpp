@@ -17,9 +17,9 @@
 AP_API int ap_pack_bucket_host(const int64_t*, int64_t, void*, int, int64_t, int64_t, int64_t, int64_t, int64_t, double, double*, double*, int);
 AP_API int ap_unpack_bucket_host(const int64_t*, int64_t, const void*, int, int64_t, int64_t, int64_t, int64_t, int64_t, double, int);
 AP_API int ap_reduce_add_rmsnorm_forward_host(const int64_t*, int, const void*, const void*, void*, void*, void*, int, int64_t, int64_t,
-                                              double, int);
+                                              double, int, int);
 AP_API int ap_reduce_add_rmsnorm_backward_host(const void*, const void*, const void*, const void*, const void*, void*, void*, void*, int,
-                                               int64_t, int64_t, int);
+                                               int64_t, int64_t, double, int);
 
 namespace {
 
@@ -39,14 +39,14 @@ int pack() {
 
 int norm() {
   const int64_t rows = 200, hidden = 1024;
-  std::vector<float> part(rows * hidden, 1.0f), weight(hidden, 2.0f), y(rows * hidden), normed(rows * hidden), rstd(rows);
+  std::vector<float> part(rows * hidden, 1.0f), weight(hidden, 2.0f), y(rows * hidden), normed(rows * hidden), squares(rows);
   std::vector<float> grad(rows * hidden), grad_weight(hidden), bands(4 * hidden);
   const int64_t parts[2] = {address(part.data()), address(part.data())};
-  const int status = ap_reduce_add_rmsnorm_forward_host(parts, 2, part.data(), weight.data(), y.data(), normed.data(), rstd.data(), AP_F32,
-                                                        rows, hidden, 1e-6, 4);
+  const int status = ap_reduce_add_rmsnorm_forward_host(parts, 2, part.data(), weight.data(), y.data(), normed.data(), squares.data(),
+                                                        AP_F32, rows, hidden, 1e-6, 1, 4);
   return status ? status
-                : ap_reduce_add_rmsnorm_backward_host(part.data(), normed.data(), y.data(), rstd.data(), weight.data(), grad.data(),
-                                                      grad_weight.data(), bands.data(), AP_F32, rows, hidden, 4);
+                : ap_reduce_add_rmsnorm_backward_host(part.data(), normed.data(), y.data(), squares.data(), weight.data(), grad.data(),
+                                                      grad_weight.data(), bands.data(), AP_F32, rows, hidden, 1e-6, 4);
 }
 
 int hand(bool early) {

@@ -58,14 +58,16 @@ def test_a_sum_over_more_chunks_than_a_block_has_threads() -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("rows", "hidden"), ((0, 8), (3, 1), (2, 2051), (131, 300)))
 @pytest.mark.parametrize("world", (1, 3))
-def test_the_norm_and_its_gradients(world: int, rows: int, hidden: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rounded", (False, True))
+def test_the_norm_and_its_gradients(rounded: bool, world: int, rows: int, hidden: int, dtype: torch.dtype) -> None:
     parts = [drawn((rows, hidden), dtype, seed) for seed in range(world)]
     residual, grad_y, grad_normed = (drawn((rows, hidden), dtype, 100 + seed) for seed in range(3))
     weight = drawn((hidden,), dtype, 200)
-    y, normed, rstd = reduce_add_rmsnorm(parts, residual, weight, 1e-5)
-    assert all(same(a, b) for a, b in zip((y, normed, rstd), reference_forward(parts, residual, weight, 1e-5), strict=True))
-    found = backward_op(grad_y, grad_normed, y, rstd, weight)
-    assert all(same(a, b) for a, b in zip(found, reference_backward(grad_y, grad_normed, y, rstd, weight), strict=True))
+    settings = parts, residual, weight, 1e-5, rounded
+    y, squares, normed = reduce_add_rmsnorm(*settings)
+    assert all(same(a, b) for a, b in zip((y, squares, normed), reference_forward(*settings), strict=True))
+    given = grad_y, grad_normed, y, squares, weight, 1e-5
+    assert all(same(a, b) for a, b in zip(backward_op(*given), reference_backward(*given), strict=True))
 
 
 def test_a_signal_and_a_wait_on_a_stream() -> None:

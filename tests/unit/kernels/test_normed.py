@@ -31,14 +31,16 @@ def same(a: Tensor, b: Tensor) -> bool:
 SHAPES = st.tuples(st.integers(0, 70), st.sampled_from((1, 3, 8, 13, 64, 257, 2048, 2051)))
 
 
-@given(st.sampled_from(WORLDS), SHAPES, st.sampled_from(FLOATS))
-def test_forward_and_backward_equal_their_references_bit_by_bit(world: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+@given(st.sampled_from(WORLDS), SHAPES, st.sampled_from(FLOATS), st.booleans())
+def test_forward_and_backward_equal_their_references_bit_by_bit(
+    world: int, shape: tuple[int, int], dtype: torch.dtype, rounded: bool
+) -> None:
     parts, residual, weight = inputs_of(world, shape, dtype)
-    made = reduce_add_rmsnorm(parts, residual, weight, EPS)
-    assert all(same(a, b) for a, b in zip(made, reference_forward(parts, residual, weight, EPS), strict=True))
+    made = reduce_add_rmsnorm(parts, residual, weight, EPS, rounded)
+    assert all(same(a, b) for a, b in zip(made, reference_forward(parts, residual, weight, EPS, rounded), strict=True))
     grads, grad_y, _ = inputs_of(1, shape, dtype, seed=1)
-    found = backward_op(grad_y, grads[0], made[0], made[2], weight)
-    assert all(same(a, b) for a, b in zip(found, reference_backward(grad_y, grads[0], made[0], made[2], weight), strict=True))
+    settings = grad_y, grads[0], *made[:2], weight, EPS
+    assert all(same(a, b) for a, b in zip(backward_op(*settings), reference_backward(*settings), strict=True))
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -56,13 +58,23 @@ def test_peers_are_added_in_the_order_of_their_ranks(world: int) -> None:
 @pytest.mark.parametrize(("dtype", "digits"), ((torch.float32, 2e-6), (torch.float64, 1e-14), (torch.bfloat16, 1e-2), (torch.half, 2e-3)))
 def test_it_is_the_norm_that_torch_has(dtype: torch.dtype, digits: float) -> None:
     parts, residual, weight = inputs_of(3, (4, 6, 200), dtype)
-    y, normed, rstd = reduce_add_rmsnorm(parts, residual, weight, EPS)
+    y, squares, normed = reduce_add_rmsnorm(parts, residual, weight, EPS)
     wide = y.double()
     expected = torch.nn.functional.rms_norm(wide, (200,), weight.double(), EPS)
-    assert normed.shape == (4, 6, 200) and rstd.shape == (4, 6)
+    assert normed.shape == (4, 6, 200) and squares.shape == (4, 6)
+    assert torch.allclose(squares.double(), wide.square().sum(-1), rtol=1e-6)
     assert (normed.double() - expected).abs().max() <= digits * expected.abs().max()
     summed = residual.double() + sum(part.double() for part in parts)
     assert (wide - summed).abs().max() <= digits * summed.abs().max()
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.half))
+def test_what_is_rounded_before_the_weight_is_what_models_compute(dtype: torch.dtype) -> None:
+    parts, residual, weight = inputs_of(3, (40, 200), dtype)
+    y, squares, normed = reduce_add_rmsnorm(parts, residual, weight, EPS, rounded=True)
+    wide = y.float()
+    assert torch.equal(normed, weight * (wide * torch.rsqrt(squares.div(200).add(EPS)).unsqueeze(-1)).to(dtype))
+    assert not torch.equal(normed, reduce_add_rmsnorm(parts, residual, weight, EPS)[2])
 
 
 @pytest.mark.parametrize("uses", ("both", "y", "normed"))
@@ -74,20 +86,21 @@ def test_gradients_are_those_of_autograd(uses: str) -> None:
         y = residual + torch.stack(parts).sum(0)
         return y, torch.nn.functional.rms_norm(y, (24,), weight, eps)
 
-    def loss(y: Tensor, normed: Tensor, *_: Tensor) -> Tensor:
+    def loss(y: Tensor, normed: Tensor) -> Tensor:
         return (y.sin().sum() if uses != "normed" else 0) + (normed.cos().sum() if uses != "y" else 0)
 
-    found = torch.autograd.grad(loss(*reduce_add_rmsnorm(parts, residual, weight, EPS)), leaves)
+    y, _, normed = reduce_add_rmsnorm(parts, residual, weight, EPS)
+    found = torch.autograd.grad(loss(y, normed), leaves)
     expected = torch.autograd.grad(loss(*plain(parts, residual, weight, EPS)), leaves, materialize_grads=True)
     for a, b in zip(found, expected, strict=True):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
     assert all(torch.equal(found[0], grad) for grad in found[1:4])
 
 
-def test_no_gradient_flows_through_the_scale_of_a_row() -> None:
+def test_no_gradient_flows_through_the_squares() -> None:
     parts, residual, weight = inputs_of(2, (3, 8), torch.float32)
     made = reduce_add_rmsnorm(parts, residual.requires_grad_(), weight, EPS)
-    assert [t.requires_grad for t in made] == [True, True, False]
+    assert [t.requires_grad for t in made] == [True, False, True]
 
 
 def test_threads_change_nothing() -> None:
@@ -96,8 +109,8 @@ def test_threads_change_nothing() -> None:
         found: list[tuple[Tensor, ...]] = []
         for threads in (1, 4):
             torch.set_num_threads(threads)
-            y, normed, rstd = reduce_add_rmsnorm(parts, residual, weight, EPS)
-            found.append((y, normed, rstd, *backward_op(residual, parts[0], y, rstd, weight)))
+            y, squares, normed = reduce_add_rmsnorm(parts, residual, weight, EPS)
+            found.append((y, squares, normed, *backward_op(residual, parts[0], y, squares, weight, EPS)))
     finally:
         torch.set_num_threads(1)
     assert all(same(a, b) for a, b in zip(*found, strict=True))
@@ -115,12 +128,14 @@ def test_tensors_that_are_not_aligned_or_not_contiguous_are_taken_alike(dtype: t
 
 def test_forward_is_a_sound_operator() -> None:
     parts, residual, weight = inputs_of(2, (3, 5, 16), torch.float32)
-    torch.library.opcheck(forward_op, ([p.requires_grad_() for p in parts], residual.requires_grad_(), weight.requires_grad_(), EPS))
+    leaves = [p.requires_grad_() for p in parts], residual.requires_grad_(), weight.requires_grad_()
+    for rounded in (False, True):
+        torch.library.opcheck(forward_op, (*leaves, EPS, rounded))
 
 
 def test_backward_is_a_sound_operator() -> None:
     (normed, y), grad_y, weight = inputs_of(2, (3, 5, 16), torch.bfloat16)
-    torch.library.opcheck(backward_op, (grad_y, normed, y, torch.ones(3, 5), weight))
+    torch.library.opcheck(backward_op, (grad_y, normed, y, torch.ones(3, 5), weight, EPS))
 
 
 X = torch.ones(2, 3)
@@ -144,5 +159,5 @@ def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
 @needs_host
 def test_the_library_refuses_what_it_cannot_read() -> None:
     for world, code, rows, hidden in ((0, 0, 1, 1), (1, 4, 1, 1), (1, 0, -1, 1), (1, 0, 1, 0)):
-        arguments = *(None,) * 5, code, rows, hidden, EPS, 1
+        arguments = *(None,) * 5, code, rows, hidden, EPS, 0, 1
         assert library.function("host", "ap_reduce_add_rmsnorm_forward_host")(None, world, *arguments) == 1
