@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.kernels import bound, dispatched
+from autopar.kernels import bound, dispatched, fused
 from autopar.kernels.collectives import (
     PARTS,
     PLACES,
@@ -25,7 +25,6 @@ from autopar.kernels.collectives import (
     shard,
     start,
 )
-from autopar.kernels.fused import all_gather_matmul, gather_bound, matmul_reduce_scatter, scatter_bound
 
 
 def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup], device: str | None = None) -> fx.GraphModule:
@@ -46,7 +45,7 @@ def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup], device: str 
             _bind_step(node, groups)
         elif node.op == "call_function" and node.target in PARTS:
             _bind_part(node, groups)
-        elif node.op == "call_function" and node.target in (all_gather_matmul, matmul_reduce_scatter):
+        elif node.op == "call_function" and node.target in fused.BOUND:
             _bind_kernel(node, groups)
         elif node.op == "call_function" and node.target in dispatched.BOUND:
             *operands, split, most, axis = node.args
@@ -82,10 +81,9 @@ def _bind_part(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
 
 
 def _bind_kernel(node: fx.Node, groups: Sequence[AxisGroup]) -> None:
-    *settings, axis, num_chunks = node.args
-    group = groups[axis]  # type: ignore[index]
-    node.target = gather_bound if node.target is all_gather_matmul else scatter_bound
-    node.args = (*settings, group.size, group.name, group.coordinate, num_chunks)
+    node.target, place = fused.BOUND[node.target]  # type: ignore[index]
+    group = groups[node.args[place]]  # type: ignore[index]
+    node.args = (*node.args[:place], group.size, group.name, group.coordinate, *node.args[place + 1 :])
 
 
 def _replace(node: fx.Node, value: Any) -> None:

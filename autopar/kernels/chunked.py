@@ -138,11 +138,15 @@ class Scatter:
         partial: room for the whole partial product, contiguous; its own rows are not used.
         out: this rank's rows of the sum, contiguous, to be filled.
         produce: called with first row, number of rows and where the partial product of these rows goes.
+        add_up: called when all ranks' parts of this rank's rows are there, with these in order of the ranks, each like `out`: fills `out`,
+            and whatever else is made of them in the same pass. The parts are there until it returns or, on a GPU, until what it enqueued
+            has run. Where it is None they are added up.
     """
 
     partial: Tensor
     out: Tensor
     produce: Callable[[int, int, Tensor], None]
+    add_up: Callable[[Sequence[Tensor]], None] | None = None
 
 
 def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter]) -> None:
@@ -152,7 +156,7 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
 
     def produce(lane: Lane, rank: int) -> None:
         job, own = jobs[rank], (regions.flags[rank].data_ptr(), shards.seen_by(rank))
-        mine = _own_slot(shards, regions, rank, epochs[rank], job.out)
+        mine = _slot(shards, regions, rank, epochs[rank], job.out, rank)
         for position, chunk, begin, length in shards.scattered_order(rank):
             if position < shards.size - 1:
                 if length > 0:
@@ -165,8 +169,11 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
         lane.call("matmul_reduce_scatter_push", jobs[rank].partial.data_ptr(), *all_ranks, shards.seen_by(rank), epochs[rank])
 
     def add_up(lane: Lane, rank: int) -> None:
-        out, flags = jobs[rank].out, regions.flags[rank].data_ptr()
+        out, flags, then = jobs[rank].out, regions.flags[rank].data_ptr(), jobs[rank].add_up
         lane.call("matmul_reduce_scatter_arrive", flags, shards.seen_by(rank), epochs[rank])
+        if then is not None:
+            then([_slot(shards, regions, rank, epochs[rank], out, sender) for sender in range(shards.size)])
+            return
         what = regions.data[rank].data_ptr(), out.data_ptr(), out.numel(), library.code_of(out.dtype)
         lane.call("matmul_reduce_scatter_reduce", *what, shards.seen_by(rank), epochs[rank])
 
@@ -178,9 +185,9 @@ def scatter_regions(peers: Peers, shards: Shards) -> Regions:
     return peers.regions(("matmul_reduce_scatter", shards), 2 * shards.size * shards.slot_bytes, shards.num_flag_words)
 
 
-def _own_slot(shards: Shards, regions: Regions, rank: int, epoch: int, out: Tensor) -> Tensor:
-    """The rank's own part in its own inbox, with shape and dtype of `out`."""
-    begin = shards.inbox_offset(epoch, rank)
+def _slot(shards: Shards, regions: Regions, rank: int, epoch: int, out: Tensor, sender: int) -> Tensor:
+    """The part from `sender` in the rank's inbox, with shape and dtype of `out`."""
+    begin = shards.inbox_offset(epoch, sender)
     return regions.data[rank][begin : begin + out.numel() * out.element_size()].view(out.dtype).view(out.shape)
 
 

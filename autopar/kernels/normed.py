@@ -93,15 +93,14 @@ def _forward(parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: flo
         raise KernelError("there is no peer whose part could be added", remedy="give at least one part")
     if not library.has(residual.device):
         return reference_forward(parts, residual, weight, eps, rounded)
-    made = room_for(residual)
+    made = with_room(residual.new_empty(residual.shape))
     forward_into(made, [part.contiguous() for part in parts], residual.contiguous(), weight.contiguous(), eps, rounded)
     return made
 
 
-def room_for(residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """y, squares and normed, to be filled."""
-    squares = residual.new_empty(residual.shape[:-1], dtype=library.wide(residual.dtype))
-    return residual.new_empty(residual.shape), squares, residual.new_empty(residual.shape)
+def with_room(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """y, and squares and normed to be filled."""
+    return y, y.new_empty(y.shape[:-1], dtype=library.wide(y.dtype)), y.new_empty(y.shape)
 
 
 def forward_into(
@@ -147,7 +146,7 @@ def check_normed(like: Sequence[Tensor], x: Tensor, weight: Tensor) -> None:
 
 @_forward.register_fake
 def _(parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, rounded: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return room_for(residual)
+    return with_room(residual.new_empty(residual.shape))
 
 
 @_backward.register_fake

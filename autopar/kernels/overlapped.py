@@ -34,12 +34,11 @@ from autopar.kernels import bound
 from autopar.kernels.chunked import REDUCIBLE, Gather, Scatter, Shards, gather, scatter
 from autopar.kernels.collectives import AxisGroup
 from autopar.kernels.equations import check_chunked, cut, in_order, multiply_into, result_shape, terms_of
-from autopar.kernels.providers import may_have_peers, peers_of, say_once
+from autopar.kernels.providers import APART, counts_memory, peers_of, runs_kernels, say_once
 from autopar.kernels.sums import sum_dtype
 from autopar.layout import part_range
 
 Dot = Callable[[str, Tensor, Tensor], Tensor]
-_APART = "products run after or before their communication, not beside it"
 
 
 def all_gather_dot(
@@ -67,8 +66,8 @@ def all_gather_dot(
     shard, other = operands[which], operands[1 - which]
     if group.size == 1:
         return shard, dot(equation, *operands)
-    if not _runs_kernels(group, shard):
-        if _counts_memory(group):
+    if not runs_kernels(group, shard.device):
+        if counts_memory(group):
             _gather_alone(equation, shard, other, which, dim, group, length)
         whole = bound.all_gather(shard, dim, group.size, group.name, length)
         return whole, dot(equation, *in_order(which, whole, other))
@@ -89,29 +88,15 @@ def dot_reduce_scatter(
         addend: what this rank's product is added to first, like the product.
     """
     check_chunked(equation, terms_of(equation)[2][dim], num_chunks)
-    if group.size > 1 and _runs_kernels(group, operands[0]):
+    if group.size > 1 and runs_kernels(group, operands[0].device):
         settings = equation, dim, group.size, group.name, group.coordinate, num_chunks
         return torch.ops.autopar.matmul_reduce_scatter(*operands, addend, *settings)
-    if group.size > 1 and _counts_memory(group) and operands[0].dtype in REDUCIBLE:
+    if group.size > 1 and counts_memory(group) and operands[0].dtype in REDUCIBLE:
         _scatter_alone(equation, *operands, addend, dim, group)
     product = dot(equation, *operands)
     if addend is not None:
         product = addend + product
     return product if group.size == 1 else bound.reduce_scatter(product, dim, "sum", group.size, group.name, group.coordinate)
-
-
-def _runs_kernels(group: AxisGroup, x: Tensor) -> bool:
-    """Whether to call the op; while a compiler traces, the op, which a trace does not see into, asks again."""
-    if torch.compiler.is_compiling():
-        return may_have_peers(group, x.device)
-    peers, reason = peers_of(group, x.device)
-    if peers is None:
-        say_once(group, _APART, reason)
-    return peers is not None
-
-
-def _counts_memory(group: AxisGroup) -> bool:
-    return not group.name and not torch.compiler.is_compiling()
 
 
 # --- all_gather_matmul -----------------------------------------------------------------------------------------------------------------
@@ -136,7 +121,7 @@ def all_gather_matmul(
     shape = [*x.shape[:dim], length, *x.shape[dim + 1 :]]
     if size == 1 or peers is None:
         if size > 1:
-            say_once(group, _APART, reason)
+            say_once(group, APART, reason)
         whole = x.clone() if size == 1 else bound.all_gather(x, dim, size, name, length)
         return whole, torch.einsum(equation, *in_order(which, whole, other)).contiguous()
     job, y = gathering(equation, x, other, which, dim, shape)
@@ -204,7 +189,7 @@ def matmul_reduce_scatter(
     a, b = a.contiguous(), b.contiguous()
     if size == 1 or peers is None:
         if size > 1:
-            say_once(group, _APART, reason)
+            say_once(group, APART, reason)
         product = torch.einsum(equation, a, b)
         product = product if addend is None else product + addend
         return product.contiguous() if size == 1 else bound.reduce_scatter(product, dim, "sum", size, name, coordinate)
@@ -284,17 +269,30 @@ def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _matmul_reduce_scatter_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """With the gathered gradient g: d_addend = g, and of the operand that has the sharded letter, g · the other one, as g comes."""
-    operands = ctx.saved_tensors
-    equation, dim, size, name, coordinate, num_chunks = ctx.settings
+    """d_addend = the gathered gradient."""
+    d_operands, g = scattered_gradients(dy, ctx.saved_tensors, ctx.settings, ctx.needs_input_grad)
+    return *d_operands, g if ctx.needs_input_grad[2] else None, *(None,) * 6
+
+
+def scattered_gradients(
+    dy: Tensor, operands: tuple[Tensor, Tensor], settings: Sequence[Any], needed: Sequence[bool]
+) -> tuple[tuple[Tensor | None, Tensor | None], Tensor]:
+    """Gradients of a scattered product's operands, where they are needed, and the gathered gradient g of the product.
+
+    Of the operand that has the sharded letter it is g · the other one, as g comes.
+
+    Args:
+        dy: of this rank's part. settings: equation, dim, size, name, coordinate and num_chunks of the product. needed: of both operands.
+    """
+    equation, dim, size, name, coordinate, num_chunks = settings
     terms = terms_of(equation)
     first = 0 if terms[2][dim] in terms[0] else 1  # the operand whose gradient can be taken in chunks
     mine, theirs, result = terms[first], terms[1 - first], terms[2]
     length = operands[first].shape[mine.index(result[dim])]
-    settings = f"{result},{theirs}->{mine}", 0, dim, length, size, name, coordinate, num_chunks
-    g, d_mine = torch.ops.autopar.all_gather_matmul(dy, operands[1 - first], *settings)
-    d_theirs = torch.einsum(f"{mine},{result}->{theirs}", operands[first], g) if ctx.needs_input_grad[1 - first] else None
-    return *in_order(first, d_mine, d_theirs), g if ctx.needs_input_grad[2] else None, *(None,) * 6
+    gathered = f"{result},{theirs}->{mine}", 0, dim, length, size, name, coordinate, num_chunks
+    g, d_mine = torch.ops.autopar.all_gather_matmul(dy, operands[1 - first], *gathered)
+    d_theirs = torch.einsum(f"{mine},{result}->{theirs}", operands[first], g) if needed[1 - first] else None
+    return in_order(first, d_mine, d_theirs), g
 
 
 all_gather_matmul.register_autograd(_all_gather_matmul_backward, setup_context=_keep_gathered)

@@ -13,6 +13,7 @@ from autopar.kernels import library
 from autopar.kernels.collectives import AxisGroup
 from autopar.kernels.peers import Peers, SymmetricMemory
 
+APART = "products run after or before their communication, not beside it"
 _LOG = logging.getLogger(__name__)
 _provided: dict[str, Peers] = {}
 _symmetric: dict[tuple[str, torch.device], tuple[Peers | None, str]] = {}
@@ -51,6 +52,21 @@ def peers_of(group: AxisGroup, device: torch.device) -> tuple[Peers | None, str]
 def may_have_peers(group: AxisGroup, device: torch.device) -> bool:
     """Whether `peers_of` could give a provider; known without asking anyone, and so while a compiler traces."""
     return bool(group.name) and (group.name in _provided or device.type == "cuda")
+
+
+def runs_kernels(group: AxisGroup, device: torch.device) -> bool:
+    """Whether to call the op of an overlapped product; while a compiler traces, the op, which a trace does not see into, asks again."""
+    if torch.compiler.is_compiling():
+        return may_have_peers(group, device)
+    peers, reason = peers_of(group, device)
+    if peers is None:
+        say_once(group, APART, reason)
+    return peers is not None
+
+
+def counts_memory(group: AxisGroup) -> bool:
+    """Whether this is a run on fake tensors that counts memory."""
+    return not group.name and not torch.compiler.is_compiling()
 
 
 def say_once(group: AxisGroup, doing: str, reason: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from autopar.kernels.chunked import Gather, Scatter, Shards, gather, scatter
+from autopar.kernels.normed_scatter import Made, norming
 from autopar.kernels.overlapped import gathering, scattering
 from autopar.kernels.peers import Peers
 from autopar.kernels.routes import Combine, Dispatch, Routes, combine, dispatch
@@ -42,6 +43,28 @@ def scatter_all(
         jobs[rank], shape = scattering(equation, a, b, addend, dim, peers.size, rank)
     scatter(peers, Shards.of(shape, dim, pairs[0][0].dtype, peers.size, num_chunks), dim, jobs)
     return [jobs[rank].out for rank in range(peers.size)]
+
+
+def scatter_norm_all(
+    peers: Peers,
+    equation: str,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    residuals: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    dim: int,
+    num_chunks: int,
+    eps: float,
+    rounded: bool,
+) -> list[Made]:
+    """matmul_reduce_add_rmsnorm: of every rank y, squares and normed."""
+    jobs: dict[int, Scatter] = {}
+    shape: list[int] = []
+    made = []
+    for rank, ((a, b), residual, weight) in enumerate(zip(pairs, residuals, weights, strict=True)):
+        jobs[rank], shape, own = norming(equation, a, b, residual, weight, dim, peers.size, rank, eps, rounded)
+        made.append(own)
+    scatter(peers, Shards.of(shape, dim, pairs[0][0].dtype, peers.size, num_chunks), dim, jobs)
+    return made
 
 
 def dispatch_all(peers: Peers, xs: Sequence[Tensor], experts: Sequence[Tensor], num_experts: int, most: int) -> list[Dispatch]:
