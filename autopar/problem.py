@@ -154,6 +154,7 @@ class Kernel:
         op: whose product it is, or that adds others to its partial sums. again: as backward runs it again. strategies: with any of which.
         hides: the collectives of one tensor, one of which it can do.
         added: where `op` adds, the op whose product is the last addend, and with which strategies; None where the product is its own.
+        also: ops that read what is scattered and that the kernel does as well, each with which strategies: a sum, and norms of it.
     """
 
     op: int
@@ -161,6 +162,7 @@ class Kernel:
     strategies: tuple[int, ...]
     hides: tuple[Hidden, ...]
     added: tuple[int, tuple[int, ...]] | None = None
+    also: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def product(self) -> tuple[int, tuple[int, ...]]:

@@ -4,7 +4,7 @@ A product does one collective of a tensor, and is cut into chunks one way: for w
 once is nowhere in one piece, so nothing else starts from there, and nobody reads or keeps it so. What has slack whatever is chosen is no
 kernel's, and the product can stand where what it reads is first read: its other factor is a parameter, an input, or forward's. What comes
 from another stage counts as made in its phase, and has slack in the other. A product that is only added to something, in its own phase,
-can do that as well, and scatter the sum, if nothing lies otherwise before.
+can do that as well, and scatter the sum, if nothing lies otherwise before; one of forward can norm the sum after (`kernel_norms`).
 
 What kernels share with their peers along an axis rests there, once for all that move a tensor of one form in the same pieces: with n ranks
 and q chunks, two slots for a rank's part where it is gathered, 2·n of them where it is scattered, each a multiple of a line of 128 bytes,
@@ -21,8 +21,10 @@ import torch
 from torch import fx
 
 from autopar import ops
+from autopar.analysis.normed import NORMED
 from autopar.capture.trace import Trace
 from autopar.certificate.facts import Claims, Facts, Reader, Tensor
+from autopar.certificate.kernel_norms import NormWalk
 from autopar.certificate.report import Finding, near
 from autopar.certificate.shards import local_lengths
 from autopar.cost.kernel_times import NAMES, Site, saved, terms_of
@@ -30,7 +32,7 @@ from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.plans import Communication, InKernel, Plan
-from autopar.rules import TensorInfo, call_of, operands_of
+from autopar.rules import Call, TensorInfo, call_of, operands_of
 from autopar.strategies import pattern_of
 
 _LINE = 128  # bytes
@@ -44,7 +46,7 @@ class KernelWalk:
     claims: Claims
     mesh: Mesh
     profile: HardwareProfile
-    shared: dict[tuple[object, ...], int] = field(default_factory=dict)  # kernel, axis and form → bytes, as far as they were looked at
+    shared: dict[tuple[object, ...], int] = field(default_factory=dict)  # kind, axis and form → bytes, as far as they were looked at
     _doing: dict[tuple[str, bool], tuple[str, set[object]]] = field(default_factory=dict)  # product → its way, and the tensors' patterns
 
     def findings(self) -> Iterator[Finding]:
@@ -62,7 +64,8 @@ class KernelWalk:
         if tensor is None or phase not in ("forward", "backward") or (phase != tensor.phase and self._crossed(key)):
             yield "the problem offers none here"
             return
-        if kernel.name != NAMES.get(step.collective.kind) or step.collective.reduce_op not in ("", "sum"):
+        name = NAMES["reduce_scatter"] if kernel.name == NORMED else kernel.name
+        if name != NAMES.get(step.collective.kind) or step.collective.reduce_op not in ("", "sum"):
             yield "that kernel does no such collective"
             return
         if step.beside:
@@ -76,8 +79,14 @@ class KernelWalk:
         yield from self._at_end(tensor, step, steps, found, chosen)
         if found.operand < 0 and found.key != tensor.key:
             yield from self._added(tensor, step, found)
-        yield from self._once(found.key, kernel, pattern_of(key[0])[0])
-        yield from self._saves(step, kernel, found, chosen, adds=found.operand < 0 and found.key != tensor.key)
+        yield from self._once(found.key, kernel, name, pattern_of(key[0])[0])
+        after = NormWalk.of(self.facts, self.claims, found.key) if kernel.name == NORMED and found.key == tensor.key else None
+        if kernel.name == NORMED and (after is None or kernel.again or phase != "forward"):
+            yield "no sum and norm of it come after it in forward"
+            return
+        yield from after.wrong(step.target) if after is not None else ()
+        adds = found.operand < 0 and found.key != tensor.key
+        yield from self._saves(step, kernel, found, chosen, adds=adds, normed=after.calls() if after is not None else ())
 
     def _reading(self, tensor: Tensor, kernel: InKernel, phase: str) -> Reader | None:
         """The first reader of the kernel's pattern."""
@@ -142,13 +151,16 @@ class KernelWalk:
         read = {self.claims.chosen[r.key].inputs[r.operand] for r in tensor.readers if r.phase == tensor.phase}
         return layout in read or layout in self.claims.kept.get((tensor.key, tensor.result), ())
 
-    def _once(self, product: str, kernel: InKernel, tensor: str) -> Iterator[str]:
-        way, tensors = self._doing.setdefault((product, kernel.again), (kernel.name, set()))
-        if way != kernel.name or tensor in tensors:
+    def _once(self, product: str, kernel: InKernel, name: str, tensor: str) -> Iterator[str]:
+        way, tensors = self._doing.setdefault((product, kernel.again), (name, set()))
+        if way != name or tensor in tensors:
             yield "its product does another collective"
         tensors.add(tensor)
 
-    def _saves(self, step: Communication, kernel: InKernel, product: Reader, chosen: Strategy, *, adds: bool) -> Iterator[str]:
+    def _saves(
+        self, step: Communication, kernel: InKernel, product: Reader, chosen: Strategy, *, adds: bool,
+        normed: tuple[tuple[Call, Strategy], ...],
+    ) -> Iterator[str]:  # fmt: skip
         call, c, sizes = call_of(self.facts.nodes[product.key]), step.collective, tuple(self.mesh.shape)
         dim, info = c.dim, call.outputs[0] if product.operand < 0 else call.inputs[product.operand]
         split = step.target if product.operand < 0 else step.source
@@ -163,7 +175,7 @@ class KernelWalk:
                 return
             dim = terms[2].index(letter)
         self._share(step, kernel, info)
-        saved_s, chunks = saved(Site(call, chosen, sizes, c.kind, sizes[c.axis], dim, adds), step.time_s, self.profile)
+        saved_s, chunks = saved(Site(call, chosen, sizes, c.kind, sizes[c.axis], dim, adds, normed), step.time_s, self.profile)
         if not near(saved_s, kernel.saved_s) or chunks != kernel.num_chunks:
             yield f"it saves {saved_s:.6g} s in {chunks} chunks, not {kernel.saved_s:.6g} s in {kernel.num_chunks}"
         if saved_s <= self.profile.launch_overhead_s:
@@ -175,12 +187,12 @@ class KernelWalk:
         before, length, after = _around(local_lengths(info.shape, whole, self.mesh.shape), c.dim)
         slot = -(-before * (length // num) * after * info.dtype.itemsize // _LINE) * _LINE
         num_slots, num_flags = 2 if gathers else 2 * num, 1 + num + num * kernel.num_chunks
-        form = kernel.name, c.axis, before, length, after * info.dtype.itemsize, kernel.num_chunks
+        form = c.kind, c.axis, before, length, after * info.dtype.itemsize, kernel.num_chunks
         self.shared[form] = num_slots * slot + num_flags * _LINE
 
 
 def shared_forms(trace: Trace, plan: Plan, profile: HardwareProfile) -> dict[tuple[object, ...], int]:
-    """What a plan's kernels share with their peers: kernel, axis and form → bytes."""
+    """What a plan's kernels share with their peers: kind of collective, axis and form → bytes."""
     walk = KernelWalk(Facts.of(trace), Claims.of(plan), plan.mesh, profile)
     for _ in walk.findings():  # the plan's own certificate has them
         pass

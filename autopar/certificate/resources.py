@@ -50,7 +50,7 @@ def emission(plan: Plan, claims: Claims, program: Program) -> Iterator[Finding]:
             kind = _kind(node)
             if kind:
                 inside = node.target in fused.KERNELS
-                axis = int(node.args[-2] if inside else kernels.positional(node)[-1])
+                axis = node.meta["kernel"].collective.axis if inside else int(kernels.positional(node)[-1])
                 listed[phase, kind, axis] -= 1
                 sizes[phase, kind, axis] -= (node.meta["kernel"].collective if inside else node.meta["collective"]).bytes
     for where in sorted(where for where in sizes if listed[where] or sizes[where]):

@@ -4,6 +4,7 @@ A kernel does a matrix product together with the collective at its border, chunk
 
     all_gather_matmul       the product of what is gathered: a chunk is multiplied while the next is on its way, a rank's own ones first
     matmul_reduce_scatter   the product whose partial sums are scattered: chunks for the others come first, and leave while the next is made
+    matmul_reduce_add_rmsnorm   the same, and what came is added up together with a residual and normed (`reduce_add_rmsnorm`)
 
 Where what is scattered is a sum of products, as a gradient of what several read, the last of them adds the others' to each of its chunks.
 With n ranks and q chunks of each part that moves, m = (n − 1)·q of them, w seconds for the product of one, v for that of a rank's own
@@ -14,6 +15,9 @@ part, which is not cut, c to move one, r to add up what came and o to launch one
 
 What it saves is that against product and collective one after the other, times the share of it that the profile says kernels reach; q is
 the one of 1, 2 and 4 that saves the most. Smaller products are less efficient, which w, priced like any product, knows.
+
+A norm in the same pass saves, beside what matmul_reduce_scatter does, r and the sum, the squares and the norm after it, less one pass over
+n + 3 such parts: those that came, the residual, the sum and the norm. The profile says which share of a copy's bandwidth that reaches.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import torch
 
 from autopar.analysis.work import Work, computes_in, works
 from autopar.cost.compute import compute_time
-from autopar.cost.times import local_info
+from autopar.cost.times import call_time, local_info
 from autopar.hardware import HardwareProfile
 from autopar.kernels import equations
 from autopar.kernels.chunked import Shards
@@ -34,6 +38,8 @@ from autopar.rules import Call, TensorInfo
 
 NAMES = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
 """Kind of the collective → the kernel's name."""
+TAIL = "reduce_add_rmsnorm"
+"""What a kernel that norms does after its product."""
 _CHUNKS = (1, 2, 4)
 ADDITION = torch.ops.aten.add.Tensor
 
@@ -59,7 +65,7 @@ class Site:
     Attributes:
         call, strategy: the product, and how it runs. kind, size: of the collective, over so many ranks.
         result_dim: of the product's result, the rows or columns that are gathered or scattered.
-        adds: whether something like the result is added to it first.
+        adds: whether something like the result is added to it first. normed: the sum, the squares and the norm after it, if it does them.
     """
 
     call: Call
@@ -69,6 +75,7 @@ class Site:
     size: int
     result_dim: int
     adds: bool = False
+    normed: tuple[tuple[Call, Strategy], ...] = ()
 
     def infos(self, num: int = 1) -> tuple[list[TensorInfo], list[TensorInfo]]:
         """What one of `num` chunks of the product reads and makes."""
@@ -107,7 +114,7 @@ def saved(site: Site, moved_s: float, profile: HardwareProfile) -> tuple[float, 
     """Seconds that the kernel saves, and in how many chunks a rank's part goes; nothing, where that costs more than it hides.
 
     Args:
-        moved_s: the collective alone.
+        moved_s: the collective alone; no more is saved.
     """
     reached = profile.kernels.get(NAMES[site.kind], 0.0)
     product_s, most, best = site.seconds(profile), 0.0, 1
@@ -116,7 +123,19 @@ def saved(site: Site, moved_s: float, profile: HardwareProfile) -> tuple[float, 
             hidden_s = min(product_s + moved_s - _together(site, moved_s, chunks, profile), product_s, moved_s)
             if hidden_s > most:
                 most, best = hidden_s, chunks
-    return reached * most, best
+    if not site.normed:
+        return reached * most, best
+    tail_s = _tail_s(site, profile) if most else 0.0
+    return min(reached * most + tail_s, moved_s) if tail_s > 0.0 else 0.0, best
+
+
+def _tail_s(site: Site, profile: HardwareProfile) -> float:
+    """Seconds that the norm saves in the pass that adds up; nothing, where no profile says what that reaches."""
+    reached = profile.kernels.get(TAIL, 0.0)
+    if not reached:
+        return 0.0
+    apart_s = sum(call_time(call, strategy, site.mesh_shape, profile) for call, strategy in site.normed)
+    return _pass_s(site, site.size + 1, profile) + apart_s - _pass_s(site, site.size + 3, profile) / reached
 
 
 def _length(site: Site) -> int:
@@ -131,7 +150,11 @@ def _together(site: Site, moved_s: float, chunks: int, profile: HardwareProfile)
     made_s, chunk_s = others * product_s + own_s, moved_s / others + profile.launch_overhead_s
     if site.kind == "all_gather":
         return max(made_s, others * chunk_s + product_s)
+    return max(made_s, others * product_s + chunk_s, product_s + others * chunk_s) + _pass_s(site, site.size + 1, profile)
+
+
+def _pass_s(site: Site, num: int, profile: HardwareProfile) -> float:
+    """Seconds in which a rank reads and writes so many parts of what is scattered, once."""
     made = site.infos()[1][0]
     part_bytes = made.dtype.itemsize * math.prod(made.shape) // site.size
-    added_s = compute_time(Work(0, (site.size + 1) * part_bytes, "elementwise"), made.dtype, profile)
-    return max(made_s, others * product_s + chunk_s, product_s + others * chunk_s) + added_s
+    return compute_time(Work(0, num * part_bytes, "elementwise"), made.dtype, profile)

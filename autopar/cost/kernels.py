@@ -4,7 +4,8 @@ On offer is a kernel where it saves more than a launch takes, and nothing has sl
 belongs to rows or columns of the product, not to what it sums over; and where the product's other factor is there whenever what it reads
 is: a parameter, or in backward what forward made, so that the product can stand where its operand is read first. What is gathered is there
 afterwards, for all who read it. Where partial sums of several products are added up before they are scattered, the last addend's product
-does that (`autopar.analysis.sums`).
+does that (`autopar.analysis.sums`). Where what is scattered is only added to something, and the sum normed, a product of forward may do
+that as well (`autopar.analysis.normed`), if all of it lies in whole rows as the part does.
 
 What crosses between stages counts as made in its phase, as in the model without stages, and is gathered by no kernel in backward, when it
 has slack there. So a stage has no kernel that the whole model lacks, but where it may run again what the whole may not.
@@ -12,67 +13,28 @@ has slack there. So a stage has no kernel that the whole model lacks, but where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from autopar import ops
+from autopar.analysis.normed import normed_after
 from autopar.analysis.sums import product_added, products_added
 from autopar.capture.trace import Trace
-from autopar.cost.kernel_times import ADDITION, NAMES, Region, Site, saved, terms_of
+from autopar.cost.kernel_products import NormedSum, Place, Product, Sum, factor_of, makes
+from autopar.cost.kernel_times import ADDITION, NAMES, TAIL, Region, Site, saved, terms_of
 from autopar.cost.priced import Priced, Source
 from autopar.hardware import HardwareProfile
-from autopar.layout import Layout
+from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.problem import Choices, Hidden, Kernel, Kernels, Problem
 from autopar.redistribute import Arc
-from autopar.rules import operands_of
+from autopar.rules import Call, operands_of
 from autopar.solve import is_early
-from autopar.strategies import Cluster, ClusterClass, ClusterStrategy, Ref, pattern_of
+from autopar.strategies import ClusterClass, ClusterStrategy, pattern_of
 
 NO_ROOM = "what it would share with its peers takes memory that is worth more elsewhere"
-
-
-@dataclass(frozen=True, slots=True)
-class _Sum:
-    """The op that adds something to a product's partial sums."""
-
-    op: int
-    classes: ClusterClass
-
-    def strategies(self, layout: Layout) -> tuple[int, ...]:
-        """With which it has both, and what it makes, in a layout."""
-        heads = [strategy.members[0] for strategy in self.classes.strategies]
-        return tuple(s for s, head in enumerate(heads) if {*head.inputs, *head.outputs} == {layout})
-
-
-@dataclass(frozen=True, slots=True)
-class _Product:
-    """A product at an end of a tensor's collectives: its op, `again` as backward runs it again, and which factor the tensor is; None where
-    it is the result, or the sum of that and more."""
-
-    op: int
-    again: bool
-    classes: ClusterClass
-    factor: int | None
-    total: _Sum | None = None
-
-    @property
-    def cluster(self) -> Cluster:
-        return self.classes.first
-
-    def layout(self, strategy: ClusterStrategy) -> Layout:
-        """In which the product has the tensor."""
-        own = strategy.members[0]
-        return own.outputs[0] if self.factor is None else own.inputs[self.factor]
-
-    def result_dim(self, dim: int) -> int | None:
-        """Of the product's result, what a dim of the tensor is; None where that is summed over, or both factors have it."""
-        if self.factor is None:
-            return dim
-        mine, other, made = (terms_of(self.cluster.members[0].call)[i] for i in (self.factor, 1 - self.factor, 2))
-        return made.index(mine[dim]) if mine[dim] in made and mine[dim] not in other else None
 
 
 @dataclass
@@ -121,9 +83,19 @@ class _Offers:
                 here = hides.get(product.layout(strategy), ())
                 found = tuple(h for a, arc in here for h in self._hidden(v, product, strategy, a, arc))
                 groups.setdefault(found, []).append(s)
-            yield from (self._kernel(v, product, tuple(chosen), found) for found, chosen in groups.items() if found)
+            yield from (kernel for found, chosen in groups.items() for kernel in self._kernels(v, product, tuple(chosen), found))
 
-    def _kernel(self, v: int, product: _Product, strategies: tuple[int, ...], hides: tuple[Hidden, ...]) -> Kernel:
+    def _kernels(self, v: int, product: Product, strategies: tuple[int, ...], hides: tuple[Hidden, ...]) -> Iterator[Kernel]:
+        """One for several collectives, or for each where what comes after it has to lie as that one's result."""
+        if product.normed is None:
+            yield from [self._kernel(v, product, strategies, hides)] if hides else []
+            return
+        graph = self.problem.values[self.problem.variants[v].value].graph
+        for hidden in hides:
+            also = () if self.in_any_stage else product.normed.strategies(graph.layouts[graph.arcs[hidden.arc].dst])
+            yield Kernel(product.op, False, strategies, (hidden,), also=also)
+
+    def _kernel(self, v: int, product: Product, strategies: tuple[int, ...], hides: tuple[Hidden, ...]) -> Kernel:
         if product.total is None:
             return Kernel(product.op, product.again, strategies, hides)
         graph = self.problem.values[self.problem.variants[v].value].graph
@@ -147,26 +119,61 @@ class _Offers:
                     refusal = "another product of it, or another collective of the product, saves more" if room else NO_ROOM
                 yield f"{name}: {refusal or 'to cut it into chunks costs more than that hides'}"
 
-    def _products(self, v: int, late: bool) -> Iterator[_Product]:
+    def why_not_normed(self, v: int, arc: Arc, choices: Choices) -> str:
+        """What keeps a kernel that scatters a product's partial sums from norming what they are added to; nothing where no norm is."""
+        graph = self.problem.values[self.problem.variants[v].value].graph
+        layout = graph.layouts[arc.dst]
+        for product in self._products(v, False):
+            if product.normed is None:
+                continue
+            also = product.normed.strategies(layout)
+            if not all(choices.strategies[op] in some for op, some in also) or not also:
+                return "its norm apart: that, or the sum before it, does not have whole rows as this is scattered"
+            if TAIL not in self.profile.kernels:
+                return f"its norm apart: the hardware's profile has no figure for {TAIL}"
+            return "its norm apart: one pass for all would take longer"
+        return ""
+
+    def _products(self, v: int, late: bool) -> Iterator[Product]:
         variant, problem = self.problem.variants[v], self.problem
         value = problem.values[variant.value]
         for use in variant.uses:
             again, classes = late and use.phase == value.phase, self.sources[use.op].cluster
             runs = problem.ops[use.op].recomputable if again else late == (use.phase != value.phase)
-            factor = None if classes is None else _factor(classes.first, classes.first.operands[use.operand])
+            factor = None if classes is None else factor_of(classes.first, classes.first.operands[use.operand])
             if runs and classes is not None and factor is not None and (self.in_any_stage or self._is_first(use.op, classes, factor)):
-                yield _Product(use.op, again, classes, factor)
+                yield Product(use.op, again, classes, factor)
         classes = self.sources[value.op].cluster
         runs = not late or problem.ops[value.op].recomputable
         if classes is None or not runs:
             return
         made = classes.first.results[value.result]
-        if _makes(classes.first, made, ops.dot):
-            yield _Product(value.op, late, classes, None)
-        elif not late and _makes(classes.first, made, ADDITION):
+        if makes(classes.first, made, ops.dot):
+            yield Product(value.op, late, classes, None)
+            normed = None if late else self._normed(classes)
+            if normed is not None:
+                yield Product(value.op, late, classes, None, normed=normed)
+        elif not late and makes(classes.first, made, ADDITION):
             yield from self._added(value.op, classes)
 
-    def _added(self, op: int, classes: ClusterClass) -> Iterator[_Product]:
+    def _normed(self, classes: ClusterClass) -> NormedSum | None:
+        """The sum and the norms after a product, if it has some in all instances, of one op the sums; in some stage it may be any."""
+        found = [normed_after(self.nodes[cluster.members[0].node]) for cluster in classes.instances]
+        places = [[self._place(n) for n in each] for each in found if each is not None]
+        whole = [(total, squares, norm) for total, squares, norm in places if total and squares and norm]
+        totals, pairs = {total[0]: Sum(*total) for total, _, _ in whole}, {(s[0], n[0]): (s, n) for _, s, n in whole}
+        missing = len(whole) < len(found) or len(totals) != 1
+        if not whole or (missing and not self.in_any_stage):
+            return None
+        return NormedSum(next(iter(totals.values())), tuple(pair for _, pair in sorted(pairs.items())))
+
+    def _place(self, node: fx.Node) -> Place | None:
+        """The op that a node is the first of in its cluster."""
+        op = self.heads.get(node.name)
+        classes = None if op is None else self.sources[op].cluster
+        return None if op is None or classes is None else (op, classes)
+
+    def _added(self, op: int, classes: ClusterClass) -> Iterator[Product]:
         """The last addend of a sum, if it is a product of one op in all instances; in some stage it may be any that is in one."""
         totals = [self.nodes[cluster.members[0].node] for cluster in classes.instances]
         last = [(total, product_added(total)) for total in totals]
@@ -175,7 +182,7 @@ class _Offers:
         for product in sorted(n for n in found if n is not None) if self.in_any_stage or len(found) == 1 else ():
             source = self.sources[product].cluster
             if source is not None:
-                yield _Product(product, False, source, None, _Sum(op, classes))
+                yield Product(product, False, source, None, Sum(op, classes))
 
     def _is_first(self, product: int, classes: ClusterClass, factor: int) -> bool:
         """Whether of those of its pattern that read what is gathered the first, which would do that, is one of its op's, everywhere."""
@@ -187,14 +194,14 @@ class _Offers:
                 return False
         return True
 
-    def _ends(self, arc: Arc, product: _Product, v: int) -> Layout | None:
+    def _ends(self, arc: Arc, product: Product, v: int) -> Layout | None:
         """The end of a collective at which the product stands, if it is of the kind that the product could do."""
         graph, kind = self.problem.values[self.problem.variants[v].value].graph, arc.collective.kind
         if product.factor is None:
             return graph.layouts[arc.src] if (kind, arc.collective.reduce_op) == ("reduce_scatter", "sum") else None
         return graph.layouts[arc.dst] if kind == "all_gather" else None
 
-    def _refusal(self, v: int, product: _Product, arc: Arc) -> str:
+    def _refusal(self, v: int, product: Product, arc: Arc) -> str:
         """Why a product cannot do a collective at its border; nothing where it can."""
         head, dim = product.cluster.members[0], arc.collective.dim
         if product.result_dim(dim) is None:
@@ -210,14 +217,18 @@ class _Offers:
         split = graph.layouts[arc.dst if product.factor is None else arc.src]
         return "parts differ in length" if info.shape[dim] % split.num_shards(dim, self.mesh_shape) else ""
 
-    def _hidden(self, v: int, product: _Product, strategy: ClusterStrategy, a: int, arc: Arc) -> list[Hidden]:
+    def _hidden(self, v: int, product: Product, strategy: ClusterStrategy, a: int, arc: Arc) -> list[Hidden]:
         result_dim = product.result_dim(arc.collective.dim)
         if result_dim is None or self._refusal(v, product, arc):
             return []
         sizes, c = self.mesh_shape, arc.collective
         adds = product.total is not None
-        site = Site(product.cluster.members[0].call, strategy.members[0], sizes, c.kind, sizes[c.axis], result_dim, adds)
-        key = (site.kind, site.size, result_dim, adds, arc.time_s, terms_of(site.call), *map(tuple, site.infos()))
+        graph = self.problem.values[self.problem.variants[v].value].graph
+        normed = self._after(product, graph.layouts[arc.dst])
+        if product.normed is not None and not normed:
+            return []
+        site = Site(product.cluster.members[0].call, strategy.members[0], sizes, c.kind, sizes[c.axis], result_dim, adds, normed)
+        key = (site.kind, site.size, result_dim, adds, arc.time_s, terms_of(site.call), bool(normed), *map(tuple, site.infos()))
         if key not in self._known:
             self._known[key] = saved(site, arc.time_s, self.profile)
         saved_s, chunks = self._known[key]
@@ -227,18 +238,10 @@ class _Offers:
         return [Hidden(a, saved_s, chunks, self.regions.setdefault(region, len(self.regions)))]
 
 
-def _factor(cluster: Cluster, ref: Ref) -> int | None:
-    """Which factor of the cluster's product a tensor is, if nothing else in the cluster reads it."""
-    head = cluster.members[0]
-    at = [i for i, read in enumerate(head.reads) if read == ref]
-    alone = head.call.target is ops.dot and len(at) == 1 and not any(ref in m.reads for m in cluster.members[1:])
-    return at[0] if alone else None
-
-
-def _makes(cluster: Cluster, ref: Ref, target: Callable[..., object]) -> bool:
-    """Whether a tensor is what the first op of a cluster makes, `target`, and nothing else in the cluster reads it."""
-    head = cluster.members[0]
-    return head.call.target is target and head.makes[0] == ref and not any(ref in m.reads for m in cluster.members[1:])
+    def _after(self, product: Product, layout: Layout) -> tuple[tuple[Call, Strategy], ...]:
+        """The sum and the norm after a product, where all can be had in this layout."""
+        after = product.normed
+        return after.calls(layout) if after is not None and after.strategies(layout) else ()
 
 
 def with_kernels(trace: Trace, problem: Problem, sources: Sequence[Source], mesh: Mesh, profile: HardwareProfile) -> Problem:
@@ -271,3 +274,10 @@ def why_none(trace: Trace, priced: Priced, mesh: Mesh, where: tuple[int, bool], 
         return ""
     offers = _Offers(trace, priced.problem, priced.sources, tuple(mesh.shape), priced.profile)
     return "; ".join(dict.fromkeys(offers.why(*where, arc, choices)))
+
+
+def why_not_normed(trace: Trace, priced: Priced, mesh: Mesh, v: int, arc: Arc, choices: Choices) -> str:
+    """Of a collective of a variant that a product's kernel does: why that norms nothing; nothing where no norm of it follows."""
+    if arc.collective.kind != "reduce_scatter":
+        return ""
+    return _Offers(trace, priced.problem, priced.sources, tuple(mesh.shape), priced.profile).why_not_normed(v, arc, choices)

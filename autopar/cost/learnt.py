@@ -32,7 +32,7 @@ Seen = Mapping[str, Sight]
 
 def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: int) -> Seen:
     """Peaks by node of the trace: those of collectives and of what runs again count for the node that comes after them, that of a product
-    which is added to others as it scatters them for it and for the sum, and those of the reduction of sums that are widened for that.
+    which does more than itself for all that it does, and those of the reduction of sums that are widened for that.
 
     Args:
         resting_bytes: what rests beside the program's own tensors (the optimizer's state).
@@ -52,8 +52,8 @@ def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: 
             see(made + WIDENED, now)
             continue
         waiting = now if now.peak_bytes > waiting.peak_bytes else waiting._replace(phase=peak.phase)
-        total = peak.node.meta["kernel"].total if "kernel" in peak.node.meta else ""
-        names = [keys.get(key, "") for key in (peak.node.meta.get("key", ""), total)]
+        others = peak.node.meta["kernel"].others if "kernel" in peak.node.meta else ()
+        names = [keys.get(key, "") for key in (peak.node.meta.get("key", ""), *others)]
         here = [name for name in names if name in liveness.owner and not peak.node.meta.get("recomputed")]
         for name in here:
             see(name, waiting)

@@ -1,7 +1,7 @@
 """Products that do a collective at their border themselves, where the plan says so (`autopar.cost.kernels`).
 
 A kernel that gathers stands where the first reader wants what is gathered: at its product's own place, or before it. One that scatters a
-sum of which its product is a part stands where the sum would be made.
+sum of which its product is a part stands where the sum would be made, and so does one that norms what its product is added to.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar import ops
+from autopar.analysis.normed import NORMED, normed_after
 from autopar.analysis.sums import product_added
 from autopar.collective import Collective
 from autopar.emit.choices import PlanIndex, TensorKey
@@ -33,14 +34,14 @@ Ref = tuple[str, int]  # trace node name, result index
 @dataclass(frozen=True, slots=True)
 class KernelStep:
     """What a kernel's node does beside its product: the collective, the key that its node would have, how long it takes alone, what is
-    saved, the tensor that ranks share, and the key of the node that adds others to the product, if it does that as well."""
+    saved, the tensor that ranks share, and the keys of other nodes that it does as well: what adds others to the product, or norms it."""
 
     collective: Collective
     key: str
     time_s: float
     saved_s: float
     shards: Shards
-    total: str = ""
+    others: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -70,6 +71,7 @@ class Phase(Protocol):
     phase: str
     graph: fx.Graph
     have: dict[Ref, dict[Layout, fx.Node]]
+    done: set[tuple[str, bool]]
 
     def get(self, ref: Ref, layout: Layout, wanted_by: str) -> fx.Node: ...
 
@@ -106,11 +108,13 @@ def emitted(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref]
         if step.collective.kind == "all_gather" and product_of(job.nodes[ref[0]], step) is node:
             _gather(phase, node, strategy, refs, operand, step)
             return True
+        if step.kernel.name == NORMED:
+            _norm(phase, node, strategy, refs, operand, step)
+            return True
     step = _scattering(phase, node, strategy, again) if len(strategy.outputs) == 1 else None
-    if step is not None:
+    if step is not None and _kernel(step).name != NORMED:
         _scatter(phase, node, strategy, refs, step)
-        return True
-    return _stands_later(phase, node, again)
+    return step is not None or _stands_later(phase, node, again)
 
 
 def _stands_later(phase: Phase, node: fx.Node, again: bool) -> bool:
@@ -157,8 +161,31 @@ def _scatter(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref
     args = (a, b, addend, product.args[0], c.dim, c.axis, _kernel(step).num_chunks)
     here = _call(phase, fused.matmul_reduce_scatter, args, product, (node.name, 0), step)
     if product is not node:
-        here.meta["kernel"] = replace(here.meta["kernel"], total=node.meta["key"])
+        here.meta["kernel"] = replace(here.meta["kernel"], others=(node.meta["key"],))
     phase.define((node.name, 0), step.target, here)
+
+
+def _norm(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], place: int, step: Communication) -> None:
+    """A sum of what a kernel scatters, `refs[place]`, and its norm."""
+    c, product, chosen = step.collective, phase.job.nodes[refs[place][0]], phase.job.index.chosen
+    after = normed_after(product)
+    if after is None or after.total is not node:
+        what = f"the plan has {_kernel(step).node} normed, and no norm of its sum follows"
+        raise EmissionError(what, where=where_of(node), remedy="plan again; the file was changed by hand or belongs to another version")
+    reads = zip(operands_of(product), chosen[product.meta["key"]].inputs, strict=True)
+    a, b = (phase.get((x.name, 0), layout, product.meta["key"]) for x, layout in reads)
+    residual = phase.get(refs[1 - place], strategy.inputs[1 - place], node.meta["key"])
+    _, _, scale, *settings = after.norm.args
+    weight = phase.get((scale.name, 0), chosen[after.norm.meta["key"]].inputs[2], after.norm.meta["key"])  # type: ignore[union-attr]
+    args = (a, b, residual, weight, product.args[0], c.dim, c.axis, _kernel(step).num_chunks, *settings)
+    here = _call(phase, fused.matmul_reduce_add_rmsnorm, args, product, refs[place], step)
+    here.meta["kernel"] = replace(here.meta["kernel"], others=tuple(made.meta["key"] for made in after))
+    for i, made in enumerate(after):
+        part = phase.graph.call_function(operator.getitem, (here, i))
+        part.meta.update({k: v for k, v in here.meta.items() if k != "kernel"})
+        part.meta.update(key=made.meta["key"], module=made.meta["module"], source=made.meta.get("source", ""))
+        phase.done.add((made.name, False))
+        phase.define_results(made, part, chosen[made.meta["key"]])
 
 
 def _call(phase: Phase, target: Callable[..., Any], args: tuple[Any, ...], node: fx.Node, moved: Ref, step: Communication) -> fx.Node:

@@ -27,7 +27,7 @@ def node_times(graph: fx.Graph, plan: Plan) -> Mapping[fx.Node, float]:
             found[node] = node.meta["time_s"]
             continue
         again, kernel = bool(node.meta.get("recomputed")), node.meta.get("kernel")
-        for key in (node.meta.get("key", ""), *((kernel.total,) if kernel is not None else ())):
+        for key in (node.meta.get("key", ""), *(kernel.others if kernel is not None else ())):
             if (at := owner.get(key)) is not None and (*at, again) not in spent:
                 spent.add((*at, again))
                 found[node] = found.get(node, 0.0) + (plan.entries[at[0]].again_s if again else plan.entries[at[0]].time_s)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from autopar.analysis.normed import NORMED
 from autopar.capture.trace import Trace
 from autopar.cost.held import held_of, offered_as, own_time_s
-from autopar.cost.kernel_times import NAMES
-from autopar.cost.kernels import why_none
+from autopar.cost.kernel_times import NAMES, TAIL
+from autopar.cost.kernels import why_none, why_not_normed
 from autopar.cost.priced import OPTIMIZERS, Priced, Source
 from autopar.cost.times import own_collectives
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys, storage_key
@@ -34,6 +35,7 @@ GIB = 2**30
 _ALIKE = "equal nodes of repeated layers take one decision"
 _NO_KERNELS = "no collective-overlap kernels: the hardware's profile has no figures for them"
 _KERNELS = "collective-overlap kernels, one collective to a product; the share that they hide of what their chunks could: {}"
+_NORMS = "; the share of a copy's bandwidth: {} {:g}"
 _BALANCED = "all experts picked alike: the rows that are dispatched to them, and those that each computes with, are the expected ones"
 BY_ITSELF = "every collective by itself: what buckets save is in neither objective nor bound"
 COVERS = (
@@ -97,8 +99,8 @@ def covers_of(draft: Draft) -> tuple[str, ...]:
 def of_kernels(priced: Priced) -> str:
     """Whether collective-overlap kernels were on offer, and what they reach."""
     figures = priced.profile.kernels
-    shares = ", ".join(f"{name} {reached:g}" for name, reached in figures.items())
-    return _KERNELS.format(shares) if figures else _NO_KERNELS
+    shares = ", ".join(f"{name} {reached:g}" for name, reached in figures.items() if name != TAIL)
+    return _KERNELS.format(shares) + (_NORMS.format(TAIL, figures[TAIL]) if TAIL in figures else "") if shares else _NO_KERNELS
 
 
 def _groups(layers: str, cuts: Sequence[int]) -> str:
@@ -203,6 +205,8 @@ def _communications(draft: Draft) -> Iterable[Communication]:
                 kernel = _in_kernel(draft, redistribution.taken.get(position), arc)
                 done = kernel is not None or redistribution.early
                 why = "" if done else why_none(draft.trace, draft.priced, draft.mesh, (v, late), arc, draft.choices)
+                if kernel is not None and kernel.name != NORMED and not late:
+                    why = why_not_normed(draft.trace, draft.priced, draft.mesh, v, arc, draft.choices)
                 ends = value.graph.layouts[arc.src], value.graph.layouts[arc.dst]
                 for pattern, result, instances in _tensor_patterns(draft, draft.priced.refs[v], keys):
                     module = _FIELD.sub("*", pattern.partition("/")[0])
@@ -235,7 +239,8 @@ def _in_kernel(draft: Draft, taken: Taken | None, arc: Arc) -> InKernel | None:
     cluster = draft.priced.sources[taken.op].cluster
     assert cluster is not None, "a kernel's op is a product"
     hidden = taken.hidden
-    return InKernel(NAMES[arc.collective.kind], cluster.first.members[0].pattern, taken.again, hidden.num_chunks, hidden.saved_s)
+    name = NORMED if taken.norms else NAMES[arc.collective.kind]
+    return InKernel(name, cluster.first.members[0].pattern, taken.again, hidden.num_chunks, hidden.saved_s)
 
 
 def _step_communications(draft: Draft) -> Iterable[Communication]:

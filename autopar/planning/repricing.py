@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.analysis.normed import NORMED, normed_after
 from autopar.capture.trace import Trace
 from autopar.collective import collective_time
 from autopar.constraints import Constraint, Pipelined
@@ -121,8 +122,11 @@ def _saved_s(part: Part, c: Communication, once_s: float, profile: HardwareProfi
         dim = terms[2].index(terms[operands_of(product).index(made)][dim])
     strategy = (part.plan.recomputed_choices() if c.kernel.again else part.plan.node_choices())[product.meta["key"]]
     sizes = tuple(part.mesh.shape)
-    adds = not gathers and product is not made
-    return saved(Site(call, strategy, sizes, c.collective.kind, sizes[c.collective.axis], dim, adds), once_s, profile)[0]
+    adds, chosen = not gathers and product is not made, part.plan.node_choices()
+    after = normed_after(product) if c.kernel.name == NORMED else None
+    normed = tuple((call_of(node), chosen[node.meta["key"]]) for node in after or ())
+    site = Site(call, strategy, sizes, c.collective.kind, sizes[c.collective.axis], dim, adds, normed)
+    return saved(site, once_s, profile)[0]
 
 
 def priced_for(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions) -> Priced:

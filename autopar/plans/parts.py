@@ -78,7 +78,8 @@ class InKernel:
     """The collective-overlap kernel that does a collective beside a matrix product (`autopar.cost.kernels`).
 
     Attributes:
-        name: ``all_gather_matmul`` or ``matmul_reduce_scatter``. again: as backward runs it again.
+        name: ``all_gather_matmul``, ``matmul_reduce_scatter``, or ``matmul_reduce_add_rmsnorm``, which adds up what it scattered with a
+            residual and norms it. again: as backward runs it again.
         node: pattern of the product: the first that reads what is gathered, the one that makes what is scattered.
         num_chunks: in which each rank's part goes. saved_s: against one after the other, of one instance.
     """
@@ -105,7 +106,8 @@ class Communication:
         source, target: layouts before and after. time_s: of one instance, per microbatch.
         slack: ``critical``, or ``prefetchable`` or ``deferrable`` where it may run beside compute (`autopar.solve.slack`).
         beside: whether it counts as running beside compute in the objective: it has slack whatever is chosen (`autopar.solve.prices`).
-        kernel: what does it together with a product, if anything does. why: else, where a product stands at its end, why none does.
+        kernel: what does it together with a product, if anything does. why: else, where a product stands at its end, why none does; or,
+            where a norm follows, why the kernel does not do that, too.
         own: whether the node does it by itself (`autopar.rules.own`), in backward of a node of forward where it runs again; source and
             target are then the layouts of its first operand and of its first result.
     """

@@ -24,16 +24,17 @@ from autopar.kernels import dispatched
 from autopar.kernels.collectives import fake_groups
 from autopar.kernels.fused import KERNELS
 from autopar.mesh import Mesh
-from autopar.ops import dot
 from autopar.ops.dispatched import Together
 from autopar.ops.in_place import functional_form
 from autopar.rules import where_of
 from autopar.run.group_steps import check_parts, step, with_halos
+from autopar.run.lockstep_kernels import run_kernel
 from autopar.run.program import Program, ProgramTensor
 from autopar.run.splitting import join, split
 
 Observer = Callable[[str, fx.Node, list[Any]], None]
 Record = tuple[str, str, Collective]
+_TENSORS = 4  # a kernel's first arguments, which are tensors or none
 _KINDS: dict[Any, Kind] = {
     steps.all_gather: "all_gather",
     steps.reduce_scatter: "reduce_scatter",
@@ -235,18 +236,8 @@ class Ranks:
         return by_rank
 
     def _run_kernel(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
-        """A product and the collective at its border, one after the other; both give what they would alone."""
-        a, b, *settings, axis, _ = node.args
-        factors = [env[a], env[b]]  # type: ignore[index]
-        if KERNELS[node.target] == "all_gather":  # type: ignore[index]
-            equation, operand, dim = settings
-            factors[operand] = whole = self._moved(phase, node, "all_gather", factors[operand], (dim, axis))
-            return list(zip(whole, self._products(str(equation), factors), strict=True))
-        addend, equation, dim = settings
-        products = self._products(str(equation), factors)
-        if addend is not None:
-            products = [x + product for x, product in zip(env[addend], products, strict=True)]  # type: ignore[index]
-        return self._moved(phase, node, "reduce_scatter", products, (dim, "sum", axis))
+        operands = [env[x] if isinstance(x, fx.Node) else None for x in node.args[:_TENSORS]]
+        return run_kernel(node, operands, partial(self._moved, phase, node), partial(tree_map, partial(_promote_dtype, dtype=self.dtype)))
 
     def _run_dispatched(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
         """Experts with their tokens, of all ranks of an axis together; recorded are the rows that were expected."""
@@ -262,15 +253,6 @@ class Ranks:
             for rank, made in zip(group, dispatched.TOGETHER[node.target](ranks, Together()), strict=True):  # type: ignore[index]
                 result[rank] = tree_map(lambda x: promote(x, self.dtype), made)
         return result
-
-    def _products(self, equation: str, factors: Sequence[list[Any]]) -> list[Any]:
-        """By rank; ranks with the very same factors share theirs."""
-        found: dict[tuple[int, int], Any] = {}
-        pairs = list(zip(*factors, strict=True))
-        for a, b in pairs:
-            if (id(a), id(b)) not in found:
-                found[id(a), id(b)] = dot(equation, a, b)
-        return [found[id(a), id(b)] for a, b in pairs]
 
     def _run_step(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]], kind: Kind, arguments: Sequence[Any]) -> list[Any]:
         x, *settings = arguments

@@ -11,14 +11,15 @@ Indices and variables as in `autopar.solve.formulation`; g is a kernel, b a regi
     Σ_{a through b} h[g,a] ≤ z[b]                        for all its users once                                    (13)
     Σ_a h[g,a] ≤ Σ_{s of m} x[m,s]                       m makes the last addend of what n of (11) adds up         (14)
     Σ_a h[g,a] + Σ_a h[e,a] ≤ 1                          a product is cut one way: g gathers, e scatters           (15)
+    Σ_a h[g,a] ≤ Σ_{s of m} x[m,s]                       m adds up or norms what g scatters, which g does as well  (16)
 
-No certificate has multipliers of rows (12) to (15).
+No certificate has multipliers of rows (12) to (16).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.problem import Kernel, Problem
@@ -27,7 +28,7 @@ from autopar.solve.prices import saved_load
 from autopar.solve.terms import Demand, merged
 from autopar.streams import Load
 
-ARC, PRODUCT, WHOLE, REGION, ADDEND, WAY = 10, 11, 12, 13, 14, 15
+ARC, PRODUCT, WHOLE, REGION, ADDEND, WAY, ALSO = 10, 11, 12, 13, 14, 15, 16
 RowKey = tuple[int, ...]
 """Number of the formula, then the indices that stand in it: what a row is, whatever its position."""
 
@@ -91,6 +92,8 @@ class KernelRows:
                 self._row((PRODUCT, *group, i), [*terms, *((x, -c) for x, c in self._products(v, kernel, product))], AT_MOST, 0)
                 if addends := self._addends(kernel):
                     self._row((ADDEND, *group, i), [*terms, *((x, -1) for x in addends)], AT_MOST, 0)
+                for op, readers in self._also(kernel):
+                    self._row((ALSO, *group, i, op), [*terms, *((x, -1) for x in readers)], AT_MOST, 0)
         for a, terms in doing.items():
             at, source = arcs.index(a), graph.arcs[a].src
             self._row((ARC, *group, a), [*((flow[at], -1) for flow in paid), *terms], AT_MOST, 0)
@@ -116,6 +119,10 @@ class KernelRows:
         """The strategies with which the last addend of a kernel's sum can do its collectives; none where there is no sum."""
         op, strategies = kernel.product
         return [self.x[op][s] for s in strategies if kernel.added]
+
+    def _also(self, kernel: Kernel) -> Iterator[tuple[int, list[Column]]]:
+        """The ops that a kernel does beside its product, with the strategies that it can do them with."""
+        yield from ((op, [self.x[op][s] for s in strategies]) for op, strategies in kernel.also)
 
     def _region(self, region: int) -> Column:
         if region not in self.regions:

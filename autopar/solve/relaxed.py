@@ -8,7 +8,7 @@ tensors that they make or read. So the multipliers of a row are those of each of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -102,6 +102,9 @@ class _Grouped(Formulation):
 
     def _addends(self, kernel: Kernel) -> list[Column]:
         return []  # no certificate has multipliers of these rows
+
+    def _also(self, kernel: Kernel) -> Iterator[tuple[int, list[Column]]]:
+        yield from ()  # nor of these
 
     def _ways(self) -> None:
         """None: instances of a product may be cut in different ways."""

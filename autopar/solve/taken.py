@@ -23,11 +23,12 @@ Chosen = tuple[Sequence[int], Mapping[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The kernel of one collective: the op whose product does it, `again` as backward runs that again."""
+    """The kernel of one collective: the op whose product does it, `again` as backward runs that again; `norms` where it norms as well."""
 
     op: int
     again: bool
     hidden: Hidden
+    norms: bool = False
 
 
 class Moves(Protocol):
@@ -44,12 +45,12 @@ M = TypeVar("M", bound=Moves)
 
 
 def usable(problem: Problem, v: int, late: bool, chosen: Chosen) -> tuple[Kernel, ...]:
-    """The kernels on offer whose product, and what adds to it, run with one of their strategies."""
+    """The kernels on offer whose product, and what they add to it or do after it, run with one of their strategies."""
     now, again = chosen
 
     def runs(kernel: Kernel) -> bool:
-        both = (kernel.op, kernel.strategies), kernel.product
-        return all((again.get(op, -1) if kernel.again else now[op]) in strategies for op, strategies in both)
+        needed = (kernel.op, kernel.strategies), kernel.product, *kernel.also
+        return all((again.get(op, -1) if kernel.again else now[op]) in strategies for op, strategies in needed)
 
     return tuple(filter(runs, problem.kernels.get((v, late), ())))
 
@@ -74,13 +75,13 @@ def taken(problem: Problem, v: int, arcs: Sequence[Arc], wanted: set[int], kerne
             arc = graph.arcs[hidden.arc]
             whole = arc.collective.kind != "reduce_scatter" or (arc.src not in wanted and starting.count(arc.src) == 1)
             if (arc.src, arc.dst) in at and whole:
-                offers.append((-hidden.saved_s, kernel.product[0], kernel.again, hidden.arc, hidden))
+                offers.append((-hidden.saved_s, kernel.product[0], kernel.again, hidden.arc, hidden, bool(kernel.also)))
     found: dict[int, Taken] = {}
     busy: set[tuple[int, bool]] = set()
-    for _, op, again, a, hidden in sorted(offers, key=lambda offer: offer[:4]):
+    for _, op, again, a, hidden, norms in sorted(offers, key=lambda offer: offer[:4]):
         position = at[graph.arcs[a].src, graph.arcs[a].dst]
         if position not in found and (op, again) not in busy:
-            found[position] = Taken(op, again, hidden)
+            found[position] = Taken(op, again, hidden, norms)
             busy.add((op, again))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,7 @@ from functools import cache
 import pytest
 import torch
 import zoo_small
-from overlapping import overlapping
+from overlapping import NORMING, overlapping
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -24,6 +25,7 @@ from autopar.emit import emit
 from autopar.errors import VerificationError
 from autopar.hardware import HardwareProfile
 from autopar.kernels import fused
+from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions, make_plan
 from autopar.plans import Communication, InKernel, Plan
@@ -33,12 +35,19 @@ from autopar.strategies import pattern_of
 
 Built = tuple[nn.Module, dict[str, torch.Tensor], Trace]
 LINE, SQUARE, UNEVEN = Mesh({"gpu": 4}), Mesh({"data": 2, "tensor": 2}), Mesh({"gpu": 3})
-SLOW = overlapping()
+SLOW, NORMS = overlapping(), overlapping(kernels=NORMING)
 PLANS: dict[str, tuple[str, Mesh, PlanOptions]] = {
     "llama": ("narrow", LINE, PlanOptions()), "gpt2": ("gpt2", LINE, PlanOptions()), "wide": ("llama", LINE, PlanOptions()),
     "run again": ("narrow", LINE, PlanOptions(memory_bytes=126_000)),
     "data and tensor": ("narrow", SQUARE, PlanOptions(gap=0.1, constraints=(fsdp("data"),))),  # all free it takes a minute
+    "norms": ("narrow", LINE, PlanOptions()),
+    "norms, data and tensor": ("narrow", SQUARE, PlanOptions(gap=0.1, constraints=(fsdp("data"),))),
 }  # fmt: skip
+NORMED = tuple(name for name in PLANS if name.startswith("norms"))
+
+
+def profile_of(name: str) -> HardwareProfile:
+    return NORMS if name in NORMED else SLOW
 
 
 @cache
@@ -59,7 +68,7 @@ def narrow() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 @cache
 def planned(name: str) -> Plan:
     kind, mesh, options = PLANS[name]
-    return make_plan(built(kind)[2], mesh, SLOW, options, model_name=kind).plan
+    return make_plan(built(kind)[2], mesh, profile_of(name), options, model_name=kind).plan
 
 
 def kernels(plan: Plan) -> list[Communication]:
@@ -75,7 +84,7 @@ def test_every_rank_computes_what_the_model_does(name: str) -> None:
 
 
 def test_among_these_plans_both_kernels_stand_in_both_phases_and_one_runs_again() -> None:
-    seen = {(c.kernel.name, c.phase, c.kernel.again) for name in PLANS for c in kernels(planned(name)) if c.kernel}
+    seen = {(c.kernel.name, c.phase, c.kernel.again) for name in PLANS if name not in NORMED for c in kernels(planned(name)) if c.kernel}
     assert {(name, phase) for name, phase, _ in seen} == {(n, p) for n in SLOW.kernels for p in ("forward", "backward")}
     assert any(again for _, _, again in seen)
     assert {c.kernel.num_chunks for name in PLANS for c in kernels(planned(name)) if c.kernel} != {1}
@@ -95,15 +104,33 @@ def test_where_a_gradient_is_a_sum_of_products_the_last_of_them_scatters_the_sum
     program = emit(trace, plan)
     nodes = [n for n in program.backward.graph.nodes if n.target is fused.matmul_reduce_scatter and n.args[2] is not None]
     assert len(nodes) == sum(len(c.instances) for c in summed)
-    assert not any(n.meta.get("key") == n2.meta["kernel"].total for n in program.backward.graph.nodes for n2 in nodes)
+    assert not any(n.meta.get("key") in n2.meta["kernel"].others for n in program.backward.graph.nodes for n2 in nodes)
     assert autopar.verify(plan, model, batch).ok
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_norms_are_taken_as_what_is_scattered_is_added_up_where_a_profile_says_what_that_reaches(name: str) -> None:
+    """After attention and after the MLP of each layer, of the last layer the model's own norm; in one node, which makes all three."""
+    plan, trace = planned(name), built("narrow")[2]
+    normed = {c.node: c for c in kernels(plan) if c.kernel and c.kernel.name == "matmul_reduce_add_rmsnorm"}
+    assert sorted(node.rpartition("/dot/")[0] for node in normed) == ["model.layers.{0}.mlp.down_proj", "model.layers.{0}.self_attn.o_proj"]
+    nodes = [n for n in emit(trace, plan).forward.graph.nodes if n.target is fused.matmul_reduce_add_rmsnorm]
+    assert len(nodes) == sum(len(c.instances) for c in normed.values()) == 4
+    done = {key for n in nodes for key in n.meta["kernel"].others}
+    norms = [*(f"model.layers.{i}.post_attention_layernorm" for i in range(2)), "model.layers.1.input_layernorm", "model.norm"]
+    sums = [f"model.layers.{i}/add.Tensor/forward/{n}" for i in range(2) for n in range(2)]
+    assert done == {*sums, *(f"{norm}/{op}/forward/0" for norm in norms for op in ("square_sum", "rms_norm"))}
+    others = [n for n in emit(trace, plan).forward.graph.nodes if n.meta.get("key") in done]
+    assert all(n.target is operator.getitem for n in others) and len(others) == len(done)
+    plain = planned({"norms": "llama"}.get(name, name.removeprefix("norms, ")))
+    assert plan.prediction.step_s < plain.prediction.step_s
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_is_certified_and_its_file_says_all_of_it(name: str) -> None:
     plan, trace = planned(name), built(PLANS[name][0])[2]
     assert Plan.loads(plan.dumps()) == plan
-    found = certify(trace, Plan.loads(plan.dumps()), SLOW)
+    found = certify(trace, Plan.loads(plan.dumps()), profile_of(name))
     assert found.ok, str(found)
     predicted = plan.prediction
     saved_s = sum(len(c.instances) * c.kernel.saved_s for c in kernels(plan) if c.kernel)
@@ -112,7 +139,7 @@ def test_a_plan_is_certified_and_its_file_says_all_of_it(name: str) -> None:
     assert predicted.simulated_s + predicted.in_buckets_s >= predicted.step_s * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("name", ["llama", "run again"])
+@pytest.mark.parametrize("name", ["llama", "run again", "norms"])
 def test_what_the_plan_lists_is_what_runs_and_each_kernel_is_one_node(name: str) -> None:
     plan, (model, batch, trace) = planned(name), built(PLANS[name][0])
     program = emit(trace, plan)
@@ -180,6 +207,17 @@ def test_explain_lists_where_kernels_were_considered_and_why() -> None:
     assert "are saved by" in said and "collective-overlap kernels" in said
 
 
+def test_explain_says_what_a_kernel_norms_and_else_why_not() -> None:
+    whys = {name: {c.why for c in kernels(planned(name)) if c.why} for name in ("llama", "norms", "gpt2")}
+    assert whys == {"llama": {"its norm apart: the hardware's profile has no figure for reduce_add_rmsnorm"}, "norms": set(), "gpt2": set()}
+    assert "its norm apart" in str(autopar.explain(planned("llama")))
+    assert "matmul_reduce_add_rmsnorm" in str(autopar.explain(planned("norms")))
+    slow = overlapping(kernels={**NORMING, "reduce_add_rmsnorm": 0.01})
+    plan = make_plan(built("narrow")[2], LINE, slow, PlanOptions()).plan
+    assert {c.why for c in kernels(plan) if c.why} == {"its norm apart: one pass for all would take longer"}
+    assert "the share of a copy's bandwidth: reduce_add_rmsnorm 0.9" in " ".join(planned("norms").proof.covers)
+
+
 Change = Callable[[Plan], Plan]
 
 
@@ -235,6 +273,8 @@ MUTANTS: dict[str, Change] = {
     "a sum's product saves more": kernel(sums, saved_s=1e-3),
     "a sum runs again": kernel(sums, again=True),
     "a kernel where none can be": another,
+    "a norm where there is none": kernel(sums, name="matmul_reduce_add_rmsnorm"),
+    "a norm that the profile does not offer": kernel(lambda c: "/dot/forward/" in c.node and scatters(c), name="matmul_reduce_add_rmsnorm"),
     "saves what is not said": lambda plan: replace(plan, prediction=replace(plan.prediction, in_kernels_s=0.0)),
 }
 
@@ -245,6 +285,52 @@ def test_a_plan_whose_kernels_are_changed_is_not_certified(change: Change) -> No
     assert plan != planned("llama")
     found = certify(built("narrow")[2], plan, SLOW)
     assert not found.ok and {f.claim for f in found.findings} & {"kernels", "time", "layouts"}, str(found)
+
+
+def norms(c: Communication) -> bool:
+    return c.kernel is not None and c.kernel.name == "matmul_reduce_add_rmsnorm"
+
+
+def lying(pattern: str, layout: str) -> Change:
+    """A node that reads and makes whole rows lies otherwise."""
+
+    def change(plan: Plan) -> Plan:
+        at = next(i for i, e in enumerate(plan.entries) if e.nodes and e.nodes[0].node == pattern)
+        first, whole = plan.entries[at].nodes[0], Layout.parse(layout)
+        strategy = replace(first.strategy, inputs=(whole, *first.strategy.inputs[1:]), outputs=(whole,))
+        parts = list(plan.entries)
+        parts[at] = replace(parts[at], nodes=(replace(first, strategy=strategy), *parts[at].nodes[1:]))
+        return replace(plan, entries=tuple(parts))
+
+    return change
+
+
+NORM_MUTANTS: dict[str, Change] = {
+    "nothing normed": kernel(norms, name="matmul_reduce_scatter"),
+    "more is saved": kernel(norms, saved_s=9e-5),
+    "other chunks": kernel(norms, num_chunks=1),
+    "as it runs again": kernel(norms, again=True),
+    "of another product": kernel(norms, node="model.layers.{0}.mlp.gate_proj/dot/forward/0"),
+    "the sum lies otherwise": lying("model.layers.{0}/add.Tensor/forward/0", "R"),
+    "the norm lies otherwise": lying("model.layers.{0}.post_attention_layernorm/rms_norm/forward/0", "R"),
+    "the last norm lies otherwise": lying("model.norm/rms_norm/forward/0", "R"),
+    "a norm where nothing is normed": kernel(sums, name="matmul_reduce_add_rmsnorm"),
+}
+
+
+@pytest.mark.parametrize("change", [pytest.param(m, id=n) for n, m in NORM_MUTANTS.items()])
+def test_a_plan_whose_norms_are_changed_is_not_certified(change: Change) -> None:
+    plan, trace = change(planned("norms")), built("narrow")[2]
+    assert plan != planned("norms") and certify(trace, planned("norms"), NORMS).ok
+    found = certify(trace, plan, NORMS)
+    assert "kernels" in {f.claim for f in found.findings}, str(found)
+
+
+@pytest.mark.parametrize("without", [(), ("reduce_add_rmsnorm",), ("matmul_reduce_scatter", "reduce_add_rmsnorm")])
+def test_a_plan_with_norms_is_of_the_profile_that_has_figures_for_them(without: tuple[str, ...]) -> None:
+    left = replace(NORMS, kernels={name: share for name, share in NORMS.kernels.items() if name not in without})
+    found = certify(built("narrow")[2], planned("norms"), left)
+    assert ("kernels" in {f.claim for f in found.findings}) == bool(without), str(found)
 
 
 def test_without_the_collective_of_a_kernel_the_check_of_numbers_fails(monkeypatch: pytest.MonkeyPatch) -> None:

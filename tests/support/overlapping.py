@@ -8,6 +8,7 @@ from dataclasses import replace
 from autopar.hardware import HardwareProfile
 
 REACHED = {"all_gather_matmul": 0.9, "matmul_reduce_scatter": 0.9}
+NORMING = {**REACHED, "reduce_add_rmsnorm": 0.9}
 
 
 def overlapping(
