@@ -19,9 +19,9 @@ from autopar.emit import emit
 from autopar.hardware import HardwareProfile
 from autopar.kernels import library, overlapped
 from autopar.kernels.collectives import AxisGroup
-from autopar.kernels.fused import KERNELS
+from autopar.kernels.fused import KERNELS, matmul_reduce_add_rmsnorm
 from autopar.kernels.peers import VirtualRanks
-from autopar.kernels.together import gather_all, scatter_all, shards_of
+from autopar.kernels.together import gather_all, scatter_all, scatter_norm_all, shards_of
 from autopar.ops import dot
 from autopar.planning import PlanOptions, make_plan
 from autopar.plans import KERNELS_BUFFERS, Plan, Prediction
@@ -40,7 +40,8 @@ class Sharing:
         self.peers: dict[tuple[int, int], VirtualRanks] = {}
 
     def run(self, ranks: Ranks, phase: str, node: fx.Node, env: Mapping[fx.Node, Sequence[Any]]) -> list[Any]:
-        a, b, *settings, axis, num_chunks = node.args
+        norms = node.target is matmul_reduce_add_rmsnorm
+        a, b, *settings, axis, num_chunks = node.args[:8] if norms else node.args
         result: list[Any] = [None] * len(ranks.ranks)
         for number, group in enumerate(ranks.mesh.groups(int(axis))):  # type: ignore[arg-type]
             peers = self.peers.setdefault((int(axis), number), VirtualRanks(len(group)))  # type: ignore[arg-type]
@@ -50,6 +51,11 @@ class Sharing:
                 shards, others = [p[which] for p in pairs], [p[1 - which] for p in pairs]
                 length = shards[0].shape[dim] * len(group)
                 made: Sequence[Any] = gather_all(peers, str(settings[0]), shards, others, which, dim, length, int(num_chunks))  # type: ignore[arg-type]
+            elif norms:
+                residual, weight, equation, dim = settings
+                residuals, weights = ([env[x][rank] for rank in group] for x in (residual, weight))  # type: ignore[index]
+                eps = float(node.args[9])  # type: ignore[arg-type]
+                made = scatter_norm_all(peers, str(equation), pairs, residuals, weights, int(dim), int(num_chunks), eps, rounded=False)  # type: ignore[arg-type]
             else:
                 addend, equation, dim = settings
                 addends = [] if addend is None else [env[addend][rank] for rank in group]  # type: ignore[index]

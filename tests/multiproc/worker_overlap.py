@@ -20,12 +20,14 @@ from autopar.run.module import ParallelModule
 
 
 def run(rank: int, plans: dict[str, str]) -> dict[str, Any]:
-    return {name: follow(name.split()[0], Plan.loads(text), rank) for name, text in plans.items()}
+    """By name: the model's kind, and its dtype where that is not double precision."""
+    dtypes = {name: torch.float32 if "float32" in name else torch.float64 for name in plans}
+    return {name: follow(name.split()[0], Plan.loads(text), rank, dtypes[name]) for name, text in plans.items()}
 
 
-def follow(kind: str, plan: Plan, rank: int) -> dict[str, Any]:
+def follow(kind: str, plan: Plan, rank: int, dtype: torch.dtype) -> dict[str, Any]:
     """Relative errors of loss and gradients, how many steps are started early, and both peaks."""
-    model, batch = getattr(zoo_small, kind)(dtype=torch.float64)
+    model, batch = getattr(zoo_small, kind)(dtype=dtype)
     plain = copy.deepcopy(model)
     program = emit(capture(model, (), batch), plan)
     module = ParallelModule(program, device_mesh(plan.mesh), model, outputs="dtensor")
