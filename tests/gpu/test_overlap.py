@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from native import WORLDS, needs_gpu, needs_nvcc
+from norm_cases import EPS, ranks_of, same, scaled_ranks
 from overlap_cases import whole_numbers
 from route_cases import drawn
 from torch import Tensor
 
-from autopar.kernels import chunked, library, overlapped, routed
+from autopar.kernels import chunked, library, normed_scatter, overlapped, routed
 from autopar.kernels.peers import VirtualRanks
-from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, shards_of
+from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, scatter_norm_all, shards_of
 
 pytestmark = [pytest.mark.gpu, needs_gpu, needs_nvcc]
 HERE = Path(__file__).parent
@@ -89,6 +90,21 @@ def test_sums_are_the_references_to_the_last_bit_each_time(size: int, dtype: tor
     for _ in range(20):
         found = torch.cat(scatter_all(peers, "mk,kn->mn", [(a.cuda(), b.cuda()) for a, b in pairs], 0, 2))
         assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", WORLDS)
+def test_sums_with_residuals_and_their_norms_are_the_references_to_the_last_bit_each_time(
+    size: int, dtype: torch.dtype, rounded: bool
+) -> None:
+    equation, peers = "mk,kn->mn", VirtualRanks(size, "cuda", late(size))
+    for here in (scaled_ranks((1037, 40), size, dtype), ranks_of(equation, (131, 24), (24, 264), 0, size, dtype)):
+        there = here.moved("cuda")
+        expected = normed_scatter.matmul_reduce_add_rmsnorm_reference(equation, here.pairs, here.residuals, here.weights, 0, EPS, rounded)
+        for _ in range(20):
+            found = scatter_norm_all(peers, equation, there.pairs, there.residuals, there.weights, 0, 2, EPS, rounded)
+            assert same([[x.cpu() for x in made] for made in found], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from norm_cases import EPS, ranks_of
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,7 +18,7 @@ from autopar.certificate import certify
 from autopar.cost import kernels as offers
 from autopar.emit import emit
 from autopar.hardware import HardwareProfile
-from autopar.kernels import library, overlapped
+from autopar.kernels import library, normed_scatter, overlapped
 from autopar.kernels.collectives import AxisGroup
 from autopar.kernels.fused import KERNELS, matmul_reduce_add_rmsnorm
 from autopar.kernels.peers import VirtualRanks
@@ -152,6 +153,27 @@ def test_what_lives_in_a_scattering_kernel_is_what_a_fake_group_counts(
         with LiveBytes() as counted:
             counted.register([added])
             overlapped.dot_reduce_scatter(equation, fake, dim, group, 1, dot, added)
+    assert alone.peak_bytes == memory.peak_bytes - shared - (size - 1) * results >= results
+    assert counted.peak_bytes >= alone.peak_bytes
+
+
+@needs_kernels
+@pytest.mark.parametrize(("equation", "left", "right", "dim"), [("mk,kn->mn", (12, 3), (3, 4), 0), ("bsk,nk->bsn", (2, 12, 3), (4, 3), 1)])
+def test_what_lives_in_a_norming_kernel_is_what_a_fake_group_counts(
+    equation: str, left: tuple[int, ...], right: tuple[int, ...], dim: int
+) -> None:
+    size, ranks, peers = 3, ranks_of(equation, left, right, dim, 3), VirtualRanks(3)
+    with LiveBytes() as memory:
+        made = scatter_norm_all(peers, equation, ranks.pairs[:1] * size, ranks.residuals, ranks.weights, dim, 1, EPS, False)
+    shared = sum(x.untyped_storage().nbytes() for r in peers._regions.values() for x in (*r.data, *r.flags))
+    results = sum(x.nbytes for x in made[0]) + torch.einsum(equation, *ranks.pairs[0]).nbytes  # what is made, and the product, whole
+    with FakeTensorMode() as mode:
+        a, b, residual, weight = (mode.from_tensor(x) for x in ranks.of(0))
+        norm = residual.shape[-1], EPS, torch.float32, torch.float32, torch.float32
+        with LiveBytes() as counted:
+            normed_scatter.dot_reduce_add_rmsnorm(equation, (a, b), residual, weight, dim, AxisGroup("", size, 0), 1, *norm, dot)
+        with LiveBytes() as alone:
+            normed_scatter._alone(equation, a, b, residual, weight, dim, AxisGroup("", size, 0), EPS, False)
     assert alone.peak_bytes == memory.peak_bytes - shared - (size - 1) * results >= results
     assert counted.peak_bytes >= alone.peak_bytes
 

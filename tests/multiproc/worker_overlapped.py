@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from norm_cases import EPS, ranks_of, same
 from overlap_cases import whole_numbers
 
-from autopar.kernels import overlapped
+from autopar import ops
+from autopar.kernels import normed_scatter, overlapped
 from autopar.kernels.collectives import AxisGroup
 from autopar.kernels.together import shards_of
 from autopar.ops.products import dot
@@ -37,6 +39,14 @@ def run(rank: int) -> dict[str, Any]:
             ("gathered", gathered, x), ("product", y, x @ w), ("sum", part, expected), ("with addends", added, with_addends),
         ):  # fmt: skip
             wrong += [] if torch.equal(found, wanted) else [name]
+    ranks = ranks_of("mk,kn->mn", (8, 3), (3, 16), 0, 3)
+    a, b, residual, weight = ranks.of(rank)
+    norm = 16, EPS, torch.float32, torch.float32, torch.float32
+    made = normed_scatter.dot_reduce_add_rmsnorm("mk,kn->mn", (a, b), residual, weight, 0, group, 2, *norm, dot)
+    total = overlapped.matmul_reduce_scatter_reference("mk,kn->mn", ranks.pairs, 0)[rank]
+    squares = ops.square_sum(residual + total, torch.float32)
+    wanted = residual + total, squares, ops.rms_norm(residual + total, squares, weight, *norm)
+    wrong += [] if same([made], [wanted]) else ["norm"]
     shard = shards_of(x, 0, 3)[rank].requires_grad_()
     _, y = torch.ops.autopar.all_gather_matmul(shard, w, "mk,kn->mn", 0, 0, 8, 3, group.name, rank, 2)
     (gradient,) = torch.autograd.grad((y * (rank + 1)).sum(), shard)

@@ -7,13 +7,14 @@ import logging
 import pytest
 import torch
 from native import needs_host
+from norm_cases import EPS, NORMED, ranks_of, same
 from overlap_cases import whole_numbers
 from route_cases import drawn
 
-from autopar.kernels import library, overlapped, routed
+from autopar.kernels import library, normed_scatter, overlapped, routed
 from autopar.kernels.normed import FLOATS
 from autopar.kernels.peers import VirtualRanks
-from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, shards_of
+from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, scatter_norm_all, shards_of
 
 pytestmark = needs_host
 
@@ -60,6 +61,18 @@ def test_parts_are_added_in_order_in_every_dtype(dtype: torch.dtype) -> None:
     pairs = [(value, torch.eye(5, dtype=dtype)) for value in values]
     found = torch.cat(scatter_all(VirtualRanks(3), "mk,kn->mn", pairs, 0, 1))
     assert torch.equal(found, torch.cat(overlapped.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", [1, 3])
+def test_sums_are_added_to_residuals_and_normed(size: int, dtype: torch.dtype) -> None:
+    peers = VirtualRanks(size)
+    for epoch, (equation, left, right, dim) in enumerate(NORMED[::2]):
+        ranks = ranks_of(equation, left, right, dim, size, dtype, seed=epoch)
+        for rounded in (False, True):
+            settings = ranks.pairs, ranks.residuals, ranks.weights, dim
+            found = scatter_norm_all(peers, equation, *settings, 2, EPS, rounded)
+            assert same(found, normed_scatter.matmul_reduce_add_rmsnorm_reference(equation, *settings, EPS, rounded))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
