@@ -7,7 +7,8 @@
 // the own inbox at once. The sum runs over ranks 0, 1, …, size - 1, for every element, whatever came first: fp32 for fp32, bf16 and
 // fp16, fp64 for fp64, 64 bits for integers; the last step is the cast to the dtype. So it is the same in every bit each time.
 //
-// Lanes. The compute lane multiplies and says so; the copy lane pushes; then the compute lane waits for its peers and adds up.
+// Lanes. The compute lane multiplies and says so; the copy lane pushes; then the compute lane waits for its peers and adds up. What else
+// is made of the sum may be made in that step: reduce_add_rmsnorm.cu takes the slots as its parts.
 // Signals of epoch e:
 //   chunk flag (p, c)     "this chunk of epoch e is made"                                 r's compute lane → r's copy lane
 //   peer flag (j), of d   "j's part of d's rows of epoch e lies in slot (e mod 2, j) of d's inbox"   j's copy lane → d's compute lane

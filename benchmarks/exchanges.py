@@ -13,14 +13,16 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from autopar.kernels.normed_scatter import matmul_reduce_add_rmsnorm_reference
 from autopar.kernels.overlapped import all_gather_matmul_reference, matmul_reduce_scatter_reference
 from autopar.kernels.peers import VirtualRanks
 from autopar.kernels.routed import moe_combine_reference, moe_dispatch_reference
-from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, shards_of
+from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, scatter_norm_all, shards_of
 
 EQUATION = "mk,kn->mn"
 ROWS, INNER, COLUMNS = 131, 40, 24  # rows are uneven under every world but 1
 NUM_CHUNKS = 2
+EPS = 1e-5
 TOKENS, WIDTH, CHOICES, PER_RANK = 29, 33, 2, 3
 Draw = Callable[[Sequence[int], torch.dtype, int], Tensor]
 
@@ -70,6 +72,20 @@ def scattered(world: int, dtype: torch.dtype) -> Numerics:
         made = scatter_all(VirtualRanks(world), EQUATION, pairs, 0, NUM_CHUNKS)
         exact = matmul_reduce_scatter_reference(EQUATION, [(a.double(), b.double()) for a, b in pairs], 0)
         return made, matmul_reduce_scatter_reference(EQUATION, pairs, 0), exact
+
+    return _judged(run)
+
+
+def scattered_and_normed(world: int, dtype: torch.dtype) -> Numerics:
+    """matmul_reduce_add_rmsnorm, rounded before the weight."""
+
+    def run(draw: Draw) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        pairs = [(draw((ROWS, INNER), dtype, 2 * rank), draw((INNER, COLUMNS), dtype, 2 * rank + 1)) for rank in range(world)]
+        residuals, weights = shards_of(draw((ROWS, COLUMNS), dtype, 98), 0, world), [draw((COLUMNS,), dtype, 99)] * world
+        made = scatter_norm_all(VirtualRanks(world), EQUATION, pairs, residuals, weights, 0, NUM_CHUNKS, EPS, True)
+        wide = [(a.double(), b.double()) for a, b in pairs], [x.double() for x in residuals], [x.double() for x in weights]
+        exact = matmul_reduce_add_rmsnorm_reference(EQUATION, *wide, 0, EPS, True)
+        return _flat(made), _flat(matmul_reduce_add_rmsnorm_reference(EQUATION, pairs, residuals, weights, 0, EPS, True)), _flat(exact)
 
     return _judged(run)
 

@@ -181,6 +181,7 @@ CASES: dict[str, Case] = {
     "reduce_add_rmsnorm_backward": Case(_norm_backward_numerics, _norm_backward_timed),
     "all_gather_matmul": Case(exchanges.gathered, None),
     "matmul_reduce_scatter": Case(exchanges.scattered, None),
+    "matmul_reduce_add_rmsnorm": Case(exchanges.scattered_and_normed, None),
     "moe_dispatch": Case(exchanges.dispatched, None),
     "moe_combine": Case(exchanges.combined, None),
 }
