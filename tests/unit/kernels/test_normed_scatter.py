@@ -18,7 +18,7 @@ from autopar import ops
 from autopar.errors import KernelError
 from autopar.kernels import bound, chunked, fused, library, normed, normed_scatter, providers
 from autopar.kernels.binding import bind
-from autopar.kernels.collectives import AxisGroup
+from autopar.kernels.collectives import AxisGroup, use_groups
 from autopar.kernels.peers import HostThreads, Peers, VirtualRanks
 from autopar.kernels.together import scatter_norm_all
 
@@ -231,11 +231,14 @@ def test_the_step_of_a_graph_is_bound_to_its_group_and_runs() -> None:
     operands = [graph.placeholder(name) for name in ("a", "b", "residual", "weight")]
     node = graph.call_function(fused.matmul_reduce_add_rmsnorm, (*operands, EQUATION, 0, 1, 2, 16, EPS, F32, F32, F32))
     graph.output(node)
-    module = bind(fx.GraphModule({}, graph), [AxisGroup("other", 4, 2), AxisGroup("", 1, 0)])
+    groups, whole = [AxisGroup("other", 4, 2), AxisGroup("", 1, 0)], fx.GraphModule({}, graph)
+    module = bind(whole, groups)
     (bound_node,) = (n for n in module.graph.nodes if n.op == "call_function")
     assert bound_node.target is fused.norm_bound
     assert bound_node.args[4:] == (EQUATION, 0, 1, "", 0, 2, 16, EPS, F32, F32, F32)
-    assert same([module(*ranks.of(0))], [steps(ranks, 0, ops.dot(EQUATION, *ranks.pairs[0]), F32, F32)])
+    with use_groups(groups):
+        made = whole(*ranks.of(0))
+    assert same([module(*ranks.of(0)), made], [steps(ranks, 0, ops.dot(EQUATION, *ranks.pairs[0]), F32, F32)] * 2)
 
 
 # --- what does not fit -------------------------------------------------------------------------------------------------------------------
