@@ -157,11 +157,16 @@ def test_what_is_asked_of_a_plan_is_answered() -> None:
     plan, (_, model, batch) = grouped().plan, traced()
     same = autopar.what_if(plan, model, batch, hardware=PROFILE)
     assert same.step_s == pytest.approx(plan.proof.objective_s, rel=1e-9)
-    wider = autopar.what_if(plan, model, batch, hardware=PROFILE, mesh=Mesh(4))
-    assert wider.most_regret >= -1e-9 and wider.peak_bytes > 0
     text = str(autopar.explain(plan))
     assert all(f"{LIST}.*" in text for _ in plan.starts)
     assert not autopar.diff(plan, plan).changes
+
+
+@pytest.mark.slow  # the best plan there, to 0.04 %, takes a minute
+def test_it_is_priced_on_another_mesh_beside_the_best_plan_there() -> None:
+    _, model, batch = traced()
+    wider = autopar.what_if(grouped().plan, model, batch, hardware=PROFILE, mesh=Mesh(4))
+    assert wider.most_regret >= -1e-9 and wider.peak_bytes > 0
 
 
 def test_a_search_that_ends_early_says_which_ops_it_would_have_apart() -> None:

@@ -175,7 +175,9 @@ def test_shapes_that_a_constraint_cannot_hold_on_are_passed_over() -> None:
     assert str(found.mesh) == "gpu0=2,gpu1=2" and "gpu=4 (none)" in found.proof.covers[-1]
 
 
-@pytest.mark.parametrize("asked", [megatron(tp=2, pp=2, dp=2, microbatches=2), layout("lm_head", output="S(0) S(1) R")])
+@pytest.mark.parametrize("asked", [
+    megatron(tp=2, pp=2, dp=2, microbatches=2), pytest.param(layout("lm_head", output="S(0) S(1) R"), marks=pytest.mark.slow),
+])  # fmt: skip
 def test_constraints_that_speak_of_three_axes_are_planned_for_on_one_node(asked: Any) -> None:
     model, batch = of_eight_samples()
     found = autopar.plan(model, 8, example_inputs=batch, hardware="h100-sxm", constraints=(asked,))

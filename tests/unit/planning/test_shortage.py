@@ -51,7 +51,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW = ("microbatches", "stages")  # half a minute each
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS])
 def test_the_least_that_would_do_lies_between_what_is_proven_and_what_a_plan_needs_which_does(kind: str) -> None:
     error = refusal(64 * KIB, **KINDS[kind])
     found = BETWEEN.search(error.what)
@@ -63,6 +66,7 @@ def test_the_least_that_would_do_lies_between_what_is_proven_and_what_a_plan_nee
     refusal(proven - 1, **KINDS[kind])
 
 
+@pytest.mark.slow
 def test_the_constraints_of_stages_and_microbatches_are_named_where_without_them_there_is_enough() -> None:
     error = refusal(200 * KIB, pipeline("a", microbatches=2), ddp("b"))
     assert "; ddp(axes=['b']) asks for more than there is: without it at least " in error.what, error.what
