@@ -48,10 +48,10 @@ def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup], device: str 
         elif node.op == "call_function" and node.target in fused.BOUND:
             _bind_kernel(node, groups)
         elif node.op == "call_function" and node.target in dispatched.BOUND:
-            *operands, split, most, axis = node.args
-            group = groups[axis]  # type: ignore[index]
+            *operands, split, most, axis, routed = node.args
             starts = dispatched.starts_of(split, axis, tuple(groups))  # type: ignore[arg-type]
-            node.target, node.args = dispatched.BOUND[node.target], (*operands, starts, most, group.size, group.name, group.coordinate)
+            settings = dispatched.settings_of(groups[axis], routed)  # type: ignore[index,arg-type]
+            node.target, node.args = dispatched.BOUND[node.target], (*operands, starts, most, *settings)
         elif device is not None and node.kwargs.get("device") is not None:
             node.kwargs = {**node.kwargs, "device": torch.device(device)}
     return fx.GraphModule(graph_module, graph)

@@ -2,8 +2,8 @@
 
 As the steps of `autopar.kernels.collectives` they name the mesh axis by index, and `bind` puts a process group in its place. Rows go by
 all-to-alls of as many as there are, which processes first tell each other; so the host waits once for the device, to know the sizes.
-``AUTOPAR_ROUTES=peers`` in the environment has moe_dispatch and moe_combine take the all-to-alls' place where the group's ranks reach each
-other's memory: they hold more, so that a plan within its budget may not be, and nobody has measured what they save.
+A step that is *routed*, as its last argument says, has moe_dispatch and moe_combine take the all-to-alls' place where the group's ranks
+reach each other's memory; where they do not, the log says once that rows go by all-to-alls.
 
 Memory. Beside operands and results live, of the r rows that go and those that come, which are as many in a fake group, as where all experts
 are picked alike: in forward the rows that go, until they are sent, those that come, until experts made as many of them, those that come
@@ -13,7 +13,6 @@ and the sums hold meanwhile.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,19 +31,21 @@ Split = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def experts(
-    x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, act: str, size: int, split: Split, most: int, axis: int
+    x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, act: str, size: int, split: Split, most: int, axis: int, routed: bool
 ) -> Tensor:
     """What tokens [t, h] of this rank get from the experts of all ranks of the axis: [t, d]. Operands as of `ops.experts`, of this rank."""
     groups = current_groups()
-    return experts_bound(x, ids, gates, up, down, act, size, starts_of(split, axis, groups), most, *_settings(groups[axis]))
+    return experts_bound(x, ids, gates, up, down, act, size, starts_of(split, axis, groups), most, *settings_of(groups[axis], routed))
 
 
 def experts_backward(
-    grad: Tensor, x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, act: str, size: int, split: Split, most: int, axis: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad: Tensor, x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, act: str, size: int, split: Split, most: int, axis: int,
+    routed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of this rank's x and gates, and of its experts' up and down, whole."""
     groups = current_groups()
-    return experts_backward_bound(grad, x, ids, gates, up, down, act, size, starts_of(split, axis, groups), most, *_settings(groups[axis]))
+    settings = starts_of(split, axis, groups), most, *settings_of(groups[axis], routed)
+    return experts_backward_bound(grad, x, ids, gates, up, down, act, size, *settings)
 
 
 def starts_of(split: Split, axis: int, groups: Groups) -> list[int]:
@@ -55,24 +56,30 @@ def starts_of(split: Split, axis: int, groups: Groups) -> list[int]:
     return [range_of(num, splitters, [there[of] for of, _ in splitters])[0] for there in places]
 
 
-def _settings(group: AxisGroup) -> tuple[int, str, int]:
-    return group.size, group.name, group.coordinate
+def settings_of(group: AxisGroup, routed: bool) -> tuple[int, str, int, bool]:
+    """What stands in the place of the axis in a process group; the last arguments."""
+    return group.size, group.name, group.coordinate, routed
+
+
+def with_routes(args: tuple[Any, ...], routed: bool) -> tuple[Any, ...]:
+    """A step's arguments, with `routed` instead of what they say."""
+    return *args[:-1], routed
 
 
 def experts_bound(*operands: Any) -> Tensor:
-    """As `experts`, in a process group: operands, its starts, `most` pairs, size, name and coordinate. A compiler sees one operator."""
+    """As `experts`, in a process group: operands, its starts, `most` pairs, `settings_of` the group. A compiler sees one operator."""
     if torch.compiler.is_compiling():
         return torch.ops.autopar.dispatch_experts(*operands)
-    *args, most, size, name, coordinate = operands
-    return dispatched_experts([tuple(args)], exchange_of(args[0], most, size, name, coordinate))[0]
+    *args, most, size, name, coordinate, routed = operands
+    return dispatched_experts([tuple(args)], exchange_of(args[0], most, size, name, coordinate, routed))[0]
 
 
 def experts_backward_bound(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `experts_backward`, in a process group."""
     if torch.compiler.is_compiling():
         return torch.ops.autopar.dispatch_experts_backward(*operands)
-    *args, most, size, name, coordinate = operands
-    return dispatched_experts_backward([tuple(args)], exchange_of(args[0], most, size, name, coordinate))[0]
+    *args, most, size, name, coordinate, routed = operands
+    return dispatched_experts_backward([tuple(args)], exchange_of(args[0], most, size, name, coordinate, routed))[0]
 
 
 STEPS: Mapping[Callable[..., Any], Callable[..., Any]] = {
@@ -83,13 +90,13 @@ BOUND: Mapping[Callable[..., Any], Callable[..., Any]] = {experts: experts_bound
 TOGETHER: Mapping[Callable[..., Any], Callable[[Sequence[Operands], Exchange], list[Any]]] = {step: op for op, step in STEPS.items()}
 
 
-def exchange_of(x: Tensor, most: int, size: int, name: str, coordinate: int) -> Exchange:
+def exchange_of(x: Tensor, most: int, size: int, name: str, coordinate: int, routed: bool) -> Exchange:
     """Of a process group, or of a fake one, for ranks of no more than `most` pairs, whose tensors are where `x` is."""
     if not name:
         return Fake(size)
-    group = AxisGroup(name, size, coordinate)
-    if os.environ.get("AUTOPAR_ROUTES") != "peers":
+    if not routed:
         return InGroup(size, name)
+    group = AxisGroup(name, size, coordinate)
     peers, reason = peers_of(group, x.device)
     if peers is not None:
         return BetweenPeers(most, group)
@@ -187,17 +194,18 @@ def _evenly(num: int, parts: int) -> tuple[int, ...]:
 @torch.library.custom_op("autopar::dispatch_experts", mutates_args=())
 def _dispatch_experts(
     x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, act: str, num: int, starts: list[int], most: int, size: int,
-    name: str, coordinate: int,
+    name: str, coordinate: int, routed: bool,
 ) -> Tensor:  # fmt: skip
-    return dispatched_experts([(x, ids, gates, up, down, act, num, starts)], exchange_of(x, most, size, name, coordinate))[0]
+    return dispatched_experts([(x, ids, gates, up, down, act, num, starts)], exchange_of(x, most, size, name, coordinate, routed))[0]
 
 
 @torch.library.custom_op("autopar::dispatch_experts_backward", mutates_args=())
 def _dispatch_experts_backward(
     grad: Tensor, x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, act: str, num: int, starts: list[int], most: int,
-    size: int, name: str, coordinate: int,
+    size: int, name: str, coordinate: int, routed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return dispatched_experts_backward([(grad, x, ids, gates, up, down, act, num, starts)], exchange_of(x, most, size, name, coordinate))[0]
+    exchange = exchange_of(x, most, size, name, coordinate, routed)
+    return dispatched_experts_backward([(grad, x, ids, gates, up, down, act, num, starts)], exchange)[0]
 
 
 @_dispatch_experts.register_fake

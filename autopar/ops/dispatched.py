@@ -134,7 +134,8 @@ def dispatched_experts_backward(ranks: Sequence[Operands], exchange: Exchange) -
 
 
 DISPATCHED: tuple[Callable[..., list[Any]], ...] = (dispatched_experts, dispatched_experts_backward)
-"""The functions of this kind: local arguments name them, with two more arguments: the most pairs of any rank, and the ranks' mesh axis."""
+"""The functions of this kind: local arguments name them, with three more: the most pairs of any rank, the ranks' mesh axis, and whether
+rows are written into peers' memory, on which no number hangs."""
 
 
 def _ways(ranks: Sequence[tuple[Tensor, Tensor, Sequence[int]]], exchange: Exchange) -> list[_Way]:

@@ -101,4 +101,4 @@ def local(site: Site) -> Local:
     target = dispatched_experts if call.target is ops.experts else dispatched_experts_backward
     settings = argument(call, "act"), argument(call, "size"), Starts(num, layout, 0, axes[0])
     most = math.prod(local_shape(call.inputs[up - 2].shape, strategy.inputs[up - 2], site.mesh_shape))
-    return Local(target, (*call.args[: up + 2], *settings, most, axes[0]), {})
+    return Local(target, (*call.args[: up + 2], *settings, most, axes[0], False), {})

@@ -79,8 +79,8 @@ def run(
 def run_together(
     local: Local, operands: Mapping[Coordinate, Sequence[torch.Tensor]], mesh_shape: Sequence[int]
 ) -> dict[Coordinate, tuple[torch.Tensor, ...]]:
-    """Run what ranks do together along a mesh axis, its last argument (`autopar.ops.dispatched`); by rank."""
-    *args, _, axis = local.args
+    """Run what ranks do together along a mesh axis, its last argument but one (`autopar.ops.dispatched`); by rank."""
+    *args, _, axis, _ = local.args
     results: dict[Coordinate, tuple[torch.Tensor, ...]] = {}
     for first in (rank for rank in operands if not rank[axis]):
         group = [(*first[:axis], place, *first[axis + 1 :]) for place in range(mesh_shape[axis])]

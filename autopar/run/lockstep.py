@@ -241,7 +241,7 @@ class Ranks:
 
     def _run_dispatched(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
         """Experts with their tokens, of all ranks of an axis together; recorded are the rows that were expected."""
-        *operands, split, _, axis = node.args
+        *operands, split, _, axis, _ = node.args
         self.records += [(phase, node_name(node), c.collective) for c in node.meta.get("own", ())]
         result: list[Any] = [None for _ in self.ranks]
         for group in self.mesh.groups(axis):  # type: ignore[arg-type]

@@ -108,19 +108,18 @@ def test_small_integers_are_exact(how: str, n: int) -> None:
 
 @needs_host
 @pytest.mark.parametrize("how", PICKS)
-def test_between_peers_kernels_take_the_rows_where_they_are_asked_to(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_peers_kernels_take_the_rows_where_they_are_asked_to(how: str) -> None:
     """Ranks that are threads and reach each other's memory; uneven tokens."""
-    assert isinstance(dispatched.exchange_of(torch.empty(0), 9, 3, "dispatch", 0), dispatched.InGroup), "they hold more than is predicted"
-    monkeypatch.setenv("AUTOPAR_ROUTES", "peers")
     args = drawn(7, 3, 6, how)
     grad, n = torch.randint(-3, 4, (7, 4)).to(WHOLE), 3
     shares = [(g, *p) for g, p in zip(grad.chunk(n), parts(args, n), strict=True)]
     whole = ops.experts(*args), *ops.experts_backward(grad, *args)
 
     def run(rank: int) -> tuple[Tensor, ...]:
-        group = 9, n, "dispatch between peers", rank
+        group = 9, n, "dispatch between peers", rank, True
         share = shares[rank]
         assert isinstance(dispatched.exchange_of(share[1], *group), dispatched.BetweenPeers)
+        assert isinstance(dispatched.exchange_of(share[1], *group[:-1], False), dispatched.InGroup), "where nobody asks"
         return dispatched.experts_bound(*share[1:], *group), *dispatched.experts_backward_bound(*share, *group)
 
     with HostThreads(n) as peers, provided("dispatch between peers", peers):

@@ -31,7 +31,7 @@ def operands(how: str) -> tuple[Tensor, ...]:
 
 def run(rank: int) -> dict[str, Any]:
     """What is not as it should be, and bytes held at most: (measured, predicted) in forward and in backward."""
-    group = NUM, dist.group.WORLD.group_name, rank
+    group = NUM, dist.group.WORLD.group_name, rank, False
     starts = [i * EXPERTS // NUM for i in range(NUM)]
     wrong = []
     for how in ("any", "one", "none", "again"):
@@ -48,7 +48,7 @@ def run(rank: int) -> dict[str, Any]:
     return {"wrong": wrong, "forward": held(group, starts, backward=False), "backward": held(group, starts, backward=True)}
 
 
-def held(group: tuple[int, str, int], starts: list[int], *, backward: bool) -> tuple[int, int]:
+def held(group: tuple[int, str, int, bool], starts: list[int], *, backward: bool) -> tuple[int, int]:
     """With balanced picks: what really lives at most beside the operands, and what a run on fake tensors in a fake group says."""
     step: Callable[..., Any] = dispatched.experts_backward_bound if backward else dispatched.experts_bound
 
@@ -57,7 +57,7 @@ def held(group: tuple[int, str, int], starts: list[int], *, backward: bool) -> t
         tensors = [torch.ones(16, 32), torch.ones(16, 32), ids, torch.ones(16, 2), torch.ones(2, 2, 48, 32), torch.ones(2, 32, 48)]
         own = tensors[0 if backward else 1 :]
         known = sum(t.untyped_storage().nbytes() for t in tensors)
-        return least_peak(tensors, lambda: step(*own, "silu", EXPERTS, starts, 32, group[0], name, group[2])) - known
+        return least_peak(tensors, lambda: step(*own, "silu", EXPERTS, starts, 32, group[0], name, *group[2:])) - known
 
     measured = peak(group[1])
     with FakeTensorMode():
