@@ -2,8 +2,9 @@
 
 As the steps of `autopar.kernels.collectives` they name the mesh axis by index, and `bind` puts a process group in its place. Rows go by
 all-to-alls of as many as there are, which processes first tell each other; so the host waits once for the device, to know the sizes.
-A step that is *routed*, as its last argument says, has moe_dispatch and moe_combine take the all-to-alls' place where the group's ranks
-reach each other's memory; where they do not, the log says once that rows go by all-to-alls.
+In a step that is *routed*, as its last argument says, ranks write rows into each other's memory instead, where they reach it: at once from
+the tokens to where experts read them, and from what these made to where it is added up. Where ranks do not reach each other's memory, the
+log says once that rows go by all-to-alls.
 
 Memory. Beside operands and results live, of the r rows that go and those that come, which are as many in a fake group, as where all experts
 are picked alike: in forward the rows that go, until they are sent, those that come, until experts made as many of them, those that come
@@ -14,7 +15,7 @@ and the sums hold meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from torch import Tensor
 
 from autopar.kernels import bound
 from autopar.kernels.collectives import AxisGroup, Groups, current_groups, range_of
+from autopar.kernels.peers import Peers
 from autopar.kernels.providers import peers_of, say_once
-from autopar.kernels.routed import moe_combine, moe_dispatch
-from autopar.ops.dispatched import Exchange, Operands, Traffic, dispatched_experts, dispatched_experts_backward
+from autopar.kernels.routes import BACK, Sent, count, send
+from autopar.ops.dispatched import Exchange, Operands, Traffic, What, dispatched_experts, dispatched_experts_backward
 
 Split = tuple[int, tuple[tuple[int, int], ...]]
 """The number of experts, and (axis, axis size) of those that split them, outermost first."""
@@ -99,7 +101,7 @@ def exchange_of(x: Tensor, most: int, size: int, name: str, coordinate: int, rou
     group = AxisGroup(name, size, coordinate)
     peers, reason = peers_of(group, x.device)
     if peers is not None:
-        return BetweenPeers(most, group)
+        return BetweenPeers(peers, (coordinate,), most)
     say_once(group, "rows go to their experts by an all-to-all of the process group", reason)
     return InGroup(size, name)
 
@@ -118,53 +120,52 @@ class InGroup:
         leaving, coming = torch.stack((mine, theirs)).tolist()
         return [Traffic(tuple(map(sum, leaving)), tuple(map(tuple, coming)))]
 
-    def there(self, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        return [bound.exchanged(rows.pop(), list(traffic[0].leaving), list(traffic[0].by_sender), self.name)]
+    def there(self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+        return [bound.exchanged(tensors.pop()[index[0]], list(traffic[0].leaving), list(traffic[0].by_sender), self.name)]
 
-    def back(self, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+    def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
         return [bound.exchanged(rows.pop(), list(traffic[0].by_sender), list(traffic[0].leaving), self.name)]
 
 
 @dataclass(slots=True)
 class BetweenPeers:
-    """One rank of those that reach each other's memory, by moe_dispatch and moe_combine (`autopar.kernels.routed`) of its sorted pairs.
+    """Ranks that reach each other's memory (`autopar.kernels.routes`): they write rows where these are used, the experts' and the senders'.
 
-    They write rows where experts want them, and hold room for all pairs of all ranks at once, which nothing else does. What tells the ranks
-    how many rows come is a dispatch of the pairs' labels.
+    Attributes:
+        ranks: those that are worked for. most: pairs of any rank. tables: by rank, how many pairs each rank has for each expert.
     """
 
+    peers: Peers
+    ranks: tuple[int, ...]
     most: int
-    group: AxisGroup
     by_expert: bool = True
-    num_experts: int = 0
-    labels: Tensor | None = None
-    table: Tensor | None = None
+    tables: Mapping[int, Tensor] = field(default_factory=dict)
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
-        (mine,) = counts
-        self.num_experts = mine.numel()
-        each = torch.arange(self.num_experts, device=mine.device)
-        self.labels = torch.repeat_interleave(each, mine.reshape(-1)).unsqueeze(1)
-        _, self.table, _ = self._dispatched(self.labels)
-        all_counts = self.table.view(self.group.size, *mine.shape).tolist()  # [sender, home, expert]
-        leaving = tuple(map(sum, all_counts[self.group.coordinate]))
-        return [Traffic(leaving, tuple(tuple(sent[self.group.coordinate]) for sent in all_counts))]
+        shape = self.peers.size, *counts[0].shape
+        flat = {rank: mine.flatten() for rank, mine in zip(self.ranks, counts, strict=True)}
+        self.tables = count(self.peers, counts[0].numel(), self.most, flat)
+        found = []
+        for rank in self.ranks:
+            table = self.tables[rank].view(shape).tolist()  # [sender, home, expert]
+            found.append(Traffic(tuple(map(sum, table[rank])), tuple(tuple(sent[rank]) for sent in table)))
+        return found
 
-    def there(self, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        return [self._dispatched(rows.pop())[0][: sum(traffic[0].by_sender)]]
+    def there(self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+        return self._sent(what, tensors, index, [sum(each.by_sender) for each in traffic])
 
-    def back(self, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        made, group = rows.pop(), self.group
-        assert self.labels is not None and self.table is not None, "rows are counted first"
-        room = made.new_zeros(group.size * self.most, made.shape[1])
-        room[: len(made)] = made
-        places = torch.arange(len(self.labels), device=made.device).unsqueeze(1)
-        weights = made.new_ones(len(self.labels), 1)
-        return [moe_combine(room, self.table, places, weights, group.size, group.name, group.coordinate)[1]]
+    def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+        return self._sent(BACK + what, rows, [None for _ in traffic], [sum(each.leaving) for each in traffic])
 
-    def _dispatched(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert self.labels is not None, "rows are counted first"
-        return moe_dispatch(rows, self.labels, self.num_experts, self.most, self.group.size, self.group.name, self.group.coordinate)  # type: ignore[no-any-return]
+    def _sent(self, name: str, rows: list[Tensor], index: Sequence[Tensor | None], lengths: Sequence[int]) -> list[Tensor]:
+        """Views of what came."""
+        width, dtype = rows[0].shape[1], rows[0].dtype
+        every = zip(self.ranks, rows, index, strict=True)
+        jobs = {rank: Sent(mine.contiguous(), places, self.tables[rank]) for rank, mine, places in every}
+        rows.clear()
+        come = send(self.peers, name, self.tables[self.ranks[0]].shape[1], self.most, jobs)
+        ends = [length * width * dtype.itemsize for length in lengths]
+        return [come[rank][:end].view(dtype).view(-1, width) for rank, end in zip(self.ranks, ends, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +179,11 @@ class Fake:
         evenly = _evenly(num_pairs[0], self.size)
         return [Traffic(evenly, tuple(_evenly(num, counts[0].shape[1]) for num in evenly))]
 
-    def there(self, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        sent = rows.pop()
+    def there(self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+        sent = tensors.pop()[index[0]]
         return [sent.new_empty(sum(traffic[0].by_sender), *sent.shape[1:])]
 
-    def back(self, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+    def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
         sent = rows.pop()
         return [sent.new_empty(sum(traffic[0].leaving), *sent.shape[1:])]
 

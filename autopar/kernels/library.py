@@ -80,6 +80,17 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = {
     "ap_moe_combine_sum_host": (_P, _P, _P, _P, _I, _P, _P, NativeRoutes, _U),
     "ap_moe_combine_sum_cuda": (_P, _P, _P, _P, _I, _P, _P, NativeRoutes, _U, _P),
     "ap_moe_sizes_host": (_P, NativeRoutes),
+    "ap_expert_rows_announce_host": (_P, _P, _P, NativeRoutes, _U),
+    "ap_expert_rows_announce_cuda": (_P, _P, _P, NativeRoutes, _U, _P),
+    "ap_expert_rows_table_host": (_P, _P, _P, NativeRoutes, _U),
+    "ap_expert_rows_table_cuda": (_P, _P, _P, NativeRoutes, _U, _P),
+    "ap_expert_rows_push_host": (_P, _P, _P, _P, _P, NativeRoutes, _U),
+    "ap_expert_rows_push_cuda": (_P, _P, _P, _P, _P, NativeRoutes, _U, _P),
+    "ap_expert_rows_return_host": (_P, _P, _P, _P, NativeRoutes, _U),
+    "ap_expert_rows_return_cuda": (_P, _P, _P, _P, NativeRoutes, _U, _P),
+    "ap_expert_rows_await_host": (_P, _P, NativeRoutes, _U),
+    "ap_expert_rows_await_cuda": (_P, _P, NativeRoutes, _U, _P),
+    "ap_expert_rows_sizes_host": (_P, NativeRoutes),
 }
 STATUS = {1: "an argument was refused", 2: "a wait for a signal timed out", 3: "the launch failed"}
 TIMED_OUT = 2

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,10 @@ class Traffic:
         return tuple(sum(counts) for counts in self.coming)
 
 
+What = Literal["rows", "gates"]
+"""Each goes there once, and back once, after each count."""
+
+
 class Exchange(Protocol):
     """How ranks hand each other rows; each list has an item for each of the ranks that are worked for."""
 
@@ -53,10 +57,13 @@ class Exchange(Protocol):
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
         """From how many pairs [homes, experts of each] a rank has; `num_pairs` are all of them, which those that are not real expect."""
 
-    def there(self, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        """Rows of pairs, sorted by home and expert → those that come. `rows` is emptied."""
+    def there(self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+        """The rows `index` of a rank's tensor, which are its pairs', sorted by home and expert → those that come. `tensors` is emptied.
 
-    def back(self, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+        They may lie in memory that is written anew when the ranks next count; so may those of `back`.
+        """
+
+    def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
         """What experts made of the rows that came → of those that went, in the order in which they did. `rows` is emptied."""
 
 
@@ -73,10 +80,10 @@ class Together:
             for rank in range(len(table))
         ]
 
-    def there(self, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        return self._rows(rows, [each.leaving for each in traffic])
+    def there(self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+        return self._rows([tensors.pop(0)[rows] for rows in index], [each.leaving for each in traffic])
 
-    def back(self, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+    def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
         return self._rows(rows, [each.by_sender for each in traffic])
 
     def _rows(self, rows: list[Tensor], leaving: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -98,12 +105,12 @@ def dispatched_experts(ranks: Sequence[Operands], exchange: Exchange) -> list[Te
     """Of each rank the results of its tokens [t, d]; operands (x, ids, gates, up, down, act, size, starts)."""
     ways = _ways([(ids, up, starts) for _, ids, _, up, _, _, _, starts in ranks], exchange)
     traffic = [way.traffic for way in ways]
-    come = exchange.there([x[way.tokens] for (x, *_), way in zip(ranks, ways, strict=True)], traffic)
+    come = exchange.there("rows", [x for x, *_ in ranks], [way.tokens for way in ways], traffic)
     made = [
         experts_of_rows(come.pop(0), _places_of(way, exchange), up, down, act)
         for (_, _, _, up, down, act, *_), way in zip(ranks, ways, strict=True)
     ]
-    back = exchange.back(made, traffic)
+    back = exchange.back("rows", made, traffic)
     return [add_up(back.pop(0), way.order, *ids.shape, gates) for (_, ids, gates, *_), way in zip(ranks, ways, strict=True)]
 
 
@@ -115,15 +122,15 @@ def dispatched_experts_backward(ranks: Sequence[Operands], exchange: Exchange) -
     ways = _ways([(ids, up, starts) for _, _, ids, _, up, _, _, _, starts in ranks], exchange)
     pairs = list(zip(ranks, ways, strict=True))
     traffic = [way.traffic for way in ways]
-    come = exchange.there([torch.cat((grad, x), 1)[way.tokens] for (grad, x, *_), way in pairs], traffic)
-    weights = exchange.there([gates.reshape(-1, 1)[way.order] for (_, _, _, gates, *_), way in pairs], traffic)
+    come = exchange.there("rows", [torch.cat((grad, x), 1) for grad, x, *_ in ranks], [way.tokens for way in ways], traffic)
+    weights = exchange.there("gates", [gates.reshape(-1, 1) for _, _, _, gates, *_ in ranks], [way.order for way in ways], traffic)
     made = [
         experts_of_rows_backward(come.pop(0), weights.pop(0), _places_of(way, exchange), up, down, act)
         for (_, _, _, _, up, down, act, *_), way in pairs
     ]  # fmt: skip
     d_rows, d_weights, d_ups, d_downs = (list(results) for results in zip(*made, strict=True))
     made.clear()
-    rows, gates_back = exchange.back(d_rows, traffic), exchange.back(d_weights, traffic)
+    rows, gates_back = exchange.back("rows", d_rows, traffic), exchange.back("gates", d_weights, traffic)
     found = []
     for (_, _, ids, gates, *_), way in pairs:
         d_gates = torch.zeros_like(gates).reshape(-1)
@@ -217,16 +224,22 @@ Places = list[tuple[int, int]]  # where rows begin, and how many there are
 
 
 def _by_expert(places: Sequence[int], num: int) -> Iterator[tuple[int, Places]]:
-    """Each expert that got rows, with where these are, in the senders' order."""
+    """Each expert that got rows, with where these are, in the senders' order; those that lie together are one."""
     size = len(places) // 2
     for expert in range(num):
-        found = [(places[i], places[size + i]) for i in range(expert, size, num) if places[size + i]]
+        found: Places = []
+        for begin, count in ((places[i], places[size + i]) for i in range(expert, size, num) if places[size + i]):
+            if found and sum(found[-1]) == begin:
+                begin, count = found[-1][0], found.pop()[1] + count
+            found.append((begin, count))
         if found:
             yield expert, found
 
 
 def _taken(rows: Tensor, places: Places) -> Tensor:
-    return torch.cat([rows[begin : begin + count] for begin, count in places])
+    """As they lie, where they lie together."""
+    pieces = [rows[begin : begin + count] for begin, count in places]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _put(rows: Tensor, places: Places, made: Tensor) -> None:

@@ -55,6 +55,14 @@ AP_HD inline int64_t dispatch_bytes(const Routes& r) { return rows_offset(r) + i
 AP_HD inline int64_t returned_offset(const Routes& r, uint64_t epoch) { return int64_t(epoch % 2) * in_lines(r.most * r.row_bytes); }
 AP_HD inline int64_t combine_bytes(const Routes& r) { return 2 * in_lines(r.most * r.row_bytes); }
 
+// expert_rows: a region for counts, and for each that travels one for rows received and one for those that come back, sorted
+AP_HD inline int64_t counts_bytes(const Routes& r) { return in_lines(r.size * r.num_experts * 8); }
+AP_HD inline int64_t received_bytes(const Routes& r) { return in_lines(r.size * r.most * r.row_bytes); }
+AP_HD inline int64_t sorted_bytes(const Routes& r) { return in_lines(r.most * r.row_bytes); }
+// its only flags, each in a line of its own: "what the peer wrote here has come"
+AP_HD inline int64_t come_flag(int64_t peer) { return peer * 16; }
+AP_HD inline int64_t num_come_flags(const Routes& r) { return r.size * 16; }
+
 // Flags, each in a line of its own: "the peer's counts have come", "the peer's rows have come".
 AP_HD inline int64_t counts_flag(int64_t peer) { return peer * 16; }
 AP_HD inline int64_t rows_flag(const Routes& r, int64_t peer) { return (r.size + peer) * 16; }
@@ -65,6 +73,14 @@ constexpr int64_t kMaxRanks = 64;
 struct Peers {
   char* at[kMaxRanks];
 };
+
+inline bool can_run(const Routes& r, uint64_t epoch) { return is_valid(r) && r.size <= kMaxRanks && epoch > 0; }
+
+inline Peers peers_at(const Routes& r, void* const* addresses) {
+  Peers peers{};
+  for (int64_t rank = 0; rank < r.size; ++rank) peers.at[rank] = static_cast<char*>(addresses[rank]);
+  return peers;
+}
 
 // Copies a row by `lanes` threads, of which this is number `lane`; in pieces of 16 bytes where that can be.
 AP_HD inline void copy_row(char* to, const char* from, int64_t num_bytes, int64_t lane, int64_t lanes) {
@@ -102,14 +118,25 @@ AP_HD inline void collect_row(const Routes& r, const char* inbox, char* rows, in
   for (int64_t i = lane; i < r.row_bytes; i += lanes) to[i] = 0;
 }
 
-// Writes rows back that came from one sender for one of this rank's experts; `block` is sender + size · (the expert's number here).
-AP_HD inline void return_block(const Routes& r, const char* rows, const int64_t* table, const Peers& senders, uint64_t epoch, int64_t block,
+// Writes this rank's rows for one expert to their places at its home; the row of the pair at sorted place i is x[index[i]].
+AP_HD inline void push_block(const Routes& r, const char* x, const int64_t* index, const int64_t* table, const Peers& homes, int64_t expert,
+                             int64_t first, int64_t step, int64_t lane, int64_t lanes) {
+  const int64_t count = count_of(r, table, r.rank, expert), home = home_of(r, expert);
+  if (first >= count) return;
+  const int64_t* const from = index + sorted_begin(r, table, r.rank, expert);
+  char* const to = homes.at[home] + received_begin(r, table, home, r.rank, expert) * r.row_bytes;
+  for (int64_t i = first; i < count; i += step) copy_row(to + i * r.row_bytes, x + from[i] * r.row_bytes, r.row_bytes, lane, lanes);
+}
+
+// Writes rows back that came from one sender for one of this rank's experts; `block` is sender + size · (the expert's number here), and
+// `offset` is where the sorted rows begin in the senders' memory.
+AP_HD inline void return_block(const Routes& r, const char* rows, const int64_t* table, const Peers& senders, int64_t offset, int64_t block,
                                int64_t first, int64_t step, int64_t lane, int64_t lanes) {
   const int64_t sender = block % r.size, expert = r.rank * experts_per_rank(r) + block / r.size;
   const int64_t count = count_of(r, table, sender, expert);
   if (first >= count) return;
   const char* const from = rows + received_begin(r, table, r.rank, sender, expert) * r.row_bytes;
-  char* const to = senders.at[sender] + returned_offset(r, epoch) + sorted_begin(r, table, sender, expert) * r.row_bytes;
+  char* const to = senders.at[sender] + offset + sorted_begin(r, table, sender, expert) * r.row_bytes;
   for (int64_t i = first; i < count; i += step) copy_row(to + i * r.row_bytes, from + i * r.row_bytes, r.row_bytes, lane, lanes);
 }
 

@@ -1,0 +1,175 @@
+// expert_rows: rows of pairs go from where they are to the ranks of their experts and are used where they come to lie; results go back.
+//
+// Shapes (words and orders: include/routes.h). A *step* is what all ranks do together: counts once, then rows once or more, each that
+// travels in regions of its own.
+//   counts [num_experts]         of this rank's pairs, by expert → table [size, num_experts], of every rank
+//   x [any, row], index [pairs]  the pair at sorted place i has the row x[index[i]] → received, at the experts' homes
+//   rows [received, row]         what experts made of them → sorted, at the senders
+//
+// Step, epoch e of each region, all in the compute lane. Each writer signals the flag (own rank) of every rank, in the region it writes:
+//   announce       writes counts to all ranks' tables
+//   table          waits for all ranks' announce, copies the table out
+//   push, await    writes each row to its place at its home; waits for all ranks' push
+//   return, await  writes each row to its sorted place at its sender; waits for all ranks' return
+// After an await what came is read in the region itself, by whatever the caller's lane does next: a view of it is valid until this rank
+// announces the next step.
+//
+// Reuse. Every region has one slot, and is written once in a step. Rows: a rank pushes or returns after it has all ranks' counts of this
+// step, which they announced behind all that they read in the steps before; so it does not matter how long after its await a rank reads,
+// nor which steps use a region. Counts: a rank that announces has awaited all ranks' rows of the step before, which they pushed after
+// they had copied their tables; so a step that counts also pushes.
+//
+// Order of work: all ranks' announce, then all ranks' table; likewise push, then await. No allocation, no synchronisation.
+
+#include "include/lanes.h"
+#include "include/routes.h"
+
+namespace ap {
+namespace {
+
+#ifdef AP_DEVICE
+
+__global__ void __launch_bounds__(128) ap_rows_push_kernel(Routes r, const char* x, const int64_t* index, const int64_t* table,
+                                                           Peers homes) {
+  push_block(r, x, index, table, homes, blockIdx.x, blockIdx.y, gridDim.y, threadIdx.x, blockDim.x);
+}
+
+__global__ void __launch_bounds__(128) ap_rows_return_kernel(Routes r, const char* rows, const int64_t* table, Peers senders) {
+  return_block(r, rows, table, senders, 0, blockIdx.x, blockIdx.y, gridDim.y, threadIdx.x, blockDim.x);
+}
+
+// As many blocks share the rows from one rank for one expert as fill a device together with the others, and no more than can be rows.
+dim3 grid_of(const Routes& r) {
+  return dim3(unsigned(r.num_experts), unsigned(min_of(min_of(ceil_div(4096, r.num_experts), 512), r.most < 1 ? 1 : r.most)));
+}
+
+int push_rows(const StreamLane& lane, const Routes& r, const char* x, const int64_t* index, const int64_t* table, const Peers& homes) {
+  AP_LAUNCH(ap_rows_push_kernel, grid_of(r), 128, lane.stream, r, x, index, table, homes);
+  return launched();
+}
+int return_rows(const StreamLane& lane, const Routes& r, const char* rows, const int64_t* table, const Peers& senders) {
+  AP_LAUNCH(ap_rows_return_kernel, grid_of(r), 128, lane.stream, r, rows, table, senders);
+  return launched();
+}
+
+#else
+
+int push_rows(const HostLane&, const Routes& r, const char* x, const int64_t* index, const int64_t* table, const Peers& homes) {
+  for (int64_t e = 0; e < r.num_experts; ++e) push_block(r, x, index, table, homes, e, 0, 1, 0, 1);
+  return AP_OK;
+}
+int return_rows(const HostLane&, const Routes& r, const char* rows, const int64_t* table, const Peers& senders) {
+  for (int64_t block = 0; block < r.num_experts; ++block) return_block(r, rows, table, senders, 0, block, 0, 1, 0, 1);
+  return AP_OK;
+}
+
+#endif
+
+// --- the steps -------------------------------------------------------------------------------------------------------------------
+template <class Lane> int tell(const Lane& lane, const Routes& r, uint64_t* const* flags, uint64_t epoch) {
+  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.signal(flags[peer] + come_flag(r.rank), epoch));
+  return AP_OK;
+}
+
+template <class Lane> int await(const Lane& lane, const Routes& r, uint64_t* const* flags, uint64_t epoch) {
+  if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
+  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] + come_flag(peer), epoch));
+  return AP_OK;
+}
+
+template <class Lane>
+int announce(const Lane& lane, const Routes& r, const int64_t* counts, void* const* memory, uint64_t* const* flags, uint64_t epoch) {
+  if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
+  const int64_t num_bytes = r.num_experts * 8;
+  const char* const from = reinterpret_cast<const char*>(counts);
+  for (int64_t peer = 0; peer < r.size; ++peer)
+    AP_TRY(lane.copy(static_cast<char*>(memory[peer]) + r.rank * num_bytes, num_bytes, from, num_bytes, num_bytes, 1));
+  return tell(lane, r, flags, epoch);
+}
+
+template <class Lane>
+int copy_table(const Lane& lane, const Routes& r, int64_t* table, void* const* memory, uint64_t* const* flags, uint64_t epoch) {
+  AP_TRY(await(lane, r, flags, epoch));
+  const int64_t num_bytes = r.size * r.num_experts * 8;
+  return lane.copy(reinterpret_cast<char*>(table), num_bytes, static_cast<const char*>(memory[r.rank]), num_bytes, num_bytes, 1);
+}
+
+template <class Lane>
+int push(const Lane& lane, const Routes& r, const char* x, const int64_t* index, const int64_t* table, void* const* memory,
+         uint64_t* const* flags, uint64_t epoch) {
+  if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
+  AP_TRY(push_rows(lane, r, x, index, table, peers_at(r, memory)));
+  return tell(lane, r, flags, epoch);
+}
+
+template <class Lane>
+int give_back(const Lane& lane, const Routes& r, const char* rows, const int64_t* table, void* const* memory, uint64_t* const* flags,
+              uint64_t epoch) {
+  if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
+  AP_TRY(return_rows(lane, r, rows, table, peers_at(r, memory)));
+  return tell(lane, r, flags, epoch);
+}
+
+}  // namespace
+}  // namespace ap
+
+#ifndef AP_DEVICE
+
+// In all steps `memory` and `flags` are every rank's of one region, in order of the ranks; of `r`, tokens and choices are not looked at.
+AP_API int ap_expert_rows_announce_host(const int64_t* counts, void* const* memory, uint64_t* const* flags, ap::Routes r, uint64_t epoch) {
+  return ap::announce(ap::HostLane{}, r, counts, memory, flags, epoch);
+}
+
+AP_API int ap_expert_rows_table_host(int64_t* table, void* const* memory, uint64_t* const* flags, ap::Routes r, uint64_t epoch) {
+  return ap::copy_table(ap::HostLane{}, r, table, memory, flags, epoch);
+}
+
+AP_API int ap_expert_rows_push_host(const void* x, const int64_t* index, const int64_t* table, void* const* memory, uint64_t* const* flags,
+                                    ap::Routes r, uint64_t epoch) {
+  return ap::push(ap::HostLane{}, r, (const char*)x, index, table, memory, flags, epoch);
+}
+
+AP_API int ap_expert_rows_return_host(const void* rows, const int64_t* table, void* const* memory, uint64_t* const* flags, ap::Routes r,
+                                      uint64_t epoch) {
+  return ap::give_back(ap::HostLane{}, r, (const char*)rows, table, memory, flags, epoch);
+}
+
+AP_API int ap_expert_rows_await_host(void* const*, uint64_t* const* flags, ap::Routes r, uint64_t epoch) {
+  return ap::await(ap::HostLane{}, r, flags, epoch);
+}
+
+// sizes [4]: bytes per rank of the regions of counts, of rows received and of rows sorted, and words of each one's flags.
+AP_API int ap_expert_rows_sizes_host(int64_t* sizes, ap::Routes r) {
+  if (!ap::is_valid(r)) return AP_BAD_ARGUMENT;
+  sizes[0] = ap::counts_bytes(r), sizes[1] = ap::received_bytes(r), sizes[2] = ap::sorted_bytes(r), sizes[3] = ap::num_come_flags(r);
+  return AP_OK;
+}
+
+#else
+
+// `memory` and `flags` are arrays on the host, of addresses on the device.
+AP_API int ap_expert_rows_announce_cuda(const int64_t* counts, void* const* memory, uint64_t* const* flags, ap::Routes r, uint64_t epoch,
+                                        void* stream) {
+  return ap::announce(ap::StreamLane{stream}, r, counts, memory, flags, epoch);
+}
+
+AP_API int ap_expert_rows_table_cuda(int64_t* table, void* const* memory, uint64_t* const* flags, ap::Routes r, uint64_t epoch,
+                                     void* stream) {
+  return ap::copy_table(ap::StreamLane{stream}, r, table, memory, flags, epoch);
+}
+
+AP_API int ap_expert_rows_push_cuda(const void* x, const int64_t* index, const int64_t* table, void* const* memory, uint64_t* const* flags,
+                                    ap::Routes r, uint64_t epoch, void* stream) {
+  return ap::push(ap::StreamLane{stream}, r, (const char*)x, index, table, memory, flags, epoch);
+}
+
+AP_API int ap_expert_rows_return_cuda(const void* rows, const int64_t* table, void* const* memory, uint64_t* const* flags, ap::Routes r,
+                                      uint64_t epoch, void* stream) {
+  return ap::give_back(ap::StreamLane{stream}, r, (const char*)rows, table, memory, flags, epoch);
+}
+
+AP_API int ap_expert_rows_await_cuda(void* const*, uint64_t* const* flags, ap::Routes r, uint64_t epoch, void* stream) {
+  return ap::await(ap::StreamLane{stream}, r, flags, epoch);
+}
+
+#endif
