@@ -7,9 +7,13 @@ the tokens to where experts read them, and from what these made to where it is a
 log says once that rows go by all-to-alls.
 
 Memory. Beside operands and results live, of the r rows that go and those that come, which are as many in a fake group, as where all experts
-are picked alike: in forward the rows that go, until they are sent, those that come, until experts made as many of them, those that come
-back, and for each pair its place; in backward likewise, rows of tokens and of results' gradients at once. Not counted is what the linears
-and the sums hold meanwhile.
+are picked alike,
+    by all-to-alls  in forward the rows that go, until they are sent, those that come, until experts made as many of them, those that come
+                    back, and for each pair its place; in backward likewise, rows of tokens and of results' gradients at once
+    routed          in forward what experts make, until it is back, and for each pair its place; in backward likewise, and the tokens beside
+                    their results' gradients, until they are sent. What comes, there and back, lies in memory that peers write, with room
+                    for all pairs of all ranks; it is kept for the next use (`autopar.kernels.routes.shared_regions`)
+Not counted is what the linears and the sums hold meanwhile. In a fake group a routed step goes both ways, so that the larger is counted.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from torch import Tensor
 from autopar.kernels import bound
 from autopar.kernels.collectives import AxisGroup, Groups, current_groups, range_of
 from autopar.kernels.peers import Peers
-from autopar.kernels.providers import peers_of, say_once
+from autopar.kernels.providers import counts_memory, peers_of, say_once
 from autopar.kernels.routes import BACK, Sent, count, send
 from autopar.ops.dispatched import Exchange, Operands, Traffic, What, dispatched_experts, dispatched_experts_backward
 
@@ -72,16 +76,22 @@ def experts_bound(*operands: Any) -> Tensor:
     """As `experts`, in a process group: operands, its starts, `most` pairs, `settings_of` the group. A compiler sees one operator."""
     if torch.compiler.is_compiling():
         return torch.ops.autopar.dispatch_experts(*operands)
-    *args, most, size, name, coordinate, routed = operands
-    return dispatched_experts([tuple(args)], exchange_of(args[0], most, size, name, coordinate, routed))[0]
+    return _run(dispatched_experts, *operands)  # type: ignore[no-any-return]
 
 
 def experts_backward_bound(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `experts_backward`, in a process group."""
     if torch.compiler.is_compiling():
         return torch.ops.autopar.dispatch_experts_backward(*operands)
+    return _run(dispatched_experts_backward, *operands)  # type: ignore[no-any-return]
+
+
+def _run(together: Callable[[Sequence[Operands], Exchange], list[Any]], *operands: Any) -> Any:
+    """What `together` makes for this rank."""
     *args, most, size, name, coordinate, routed = operands
-    return dispatched_experts_backward([tuple(args)], exchange_of(args[0], most, size, name, coordinate, routed))[0]
+    if routed and counts_memory(AxisGroup(name, size, coordinate)):
+        together([tuple(args)], FakePeers(size, tuple(x for x in args if isinstance(x, Tensor))))
+    return together([tuple(args)], exchange_of(args[0], most, size, name, coordinate, routed))[0]
 
 
 STEPS: Mapping[Callable[..., Any], Callable[..., Any]] = {
@@ -188,6 +198,34 @@ class Fake:
         return [sent.new_empty(sum(traffic[0].leaving), *sent.shape[1:])]
 
 
+@dataclass(frozen=True, slots=True)
+class FakePeers:
+    """As `Fake`, where ranks reach each other's memory: what comes lies there, and takes none of its own.
+
+    Attributes:
+        held: tensors that live through the step, of the dtypes of all that travels. tables: as of `BetweenPeers`, of this rank.
+    """
+
+    size: int
+    held: tuple[Tensor, ...]
+    tables: list[Tensor] = field(default_factory=list)
+    by_expert: bool = True
+
+    def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
+        self.tables.append(counts[0].new_empty(self.size, counts[0].numel()))
+        return Fake(self.size).count(counts, num_pairs)
+
+    def there(self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+        return [self._shared(tensors.pop(), sum(traffic[0].by_sender))]
+
+    def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+        return [self._shared(rows.pop(), sum(traffic[0].leaving))]
+
+    def _shared(self, sent: Tensor, length: int) -> Tensor:
+        """As many rows, in the memory of a tensor that is there anyway."""
+        return next(x for x in self.held if x.dtype == sent.dtype).as_strided((length, sent.shape[1]), (0, 0))
+
+
 def _evenly(num: int, parts: int) -> tuple[int, ...]:
     return tuple(num * (i + 1) // parts - num * i // parts for i in range(parts))
 
@@ -197,7 +235,7 @@ def _dispatch_experts(
     x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, act: str, num: int, starts: list[int], most: int, size: int,
     name: str, coordinate: int, routed: bool,
 ) -> Tensor:  # fmt: skip
-    return dispatched_experts([(x, ids, gates, up, down, act, num, starts)], exchange_of(x, most, size, name, coordinate, routed))[0]
+    return _run(dispatched_experts, x, ids, gates, up, down, act, num, starts, most, size, name, coordinate, routed)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("autopar::dispatch_experts_backward", mutates_args=())
@@ -205,8 +243,8 @@ def _dispatch_experts_backward(
     grad: Tensor, x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, act: str, num: int, starts: list[int], most: int,
     size: int, name: str, coordinate: int, routed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    exchange = exchange_of(x, most, size, name, coordinate, routed)
-    return dispatched_experts_backward([(grad, x, ids, gates, up, down, act, num, starts)], exchange)[0]
+    operands = grad, x, ids, gates, up, down, act, num, starts, most, size, name, coordinate, routed
+    return _run(dispatched_experts_backward, *operands)  # type: ignore[no-any-return]
 
 
 @_dispatch_experts.register_fake

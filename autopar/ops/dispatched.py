@@ -181,7 +181,10 @@ def _experts_of_rows(rows: Tensor, places: list[int], up: Tensor, down: Tensor, 
     how many they are."""
     made = rows.new_empty(rows.shape[0], down.shape[1])
     for expert, here in _by_expert(places, up.shape[0]):
-        _put(made, here, forward_of(_taken(rows, here), up[expert], down[expert], act))
+        room = _room(made, here)
+        done = forward_of(_taken(rows, here), up[expert], down[expert], act, room)
+        if room is None:
+            _put(made, here, done)
     return made
 
 
@@ -194,8 +197,10 @@ def _experts_of_rows_backward(
     d_up, d_down = up.new_zeros(up.shape), down.new_zeros(down.shape)
     for expert, here in _by_expert(places, up.shape[0]):
         grad, x = _taken(rows, here).split((down.shape[1], up.shape[-1]), 1)
-        d_x, d_gate, d_up[expert], d_down[expert] = backward_of(grad, x, _taken(gates, here), up[expert], down[expert], act)
-        _put(d_rows, here, d_x)
+        weights, room = (up[expert], down[expert]), _room(d_rows, here)
+        d_x, d_gate, d_up[expert], d_down[expert] = backward_of(grad, x, _taken(gates, here), *weights, act, room)
+        if room is None:
+            _put(d_rows, here, d_x)
         _put(d_gates, here, d_gate.unsqueeze(1))
     return d_rows, d_gates, d_up, d_down
 
@@ -221,6 +226,7 @@ def _add_up(rows: Tensor, order: Tensor, tokens: int, picks: int, gates: Tensor 
 
 
 Places = list[tuple[int, int]]  # where rows begin, and how many there are
+_ALIGNMENT = 64  # bytes, of what torch allocates on the CPU; on a device it is a multiple
 
 
 def _by_expert(places: Sequence[int], num: int) -> Iterator[tuple[int, Places]]:
@@ -237,9 +243,15 @@ def _by_expert(places: Sequence[int], num: int) -> Iterator[tuple[int, Places]]:
 
 
 def _taken(rows: Tensor, places: Places) -> Tensor:
-    """As they lie, where they lie together."""
-    pieces = [rows[begin : begin + count] for begin, count in places]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    lying = _room(rows, places)
+    return torch.cat([rows[begin : begin + count] for begin, count in places]) if lying is None else lying
+
+
+def _room(rows: Tensor, places: Places) -> Tensor | None:
+    """Where they lie, if together and as an allocator would put them: a product may round otherwise where its operands begin elsewhere."""
+    (begin, count), *others = places
+    lying = rows[begin : begin + count]
+    return None if others or lying.data_ptr() % _ALIGNMENT else lying
 
 
 def _put(rows: Tensor, places: Places, made: Tensor) -> None:

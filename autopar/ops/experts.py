@@ -70,13 +70,18 @@ def _experts_backward(
     return d_x.to(x.dtype), d_gates.view(gates.shape), d_up, d_down
 
 
-def forward_of(rows: Tensor, up: Tensor, down: Tensor, act: str) -> Tensor:
-    """What one expert, up [g, f, h] and down [d, f], makes of rows [r, h]: [r, d]."""
-    return _between(_up(rows, up), act) @ down.t()
+def forward_of(rows: Tensor, up: Tensor, down: Tensor, act: str, out: Tensor | None = None) -> Tensor:
+    """What one expert, up [g, f, h] and down [d, f], makes of rows [r, h]: [r, d], in `out` where this is given."""
+    return torch.mm(_between(_up(rows, up), act), down.t(), out=out)
 
 
-def backward_of(grad: Tensor, rows: Tensor, gate: Tensor, up: Tensor, down: Tensor, act: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One expert's gradients of rows [r, h], gates [r], up and down, given those of what tokens get, `grad` [r, d], and `gate` [r, 1]."""
+def backward_of(
+    grad: Tensor, rows: Tensor, gate: Tensor, up: Tensor, down: Tensor, act: str, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One expert's gradients of rows [r, h], gates [r], up and down, given those of what tokens get, `grad` [r, d], and `gate` [r, 1].
+
+    Those of rows are in `out` where this is given.
+    """
     wide = torch.promote_types(rows.dtype, torch.float32)
     hidden = _up(rows, up)
     between = _between(hidden, act)
@@ -84,7 +89,7 @@ def backward_of(grad: Tensor, rows: Tensor, gate: Tensor, up: Tensor, down: Tens
     d_gate = (d_between * between).sum(-1, dtype=wide).to(gate.dtype)
     d_down = (grad * gate).to(rows.dtype).t() @ between
     d_hidden = _between_backward((d_between * gate).to(rows.dtype), hidden, act).flatten(1)
-    return d_hidden @ up.flatten(0, 1), d_gate, (d_hidden.t() @ rows).view(up.shape), d_down
+    return torch.mm(d_hidden, up.flatten(0, 1), out=out), d_gate, (d_hidden.t() @ rows).view(up.shape), d_down
 
 
 def _by_expert(ids: Tensor, start: int, num: int) -> Iterator[tuple[int, Tensor]]:

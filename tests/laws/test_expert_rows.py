@@ -1,0 +1,191 @@
+"""Experts whose rows peers write where they are used compute, bit by bit, what they do by all-to-alls; what they share is predicted."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from native import needs_host
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.kernels import dispatched, library
+from autopar.kernels.dispatched import BetweenPeers
+from autopar.kernels.peers import HostThreads, Peers, VirtualRanks
+from autopar.kernels.providers import provided
+from autopar.kernels.routes import BACK, COUNTS, GATES, ROWS, Routes, shared_regions
+from autopar.ops.dispatched import Together, dispatched_experts, dispatched_experts_backward
+from autopar.run.live import LiveBytes
+
+pytestmark = needs_host
+WORLDS, DTYPES = (1, 2, 3, 4, 8), (torch.float32, torch.bfloat16, torch.float64)
+H, D, F, PICKS = 5, 3, 7, 3
+Ranks = list[tuple[Any, ...]]
+
+
+def drawn(size: int, per_rank: int, dtype: torch.dtype, seed: int, gates_dtype: torch.dtype | None = None, h: int = H) -> Ranks:
+    """Operands of the gradient, by rank: uneven tokens, on some ranks none; picks of no expert, of one by all, of some by none."""
+    generator = torch.Generator().manual_seed(seed)
+    num, starts, ranks = size * per_rank, [i * per_rank for i in range(size)], []
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    for rank in range(size):
+        tokens = (3 * rank + 4 + seed) % 6
+        ids = torch.randint(-1, num + 1, (tokens, PICKS), generator=generator)
+        ids[ids == seed % num] = -1
+        if seed % 2:
+            ids[:, 0] = num - 1
+        gates = normal(tokens, PICKS).to(gates_dtype or dtype)
+        weights = normal(per_rank, 2, F, h), normal(per_rank, D if h == H else h, F)
+        ranks.append((normal(tokens, weights[1].shape[1]), normal(tokens, h), ids, gates, *weights, "silu", num, starts))
+    return ranks
+
+
+def both(ranks: Ranks, exchange: Any) -> list[list[Tensor]]:
+    """By rank, what tokens get and all gradients."""
+    made = dispatched_experts([rank[1:] for rank in ranks], exchange())
+    return [[y, *grads] for y, grads in zip(made, dispatched_experts_backward(ranks, exchange()), strict=True)]
+
+
+def between(peers: Peers) -> Any:
+    return lambda: BetweenPeers(peers, peers.ranks, most_of(peers.size))
+
+
+def most_of(size: int) -> int:
+    return 5 * PICKS + size % 2
+
+
+def same(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
+    return all(torch.equal(a, b) for one, other in zip(found, expected, strict=True) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("per_rank", [1, 2])
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("width", [H, 16])
+def test_every_bit_is_that_of_all_to_alls_however_often_the_memory_was_used(
+    width: int, size: int, per_rank: int, dtype: torch.dtype
+) -> None:
+    """Rows of 16 numbers are multiplied where they lie; the others would not begin where they should."""
+    peers = VirtualRanks(size)
+    with HostThreads(size) as threads:
+        for seed in range(6):
+            ranks = drawn(size, per_rank, dtype, seed, torch.float32 if seed % 3 == 2 else None, width)
+            expected = both(ranks, Together)
+            assert same(both(ranks, between(peers)), expected)
+            assert same(both(ranks, between(threads)), expected)
+
+
+@pytest.mark.parametrize("per_rank", [1, 2])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_go_at_their_own_pace_get_each_steps_own_rows(size: int, per_rank: int) -> None:
+    """Only the signals hold ranks back; some are late. The memory is the same in all steps."""
+    cases = [drawn(size, per_rank, torch.float32, seed) for seed in range(5)]
+    expected = [both(ranks, Together) for ranks in cases]
+
+    def run(rank: int) -> list[int]:
+        wrong, group = [], (most_of(size), size, "own pace of rows", rank, True)
+        for step in range(100):
+            operands = cases[step % 5][rank]
+            if (rank + step) % 7 == 0:
+                time.sleep(0.0005)
+            found = dispatched.experts_bound(*operands[1:], *group), *dispatched.experts_backward_bound(*operands, *group)
+            wrong += [] if same([found], [expected[step % 5][rank]]) else [step]
+        return wrong
+
+    with HostThreads(size) as peers, provided("own pace of rows", peers):
+        assert peers.each(run) == [[]] * size
+        for (name, _), regions in peers._regions.items():
+            assert regions.epochs == [200 if name == COUNTS else 100] * size
+
+
+def test_rows_that_are_as_wide_as_gates_do_not_meet_them() -> None:
+    """One number per row of tokens and of gates: their regions would be alike but for their names."""
+    ranks = [(g[:, :0], x[:, :1], i, w, up[..., :1].contiguous(), down[:, :0].contiguous(), *rest) for g, x, i, w, up, down, *rest in (
+        drawn(3, 2, torch.float32, 0)
+    )]  # fmt: skip
+    peers = VirtualRanks(3)
+    found = dispatched_experts_backward(ranks, between(peers)())
+    assert same(found, dispatched_experts_backward(ranks, Together()))
+    assert {name for name, routes in peers._regions if routes.row_bytes == 4} == {ROWS, GATES, BACK + ROWS, BACK + GATES}  # type: ignore[misc]
+
+
+# ── what they share, and hold ──
+
+
+def test_python_and_c_have_the_same_sizes() -> None:
+    for row_bytes, per_rank, size, most in product((4, 20, 128), (1, 3), WORLDS, (1, 17)):
+        sizes = (ctypes.c_int64 * 4)()
+        native = library.NativeRoutes(0, 1, row_bytes, per_rank * size, size, 0, most)
+        library.check(library.function("host", "ap_expert_rows_sizes_host")(sizes, native), "sizes")
+        routes, peers = Routes(row_bytes, per_rank * size, size, most), VirtualRanks(size)
+        for name, data in ((COUNTS, 0), (ROWS, 1), (GATES, 1), (BACK + ROWS, 2), (BACK + GATES, 2)):
+            regions = routes.regions(peers, name)
+            assert (len(regions.data[0]), len(regions.flags[0])) == (sizes[data], sizes[3])
+        for name in ("dispatch", "combine", COUNTS, ROWS, BACK + GATES):
+            regions = routes.regions(peers, name)
+            assert regions.data[0].nbytes + regions.flags[0].nbytes == routes.num_bytes(name)
+
+
+def held_by(peers: Peers, rank: int) -> dict[Any, int]:
+    """By name and routes."""
+    return {
+        key: r.data[rank].untyped_storage().nbytes() + r.flags[rank].untyped_storage().nbytes() for key, r in peers._regions.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "per_rank"), [(1, 2), (3, 1), (4, 2)])
+def test_what_ranks_share_is_predicted_to_the_byte(size: int, per_rank: int, dtype: torch.dtype) -> None:
+    for gates in (dtype, torch.float32):
+        settings = H, D, per_rank, size, most_of(size), dtype.itemsize, gates.itemsize
+        with HostThreads(size) as threads:
+            for peers in (VirtualRanks(size), threads):
+                for seed in range(2):  # the second time nothing more is made
+                    dispatched_experts([rank[1:] for rank in drawn(size, per_rank, dtype, seed, gates)], between(peers)())
+                    assert held_by(peers, size - 1) == shared_regions(*settings, backward=False)
+                for seed in range(2):
+                    dispatched_experts_backward(drawn(size, per_rank, dtype, seed, gates), between(peers)())
+                    assert held_by(peers, 0) == {key: n for b in (False, True) for key, n in shared_regions(*settings, backward=b).items()}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_lives_meanwhile_is_what_a_fake_group_counts(backward: bool) -> None:
+    """With balanced picks; a fake group goes both ways, and counts the larger."""
+    size, tokens, width, num = 4, 16, 32, 8
+    ids = (torch.arange(tokens).view(-1, 1) + torch.arange(2)) % num
+    tensors = [torch.ones(tokens, width), torch.ones(tokens, width), ids, torch.ones(tokens, 2), torch.ones(2, 2, 48, width)]
+    operands = [*tensors, torch.ones(2, width, 48)][0 if backward else 1 :]
+    step = dispatched.experts_backward_bound if backward else dispatched.experts_bound
+    settings = "silu", num, [0, 2, 4, 6], 2 * tokens, size
+
+    together = dispatched.TOGETHER[dispatched.experts_backward if backward else dispatched.experts]
+
+    def peak(known: Sequence[Tensor], run: Callable[[], object]) -> int:
+        with LiveBytes() as memory:
+            memory.register(known)
+            memory.reset_peak()
+            run()
+            return memory.peak_bytes - memory.live_bytes
+
+    def run(rank: int) -> int:
+        step(*operands, *settings, "rows live", rank, True)
+        shared = [regions.data[rank] for regions in peers._regions.values()]
+        return peak([*operands, *shared], lambda: step(*operands, *settings, "rows live", rank, True))
+
+    with HostThreads(size) as peers, provided("rows live", peers):
+        measured = peers.each(run)
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in operands]
+        apart, counted = (peak(fake, lambda routed=routed: step(*fake, *settings, "", 0, routed)) for routed in (False, True))
+        alone = peak(fake, lambda: together([(*fake, *settings[:3])], dispatched.FakePeers(size, tuple(fake))))
+    assert measured == [alone] * size
+    assert counted == max(alone, apart)
+    assert alone < apart, "rows that come are not held"
