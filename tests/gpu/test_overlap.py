@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import row_cases
 import torch
 from native import WORLDS, needs_gpu, needs_nvcc
 from norm_cases import EPS, ranks_of, same, scaled_ranks
@@ -17,6 +18,7 @@ from torch import Tensor
 from autopar.kernels import chunked, library, normed_scatter, overlapped, routed
 from autopar.kernels.peers import VirtualRanks
 from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, scatter_norm_all, shards_of
+from autopar.ops.dispatched import Together
 
 pytestmark = [pytest.mark.gpu, needs_gpu, needs_nvcc]
 HERE = Path(__file__).parent
@@ -122,6 +124,16 @@ def test_rows_go_to_their_experts_and_come_back_as_in_the_reference(size: int, d
         wanted = routed.moe_combine_reference([part[0] for part in expected], expected[0][1], [part[2] for part in expected], wide)
         combined = combine_all(peers, [(job.rows, job.table, job.position) for job in found], moved(wide))
         assert all(torch.equal(job.y.cpu(), y) for job, (y, _) in zip(combined, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", WORLDS)
+def test_rows_of_experts_are_used_where_they_come_to_lie(size: int, dtype: torch.dtype) -> None:
+    peers = VirtualRanks(size, "cuda", late(size))
+    for seed in range(6):
+        here = row_cases.drawn(size, 2, dtype, seed, h=(row_cases.H, 32)[seed % 2])
+        ranks = [tuple(x.cuda() if isinstance(x, Tensor) else x for x in rank) for rank in here]
+        assert row_cases.same(row_cases.both(ranks, row_cases.between(peers)), row_cases.both(ranks, Together))
 
 
 def test_a_signal_that_comes_before_its_data_changes_the_numbers() -> None:

@@ -11,69 +11,30 @@ from typing import Any
 import pytest
 import torch
 from native import needs_host
+from row_cases import D, H, between, both, drawn, most_of, same
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.kernels import dispatched, library
-from autopar.kernels.dispatched import BetweenPeers
 from autopar.kernels.peers import HostThreads, Peers, VirtualRanks
 from autopar.kernels.providers import provided
 from autopar.kernels.routes import BACK, COUNTS, GATES, ROWS, Routes, shared_regions
+from autopar.ops import dispatched as experts_op
 from autopar.ops.dispatched import Together, dispatched_experts, dispatched_experts_backward
 from autopar.run.live import LiveBytes
 
 pytestmark = needs_host
 WORLDS, DTYPES = (1, 2, 3, 4, 8), (torch.float32, torch.bfloat16, torch.float64)
-H, D, F, PICKS = 5, 3, 7, 3
-Ranks = list[tuple[Any, ...]]
-
-
-def drawn(size: int, per_rank: int, dtype: torch.dtype, seed: int, gates_dtype: torch.dtype | None = None, h: int = H) -> Ranks:
-    """Operands of the gradient, by rank: uneven tokens, on some ranks none; picks of no expert, of one by all, of some by none."""
-    generator = torch.Generator().manual_seed(seed)
-    num, starts, ranks = size * per_rank, [i * per_rank for i in range(size)], []
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    for rank in range(size):
-        tokens = (3 * rank + 4 + seed) % 6
-        ids = torch.randint(-1, num + 1, (tokens, PICKS), generator=generator)
-        ids[ids == seed % num] = -1
-        if seed % 2:
-            ids[:, 0] = num - 1
-        gates = normal(tokens, PICKS).to(gates_dtype or dtype)
-        weights = normal(per_rank, 2, F, h), normal(per_rank, D if h == H else h, F)
-        ranks.append((normal(tokens, weights[1].shape[1]), normal(tokens, h), ids, gates, *weights, "silu", num, starts))
-    return ranks
-
-
-def both(ranks: Ranks, exchange: Any) -> list[list[Tensor]]:
-    """By rank, what tokens get and all gradients."""
-    made = dispatched_experts([rank[1:] for rank in ranks], exchange())
-    return [[y, *grads] for y, grads in zip(made, dispatched_experts_backward(ranks, exchange()), strict=True)]
-
-
-def between(peers: Peers) -> Any:
-    return lambda: BetweenPeers(peers, peers.ranks, most_of(peers.size))
-
-
-def most_of(size: int) -> int:
-    return 5 * PICKS + size % 2
-
-
-def same(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
-    return all(torch.equal(a, b) for one, other in zip(found, expected, strict=True) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("per_rank", [1, 2])
 @pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("width", [H, 16])
+@pytest.mark.parametrize("width", [H, 32])
 def test_every_bit_is_that_of_all_to_alls_however_often_the_memory_was_used(
     width: int, size: int, per_rank: int, dtype: torch.dtype
 ) -> None:
-    """Rows of 16 numbers are multiplied where they lie; the others would not begin where they should."""
+    """Rows of 32 numbers are multiplied where they lie; the others would not begin where they should."""
     peers = VirtualRanks(size)
     with HostThreads(size) as threads:
         for seed in range(6):
@@ -115,6 +76,27 @@ def test_rows_that_are_as_wide_as_gates_do_not_meet_them() -> None:
     found = dispatched_experts_backward(ranks, between(peers)())
     assert same(found, dispatched_experts_backward(ranks, Together()))
     assert {name for name, routes in peers._regions if routes.row_bytes == 4} == {ROWS, GATES, BACK + ROWS, BACK + GATES}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("per_rank", [1, 2])
+def test_products_read_what_came_where_it_lies(per_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, seen, ranks = 3, [], drawn(3, per_rank, torch.float32, 0, h=32)
+    peers, forward_of, add_up = VirtualRanks(3), experts_op.forward_of, experts_op.add_up
+
+    def watched(rows: Tensor, *rest: Any) -> Tensor:
+        seen.append((ROWS, rows))
+        return forward_of(rows, *rest)
+
+    def added(rows: Tensor, *rest: Any) -> Tensor:
+        seen.append((BACK + ROWS, rows))
+        return add_up(rows, *rest)
+
+    monkeypatch.setattr(experts_op, "forward_of", watched)
+    monkeypatch.setattr(experts_op, "add_up", added)
+    dispatched_experts([rank[1:] for rank in ranks], between(peers)())
+    lies = {name: {part.untyped_storage().data_ptr() for part in r.data} for (name, _), r in peers._regions.items()}  # type: ignore[misc]
+    assert {name for name, _ in seen} == {ROWS, BACK + ROWS} and len(seen) > size
+    assert all(rows.untyped_storage().data_ptr() in lies[name] for name, rows in seen)
 
 
 # ── what they share, and hold ──

@@ -15,8 +15,8 @@ import pytest
 
 from autopar.kernels import build
 
-KERNELS = ("all_gather_matmul.cu", "matmul_reduce_scatter.cu", "moe_route.cu")
-DRIVERS = {"overlap_driver.cpp": KERNELS[:2], "route_driver.cpp": KERNELS[2:]}
+KERNELS = ("all_gather_matmul.cu", "matmul_reduce_scatter.cu", "moe_route.cu", "expert_rows.cu")
+DRIVERS = {"overlap_driver.cpp": KERNELS[:2], "route_driver.cpp": KERNELS[2:3], "rows_driver.cpp": KERNELS[3:]}
 RACE, WRONG_STATUS, RACE_FOUND = "data race", 2, 66
 TIMED_OUT = "status 2"
 
@@ -47,12 +47,30 @@ TOLD = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.signal(flags
 SENT = "  AP_TRY(push_pairs(lane, r, x, experts, within, table, offsets, peers_at(r, memory), position));\n"
 GIVEN = "  AP_TRY(return_rows(lane, r, rows, table, peers_at(r, memory), returned_offset(r, epoch)));\n"
 ROWS = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] + rows_flag(r, peer), epoch));\n"
+TOLD_ALL = "  return tell(lane, r, flags, epoch);\n"
+WRITTEN = {
+    "counts": "    AP_TRY(lane.copy(static_cast<char*>(memory[peer]) + r.rank * num_bytes, num_bytes, from, num_bytes, num_bytes, 1));\n",
+    "rows": "  AP_TRY(push_rows(lane, r, x, index, table, peers_at(r, memory)));\n",
+    "results": "  AP_TRY(return_rows(lane, r, rows, table, peers_at(r, memory)));\n",
+}
+COUNTED = "  AP_TRY(await(lane, r, flags, epoch));\n"
+COME = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] + come_flag(peer), epoch));\n"
 RETURNS = "return int64_t(epoch % 2) * in_lines(r.most * r.row_bytes);"
 
 
 def swapped(lines: str) -> str:
     first, second = lines.splitlines(keepends=True)
     return second + first
+
+
+def told_before(what: str, head: str = "") -> tuple[str, str, str]:
+    """In expert_rows.cu, the signals before what they announce."""
+    there = head + WRITTEN[what] + TOLD_ALL
+    return KERNELS[3], there, f"  AP_TRY(tell(lane, r, flags, epoch));\n{head}{WRITTEN[what]}  return AP_OK;\n"
+
+
+def untold(what: str) -> tuple[str, str, str]:
+    return KERNELS[3], WRITTEN[what] + TOLD_ALL, WRITTEN[what] + "  return AP_OK;\n"
 
 
 # name: file, what is there, what is planted
@@ -70,6 +88,11 @@ EARLY = {
     "rows are signalled before they are pushed": (KERNELS[2], SENT + TOLD, TOLD + SENT),
     "rows are read before they came": (KERNELS[2], ROWS, ""),
     "rows are signalled before they are given back": (KERNELS[2], GIVEN + TOLD, TOLD + GIVEN),
+    "counts are signalled before they are written": told_before("counts", "  for (int64_t peer = 0; peer < r.size; ++peer)\n"),
+    "the table is read before all counts came": (KERNELS[3], COUNTED, ""),
+    "rows are signalled before they are written": told_before("rows"),
+    "results are signalled before they are written": told_before("results"),
+    "what came is read before it came": (KERNELS[3], COME, "  (void)lane, (void)flags;\n"),
     "rows come back into one slot": (ROUTES, RETURNS, RETURNS.replace("% 2", "% 1")),
 }
 MISSING = {
@@ -80,11 +103,15 @@ MISSING = {
     "no counts are signalled": (KERNELS[2], ANNOUNCED, ANNOUNCED.splitlines(keepends=True)[0]),
     "no rows are signalled as pushed": (KERNELS[2], SENT + TOLD, SENT),
     "no rows are signalled as given back": (KERNELS[2], GIVEN + TOLD, GIVEN),
+    "no counts are signalled as written": untold("counts"),
+    "no rows are signalled as written": untold("rows"),
+    "no results are signalled as written": untold("results"),
 }
 OFTEN = {
     "a chunk is signalled before it is copied",
     "an inbox has one slot per rank",
     "rows come back into one slot",
+    "the table is read before all counts came",
     "no part is signalled",
 }
 
@@ -111,11 +138,11 @@ def put_kernels(folder: Path, driver: str) -> None:
         shutil.copy(build.SOURCES / name, folder / name)
 
 
-def watched(folder: Path, driver: str, num_epochs: int) -> subprocess.CompletedProcess[str]:
+def watched(folder: Path, driver: str, num_epochs: int, *mode: str) -> subprocess.CompletedProcess[str]:
     """The driver's run with ThreadSanitizer, with the kernels in `folder`."""
     program = build.build_program(Path(__file__).with_name(driver), "thread", folder)
     environment = {**os.environ, "TSAN_OPTIONS": f"exitcode={RACE_FOUND}:halt_on_error=1"}
-    command = [str(program.path), str(num_epochs)]
+    command = [str(program.path), str(num_epochs), *mode]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     if "FATAL: ThreadSanitizer" in done.stderr and shutil.which("setarch"):  # its shadow memory needs addresses that are not random
         command = ["setarch", os.uname().machine, "-R", *command]
@@ -127,7 +154,7 @@ def watched(folder: Path, driver: str, num_epochs: int) -> subprocess.CompletedP
 
 def plant(folder: Path, name: str, there: str, planted: str) -> str:
     """Plant the fault among the sources of a driver that meets it; the driver."""
-    driver = "route_driver.cpp" if name in (KERNELS[2], ROUTES) else "overlap_driver.cpp"
+    driver = {KERNELS[2]: "route_driver.cpp", ROUTES: "route_driver.cpp", KERNELS[3]: "rows_driver.cpp"}.get(name, "overlap_driver.cpp")
     put_kernels(folder, driver)
     text = (folder / name).read_text(encoding="utf-8")
     assert text.count(there) == 1
@@ -154,3 +181,12 @@ def test_a_signal_that_is_left_out_ends_in_a_time_out(planted: Path, name: str, 
     done = watched(planted, plant(planted, name, there, fault), 5)
     assert done.returncode == WRONG_STATUS, done.stderr
     assert TIMED_OUT in done.stderr
+
+
+@pytest.mark.slow
+def test_rows_that_came_may_not_be_read_once_the_next_step_is_announced(planted: Path) -> None:
+    """The views of routed experts (`autopar.kernels.routes.send`) hold until then: a rank that reads later races with its peers."""
+    put_kernels(planted, "rows_driver.cpp")
+    done = watched(planted, "rows_driver.cpp", 50, "late")
+    assert done.returncode == RACE_FOUND, done.stderr
+    assert RACE in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+import row_cases
 import torch
 from native import needs_host
 from norm_cases import EPS, NORMED, ranks_of, same
@@ -15,6 +16,7 @@ from autopar.kernels import library, normed_scatter, overlapped, routed
 from autopar.kernels.normed import FLOATS
 from autopar.kernels.peers import VirtualRanks
 from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, scatter_norm_all, shards_of
+from autopar.ops.dispatched import Together
 
 pytestmark = needs_host
 
@@ -89,6 +91,16 @@ def test_rows_go_and_come_back(size: int, dtype: torch.dtype) -> None:
         wanted = routed.moe_combine_reference([part[0] for part in expected], expected[0][1], [part[2] for part in expected], weights)
         combined = combine_all(peers, expected, weights)
         assert all(torch.equal(job.y, y) and torch.equal(job.returned, back) for job, (y, back) in zip(combined, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 3])
+def test_rows_of_experts_are_used_where_they_come_to_lie(size: int, dtype: torch.dtype) -> None:
+    peers = VirtualRanks(size)
+    for seed in range(2):
+        for width in (row_cases.H, 24):
+            ranks = row_cases.drawn(size, 2, dtype, seed, torch.float32, width)
+            assert row_cases.same(row_cases.both(ranks, row_cases.between(peers)), row_cases.both(ranks, Together))
 
 
 def test_more_pairs_than_a_block_has_threads_stay_in_order_and_wide_rows_are_whole() -> None:
