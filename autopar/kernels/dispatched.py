@@ -29,7 +29,7 @@ from autopar.kernels import bound
 from autopar.kernels.collectives import AxisGroup, Groups, current_groups, range_of
 from autopar.kernels.peers import Peers
 from autopar.kernels.providers import counts_memory, peers_of, say_once
-from autopar.kernels.routes import BACK, Sent, count, send
+from autopar.kernels.routes import BACK, MOST_RANKS, Sent, count, send
 from autopar.ops.dispatched import Exchange, Operands, Traffic, What, dispatched_experts, dispatched_experts_backward
 
 Split = tuple[int, tuple[tuple[int, int], ...]]
@@ -110,6 +110,8 @@ def exchange_of(x: Tensor, most: int, size: int, name: str, coordinate: int, rou
         return InGroup(size, name)
     group = AxisGroup(name, size, coordinate)
     peers, reason = peers_of(group, x.device)
+    if peers is not None and size > MOST_RANKS:
+        peers, reason = None, f"the kernels know {MOST_RANKS} ranks, not {size}"
     if peers is not None:
         return BetweenPeers(peers, (coordinate,), most)
     say_once(group, "rows go to their experts by an all-to-all of the process group", reason)

@@ -15,6 +15,7 @@ from autopar.kernels import library
 from autopar.kernels.peers import COMPUTE, Lane, Peers, Phase, Regions, addresses
 from autopar.kernels.sums import sum_dtype
 
+MOST_RANKS = 64  # kMaxRanks of include/routes.h
 _LINE = 128
 COUNTS, ROWS, GATES, BACK = "counts", "rows", "gates", "back "
 SHARED = COUNTS, ROWS, GATES, BACK + ROWS, BACK + GATES

@@ -12,13 +12,15 @@ import pytest
 import torch
 from native import needs_host
 from row_cases import D, H, between, both, drawn, most_of, same
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.kernels import dispatched, library
+from autopar.kernels.binding import bind
+from autopar.kernels.collectives import AxisGroup, use_groups
 from autopar.kernels.peers import HostThreads, Peers, VirtualRanks
 from autopar.kernels.providers import provided
-from autopar.kernels.routes import BACK, COUNTS, GATES, ROWS, Routes, shared_regions
+from autopar.kernels.routes import BACK, COUNTS, GATES, MOST_RANKS, ROWS, Routes, shared_regions
 from autopar.ops import dispatched as experts_op
 from autopar.ops.dispatched import Together, dispatched_experts, dispatched_experts_backward
 from autopar.run.live import LiveBytes
@@ -65,6 +67,38 @@ def test_ranks_that_go_at_their_own_pace_get_each_steps_own_rows(size: int, per_
         assert peers.each(run) == [[]] * size
         for (name, _), regions in peers._regions.items():
             assert regions.epochs == [200 if name == COUNTS else 100] * size
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_step_of_a_graph_is_routed_where_its_last_argument_says_so(backward: bool) -> None:
+    size, ranks = 2, [rank[0 if backward else 1 :] for rank in drawn(2, 2, torch.float64, 1)]
+    step = dispatched.experts_backward if backward else dispatched.experts
+    *operands, act, num, _ = ranks[0]
+    graph = fx.Graph()
+    nodes = [graph.placeholder(f"x{i}") for i in range(len(operands))]
+    made = graph.call_function(step, (*nodes, act, num, (num, ((0, size),)), most_of(size), 0, False))
+    graph.output(made)
+
+    def run(rank: int) -> Any:
+        groups = (AxisGroup("routed steps", size, rank),)
+        with use_groups(groups):
+            emitted = fx.GraphModule({}, graph)(*ranks[rank][: len(operands)])
+        bound = bind(fx.GraphModule({}, graph), groups)(*ranks[rank][: len(operands)])
+        return [list(x) if backward else [x] for x in (emitted, bound)]
+
+    expected = dispatched.TOGETHER[step](ranks, Together())
+    with HostThreads(size) as peers, provided("routed steps", peers):
+        made.args = dispatched.with_routes(made.args, True)
+        found = peers.each(run)
+        assert {name for name, _ in peers._regions} >= {COUNTS, ROWS}  # type: ignore[misc]
+    for mine, own in zip(found, expected, strict=True):
+        assert same(mine, [own if backward else [own]] * 2)
+
+
+def test_no_more_ranks_reach_each_other_than_kernels_know() -> None:
+    for size, kind in ((MOST_RANKS, dispatched.BetweenPeers), (MOST_RANKS + 1, dispatched.InGroup)):
+        with provided("many ranks", VirtualRanks(size)):
+            assert isinstance(dispatched.exchange_of(torch.empty(0), 1, size, "many ranks", 0, True), kind)
 
 
 def test_rows_that_are_as_wide_as_gates_do_not_meet_them() -> None:

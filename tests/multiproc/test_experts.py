@@ -30,6 +30,8 @@ WISHES = {
 def test_dispatched_experts_are_the_unsplit_ones_and_hold_what_is_predicted() -> None:
     for facts in run_processes(4, str(Path(__file__).parent / "worker_dispatch.py"), "run"):
         assert facts["wrong"] == []
+        (said,) = facts["said"]
+        assert "rows go to their experts by an all-to-all" in said and "do not reach each other's memory" in said
         for phase, row in (("forward", 32), ("backward", 2 * 32)):
             measured, predicted = facts[phase]
             assert measured == predicted >= 2 * (16 * 2 * row * 4), "rows of pairs that go and that come"

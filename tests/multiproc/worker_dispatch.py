@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,17 @@ from autopar.kernels import dispatched
 NUM, TOKENS, EXPERTS, PICKS = 4, 13, 8, 3  # uneven: 4, 4, 4 and 1 token
 
 
+class Said(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 def operands(how: str) -> tuple[Tensor, ...]:
     """grad, x, picks, gates, up and down in small integers, so that sums are exact."""
     generator = torch.Generator().manual_seed(3)
@@ -30,11 +42,12 @@ def operands(how: str) -> tuple[Tensor, ...]:
 
 
 def run(rank: int) -> dict[str, Any]:
-    """What is not as it should be, and bytes held at most: (measured, predicted) in forward and in backward."""
+    """What is not as it should be, what is logged, and bytes held at most: (measured, predicted) in forward and in backward."""
     group = NUM, dist.group.WORLD.group_name, rank, False
     routed = *group[:-1], True  # gloo's processes do not reach each other's memory
     starts = [i * EXPERTS // NUM for i in range(NUM)]
-    wrong = []
+    wrong, said = [], Said()
+    logging.getLogger("autopar.kernels").addHandler(said)
     for how in ("any", "one", "none", "again"):
         grad, x, ids, gates, up, down = operands(how)
         whole = ops.experts(x, ids, gates, up, down, "relu", EXPERTS)
@@ -47,7 +60,8 @@ def run(rank: int) -> dict[str, Any]:
             parts = [whole, *whole_grads]
             expected = [t.tensor_split([4, 8, 12])[rank] for t in parts[:3]] + [t.chunk(NUM)[rank] for t in parts[3:]]
             wrong += [f"{name}{how} {i}" for i, (a, b) in enumerate(zip((made, *grads), expected, strict=True)) if not torch.equal(a, b)]
-    return {"wrong": wrong, "forward": held(group, starts, backward=False), "backward": held(group, starts, backward=True)}
+    held_bytes = {phase: held(group, starts, backward=phase == "backward") for phase in ("forward", "backward")}
+    return {"wrong": wrong, "said": said.messages, **held_bytes}
 
 
 def held(group: tuple[int, str, int, bool], starts: list[int], *, backward: bool) -> tuple[int, int]:
