@@ -29,6 +29,35 @@ namespace {
 
 #ifdef AP_DEVICE
 
+// Every rank's flags.
+struct Signals {
+  uint64_t* at[kMaxRanks];
+};
+
+Signals signals_at(const Routes& r, uint64_t* const* flags) {
+  Signals signals{};
+  for (int64_t rank = 0; rank < r.size; ++rank) signals.at[rank] = flags[rank];
+  return signals;
+}
+
+// A thread for each rank, so that no rank's flag costs a launch of its own.
+__global__ void __launch_bounds__(kMaxRanks) ap_rows_tell_kernel(Routes r, Signals signals, uint64_t epoch) {
+  if (threadIdx.x < r.size && signal(signals.at[threadIdx.x] + come_flag(r.rank), epoch) != AP_OK) stop();
+}
+__global__ void __launch_bounds__(kMaxRanks) ap_rows_await_kernel(Routes r, const uint64_t* flags, uint64_t epoch) {
+  if (threadIdx.x < r.size && wait(flags + come_flag(threadIdx.x), epoch) != AP_OK) stop();
+}
+
+// A block for each rank.
+__global__ void __launch_bounds__(128) ap_rows_announce_kernel(Routes r, const int64_t* counts, Peers tables, Signals signals,
+                                                               uint64_t epoch) {
+  const unsigned peer = blockIdx.x;
+  int64_t* const to = reinterpret_cast<int64_t*>(tables.at[peer]) + r.rank * r.num_experts;
+  for (int64_t expert = threadIdx.x; expert < r.num_experts; expert += blockDim.x) to[expert] = counts[expert];
+  __syncthreads();
+  if (threadIdx.x == 0 && signal(signals.at[peer] + come_flag(r.rank), epoch) != AP_OK) stop();
+}
+
 __global__ void __launch_bounds__(128) ap_rows_push_kernel(Routes r, const char* x, const int64_t* index, const int64_t* table,
                                                            Peers homes) {
   push_block(r, x, index, table, homes, blockIdx.x, blockIdx.y, gridDim.y, threadIdx.x, blockDim.x);
@@ -43,6 +72,19 @@ dim3 grid_of(const Routes& r) {
   return dim3(unsigned(r.num_experts), unsigned(min_of(min_of(ceil_div(4096, r.num_experts), 512), r.most < 1 ? 1 : r.most)));
 }
 
+int tell(const StreamLane& lane, const Routes& r, uint64_t* const* flags, uint64_t epoch) {
+  AP_LAUNCH(ap_rows_tell_kernel, 1, unsigned(kMaxRanks), lane.stream, r, signals_at(r, flags), epoch);
+  return launched();
+}
+int wait_for_all(const StreamLane& lane, const Routes& r, const uint64_t* flags, uint64_t epoch) {
+  AP_LAUNCH(ap_rows_await_kernel, 1, unsigned(kMaxRanks), lane.stream, r, flags, epoch);
+  return launched();
+}
+int write_counts(const StreamLane& lane, const Routes& r, const int64_t* counts, const Peers& tables, uint64_t* const* flags,
+                 uint64_t epoch) {
+  AP_LAUNCH(ap_rows_announce_kernel, unsigned(r.size), 128, lane.stream, r, counts, tables, signals_at(r, flags), epoch);
+  return launched();
+}
 int push_rows(const StreamLane& lane, const Routes& r, const char* x, const int64_t* index, const int64_t* table, const Peers& homes) {
   AP_LAUNCH(ap_rows_push_kernel, grid_of(r), 128, lane.stream, r, x, index, table, homes);
   return launched();
@@ -54,6 +96,20 @@ int return_rows(const StreamLane& lane, const Routes& r, const char* rows, const
 
 #else
 
+int tell(const HostLane& lane, const Routes& r, uint64_t* const* flags, uint64_t epoch) {
+  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.signal(flags[peer] + come_flag(r.rank), epoch));
+  return AP_OK;
+}
+int wait_for_all(const HostLane& lane, const Routes& r, const uint64_t* flags, uint64_t epoch) {
+  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags + come_flag(peer), epoch));
+  return AP_OK;
+}
+int write_counts(const HostLane& lane, const Routes& r, const int64_t* counts, const Peers& tables, uint64_t* const* flags,
+                 uint64_t epoch) {
+  const size_t num_bytes = size_t(r.num_experts) * 8;
+  for (int64_t peer = 0; peer < r.size; ++peer) memcpy(tables.at[peer] + size_t(r.rank) * num_bytes, counts, num_bytes);
+  return tell(lane, r, flags, epoch);
+}
 int push_rows(const HostLane&, const Routes& r, const char* x, const int64_t* index, const int64_t* table, const Peers& homes) {
   for (int64_t e = 0; e < r.num_experts; ++e) push_block(r, x, index, table, homes, e, 0, 1, 0, 1);
   return AP_OK;
@@ -66,25 +122,15 @@ int return_rows(const HostLane&, const Routes& r, const char* rows, const int64_
 #endif
 
 // --- the steps -------------------------------------------------------------------------------------------------------------------
-template <class Lane> int tell(const Lane& lane, const Routes& r, uint64_t* const* flags, uint64_t epoch) {
-  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.signal(flags[peer] + come_flag(r.rank), epoch));
-  return AP_OK;
-}
-
 template <class Lane> int await(const Lane& lane, const Routes& r, uint64_t* const* flags, uint64_t epoch) {
   if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
-  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] + come_flag(peer), epoch));
-  return AP_OK;
+  return wait_for_all(lane, r, flags[r.rank], epoch);
 }
 
 template <class Lane>
 int announce(const Lane& lane, const Routes& r, const int64_t* counts, void* const* memory, uint64_t* const* flags, uint64_t epoch) {
   if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
-  const int64_t num_bytes = r.num_experts * 8;
-  const char* const from = reinterpret_cast<const char*>(counts);
-  for (int64_t peer = 0; peer < r.size; ++peer)
-    AP_TRY(lane.copy(static_cast<char*>(memory[peer]) + r.rank * num_bytes, num_bytes, from, num_bytes, num_bytes, 1));
-  return tell(lane, r, flags, epoch);
+  return write_counts(lane, r, counts, peers_at(r, memory), flags, epoch);
 }
 
 template <class Lane>

@@ -49,12 +49,12 @@ GIVEN = "  AP_TRY(return_rows(lane, r, rows, table, peers_at(r, memory), returne
 ROWS = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] + rows_flag(r, peer), epoch));\n"
 TOLD_ALL = "  return tell(lane, r, flags, epoch);\n"
 WRITTEN = {
-    "counts": "    AP_TRY(lane.copy(static_cast<char*>(memory[peer]) + r.rank * num_bytes, num_bytes, from, num_bytes, num_bytes, 1));\n",
+    "counts": "  for (int64_t peer = 0; peer < r.size; ++peer) memcpy(tables.at[peer] + size_t(r.rank) * num_bytes, counts, num_bytes);\n",
     "rows": "  AP_TRY(push_rows(lane, r, x, index, table, peers_at(r, memory)));\n",
     "results": "  AP_TRY(return_rows(lane, r, rows, table, peers_at(r, memory)));\n",
 }
 COUNTED = "  AP_TRY(await(lane, r, flags, epoch));\n"
-COME = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] + come_flag(peer), epoch));\n"
+COME = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags + come_flag(peer), epoch));\n"
 RETURNS = "return int64_t(epoch % 2) * in_lines(r.most * r.row_bytes);"
 
 
@@ -63,10 +63,9 @@ def swapped(lines: str) -> str:
     return second + first
 
 
-def told_before(what: str, head: str = "") -> tuple[str, str, str]:
+def told_before(what: str) -> tuple[str, str, str]:
     """In expert_rows.cu, the signals before what they announce."""
-    there = head + WRITTEN[what] + TOLD_ALL
-    return KERNELS[3], there, f"  AP_TRY(tell(lane, r, flags, epoch));\n{head}{WRITTEN[what]}  return AP_OK;\n"
+    return KERNELS[3], WRITTEN[what] + TOLD_ALL, f"  AP_TRY(tell(lane, r, flags, epoch));\n{WRITTEN[what]}  return AP_OK;\n"
 
 
 def untold(what: str) -> tuple[str, str, str]:
@@ -88,7 +87,7 @@ EARLY = {
     "rows are signalled before they are pushed": (KERNELS[2], SENT + TOLD, TOLD + SENT),
     "rows are read before they came": (KERNELS[2], ROWS, ""),
     "rows are signalled before they are given back": (KERNELS[2], GIVEN + TOLD, TOLD + GIVEN),
-    "counts are signalled before they are written": told_before("counts", "  for (int64_t peer = 0; peer < r.size; ++peer)\n"),
+    "counts are signalled before they are written": told_before("counts"),
     "the table is read before all counts came": (KERNELS[3], COUNTED, ""),
     "rows are signalled before they are written": told_before("rows"),
     "results are signalled before they are written": told_before("results"),
