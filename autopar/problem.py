@@ -17,7 +17,7 @@ Times are in seconds, sizes in bytes, both per device and per instance (multiply
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from autopar.layout import Layout, Strategy
@@ -170,6 +170,18 @@ class Kernel:
         return self.added or (self.op, self.strategies)
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Another way for rows that an op sends by itself: straight into the memory of those that they go to.
+
+    Attributes:
+        saved_s: of one instance, each time it runs. regions: which of the problem's `regions` it takes, all of them.
+    """
+
+    saved_s: float
+    regions: tuple[int, ...]
+
+
 Kernels = Mapping[tuple[int, bool], tuple[Kernel, ...]]
 """By variant, and whether in backward of what forward made."""
 
@@ -188,7 +200,8 @@ class Problem:
         accumulates: whether gradients are added to sums that are held through the step.
         overlap_slowdown: what a second of communication beside compute costs compute; 1 where nothing is hidden.
         kernels: the collective-overlap kernels on offer (`autopar.cost.kernels`).
-        regions: bytes of what they share with their peers (`autopar.kernels.chunked`): there for the whole step, once for all that use it.
+        routes: those on offer (`autopar.cost.routes`), by op and strategy.
+        regions: bytes of what both share with their peers (`autopar.kernels.chunked`): there for the whole step, once for all that use it.
     """
 
     ops: tuple[Op, ...]
@@ -200,7 +213,20 @@ class Problem:
     accumulates: bool = False
     overlap_slowdown: float = 1.0
     kernels: Kernels = field(default_factory=dict)
+    routes: Mapping[tuple[int, int], Route] = field(default_factory=dict)
     regions: tuple[int, ...] = ()
+
+
+def at_best(problem: Problem) -> Problem:
+    """Every op with the best route that it could have, for nothing: what is proven of that holds for the problem."""
+    if not problem.routes:
+        return problem
+    ops = list(problem.ops)
+    for (n, s), route in problem.routes.items():
+        strategies = list(ops[n].strategies)
+        strategies[s] = replace(strategies[s], time_s=strategies[s].time_s - route.saved_s)
+        ops[n] = replace(ops[n], strategies=tuple(strategies))
+    return replace(problem, ops=tuple(ops), routes={})
 
 
 @dataclass(frozen=True, slots=True)

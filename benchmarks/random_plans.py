@@ -21,7 +21,8 @@ from autopar.cost.priced import Priced
 from autopar.emit import emit
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
-from autopar.planning.assembly import Draft, assemble, fingerprint
+from autopar.planning.assembly import assemble, fingerprint
+from autopar.planning.draft import Draft
 from autopar.plans import Plan
 from autopar.problem import Choices, Op, Problem
 from autopar.run.memory import trace_peak

@@ -25,6 +25,7 @@ from autopar.analysis.normed import NORMED
 from autopar.capture.trace import Trace
 from autopar.certificate.facts import Claims, Facts, Reader, Tensor
 from autopar.certificate.kernel_norms import NormWalk
+from autopar.certificate.own import OwnWalk
 from autopar.certificate.report import Finding, near
 from autopar.certificate.shards import local_lengths
 from autopar.cost.kernel_times import NAMES, Site, saved, terms_of
@@ -194,9 +195,10 @@ class KernelWalk:
 def shared_forms(trace: Trace, plan: Plan, profile: HardwareProfile) -> dict[tuple[object, ...], int]:
     """What a plan's kernels share with their peers: kind of collective, axis and form → bytes."""
     walk = KernelWalk(Facts.of(trace), Claims.of(plan), plan.mesh, profile)
-    for _ in walk.findings():  # the plan's own certificate has them
+    own = OwnWalk(walk.facts, walk.claims, plan.mesh, profile)
+    for _ in (*walk.findings(), *own.findings()):  # the plan's own certificate has them
         pass
-    return walk.shared
+    return walk.shared | own.shared
 
 
 def _is_like(x: fx.Node, other: fx.Node) -> bool:

@@ -41,7 +41,7 @@ from autopar.certificate.bound import Prices
 from autopar.certificate.places import Place, Places
 from autopar.cost.kernels import in_any_stage
 from autopar.cost.priced import Crossing, Priced
-from autopar.problem import Value
+from autopar.problem import Value, at_best
 from autopar.redistribute import LayoutGraph, all_layouts
 from autopar.stages.placing import Placing
 from autopar.strategies import Forced, Ref
@@ -91,7 +91,7 @@ class Unfolded:
 
     def __post_init__(self) -> None:
         ways = self.ways
-        self.problem = ways.priced.problem
+        self.problem = at_best(ways.priced.problem)
         self.places = Places.of(ways.trace, ways.priced, ways.placing, ways.forced)
         self._free = bool(ways.forced.named.grid) or ways.forced.recompute is not None
         self._shapes = {n.name: tuple(n.meta["val"].shape) for n in ways.trace.graph.nodes if n.name in ways.exposed}

@@ -6,14 +6,15 @@ by all-to-alls along it. A device puts in, in this order, as many elements as
     forward     an integer for each expert of the axis; pairs · features; pairs · what experts make
     backward    the integers; pairs · (what experts make + features); pairs; pairs · features; pairs
 
-the third and the fifth of backward in the gates' dtype. Nothing runs beside these, and nothing else moves by itself.
+the third and the fifth of backward in the gates' dtype. Nothing runs beside these, and nothing else moves by itself. Where the plan says so
+all of it goes between peers (`autopar.certificate.routes`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -22,6 +23,7 @@ from torch.distributed.tensor import Shard
 from autopar import ops
 from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.report import Finding, near
+from autopar.certificate.routes import routed, shared
 from autopar.certificate.shards import local_lengths
 from autopar.collective import Collective, collective_time
 from autopar.hardware import HardwareProfile
@@ -41,6 +43,7 @@ class OwnWalk:
     claims: Claims
     mesh: Mesh
     profile: HardwareProfile
+    shared: dict[tuple[object, ...], int] = field(default_factory=dict)  # axis and form → bytes, of the routes that were looked at
 
     def findings(self) -> Iterator[Finding]:
         """What does not hold."""
@@ -59,7 +62,7 @@ class OwnWalk:
             yield Finding("moves", f"with {strategy} it moves {shown} by itself in {phase}, and the plan says otherwise", key)
             return
         for c in said:
-            if (c.result, c.slack, c.beside, c.kernel) != (0, "critical", False, None):
+            if (c.result, c.slack, c.beside) != (0, "critical", False):
                 yield Finding("moves", f"nothing runs beside what it moves by itself in {phase}, and the plan says otherwise", key)
             if (c.source, c.target) != (strategy.inputs[0], strategy.outputs[0]):
                 yield Finding("moves", f"what it moves by itself in {phase} is from {c.source} to {c.target}, it runs as {strategy}", key)
@@ -67,6 +70,9 @@ class OwnWalk:
             time_s = collective_time(c.collective, self.mesh.shape[axis], self.mesh.link(axis), self.profile)
             if not near(c.time_s, time_s):
                 yield Finding("moves", f"an {c.collective.kind} of its own in {phase} takes {time_s:.6g} s, not {c.time_s:.6g} s", key)
+        if any(c.kernel is not None for c in said):
+            yield from routed(node, phase, said, self.profile)
+            self.shared.update(shared(node, strategy, self.mesh.shape, said[0].collective.axis))
 
     def _expected(self, node: fx.Node, strategy: Strategy) -> list[Collective]:
         call, sizes = call_of(node), self.mesh.shape

@@ -13,6 +13,7 @@ from autopar.certificate.moments import Moments
 from autopar.certificate.report import NEAR, Finding, near
 from autopar.cost.priced import Priced
 from autopar.plans import Plan, Potential, Proof
+from autopar.problem import at_best
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Stored:
         if not all(0.0 <= share <= 1.0 for share in balance):
             self.findings.append(Finding("bound", f"balance {balance} is no pair of shares, and proves nothing"))
             return 0.0
-        return lower_bound(self.priced.problem, self.prices(), self._rows(), balance, self.versions())
+        return lower_bound(at_best(self.priced.problem), self.prices(), self._rows(), balance, self.versions())
 
     def prices(self) -> Prices:
         """The potentials."""

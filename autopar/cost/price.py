@@ -20,6 +20,7 @@ from autopar.cost.holding import HeldPrices, adding_partial
 from autopar.cost.keeping import borders_of, is_never_kept, may_run_again, split_furthest
 from autopar.cost.kernels import with_kernels
 from autopar.cost.priced import OPTIMIZERS, Crossing, Priced, Source
+from autopar.cost.routes import with_routes
 from autopar.cost.times import call_time, own_collectives, price_collectives
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
@@ -299,6 +300,7 @@ def price(
     ops = tuple(replace(op, results=tuple(results.get(i, ()))) for i, op in enumerate(builder.ops))
     problem = Problem(ops, tuple(values), tuple(variants), budget_bytes, (), num_in_flight, accumulates, profile.overlap_slowdown)
     problem = with_kernels(trace, problem, builder.sources, mesh, profile)
+    problem = with_routes(problem, builder.sources, mesh.shape, moves.price, profile)
     return Priced(problem, tuple(builder.sources), tuple(refs), optimizer, moves, profile, forced.starts)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from autopar.analysis.in_place import owner_of
+from autopar.analysis.routed import shared_rows
 from autopar.capture.trace import Parameter, Trace
 from autopar.collective import Collective
 from autopar.emit import in_place, kernels
@@ -24,6 +25,7 @@ from autopar.emit.calls import CALLS, Moved
 from autopar.emit.choices import PlanIndex, TensorKey, buffer_key, input_key, output_key, parameter_key
 from autopar.emit.localize import local_call
 from autopar.errors import EmissionError
+from autopar.kernels.dispatched import with_routes
 from autopar.kernels.sums import add_to
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
@@ -225,11 +227,15 @@ class Phase:
             return
         operands = [self.get(ref, layout, key) for ref, layout in zip(refs, strategy.inputs, strict=True)]
         target, args, kwargs = local_call(self.graph, call_of(node), strategy, self.job.mesh.shape, operands)
+        own = self.job.index.own.get((self.phase, key), ())
+        if any(c.kernel is not None for c in own):
+            args = with_routes(args, True)
         here = self.graph.call_function(target, args, kwargs)
         here.meta.update(key=key, module=node.meta["module"], phase=self.phase, source=node.meta.get("source", ""))
         here.meta["recomputed"] = again
-        if own := self.job.index.own.get((self.phase, key)):
+        if own:
             here.meta["own"] = own
+            here.meta["routes"] = shared_rows(call_of(node), strategy, self.job.mesh.shape) if any(c.kernel for c in own) else ()
             self.job.emitted += [(self.phase, key, c.collective) for c in own]
         in_place.mark(node, here, strategy)
         self.define_results(node, here, strategy)

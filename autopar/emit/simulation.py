@@ -60,6 +60,7 @@ def _phase(phase: str, graph: fx.Graph, plan: Plan) -> Simulated:
     priced_s = sum(len(e.instances) * e.time_s for e in plan.entries if e.kind == "compute" and e.phase == phase)
     priced_s += sum(len(e.instances) * e.again_s for e in plan.entries) if phase == "backward" else 0.0
     missing_s = priced_s - sum(time_s for node, time_s in times.items() if "collective" not in node.meta)
-    missing_s -= sum(node.meta["kernel"].saved_s for node in times if "kernel" in node.meta)
+    own = (c.kernel for node in times for c in node.meta.get("own", ()) if c.kernel is not None)
+    missing_s -= sum(kernel.saved_s for kernel in (*(node.meta["kernel"] for node in times if "kernel" in node.meta), *own))
     missing_s = missing_s if missing_s > _ROUNDING * priced_s else 0.0
     return Simulated(streams.now_s, streams.hidden_s, tuple(sorted(spans, key=lambda span: span[2])), missing_s)

@@ -1,7 +1,8 @@
 """Seconds of the nodes of an emitted graph, as the plan predicts them; of what a node moves by itself, beside them.
 
 A kernel's node takes the time of its collective, beside which nothing runs, and of its product what is left of it beyond what the kernel
-saves. That part is counted as compute: what saves more than the product takes, would save part of the collective.
+saves. That part is counted as compute: what saves more than the product takes, would save part of the collective. Likewise of what a node's
+own rows save by their route.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def node_times(graph: fx.Graph, plan: Plan) -> Mapping[fx.Node, float]:
             if (at := owner.get(key)) is not None and (*at, again) not in spent:
                 spent.add((*at, again))
                 found[node] = found.get(node, 0.0) + (plan.entries[at[0]].again_s if again else plan.entries[at[0]].time_s)
-        if kernel is not None:
-            found[node] = found.get(node, 0.0) - kernel.saved_s
+        routed_s = sum(c.kernel.saved_s for c in node.meta.get("own", ()) if c.kernel is not None)
+        if kernel is not None or routed_s:
+            found[node] = found.get(node, 0.0) - (routed_s if kernel is None else kernel.saved_s)
     return found
 
 

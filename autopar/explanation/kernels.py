@@ -31,5 +31,6 @@ def _row(c: Communication, names: tuple[str, ...]) -> tuple[str, ...]:
         again = ", run again" if c.kernel.again else ""
         pieces = "each rank's part whole" if c.kernel.num_chunks == 1 else f"each rank's part in {c.kernel.num_chunks} chunks"
         apart = f"; {c.why}" if c.why else ""
-        what, saved = f"{c.kernel.name} of {product}{again}, {pieces}{apart}", seconds(num * c.kernel.saved_s)
+        how = "rows straight into peers' memory" if c.own else pieces
+        what, saved = f"{c.kernel.name} of {product}{again}, {how}{apart}", seconds(num * c.kernel.saved_s)
     return escape(_FIELD.sub("*", c.node)), moved, seconds(num * c.time_s), escape(what), saved

@@ -129,8 +129,8 @@ def _shorter_s(plan: Plan, axis: str, profile: HardwareProfile | None, num_micro
         if c.collective.axis == number and c.collective.kind != "slice":
             once_s = collective_time(c.collective, size, link, profile) if profile else 0.0
             once_s /= num_microbatches if c.phase == "step" else 1
-            # what kernels save goes with the collective: exact where their products hide nearly all of it
-            saved_s = c.kernel.saved_s * (once_s / c.time_s - 1.0) if c.kernel else 0.0
+            # what kernels save goes with the collective: exact where their products hide nearly all of it; routes save passes over memory
+            saved_s = c.kernel.saved_s * (once_s / c.time_s - 1.0) if c.kernel and not c.own else 0.0
             changed += moved_load(c, len(c.instances) * (once_s - c.time_s), len(c.instances) * saved_s)
     return load.least_s(slowdown) - changed.least_s(slowdown)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 LINKS = ("intra", "inter")
-KERNELS = ("all_gather_matmul", "matmul_reduce_scatter", "reduce_add_rmsnorm")
+KERNELS = ("all_gather_matmul", "matmul_reduce_scatter", "reduce_add_rmsnorm", "moe_route")
 FLOP_KINDS = ("matmul", "attention", "attention_backward")
 MEMORY_KINDS = ("elementwise", "transcendental", "reduction", "indexing")
 

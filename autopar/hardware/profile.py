@@ -43,7 +43,8 @@ class HardwareProfile:
         overlap_slowdown: what a second of communication beside compute costs compute, in seconds: 0 where it costs nothing, 1 where
             nothing can be hidden, which holds where the file does not say.
         kernels: kind of `KERNELS` → the share that a collective-overlap kernel hides of what its chunks could (`autopar.cost.kernels`),
-            of ``reduce_add_rmsnorm`` that of a copy's bandwidth; a kernel that the file does not name is not used.
+            of ``reduce_add_rmsnorm`` that of a copy's bandwidth, of ``moe_route`` that of an all-to-all's; a kernel that the file does not
+            name is not used.
         matmul_half_flops: a matmul of this many flops reaches half of the efficiency of a large one.
         curves: (kind, dtype name) → measured curve; over flops for `FLOP_KINDS`, over bytes, with dtype ``""``, else.
         figures: every figure by its dotted path, for reports.

@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from autopar.analysis.normed import NORMED
 from autopar.capture.trace import Trace
 from autopar.cost.held import held_of, offered_as, own_time_s
-from autopar.cost.kernel_times import NAMES, TAIL
-from autopar.cost.kernels import why_none, why_not_normed
-from autopar.cost.priced import OPTIMIZERS, Priced, Source
-from autopar.cost.times import own_collectives
-from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys, storage_key
-from autopar.mesh import Mesh
+from autopar.cost.priced import OPTIMIZERS, Source
+from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, storage_key
+from autopar.planning.communications import communications, of_kernels
+from autopar.planning.draft import FIELD, Draft, all_keys, tensor_patterns
 from autopar.planning.timeline import crossing_times, own_time, step_time, timeline
-from autopar.plans import KERNELS_BUFFERS, Communication, Entry, Fingerprint, InKernel, Kept, NodeChoice, Plan, Prediction, Proof, RunnerUp
-from autopar.problem import Choices
-from autopar.redistribute import Arc, local_bytes
+from autopar.plans import KERNELS_BUFFERS, Entry, Fingerprint, Kept, NodeChoice, Plan, Prediction, Proof
+from autopar.redistribute import local_bytes
 from autopar.rules import is_discovered, is_fallback
 from autopar.rules.call import op_name
-from autopar.solve import Evaluation, Taken
-from autopar.strategies import Ref, pattern_of
+from autopar.solve import Evaluation
+from autopar.strategies import pattern_of
 from autopar.streams import PHASES
 
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
-_FIELD = re.compile(r"\{\d+\}")
 GIB = 2**30
 _ALIKE = "equal nodes of repeated layers take one decision"
-_NO_KERNELS = "no collective-overlap kernels: the hardware's profile has no figures for them"
-_KERNELS = "collective-overlap kernels, one collective to a product; the share that they hide of what their chunks could: {}"
-_NORMS = "; the share of a copy's bandwidth: {} {:g}"
 _BALANCED = "all experts picked alike: the rows that are dispatched to them, and those that each computes with, are the expected ones"
 BY_ITSELF = "every collective by itself: what buckets save is in neither objective nor bound"
 COVERS = (
@@ -47,18 +37,6 @@ COVERS = (
     "one microbatch, no pipeline: stages are tried where `constraints.pipeline()` asks for them",
     BY_ITSELF,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Everything a plan is assembled from."""
-
-    trace: Trace
-    mesh: Mesh
-    priced: Priced
-    choices: Choices
-    evaluation: Evaluation
-    runner_ups: Mapping[int, RunnerUp]
 
 
 def assemble(draft: Draft, fingerprint: Fingerprint, options: Mapping[str, object], bound_s: float) -> Plan:
@@ -77,7 +55,7 @@ def assemble(draft: Draft, fingerprint: Fingerprint, options: Mapping[str, objec
         options=options,
         entries=tuple(_entries(draft)),
         kept=tuple(_kept(draft)),
-        communications=tuple(_communications(draft)),
+        communications=tuple(communications(draft)),
         prediction=_prediction(draft),
         proof=proof,
         capture=str(draft.trace.folding),
@@ -94,13 +72,6 @@ def covers_of(draft: Draft) -> tuple[str, ...]:
         return *COVERS, *last
     apart = f"{_ALIKE} within each group of layers: {'; '.join(_groups(layers, cuts) for layers, cuts in starts.items())}"
     return *(apart if line == _ALIKE else line for line in COVERS), *last
-
-
-def of_kernels(priced: Priced) -> str:
-    """Whether collective-overlap kernels were on offer, and what they reach."""
-    figures = priced.profile.kernels
-    shares = ", ".join(f"{name} {reached:g}" for name, reached in figures.items() if name != TAIL)
-    return _KERNELS.format(shares) + (_NORMS.format(TAIL, figures[TAIL]) if TAIL in figures else "") if shares else _NO_KERNELS
 
 
 def _groups(layers: str, cuts: Sequence[int]) -> str:
@@ -129,7 +100,7 @@ def _entries(draft: Draft) -> Iterable[Entry]:
         nodes, instances = _nodes(draft, index, draft.choices.strategies[index])
         again = draft.choices.recomputed.get(index)
         recompute = _nodes(draft, index, again)[0] if again is not None else ()
-        key = _FIELD.sub("*", nodes[0].node)
+        key = FIELD.sub("*", nodes[0].node)
         seen[key] = seen.get(key, 0) + 1
         first = source.cluster.first if source.cluster else None
         yield Entry(
@@ -169,94 +140,15 @@ def _nodes(draft: Draft, index: int, strategy: int) -> tuple[tuple[NodeChoice, .
     return nodes, tuple(indices for _, indices in patterns)
 
 
-def _tensor_patterns(draft: Draft, refs: Sequence[Ref], keys: Mapping[str, str]) -> Iterable[tuple[str, int, tuple[tuple[int, ...], ...]]]:
-    """(node pattern, result, instances) of a variant's tensors."""
-    grouped: dict[tuple[str, int], list[tuple[int, ...]]] = {}
-    for name, result in refs:
-        pattern, indices = pattern_of(keys[name])
-        grouped.setdefault((pattern, result), []).append(indices)
-    return [(pattern, result, tuple(indices)) for (pattern, result), indices in grouped.items()]
-
-
-def _all_keys(trace: Trace) -> dict[str, str]:
-    keys = {n.name: n.meta["key"] for n in trace.graph.nodes if n.op == "call_function"}
-    return {**keys, **placeholder_keys(trace)}
-
-
 def _kept(draft: Draft) -> Iterable[Kept]:
-    keys = _all_keys(draft.trace)
+    keys = all_keys(draft.trace)
     for v, nodes in draft.evaluation.kept.items():
         value = draft.priced.problem.values[draft.priced.problem.variants[v].value]
         if nodes:
             layouts = tuple(value.graph.layouts[n] for n in nodes)
             size = sum(value.graph.bytes[n] for n in nodes)
-            for pattern, result, instances in _tensor_patterns(draft, draft.priced.refs[v], keys):
+            for pattern, result, instances in tensor_patterns(draft, draft.priced.refs[v], keys):
                 yield Kept(pattern, result, instances, layouts, size)
-
-
-def _communications(draft: Draft) -> Iterable[Communication]:
-    keys = _all_keys(draft.trace)
-    problem, evaluation = draft.priced.problem, draft.evaluation
-    for v, variant in enumerate(problem.variants):
-        value = problem.values[variant.value]
-        for late, redistribution in ((False, evaluation.forward[v]), (True, evaluation.backward[v])):
-            phase = "backward" if late else value.phase
-            for position, (arc, slack) in enumerate(zip(redistribution.arcs, redistribution.slacks, strict=True)):
-                kernel = _in_kernel(draft, redistribution.taken.get(position), arc)
-                done = kernel is not None or redistribution.early
-                why = "" if done else why_none(draft.trace, draft.priced, draft.mesh, (v, late), arc, draft.choices)
-                if kernel is not None and kernel.name != NORMED and not late:
-                    why = why_not_normed(draft.trace, draft.priced, draft.mesh, v, arc, draft.choices)
-                ends = value.graph.layouts[arc.src], value.graph.layouts[arc.dst]
-                for pattern, result, instances in _tensor_patterns(draft, draft.priced.refs[v], keys):
-                    module = _FIELD.sub("*", pattern.partition("/")[0])
-                    beside = redistribution.early and arc.collective.kind != "slice"
-                    yield Communication(
-                        pattern, result, instances, module, phase, arc.collective, *ends, arc.time_s, slack, beside, kernel, why
-                    )
-    yield from _own_communications(draft)
-    yield from _step_communications(draft)
-
-
-def _own_communications(draft: Draft) -> Iterable[Communication]:
-    """What nodes move by themselves: in their own phase, and where backward runs them again."""
-    price, chosen = draft.priced.moves.price, draft.choices
-    runs = [(n, s, False) for n, s in enumerate(chosen.strategies)] + [(n, s, True) for n, s in chosen.recomputed.items()]
-    for n, s, again in runs:
-        op, cluster = draft.priced.problem.ops[n], draft.priced.sources[n].cluster
-        if cluster is None or not op.strategies[s].communication_s:
-            continue
-        instances, phase = tuple(c.indices for c in cluster.instances), "backward" if again else op.phase
-        for member, strategy in zip(cluster.first.members, cluster.strategies[s].members, strict=True):
-            module, ends = _FIELD.sub("*", member.pattern.partition("/")[0]), (strategy.inputs[0], strategy.outputs[0])
-            for c in own_collectives([(member, strategy)], draft.mesh.shape):
-                yield Communication(member.pattern, 0, instances, module, phase, c, *ends, price(c), own=True)
-
-
-def _in_kernel(draft: Draft, taken: Taken | None, arc: Arc) -> InKernel | None:
-    if taken is None:
-        return None
-    cluster = draft.priced.sources[taken.op].cluster
-    assert cluster is not None, "a kernel's op is a product"
-    hidden = taken.hidden
-    name = NORMED if taken.norms else NAMES[arc.collective.kind]
-    return InKernel(name, cluster.first.members[0].pattern, taken.again, hidden.num_chunks, hidden.saved_s)
-
-
-def _step_communications(draft: Draft) -> Iterable[Communication]:
-    """At the begin and the end of a step: of parameters (result 0) and of the sums of their gradients (result 1)."""
-    parameters = {p.name: p for p in draft.trace.parameters}
-    for op, source, s in zip(draft.priced.problem.ops, draft.priced.sources, draft.choices.strategies, strict=True):
-        if source.kind != "parameter" or op.strategies[s].storage is None:
-            continue
-        p, held, moves = parameters[source.names[0]], held_of(op.strategies[s]), draft.priced.moves
-        patterns = [pattern_of(storage_key(name)) for name in source.names]
-        instances = tuple(indices for _, indices in patterns)
-        for result, steps in enumerate((moves.gathers(p, held), moves.reduces(p, held))):
-            for step in steps:
-                module = _FIELD.sub("*", patterns[0][0].partition("/")[0])
-                ends = step.source, step.target
-                yield Communication(patterns[0][0], result, instances, module, "step", step.collective, *ends, step.time_s)
 
 
 def _prediction(draft: Draft) -> Prediction:

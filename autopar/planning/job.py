@@ -25,8 +25,9 @@ from autopar.emit import emit
 from autopar.errors import InfeasibleError, size_text
 from autopar.mesh import Mesh
 from autopar.planning.alike import Alike, Effort
-from autopar.planning.assembly import Draft, assemble
+from autopar.planning.assembly import assemble
 from autopar.planning.clock import Clock
+from autopar.planning.draft import Draft
 from autopar.planning.grouping import starts_of
 from autopar.planning.learnt import Learnt
 from autopar.planning.multipliers import certified

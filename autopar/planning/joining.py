@@ -8,8 +8,10 @@ from autopar.capture.trace import Trace
 from autopar.constraints import INTERLEAVED, Pipelined
 from autopar.emit import emit_staged
 from autopar.planning.asked import Asked, Whole
-from autopar.planning.assembly import BY_ITSELF, Draft, of_kernels
+from autopar.planning.assembly import BY_ITSELF
 from autopar.planning.clock import Clock
+from autopar.planning.communications import of_kernels
+from autopar.planning.draft import Draft
 from autopar.planning.multipliers import with_multipliers
 from autopar.planning.search import Planned
 from autopar.planning.sharing import Sharing

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autopar.cost.widening import WIDENED
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys
-from autopar.planning.assembly import Draft
+from autopar.planning.draft import Draft
 from autopar.plans import Potential, Proof, Version
 from autopar.problem import Multipliers
 

@@ -12,7 +12,7 @@ from autopar.planning.instances import Instances
 from autopar.planning.over_cuts import Least, least_step
 from autopar.planning.parted import Parting
 from autopar.planning.spreading import spread
-from autopar.problem import Multipliers
+from autopar.problem import Multipliers, at_best
 from autopar.solve.relaxed import relaxed
 from autopar.stages import Seams
 from autopar.stages.placing import Placing
@@ -49,6 +49,7 @@ def proven(priced: Priced, forced: Forced, seams: Seams, ways: Pipelines, time_l
     Args:
         priced: of the whole, under `parted` constraints `forced` and with what the seams expose.
     """
+    priced = replace(priced, problem=at_best(priced.problem))
     instances = Instances(ways.trace, priced, ways.placing, forced)
     multipliers = relaxed(priced.problem, time_limit_s, spread(instances))
     kernels = in_any_stage(ways.trace, priced, ways.mesh_shape, {i.op for i in instances.found if i.again})

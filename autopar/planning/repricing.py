@@ -17,6 +17,8 @@ from autopar.cost.held import offered_as, own_time_s
 from autopar.cost.kernel_times import Site, saved, terms_of
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced, Source
+from autopar.cost.routes import saved_of
+from autopar.cost.times import price_collectives
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys, storage_key
 from autopar.emit.kernels import product_of
 from autopar.errors import PlanError
@@ -115,14 +117,16 @@ def _saved_s(part: Part, c: Communication, once_s: float, profile: HardwareProfi
     key = c.node.format(*c.instances[0])
     crossing = placeholder_keys(part.trace)
     made = next(n for n in part.trace.graph.nodes if crossing.get(n.name, n.meta.get("key")) == key)
+    chosen = part.plan.recomputed_choices() if c.kernel.again else part.plan.node_choices()
+    if c.own:
+        return saved_of(call_of(made), chosen[key], part.mesh.shape, price_collectives(part.mesh, profile), profile, c)
     product, gathers = product_of(made, c), c.collective.kind == "all_gather"
     call, dim = call_of(product), c.collective.dim
     if gathers:
         terms = terms_of(call)
         dim = terms[2].index(terms[operands_of(product).index(made)][dim])
-    strategy = (part.plan.recomputed_choices() if c.kernel.again else part.plan.node_choices())[product.meta["key"]]
-    sizes = tuple(part.mesh.shape)
-    adds, chosen = not gathers and product is not made, part.plan.node_choices()
+    strategy, sizes = chosen[product.meta["key"]], tuple(part.mesh.shape)
+    adds = not gathers and product is not made
     after = normed_after(product) if c.kernel.name == NORMED else None
     normed = tuple((call_of(node), chosen[node.meta["key"]]) for node in after or ())
     site = Site(call, strategy, sizes, c.collective.kind, sizes[c.collective.axis], dim, adds, normed)

@@ -153,4 +153,5 @@ def _kernels_buffers(chunks: Mapping[int, Planned]) -> dict[str, int]:
             if "kernel" in node.meta:
                 step = node.meta["kernel"]
                 found[step.collective.kind, step.collective.axis, step.shards] = step.num_bytes
+            found |= {rows: rows.num_bytes for rows in node.meta.get("routes", ())}
     return {KERNELS_BUFFERS: sum(found.values())}

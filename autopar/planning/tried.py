@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.planning.assembly import Draft
+from autopar.planning.draft import Draft
 from autopar.plans import Plan
 from autopar.run.program import Program
 

@@ -7,7 +7,7 @@ product over axes; `localization` says what one rank then calls; `law` proves a 
 from __future__ import annotations
 
 from autopar.rules.call import Call, Operand, TensorInfo, call_of, call_on, operands_of, where_of
-from autopar.rules.dispatch import num_senders
+from autopar.rules.dispatch import EXCHANGES, num_senders
 from autopar.rules.expansion import cuts_alike
 from autopar.rules.knowledge import axis_options, is_discovered, is_fallback, is_strategy, strategies, why_replicated
 from autopar.rules.localization import localize
@@ -17,6 +17,7 @@ from autopar.rules.registration import register, unregister
 from autopar.rules.site import Length, Local, Start, Starts
 
 __all__ = [
+    "EXCHANGES",
     "AxisOption",
     "Call",
     "Length",

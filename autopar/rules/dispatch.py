@@ -32,6 +32,14 @@ from autopar.rules.site import Local, Site, Starts
 
 TOKENS: Mapping[Callable[..., Any], int] = {ops.experts: 0, ops.experts_backward: 1}
 """By op, the operand that is the tokens; picks, gates, up's and down's weights follow."""
+EXCHANGES: Mapping[Callable[..., Any], tuple[tuple[str, bool], ...]] = {
+    ops.experts: (("moe_dispatch", False), ("moe_dispatch", True), ("moe_combine", True)),
+    ops.experts_backward: (
+        ("moe_dispatch", False), ("moe_dispatch", True), ("moe_dispatch", False), ("moe_combine", True), ("moe_combine", False),
+    ),
+}  # fmt: skip
+"""By op, of each of its collectives in their order: the kernel that can move the same between peers, and whether an all-to-all takes one
+more pass over what it moves, which brings it together or puts it in order."""
 _ROWS = Shard(0)
 
 

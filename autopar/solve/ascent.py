@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from autopar.problem import Multipliers, Phase, Problem
+from autopar.problem import Multipliers, Phase, Problem, at_best
 from autopar.redistribute import LayoutGraph
 from autopar.solve.illegal import refusal
 from autopar.solve.paths import useful_arcs
@@ -47,6 +47,7 @@ class Ascent:
     """
 
     def __init__(self, problem: Problem, balance: Balance = ON_COMPUTE) -> None:
+        problem = at_best(problem)
         self.problem, self.balance, self.worth = problem, balance, Worth(problem)
         useful = worth_recomputing(problem)
         self.x = [self._decision(n, again=False) for n in range(len(problem.ops))]

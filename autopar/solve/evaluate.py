@@ -21,7 +21,7 @@ from autopar.layout import Layout
 from autopar.problem import Choices, Problem, Slack, Use
 from autopar.redistribute import Arc, LayoutGraph, cheapest_tree
 from autopar.solve.memory import budget_rows
-from autopar.solve.prices import arc_loads, is_early, op_load, tree_costs
+from autopar.solve.prices import arc_loads, is_early, op_load, routed_load, tree_costs
 from autopar.solve.slack import slacks
 from autopar.solve.taken import Chosen, Taken, most_saved, regions_of, saved_by, taken, usable, within, without_clashes
 from autopar.streams import ON_COMPUTE, Load
@@ -55,7 +55,8 @@ class Evaluation:
         kept: per variant, the layouts kept (only those that backward reads).
         forward, backward: per variant, its redistributions.
         resting_bytes: left side of each budget row (`autopar.solve.memory.budget_rows`), in their order.
-        regions: those that the kernels need; `static_bytes` holds them, too.
+        regions: those that kernels and routes need; `static_bytes` holds them, too. routed: the ops whose routes are taken, and whether
+            as backward runs them again.
     """
 
     compute_s: float
@@ -71,6 +72,7 @@ class Evaluation:
     slowdown: float
     saved_s: float = 0.0
     regions: frozenset[int] = frozenset()
+    routed: frozenset[tuple[int, bool]] = frozenset()
 
     @property
     def objective_s(self) -> float:
@@ -104,7 +106,8 @@ def evaluate(
     problem = within(problem, regions)
     found = _evaluate(problem, strategies, recomputed or {}, kept)
     if found.saved_s and any(found.load.unbalanced(found.slowdown)):  # compute waits there anyway, so that kernels may save nothing
-        found = min(found, _evaluate(replace(problem, kernels={}), strategies, recomputed or {}, kept), key=lambda e: e.objective_s)
+        without = _evaluate(replace(problem, kernels={}, routes={}), strategies, recomputed or {}, kept)
+        found = min(found, without, key=lambda e: e.objective_s)
     return found
 
 
@@ -137,15 +140,17 @@ def _evaluate(
     moves = ((v, r) for phase in (forward, backward) for v, r in phase.items() if r.arcs)
     load = sum((r.load.scaled(problem.variants[v].count) for v, r in moves), load)
     forward, backward = without_clashes(problem, forward, backward)
-    regions = regions_of(forward, backward)
+    routes = {(n, again): problem.routes[n, s] for n, s, again in runs if (n, s) in problem.routes}
+    regions = regions_of(forward, backward).union(*(route.regions for route in routes.values()))
     static += sum(problem.regions[region] for region in regions)
     resting = tuple(row.size(static, strategies, recomputed, held) for row in budget_rows(problem))
     saved = [(problem, v, late, r) for late, phase in ((False, forward), (True, backward)) for v, r in phase.items() if r.taken]
     less = sum((saved_by(*each) for each in saved), Load())
+    less = sum((routed_load(problem, n, route.saved_s, again=again) for (n, again), route in routes.items()), less)
     load = replace(load + less, serial_s=compute + communication + less.serial_s)
     return Evaluation(
         compute, communication, kept_bytes, static, gradient, kept_now, forward, backward, resting, load, problem.overlap_slowdown,
-        -less.serial_s, regions,
+        -less.serial_s, regions, frozenset(routes),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ layers cost one block of variables.
     rc[n,s] ∈ {0,1}   backward runs n again with s       Σ_s rc[n,s] ≤ 1; its operands are backward readers        (5)
     k[v,l] ≤ supply(l) + Σ_{a into l} paid[a]            a version is made, or arrives: once, for all its readers  (9)
     k[v,l] ≤ Σ_{c forward} demand(c,l)                   where v rests anyway, what supply(l) makes needs no k     (9)
-    budget rows (6), (7), (8): see `autopar.solve.memory`; rows (10) to (16), of kernels: see `autopar.solve.kernel_rows`
+    budget rows (6), (7), (8): see `autopar.solve.memory`; rows (10) to (17), of kernels: see `autopar.solve.kernel_rows`
 
     minimise Σ count·price·x + Σ count·price·rc + Σ count·price(a)·r[a] − Σ count·saved·h    prices: see `autopar.solve.prices`
     (what early communication takes beyond the compute that hides it comes on top: `autopar.solve.hiding`)
@@ -71,6 +71,7 @@ class Formulation(KernelRows):
         for v in range(len(self.problem.variants)):
             self._variant(v)
         self._ways()
+        self._routes()
         self.model.minimise(self.costs(ON_COMPUTE))
 
     def costs(self, balance: Balance) -> Costs:

@@ -1,4 +1,4 @@
-"""The rows of the program that speak of collective-overlap kernels (`autopar.cost.kernels`).
+"""The rows of the program that speak of collective-overlap kernels (`autopar.cost.kernels`), and of routes (`autopar.cost.routes`).
 
 Indices and variables as in `autopar.solve.formulation`; g is a kernel, b a region of memory that ranks share.
 
@@ -12,8 +12,10 @@ Indices and variables as in `autopar.solve.formulation`; g is a kernel, b a regi
     Σ_a h[g,a] ≤ Σ_{s of m} x[m,s]                       m makes the last addend of what n of (11) adds up         (14)
     Σ_a h[g,a] + Σ_a h[e,a] ≤ 1                          a product is cut one way: g gathers, e scatters           (15)
     Σ_a h[g,a] ≤ Σ_{s of m} x[m,s]                       m adds up or norms what g scatters, which g does as well  (16)
+    t[n,s] ∈ [0,1]    what op n sends with strategy s takes its route; likewise as it runs again
+    t[n,s] ≤ x[n,s], or rc        and t[n,s] ≤ z[b] of all regions b that the route takes                          (17)
 
-No certificate has multipliers of rows (12) to (16).
+No certificate has multipliers of rows (12) to (17).
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from dataclasses import dataclass, field
 
 from autopar.problem import Kernel, Problem
 from autopar.solve.model import AT_MOST, Column, Model, Terms
-from autopar.solve.prices import saved_load
+from autopar.solve.prices import routed_load, saved_load
 from autopar.solve.terms import Demand, merged
 from autopar.streams import Load
 
-ARC, PRODUCT, WHOLE, REGION, ADDEND, WAY, ALSO = 10, 11, 12, 13, 14, 15, 16
+ARC, PRODUCT, WHOLE, REGION, ADDEND, WAY, ALSO, ROUTE = 10, 11, 12, 13, 14, 15, 16, 17
 RowKey = tuple[int, ...]
 """Number of the formula, then the indices that stand in it: what a row is, whatever its position."""
 
@@ -123,6 +125,16 @@ class KernelRows:
     def _also(self, kernel: Kernel) -> Iterator[tuple[int, list[Column]]]:
         """The ops that a kernel does beside its product, with the strategies that it can do them with."""
         yield from ((op, [self.x[op][s] for s in strategies]) for op, strategies in kernel.also)
+
+    def _routes(self) -> None:
+        """Rows (17)."""
+        for (n, s), route in self.problem.routes.items():
+            for again, variables in ((False, self.x[n]), (True, self.again.get(n))):
+                if variables:
+                    taken = self._flow(routed_load(self.problem, n, route.saved_s, again=again))
+                    needed = variables[s], *(self._region(region) for region in route.regions)
+                    for i, variable in enumerate(needed):
+                        self._row((ROUTE, n, s, int(again), i), [(taken, 1), (variable, -1)], AT_MOST, 0)
 
     def _region(self, region: int) -> Column:
         if region not in self.regions:

@@ -107,7 +107,7 @@ def _lowest(rows: Rows, which: NDArray[np.bool_], reduced: Floats, sign: float) 
 def quickest(problem: Problem) -> Multipliers | None:
     """What each op's quickest strategy proves, for which no multiplier is needed; None where kernels may do more than one op at a time."""
     least = sum(op.count * min(s.time_s for s in op.strategies) for op in problem.ops)
-    return None if problem.kernels else Multipliers(least, {}, {})
+    return None if problem.kernels or problem.routes else Multipliers(least, {}, {})
 
 
 def rounded(value: float) -> float:

@@ -6,7 +6,8 @@ With s the profile's `overlap_slowdown` and λ a share per phase (`autopar.strea
     of early communication                           costs λ·s + (1 − λ)
     of all else, an op's own collectives among it    costs 1
 
-What a kernel saves of a product and a critical collective (`autopar.cost.kernels`) is that much less compute.
+What a kernel saves of a product and a critical collective (`autopar.cost.kernels`), or a route of what an op sends (`autopar.cost.routes`),
+is that much less compute.
 
 With λ = 1 that is the step itself, as long as compute can hide what is early. Communication counts as early here where it has slack
 (`autopar.solve.slack`) whatever is chosen, which the problem alone shows (`is_early`); where that hangs on choices, it counts as critical.
@@ -57,6 +58,11 @@ def saved_load(problem: Problem, v: int, *, late: bool, saved_s: float) -> Load:
     variant = problem.variants[v]
     phase: Phase = "backward" if late else problem.values[variant.value].phase
     return work(phase, variant.count * saved_s, compute=True).scaled(-1.0)
+
+
+def routed_load(problem: Problem, n: int, saved_s: float, *, again: bool) -> Load:
+    """What a route takes away from all instances of an op."""
+    return work("backward" if again else problem.ops[n].phase, problem.ops[n].count * saved_s, compute=True).scaled(-1.0)
 
 
 def arc_loads(problem: Problem, v: int, *, late: bool, count: float = 1.0) -> Callable[[Arc], Load]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.problem import Kernel, Multipliers, Problem, Use
+from autopar.problem import Kernel, Multipliers, Problem, Use, at_best
 from autopar.redistribute import LayoutGraph
 from autopar.solve.engine import Engine
 from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, SCALE, Formulation
@@ -125,6 +125,7 @@ def relaxed(problem: Problem, time_limit_s: float = math.inf, spread: Spread | N
         time_limit_s: multipliers that are found in no time prove nothing.
         spread: groups of instances; by default equal ops take one decision.
     """
+    problem = at_best(problem)
     program = _Grouped(problem, spread=spread or Spread.folded(problem))
     engine = Engine(program.model, time_limit_s)
     relaxation = engine.relax(tighter(program, engine) if program.tighter else None)

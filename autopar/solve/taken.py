@@ -113,14 +113,15 @@ def regions_of(forward: Mapping[int, Moves], backward: Mapping[int, Moves]) -> f
 
 
 def within(problem: Problem, regions: frozenset[int] | None) -> Problem:
-    """The problem with the kernels that need no other regions; None is all."""
+    """The problem with the kernels and routes that need no other regions; None is all."""
     if regions is None or len(regions) == len(problem.regions):
         return problem
+    routes = {where: route for where, route in problem.routes.items() if regions.issuperset(route.regions)}
     kernels: dict[tuple[int, bool], tuple[Kernel, ...]] = {}
     for where, offered in problem.kernels.items():
         left = (replace(k, hides=tuple(h for h in k.hides if h.region is None or h.region in regions)) for k in offered)
         kernels[where] = tuple(k for k in left if k.hides)
-    return replace(problem, kernels=kernels)
+    return replace(problem, kernels=kernels, routes=routes)
 
 
 def _all(phases: tuple[dict[int, M], dict[int, M]]) -> Iterator[tuple[int, dict[int, M], str, Taken]]:
