@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(128) ap_route_collect_kernel(Routes r, const c
 }
 
 __global__ void __launch_bounds__(128) ap_route_return_kernel(Routes r, const char* rows, const int64_t* table, Peers senders,
-                                                              int64_t offset) {
-  return_block(r, rows, table, senders, offset, blockIdx.x, blockIdx.y, gridDim.y, threadIdx.x, blockDim.x);
+                                                              uint64_t epoch) {
+  return_block(r, rows, table, senders, returned_offset(r, epoch), blockIdx.x, blockIdx.y, gridDim.y, threadIdx.x, blockDim.x);
 }
 
 template <class T>
@@ -96,9 +96,9 @@ int collect_rows(const StreamLane& lane, const Routes& r, const char* inbox, con
   AP_LAUNCH(ap_route_collect_kernel, grid_of(r.size * r.most), 128, lane.stream, r, inbox, offsets, rows);
   return launched();
 }
-int return_rows(const StreamLane& lane, const Routes& r, const char* rows, const int64_t* table, const Peers& senders, int64_t offset) {
+int return_rows(const StreamLane& lane, const Routes& r, const char* rows, const int64_t* table, const Peers& senders, uint64_t epoch) {
   const dim3 grid(unsigned(r.num_experts), 32);  // num_experts = size · experts per rank
-  AP_LAUNCH(ap_route_return_kernel, grid, 128, lane.stream, r, rows, table, senders, offset);
+  AP_LAUNCH(ap_route_return_kernel, grid, 128, lane.stream, r, rows, table, senders, epoch);
   return launched();
 }
 template <class T>
@@ -128,7 +128,8 @@ int collect_rows(const HostLane&, const Routes& r, const char* inbox, const int6
   for (int64_t row = 0; row < r.size * r.most; ++row) collect_row(r, inbox, rows, offsets[2 * r.num_experts], row, 0, 1);
   return AP_OK;
 }
-int return_rows(const HostLane&, const Routes& r, const char* rows, const int64_t* table, const Peers& senders, int64_t offset) {
+int return_rows(const HostLane&, const Routes& r, const char* rows, const int64_t* table, const Peers& senders, uint64_t epoch) {
+  const int64_t offset = returned_offset(r, epoch);
   for (int64_t block = 0; block < r.num_experts; ++block) return_block(r, rows, table, senders, offset, block, 0, 1, 0, 1);
   return AP_OK;
 }
@@ -186,7 +187,7 @@ template <class Lane>
 int give_back(const Lane& lane, const Routes& r, const char* rows, const int64_t* table, void* const* memory, uint64_t* const* flags,
               uint64_t epoch) {
   if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
-  AP_TRY(return_rows(lane, r, rows, table, peers_at(r, memory), returned_offset(r, epoch)));
+  AP_TRY(return_rows(lane, r, rows, table, peers_at(r, memory), epoch));
   for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.signal(flags[peer] + rows_flag(r, r.rank), epoch));
   return AP_OK;
 }

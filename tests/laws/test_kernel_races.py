@@ -45,7 +45,7 @@ ANNOUNCED = """    AP_TRY(lane.copy(static_cast<char*>(memory[peer]) + place, nu
 COUNTS = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] + counts_flag(peer), epoch));\n"
 TOLD = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.signal(flags[peer] + rows_flag(r, r.rank), epoch));\n"
 SENT = "  AP_TRY(push_pairs(lane, r, x, experts, within, table, offsets, peers_at(r, memory), position));\n"
-GIVEN = "  AP_TRY(return_rows(lane, r, rows, table, peers_at(r, memory), returned_offset(r, epoch)));\n"
+GIVEN = "  AP_TRY(return_rows(lane, r, rows, table, peers_at(r, memory), epoch));\n"
 ROWS = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] + rows_flag(r, peer), epoch));\n"
 TOLD_ALL = "  return tell(lane, r, flags, epoch);\n"
 WRITTEN = {
