@@ -31,10 +31,11 @@ _THERE, _BACK = "moe_dispatch", "moe_combine"
 _FORWARD = ((_THERE, 0), (_THERE, 2), (_BACK, 2))  # kernel, passes saved
 _BACKWARD = ((_THERE, 0), (_THERE, 2), (_THERE, 0), (_BACK, 2), (_BACK, 0))
 _LINE = 128  # bytes
+_MOST_RANKS = 64  # that the kernels know
 Form = tuple[object, ...]
 
 
-def routed(node: fx.Node, phase: str, said: Sequence[Communication], profile: HardwareProfile) -> Iterator[Finding]:
+def routed(node: fx.Node, phase: str, said: Sequence[Communication], num_ranks: int, profile: HardwareProfile) -> Iterator[Finding]:
     """What does not hold of a node of which some collectives are said to go between peers."""
     key, reached = node.meta["key"], profile.kernels.get("moe_route", 0.0)
     again, total_s = phase != node.meta["phase"], 0.0
@@ -47,8 +48,8 @@ def routed(node: fx.Node, phase: str, said: Sequence[Communication], profile: Ha
         total_s += saved_s
         if c.kernel.node != pattern_of(key)[0] or not near(c.kernel.saved_s, saved_s):
             yield Finding("kernels", f"{name} saves {saved_s:.6g} s in {phase}, not {c.kernel.saved_s:.6g} s of {c.kernel.node}", key)
-    if total_s <= profile.launch_overhead_s:
-        yield Finding("kernels", f"its route saves nothing in {phase}, and the problem does not offer it", key)
+    if total_s <= profile.launch_overhead_s or num_ranks > _MOST_RANKS:
+        yield Finding("kernels", f"its route saves nothing in {phase}, or is one for fewer ranks, and the problem does not offer it", key)
 
 
 def shared(node: fx.Node, strategy: Strategy, mesh_shape: Sequence[int], axis: int) -> dict[Form, int]:

@@ -23,6 +23,7 @@ from autopar.cost.compute import compute_time
 from autopar.cost.kernels import NO_ROOM
 from autopar.cost.priced import Priced, Source
 from autopar.hardware import HardwareProfile
+from autopar.kernels.routes import MOST_RANKS
 from autopar.layout import Strategy
 from autopar.plans import Communication
 from autopar.problem import Problem, Route
@@ -35,9 +36,10 @@ Price = Callable[[Collective], float]
 
 
 def savings(call: Call, strategy: Strategy, mesh_shape: Sequence[int], price: Price, profile: HardwareProfile) -> tuple[float, ...]:
-    """Seconds that a route saves of each of a node's own collectives; nothing where it has none, or no profile says what routes reach."""
+    """Seconds that a route saves of each of a node's own collectives; nothing where it has none, no profile says what routes reach, or
+    the kernels know fewer ranks."""
     reached, moves = profile.kernels.get(ROUTE, 0.0), own_moves(call, strategy, mesh_shape)
-    if not reached or not moves:
+    if not reached or not moves or mesh_shape[moves[0].axis] > MOST_RANKS:
         return ()
     dtype, found = computes_in(call.inputs), []
     for move, (_, has_pass) in zip(moves, EXCHANGES[call.target], strict=True):
@@ -70,10 +72,12 @@ def with_routes(problem: Problem, sources: Sequence[Source], mesh_shape: Sequenc
     return replace(problem, routes=routes, regions=(*problem.regions, *(rows.num_bytes for rows in numbers)))
 
 
-def why_not(priced: Priced, n: int, s: int) -> str:
+def why_not(priced: Priced, n: int, s: int, num_ranks: int) -> str:
     """Why what an op sends goes by all-to-alls; nothing where the profile has no figure for another way."""
     if ROUTE not in priced.profile.kernels:
         return ""
+    if num_ranks > MOST_RANKS:
+        return f"the kernels know {MOST_RANKS} ranks of an axis, not {num_ranks}"
     return NO_ROOM if (n, s) in priced.problem.routes else TOO_LITTLE
 
 

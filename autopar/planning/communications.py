@@ -22,7 +22,7 @@ from autopar.strategies import pattern_of
 _NO_KERNELS = "no collective-overlap kernels: the hardware's profile has no figures for them"
 _KERNELS = "collective-overlap kernels, one collective to a product; the share that they hide of what their chunks could: {}"
 _NORMS = "; the share of a copy's bandwidth: {} {:g}"
-_ROUTES = "; of an all-to-all's: {} {:g}"
+_ROUTES = "; experts' rows between peers, at so much of an all-to-all's bandwidth: {} {:g}"
 
 
 def of_kernels(priced: Priced) -> str:
@@ -71,8 +71,8 @@ def _own_communications(draft: Draft) -> Iterable[Communication]:
             module, ends = FIELD.sub("*", member.pattern.partition("/")[0]), (strategy.inputs[0], strategy.outputs[0])
             routed = (n, again) in draft.evaluation.routed
             saved = savings(member.call, strategy, draft.mesh.shape, price, draft.priced.profile) if routed else ()
-            why = "" if routed else why_not(draft.priced, n, s)
             for i, c in enumerate(own_collectives([(member, strategy)], draft.mesh.shape)):
+                why = "" if routed else why_not(draft.priced, n, s, draft.mesh.shape[c.axis])
                 name = EXCHANGES[member.call.target][i][0]
                 kernel = InKernel(name, member.pattern, again, 1, saved[i]) if routed else None
                 yield Communication(member.pattern, 0, instances, module, phase, c, *ends, price(c), kernel=kernel, why=why, own=True)

@@ -18,11 +18,14 @@ from autopar.api import what_if
 from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture
 from autopar.certificate import certify
+from autopar.certificate import routes as certified_routes
 from autopar.constraints import ddp, expert_parallel, pipeline
+from autopar.cost import routes as cost_routes
 from autopar.cost.kernels import NO_ROOM
 from autopar.emit import emit
 from autopar.hardware import HardwareProfile
 from autopar.kernels import dispatched
+from autopar.kernels import routes as kernel_routes
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions, make_plan
 from autopar.plans import KERNELS_BUFFERS, Communication, Plan
@@ -89,6 +92,17 @@ def test_a_route_that_is_slower_than_an_all_to_all_is_not_taken() -> None:
     assert {c.why for c in own(slow)} == {"its rows are too few: what that saves is less than a launch"}
 
 
+def test_between_more_ranks_than_the_kernels_know_there_is_no_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (cost_routes, dispatched, kernel_routes):
+        monkeypatch.setattr(module, "MOST_RANKS", 3)
+    plan = planned.__wrapped__()
+    assert own(plan) and not routed(plan)
+    assert {c.why for c in own(plan)} == {"the kernels know 3 ranks of an axis, not 4"}
+    monkeypatch.setattr(certified_routes, "_MOST_RANKS", 3)
+    found = certify(built()[2], planned(), profile())
+    assert "kernels" in {f.claim for f in found.findings}
+
+
 def test_as_memory_shrinks_fewer_routes_have_room_and_the_plan_says_so() -> None:
     free, plain = planned(), planned(share=None)
     some, none = planned(budget=free.prediction.peak_bytes - 1), planned(budget=plain.prediction.peak_bytes)
@@ -127,7 +141,7 @@ def test_the_plan_on_a_profile_without_the_figure_saves_nothing() -> None:
 def test_explain_says_so() -> None:
     said = str(autopar.explain(planned()))
     assert "moe_dispatch" in said and "moe_combine" in said
-    assert "of an all-to-all's: moe_route 1" in " ".join(planned().proof.covers)
+    assert "of an all-to-all's bandwidth: moe_route 1" in " ".join(planned().proof.covers)
 
 
 Change = Callable[[Plan], Plan]
