@@ -49,7 +49,8 @@ BODIES: dict[str, Body] = {
     "reads a view twice": _turned,
     "reads views of parts": _parts,
 }
-CASES = [*((kind, 1) for kind in (*BODIES, *KINDS)), *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in KINDS)]
+LONG = (("bert", 1), ("vit", 1), *((kind, 2) for kind in KINDS))
+CASES = [pytest.param(*case, marks=[pytest.mark.slow] * (case in LONG)) for case in [*((kind, 1) for kind in (*BODIES, *KINDS)), *LONG[2:]]]
 
 
 class Layer(nn.Module):
