@@ -27,10 +27,13 @@ class Normed(NamedTuple):
 
 def normed_after(product: fx.Node) -> Normed | None:
     """Of a product of forward that only a sum reads, that sum and the first norm of it; None where there is none that
-    `autopar.kernels.normed_scatter` does: with a weight, computed in at least float32 and rounded as the sum is.
+    `autopar.kernels.normed_scatter` does: with a weight, computed in at least float32 and rounded as the sum is. Of two products of one
+    sum the last one has the norm.
     """
-    (total, *others) = product.users or (product,)
-    if product.target is not ops.dot or product.meta["phase"] != "forward" or others or not _adds(total, product):
+    total = next(iter(product.users), product)
+    if not _is_read_once(product) or not _adds(total, product):
+        return None
+    if any(_is_read_once(x) and product < x for x in total.all_input_nodes):  # nodes stand in an order
         return None
     for norm in total.users:
         if norm.target is ops.rms_norm and norm.meta["phase"] == "forward" and norm.args[0] is total and _is_plain(norm, total):
@@ -38,6 +41,10 @@ def normed_after(product: fx.Node) -> Normed | None:
             if isinstance(squares, fx.Node) and squares.target is ops.square_sum and squares.args[0] is total:
                 return Normed(total, squares, norm)
     return None
+
+
+def _is_read_once(product: fx.Node) -> bool:
+    return product.target is ops.dot and product.meta["phase"] == "forward" and len(product.users) == 1
 
 
 def _adds(total: fx.Node, product: fx.Node) -> bool:

@@ -48,6 +48,7 @@ class KernelWalk:
     mesh: Mesh
     profile: HardwareProfile
     shared: dict[tuple[object, ...], int] = field(default_factory=dict)  # kind, axis and form → bytes, as far as they were looked at
+    _normed: dict[str, str] = field(default_factory=dict)  # sum → the product that is added up and normed with it
     _doing: dict[tuple[str, bool], tuple[str, set[object]]] = field(default_factory=dict)  # product → its way, and the tensors' patterns
 
     def findings(self) -> Iterator[Finding]:
@@ -85,7 +86,12 @@ class KernelWalk:
         if kernel.name == NORMED and (after is None or kernel.again or phase != "forward"):
             yield "no sum and norm of it come after it in forward"
             return
-        yield from after.wrong(step.target) if after is not None else ()
+        if after is not None:
+            yield from after.wrong(step.target)
+            if step.target in self.claims.kept.get(key, ()):
+                yield "what it norms is kept by itself, too"
+            if self._normed.setdefault(after.nodes[0].name, found.key) != found.key:
+                yield "another product of the sum has its norm"
         adds = found.operand < 0 and found.key != tensor.key
         yield from self._saves(step, kernel, found, chosen, adds=adds, normed=after.calls() if after is not None else ())
 

@@ -23,7 +23,7 @@ from autopar.redistribute import Arc, LayoutGraph, cheapest_tree
 from autopar.solve.memory import budget_rows
 from autopar.solve.prices import arc_loads, is_early, op_load, routed_load, tree_costs
 from autopar.solve.slack import slacks
-from autopar.solve.taken import Chosen, Taken, most_saved, regions_of, saved_by, taken, usable, within, without_clashes
+from autopar.solve.taken import Chosen, Taken, most_saved, regions_of, saved_by, taken, unseen, usable, within, without_clashes
 from autopar.streams import ON_COMPUTE, Load
 
 
@@ -189,13 +189,15 @@ def _variant(
         return second, tuple(sorted(n for n in allowed if n in read))
 
     second, keep = later_from(allowed)
-    if made not in keep or not any(first.arcs[i].src == made for i in first.taken):
+    if not unseen(first.arcs, first.taken).intersection(keep):
         return first, second, keep
-    # what a product scatters at once is nowhere in one piece: either it is not kept so, or not scattered at once
-    apart = replace(first, taken={i: t for i, t in first.taken.items() if first.arcs[i].src != made})
+    # what a product scatters at once is nowhere in one piece, nor what it norms by itself: either it is not kept so, or not done at once
+    plain = taken(problem, v, first.arcs, wanted, [k for k in usable(problem, v, False, chosen) if not k.also])
+    apart = replace(first, taken={i: t for i, t in plain.items() if not unseen(first.arcs, {i: t}).intersection(keep)})
     ways = [(apart, second, keep)]
-    with suppress(LayoutError):
-        ways.append((first, *later_from(allowed - {made})))
+    for doing in (first, *([replace(first, taken=plain)] if plain != first.taken else [])):
+        with suppress(LayoutError):
+            ways.append((doing, *later_from(allowed - unseen(doing.arcs, doing.taken))))
     return min(ways, key=lambda way: _moved(problem, v, *way[:2]).priced_s(problem.overlap_slowdown, ON_COMPUTE))
 
 

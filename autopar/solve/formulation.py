@@ -17,7 +17,7 @@ layers cost one block of variables.
     rc[n,s] ∈ {0,1}   backward runs n again with s       Σ_s rc[n,s] ≤ 1; its operands are backward readers        (5)
     k[v,l] ≤ supply(l) + Σ_{a into l} paid[a]            a version is made, or arrives: once, for all its readers  (9)
     k[v,l] ≤ Σ_{c forward} demand(c,l)                   where v rests anyway, what supply(l) makes needs no k     (9)
-    budget rows (6), (7), (8): see `autopar.solve.memory`; rows (10) to (17), of kernels: see `autopar.solve.kernel_rows`
+    budget rows (6), (7), (8): see `autopar.solve.memory`; rows (10) to (18), of kernels: see `autopar.solve.kernel_rows`
 
     minimise Σ count·price·x + Σ count·price·rc + Σ count·price(a)·r[a] − Σ count·saved·h    prices: see `autopar.solve.prices`
     (what early communication takes beyond the compute that hides it comes on top: `autopar.solve.hiding`)
@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from autopar.problem import Use
 from autopar.redistribute import LayoutGraph
-from autopar.solve.kernel_rows import KernelRows, RowKey
+from autopar.solve.kernel_rows import UNSEEN, KernelRows, RowKey
 from autopar.solve.memory import BudgetRow
 from autopar.solve.model import AT_LEAST, AT_MOST, EQUAL, Column, Costs, Terms
 from autopar.solve.paths import useful_arcs
@@ -166,6 +166,8 @@ class Formulation(KernelRows):
                 self._tighter((v, layout, 0), [(keep, 1), *((variable, -c) for variable, c in first + arriving.get(layout, []))])
                 for i, terms in enumerate(self.scattered.get((v, layout), ())):
                     self._whole((v, layout, i), [(keep, 1), *terms], supply[layout])
+                for i, terms in enumerate(self.unseen.get((v, layout), ())):
+                    self._row((UNSEEN, v, layout, i), [(keep, 1), *terms], AT_MOST, 1)
                 if free:
                     self._tighter((v, layout, 1), [(keep, 1), *((variable, -c) for variable, c in read)])
                 found[layout].append((keep, 1))

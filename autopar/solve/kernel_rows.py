@@ -12,10 +12,11 @@ Indices and variables as in `autopar.solve.formulation`; g is a kernel, b a regi
     Σ_a h[g,a] ≤ Σ_{s of m} x[m,s]                       m makes the last addend of what n of (11) adds up         (14)
     Σ_a h[g,a] + Σ_a h[e,a] ≤ 1                          a product is cut one way: g gathers, e scatters           (15)
     Σ_a h[g,a] ≤ Σ_{s of m} x[m,s]                       m adds up or norms what g scatters, which g does as well  (16)
+    h[g,a] + k ≤ 1                                       and then what arrives by itself is nowhere to be kept     (18)
     t[n,s] ∈ [0,1]    what op n sends with strategy s takes its route; likewise as it runs again
     t[n,s] ≤ x[n,s], or rc        and t[n,s] ≤ z[b] of all regions b that the route takes                          (17)
 
-No certificate has multipliers of rows (12) to (17).
+No certificate has multipliers of rows (12) to (18).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from autopar.solve.prices import routed_load, saved_load
 from autopar.solve.terms import Demand, merged
 from autopar.streams import Load
 
-ARC, PRODUCT, WHOLE, REGION, ADDEND, WAY, ALSO, ROUTE = 10, 11, 12, 13, 14, 15, 16, 17
+ARC, PRODUCT, WHOLE, REGION, ADDEND, WAY, ALSO, ROUTE, UNSEEN = 10, 11, 12, 13, 14, 15, 16, 17, 18
 RowKey = tuple[int, ...]
 """Number of the formula, then the indices that stand in it: what a row is, whatever its position."""
 
@@ -41,7 +42,8 @@ class KernelRows:
 
     Attributes:
         loads: what a variable stands for, where that takes time.
-        scattered: variant and layout → kernels that scatter it, by collective. ways: product → kind of collective → what does one.
+        scattered: variant and layout → kernels that scatter it, by collective. unseen: the same of kernels that do what its reader would.
+        ways: product → kind of collective → what does one.
     """
 
     problem: Problem
@@ -52,6 +54,7 @@ class KernelRows:
     keys: list[RowKey] = field(default_factory=list)
     loads: list[tuple[Column, Load]] = field(default_factory=list)
     scattered: dict[tuple[int, int], list[Terms]] = field(default_factory=dict)
+    unseen: dict[tuple[int, int], list[Terms]] = field(default_factory=dict)
     ways: dict[tuple[int, bool], dict[str, list[Terms]]] = field(default_factory=dict)
     _count: int = 0
 
@@ -94,6 +97,8 @@ class KernelRows:
                 self._row((PRODUCT, *group, i), [*terms, *((x, -c) for x, c in self._products(v, kernel, product))], AT_MOST, 0)
                 if addends := self._addends(kernel):
                     self._row((ADDEND, *group, i), [*terms, *((x, -1) for x in addends)], AT_MOST, 0)
+                if kernel.also:
+                    self.unseen.setdefault((v, graph.arcs[kernel.hides[0].arc].dst), []).append(terms)
                 for op, readers in self._also(kernel):
                     self._row((ALSO, *group, i, op), [*terms, *((x, -1) for x in readers)], AT_MOST, 0)
         for a, terms in doing.items():

@@ -2,7 +2,8 @@
 
 A kernel does one collective for one product. Of several that could do a collective the one that saves the most does it; of several
 collectives of a tensor that a product could do, it does the one of which that is most. What a product scatters at once is nowhere in one
-piece: so nobody else may read it so, and one collective alone may start from there. And a product is cut into chunks one way: where some
+piece: so nobody else may read it so, and one collective alone may start from there; nor is what arrives anywhere by itself where the kernel
+does what its reader would. And a product is cut into chunks one way: where some
 instances have what they read gathered and some what they make scattered, the ones that save more have it.
 """
 
@@ -84,6 +85,12 @@ def taken(problem: Problem, v: int, arcs: Sequence[Arc], wanted: set[int], kerne
             found[position] = Taken(op, again, hidden, norms)
             busy.add((op, again))
     return found
+
+
+def unseen(arcs: Sequence[Arc], taken: Mapping[int, Taken]) -> set[int]:
+    """The layouts in which a tensor is nowhere by itself where these kernels do some of its collectives."""
+    scattered = {arcs[i].src for i in taken if arcs[i].collective.kind == "reduce_scatter"}
+    return scattered | {arcs[i].dst for i, each in taken.items() if each.norms}
 
 
 def saved_by(problem: Problem, v: int, late: bool, moves: Moves) -> Load:

@@ -1,0 +1,127 @@
+"""Which products a kernel can norm the sum of: seen in graphs that are written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from autopar import ops
+from autopar.analysis.normed import Normed, normed_after
+
+ROWS, INNER, WIDTH = 4, 3, 8
+
+
+class Model:
+    """A graph with values; all that it makes is of forward."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.graph, self.dtype = fx.Graph(), dtype
+
+    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> fx.Node:
+        node = self.graph.placeholder("x")
+        node.meta["val"] = torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+        return node
+
+    def call(self, target: Callable[..., Any], *args: Any, phase: str = "forward") -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta.update(val=target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args)), phase=phase)
+        return node
+
+    def product(self, phase: str = "forward") -> fx.Node:
+        return self.call(ops.dot, "mk,kn->mn", self.tensor(ROWS, INNER), self.tensor(INNER, WIDTH), phase=phase)
+
+    def add(self, a: fx.Node, b: fx.Node) -> fx.Node:
+        return self.call(torch.ops.aten.add.Tensor, a, b)
+
+    def norm(self, x: fx.Node, weight: fx.Node | None, *, wide: torch.dtype = torch.float32, rounded: torch.dtype | None = None) -> fx.Node:
+        squares = self.call(ops.square_sum, x, wide)
+        return self.call(ops.rms_norm, x, squares, weight, WIDTH, 1e-6, wide, rounded or self.dtype, self.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [True, False])
+def test_the_sum_its_squares_and_the_norm_are_found_on_either_side_of_the_sum(dtype: torch.dtype, first: bool) -> None:
+    m = Model(dtype)
+    product, residual = m.product(), m.tensor(ROWS, WIDTH)
+    total = m.add(*((product, residual) if first else (residual, product)))
+    norm = m.norm(total, m.tensor(WIDTH), rounded=torch.float32)
+    other = m.norm(total, m.tensor(WIDTH))
+    assert normed_after(product) == Normed(total, norm.args[1], norm), "of several norms the first"
+    assert normed_after(total) is None and normed_after(other) is None
+
+
+def test_of_two_products_of_a_sum_the_last_one_has_the_norm() -> None:
+    m = Model()
+    before, after = m.product(), m.product()
+    norm = m.norm(m.add(after, before), m.tensor(WIDTH))
+    found = normed_after(after)
+    assert normed_after(before) is None and found is not None and found.norm is norm
+
+
+def test_a_residual_that_comes_after_the_product_is_one() -> None:
+    m = Model()
+    product, late = m.product(), m.call(torch.ops.aten.neg.default, m.tensor(ROWS, WIDTH))
+    m.norm(m.add(product, late), m.tensor(WIDTH))
+    assert normed_after(product) is not None
+
+
+def read_twice(m: Model) -> fx.Node:
+    product = m.product()
+    m.call(torch.ops.aten.neg.default, product)
+    m.norm(m.add(product, m.tensor(ROWS, WIDTH)), m.tensor(WIDTH))
+    return product
+
+
+def in_backward(m: Model) -> fx.Node:
+    product = m.product(phase="backward")
+    m.norm(m.add(product, m.tensor(ROWS, WIDTH)), m.tensor(WIDTH))
+    return product
+
+
+def doubled(m: Model) -> fx.Node:
+    product = m.product()
+    m.norm(m.add(product, product), m.tensor(WIDTH))
+    return product
+
+
+def over_rows(m: Model) -> fx.Node:
+    product = m.product()
+    m.norm(m.add(product, m.tensor(WIDTH)), m.tensor(WIDTH))
+    return product
+
+
+def without_weight(m: Model) -> fx.Node:
+    product = m.product()
+    m.norm(m.add(product, m.tensor(ROWS, WIDTH)), None)
+    return product
+
+
+def weight_of_another_dtype(m: Model) -> fx.Node:
+    product = m.product()
+    m.norm(m.add(product, m.tensor(ROWS, WIDTH)), m.tensor(WIDTH, dtype=torch.float64))
+    return product
+
+
+def not_normed(m: Model) -> fx.Node:
+    product = m.product()
+    m.add(product, m.tensor(ROWS, WIDTH))
+    return product
+
+
+def computed_in_less(m: Model) -> fx.Node:
+    m.dtype = torch.float64
+    product = m.product()
+    m.norm(m.add(product, m.tensor(ROWS, WIDTH)), m.tensor(WIDTH), wide=torch.float32)
+    return product
+
+
+NONE = (read_twice, in_backward, doubled, over_rows, without_weight, weight_of_another_dtype, not_normed, computed_in_less)
+
+
+@pytest.mark.parametrize("make", NONE)
+def test_no_kernel_norms_anything_else(make: Callable[[Model], fx.Node]) -> None:
+    assert normed_after(make(Model())) is None
