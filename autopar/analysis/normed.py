@@ -60,4 +60,5 @@ def _is_plain(norm: fx.Node, total: fx.Node) -> bool:
     _, squares, weight, n, _, dtype, rounded, out = norm.args
     own, wide = dtype_of(total), wide_dtype(dtype_of(total))
     places = dtype == wide and rounded in (own, wide) and out == own and isinstance(squares, fx.Node) and squares.args[1] == wide
-    return places and own in _FLOATS and n == shape_of(total)[-1] and isinstance(weight, fx.Node) and dtype_of(weight) == own
+    there = isinstance(weight, fx.Node) and weight < total and dtype_of(weight) == own  # when the sum would be made
+    return places and there and own in _FLOATS and n == shape_of(total)[-1]

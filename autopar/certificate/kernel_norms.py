@@ -27,14 +27,16 @@ class NormWalk:
 
     @staticmethod
     def of(facts: Facts, claims: Claims, product: str) -> NormWalk | None:
-        """Of the product that a node makes; None where nothing sums and norms it in forward."""
+        """Of the product that a node makes, with the first weighted norm of its sum in forward; None where there is none."""
         readers = facts.tensors[product, 0].readers
         total = facts.nodes.get(readers[0].key) if len(readers) == 1 else None
         if total is None or total.target is not torch.ops.aten.add.Tensor:
             return None
         for reader in facts.tensors[total.meta["key"], 0].readers:
-            norm = facts.nodes[reader.key]
-            if norm.target is ops.rms_norm and norm.args[0] is total and norm.meta["phase"] == "forward":
+            norm = facts.nodes.get(reader.key)  # outputs are none
+            if norm is None or norm.target is not ops.rms_norm or norm.args[0] is not total or norm.meta["phase"] != "forward":
+                continue
+            if isinstance(norm.args[2], fx.Node) and norm.args[2] < total:  # else it may not be there when the sum is made
                 return NormWalk(facts, claims, product, (total, norm.args[1], norm))  # type: ignore[arg-type]
         return None
 

@@ -150,22 +150,23 @@ class _Offers:
         made = classes.first.results[value.result]
         if makes(classes.first, made, ops.dot):
             yield Product(value.op, late, classes, None)
-            normed = None if late else self._normed(classes)
-            if normed is not None:
+            for normed in () if late else self._normed(classes):
                 yield Product(value.op, late, classes, None, normed=normed)
         elif not late and makes(classes.first, made, ADDITION):
             yield from self._added(value.op, classes)
 
-    def _normed(self, classes: ClusterClass) -> NormedSum | None:
-        """The sum and the norms after a product, if it has some in all instances, of one op the sums; in some stage it may be any."""
+    def _normed(self, classes: ClusterClass) -> list[NormedSum]:
+        """The sum and the norms after a product, if it has some in all instances, of one op the sums; in some stage it may be any of them,
+        by itself."""
         found = [normed_after(self.nodes[cluster.members[0].node]) for cluster in classes.instances]
         places = [[self._place(n) for n in each] for each in found if each is not None]
         whole = [(total, squares, norm) for total, squares, norm in places if total and squares and norm]
         totals, pairs = {total[0]: Sum(*total) for total, _, _ in whole}, {(s[0], n[0]): (s, n) for _, s, n in whole}
         missing = len(whole) < len(found) or len(totals) != 1
-        if not whole or (missing and not self.in_any_stage):
-            return None
-        return NormedSum(next(iter(totals.values())), tuple(pair for _, pair in sorted(pairs.items())))
+        if self.in_any_stage:
+            each = {(t[0], s[0], n[0]): NormedSum(Sum(*t), ((s, n),)) for t, s, n in whole}
+            return [each[key] for key in sorted(each)]
+        return [NormedSum(next(iter(totals.values())), tuple(pair for _, pair in sorted(pairs.items())))] if whole and not missing else []
 
     def _place(self, node: fx.Node) -> Place | None:
         """The op that a node is the first of in its cluster."""
@@ -236,7 +237,6 @@ class _Offers:
             return []
         region = c.axis, site.region(2 if product.factor is None else product.factor, c.dim, chunks)
         return [Hidden(a, saved_s, chunks, self.regions.setdefault(region, len(self.regions)))]
-
 
     def _after(self, product: Product, layout: Layout) -> tuple[tuple[Call, Strategy], ...]:
         """The sum and the norm after a product, where all can be had in this layout."""

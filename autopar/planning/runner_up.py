@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.plans import RunnerUp
 from autopar.problem import Choices, Problem
-from autopar.solve import evaluated, op_load, variant_load, within
+from autopar.solve import evaluated, op_load, routed_load, variant_load, within
 from autopar.streams import Load
 
 _EXACT = 3  # candidates priced exactly per op
@@ -32,10 +32,12 @@ def runner_ups(problem: Problem, choices: Choices) -> Mapping[int, RunnerUp]:
 
 
 def variants_by_op(problem: Problem) -> Mapping[int, list[int]]:
-    """Op → the variants that it makes or reads."""
+    """Op → the variants that it makes or reads, or whose kernels hang on what it does."""
     touching: dict[int, list[int]] = {}
     for v, variant in enumerate(problem.variants):
-        for index in {problem.values[variant.value].op, *(u.op for u in variant.uses)}:
+        kernels = [kernel for late in (False, True) for kernel in problem.kernels.get((v, late), ())]
+        needed = {op for kernel in kernels for op, _ in (kernel.product, *kernel.also)}
+        for index in {problem.values[variant.value].op, *(u.op for u in variant.uses), *needed}:
             touching.setdefault(index, []).append(v)
     return touching
 
@@ -61,11 +63,13 @@ def _best_other(problem: Problem, choices: Choices, index: int, touched: Sequenc
 
 
 def local_load(problem: Problem, choices: Choices, index: int, strategy: int, touched: Sequence[int]) -> Load | None:
-    """What depends on one op's strategy: its compute, and the variants `touched` that it makes or reads; None where some layout cannot be
+    """What depends on one op's strategy: its compute, with its route, and the variants `touched`; None where some layout cannot be
     reached."""
     strategies = list(choices.strategies)
     strategies[index] = strategy
-    total = op_load(problem, index, strategy)
+    total, route = op_load(problem, index, strategy), problem.routes.get((index, strategy))
+    if route is not None:
+        total += routed_load(problem, index, route.saved_s, again=False)
     for v in touched:
         moves = variant_load(problem, v, strategies, choices.recomputed)
         if moves is None:

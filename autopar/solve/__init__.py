@@ -3,11 +3,11 @@
 from autopar.solve.evaluate import Evaluation, evaluate, evaluated, fits, variant_load
 from autopar.solve.least import Least, Lightest, least_budget
 from autopar.solve.multipliers import quickest
-from autopar.solve.prices import is_early, op_load
+from autopar.solve.prices import is_early, op_load, routed_load
 from autopar.solve.solver import REMEDY, choices_or_least, solve
 from autopar.solve.taken import Taken, within
 
 __all__ = [
     "REMEDY", "Evaluation", "Least", "Lightest", "Taken", "choices_or_least", "evaluate", "evaluated", "fits", "is_early", "least_budget",
-    "op_load", "quickest", "solve", "variant_load", "within",
+    "op_load", "quickest", "routed_load", "solve", "variant_load", "within",
 ]  # fmt: skip

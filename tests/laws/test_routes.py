@@ -203,3 +203,11 @@ def test_in_stages_ranks_share_once_what_their_stages_routes_share(chunks: int) 
     assert autopar.verify(made, model, batch).ok
     found = autopar.check(made, model, batch, hardware=profile())
     assert found.ok, str(found)
+
+
+def test_what_a_runner_up_would_cost_counts_the_route_of_what_was_chosen() -> None:
+    """Without it, others would seem to be faster than the plan."""
+    plan = make_plan(built()[2], LINE, profile(), PlanOptions(gap=0.0)).plan
+    sending = {c.node for c in routed(plan)}
+    deltas = [e.runner_up.delta_s for e in plan.entries if e.runner_up is not None and e.nodes[0].node in sending]
+    assert deltas and min(deltas) >= -1e-9

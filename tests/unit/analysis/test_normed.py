@@ -22,7 +22,9 @@ class Model:
         self.graph, self.dtype = fx.Graph(), dtype
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> fx.Node:
-        node = self.graph.placeholder("x")
+        first = next(iter(self.graph.nodes), None)
+        with self.graph.inserting_before(first):  # as in a trace, before all that is computed
+            node = self.graph.placeholder("x")
         node.meta["val"] = torch.empty(shape, dtype=dtype or self.dtype, device="meta")
         return node
 
@@ -106,6 +108,14 @@ def weight_of_another_dtype(m: Model) -> fx.Node:
     return product
 
 
+def weight_that_is_made_later(m: Model) -> fx.Node:
+    """As Gemma's, one more than a parameter, between the sum and the norm."""
+    product = m.product()
+    total = m.add(product, m.tensor(ROWS, WIDTH))
+    m.norm(total, m.call(torch.ops.aten.add.Tensor, m.tensor(WIDTH), 1))
+    return product
+
+
 def not_normed(m: Model) -> fx.Node:
     product = m.product()
     m.add(product, m.tensor(ROWS, WIDTH))
@@ -119,7 +129,10 @@ def computed_in_less(m: Model) -> fx.Node:
     return product
 
 
-NONE = (read_twice, in_backward, doubled, over_rows, without_weight, weight_of_another_dtype, not_normed, computed_in_less)
+NONE = (
+    read_twice, in_backward, doubled, over_rows, without_weight, weight_of_another_dtype, weight_that_is_made_later, not_normed,
+    computed_in_less,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("make", NONE)
