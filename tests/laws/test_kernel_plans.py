@@ -218,6 +218,42 @@ def test_explain_says_what_a_kernel_norms_and_else_why_not() -> None:
     assert "the share of a copy's bandwidth: reduce_add_rmsnorm 0.9" in " ".join(planned("norms").proof.covers)
 
 
+class Twice(nn.Module):
+    """A sum that is normed without a weight, then with one, and may be returned."""
+
+    def __init__(self, *, returned: bool = False) -> None:
+        super().__init__()
+        self.first, self.up, self.down, self.last = (nn.Linear(a, b, bias=False) for a, b in ((32, 32), (32, 64), (64, 32), (32, 32)))
+        self.norm, self.returned = nn.RMSNorm(32, eps=1e-6), returned
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.first(x)
+        h = h + self.down(torch.relu(self.up(h)))
+        made = self.last(self.norm(h)) * nn.functional.rms_norm(h, (32,), None, 1e-6) if not self.returned else self.last(h)
+        return {"loss": ((made - y) ** 2).mean(), **({"h": h} if self.returned else {})}
+
+
+def planned_twice(*, returned: bool) -> tuple[nn.Module, dict[str, torch.Tensor], Trace, Plan]:
+    torch.manual_seed(0)
+    model, batch = Twice(returned=returned), {"x": torch.randn(2, 16, 32), "y": torch.randn(2, 16, 32)}
+    trace = capture(model, (), batch)
+    return model, batch, trace, make_plan(trace, LINE, NORMS, PlanOptions()).plan
+
+
+def test_of_several_norms_the_first_with_a_weight_is_the_kernels() -> None:
+    model, batch, trace, plan = planned_twice(returned=False)
+    found = certify(trace, plan, NORMS)
+    assert found.ok, str(found)
+    assert autopar.verify(plan, model, batch).ok
+
+
+def test_a_norm_that_is_said_of_a_sum_that_is_only_returned_is_refused() -> None:
+    _, _, trace, plan = planned_twice(returned=True)
+    assert any(scatters(c) and c.phase == "forward" for c in kernels(plan))
+    false = kernel(lambda c: scatters(c) and c.phase == "forward", name="matmul_reduce_add_rmsnorm")(plan)
+    assert "kernels" in {f.claim for f in certify(trace, false, NORMS).findings}
+
+
 Change = Callable[[Plan], Plan]
 
 
