@@ -1,8 +1,9 @@
 """Routes on offer to experts whose tokens are dispatched (`autopar.rules.dispatch`).
 
-Where ranks reach each other's memory, rows need no all-to-alls: `moe_dispatch` writes them from where tokens lie to where experts read
-them, `moe_combine` what these make to where it is added up (`autopar.kernels.dispatched`). That saves the pass over the rows that brings
-them together before an all-to-all, and the one that puts results in order before another. With b bytes of rows, t seconds of their
+Where ranks reach each other's memory, rows need no all-to-alls: in what plans call ``moe_dispatch`` they are written from where tokens lie
+to where experts read them, in ``moe_combine`` what these make to where it is added up (`autopar_csrc/expert_rows.cu`, by
+`autopar.kernels.dispatched`). That saves the pass over the rows that brings them together before an all-to-all, and the one that puts
+results in order before another. With b bytes of rows, t seconds of their
 all-to-all and f the share of its bandwidth that the profile says is reached, each saves
 
     2·b / memory bandwidth − t·(1/f − 1)
@@ -31,7 +32,7 @@ from autopar.rules import EXCHANGES, Call, own_moves
 
 ROUTE = "moe_route"
 """The figure of profiles: share of an all-to-all's bandwidth."""
-TOO_LITTLE = "its rows are too few: what that saves is less than a launch"
+TOO_LITTLE = "between peers its rows would save less than a launch takes"
 Price = Callable[[Collective], float]
 
 
