@@ -21,7 +21,7 @@ lint: install
 	$(BIN)/ruff check .
 
 types: install
-	$(BIN)/mypy autopar
+	$(BIN)/mypy autopar benchmarks
 
 demo: install
 	$(BIN)/python -m benchmarks.demo

@@ -23,6 +23,16 @@ class Times:
     host_s: float
 
 
+def in_turn(*calls: Callable[[], object]) -> Callable[[], None]:
+    """One call that makes several, one after another."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
 def measure(calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, Times]:
     """The medians of some rounds, in each of which every call runs once, so that all see the same clocks and the same heat.
 

@@ -33,7 +33,7 @@ from autopar.plans import Plan
 from autopar.run.device_mesh import device_mesh
 from autopar.run.module import ParallelModule
 from benchmarks.common import Row, load_profile, parser, run_rows, specs_of
-from benchmarks.device_times import measure
+from benchmarks.device_times import in_turn, measure
 from benchmarks.models import ModelSpec
 from benchmarks.rivals.measuring import local
 
@@ -71,8 +71,8 @@ def row(spec: dict[str, Any], mesh: str, batch: int, seq: int, hardware: str, sh
     with tempfile.TemporaryDirectory() as folder:
         made = [*_plans(meta, example, profile, shares, Path(plans or folder))]
     if not torch.cuda.is_available():
-        shown = [{"share": share, "skipped": reason or "made, not run: there is no CUDA device"} for share, _, reason in made]
-        return [{"method": "autopar", "hardware": profile.name, "ok": True, "error": None, **case} for case in shown]
+        cases = [{"share": share, "skipped": reason or "made, not run: there is no CUDA device"} for share, _, reason in made]
+        return [{"method": "autopar", "hardware": profile.name, "ok": True, "error": None, **case} for case in cases]
     base: Row = {"batch": batch, "seq": seq, "hardware": profile.name, "error": None, "skipped": None}
     base["device"] = torch.cuda.get_device_name()
 
@@ -153,7 +153,7 @@ def _measured(model: nn.Module, data: dict[str, Any], theirs: dict[str, Tensor])
     gradients()
     peak_bytes = torch.cuda.max_memory_allocated()
     update()
-    times = measure({"step": lambda: (gradients(), update())}, ROUNDS)["step"]
+    times = measure({"step": in_turn(gradients, update)}, ROUNDS)["step"]
     return Seen(times.device_s, times.host_s, peak_bytes, difference)
 
 

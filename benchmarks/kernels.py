@@ -153,7 +153,7 @@ def _norm_backward_numerics(world: int, dtype: torch.dtype) -> Numerics:
     parts, residual, weight = _norm_inputs(world, dtype)
     y, squares, _ = normed.reference_forward(parts, residual, weight, EPS)
     inputs = (residual, parts[0], y, squares, weight)
-    exact = normed.reference_backward(*(x.double() for x in inputs), EPS)
+    exact = normed.reference_backward(residual.double(), parts[0].double(), y.double(), squares.double(), weight.double(), EPS)
     return Numerics.of(normed.backward_op(*inputs, EPS), normed.reference_backward(*inputs, EPS), exact)
 
 

@@ -29,7 +29,7 @@ from autopar.kernels.chunked import Gather, Scatter, Shards, gather, scatter
 from autopar.kernels.overlapped import gathering, scattering
 from autopar.kernels.peers import Regions, SymmetricMemory
 from benchmarks.common import Row, run_rows
-from benchmarks.device_times import Times, measure
+from benchmarks.device_times import Times, in_turn, measure
 
 KERNELS = ("all_gather_matmul", "matmul_reduce_scatter")
 LINKS = ("pinned", "device")
@@ -83,7 +83,7 @@ def pieces(kernel: str, peers: FirstRank, rows: int, inner: int, columns: int, n
         def multiply() -> None:
             torch.mm(job.gathered, b, out=y)
 
-        return {"mm": multiply, "comm": copy, "seq": lambda: (copy(), multiply()), "overlap": lambda: gather(peers, shards, {0: job})}
+        return {"mm": multiply, "comm": copy, "seq": in_turn(copy, multiply), "overlap": lambda: gather(peers, shards, {0: job})}
     product, _ = scattering(EQUATION, a, b, None, 0, peers.size, 0)
     parts = Scatter(product.partial, product.out, lambda begin, length, out: None)
     shards = Shards.of([rows, columns], 0, a.dtype, peers.size, num_chunks)
@@ -95,7 +95,7 @@ def pieces(kernel: str, peers: FirstRank, rows: int, inner: int, columns: int, n
         torch.mm(a, b, out=product.partial)
 
     both = lambda: scatter(peers, shards, 0, {0: product})  # noqa: E731
-    return {"mm": multiply_all, "comm": push, "seq": lambda: (multiply_all(), push()), "overlap": both}
+    return {"mm": multiply_all, "comm": push, "seq": in_turn(multiply_all, push), "overlap": both}
 
 
 def row(spec: dict[str, str], mesh: str, link: str, ratios: list[float], chunks: list[int], rows: int | None, inner: int) -> list[Row]:

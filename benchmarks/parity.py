@@ -46,7 +46,7 @@ def make(prepared: Prepared, plan: str, name: str) -> tuple[Plan, Program]:
     if plan.startswith("random-"):
         return random_plan(prepared, int(plan.removeprefix("random-")))
     planned = make_plan(prepared.trace, prepared.mesh, prepared.profile, PlanOptions(), model_name=name)
-    return planned.plan, planned.program
+    return planned.plan, planned.stage_program()
 
 
 def row(spec: dict[str, Any], mesh: str, plans: list[str], mode: str, dtypes: list[str], batch: int, seq: int, hardware: str) -> list[Row]:

@@ -10,7 +10,9 @@ from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions
 from autopar.planning.assembly import fingerprint
-from autopar.planning.job import Clock, Job, Tried
+from autopar.planning.clock import Clock
+from autopar.planning.job import Job
+from autopar.planning.tried import Tried
 from autopar.strategies import Starts
 from autopar.version import VERSION
 

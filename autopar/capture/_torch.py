@@ -38,13 +38,12 @@ from autopar.capture._transformers import model_loggers, transformers_under_capt
 from autopar.capture.activations import join_activations
 from autopar.capture.norms import join_norms
 from autopar.capture.outputs import loss_leaf
-from autopar.capture.refusals import as_capture_error, rebinding, rebinds
+from autopar.capture.raw_graphs import drop_checks, plain_copy
+from autopar.capture.refusals import as_capture_error, quiet
 from autopar.errors import CaptureError
 
 # A number that differs from an earlier capture would otherwise become symbolic: captures must not depend on each other.
 _STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "specialize_int": True, "specialize_float": True}
-_ATEN = torch.ops.aten
-_CHECKS = frozenset((_ATEN._assert_scalar.default, _ATEN._assert_async.default, _ATEN._assert_async.msg, torch._assert_async, torch._check))
 FakeMode: TypeAlias = FakeTensorMode
 
 
@@ -144,13 +143,13 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         CaptureError: the model has no loss, or Dynamo or AOTAutograd cannot trace it.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_quiet(model, call))
+        stack.enter_context(quiet(model, lambda: _call_again(model, call)))
         stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True, **_STATIC))
         stack.enter_context(_without_record())
         stack.enter_context(call.mode)
         try:
             captured = dynamo_graph_capture_for_export(model)(*call.args, **call.kwargs)
-            _drop_checks(captured.graph)
+            drop_checks(captured.graph)
             join_activations(captured.graph)
             join_norms(captured.graph)
             out_leaves, out_spec, loss = _only_the_loss_differentiable(captured, (*call.args, *call.kwargs.values()))
@@ -162,7 +161,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         module = joint.graph_module
         names = [node.target for node in module.graph.nodes if node.op == "get_attr"]
         return RawJoint(
-            graph=_plain_copy(module.graph),
+            graph=plain_copy(module.graph),
             constants={name: getattr(module, name) for name in names},
             placeholders=tuple(_placeholder_kind(node.meta["desc"]) for node in module.graph.nodes if node.op == "placeholder"),
             results=tuple(_result_kind(desc) for desc in next(iter(reversed(module.graph.nodes))).meta["desc"]),
@@ -172,15 +171,6 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             out_leaves=out_leaves,
             out_spec=out_spec,
         )
-
-
-def _plain_copy(graph: fx.Graph) -> fx.Graph:
-    """The same graph without torch's own calling convention, and without a module that owns it."""
-    plain = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    results = plain.graph_copy(graph, copied)
-    plain.output(results).meta = dict(next(iter(reversed(graph.nodes))).meta)
-    return plain
 
 
 def _step(key: Any) -> str:
@@ -220,17 +210,6 @@ def _fake_weight(tensor: torch.Tensor, mode: FakeMode) -> torch.Tensor:
     sample = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")  # a storage for each
     fake = fake_like(sample, torch.device("cpu"), mode)
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-
-
-@contextlib.contextmanager
-def _quiet(model: nn.Module, call: Prepared) -> Iterator[None]:
-    """No warnings of torch's; but where Dynamo warns of side effects, which no program has, those that would be missed are refused."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    refusal = rebinding(str(warning.message) for warning in caught)
-    if refusal is not None and rebinds(model, lambda: _call_again(model, call)):
-        raise refusal
 
 
 def _call_again(model: nn.Module, call: Prepared) -> None:
@@ -293,17 +272,6 @@ def _only_the_loss_differentiable(captured: Any, inputs: tuple[Any, ...]) -> tup
     output.args = (tuple(returned),)
     graph._codegen.dynamo_bytecode_unflatten = lambda results, _inputs: results
     return leaves, spec, loss
-
-
-def _drop_checks(graph: fx.Graph) -> None:
-    """Erase assertions about a tensor's values, and what was computed for them alone: there are no values to look at."""
-    dead = [node for node in graph.nodes if node.target in _CHECKS]
-    while dead:
-        node = dead.pop()
-        if not node.users and node.op in ("call_function", "call_method"):
-            operands = node.all_input_nodes
-            graph.erase_node(node)
-            dead += [operand for operand in operands if operand not in dead]
 
 
 def _placeholder_kind(desc: Any) -> tuple[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import fx, nn
@@ -113,3 +115,14 @@ def _draws(node: fx.Node) -> bool:
     position = names.index("dropout_p")
     probability = node.kwargs.get("dropout_p", node.args[position] if len(node.args) > position else 0.0)
     return probability != 0.0
+
+
+@contextlib.contextmanager
+def quiet(model: nn.Module, run: Callable[[], object]) -> Iterator[None]:
+    """No warnings of torch's; but where Dynamo warns of side effects, which no program has, those that would be missed are refused."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    refusal = rebinding(str(warning.message) for warning in caught)
+    if refusal is not None and rebinds(model, run):
+        raise refusal

@@ -30,27 +30,22 @@ Of interleaved stages it is what follows from the least Σ τ (`autopar.certific
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.capture.trace import Trace
 from autopar.certificate.bound import Prices
+from autopar.certificate.cut_search import Pairs, few
 from autopar.certificate.places import Place, Places
+from autopar.certificate.reduced import Flags, Floats, Ints, beyond_worth, ends_of, flags, in_full, led, raise_to_ends, weighted
 from autopar.cost.kernels import in_any_stage
 from autopar.cost.priced import Crossing, Priced
 from autopar.problem import Value, at_best
 from autopar.redistribute import LayoutGraph, all_layouts
 from autopar.stages.placing import Placing
 from autopar.strategies import Forced, Ref
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
-Pairs = list[tuple[float, float]]
-_PAIRS = 8  # at a border; of more, neighbours are replaced by the least of both
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,20 +117,20 @@ class Unfolded:
         later = {i: self._pi(v, i, True, r, num) for i, r in enumerate(reads) if r and value.phase == "forward" and not hidden}
         if self._is_narrower(v, exposed):
             now, later = ({i: np.zeros(num) for i in each} for each in (now, later))
-        made = _flags(num, [self._layouts(value, value.op, "outputs", value.result)])
-        wanted = _flags(num, [self._layouts(value, variant.uses[i].op, "inputs", variant.uses[i].operand) for i in forward])
+        made = flags(num, [self._layouts(value, value.op, "outputs", value.result)])
+        wanted = flags(num, [self._layouts(value, variant.uses[i].op, "inputs", variant.uses[i].operand) for i in forward])
         kept = made | wanted
         if value.keepable is not None and not self._free:
-            kept &= _flags(num, [np.array(sorted(value.keepable), int)])
-        wants = _sum(num, ((len(reads[i]), pi) for i, pi in later.items()))
+            kept &= flags(num, [np.array(sorted(value.keepable), int)])
+        wants = weighted(num, ((len(reads[i]), pi) for i, pi in later.items()))
         mu = np.where(kept, np.minimum(self._mu(v, num), wants), 0.0)
         first = [(len(reads[i]), pi) for i, pi in now.items()]
         first += [(1, np.zeros(num))] if ref in self.places.hidden or len(now) < len(forward) else []
         then = [(len(reads[i]), pi) for i, pi in later.items()]
         costs = self._seconds(v, exposed, later=False), self._seconds(v, exposed, later=True)
         loss, left = self._collectives(value.graph, exposed, made, kept, wanted, first, then, mu, costs)
-        self._saved(v, makers, reads, [beyond + _in_full(value.graph) - seconds for beyond, seconds in zip(left, costs, strict=True)])
-        kappa = np.where(kept, np.maximum(_sum(num, then) - mu, 0.0), 0.0)
+        self._saved(v, makers, reads, [beyond + in_full(value.graph) - seconds for beyond, seconds in zip(left, costs, strict=True)])
+        kappa = np.where(kept, np.maximum(weighted(num, then) - mu, 0.0), 0.0)
         for i, u in enumerate(variant.uses):
             at = self._layouts(value, u.op, "inputs", u.operand)
             for p in reads[i]:
@@ -155,8 +150,8 @@ class Unfolded:
         at = self._layouts(value, value.op, "outputs", value.result)
         for p in makers:
             mine = [[r for r in each if len(makers) == 1 or r.unit == p.unit] for each in reads]
-            first = _sum(len(kept), ((len(mine[i]), pi) for i, pi in now.items()))
-            then = _sum(len(kept), ((len(mine[i]), pi) for i, pi in later.items()))
+            first = weighted(len(kept), ((len(mine[i]), pi) for i, pi in now.items()))
+            then = weighted(len(kept), ((len(mine[i]), pi) for i, pi in later.items()))
             self.x[p] -= (first + (then if value.resident else np.where(kept, then, 0.0)))[at]
             if p in self.again:
                 self.again[p] -= then[at]
@@ -171,17 +166,17 @@ class Unfolded:
         forward, num = value.phase == "forward", len(mu)
         for border in range(unit + 1, max(units) + 1) if forward else range(min(units) + 1, unit + 1):
             far = [sum((p.unit >= border) == forward for p in each) for each in reads]
-            gain = _sum(num, ((far[i], pi) for i, pi in now.items()))
-            behind = _sum(num, ((far[i], pi) for i, pi in later.items()))
-            before = _sum(num, ((len(reads[i]) - far[i], pi) for i, pi in later.items()))
+            gain = weighted(num, ((far[i], pi) for i, pi in now.items()))
+            behind = weighted(num, ((far[i], pi) for i, pi in later.items()))
+            before = weighted(num, ((len(reads[i]) - far[i], pi) for i, pi in later.items()))
             pairs = []
             for layout in all_layouts(self._shapes[ref[0]], self.ways.mesh_shape):
                 at = value.graph.index[layout]
                 arrives = self.ways.crossing.time_s(value.graph.bytes[at])
                 g, near = float(gain[at]), float(np.maximum(before - mu, 0.0)[at])
                 pairs.append((g - near, arrives - g - float(behind[at]) + loss) if forward else (arrives - g, g + loss))
-            pairs = _few(pairs)
-            self.borders[border - 1] = _few((a + c, b + d) for a, b in self.borders[border - 1] for c, d in pairs)
+            pairs = few(pairs)
+            self.borders[border - 1] = few((a + c, b + d) for a, b in self.borders[border - 1] for c, d in pairs)
 
     def _collectives(
         self, graph: LayoutGraph, exposed: bool, made: Flags, kept: Flags, wanted: Flags, now: Sequence[tuple[int, Floats]],
@@ -190,15 +185,15 @@ class Unfolded:
         """What their reduced costs take, and what each costs beyond its worth, in the tensor's phase and later; π of what may cross is
         raised first where the whole never has it."""
         ends = wanted | exposed
-        worth = np.where(_led(graph, ends, back=True), mu, 0.0)
+        worth = np.where(led(graph, ends, back=True), mu, 0.0)
         loss, left = 0.0, list[Floats]()
         for pis, begin, gain, seconds in ((now, made, worth, costs[0]), (later, made | kept, np.zeros(len(mu)), costs[1])):
-            reached = _led(graph, begin)
+            reached = led(graph, begin)
             if exposed:
                 for _, pi in pis:
-                    _raise(graph, pi, reached)
-            beyond = _beyond(graph, pis, gain, seconds)
-            loss += float(np.minimum(beyond, 0.0)[reached[_ends(graph)[0]]].sum())
+                    raise_to_ends(graph, pi, reached)
+            beyond = beyond_worth(graph, pis, gain, seconds)
+            loss += float(np.minimum(beyond, 0.0)[reached[ends_of(graph)[0]]].sum())
             left.append(beyond)
         return loss, left
 
@@ -263,90 +258,3 @@ class Unfolded:
         alike = [x for x in self.problem.variants if x.value == self.problem.variants[v].value]
         wide = [any(self.problem.ops[u.op].kind == "parameter" for u in x.uses) for x in alike]
         return any(wide) and (exposed or not all(wide))
-
-
-def _flags(num: int, layouts: Iterable[Ints]) -> Flags:
-    found = np.zeros(num, bool)
-    for each in layouts:
-        found[each] = True
-    return found
-
-
-def _sum(num: int, terms: Iterable[tuple[int, Floats]]) -> Floats:
-    return sum((times * pi for times, pi in terms), np.zeros(num))
-
-
-def _few(pairs: Iterable[tuple[float, float]]) -> Pairs:
-    """Pairs of which each given one is at least one in both."""
-    found: Pairs = []
-    for pair in sorted(pairs):
-        if not found or pair[1] < found[-1][1]:
-            found.append(pair)
-    while len(found) > _PAIRS:
-        halves = [(found[i][0], found[i + 1][1]) for i in range(0, len(found) - 1, 2)]
-        found = halves + found[2 * len(halves) :]
-    return found
-
-
-def _ends(graph: LayoutGraph) -> tuple[Ints, Ints]:
-    return np.array([a.src for a in graph.arcs], int), np.array([a.dst for a in graph.arcs], int)
-
-
-def _led(graph: LayoutGraph, start: Flags, *, back: bool = False) -> Flags:
-    """The layouts that collectives lead to, or, `back`, come from."""
-    tails, heads = _ends(graph)[:: -1 if back else 1]
-    found = start.copy()
-    for _ in graph.layouts:
-        found[heads[found[tails]]] = True
-    return found
-
-
-def _raise(graph: LayoutGraph, pi: Floats, reached: Flags) -> None:
-    """To the most of what lies behind."""
-    tails, heads = _ends(graph)
-    free = ~reached[tails]
-    for _ in graph.layouts:
-        np.maximum.at(pi, tails[free], pi[heads[free]])
-
-
-def _in_full(graph: LayoutGraph) -> Floats:
-    return np.array([a.time_s for a in graph.arcs])
-
-
-def _beyond(graph: LayoutGraph, pis: Sequence[tuple[int, Floats]], worth: Floats, seconds: Floats) -> Floats:
-    if not pis or not graph.arcs:
-        return seconds
-    tails, heads = _ends(graph)
-    steps = [pi[heads] - pi[tails] for _, pi in pis]
-    up = sum(times * np.maximum(step, 0.0) for (times, _), step in zip(pis, steps, strict=True))
-    rises = np.where(np.max(steps, axis=0) > 0.0, up, np.max(steps, axis=0))
-    return seconds - worth[heads] - rises
-
-
-def least_over_cuts(found: Unfolded, num_stages: int, num_microbatches: int, allowed: Collection[int] | None) -> float:
-    """The least step over all cuts before units that are `allowed`, and all pairs at borders.
-
-    With every τ below a limit, the shortest Σ τ by dynamic programming, one stage after another; then with a lower limit.
-    """
-    sums = np.concatenate([[0.0], np.cumsum(found.units)])
-    ends = [(0, 0.0, 0.0)]
-    ends += [(b, *pair) for b, pairs in enumerate(found.borders, 1) if allowed is None or b in allowed for pair in pairs]
-    ends.append((len(found.units), 0.0, 0.0))
-    at, before, behind = (np.array(column) for column in zip(*ends, strict=True))
-    taus = np.maximum(sums[at] + before - (sums[at] - behind)[:, None], 0.0)
-    taus[at[:, None] >= at] = np.inf
-    slowest = taus[0]
-    for _ in range(num_stages - 1):
-        slowest = np.maximum(slowest[:, None], taus).min(axis=0)
-    least, limit = np.inf, np.inf
-    while True:
-        within = np.where(taus < limit, taus, np.inf)
-        total, worst = within[0], within[0]
-        for _ in range(num_stages - 1):
-            ways = total[:, None] + within
-            chosen = ways.argmin(axis=0), np.arange(len(at))
-            total, worst = ways[chosen], np.maximum(worst[:, None], within)[chosen]
-        least = min(least, float((num_microbatches - 1) * worst[-1] + total[-1]))
-        if (num_microbatches - 1) * slowest[-1] + total[-1] >= least:  # less for the slowest only makes the sum longer
-            return least
-        limit = worst[-1]

@@ -17,9 +17,10 @@ from autopar.capture.trace import Trace
 from autopar.certificate.check import certify, identity, notes
 from autopar.certificate.context import Context
 from autopar.certificate.crossings import budgets, cuts
+from autopar.certificate.cut_search import least_over_cuts
 from autopar.certificate.facts import Facts
 from autopar.certificate.interleaved import held_by_chunks, least_of_cuts, least_of_ranks, phases_of, step_by_longest_path
-from autopar.certificate.over_cuts import Pipelines, Unfolded, least_over_cuts
+from autopar.certificate.over_cuts import Pipelines, Unfolded
 from autopar.certificate.proof import Stored, proven
 from autopar.certificate.ranks import actions_of, interleaves, shared_memory
 from autopar.certificate.report import Certificate, Finding, near
@@ -93,8 +94,8 @@ def _bound_s(
     parts = Unfolded(ways, stored.prices(), {v: found.made for v, found in stored.versions().items()})
     found += stored.findings
     if pipeline.schedule != INTERLEAVED:
-        return least_over_cuts(parts, len(stages), pipeline.num_microbatches, allowed), stored.num_multipliers
-    one_s = least_over_cuts(parts, len(stages), 1, allowed)
+        return least_over_cuts(parts.units, parts.borders, len(stages), pipeline.num_microbatches, allowed), stored.num_multipliers
+    one_s = least_over_cuts(parts.units, parts.borders, len(stages), 1, allowed)
     return least_of_cuts(one_s, len(pipeline.rank_bytes), pipeline.num_microbatches), stored.num_multipliers
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from autopar.capture.trace import Parameter, Trace
 from autopar.emit.buckets import bucketed
 from autopar.emit.choices import PlanIndex, buffer_key, compute_nodes, input_key, output_key, parameter_key, placeholder_keys
+from autopar.emit.job import Job
 from autopar.emit.legality import check_legal
 from autopar.emit.overlap import overlapped
-from autopar.emit.phase import Job, Phase
+from autopar.emit.phase import Phase
 from autopar.emit.step import with_step
 from autopar.plans import Plan
 from autopar.run.lazy_graph import LazyGraphModule

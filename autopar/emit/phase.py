@@ -18,64 +18,22 @@ from torch import fx
 
 from autopar.analysis.in_place import owner_of
 from autopar.analysis.routed import shared_rows
-from autopar.capture.trace import Parameter, Trace
-from autopar.collective import Collective
+from autopar.capture.trace import Parameter
 from autopar.emit import in_place, kernels
 from autopar.emit.calls import CALLS, Moved
-from autopar.emit.choices import PlanIndex, TensorKey, buffer_key, input_key, output_key, parameter_key
+from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key
+from autopar.emit.job import Job, Ref
 from autopar.emit.localize import local_call
 from autopar.errors import EmissionError
 from autopar.kernels.dispatched import with_routes
 from autopar.kernels.sums import add_to
 from autopar.layout import Layout, Strategy
-from autopar.mesh import Mesh
 from autopar.plans import Communication
 from autopar.rules import call_of, operands_of, where_of
 
 _cast, _clone = torch.ops.aten._to_copy.default, torch.ops.aten.clone.default
 _OF_STEPS = ("collective", "slack", "time_s", "kernel", "own", "moved")  # meta of steps that their results do not have
-Ref = tuple[str, int]  # trace node name, result index
 Have = dict[Ref, dict[Layout, fx.Node]]
-
-
-@dataclass
-class Job:
-    """What both phases share."""
-
-    trace: Trace
-    mesh: Mesh
-    index: PlanIndex
-    placeholder_keys: dict[str, str]
-    nodes: dict[str, fx.Node] = field(default_factory=dict)
-    output: fx.Node | None = None
-    emitted: list[tuple[str, str, Collective]] = field(default_factory=list)
-    crossing: frozenset[str] = field(init=False)  # the inputs that come from another stage
-
-    def __post_init__(self) -> None:
-        self.crossing = frozenset(i.node for i in self.trace.inputs if i.crosses)
-        for node in self.trace.graph.nodes:
-            self.nodes[node.name] = node
-            if node.op == "output":
-                self.output = node
-
-    def results(self) -> list[fx.Node]:
-        assert self.output is not None
-        return list(self.output.args[0])  # type: ignore[arg-type]
-
-    def value(self, ref: Ref) -> torch.Tensor:
-        """The traced value, a fake tensor."""
-        value = self.nodes[ref[0]].meta["val"]
-        return value[ref[1]] if isinstance(value, tuple | list) else value
-
-    def dtype(self, ref: Ref) -> torch.dtype:
-        return self.value(ref).dtype
-
-    def shape(self, ref: Ref) -> tuple[int, ...]:
-        return tuple(self.value(ref).shape)
-
-    def key(self, ref: Ref) -> TensorKey:
-        name, result = ref
-        return self.placeholder_keys.get(name) or self.nodes[name].meta["key"], result
 
 
 @dataclass

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from autopar.kernels import library
-from autopar.kernels.peers import COMPUTE, COPY, Lane, Peers, Phase, Regions, addresses
+from autopar.kernels.lanes import COMPUTE, COPY, Lane, Phase
+from autopar.kernels.peers import Peers, Regions, addresses
 from autopar.layout import part_range
 
 _SLOT_ALIGNMENT = 128  # kSlotAlignment

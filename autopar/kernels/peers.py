@@ -21,9 +21,8 @@ import ctypes
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +31,8 @@ from torch import Tensor
 
 from autopar.errors import KernelError
 from autopar.kernels import library
+from autopar.kernels.lanes import COMPUTE, COPY, Lane, Phase, Streams, within
 
-COMPUTE, COPY = "compute", "copy"
 _LOG = logging.getLogger(__name__)
 _ALIGNMENT = 128
 
@@ -55,33 +54,6 @@ class Regions:
         """The number of this use, from 1."""
         self.epochs[rank] += 1
         return self.epochs[rank]
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """Where a phase runs: the host, or a stream of a device."""
-
-    kind: str
-    stream: torch.cuda.Stream | None = None
-
-    def call(self, name: str, *arguments: object) -> None:
-        """Call the kernel's function `name`, without its ``ap_`` and its ``_host`` or ``_cuda``; the stream is added.
-
-        Raises:
-            KernelError: where it returns another status than that it is well: in debug builds also where a signal has not come.
-        """
-        library.step(self.kind, name, None if self.stream is None else self.stream.cuda_stream)(*arguments)
-
-
-Work = Callable[[Lane, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A piece of a rank's work: `work(lane, rank)`, run in its compute or its copy lane."""
-
-    lane: str
-    work: Work
 
 
 class Peers(ABC):
@@ -138,7 +110,7 @@ class VirtualRanks(Peers):
     def __init__(self, size: int, device: torch.device | str = "cpu", pause: Callable[[int, int], None] | None = None) -> None:
         super().__init__(size, torch.device(device))
         self._pause = pause
-        self._streams = [_Streams.new(self.device) for _ in range(size)] if self.kind == "cuda" else []
+        self._streams = [Streams.new(self.device) for _ in range(size)] if self.kind == "cuda" else []
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -152,7 +124,7 @@ class VirtualRanks(Peers):
         for index, phase in enumerate(phases):
             for rank in ranks:
                 lane = self._streams[rank].lane(phase.lane) if self._streams else Lane("host")
-                with _within(lane):
+                with within(lane):
                     if self._pause is not None:
                         self._pause(rank, index)
                     phase.work(lane, rank)
@@ -236,11 +208,11 @@ class SymmetricMemory(Peers):
     def run(self, ranks: Sequence[int], phases: Sequence[Phase]) -> None:
         if tuple(ranks) != self.ranks:
             raise KernelError(f"this process is rank {self._rank}, not {tuple(ranks)}", remedy="give the work of this rank alone")
-        streams = _Streams(torch.cuda.current_stream(self.device), self._copy)
+        streams = Streams(torch.cuda.current_stream(self.device), self._copy)
         streams.fork()
         for phase in phases:
             lane = streams.lane(phase.lane)
-            with _within(lane):
+            with within(lane):
                 phase.work(lane, self._rank)
         streams.join()
         self._say_refused()
@@ -258,44 +230,6 @@ class SymmetricMemory(Peers):
         data = tuple(handle.get_buffer(rank, (max(num_bytes, 1),), torch.uint8, 0) for rank in range(self.size))
         flags = tuple(handle.get_buffer(rank, (num_words,), torch.int64, begin // 8) for rank in range(self.size))
         return Regions(data, flags, [0] * self.size)
-
-
-@dataclass(frozen=True, slots=True)
-class _Streams:
-    """A rank's two lanes on a device. Copies and their signals go first: they are short, and a product beside them can wait."""
-
-    compute: torch.cuda.Stream
-    copy: torch.cuda.Stream
-
-    @staticmethod
-    def new(device: torch.device) -> _Streams:
-        return _Streams(torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1))
-
-    def fork(self) -> None:
-        current = torch.cuda.current_stream(self.compute.device)
-        if current != self.compute:
-            self.compute.wait_stream(current)
-        self.copy.wait_stream(current)
-
-    def lane(self, name: str) -> Lane:
-        return Lane("cuda", self.compute if name == COMPUTE else self.copy)
-
-    def join(self) -> None:
-        """What is enqueued after it finds both lanes' work done."""
-        current = torch.cuda.current_stream(self.compute.device)
-        for stream in (self.compute, self.copy):
-            if stream != current:
-                current.wait_stream(stream)
-
-
-@contextmanager
-def _within(lane: Lane) -> Iterator[None]:
-    """torch's own kernels go to the lane's stream."""
-    if lane.stream is None:
-        yield
-    else:
-        with torch.cuda.stream(lane.stream):
-            yield
 
 
 def _results(futures: Sequence[Future[Any]]) -> list[Any]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from autopar.kernels import library
-from autopar.kernels.peers import COMPUTE, Lane, Peers, Phase, Regions, addresses
+from autopar.kernels.lanes import COMPUTE, Lane, Phase
+from autopar.kernels.peers import Peers, Regions, addresses
 from autopar.kernels.sums import sum_dtype
 
 MOST_RANKS = 64  # kMaxRanks of include/routes.h

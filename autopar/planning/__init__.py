@@ -2,6 +2,7 @@
 
 from autopar.planning.options import PlanOptions
 from autopar.planning.search import Planned, make_plan
-from autopar.planning.staged import TooSlow, make_staged_plan
+from autopar.planning.staged import make_staged_plan
+from autopar.planning.tried import TooSlow
 
 __all__ = ["PlanOptions", "Planned", "TooSlow", "make_plan", "make_staged_plan"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
 from autopar.constraints import Pipelined
 from autopar.cost.priced import Crossing, Priced
+from autopar.errors import ConstraintError
 from autopar.hardware import HardwareProfile
+from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.planning.assembly import fingerprint
 from autopar.planning.options import PlanOptions
@@ -17,7 +20,7 @@ from autopar.planning.units import Unit
 from autopar.plans import Fingerprint
 from autopar.problem import Choices, Multipliers
 from autopar.solve import Evaluation
-from autopar.stages import CutPoint
+from autopar.stages import Cut, CutPoint
 from autopar.version import VERSION
 
 
@@ -59,6 +62,20 @@ class Asked:
         """Over the link between neighbours."""
         return Crossing.along(self.axis, self.mesh, self.profile)
 
+    def cuts(self, points: Sequence[CutPoint]) -> tuple[int, ...]:
+        """The cuts that the user asks for, as indices of units.
+
+        Raises:
+            ConstraintError: where the model has no such cuts, or there are too few or too many.
+        """
+        modules = {point.module: index + 1 for index, point in enumerate(points)}
+        wanted = self.wish.cuts or ()
+        unknown = [name for name in wanted if name not in modules]
+        if unknown or len(wanted) != self.num_stages - 1:
+            wrong = f": no cut at {unknown[0]!r}" if unknown else f" has {len(wanted)} cuts for {self.num_stages} stages"
+            raise ConstraintError(f"{self.wish}{wrong}", remedy=f"the model can be cut at {', '.join(modules)}")
+        return tuple(sorted(modules[name] for name in wanted))
+
     def mark(self, model: str) -> Fingerprint:
         """Of a plan for a trace of this fingerprint."""
         return replace(fingerprint(self.part, self.model_name, self.profile.name, self.profile.hash, VERSION), model=model)
@@ -75,3 +92,25 @@ class Whole:
     units: tuple[Unit, ...]
     least: Least
     multipliers: Multipliers | None
+
+
+def crossing_layouts(whole: Whole, part: Trace, made: Cut) -> Mapping[str, Layout]:
+    """Per crossing value (by key) the layout of the fewest bytes among those that the plan of the whole makes of it.
+
+    Args:
+        part: the trace that `whole` is the plan of, and that `made` cuts.
+    """
+    variants = {name: v for v, refs in enumerate(whole.priced.refs) for name, _ in refs}
+    keys = {n.name: n.meta["key"] for n in part.graph.nodes if n.op == "call_function"}
+    found: dict[str, Layout] = {}
+    for boundary in made.boundaries:
+        for name in boundary.values:
+            v = variants.get(name)
+            if v is None:  # inside a cluster of the whole
+                continue
+            graph = whole.priced.problem.values[whole.priced.problem.variants[v].value].graph
+            moves = whole.evaluation.forward[v]
+            plain = [n for n in (*moves.sources, *moves.wanted) if not graph.layouts[n].has_partial and not graph.layouts[n].halos]
+            if plain:
+                found[keys[name]] = graph.layouts[min(plain, key=lambda n: graph.bytes[n])]
+    return found

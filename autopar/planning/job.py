@@ -22,7 +22,7 @@ from autopar.capture.trace import Trace
 from autopar.cost.moments import Liveness
 from autopar.cost.priced import Priced
 from autopar.emit import emit
-from autopar.errors import InfeasibleError, size_text
+from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
 from autopar.planning.alike import Alike, Effort
 from autopar.planning.assembly import assemble
@@ -34,20 +34,16 @@ from autopar.planning.multipliers import certified
 from autopar.planning.options import PlanOptions
 from autopar.planning.ordering import Ordering
 from autopar.planning.peaks import Peaks, Schedule
-from autopar.planning.smallest import light, preferred
-from autopar.planning.tried import Tried
+from autopar.planning.smallest import light, preferred, refusal
+from autopar.planning.tried import TooSlow, Tried
 from autopar.plans import Fingerprint
 from autopar.problem import Choices, Multipliers, Problem
-from autopar.solve import REMEDY, Least, choices_or_least, evaluated, quickest, within
+from autopar.solve import Least, choices_or_least, evaluated, quickest, within
 from autopar.strategies import Starts
 from autopar.streams import ON_COMPUTE, Balance
 
 _ROUNDS = 12  # each either fits or adds moments at which the plan before did not
 _WASTE = 0.02  # share of the budget: where a plan leaves more unused, moments learnt from it may admit a better one
-
-
-class TooSlow(Exception):
-    """No plan is as fast as is asked for; its argument is the bound in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +155,7 @@ class Job:
         is_last = self.regions is not None or not self.priced.problem.regions
         lightest = self.lightest() if smallest and is_last else None
         if lightest is None or lightest.peak_bytes > self.budget:
-            raise _refusal(self.budget, found, min(smallest, lightest.peak_bytes) if lightest else smallest)
+            raise refusal(self.budget, found, min(smallest, lightest.peak_bytes) if lightest else smallest)
         return lightest
 
     def _proven_to_the_end(self, best: Tried) -> Tried:
@@ -302,15 +298,3 @@ class Job:
             if self.schedule is not None:  # what the schedule holds beside the microbatch that runs
                 beside = tried.peak_bytes - max(peak.peak_bytes for peak in peaks)
             self.learnt = self.learnt.further(tried.draft.choices, peaks, beside, self.budget)
-
-
-def _refusal(budget: int, last: Choices | Least, smallest: int) -> InfeasibleError:
-    """Says what is certain: the smallest peak of a plan that was emitted, or, where none was, what any plan needs at least."""
-    if smallest or isinstance(last, Choices):
-        tried = f"; the smallest that was tried needs {size_text(smallest)}"
-        return InfeasibleError(
-            f"no plan was found that fits into {size_text(budget)} per device{tried}", remedy=REMEDY, needed_bytes=smallest
-        )
-    needed = f"at least {size_text(last.bound_bytes)} is needed, and the transient peak beside it"
-    what = f"no plan fits into {size_text(budget)} per device: {needed}"
-    return InfeasibleError(what, remedy=REMEDY, needed_bytes=int(last.bound_bytes))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.analysis.microbatches import Microbatching
@@ -24,10 +24,10 @@ from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.planning.alike import Alike
-from autopar.planning.asked import Asked, Whole
+from autopar.planning.asked import Asked, Whole, crossing_layouts
 from autopar.planning.clock import Clock, Progress
 from autopar.planning.conflicts import with_conflict_of_stages
-from autopar.planning.job import Job, TooSlow
+from autopar.planning.job import Job
 from autopar.planning.joining import joined
 from autopar.planning.options import PlanOptions
 from autopar.planning.over_cuts import Least
@@ -38,11 +38,12 @@ from autopar.planning.sharing import Sharing, neediest
 from autopar.planning.smallest import preferred
 from autopar.planning.stage_sizes import StageSizes, light_cuts
 from autopar.planning.steps import in_order, step_of
+from autopar.planning.tried import TooSlow
 from autopar.planning.units import balanced, one_stage, reweighed, units_of
 from autopar.problem import Multipliers
 from autopar.run.orders import num_in_flight
 from autopar.solve import REMEDY, evaluated, solve
-from autopar.stages import Cut, CutPoint, Seams, cut, seams, usable_points
+from autopar.stages import Cut, Seams, cut, seams, usable_points
 from autopar.strategies import Forced, Starts, apart, classes_of, resolve
 
 log = logging.getLogger("autopar")
@@ -79,7 +80,7 @@ class StagedSearch:
         budget = asked.options.budget(asked.profile) // asked.wish.chunks
         whole = self._whole()
         fixed = asked.wish.cuts is not None
-        first = self._cuts_asked(whole.points) if fixed else balanced(whole.units, flying, budget)
+        first = asked.cuts(whole.points) if fixed else balanced(whole.units, flying, budget)
         best = self._planned(whole, first, flying)
         for _ in range(_ROUNDS if not fixed and asked.num_stages > 1 else 0):
             again = balanced(reweighed(whole.units, first, best[1]), flying, budget)
@@ -100,7 +101,7 @@ class StagedSearch:
 
     def _proven(self) -> tuple[int, tuple[int, ...] | None]:
         points = usable_points(self.asked.part)[0] if self.asked.num_stages > 1 else ()
-        cuts = None if self.asked.wish.cuts is None else self._cuts_asked(points)
+        cuts = None if self.asked.wish.cuts is None else self.asked.cuts(points)
         return StageSizes(self.asked, self.forced, points).proven(cuts)
 
     def lightest(self) -> Planned | None:
@@ -151,7 +152,7 @@ class StagedSearch:
             with self.clock.phase("bound"):
                 ways = Pipelines(
                     asked.part, asked.left.shape, placing, len(points) + 1, asked.crossing, asked.num_stages, asked.how.num,
-                    None if asked.wish.cuts is None else self._cuts_asked(points),
+                    None if asked.wish.cuts is None else asked.cuts(points),
                 )  # fmt: skip
                 least, multipliers = self._over_cuts(priced, forced, sewn, ways)
         if self.limit_s <= least.step_s < math.inf:  # infinite where there are fewer parts than stages
@@ -167,28 +168,13 @@ class StagedSearch:
         one, multipliers = proven(priced, forced, sewn, replace(ways, num_microbatches=1), limit_s)
         return replace(one, step_s=self._least_s(one.step_s)), multipliers
 
-    def _cuts_asked(self, points: Sequence[CutPoint]) -> tuple[int, ...]:
-        """The cuts that the user asks for, as indices of units."""
-        asked = self.asked
-        modules = {point.module: index + 1 for index, point in enumerate(points)}
-        wanted = asked.wish.cuts or ()
-        unknown = [name for name in wanted if name not in modules]
-        if unknown or len(wanted) != asked.num_stages - 1:
-            what = (
-                f"{asked.wish}: no cut at {unknown[0]!r}"
-                if unknown
-                else f"{asked.wish} has {len(wanted)} cuts for {asked.num_stages} stages"
-            )
-            raise ConstraintError(what, remedy=f"the model can be cut at {', '.join(modules)}")
-        return tuple(sorted(modules[name] for name in wanted))
-
     def _planned(self, whole: Whole, cuts: Sequence[int], flying: Sequence[int]) -> tuple[tuple[Planned, ...], tuple[float, ...], Cut]:
         """Every stage's plan for these cuts, and its time."""
         asked = self.asked
         positions = [whole.points[index - 1].position for index in cuts]
         with self.clock.phase("cut"):
             made = cut(asked.part, positions) if positions else Cut((asked.part,), (), {})
-        crossing = replace(asked.crossing, layouts=self._crossing_layouts(whole, made))
+        crossing = replace(asked.crossing, layouts=crossing_layouts(whole, asked.part, made))
         self.sharing = self._sharing(flying)
         found = self._all_stages(made, crossing, flying)
         while not (self.is_light or self.sharing.fits(found)):
@@ -260,23 +246,6 @@ class StagedSearch:
 
     def _least_s(self, whole_s: float) -> float:
         return least_time(self.asked.wish.schedule, whole_s, self.asked.num_stages, self.asked.how.num, self.asked.wish.chunks)
-
-    def _crossing_layouts(self, whole: Whole, made: Cut) -> Mapping[str, Layout]:
-        """Per crossing value the layout of the fewest bytes among those that the plan of the whole makes of it."""
-        variants = {name: v for v, refs in enumerate(whole.priced.refs) for name, _ in refs}
-        keys = {n.name: n.meta["key"] for n in self.asked.part.graph.nodes if n.op == "call_function"}
-        found: dict[str, Layout] = {}
-        for boundary in made.boundaries:
-            for name in boundary.values:
-                v = variants.get(name)
-                if v is None:  # inside a cluster of the whole
-                    continue
-                graph = whole.priced.problem.values[whole.priced.problem.variants[v].value].graph
-                moves = whole.evaluation.forward[v]
-                plain = [n for n in (*moves.sources, *moves.wanted) if not graph.layouts[n].has_partial and not graph.layouts[n].halos]
-                if plain:
-                    found[keys[name]] = graph.layouts[min(plain, key=lambda n: graph.bytes[n])]
-        return found
 
 
 def make_staged_plan(

@@ -1,4 +1,4 @@
-"""A plan on trial."""
+"""A plan on trial, and that none need be tried."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from autopar.planning.draft import Draft
 from autopar.plans import Plan
 from autopar.run.program import Program
+
+
+class TooSlow(Exception):
+    """No plan is as fast as is asked for; its argument is the bound in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

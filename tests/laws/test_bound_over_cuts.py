@@ -18,6 +18,7 @@ import autopar
 from autopar.api.tracing import trace_part
 from autopar.capture import Trace, capture
 from autopar.certificate import over_cuts
+from autopar.certificate.cut_search import least_over_cuts
 from autopar.cost import price as pricing
 from autopar.cost.kernels import in_any_stage
 from autopar.cost.price import price
@@ -216,7 +217,7 @@ def test_any_multipliers_prove_a_bound_and_both_arithmetics_agree_on_it(seed: in
         for cuts, best in fastest.items():
             found = least_step(parts, 2, MICROBATCHES, (cuts,)).step_s
             assert found <= best * (1 + 1e-9)
-            assert over_cuts.least_over_cuts(checked, 2, MICROBATCHES, (cuts,)) == pytest.approx(found, rel=1e-9)
+            assert least_over_cuts(checked.units, checked.borders, 2, MICROBATCHES, (cuts,)) == pytest.approx(found, rel=1e-9)
 
 
 # --- with kernels ------------------------------------------------------------------------------------------------------------------------

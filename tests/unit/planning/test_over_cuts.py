@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.certificate.over_cuts import least_over_cuts
+from autopar.certificate.cut_search import least_over_cuts
 from autopar.planning.over_cuts import Pair, Parts, front, joined, least_step
 from autopar.planning.schedules import step_time
 
@@ -22,14 +21,6 @@ PAIRS = st.lists(st.tuples(st.integers(-3, 6).map(float), st.integers(-3, 6).map
 def parts(draw: st.DrawFn) -> Parts:
     units = draw(st.lists(SECONDS, min_size=2, max_size=6))
     return Parts(tuple(units), tuple(tuple(draw(PAIRS)) for _ in units[1:]))
-
-
-@dataclass
-class Found:
-    """What the certificate asks for."""
-
-    units: list[float]
-    borders: list[list[Pair]]
 
 
 def enumerated(given: Parts, num_stages: int, num_microbatches: int, allowed: set[int]) -> float:
@@ -56,8 +47,8 @@ def test_the_least_step_is_that_of_the_best_cut(given: Parts, num_stages: int, n
     found = least_step(given, num_stages, num_microbatches, kept)
     assert found.step_s == pytest.approx(expected)
     assert len(found.cuts) == num_stages - 1 and set(found.cuts) <= kept
-    everything = Found(list(given.units), [list(pairs) for pairs in given.borders])
-    assert least_over_cuts(everything, num_stages, num_microbatches, kept) == pytest.approx(expected)  # type: ignore[arg-type]
+    borders = [list(pairs) for pairs in given.borders]
+    assert least_over_cuts(given.units, borders, num_stages, num_microbatches, kept) == pytest.approx(expected)
 
 
 @given(st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1)), min_size=1, max_size=60))

@@ -1,0 +1,207 @@
+"""What a tensor in the graph of one microbatch is of its counterpart in that of the batch: its *label*, inferred op by op.
+
+    whole     the same                          split(d)   a part along dim d
+    sum       a term: the terms' sum is it       mean       a term of which the average is it
+    count(c)  a term of which the average, weighted by the node c (a number of labels that are not ignored), is it
+    place(d)  positions of samples within the microbatch, along dim d: good for looking up along the batch, and nothing else
+
+An op admits a label where its rule does, and where on parts it calls exactly what stands in the graph of the microbatch: microbatches are
+like ranks of a data-parallel axis that run one after another.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar import random_ops
+from autopar.errors import CoupledError
+from autopar.layout import Layout, Strategy
+from autopar.rules import AxisOption, Call, axis_options, call_of, localize, operands_of, where_of
+from autopar.rules.losses import LOSSES, MEAN
+
+aten = torch.ops.aten
+_REMEDY = "samples of this model depend on each other there: pass microbatches=1 or num_microbatches=1, or no number, and stages take one"
+_DRAWS = frozenset((random_ops.keep_mask, random_ops.uniform, random_ops.normal, random_ops.randint))
+_MEANS = frozenset((aten.mean.dim, aten.mean.default))
+_SUMS = frozenset((aten.add.Tensor, aten.sub.Tensor))
+_SCALED = {aten.div.Tensor: True, aten.div.Scalar: True, aten.mul.Tensor: False, aten.mul.Scalar: False}
+_MOVES = frozenset(
+    (
+        aten.unsqueeze.default, aten.squeeze.dim, aten.view.default, aten.expand.default, aten._to_copy.default, aten.clone.default,
+        aten.permute.default, aten.transpose.int,
+    )
+)  # fmt: skip
+_VIEWS = frozenset(
+    (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default)
+)
+_CONSTANTS = frozenset(
+    (aten.zeros.default, aten.ones.default, aten.full.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
+)
+_LOOKUPS = frozenset((aten.index.Tensor, aten._unsafe_index.Tensor))
+Kind = Literal["whole", "split", "sum", "mean", "count", "place"]
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What a microbatch's tensor is of the batch's (see the module's docstring)."""
+
+    kind: Kind
+    dim: int = -1
+    count: str = ""
+
+    @property
+    def placement(self) -> Placement:
+        """As a placement on the axis of microbatches."""
+        if self.kind == "whole":
+            return Replicate()
+        return Shard(self.dim) if self.kind in ("split", "place") else Partial("sum")
+
+    @property
+    def is_average(self) -> bool:
+        return self.kind in ("mean", "count")
+
+
+WHOLE, SUM_OF, MEAN_OF = Label("whole"), Label("sum"), Label("mean")
+
+
+def part_label(shape: tuple[int, ...], part: tuple[int, ...], num: int) -> Label | None:
+    """By shapes alone: what is M times shorter along one dim is a part, what is as long is the same."""
+    if shape == part:
+        return WHOLE
+    differs = [dim for dim, (a, b) in enumerate(zip(shape, part, strict=False)) if a != b]
+    cut = len(shape) == len(part) and len(differs) == 1 and shape[differs[0]] == num * part[differs[0]]
+    return Label("split", differs[0]) if cut else None
+
+
+def node_labels(node: fx.Node, here: fx.Node, labels: Mapping[tuple[str, int], Label], num: int) -> tuple[Label, ...]:
+    """The labels of a node's results.
+
+    Args:
+        here: its counterpart in the graph of one of `num` microbatches. labels: of what it reads, by node and result.
+
+    Raises:
+        CoupledError: where the op does not make the batch's result of microbatches' results.
+    """
+    if node.target is operator.getitem:
+        return (labels[node.args[0].name, int(node.args[1])],)  # type: ignore[union-attr, arg-type]
+    call, part = call_of(node), call_of(here)
+    reads = [labels[operand.name, 0] for operand in operands_of(node)]
+    if any(label.kind == "count" for label in reads) and len({r for r in reads if r.kind not in ("whole", "split")}) > 1:
+        raise refusal(node, num, "it joins terms that weigh differently")
+    if any(r.kind == "place" for r in reads):
+        found = _by_place(call, part, reads, num)
+    else:
+        found = _special(node, call, part, reads, num) or _by_rule(call, part, reads, num)
+    if found is None:
+        shown = ", ".join(f"{r.kind}{r.dim if r.kind == 'split' else ''}" for r in reads)
+        raise refusal(node, num, f"its rule does not admit operands that are {shown} of the batch's")
+    return found
+
+
+def _special(node: fx.Node, call: Call, part: Call, reads: list[Label], num: int) -> tuple[Label, ...] | None:
+    """Ops that make averages, or join them; and random numbers, which each microbatch draws anew."""
+    alike = call.args == part.args and dict(call.kwargs) == dict(part.kwargs)
+    if all(r == WHOLE for r in reads) and alike and call.outputs == part.outputs:
+        return tuple(WHOLE for _ in call.outputs)
+    if call.target in _CONSTANTS or (call.target in _DRAWS and all(r == WHOLE for r in reads)):
+        return _result_label(call, part, num)
+    if call.target is aten.repeat.default and reads == [WHOLE] and not alike:  # every copy is the same
+        return _result_label(call, part, num)
+    averages = call.target in _MEANS or (call.target in LOSSES and call.kwargs.get("reduction", _third(call)) == MEAN)
+    if averages and alike and any(r.kind == "split" for r in reads) and call.outputs == part.outputs:
+        return (MEAN_OF,) if all(r.kind in ("split", "whole") for r in reads) else None
+    if call.target is aten.arange.default and call.args == (part.args[0] * num,) and dict(call.kwargs) == dict(part.kwargs):
+        return (Label("place", 0),)
+    if call.target is aten.div.Tensor and reads == [SUM_OF, SUM_OF]:
+        return (Label("count", count=node.args[1].name),)  # type: ignore[union-attr]
+    if call.target in _SCALED and len(reads) == 1 and reads[0] == SUM_OF and not alike:
+        a, b = call.args[1], part.args[1]
+        return (MEAN_OF,) if (a == b * num if _SCALED[call.target] else b == a * num) else None
+    average = next((r for r in reads if r.is_average), None)
+    if average is not None and alike and (call.target in _SUMS or call.target is aten._to_copy.default):
+        return (average,) if all(r in (average, WHOLE) for r in reads) else None
+    return None
+
+
+def _by_place(call: Call, part: Call, reads: list[Label], num: int) -> tuple[Label, ...] | None:
+    """Positions may be moved about, and be looked up along the dim that the batch is cut along."""
+    if call.target in _MOVES:
+        found = _by_rule(call, part, reads, num)
+        return None if found is None else tuple(Label("place", label.dim) for label in found)
+    if call.target not in _LOOKUPS or reads[0].kind != "split":
+        return None
+    at = {index.index: position for position, index in enumerate(call.args[1]) if index is not None}
+    place = next(n for n, r in enumerate(reads) if r.kind == "place")
+    from_right = len(call.inputs[place].shape) - reads[place].dim
+
+    def goes_along(n: int) -> bool:
+        r = reads[n]
+        return r == WHOLE or (r.kind == "split" and len(call.inputs[n].shape) - r.dim == from_right)
+
+    if at.get(place) != reads[0].dim or not all(goes_along(n) for n in at if n != place):
+        return None
+    return _result_label(call, part, num)
+
+
+def _result_label(call: Call, part: Call, num: int) -> tuple[Label, ...] | None:
+    label = part_label(call.outputs[0].shape, part.outputs[0].shape, num)
+    return None if label is None else (label,)
+
+
+def _third(call: Call) -> Any:
+    return call.args[2] if len(call.args) > 2 and isinstance(call.args[2], int) else MEAN
+
+
+def _by_rule(call: Call, part: Call, reads: list[Label], num: int) -> tuple[Label, ...] | None:
+    """By the rule of the op for one axis, where what it calls on parts is what the microbatch's graph calls."""
+    terms = {r for r in reads if r.kind in ("sum", "mean", "count")}
+    if len(terms) > 1:
+        return None
+    for option in axis_options(call):
+        if list(option.inputs) == [r.placement for r in reads] and _calls(call, part, option, num):
+            return tuple(_label_of(p, terms) for p in option.outputs)
+    return None
+
+
+def _label_of(placement: Placement, terms: set[Label]) -> Label:
+    if isinstance(placement, Shard):
+        return Label("split", placement.dim)
+    if isinstance(placement, Partial):
+        return next(iter(terms), SUM_OF)
+    return WHOLE
+
+
+def _calls(call: Call, part: Call, option: AxisOption, num: int) -> bool:
+    if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in option.outputs):
+        return False
+    layouts = [Layout((p,)) for p in (*option.inputs, *option.outputs)]
+    infos = (*call.inputs, *call.outputs)
+    if not all(layout.fits(info.shape, (num,)) for layout, info in zip(layouts, infos, strict=True)):
+        return False
+    local = localize(call, Strategy(tuple(layouts[: len(call.inputs)]), tuple(layouts[len(call.inputs) :])), (num,))
+    if local.target is aten.reshape.default and part.target in _VIEWS:  # what was a view on the whole
+        return tuple(local.args[1]) == part.outputs[0].shape
+    return (
+        local.target is part.target and _plain(local.args) == _plain(part.args) and _plain(dict(local.kwargs)) == _plain(dict(part.kwargs))
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Lists as tuples, so that arguments compare."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def refusal(node: fx.Node, num: int, why: str) -> CoupledError:
+    """That a batch cannot be worked through in `num` microbatches because of this node."""
+    what = f"the batch cannot be worked through in {num} microbatches: at {node.meta['key']} {why}"
+    return CoupledError(what, where=where_of(node), remedy=_REMEDY)
