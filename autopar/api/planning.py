@@ -63,11 +63,12 @@ def plan_call(
 
     meshes, further = (shapes(mesh), shapes_in_three(mesh)) if is_unshaped(mesh) else ((as_mesh(mesh),), ())
     try:
-        return trace, best_shape(meshes, fastest, further=further, holds=partial(speak_of, chosen.constraints))
+        found = best_shape(meshes, fastest, further=further, holds=partial(speak_of, chosen.constraints))
     except InfeasibleError as error:
         if len(meshes) > 1:
             raise
-        return trace, instead(error, chooser(meshes[0]))
+        found = instead(error, chooser(meshes[0]))
+    return trace, found.closer_proven()
 
 
 def plan_model(

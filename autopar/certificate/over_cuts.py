@@ -23,9 +23,10 @@ in L. With G the sum of π of the readers on the far side, these cost, for what 
     before    G(L) − max(0, Σ π in backward of readers before it − μ)(L)
     behind    time to arrive − G(L) − Σ π in backward of readers behind it (L)
 
-and for what backward makes, which goes the other way, G(L) behind and time to arrive − G(L) before. Any cut into S stages then takes
-(M − 1) · max τ + Σ τ with τ at least the sum of units and of what is at its two borders, in some layouts; the least over all is the bound.
-Of interleaved stages it is what follows from the least Σ τ (`autopar.certificate.interleaved.least_of_cuts`).
+and for what backward makes, which goes the other way, G(L) behind and time to arrive − G(L) before. What collectives' reduced costs fall
+below 0 by is taken off where the tensor arrives as well, and on both sides with what they cost in stages that it crosses between. Any cut
+into S stages then takes (M − 1) · max τ + Σ τ with τ at least the sum of units and of what is at its two borders, in some layouts; the
+least over all is the bound. Of interleaved stages it is what follows from the least Σ τ (`autopar.certificate.interleaved.least_of_cuts`).
 """
 
 from __future__ import annotations
@@ -127,9 +128,12 @@ class Unfolded:
         first = [(len(reads[i]), pi) for i, pi in now.items()]
         first += [(1, np.zeros(num))] if ref in self.places.hidden or len(now) < len(forward) else []
         then = [(len(reads[i]), pi) for i, pi in later.items()]
-        costs = self._seconds(v, exposed, later=False), self._seconds(v, exposed, later=True)
-        loss, left = self._collectives(value.graph, exposed, made, kept, wanted, first, then, mu, costs)
-        self._saved(v, makers, reads, [beyond + in_full(value.graph) - seconds for beyond, seconds in zip(left, costs, strict=True)])
+        losses, left = [0.0, 0.0], list[Floats]()
+        for crosses in (False, True):
+            costs = [self._seconds(v, exposed and (crosses or hidden), later=late) for late in (False, True)]
+            losses[crosses], beyond = self._collectives(value.graph, exposed, made, kept, wanted, first, then, mu, costs)
+            left = [x + in_full(value.graph) - seconds for x, seconds in zip(beyond, costs, strict=True)]
+        self._saved(v, makers, reads, left)
         kappa = np.where(kept, np.maximum(weighted(num, then) - mu, 0.0), 0.0)
         for i, u in enumerate(variant.uses):
             at = self._layouts(value, u.op, "inputs", u.operand)
@@ -138,9 +142,9 @@ class Unfolded:
                     self.x[p] += now[i][at] - kappa[at]
                 if i in later:
                     (self.again if i in now else self.x).get(p, np.zeros(len(at)))[:] += later[i][at]
-        self._supplied(value, makers, reads, now, later, kept, loss)
+        self._supplied(value, makers, reads, now, later, kept, losses[False])
         if exposed and ref not in self.places.everywhere and len(makers) == 1:
-            self._crossing(value, ref, makers[0].unit, reads, now, later, mu, loss)
+            self._crossing(value, ref, makers[0].unit, reads, now, later, mu, losses)
 
     def _supplied(
         self, value: Value, makers: Sequence[Place], reads: Sequence[Sequence[Place]], now: Mapping[int, Floats],
@@ -159,11 +163,11 @@ class Unfolded:
 
     def _crossing(
         self, value: Value, ref: Ref, unit: int, reads: Sequence[Sequence[Place]], now: Mapping[int, Floats], later: Mapping[int, Floats],
-        mu: Floats, loss: float,
+        mu: Floats, losses: Sequence[float],
     ) -> None:  # fmt: skip
-        """The borders that it may cross."""
+        """The borders that it may cross, where it is lost more on the side that makes it, and as much again on the other."""
         units = [p.unit for each in reads for p in each] or [unit]
-        forward, num = value.phase == "forward", len(mu)
+        forward, num, more = value.phase == "forward", len(mu), losses[True] - losses[False]
         for border in range(unit + 1, max(units) + 1) if forward else range(min(units) + 1, unit + 1):
             far = [sum((p.unit >= border) == forward for p in each) for each in reads]
             gain = weighted(num, ((far[i], pi) for i, pi in now.items()))
@@ -174,13 +178,14 @@ class Unfolded:
                 at = value.graph.index[layout]
                 arrives = self.ways.crossing.time_s(value.graph.bytes[at])
                 g, near = float(gain[at]), float(np.maximum(before - mu, 0.0)[at])
-                pairs.append((g - near, arrives - g - float(behind[at]) + loss) if forward else (arrives - g, g + loss))
+                here, there = (g - near if forward else g) + more, arrives - g - (float(behind[at]) if forward else 0.0) + losses[True]
+                pairs.append((here, there) if forward else (there, here))
             pairs = few(pairs)
             self.borders[border - 1] = few((a + c, b + d) for a, b in self.borders[border - 1] for c, d in pairs)
 
     def _collectives(
         self, graph: LayoutGraph, exposed: bool, made: Flags, kept: Flags, wanted: Flags, now: Sequence[tuple[int, Floats]],
-        later: Sequence[tuple[int, Floats]], mu: Floats, costs: tuple[Floats, Floats],
+        later: Sequence[tuple[int, Floats]], mu: Floats, costs: Sequence[Floats],
     ) -> tuple[float, list[Floats]]:  # fmt: skip
         """What their reduced costs take, and what each costs beyond its worth, in the tensor's phase and later; π of what may cross is
         raised first where the whole never has it."""

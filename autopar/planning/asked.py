@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.analysis.microbatches import Microbatching
@@ -83,7 +83,11 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """The plan of one microbatch without stages and without a limit of memory."""
+    """The plan of one microbatch without stages and without a limit of memory.
+
+    Attributes:
+        least, multipliers: what is proven of all cuts. closer: as of `autopar.planning.proving.Proven`, None where there are no cuts.
+    """
 
     priced: Priced
     choices: Choices
@@ -92,6 +96,7 @@ class Whole:
     units: tuple[Unit, ...]
     least: Least
     multipliers: Multipliers | None
+    closer: Callable[[float], Least] | None = None
 
 
 def crossing_layouts(whole: Whole, part: Trace, made: Cut) -> Mapping[str, Layout]:

@@ -85,7 +85,13 @@ def joined(
     )  # fmt: skip
     with clock.phase("emit"):
         program = emit_staged(asked.part, made, asked.how, plan)
-    return Planned(plan, program, clock.seconds)
+
+    def closer(factor: float) -> float:
+        assert whole.closer is not None, "there are cuts"
+        with clock.phase("bound"):
+            return whole.closer(factor).step_s
+
+    return Planned(plan, program, clock.seconds, closer if whole.closer is not None else None)
 
 
 def _crossed(asked: Asked, stage: Trace, planned: Planned) -> tuple[Crossed, ...]:

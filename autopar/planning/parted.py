@@ -10,7 +10,8 @@ of it (weak duality): per instance of an op the least reduced cost of its strate
     d[x] = time + Σ π of what it reads − Σ π of what it supplies − Σ κ of what it makes or reads        κ[l] = Σ π[l] of backward readers
     d[rc] = time + Σ π of what it reads again − Σ π of what backward reads of it                        min(0, ·)
 
-Equal instances with equal neighbours have equal costs. What collectives' reduced costs fall below 0 by is subtracted.
+Equal instances with equal neighbours have equal costs. What collectives' reduced costs fall below 0 by is subtracted: where the tensor
+crosses, what they do in a stage, on both sides.
 
 **Borders.** A stage's problem is that of its units, with an op in place of what lies outside at each tensor that crosses. Let tensor v
 leave the stage before a border in layout L and arrive behind it, and let G(L) be Σ π(L) of v's readers of its own phase behind the border.
@@ -45,7 +46,7 @@ whole is to be priced with `apart` and `exposed` of `seams`: no cluster crosses 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,7 +54,7 @@ import numpy as np
 from autopar.cost.priced import Crossing
 from autopar.planning.instances import Instance, Instances, Read
 from autopar.planning.over_cuts import Pair, Parts, front, joined
-from autopar.planning.worths import Worths
+from autopar.planning.worths import Floats, Worths
 from autopar.problem import Kernel, Kernels, Multipliers
 from autopar.redistribute import all_layouts
 from autopar.strategies import Ref
@@ -92,7 +93,7 @@ class Parting:
         units = [0.0] * self.num_units
         borders: list[tuple[Pair, ...]] = [((0.0, 0.0),)] * (self.num_units - 1)
         for instance in self.instances.found:
-            units[instance.unit] += self._instance(instance)
+            units[instance.unit] += self.least(instance)
             for ref in instance.results:
                 if ref in self.instances.variant:
                     units[instance.unit] += self.worths.of(ref).loss_s
@@ -102,25 +103,38 @@ class Parting:
 
     # ops
 
-    def _instance(self, instance: Instance) -> float:
+    def least(self, instance: Instance) -> float:
         """The least reduced costs of an op."""
-        supplied = {ref: self._supplied(ref, instance) for ref in instance.results if ref in self.instances.variant}
-        key = (
-            instance.op, instance.again, instance.share, tuple((k, self.worths.kind(ref)) for k, ref in instance.operands),
-            tuple((self.worths.kind(ref), tuple(sorted(Counter(r.use for r in reads).items()))) for ref, reads in supplied.items()),
-        )  # fmt: skip
+        key, supplied = self.kind(instance), self.supplied(instance)
         if key not in self._least:
             self._least[key] = self._least_of(instance, supplied)
         return self._least[key]
 
-    def _supplied(self, ref: Ref, instance: Instance) -> list[Read]:
-        return [r for r in self.instances.reads.get(ref, ()) if not instance.alone or r.unit == instance.unit]
+    def kind(self, instance: Instance) -> object:
+        """What decides an op's reduced costs."""
+        supplied = self.supplied(instance)
+        return (
+            instance.op, instance.again, instance.share, tuple((k, self.worths.kind(ref)) for k, ref in instance.operands),
+            tuple((self.worths.kind(ref), tuple(sorted(Counter(r.use for r in reads).items()))) for ref, reads in supplied.items()),
+        )  # fmt: skip
+
+    def supplied(self, instance: Instance) -> dict[Ref, list[Read]]:
+        """The readers of what an op makes; of what several units have for themselves, those in its unit."""
+        refs = [ref for ref in instance.results if ref in self.instances.variant]
+        reads = {ref: self.instances.reads.get(ref, []) for ref in refs}
+        return {ref: [r for r in each if not instance.alone or r.unit == instance.unit] for ref, each in reads.items()}
 
     def _least_of(self, instance: Instance, supplied: Mapping[Ref, Sequence[Read]]) -> float:
-        op = self.problem.ops[instance.op]
-        x = instance.share * np.array([s.time_s for s in op.strategies])
+        x, again = self.reduced(instance, supplied)
+        return float(x.min()) + (min(float(again.min()), 0.0) if instance.again else 0.0)
+
+    def reduced(self, instance: Instance, supplied: Mapping[Ref, Sequence[Read]], inside: Collection[Ref] = ()) -> tuple[Floats, Floats]:
+        """Reduced costs of an op's strategies, and as backward runs them again, where rows of tensors that are `inside` are not priced."""
+        x = instance.share * np.array([s.time_s for s in self.problem.ops[instance.op].strategies])
         again = x.copy()
         for operand, ref in instance.operands:
+            if ref in inside:
+                continue
             worth, layouts = self.worths.of(ref), self.worths.reads(ref, instance.op, operand)
             use = self.instances.use(instance.op, operand, ref)
             if use in worth.now:
@@ -130,6 +144,8 @@ class Parting:
             elif use in worth.later:
                 x += worth.later[use][layouts]
         for ref, reads in supplied.items():
+            if ref in inside:
+                continue
             worth, value = self.worths.of(ref), self.worths.value(ref)
             layouts = self.worths.made(ref)
             later = worth.summed(worth.later, reads)
@@ -137,7 +153,7 @@ class Parting:
             again -= later[layouts]
         for kernel, most in self._saved(instance):
             (again if kernel.again else x)[list(kernel.strategies)] -= most
-        return float(x.min()) + (min(float(again.min()), 0.0) if instance.again else 0.0)
+        return x, again
 
     def _saved(self, instance: Instance) -> Iterator[tuple[Kernel, float]]:
         """What each kernel of an op's product saves at most, beyond what its collectives cost over their worth."""
@@ -171,12 +187,13 @@ class Parting:
         gains = worth.summed(worth.now, far)
         later = worth.summed(worth.later, before), worth.summed(worth.later, behind)
         kept, arrives = np.maximum(later[0] - worth.made, 0.0), later[1]
+        further_s = worth.crossing_loss_s - worth.loss_s  # where it is made
         pairs = []
         for layout in all_layouts(tuple(node.meta["val"].shape), self.mesh_shape):
             at = value.graph.index[layout]
             arrives_s = self.crossing.time_s(value.graph.bytes[at])
             if forward:
-                pairs.append((float(gains[at] - kept[at]), float(arrives_s - gains[at] - arrives[at] + worth.loss_s)))
+                pairs.append((float(gains[at] - kept[at]) + further_s, float(arrives_s - gains[at] - arrives[at]) + worth.crossing_loss_s))
             else:
-                pairs.append((float(arrives_s - gains[at]), float(gains[at] + worth.loss_s)))
+                pairs.append((float(arrives_s - gains[at]) + worth.crossing_loss_s, float(gains[at]) + further_s))
         return front(pairs)

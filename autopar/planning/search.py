@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from autopar.capture.trace import Trace
 from autopar.constraints import Constraint, check
@@ -29,11 +29,26 @@ from autopar.version import VERSION
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, the program it is emitted into, and how long each phase took (seconds by name)."""
+    """A plan, the program it is emitted into, and how long each phase took (seconds by name).
+
+    Attributes:
+        closer: where the plan's bound over all cuts can be raised: searches for one that is so many times it, and gives what it finds.
+    """
 
     plan: Plan
     program: Program | StagedProgram
     seconds: dict[str, float]
+    closer: Callable[[float], float] | None = field(default=None, repr=False, compare=False)
+
+    def closer_proven(self) -> Planned:
+        """The plan with a bound as close as was asked for, if that can be had; by the search's word, since no multipliers prove it."""
+        proof, gap = self.plan.proof, float(self.plan.options["gap"])  # type: ignore[arg-type]
+        if self.closer is None or proof.gap <= gap or not proof.bound_s:
+            return replace(self, closer=None)
+        found_s = min(self.closer(proof.objective_s * (1.0 - gap) / proof.bound_s), proof.objective_s)
+        if found_s > proof.bound_s:
+            proof = replace(proof, bound_s=found_s, searched_bound_s=found_s, gap=1.0 - found_s / proof.objective_s)
+        return replace(self, plan=replace(self.plan, proof=proof), closer=None)
 
     def stage_program(self) -> Program:
         """The program of a plan without a pipeline."""

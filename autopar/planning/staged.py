@@ -31,7 +31,7 @@ from autopar.planning.job import Job
 from autopar.planning.joining import joined
 from autopar.planning.options import PlanOptions
 from autopar.planning.over_cuts import Least
-from autopar.planning.proving import Pipelines, parted, proven
+from autopar.planning.proving import Pipelines, Proven, parted, proven
 from autopar.planning.schedules import least_time
 from autopar.planning.search import Planned, finished, needs
 from autopar.planning.sharing import Sharing, neediest
@@ -40,7 +40,6 @@ from autopar.planning.stage_sizes import StageSizes, light_cuts
 from autopar.planning.steps import in_order, step_of
 from autopar.planning.tried import TooSlow
 from autopar.planning.units import balanced, one_stage, reweighed, units_of
-from autopar.problem import Multipliers
 from autopar.run.orders import num_in_flight
 from autopar.solve import REMEDY, evaluated, solve
 from autopar.stages import Cut, Seams, cut, seams, usable_points
@@ -147,26 +146,31 @@ class StagedSearch:
             gap = asked.options.gap / _CLOSER
             choices = solve(priced.problem, gap=gap, time_limit_s=asked.options.time_limit_s, solver=asked.options.solver)
             evaluation = evaluated(priced.problem, choices)
-        least, multipliers = Least(self._least_s(choices.bound_s), ()), None
+        least, multipliers, closer = Least(self._least_s(choices.bound_s), ()), None, None
         if asked.num_stages > 1:
             with self.clock.phase("bound"):
                 ways = Pipelines(
                     asked.part, asked.left.shape, placing, len(points) + 1, asked.crossing, asked.num_stages, asked.how.num,
                     None if asked.wish.cuts is None else asked.cuts(points),
                 )  # fmt: skip
-                least, multipliers = self._over_cuts(priced, forced, sewn, ways)
+                found = self._over_cuts(priced, forced, sewn, ways)
+                least, multipliers, closer = found.least, found.multipliers, found.closer
         if self.limit_s <= least.step_s < math.inf:  # infinite where there are fewer parts than stages
             raise TooSlow(least.step_s)
         units = units_of(placing, len(points) + 1, priced, choices, evaluation)
-        return Whole(priced, choices, evaluation, points, units, least, multipliers)
+        return Whole(priced, choices, evaluation, points, units, least, multipliers, closer)
 
-    def _over_cuts(self, priced: Priced, forced: Forced, sewn: Seams, ways: Pipelines) -> tuple[Least, Multipliers]:
+    def _over_cuts(self, priced: Priced, forced: Forced, sewn: Seams, ways: Pipelines) -> Proven:
         """What is proven over all cuts: of one microbatch through all stages, and from that of the step, where stages are interleaved."""
         limit_s = self.asked.options.time_limit_s
         if self.asked.wish.schedule != INTERLEAVED:
             return proven(priced, forced, sewn, ways, limit_s)
-        one, multipliers = proven(priced, forced, sewn, replace(ways, num_microbatches=1), limit_s)
-        return replace(one, step_s=self._least_s(one.step_s)), multipliers
+        one = proven(priced, forced, sewn, replace(ways, num_microbatches=1), limit_s)
+
+        def interleaved(least: Least) -> Least:
+            return replace(least, step_s=self._least_s(least.step_s))
+
+        return Proven(interleaved(one.least), one.multipliers, lambda factor: interleaved(one.closer(factor)))
 
     def _planned(self, whole: Whole, cuts: Sequence[int], flying: Sequence[int]) -> tuple[tuple[Planned, ...], tuple[float, ...], Cut]:
         """Every stage's plan for these cuts, and its time."""

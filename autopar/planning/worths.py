@@ -28,7 +28,8 @@ class Worth:
     """Multipliers of a tensor: per use those of one reader over layouts, in the tensor's phase and in backward of what forward made.
 
     Attributes:
-        made: μ. versions: layouts in which it may be kept. loss_s: what its collectives' reduced costs fall below 0 by.
+        made: μ. versions: layouts in which it may be kept.
+        loss_s: what its collectives' reduced costs fall below 0 by. crossing_loss_s: the same in stages that it crosses between.
         left: in the tensor's phase and in backward of what forward made, what collectives cost beyond their worth, counted in full.
     """
 
@@ -37,6 +38,7 @@ class Worth:
     made: Floats
     versions: NDArray[np.bool_]
     loss_s: float
+    crossing_loss_s: float
     left: tuple[Floats, ...]
 
     def summed(self, which: Mapping[int, Floats], reads: Iterable[Read]) -> Floats:
@@ -105,7 +107,7 @@ class Worths:
             now, later = {use: np.zeros(num) for use in now}, {use: np.zeros(num) for use in later}
         graph, times = value.graph, dict(counts)
         first = [made] if value.phase == "backward" else [made, versions | made]
-        loss, left = 0.0, list[Floats]()
+        losses, left = [0.0, 0.0], list[Floats]()
         in_full = np.array([arc.time_s for arc in graph.arcs])
         kept = sum((times[use] * worth for use, worth in later.items()), np.zeros(num))
         if len(now) < len(read) or ref in self.instances.hidden:
@@ -119,12 +121,13 @@ class Worths:
             if exposed:
                 for worth in potentials.values():
                     _extend(graph, worth, reach)
-            seconds = self._seconds(v, exposed, late=potentials is later)
-            costs = _left(graph, [(times[use], worth) for use, worth in potentials.items()], free, seconds)
-            loss += float(np.minimum(0.0, costs)[reach[_ends(graph)[0]]].sum())
+            for crosses in (False, True):
+                seconds = self._seconds(v, exposed and (crosses or hidden), late=potentials is later)
+                costs = _left(graph, [(times[use], worth) for use, worth in potentials.items()], free, seconds)
+                losses[crosses] += float(np.minimum(0.0, costs)[reach[_ends(graph)[0]]].sum())
             left.append(costs + in_full - seconds)
             free = np.zeros(num)
-        return Worth(now, later, made_worth, versions, loss, tuple(left))
+        return Worth(now, later, made_worth, versions, losses[False], losses[True], tuple(left))
 
     def _potential(self, v: int, later: int, use: int, share: int, num: int) -> Floats:
         """π of one of so many readers; the least over layouts is 0, since only differences count."""
@@ -139,16 +142,16 @@ class Worths:
             worth[layout] = max(seconds, 0.0)
         return worth
 
-    def _seconds(self, v: int, exposed: bool, *, late: bool) -> Floats:
-        """What collectives cost at least in the whole and in any stage, where compute hides what is early there.
+    def _seconds(self, v: int, crosses: bool, *, late: bool) -> Floats:
+        """What collectives cost at least in the whole and, where it crosses, in any stage, where compute hides what is early there.
 
-        Of what may cross, a stage may keep what the whole could make again, and have parameters for its only readers.
+        Of what crosses, a stage may keep what the whole could make again, and have parameters for its only readers.
         """
         value = self.problem.values[self.problem.variants[v].value]
         load, slowdown = arc_loads(self.problem, v, late=late), self.problem.overlap_slowdown
         costs = np.array([load(arc).priced_s(slowdown, ON_COMPUTE) for arc in value.graph.arcs])
         kept = late and self.problem.ops[value.op].kind == "compute"
-        if exposed and (kept or (value.phase == "backward" and self._read_by_parameters(v))):
+        if crosses and (kept or (value.phase == "backward" and self._read_by_parameters(v))):
             local = np.array([arc.collective.kind == "slice" for arc in value.graph.arcs], bool)
             times = np.array([arc.time_s for arc in value.graph.arcs])
             costs = np.where(local, costs, np.minimum(costs, slowdown * times))

@@ -219,7 +219,8 @@ class Proof:
     Attributes:
         bound_s: the larger of what a search proved and what the multipliers prove. gap: relative distance of the two above.
         certified_bound_s: what the multipliers prove by arithmetic alone (`autopar.check`).
-        searched_bound_s: what the search proved, of which there is its word alone; 0 where none did, in a pipeline of several stages.
+        searched_bound_s: what the search proved, of which there is its word alone; 0 where none did, in a pipeline whose multipliers
+            prove what was asked for.
         balance: λ of forward and backward at whose prices the multipliers hold (`autopar.streams`).
         potentials: multipliers of tensors. memory_s: what the whole budget is worth at a point of the step: ``start of
             backward``, ``end of backward``, or while a node runs.

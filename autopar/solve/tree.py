@@ -86,6 +86,11 @@ class Tree:
         self._bits = np.array([*again, *(column[v.name] for v in self.program.keep.values()), *regions], np.int32)
         self._unit = max(int(_PER_ROW * len(self.engine.rows.lower)), _FEWEST)
 
+    @property
+    def num_relaxations(self) -> int:
+        """That were solved so far."""
+        return self._num
+
     def dive(self) -> Grown:
         """The root, and from there a short way one box within the other; each is offered as a plan."""
         n = len(self.engine.cost)
