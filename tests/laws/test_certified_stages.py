@@ -46,7 +46,7 @@ class Made:
 def made() -> Made:
     model, batch = zoo.build("gpt2")
     mesh, force = autopar.Mesh({"stage": 2, "data": 2}), (pipeline("stage", microbatches=4), fsdp("data"))
-    whole, planned = plan_model(model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=force)
+    whole, planned = plan_model(model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=force, gap=0.1)
     assert planned.plan.pipeline is not None
     part, how, stages = staged_trace(planned.plan, model, whole, (), batch)
     return Made(planned.plan, whole, part, how, stages)
@@ -57,9 +57,26 @@ def test_a_plan_with_stages_is_certified(made: Made) -> None:
     assert found.ok, str(found)
     assert found.step_s == pytest.approx(made.plan.prediction.step_s, rel=1e-12) and found.peak_bytes == made.plan.prediction.peak_bytes
     assert any("proven by arithmetic" in note for note in found.notes)
-    assert found.certified_bound_s == pytest.approx(made.plan.proof.bound_s, rel=1e-12)
-    assert 0 < made.plan.proof.certified_bound_s == made.plan.proof.bound_s <= made.plan.proof.objective_s
+    proof = made.plan.proof
+    assert found.certified_bound_s == pytest.approx(proof.certified_bound_s, rel=1e-12)
+    assert 0 < proof.certified_bound_s == proof.bound_s <= proof.objective_s
     assert Plan.loads(made.plan.dumps()) == made.plan
+
+
+def test_where_multipliers_prove_less_than_is_asked_for_units_are_searched_which_no_arithmetic_proves(made: Made) -> None:
+    model, batch = zoo.build("gpt2")
+    mesh, force = autopar.Mesh({"stage": 2, "data": 2}), (pipeline("stage", microbatches=4), fsdp("data"))
+    plan = plan_model(model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=force, gap=1e-5)[1].plan
+    proof = plan.proof
+    assert proof.certified_bound_s < proof.searched_bound_s == proof.bound_s <= proof.objective_s
+    assert proof.gap == pytest.approx(1 - proof.bound_s / proof.objective_s)
+    found = made.certificate(plan)
+    assert found.ok, str(found)
+    assert found.certified_bound_s == pytest.approx(proof.certified_bound_s, rel=1e-12)
+    assert found.claimed_bound_s == proof.bound_s
+    assert made.plan.proof.searched_bound_s == 0.0, "what was asked for is proven"
+    claimed = replace(plan, proof=replace(proof, searched_bound_s=proof.objective_s * 1.01, bound_s=proof.objective_s * 1.01))
+    assert "bound" in {f.claim for f in made.certificate(claimed).findings}
 
 
 def test_the_bound_of_one_stage_is_its_own_for_each_microbatch() -> None:
