@@ -9,7 +9,7 @@ whose rows (12) to (18) nothing here has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -35,7 +35,7 @@ class UnitPrograms:
     parts: Parts
     time_limit_s: float
     _members: list[list[Instance]] = field(init=False)
-    _inside: Mapping[Ref, Instance] = field(init=False)
+    _inside: set[Ref] = field(init=False)
 
     def __post_init__(self) -> None:
         self._members = [[] for _ in self.parts.units]
@@ -62,13 +62,13 @@ class UnitPrograms:
                 units[unit] = max(known_s, least_s + beside_s)
         return replace(self.parts, units=tuple(units))
 
-    def _only_in_one(self) -> dict[Ref, Instance]:
-        """The tensors that only one unit makes and reads, and that the whole prices as any stage does; each with what makes it."""
+    def _only_in_one(self) -> set[Ref]:
+        """The tensors that only one unit makes and reads, and that the whole prices as any stage does."""
         parting, instances = self.parting, self.parting.instances
         with_kernels = {v for v, _ in parting.kernels}
         several = {ref for i in instances.found if i.alone for ref in (*i.results, *(ref for _, ref in i.operands))}
         several |= instances.hidden | instances.everywhere
-        found: dict[Ref, Instance] = {}
+        found = set[Ref]()
         for instance in instances.found:
             if any(name in parting.exposed for name, _ in instance.results):
                 continue  # backward of a stage that ends here may not run it again
@@ -77,7 +77,7 @@ class UnitPrograms:
                 if v is None or v in with_kernels or ref in several or parting.worths.narrower(v, False):
                     continue
                 if all(read.unit == instance.unit for read in instances.reads.get(ref, ())):
-                    found[ref] = instance
+                    found.add(ref)
         return found
 
     def _kind(self, members: Sequence[Instance]) -> object:
