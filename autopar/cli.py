@@ -49,9 +49,10 @@ Function = Annotated[
     str | None, typer.Option("--function", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch), for --flips.")
 ]
 Flips = Annotated[int, typer.Option(min=0, help="Of so many close choices, in each stage, say at which change of the hardware they turn.")]
-Batch = Annotated[int, typer.Option(min=1, help="Global batch in samples.")]
+_BATCH, _DTYPE = 8, "bfloat16"
+Batch = Annotated[int | None, typer.Option(min=1, help=f"Global batch in samples; {_BATCH} unless given. Of --module the function says.")]
 Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")]
-Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(_DTYPES)}.")]
+Dtype = Annotated[str | None, typer.Option(help=f"One of {', '.join(_DTYPES)}; {_DTYPE} unless given. Of --module the function says.")]
 
 
 @app.command("plan")
@@ -62,9 +63,9 @@ def plan_command(
     hf: Hf = None,
     model: ModelName = None,
     module: Module = None,
-    batch: Batch = 8,
+    batch: Batch = None,
     seq: Seq = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = None,
     hardware: Annotated[str, typer.Option(help="Name or path of a hardware profile.")] = "h100-sxm",
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Budget per device, as 72GiB; by default the device's less 10 %.")
@@ -112,9 +113,9 @@ def explain_command(
     hf: Hf = None,
     model: ModelName = None,
     function: Function = None,
-    batch: Batch = 8,
+    batch: Batch = None,
     seq: Seq = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = None,
 ) -> None:
     """What a plan does and costs, module by module, and why not otherwise; with --flips and the model also what would turn choices."""
     loaded = Plan.load(plan)
@@ -138,9 +139,9 @@ def check_command(
     hf: Hf = None,
     model: ModelName = None,
     module: Module = None,
-    batch: Batch = 8,
+    batch: Batch = None,
     seq: Seq = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = None,
     hardware: Annotated[str | None, typer.Option(help="Name or path of a profile; by default the one that the plan names.")] = None,
 ) -> None:
     """Certify a plan without a solver: legality, every collective, memory, time, and the bound by arithmetic alone."""
@@ -160,9 +161,9 @@ def verify_command(
     hf: Hf = None,
     model: ModelName = None,
     module: Module = None,
-    batch: Batch = 8,
+    batch: Batch = None,
     seq: Seq = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = None,
 ) -> None:
     """Run all ranks of a plan in this process, in float64, and compare loss, outputs and every gradient with the plain model."""
     loaded = Plan.load(plan)
@@ -183,9 +184,9 @@ def what_if_command(
     hf: Hf = None,
     model: ModelName = None,
     module: Module = None,
-    batch: Batch = 8,
+    batch: Batch = None,
     seq: Seq = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = None,
     flips: Flips = 0,
 ) -> None:
     """What a plan would take on other hardware, and how much a plan made there would gain."""
@@ -222,9 +223,9 @@ def report_command(
     hf: Hf = None,
     model: ModelName = None,
     module: Module = None,
-    batch: Batch = 8,
+    batch: Batch = None,
     seq: Seq = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = None,
 ) -> None:
     """Draw a plan: layouts per module, memory by kind, time line; of a pipeline its schedule and its stages' memory too."""
     from autopar.report import report
@@ -261,7 +262,7 @@ def _stages(axis: str | None, microbatches: int | None, schedule: str | None, ch
 
 
 def _turning(
-    plan: Plan, num: int, config: str | None, name: str | None, function: str | None, batch: int, seq: int | None, dtype: str
+    plan: Plan, num: int, config: str | None, name: str | None, function: str | None, batch: int | None, seq: int | None, dtype: str | None
 ) -> tuple[Flip, ...]:
     """What would turn close choices; nothing where that is not asked for."""
     if not num:
@@ -282,13 +283,17 @@ def _say_if_none(num: int, found: Sequence[Flip]) -> None:
 
 
 def _build(
-    config: str | None, name: str | None, module: str | None, batch: int, seq: int | None, dtype: str, device: str
+    config: str | None, name: str | None, module: str | None, batch: int | None, seq: int | None, dtype: str | None, device: str
 ) -> tuple[torch.nn.Module, Any]:
     given = [option for option in (config, name, module) if option is not None]
     if len(given) != 1:
         raise AutoparError(f"{len(given)} models are named", remedy="pass one of --hf, --model and --module")
     if module is not None:
+        ignored = [option for option, value in (("--batch", batch), ("--seq", seq), ("--dtype", dtype)) if value is not None]
+        if ignored:
+            raise AutoparError(f"{' and '.join(ignored)} with --module: its function makes the batch", remedy="change what it returns")
         return hf.load_function(module)
+    batch, dtype = _BATCH if batch is None else batch, dtype or _DTYPE
     if dtype not in _DTYPES:
         raise AutoparError(f"dtype {dtype!r} is not known", remedy=f"pass one of {', '.join(_DTYPES)}")
     try:

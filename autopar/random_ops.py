@@ -22,6 +22,7 @@ STATE = "autopar_random_state"
 _GOLDEN = 0x9E3779B97F4A7C15
 LARGEST_RANGE = 2**31  # of `randint`
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8}  # more would round up to the range's end
+LEAST_EXPONENTIAL = 2.0**-25  # half a step of `uniform`: 0 is drawn by no exponential distribution, though by `uniform`
 _INNER = 2**31  # inner dims together have at most as many elements
 # What one element costs in eager mode: passes over 32-bit numbers, each of which reads and writes four bytes.
 NUM_PASSES = 25
@@ -29,7 +30,7 @@ NUM_PASSES = 25
 
 def initial_state(seed: int) -> Tensor:
     """The state before the first step: a scalar of int64. Different seeds begin far apart."""
-    return _mix64(torch.tensor(_signed(seed, 64), dtype=torch.int64))
+    return _mix64(torch.tensor(_signed(seed + _GOLDEN, 64), dtype=torch.int64))  # 0 would stay 0, and so would the first bits
 
 
 def keep_mask(

@@ -81,8 +81,23 @@ def microbatching(whole: Trace, part: Trace, num: int, *, independent: bool = Fa
     outputs = {o.path: labels[results[i].name, 0] for i, o in enumerate(whole.outputs)}
     loss = next((outputs[o.path] for o in whole.outputs if o.is_loss), WHOLE)
     keys = {n.name: n.meta["key"] for n in nodes}
+    if loss.count:
+        _check_weighed_by_inputs(whole, loss.count, num)
     cut = {i.path: labels[i.node, 0].dim for i in whole.inputs if labels[i.node, 0].kind == "split"}
     return Microbatching(num, cut, outputs, here[keys[loss.count]].name if loss.count else "", tuple(promised))
+
+
+def _check_weighed_by_inputs(whole: Trace, count: str, num: int) -> None:
+    """That what weighs a microbatch's loss follows from its inputs, before any of it has run."""
+    others = {p.node: p.name for p in (*whole.parameters, *whole.buffers)}
+    stack, seen = [whole.node(count)], set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node.name in others:
+            raise refusal(whole.node(count), num, f"microbatches' losses weigh by what also follows from {others[node.name]!r}, no input")
+        if node not in seen:
+            seen.add(node)
+            stack += node.all_input_nodes
 
 
 def _promised(node: fx.Node, here: fx.Node, num: int) -> tuple[Label, ...]:

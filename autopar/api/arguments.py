@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.errors import MeshError
+from autopar.constraints import Constraint
+from autopar.errors import AutoparError, ConstraintError, MeshError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh, nodes_in
 from autopar.run.device_mesh import mesh_of
@@ -61,11 +62,27 @@ def as_call(example_inputs: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), dict(example_inputs)
     if isinstance(example_inputs, Tensor):
         return (example_inputs,), {}
+    if not isinstance(example_inputs, Sequence) or isinstance(example_inputs, str):
+        what = f"example_inputs are {type(example_inputs).__name__}"
+        raise AutoparError(what, remedy="pass the batch as forward takes it: a mapping of keywords, a sequence of positions, or one tensor")
     return tuple(example_inputs), {}
+
+
+def as_constraints(constraints: Any) -> tuple[Constraint, ...]:
+    """What `constraints` was given, as a tuple.
+
+    Raises:
+        ConstraintError: where it is no sequence, as one constraint alone.
+    """
+    if not isinstance(constraints, Iterable) or isinstance(constraints, str):
+        raise ConstraintError(f"constraints={constraints!r} is no sequence", remedy="put constraints into a list: constraints=[...]")
+    return tuple(constraints)
 
 
 def runs_on(model: nn.Module, mesh: MeshLike) -> str | None:
     """Kind of device that a model will run on: the torch mesh's, or its parameters'; None where neither says (weights on meta)."""
+    if not isinstance(model, nn.Module):
+        raise AutoparError(f"{type(model).__name__} is no model", remedy="pass a torch.nn.Module")
     if isinstance(mesh, DeviceMesh):
         return str(mesh.device_type)
     types = {p.device.type for p in model.parameters()} - {"meta"}

@@ -77,6 +77,9 @@ class _Order:
     options: Mapping[str, Any]
 
 
+_OF_THE_MODULE = ("clip_grad_norm_", "input_layouts", "sampler", "program", "plan", "device_mesh", "manual_seed", "random_state")
+
+
 class Deferred(nn.Module):
     """A compiled model before its first call; from then on it stands for the distributed one."""
 
@@ -122,9 +125,15 @@ class Deferred(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in ("clip_grad_norm_", "input_layouts", "sampler", "program", "plan", "device_mesh"):
+            if name in _OF_THE_MODULE:
                 return getattr(self._ready(name), name)
             raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "random_state":
+            self._ready(name).random_state = value
+        else:
+            super().__setattr__(name, value)
 
     def _ready(self, wish: str) -> ParallelModule | StagedModule:
         if self._waiting is not None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware, is_unshaped, runs_on
+from autopar.api.arguments import Example, MeshLike, as_call, as_constraints, as_mesh, default_hardware, is_unshaped, runs_on
 from autopar.api.choosing import Chooser
 from autopar.api.shaping import best_shape, shapes, shapes_in_three
 from autopar.api.shortage import instead
@@ -49,7 +49,7 @@ def plan_call(
     if isinstance(options, PlanOptions):
         chosen = options
     else:
-        chosen = PlanOptions(**{**options, "constraints": tuple(options.get("constraints", ()))})
+        chosen = PlanOptions(**{**options, "constraints": as_constraints(options.get("constraints", ()))})
     trace = capture(model, args, kwargs)
     if chosen.outputs == "loss":
         trace = loss_alone(trace)

@@ -14,7 +14,7 @@ from autopar.analysis.microbatches import Microbatching, for_single_samples, mic
 from autopar.capture import Trace, capture
 from autopar.capture.loss_head import loss_alone, loss_by_rows
 from autopar.emit import emit, emit_staged
-from autopar.errors import ConstraintError
+from autopar.errors import CaptureError, ConstraintError, CoupledError
 from autopar.plans import Pipeline, Plan
 from autopar.run.program import Program, StagedProgram
 from autopar.stages import Cut, cut
@@ -88,7 +88,7 @@ def trace_part(
     def captured(call: Call) -> Trace:
         samples = batch_size(*call)
         if samples not in known:
-            known[samples] = capture(model, *call)
+            known[samples] = _of_parts(model, *call)
         return loss_alone(known[samples]) if all(o.is_loss for o in whole.outputs) else known[samples]
 
     if num > 1 and batch_size(args, kwargs) == num:
@@ -98,6 +98,15 @@ def trace_part(
         return part, for_single_samples(like, two, part, num)
     part = captured(microbatch_of(args, kwargs, num))
     return part, microbatching(whole, part, num, independent=independent)
+
+
+def _of_parts(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
+    """The trace of a part of a batch that was captured as a whole."""
+    try:
+        return capture(model, args, kwargs)
+    except CaptureError as error:
+        what = f"the model takes the whole batch, and no part of {batch_size(args, kwargs)} samples: {error.what}"
+        raise CoupledError(what, where=error.where, remedy="let forward take any number of samples, or pass num_microbatches=1") from error
 
 
 def _of_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int) -> Call:

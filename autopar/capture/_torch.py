@@ -146,6 +146,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         stack.enter_context(quiet(model, lambda: _call_again(model, call)))
         stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True, **_STATIC))
         stack.enter_context(_without_record())
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # a recurrent layer is no op of CPUs alone
         stack.enter_context(call.mode)
         try:
             captured = dynamo_graph_capture_for_export(model)(*call.args, **call.kwargs)

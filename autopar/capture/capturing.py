@@ -21,10 +21,13 @@ from autopar.capture.labels import assign_keys, label
 from autopar.capture.passes import PASSES
 from autopar.capture.passes.clean import inline_constants
 from autopar.capture.passes.random import next_state, number_draws, replace_random
-from autopar.capture.refusals import refuse_random
+from autopar.capture.refusals import refuse_random, refuse_unseen
 from autopar.capture.trace import Folding, Input, Output, Parameter, Trace
 from autopar.errors import CaptureError
 from autopar.garbage import collected_seldom
+
+Aliases = Mapping[str, tuple[str, ...]]
+"""First name → further names of the same tensor."""
 
 
 def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, fold: bool = True) -> Trace:
@@ -40,30 +43,32 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
         CaptureError: the model has no loss, draws random numbers that no op of autopar draws, or is not one graph; it names
             the user's line.
     """
+    refuse_unseen(model)
+    aliases = _aliases(model)  # before it is captured: a tensor is another object then
     with collected_seldom(), prepared(model, args, dict(kwargs or {})) as call:
         try:
-            return _captured(model, call, fold)
+            return _captured(model, call, fold, aliases)
         except CaptureError as refusal:
             with branches_of_eager(model) as others:
                 if not others:
                     raise
                 with contextlib.suppress(CaptureError):
-                    return _captured(model, call, fold)
+                    return _captured(model, call, fold, aliases)
             raise refusal from refusal.__cause__
 
 
-def _captured(model: nn.Module, call: Prepared, fold: bool) -> Trace:
+def _captured(model: nn.Module, call: Prepared, fold: bool, aliases: Aliases) -> Trace:
     refusal = "it was not asked for"
     if fold:
         try:
             shortened = capture_shortened(model, call)
-            return _normal_form(model, shortened.raw, shortened)
+            return _normal_form(model, shortened.raw, shortened, aliases)
         except NotFoldable as error:
             refusal = str(error)
-    return replace(_normal_form(model, raw_joint(model, call), None), folding=Folding((), refusal))
+    return replace(_normal_form(model, raw_joint(model, call), None, aliases), folding=Folding((), refusal))
 
 
-def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None) -> Trace:
+def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None, aliases: Aliases) -> Trace:
     """Raw graph → trace; a shortened model's layers are repeated between the passes and what counts nodes.
 
     Raises:
@@ -75,7 +80,7 @@ def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None) -
         for node in graph.nodes:
             node.meta["module"] = renumbered(node.meta["module"], shortened.kept)
     inline_constants(graph, raw.constants)
-    border = _Border(raw, _aliases(model))
+    border = _Border(raw, aliases)
     state = replace_random(graph)
     refuse_random(graph)
     if state is not None:
@@ -97,8 +102,8 @@ class _Border:
     A tied tensor has one placeholder and one gradient, under its first name.
     """
 
-    def __init__(self, raw: RawJoint, aliases: dict[str, tuple[str, ...]]) -> None:
-        self.raw, self.aliases, self.graph = raw, aliases, raw.graph
+    def __init__(self, raw: RawJoint, aliases: Aliases) -> None:
+        self.raw, self.aliases, self.graph = raw, dict(aliases), raw.graph
         self.first = {name: first for first, others in aliases.items() for name in (first, *others)}
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         self.nodes: dict[tuple[str, Any], fx.Node] = {}
@@ -208,7 +213,7 @@ class _Border:
         )
 
 
-def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+def _aliases(model: nn.Module) -> Aliases:
     """First name → further names of the same tensor, for every parameter and buffer."""
     names: dict[int, list[str]] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:

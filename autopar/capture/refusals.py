@@ -91,6 +91,24 @@ def rebinds(model: nn.Module, run: Callable[[], object]) -> bool:
                 now.update(held)
 
 
+def refuse_unseen(model: nn.Module) -> None:
+    """Raise CaptureError where the model does in training what no graph of it shows, and a program would leave out silently."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(
+                f"parameter {name!r} has gradient hooks, which a program does not run: gradients are made by its own backward",
+                where=Where(module=name.rpartition(".")[0]),
+                remedy="remove the hooks; register them on what compile returns, or change p.grad after backward",
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1 and module.training:
+            raise CaptureError(
+                f"the dropout of {type(module).__name__} between its layers is missing in the graph that torch makes of it",
+                where=Where(module=name),
+                remedy="let single layers follow each other with nn.Dropout between them, or set dropout=0.0",
+            )
+
+
 def refuse_random(graph: fx.Graph) -> None:
     """Raise CaptureError at the first op that draws random numbers otherwise than by position (`autopar.random_ops`).
 

@@ -200,7 +200,7 @@ class Phase:
 
     def define_results(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
         """What a node made is at hand."""
-        if len(strategy.outputs) == 1:
+        if not isinstance(node.meta["val"], tuple | list):  # a list of one is a list
             self.define((node.name, 0), strategy.outputs[0], here)
             return
         for result, layout in enumerate(strategy.outputs):

@@ -49,11 +49,13 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise AutoparError(f"optimizer {self.optimizer!r} is not known", remedy=f"pass one of {', '.join(OPTIMIZERS)}")
-        if self.memory_bytes is not None and self.memory_bytes <= 0:
-            raise AutoparError(f"memory_bytes={self.memory_bytes} is no budget", remedy="pass bytes per device, for example 80 * 2**30")
+        if self.memory_bytes is not None and not (isinstance(self.memory_bytes, int | float) and self.memory_bytes > 0):
+            raise AutoparError(f"memory_bytes={self.memory_bytes!r} is no budget", remedy="pass bytes per device, for example 80 * 2**30")
         if self.num_microbatches != "auto" and not (isinstance(self.num_microbatches, int) and self.num_microbatches >= 1):
             what = f"num_microbatches={self.num_microbatches!r} is no number of microbatches"
             raise AutoparError(what, remedy='pass a number from 1, or "auto"')
+        if self.batch not in get_args(Batch):
+            raise AutoparError(f"batch={self.batch!r} is not known", remedy=f"pass one of {', '.join(get_args(Batch))}")
         if self.outputs not in get_args(Outputs):
             raise AutoparError(f"outputs={self.outputs!r} is not known", remedy=f"pass one of {', '.join(get_args(Outputs))}")
         if self.loss_rows != "auto" and not (isinstance(self.loss_rows, int) and self.loss_rows >= 0):

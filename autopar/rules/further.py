@@ -39,8 +39,18 @@ def index_add(linear: bool) -> f.Family:
 
 
 def searched(call: Call) -> Factors:
-    """searchsorted: each row of values in its own sorted row, or all in one."""
-    return parse("_, ... -> ..." if len(call.inputs[0].shape) == 1 else "... _, ... v -> ... v", call)
+    """searchsorted: each row of values in its own row, which is sorted or whose order is the third operand; or all in one."""
+    one = len(call.inputs[0].shape) == 1
+    reads = ("_", "...", "_") if one else ("... _", "... v", "... _")
+    return parse(f"{', '.join(reads[: len(call.inputs)])} -> {reads[1]}", call)
+
+
+def renorm(call: Call) -> Factors:
+    """Slices along ``dim`` are cut down to a largest norm, each by itself. Experiments on numbers below it see nothing of that."""
+    rank = len(call.inputs[0].shape)
+    dim = argument(call, "dim") % max(rank, 1)
+    term = " ".join("v" if d == dim else "_" for d in range(rank))
+    return parse(f"{term} -> {term}", call)
 
 
 def columns(call: Call) -> Factors:
@@ -188,6 +198,7 @@ ORDERS: Mapping[Any, f.Family] = {
     **{op: f.reduction() for op in (aten.nansum.default, aten.count_nonzero.dim_IntList)},
     aten.searchsorted.Tensor: searched,
     aten.bucketize.Tensor: Row("..., _ -> ..."),
+    aten.renorm.default: renorm,
     aten.index_select.default: index_select,
     aten.index_add.default: index_add(linear=True),
     aten.index_copy.default: index_add(linear=True),

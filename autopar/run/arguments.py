@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autopar.errors import RuntimeStateError
 from autopar.kernels.collectives import Groups
 from autopar.layout import local_shape
+from autopar.run.equal import check_batch
 from autopar.run.program import Program, ProgramTensor, StagedProgram
 
 
@@ -36,6 +38,7 @@ class Arguments:
         device_type: str,
     ) -> None:
         self._spec, self._signature, self._device_type, self._settings = program.in_spec, signature, device_type, program.settings
+        self._is_whole, self._is_checked = batch == "global", False
         args, kwargs = pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec)
         self._paths = [path.split(".", 1)[1] for path in _paths((args, kwargs))]
         self._canonical_spec, self._order = None, list(range(self._spec.num_leaves))
@@ -45,12 +48,12 @@ class Arguments:
         positions = {path: position for position, path in enumerate(self._paths)}
         self._inputs = [(positions[tensor.name], tensor, _expected(tensor, batch, groups)) for tensor in program.inputs]
 
-    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The program's input tensors, in its order.
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: DeviceMesh) -> list[Tensor]:
+        """The program's input tensors, in its order. Of the first batch that every rank passes whole it is made sure that it is the same.
 
         Raises:
             RuntimeStateError: where structure, shape, dtype, device or an argument that is no tensor differs from what the
-                program was made for.
+                program was made for; where ranks of the mesh `devices` pass different batches.
         """
         leaves = self._leaves(args, kwargs)
         for position, made_for in self._settings.items():
@@ -80,6 +83,9 @@ class Arguments:
                     remedy="detach it, or make what computes it a part of the model",
                 )
             tensors.append(value)
+        if self._is_whole and not self._is_checked:
+            check_batch([tensor.name for _, tensor, _ in self._inputs], tensors, devices)
+            self._is_checked = True
         return tensors
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:

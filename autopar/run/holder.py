@@ -15,6 +15,7 @@ from autopar.errors import MeshError, RuntimeStateError
 from autopar.layout import Layout
 from autopar.run.checkpoints import checkpointable
 from autopar.run.device_mesh import first_rank_says
+from autopar.run.equal import share_weights
 from autopar.run.optimizers import watch_optimizers
 from autopar.run.parameters import Storage
 from autopar.run.program import ProgramTensor
@@ -47,6 +48,7 @@ class Holder(nn.Module):
         self._num_axes = len(devices.shape)
         self._storages = {t.name: Storage.of(t, devices) for t in tensors}
         self._names: dict[str, str] = {}
+        share_weights(model, self._world)
         self._register(model, {name: t for t in tensors for name in (t.name, *t.aliases)}, elsewhere)
         if any(t.name == random_ops.STATE for t in tensors):
             self.register_buffer(random_ops.STATE, self._first_state(), persistent=False)

@@ -85,7 +85,7 @@ class ParallelModule(Holder):
                 f"called under {_autocast(self.device_mesh.device_type)}, compiled under {self._made_under}: a program's casts are its own",
                 remedy="compile and call the model under the same torch.autocast, or use it inside the model's forward",
             )
-        inputs = self._arguments.tensors(args, kwargs)
+        inputs = self._arguments.tensors(args, kwargs, self.device_mesh)
         parameters = [self.get_parameter(t.name) for t in self.program.parameters]
         trained = torch.is_grad_enabled() and self._loss is not None and self._trains(parameters)
         results: Sequence[Tensor] = _Step.apply(self, inputs, *parameters) if trained else self._run(inputs, parameters, keep=False)[0]

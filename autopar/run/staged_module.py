@@ -101,7 +101,7 @@ class StagedModule(Holder):
                 f"the program was made in {'train' if self._captured_mode else 'eval'} mode, which this model computes differently",
                 remedy="compile the model once in each mode",
             )
-        values = self._arguments.tensors(args, kwargs)
+        values = self._arguments.tensors(args, kwargs, self.world_mesh)
         how = self.program.microbatches
         parts = how.split({t.name: x for t, x in zip(self.program.inputs, values, strict=True)})
         weights = how.weights(parts)

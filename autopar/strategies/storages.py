@@ -26,7 +26,7 @@ class Storages:
 
     def add(self, name: str, call: Call, reads: Sequence[Ref]) -> None:
         """A node, after those that it reads."""
-        views = is_view(call.target) and (call.target is not operator.getitem or reads[0][0] in self._viewing)
+        views = bool(reads) and is_view(call.target) and (call.target is not operator.getitem or reads[0][0] in self._viewing)
         self._viewing |= {name} if views else set()
         for result, info in enumerate(call.outputs):
             self._owner[name, result] = self._owner.get(reads[0], reads[0]) if views else (name, result)

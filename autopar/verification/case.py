@@ -29,6 +29,7 @@ from autopar.run.lockstep_staged import run_staged
 from autopar.run.program import Program, StagedProgram
 from autopar.verification.comparison import Results
 from autopar.verification.drawing import PositionalDraws
+from autopar.verification.own_eps import OwnEps
 
 # Making numbers in a small dtype, or moving them, loses nothing that a run in a larger one could keep.
 _NO_COMPUTING = ("zeros", "ones", "full", "empty", "arange", "scalar_tensor", "lift_fresh", "view", "reshape", "expand", "detach", "alias")
@@ -136,7 +137,7 @@ class Case:
         args, kwargs = tree_map(self._promoted, (args, dict(kwargs)))
         draws = PositionalDraws(state)
         with without_caches(plain), torch.enable_grad(), self._refused_by_kernels():
-            with draws if self.num_draws else nullcontext(), watch:  # the draws themselves are not watched
+            with draws if self.num_draws else nullcontext(), watch, OwnEps(self.own):  # the draws themselves are not watched
                 returned = plain(*args, **kwargs)
             outputs = dict(flatten_with_paths(returned)[0])
             outputs[self.loss].backward()

@@ -90,7 +90,8 @@ def _bernoulli_of(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwarg
 def _exponential(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     rate = args[1] if len(args) > 1 else kwargs.get("lambd", 1.0)
     wide = torch.promote_types(args[0].dtype, torch.float32)
-    return args[0].copy_(mode.draw(random_ops.uniform, args[0].shape, 0.0, 1.0, wide).neg_().log1p_().div_(-rate))
+    logarithm = mode.draw(random_ops.uniform, args[0].shape, 0.0, 1.0, wide).neg_().log1p_()
+    return args[0].copy_(logarithm.clamp_(max=-random_ops.LEAST_EXPONENTIAL).div_(-rate))
 
 
 def _permutation(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -162,13 +162,14 @@ def _bernoulli(node: fx.Node, state: fx.Node) -> fx.Node:
 
 
 def _exponential(node: fx.Node, state: fx.Node) -> fx.Node:
-    """By inversion: −log(1 − u) / rate, in at least float32, whose digits reach into the tail."""
+    """By inversion: −log(1 − u) / rate, in at least float32, whose digits reach into the tail, and never 0."""
     rate, shape = _argument(node, 1, "lambd", 1.0), shape_of(node)
     dtype = torch.promote_types(dtype_of(node), torch.float32)
     drawn = _draw(node, state, random_ops.uniform, (shape, 0.0, 1.0, dtype), shape, dtype)
     negative = emit(node, aten.neg.default, (drawn,), shape, dtype=dtype)
     logarithm = emit(node, aten.log1p.default, (negative,), shape, dtype=dtype)
-    result = emit(node, aten.div.Tensor, (logarithm, -float(rate)), shape, dtype=dtype)
+    below = emit(node, aten.clamp_max.default, (logarithm, -random_ops.LEAST_EXPONENTIAL), shape, dtype=dtype)
+    result = emit(node, aten.div.Tensor, (below, -float(rate)), shape, dtype=dtype)
     return emit(node, aten._to_copy.default, (result,), shape, dtype=dtype_of(node), kwargs={"dtype": dtype_of(node)})
 
 

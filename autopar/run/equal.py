@@ -1,0 +1,90 @@
+"""That all ranks begin with the same values, where a program counts on it: weights, and batches that every rank passes whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import RuntimeStateError
+
+log = logging.getLogger("autopar")
+
+
+def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
+    """Where parameters or buffers differ between ranks, give all those of the mesh's first rank, in place, and say so.
+
+    Raises:
+        RuntimeStateError: where some ranks have a value and others only its shape.
+    """
+    if devices.size() == 1:
+        return
+    tensors = dict(_tensors(model))
+    every = _gathered([(name, _digest(x)) for name, x in tensors.items()], devices)
+    first = dict(every[0])
+    different = [name for name in tensors if any(dict(found).get(name) != first.get(name) for found in every)]
+    if not different:
+        return
+    if any(dict(found).get(name) is None for name in different for found in every):
+        raise RuntimeStateError(
+            f"{different[0]!r} has values on some ranks and is missing or on meta on others",
+            remedy="build the model alike on every rank: with weights, or on meta and then load_state_dict into what compile returns",
+        )
+    source = _ranks(devices)[0]
+    for name in different:
+        value = tensors[name].detach()
+        received = value.to(devices.device_type).contiguous()
+        dist.broadcast(received, source)
+        with torch.no_grad():
+            value.copy_(received)
+    if dist.get_rank() == source:
+        log.warning(
+            "%d parameters or buffers differ between ranks, %r the first: all take rank %d's (seed every rank alike to build them so)",
+            len(different), different[0], source,
+        )  # fmt: skip
+
+
+def check_batch(names: Sequence[str], values: Sequence[Tensor], devices: DeviceMesh) -> None:
+    """That a batch that every rank passes whole is the same on all of them.
+
+    Raises:
+        RuntimeStateError: on every rank, naming what differs.
+    """
+    if devices.size() == 1 or dist.get_world_size() != devices.size():
+        return
+    every = _gathered([_digest(x) for x in values], devices)
+    different = [name for name, *digests in zip(names, *every, strict=True) if len(set(digests)) > 1]
+    if different:
+        raise RuntimeStateError(
+            f"ranks were given different batches: {', '.join(map(repr, different))}",
+            remedy='pass every rank the same batch, of which it takes its part; or compile with batch="local" and pass each rank its part '
+            "(pm.sampler and pm.input_layouts say which)",
+        )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _digest(x: Tensor) -> int | None:
+    """Of the values; None where there are none."""
+    if x.is_meta:
+        return None
+    x = x.detach()
+    return int(torch.hash_tensor(torch.view_as_real(x) if x.is_complex() else x).view(torch.int64)) if x.numel() else 0
+
+
+def _gathered(fact: object, devices: DeviceMesh) -> list[list]:  # type: ignore[type-arg]
+    """Of the mesh's ranks, in its order."""
+    facts: list[list] = [[]] * dist.get_world_size()  # type: ignore[type-arg]
+    dist.all_gather_object(facts, fact)
+    return [facts[rank] for rank in _ranks(devices)]
+
+
+def _ranks(devices: DeviceMesh) -> list[int]:
+    return [int(rank) for rank in devices.mesh.flatten()]
