@@ -40,6 +40,7 @@ from autopar.capture.norms import join_norms
 from autopar.capture.outputs import loss_leaf
 from autopar.capture.raw_graphs import drop_checks, plain_copy
 from autopar.capture.refusals import as_capture_error, quiet
+from autopar.capture.ties import Aliases, aliases_of
 from autopar.errors import CaptureError
 
 # A number that differs from an earlier capture would otherwise become symbolic: captures must not depend on each other.
@@ -122,6 +123,7 @@ class Prepared:
     kwargs: dict[str, Any]
     in_leaves: tuple[tuple[str, Any], ...]
     in_spec: Any
+    aliases: Aliases
 
 
 @contextlib.contextmanager
@@ -133,7 +135,7 @@ def prepared(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     fakes = [_fake(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in in_leaves]
     fake_args, fake_kwargs = pytree.tree_unflatten(fakes, in_spec)
     with _fake_weights(model, mode), transformers_under_capture(model, args, kwargs), torch.enable_grad():
-        yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec)
+        yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec, aliases_of(model))  # captured, a tensor is another object
 
 
 def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:

@@ -22,12 +22,10 @@ from autopar.capture.passes import PASSES
 from autopar.capture.passes.clean import inline_constants
 from autopar.capture.passes.random import next_state, number_draws, replace_random
 from autopar.capture.refusals import refuse_random, refuse_unseen
+from autopar.capture.ties import Aliases
 from autopar.capture.trace import Folding, Input, Output, Parameter, Trace
 from autopar.errors import CaptureError
 from autopar.garbage import collected_seldom
-
-Aliases = Mapping[str, tuple[str, ...]]
-"""First name → further names of the same tensor."""
 
 
 def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, fold: bool = True) -> Trace:
@@ -44,28 +42,27 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
             the user's line.
     """
     refuse_unseen(model)
-    aliases = _aliases(model)  # before it is captured: a tensor is another object then
     with collected_seldom(), prepared(model, args, dict(kwargs or {})) as call:
         try:
-            return _captured(model, call, fold, aliases)
+            return _captured(model, call, fold)
         except CaptureError as refusal:
             with branches_of_eager(model) as others:
                 if not others:
                     raise
                 with contextlib.suppress(CaptureError):
-                    return _captured(model, call, fold, aliases)
+                    return _captured(model, call, fold)
             raise refusal from refusal.__cause__
 
 
-def _captured(model: nn.Module, call: Prepared, fold: bool, aliases: Aliases) -> Trace:
+def _captured(model: nn.Module, call: Prepared, fold: bool) -> Trace:
     refusal = "it was not asked for"
     if fold:
         try:
             shortened = capture_shortened(model, call)
-            return _normal_form(model, shortened.raw, shortened, aliases)
+            return _normal_form(model, shortened.raw, shortened, call.aliases)
         except NotFoldable as error:
             refusal = str(error)
-    return replace(_normal_form(model, raw_joint(model, call), None, aliases), folding=Folding((), refusal))
+    return replace(_normal_form(model, raw_joint(model, call), None, call.aliases), folding=Folding((), refusal))
 
 
 def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None, aliases: Aliases) -> Trace:
@@ -211,14 +208,6 @@ class _Border:
             for (kind, name), node in self.nodes.items()
             if kind == group
         )
-
-
-def _aliases(model: nn.Module) -> Aliases:
-    """First name → further names of the same tensor, for every parameter and buffer."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        names.setdefault(id(tensor), []).append(name)
-    return {first: tuple(others) for first, *others in names.values()}
 
 
 def _border(node: fx.Node) -> tuple[str, tuple[int, ...], torch.dtype]:
