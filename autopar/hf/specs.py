@@ -97,14 +97,14 @@ def load_function(spec: str) -> tuple[nn.Module, Any]:
         raise AutoparError(f"{spec!r} is no FILE.py:FUNCTION", remedy="name a Python file and a function in it that returns (model, batch)")
     if not path.is_file():
         raise AutoparError(f"there is no file {file!r}", remedy="name one, then a colon and a function in it that returns (model, batch)")
-    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    module_spec = importlib.util.spec_from_file_location(f"autopar_function_{path.stem}", path)
     if module_spec is None or module_spec.loader is None:
         raise AutoparError(f"{file!r} is no Python file", remedy="name a file that ends in .py")
     module = importlib.util.module_from_spec(module_spec)
     beside = str(path.resolve().parent)
     if beside not in sys.path:  # as of a script: what lies beside it can be imported
         sys.path.insert(0, beside)
-    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    sys.modules[module_spec.name] = module  # dataclasses look their module up
     module_spec.loader.exec_module(module)
     function: Callable[[], Any] | None = getattr(module, name, None)
     if not callable(function):

@@ -90,7 +90,7 @@ def _events(trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluati
     yield BEFORE, "forward", "communication", sum(arrives)
     for node in trace.graph.nodes:
         label, phase = _label(node)
-        if phase == "backward" and returns:
+        if phase == "backward" and returns and node.op == "call_function":  # tangents stand in front of the graph
             yield BEHIND, phase, "communication", sum(returns)
             returns = ()
         if phase == "backward" and label in again:

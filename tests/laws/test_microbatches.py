@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from autopar import random_ops
 from autopar.analysis.microbatches import Microbatching, microbatching
-from autopar.api.tracing import microbatch_of
+from autopar.api.tracing import microbatch_of, trace_part
 from autopar.capture import Trace, capture
 from autopar.capture._torch import flatten_call
 from autopar.capture.execute import execute
 from autopar.emit.staged import _count
-from autopar.errors import AutoparError, ConstraintError
+from autopar.errors import AutoparError, ConstraintError, CoupledError
 from autopar.run.program import Microbatches
 from benchmarks import zoo
 
@@ -146,3 +146,40 @@ def test_a_promise_is_recorded_where_it_was_needed() -> None:
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ConstraintError, match="8 samples is not 3 equal microbatches"):
         microbatch_of((), batch(), 3)
+
+
+class Weighted(nn.Module):
+    """A cross entropy whose classes weigh as a buffer says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 5)
+        self.register_buffer("weights", torch.rand(5) + 0.1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(x), y, weight=self.weights)
+
+
+def test_losses_that_weigh_by_what_is_no_input_are_refused() -> None:
+    torch.manual_seed(0)
+    model, data = Weighted(), {"x": torch.randn(8, 6), "y": torch.randint(0, 5, (8,))}
+    with pytest.raises(ConstraintError, match="weigh by what also follows from 'weights', no input"):
+        traced(model, data)
+
+
+class Whole(nn.Module):
+    """Labels for eight samples, and no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 8)
+        self.register_buffer("labels", torch.arange(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(x), self.labels)
+
+
+def test_a_model_of_one_batch_size_is_refused_as_one_whose_samples_are_coupled() -> None:
+    model, data = Whole(), {"x": torch.randn(8, 6)}
+    with pytest.raises(CoupledError, match="the model takes the whole batch, and no part of 2 samples"):
+        trace_part(model, capture(model, (), data), (), data, NUM)

@@ -127,7 +127,52 @@ def convolved() -> Made:
     return Model(step, grouped=grouped, deep=deep, up=nn.ConvTranspose2d(16, 4, 2)), {"x": activation()}
 
 
-MODELS = (shared, masked, statistics, rearranged, gated, convolved)
+def pieces() -> Made:
+    """Lists of one tensor; a sum over an order; a complex constant; slices cut down to a norm that most of them exceed."""
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        y = m.inner(x)
+        y = y.chunk(1, 1)[0] + y[:, None].unbind(1)[0] * y.split(8, -1)[0]
+        places = torch.searchsorted(m.edges, y.detach().contiguous(), sorter=m.order)
+        waves = torch.fft.irfft(torch.fft.rfft(y) * 1j)
+        return (torch.renorm(y * 1000, 2, 1, 50.0) * waves).mean() + (y * places).square().mean()
+
+    edges = torch.randn(16)
+    return Model(step, inner=nn.Linear(8, 8), edges=edges, order=edges.argsort()), {"x": activation()}
+
+
+class Recurrent(nn.Module):
+    """One layer, whose steps torch keeps in lists, and a norm whose eps follows from its dtype."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.norm, self.net = nn.RMSNorm(8), kind(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(self.net(self.norm(x))[0], (8,)).pow(3).mean()
+
+
+def lstm() -> Made:
+    return Recurrent(nn.LSTM), {"x": activation()}
+
+
+def gru() -> Made:
+    return Recurrent(nn.GRU), {"x": activation()}
+
+
+def tied() -> Made:
+    """A bias of two layers, one of which stands under two names."""
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        return m.second(torch.tanh(m.first(x))).square().mean()
+
+    model = Model(step, first=nn.Linear(8, 8), second=nn.Linear(8, 8))
+    model.second.bias = model.first.bias
+    model.alias = model.first
+    return model, {"x": activation()}
+
+
+MODELS = (shared, masked, statistics, rearranged, gated, convolved, pieces, lstm, gru, tied)
 
 
 @pytest.mark.parametrize("mesh", ["2", "3", "a=2,b=2"])

@@ -154,6 +154,8 @@ def test_a_plan_for_another_model_is_refused_without_a_traceback(here: Path, com
         ((*PLAN, "--model", "gpt2", "--module", "model.py:small"), "2 models are named"),
         ((*PLAN, "--module", "model.py:absent"), "has no function 'absent'"),
         ((*PLAN, "--module", "model.py:nothing"), "returned int"),
+        ((*PLAN, "--module", "absent.py:small"), "there is no file 'absent.py'"),
+        ((*PLAN, "--module", "model.py:small", "--batch", "4", "--dtype", "float32"), "--batch and --dtype with --module"),
         ((*PLAN, "--module", "model.py:small", "--memory", "much"), "'much' is no size"),
         ((*PLAN, "--module", "model.py:small", "--memory", "100KiB"), "no plan fits"),
         ((*PLAN, "--model", "gpt2", "--dtype", "int3"), "dtype 'int3'"),
@@ -172,6 +174,16 @@ def test_what_is_refused_is_told_and_exits_with_1(here: Path, command: Command, 
     assert code == 1
     assert complaint in said
     assert "Traceback" not in said
+
+
+def test_a_function_imports_what_lies_beside_its_file_and_has_dataclasses(here: Path, command: Command) -> None:
+    (here / "project").mkdir()
+    (here / "project" / "net_beside.py").write_text(MODEL, encoding="utf-8")
+    lines = ["from __future__ import annotations", "from dataclasses import dataclass", "import net_beside", "@dataclass", "class Config:"]
+    lines += ["    width: int = 256", "def made(): return net_beside.Net(Config().width), net_beside.small()[1]"]
+    (here / "project" / "config.py").write_text("\n".join(lines), encoding="utf-8")
+    code, printed, complaint = command(*PLAN, "--module", "project/config.py:made")
+    assert code == 0 and "Net on mesh node=2,gpu=2" in printed, complaint
 
 
 def test_a_plan_that_is_not_certified_exits_with_1_and_says_why(here: Path, command: Command) -> None:

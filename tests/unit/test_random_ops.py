@@ -97,6 +97,13 @@ def test_the_end_of_the_unit_interval_is_never_drawn(dtype: torch.dtype) -> None
     assert drawn.float().neg().log1p().isfinite().all()
 
 
+def test_no_seed_begins_with_bits_that_are_all_zero() -> None:
+    states = torch.stack([random_ops.initial_state(seed) for seed in range(1000)])
+    assert states.unique().numel() == 1000 and (states != 0).all()
+    first = [float(random_ops.uniform(state, [1], 0.0, 1.0, torch.float32, 0)) for state in states[:100]]
+    assert min(first) > 0.0
+
+
 def test_scaling_keeps_what_the_mask_keeps() -> None:
     x, mask = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([True, False, True])
     assert random_ops.masked_scale(x, mask, 2.0).tolist() == [2.0, 0.0, 6.0]

@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo_small
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.api import as_mesh, compile, plan
 from autopar.api.arguments import read_mesh
-from autopar.errors import AutoparError, MeshError, PlanError, RuntimeStateError
+from autopar.constraints import ddp
+from autopar.errors import AutoparError, ConstraintError, MeshError, PlanError, RuntimeStateError
 from autopar.mesh import Mesh
 from autopar.plans import Plan
 
@@ -100,12 +102,47 @@ def test_text_is_a_mesh_or_what_the_planner_is_to_shape() -> None:
         read_mesh("4x8x2")
 
 
+def test_the_random_state_of_a_model_that_waits_for_its_first_call() -> None:
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), torch.randn(4, 8)
+    step = compile(Squared(model), 1)
+    with pytest.raises(RuntimeStateError, match="before the first call"):
+        step.random_state = 3
+    step(batch)
+    step.manual_seed(7)
+    state = step.random_state
+    losses = [step(batch).item(), step(batch).item()]
+    step.random_state = state
+    assert step(batch).item() == losses[0] != losses[1]
+
+
+class Squared(nn.Module):
+    """A net, whose mean square is the loss."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.net(x).square().mean()
+        return loss
+
+
 def test_bad_options_say_what_to_pass() -> None:
     model, batch = zoo_small.gpt2()
     with pytest.raises(AutoparError, match="adamw"):
         plan(model, 1, example_inputs=batch, optimizer="adamW2")
-    with pytest.raises(AutoparError, match="bytes per device"):
-        plan(model, 1, example_inputs=batch, memory_bytes=-1)
+    for size in (-1, "3GiB"):
+        with pytest.raises(AutoparError, match="bytes per device"):
+            plan(model, 1, example_inputs=batch, memory_bytes=size)  # type: ignore[arg-type]
+    for constraints in (ddp(), "ddp"):
+        with pytest.raises(ConstraintError, match="put constraints into a list"):
+            plan(model, 1, example_inputs=batch, constraints=constraints)  # type: ignore[arg-type]
+    with pytest.raises(AutoparError, match="pass one of global, local"):
+        compile(model, 1, example_inputs=batch, batch="both")  # type: ignore[arg-type]
+    with pytest.raises(AutoparError, match="pass the batch as forward takes it"):
+        plan(model, 1, example_inputs=None)  # type: ignore[arg-type]
+    with pytest.raises(AutoparError, match=r"pass a torch\.nn\.Module"):
+        plan(model.state_dict(), 1, example_inputs=batch)  # type: ignore[arg-type]
     with pytest.raises(RuntimeStateError, match="needs example_inputs"):
         compile(model, 1, batch="local")
 

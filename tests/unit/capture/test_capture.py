@@ -197,6 +197,32 @@ def test_every_node_says_where_it_comes_from() -> None:
     assert all(isinstance(node.meta["module"], str) and "L[" not in node.meta["module"] for node in trace.graph.nodes)
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_gradient_hooks_of_parameters_are_refused_since_no_program_runs_them(register: str) -> None:
+    net = _net()
+    getattr(net.first.weight, register)(lambda x: None)
+    with pytest.raises(CaptureError, match=r"'first\.weight' has gradient hooks"):
+        capture(net, _batch())
+
+
+def test_dropout_that_torch_leaves_out_between_recurrent_layers_is_refused_where_it_would_act() -> None:
+    class Net(nn.Module):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__()
+            self.net = nn.LSTM(4, 4, **settings)
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss: Tensor = self.net(x)[0].square().mean()
+            return loss
+
+    x = torch.randn(2, 3, 4)
+    with pytest.raises(CaptureError, match="dropout of LSTM between its layers"):
+        capture(Net(num_layers=2, dropout=0.5), (x,))
+    for net in (Net(num_layers=2), Net(dropout=0.0), Net(num_layers=2, dropout=0.5).eval()):
+        trace = capture(net, (x,))
+        assert not any("mkldnn" in str(node.target) for node in trace.graph.nodes), "an op of CPUs alone is no model of a GPU's"
+
+
 def test_control_flow_on_values_is_refused_with_the_line() -> None:
     def returns(hidden: Tensor, loss: Tensor) -> Tensor:
         if hidden.sum() > 0:

@@ -1,0 +1,35 @@
+"""Ranks that come with other weights train one model, the first rank's; ranks that pass other batches are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run_processes
+
+pytestmark = pytest.mark.multiproc
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def facts() -> list[dict[str, Any]]:
+    return run_processes(2, str(HERE / "worker_equal.py"), "run")
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "stages"])
+def test_weights_that_differ_are_the_first_ranks_and_that_is_said_once(facts: list[dict[str, Any]], name: str) -> None:
+    first, second = (fact[name] for fact in facts)
+    assert first["own"] != second["own"]
+    assert first["loss"] == second["loss"] == pytest.approx(first["expected"], rel=1e-6)
+    for held in (first["held"], second["held"]):
+        assert held and all(held[key] == first["own"][key] for key in held)
+    said = [line for line in first["told"] + second["told"] if "differ between ranks" in line]
+    assert said == ["5 parameters or buffers differ between ranks, 'layers.0.weight' the first: all take rank 0's "
+                    "(seed every rank alike to build them so)"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "stages"])
+def test_a_first_batch_that_differs_is_refused_on_every_rank(facts: list[dict[str, Any]], name: str) -> None:
+    for fact in facts:
+        assert "ranks were given different batches: '0'" in fact[name]["refusal"] and 'batch="local"' in fact[name]["refusal"]

@@ -1,0 +1,74 @@
+"""Run by processes: models and batches that are not the same on every rank."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.constraints import ddp, fsdp, pipeline
+from autopar.errors import RuntimeStateError
+
+CONSTRAINTS = {"ddp": [ddp()], "fsdp": [fsdp()], "stages": [pipeline("gpu", microbatches=2)]}
+
+
+class Net(nn.Module):
+    """Two layers, a buffer, and the mean square as the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x * self.scale).square().mean()
+
+
+def run(rank: int) -> dict[str, Any]:
+    """Per constraint the loss, what this rank holds, what rank 0's model was, and what was warned of; and how batches are refused."""
+    facts: dict[str, Any] = {}
+    batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    for name, constraints in CONSTRAINTS.items():
+        torch.manual_seed(rank)
+        model, told = Net(), _Told()
+        first = {key: x.clone() for key, x in model.state_dict().items()}
+        logging.getLogger("autopar").addHandler(told)
+        made = autopar.compile(model, autopar.Mesh({"gpu": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=constraints)
+        logging.getLogger("autopar").removeHandler(told)
+        loss = made(batch).detach().item()
+        held = {key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in made.state_dict().items()}
+        facts[name] = {"loss": loss, "told": told.lines, "expected": _loss(rank, first, batch)}
+        facts[name] |= {"held": {key: x.tolist() for key, x in held.items()}, "own": {key: x.tolist() for key, x in first.items()}}
+        facts[name]["refusal"] = _refusal(model, batch, constraints, rank)
+    return facts
+
+
+class _Told(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _loss(rank: int, state: dict[str, torch.Tensor], batch: torch.Tensor) -> float:
+    plain = Net()
+    plain.load_state_dict(state)
+    return plain(batch).item() if rank == 0 else float("nan")
+
+
+def _refusal(model: nn.Module, batch: torch.Tensor, constraints: Any, rank: int) -> str:
+    """What a first batch that differs between ranks is refused with."""
+    made = autopar.compile(model, autopar.Mesh({"gpu": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=constraints)
+    try:
+        made(batch + rank)
+    except RuntimeStateError as error:
+        return str(error)
+    return ""
