@@ -9,6 +9,11 @@ import torch
 from rule_cases import DIM, DIMS, VARIANCE, Built, Case, aten, cube, graded, ids, last, on, real
 
 
+def ordered(rows: torch.Tensor, values: torch.Tensor) -> Built:
+    """searchsorted in rows that are not sorted, by their order."""
+    return on(rows, values, sorter=rows.argsort())
+
+
 def image(s: Any) -> torch.Tensor:
     return real(s.a, s.b, 4, 5)
 
@@ -116,7 +121,10 @@ FURTHER_CASES: Mapping[Any, Case | list[Case]] = {
     aten.searchsorted.Tensor: [
         lambda s: on(real(s.c).sort()[0], real(s.a, s.b)),
         lambda s: on(real(s.a, s.b, s.c).sort()[0], real(s.a, s.b, s.d)),
+        lambda s: ordered(real(s.c), real(s.a, s.b)),
+        lambda s: ordered(real(s.a, s.b, s.c), real(s.a, s.b, s.d)),
     ],
+    aten.renorm.default: lambda s: on(real(s.a, s.b, s.c), 2, 1, 0.1),  # below the norm of nearly all slices
     aten.bucketize.Tensor: lambda s: on(real(s.a, s.b), real(s.c).sort()[0]),
     aten.index_select.default: lambda s: on(real(s.a, s.b, s.c), 1, ids(s.b, s.d)),
     aten.index_add.default: lambda s: on(real(s.a, s.b, s.c), 1, ids(s.b, s.d), real(s.a, s.d, s.c)),

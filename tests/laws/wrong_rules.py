@@ -263,6 +263,7 @@ WRONG: Mapping[str, tuple[Any, f.Family]] = {
     "a loss by its largest part": (aten.mse_loss.default, lambda call: Factors(
         (("a", "b", "c"),) * 2, (("a", "b", "c")[: len(call.outputs[0].shape)],), reduce_op="max")),
     "a sorted row split": (aten.searchsorted.Tensor, searched),
+    "norms of parts of slices": (aten.renorm.default, _AS_POINTWISE),
     "spectra of parts": (aten._fft_c2c.default, _AS_POINTWISE),
     "an inverse of parts": (aten.linalg_inv_ex.default, always("... a _ -> ... a _, ...")),
     "distances without some coordinates": (aten._cdist_forward.default, always("... p k, ... r k -> ... p r")),
