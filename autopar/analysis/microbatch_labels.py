@@ -28,7 +28,7 @@ from autopar.rules import AxisOption, Call, axis_options, call_of, localize, ope
 from autopar.rules.losses import LOSSES, MEAN
 
 aten = torch.ops.aten
-_REMEDY = "samples of this model depend on each other there: pass microbatches=1 or num_microbatches=1, or no number, and stages take one"
+_REMEDY = "pass microbatches=1 or num_microbatches=1, or no number, and stages take the whole batch"
 _DRAWS = frozenset((random_ops.keep_mask, random_ops.uniform, random_ops.normal, random_ops.randint))
 _MEANS = frozenset((aten.mean.dim, aten.mean.default))
 _SUMS = frozenset((aten.add.Tensor, aten.sub.Tensor))

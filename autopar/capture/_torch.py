@@ -39,7 +39,7 @@ from autopar.capture.activations import join_activations
 from autopar.capture.norms import join_norms
 from autopar.capture.outputs import loss_leaf
 from autopar.capture.raw_graphs import drop_checks, plain_copy
-from autopar.capture.refusals import as_capture_error, quiet
+from autopar.capture.refusals import as_capture_error, quiet, refuse_miscompiled
 from autopar.capture.ties import Aliases, aliases_of
 from autopar.errors import CaptureError
 
@@ -152,6 +152,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         stack.enter_context(call.mode)
         try:
             captured = dynamo_graph_capture_for_export(model)(*call.args, **call.kwargs)
+            refuse_miscompiled(captured.graph)
             drop_checks(captured.graph)
             join_activations(captured.graph)
             join_norms(captured.graph)
@@ -287,6 +288,11 @@ def _placeholder_kind(desc: Any) -> tuple[str, Any]:
             return "input", desc.idx
         case TangentAOTInput():
             return "tangent", getattr(desc.output, "idx", None)
+    if "Token" in type(desc).__name__:
+        raise CaptureError(
+            "the model has an op that checks its result while it runs, as torch.linalg.inv, cholesky and solve do",
+            remedy="call the form that checks nothing: torch.linalg.inv_ex, cholesky_ex, solve_ex, lu_factor_ex",
+        )
     raise CaptureError(f"the captured graph has an argument of an unknown kind: {desc}", remedy="report the model")
 
 

@@ -10,10 +10,15 @@ from torch import fx
 
 from autopar.capture._torch import new_fake_mode
 from autopar.capture.trace import Parameter, Trace
+from autopar.errors import CaptureError, Where
 
 
 def propagate(graph: fx.Graph) -> None:
-    """Set ``val`` of every node by running the graph on fake tensors; placeholders keep shape, stride and dtype."""
+    """Set ``val`` of every node by running the graph on fake tensors; placeholders keep shape, stride and dtype.
+
+    Raises:
+        CaptureError: where torch cannot run an op on fake tensors.
+    """
     with new_fake_mode(), torch.no_grad():
         for node in graph.nodes:
             before = node.meta.get("val")
@@ -22,10 +27,19 @@ def propagate(graph: fx.Graph) -> None:
             elif node.op == "call_function":
                 if node.target is torch.ops.aten.view.default:
                     _make_viewable(node)
-                node.meta["val"] = _call(node, lambda operand: operand.meta["val"])
+                node.meta["val"] = _fake_call(node)
                 if isinstance(before, torch.Tensor):
                     after = node.meta["val"]
                     assert after.shape == before.shape and after.dtype == before.dtype, f"{node.format_node()}: {before} became {after}"
+
+
+def _fake_call(node: fx.Node) -> Any:
+    try:
+        return _call(node, lambda operand: operand.meta["val"])
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        where = Where(op=str(node.target), module=node.meta.get("module", ""), source=node.meta.get("source", ""))
+        raise CaptureError(f"the op cannot be run on tensors without data: {said}", where=where, remedy="compute it another way") from error
 
 
 def _make_viewable(node: fx.Node) -> None:

@@ -24,6 +24,7 @@ _REMEDIES = {
     "Dynamic control flow": "the value of a tensor decides the control flow: use torch.where, or pass the choice as a Python value",
     "item()": "do not read a tensor's value in forward (`.item()`, `int(x)`): compute it before and pass it as a Python value",
 }
+_MISCOMPILED = ("multilabel_margin_loss",)
 _DEFAULT_REMEDY = "the model must be one graph under torch.compile(fullgraph=True): try that to see the same refusal in torch's words"
 
 
@@ -106,6 +107,17 @@ def refuse_unseen(model: nn.Module) -> None:
                 f"the dropout of {type(module).__name__} between its layers is missing in the graph that torch makes of it",
                 where=Where(module=name),
                 remedy="let single layers follow each other with nn.Dropout between them, or set dropout=0.0",
+            )
+
+
+def refuse_miscompiled(graph: fx.Graph) -> None:
+    """Raise CaptureError at the first call that torch's own decomposition computes otherwise than the call itself."""
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", "") in _MISCOMPILED:
+            raise CaptureError(
+                f"torch decomposes {node.target.__name__} into ops that compute another loss",
+                where=Where(op=node.target.__name__, source=user_line(node.meta.get("stack_trace") or "")),
+                remedy="write the loss out, or use multilabel_soft_margin_loss",
             )
 
 

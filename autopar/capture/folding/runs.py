@@ -162,7 +162,7 @@ def _difference(facts: Sequence[dict[str, Any]], keys: Sequence[int], path: str)
     later = max(position for position in range(1, len(keys)) if keys[position] != keys[position - 1])
     before, after = facts[later - 1], facts[later]
     names = [name for name in {**before, **after} if before.get(name, ...) != after.get(name, ...)]
-    what = repr(names[0]) if names else "the order of their attributes"
+    what = repr(names[0].strip()) if names else "the order of their attributes"
     return f"layers {later - 1} and {later} of {path or 'the model'} differ in {what}"
 
 

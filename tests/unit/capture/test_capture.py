@@ -223,6 +223,21 @@ def test_dropout_that_torch_leaves_out_between_recurrent_layers_is_refused_where
         assert not any("mkldnn" in str(node.target) for node in trace.graph.nodes), "an op of CPUs alone is no model of a GPU's"
 
 
+@pytest.mark.parametrize(
+    ("returns", "says"),
+    [
+        (lambda hidden, loss: loss + torch.linalg.inv(hidden.T @ hidden).sum(), "inv_ex"),
+        (lambda hidden, loss: loss + nn.functional.multilabel_margin_loss(hidden, hidden.detach().long()), "multilabel_soft_margin_loss"),
+        (lambda hidden, loss: loss + torch.view_as_real(torch.fft.fft(hidden).conj().resolve_conj()).square().sum(), "another way"),
+    ],
+    ids=["a checked inverse", "a loss that torch decomposes wrongly", "a conjugate"],
+)
+def test_what_torch_cannot_trace_or_traces_wrongly_is_refused_with_a_way_out(returns: Any, says: str) -> None:
+    with pytest.raises(CaptureError) as refusal:
+        capture(_net(returns=returns), _batch())
+    assert says in refusal.value.remedy
+
+
 def test_control_flow_on_values_is_refused_with_the_line() -> None:
     def returns(hidden: Tensor, loss: Tensor) -> Tensor:
         if hidden.sum() > 0:
