@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 
@@ -25,11 +26,12 @@ def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
         return
     tensors = dict(_tensors(model))
     every = _gathered([(name, _digest(x)) for name, x in tensors.items()], devices)
-    first = dict(every[0])
-    different = [name for name in tensors if any(dict(found).get(name) != first.get(name) for found in every)]
+    found = [dict(facts) for facts in every]
+    names = dict.fromkeys(name for facts in found for name in facts)  # of all ranks, in one order: what follows is collective
+    different = [name for name in names if len({facts.get(name) for facts in found}) > 1]
     if not different:
         return
-    if any(dict(found).get(name) is None for name in different for found in every):
+    if any(facts.get(name) is None for name in different for facts in found):
         raise RuntimeStateError(
             f"{different[0]!r} has values on some ranks and is missing or on meta on others",
             remedy="build the model alike on every rank: with weights, or on meta and then load_state_dict into what compile returns",
@@ -71,12 +73,12 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _digest(x: Tensor) -> int | None:
-    """Of the values; None where there are none."""
+def _digest(x: Tensor) -> str | None:
+    """Of the values in their order; None where there are none."""
     if x.is_meta:
         return None
-    x = x.detach()
-    return int(torch.hash_tensor(torch.view_as_real(x) if x.is_complex() else x).view(torch.int64)) if x.numel() else 0
+    x = x.detach().resolve_conj().resolve_neg().reshape(-1).cpu()
+    return hashlib.blake2b(x.view(torch.uint8).numpy(), digest_size=16).hexdigest()
 
 
 def _gathered(fact: object, devices: DeviceMesh) -> list[list]:  # type: ignore[type-arg]

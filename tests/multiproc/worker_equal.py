@@ -68,7 +68,7 @@ def _refusal(model: nn.Module, batch: torch.Tensor, constraints: Any, rank: int)
     """What a first batch that differs between ranks is refused with."""
     made = autopar.compile(model, autopar.Mesh({"gpu": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=constraints)
     try:
-        made(batch + rank)
+        made(batch if rank == 0 else batch.flip(0))
     except RuntimeStateError as error:
         return str(error)
     return ""
