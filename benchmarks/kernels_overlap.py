@@ -19,31 +19,34 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.kernels import library
-from autopar.kernels.chunked import Gather, Scatter, Shards, gather, scatter
+from autopar.kernels.chunked import Gather, Shards, gather, scatter
+from autopar.kernels.normed_scatter import norming
 from autopar.kernels.overlapped import gathering, scattering
 from autopar.kernels.peers import Regions, SymmetricMemory
 from benchmarks.common import Row, run_rows
 from benchmarks.device_times import Times, in_turn, measure
 
-KERNELS = ("all_gather_matmul", "matmul_reduce_scatter")
+KERNELS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_reduce_add_rmsnorm")
 LINKS = ("pinned", "device")
 RATIOS = (0.3, 0.6, 1.0, 1.7, 3.0)
-CHUNKS = (1, 2, 4)
+CHUNKS = (1, 2, 4, 8)
 ROUNDS = 10
 COLUMNS = (
     "link", "ratio", "num_chunks", "reached", "t_mm_ms", "t_comm_ms", "t_seq_ms", "t_overlap_ms",
     "efficiency", "share", "host_ms", "skipped",
 )  # fmt: skip
 PAST = 1 << 62  # an epoch that no measurement reaches: its signal has come
-COLUMNS_OF = {"all_gather_matmul": 1024, "matmul_reduce_scatter": 4096}
+COLUMNS_OF = {"all_gather_matmul": 1024, "matmul_reduce_scatter": 4096, "matmul_reduce_add_rmsnorm": 4096}
 ROWS = {"pinned": 8192, "device": 65536}  # so that a chunk's product, too, fills the device
 EQUATION = "mk,kn->mn"
+EPS = 1e-5
 
 
 class FirstRank(SymmetricMemory):
@@ -84,8 +87,12 @@ def pieces(kernel: str, peers: FirstRank, rows: int, inner: int, columns: int, n
             torch.mm(job.gathered, b, out=y)
 
         return {"mm": multiply, "comm": copy, "seq": in_turn(copy, multiply), "overlap": lambda: gather(peers, shards, {0: job})}
-    product, _ = scattering(EQUATION, a, b, None, 0, peers.size, 0)
-    parts = Scatter(product.partial, product.out, lambda begin, length, out: None)
+    if kernel == "matmul_reduce_add_rmsnorm":
+        residual = torch.randn(-(-rows // peers.size), columns, dtype=a.dtype, device=device)
+        product, _, _ = norming(EQUATION, a, b, residual, torch.ones(columns, dtype=a.dtype, device=device), 0, peers.size, 0, EPS, True)
+    else:
+        product, _ = scattering(EQUATION, a, b, None, 0, peers.size, 0)
+    parts = replace(product, produce=lambda begin, length, out: None)
     shards = Shards.of([rows, columns], 0, a.dtype, peers.size, num_chunks)
 
     def push() -> None:
@@ -150,7 +157,7 @@ def main(arguments: list[str]) -> int:
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
     flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
     flags.add_argument("--mesh", action="append", default=[], help="gpu=N: a rank of N; by default gpu=4")
-    flags.add_argument("--chunks", type=int, action="append", default=[], help="per shard; by default 1, 2 and 4")
+    flags.add_argument("--chunks", type=int, action="append", default=[], help="per shard; by default 1, 2, 4 and 8")
     flags.add_argument("--rows", type=int, help=f"by default, by link: {ROWS}")
     flags.add_argument("--inner", type=int, default=4096)
     options = flags.parse_args(arguments)
