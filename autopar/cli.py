@@ -82,13 +82,17 @@ def plan_command(
     outputs: Annotated[
         str, typer.Option(help="loss, if a step needs no other output: a language model's logits need never be there at once. Or dtensor.")
     ] = "dtensor",
+    precision: Annotated[
+        str | None, typer.Option(help="bf16: what wider parameters, which rest as they are, are gathered and computed with in.")
+    ] = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="Where the plan is written.")] = None,
 ) -> None:
     """Plan a model for a mesh: no GPU, no process group, weights on meta."""
     axes, profile = read_mesh(mesh), HardwareProfile.load(hardware)
     stages = _stages(pipeline, microbatches, schedule, chunks)
     options = PlanOptions(
-        parse_size(memory), optimizer, stages, strict, gap, num_microbatches=microbatches or "auto", outputs=cast(Outputs, outputs)
+        parse_size(memory), optimizer, stages, strict, gap, num_microbatches=microbatches or "auto", outputs=cast(Outputs, outputs),
+        precision=precision,
     )
     start = time.perf_counter()
     with progress("building the model") as tell:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from autopar.analysis.microbatches import Microbatching
 from autopar.api.tracing import batch_size, by_rows, trace_part
 from autopar.api.tries import Tries, covering, numbers_of, walk
 from autopar.capture import Trace
@@ -248,13 +249,17 @@ class Chooser:
     def _staged(self, here: Pipelined, num: int, limit_s: float) -> Planned:
         if here.axis:
             check_parts(len(cut_points(self.trace)) + 1, here.chunks * self._num_ranks(here))
-        call = self.args, self.kwargs
-        part, how = trace_part(self.model, self.trace, *call, num, independent=here.independent, known=self.captured)
+        part, how = self.part(num, independent=here.independent)
         found = make_staged_plan(
             self.trace, by_rows(part, self.rows), how, self.mesh, self.profile, self.options, here,
             model_name=type(self.model).__name__, limit_s=limit_s, progress=self.progress,
         )  # fmt: skip
         return self.marked(found)
+
+    def part(self, num: int, *, independent: bool) -> tuple[Trace, Microbatching]:
+        """As `trace_part`."""
+        asked, known = self.options.precision, self.captured
+        return trace_part(self.model, self.trace, self.args, self.kwargs, num, precision=asked, independent=independent, known=known)
 
     def candidates(self, wish: Pipelined) -> Iterator[tuple[str, int]]:
         """(axis, number of microbatches) of what is tried at first; 0 for no pipeline at all."""

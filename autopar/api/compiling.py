@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, is_shape_of, is_unshaped
 from autopar.api.planning import check_fits, plan_told
-from autopar.api.tracing import program_of
-from autopar.capture import Trace, capture
+from autopar.api.tracing import program_of, traced
+from autopar.capture import Trace
 from autopar.errors import PlanError, RuntimeStateError
 from autopar.hardware import HardwareProfile
 from autopar.planning import Planned
@@ -176,7 +176,7 @@ def _plan_together(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, An
         return planned.plan, planned.program
     if plan is None:
         plan = _from_rank_zero(order, args, kwargs)
-    trace = capture(order.model, args, kwargs)
+    trace = traced(order.model, args, kwargs, plan.options.get("precision"))
     check_fits(plan, trace, plan.mesh if is_unshaped(order.mesh) and is_shape_of(plan.mesh, order.mesh) else as_mesh(order.mesh))
     return plan, program_of(plan, order.model, trace, args, kwargs)
 

@@ -16,8 +16,8 @@ from autopar.api.arguments import Example, MeshLike, as_call, as_constraints, as
 from autopar.api.choosing import Chooser
 from autopar.api.shaping import best_shape, shapes, shapes_in_three
 from autopar.api.shortage import instead
-from autopar.api.tracing import as_planned, program_of, staged_trace
-from autopar.capture import Trace, capture
+from autopar.api.tracing import as_planned, program_of, staged_trace, traced
+from autopar.capture import Trace
 from autopar.capture.loss_head import loss_alone
 from autopar.certificate import Certificate, certify, certify_staged
 from autopar.constraints import Constraint, speak_of
@@ -50,7 +50,7 @@ def plan_call(
         chosen = options
     else:
         chosen = PlanOptions(**{**options, "constraints": as_constraints(options.get("constraints", ()))})
-    trace = capture(model, args, kwargs)
+    trace = traced(model, args, kwargs, chosen.precision)
     if chosen.outputs == "loss":
         trace = loss_alone(trace)
     captured: dict[int, Trace] = {}
@@ -98,6 +98,7 @@ def plan(
     time_limit_s: float = math.inf,
     num_microbatches: int | Literal["auto"] = "auto",
     loss_rows: int | Literal["auto"] = "auto",
+    precision: Literal["bf16"] | None = None,
     batch: Batch = "global",
     outputs: Outputs = "dtensor",
 ) -> Plan:
@@ -125,6 +126,9 @@ def plan(
         loss_rows: how many rows of logits of a cross entropy there are at a time on a device, 0 for all; ``"auto"``: the planner's
             choice, where the model does not return the logits (see ``outputs="loss"``). Under `tensor_parallel` and `megatron` what
             makes these logits, and a table that is tied to it, is not split by its vocabulary then.
+        precision: ``"bf16"``: parameters rest as they are, with their gradients and optimizer state, and are gathered and computed with
+            in bf16, as the model's floating inputs are; buffers stay as they are. Gradients are summed in the parameters' own dtype. None:
+            the model's own dtypes, or what `torch.autocast` around this call makes of them.
         batch, outputs: as in `compile`.
 
     Raises:
@@ -133,7 +137,7 @@ def plan(
     return plan_model(
         model, mesh, example_inputs=example_inputs, hardware=hardware, memory_bytes=memory_bytes, optimizer=optimizer,
         constraints=constraints, strict=strict, gap=gap, time_limit_s=time_limit_s, batch=batch, outputs=outputs,
-        num_microbatches=num_microbatches, loss_rows=loss_rows,
+        num_microbatches=num_microbatches, loss_rows=loss_rows, precision=precision,
     )[1].plan  # fmt: skip
 
 
@@ -183,7 +187,7 @@ def verify(
         PlanError: where the plan is for another model.
     """
     args, kwargs = as_call(batch)
-    trace = capture(model, args, kwargs)
+    trace = traced(model, args, kwargs, plan.options.get("precision"))
     check_fits(plan, trace, plan.mesh)
     reference = as_planned(trace, plan)
     return verify_program(reference, program_of(plan, model, trace, args, kwargs), model, args, kwargs, dtype=dtype, tolerance=tolerance)
@@ -204,7 +208,7 @@ def check(plan: Plan, model: nn.Module, batch: Example, *, hardware: str | Path 
     """
     profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or plan.fingerprint.profile)
     args, kwargs = as_call(batch)
-    trace = capture(model, args, kwargs)
+    trace = traced(model, args, kwargs, plan.options.get("precision"))
     if plan.pipeline is None:
         return certify(as_planned(trace, plan), plan, profile)
     part, how, made = staged_trace(plan, model, trace, args, kwargs)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopar.api.choosing import ONE_STAGE, Chooser
-from autopar.api.tracing import by_rows, trace_part
+from autopar.api.tracing import by_rows
 from autopar.capture.loss_head import heads_of
 from autopar.constraints import AUTO, Constraint, Pipelined, pipeline_in
 from autopar.constraints.words import in_words
@@ -160,8 +160,7 @@ def _of_one_piece(chooser: Chooser) -> Kind:
 
 def _of_stages(chooser: Chooser, wish: Pipelined, num: int) -> Kind:
     here = replace(wish, schedule="1f1b" if wish.schedule == AUTO else wish.schedule)
-    call = chooser.args, chooser.kwargs
-    part, how = trace_part(chooser.model, chooser.trace, *call, num, independent=here.independent, known=chooser.captured)
+    part, how = chooser.part(num, independent=here.independent)
     return in_stages(
         chooser.trace, by_rows(part, chooser.rows), how, chooser.mesh, chooser.profile, chooser.options, here,
         type(chooser.model).__name__, Clock(chooser.progress),

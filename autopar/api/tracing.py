@@ -15,11 +15,17 @@ from autopar.capture import Trace, capture
 from autopar.capture.loss_head import loss_alone, loss_by_rows
 from autopar.emit import emit, emit_staged
 from autopar.errors import CaptureError, ConstraintError, CoupledError
+from autopar.planning.options import PRECISIONS
 from autopar.plans import Pipeline, Plan
 from autopar.run.program import Program, StagedProgram
 from autopar.stages import Cut, cut
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], precision: str | None) -> Trace:
+    """The captured call, in the precision that a plan is asked for in (`PlanOptions.precision`)."""
+    return capture(model, args, kwargs, precision=None if precision is None else PRECISIONS[precision])
 
 
 def as_planned(trace: Trace, plan: Plan) -> Trace:
@@ -70,6 +76,7 @@ def trace_part(
     kwargs: Mapping[str, Any],
     num: int,
     *,
+    precision: str | None = None,
     independent: bool = False,
     known: dict[int, Trace] | None = None,
 ) -> tuple[Trace, Microbatching]:
@@ -77,6 +84,7 @@ def trace_part(
 
     Args:
         whole: with the loss alone, where only that is wanted; then the microbatch's is, too.
+        precision: of the plan that it is for.
         known: traces of calls on so many samples, which this adds to.
 
     Raises:
@@ -88,7 +96,7 @@ def trace_part(
     def captured(call: Call) -> Trace:
         samples = batch_size(*call)
         if samples not in known:
-            known[samples] = _of_parts(model, *call)
+            known[samples] = _of_parts(model, *call, precision)
         return loss_alone(known[samples]) if all(o.is_loss for o in whole.outputs) else known[samples]
 
     if num > 1 and batch_size(args, kwargs) == num:
@@ -100,10 +108,10 @@ def trace_part(
     return part, microbatching(whole, part, num, independent=independent)
 
 
-def _of_parts(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
+def _of_parts(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], precision: str | None) -> Trace:
     """The trace of a part of a batch that was captured as a whole."""
     try:
-        return capture(model, args, kwargs)
+        return traced(model, args, kwargs, precision)
     except CaptureError as error:
         what = f"the model takes the whole batch, and no part of {batch_size(args, kwargs)} samples: {error.what}"
         raise CoupledError(what, where=error.where, remedy="let forward take any number of samples, or pass num_microbatches=1") from error
@@ -150,7 +158,8 @@ def planned_part(
     """The trace of one microbatch as a plan with a pipeline is for it, and how microbatches make the batch."""
     pipeline = _pipeline(plan)
     alone = loss_alone(whole) if plan.options.get("outputs") == "loss" else whole
-    part, how = trace_part(model, alone, args, kwargs, pipeline.num_microbatches, independent=pipeline.independent)
+    num, asked = pipeline.num_microbatches, plan.options.get("precision")
+    part, how = trace_part(model, alone, args, kwargs, num, precision=asked, independent=pipeline.independent)
     return by_rows(part, plan.loss_rows), how
 
 

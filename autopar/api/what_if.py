@@ -12,8 +12,8 @@ from torch import nn
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh
 from autopar.api.planning import check_fits, plan_told
-from autopar.api.tracing import as_planned, planned_part
-from autopar.capture import Trace, capture
+from autopar.api.tracing import as_planned, planned_part, traced
+from autopar.capture import Trace
 from autopar.constraints import read_constraint
 from autopar.constraints.elsewhere import elsewhere
 from autopar.errors import PlanError
@@ -118,7 +118,7 @@ def what_if(
     args, kwargs = as_call(batch)
     profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or plan.fingerprint.profile)
     there = plan.mesh if mesh is None else as_mesh(mesh)
-    trace = capture(model, args, kwargs)
+    trace = traced(model, args, kwargs, plan.options.get("precision"))
     check_fits(plan, trace, plan.mesh)
     options, part = _options(plan, profile, memory_bytes), _part(plan, model, trace, args, kwargs)
     if there.axes == plan.mesh.axes:
@@ -156,7 +156,7 @@ def flips(
     if profile.hash != plan.fingerprint.profile_hash:
         what = f"the plan was made for another profile than this {profile.name}"
         raise PlanError(what, remedy="pass the one that it was made for as hardware=, or ask autopar.what_if about this one")
-    trace = capture(model, args, kwargs)
+    trace = traced(model, args, kwargs, plan.options.get("precision"))
     check_fits(plan, trace, plan.mesh)
     part = _part(plan, model, trace, args, kwargs)
     return all_flips(plan, part, plan.mesh, profile, _options(plan, profile, None), most=most)
@@ -181,7 +181,7 @@ def _elsewhere(plan: Plan, mesh: Mesh, options: PlanOptions) -> PlanOptions:
 
 def _options(plan: Plan, profile: HardwareProfile, memory_bytes: int | None) -> PlanOptions:
     recorded: Mapping[str, Any] = plan.options
-    names = ("optimizer", "strict", "gap", "num_microbatches", "batch", "outputs", "loss_rows")
+    names = ("optimizer", "strict", "gap", "num_microbatches", "batch", "outputs", "loss_rows", "precision")
     words = {name: recorded[name] for name in names if name in recorded}
     constraints = tuple(read_constraint(c) for c in recorded.get("constraints", ()))
     budget = memory_bytes or (recorded.get("memory_bytes") if _is_asked(plan, profile) else None)

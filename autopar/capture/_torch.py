@@ -12,13 +12,12 @@ import builtins
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
@@ -38,9 +37,11 @@ from autopar.capture._transformers import model_loggers, transformers_under_capt
 from autopar.capture.activations import join_activations
 from autopar.capture.norms import join_norms
 from autopar.capture.outputs import loss_leaf
+from autopar.capture.precision import narrowed
 from autopar.capture.raw_graphs import drop_checks, plain_copy
 from autopar.capture.refusals import as_capture_error, quiet, refuse_miscompiled
 from autopar.capture.ties import Aliases, aliases_of
+from autopar.capture.trees import flatten_call, flatten_with_paths, unflatten
 from autopar.errors import CaptureError
 
 # A number that differs from an earlier capture would otherwise become symbolic: captures must not depend on each other.
@@ -92,31 +93,13 @@ def no_modes() -> contextlib.AbstractContextManager[None]:
     return no_dispatch()
 
 
-def leaves_of(tree: Any) -> list[Any]:
-    """The leaves of a nested structure, in order."""
-    return pytree.tree_leaves(tree)
-
-
-def flatten_with_paths(tree: Any) -> tuple[tuple[tuple[str, Any], ...], Any]:
-    """Leaves of `tree` with their paths (``logits``, ``past.0``), and its spec."""
-    pairs, spec = pytree.tree_flatten_with_path(tree)
-    return tuple((".".join(_step(step) for step in path), leaf) for path, leaf in pairs), spec
-
-
-def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[tuple[str, Any], ...], Any]:
-    """Leaves of (args, kwargs) with their paths, and the spec: keyword arguments by name, positional ones by number."""
-    leaves, spec = flatten_with_paths((args, kwargs))
-    return tuple((path.split(".", 1)[1], leaf) for path, leaf in leaves), spec
-
-
-def unflatten(leaves: list[Any], spec: Any) -> Any:
-    """The tree that `flatten_with_paths` took apart."""
-    return pytree.tree_unflatten(leaves, spec)
-
-
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call that can be captured: its arguments as fake tensors, beside the leaves they were made of."""
+    """A call that can be captured: its arguments as fake tensors, beside the leaves they were made of.
+
+    Attributes:
+        precision: what wider floating parameters and inputs are read in. stored: such a parameter's name → its own dtype.
+    """
 
     mode: FakeMode
     args: tuple[Any, ...]
@@ -124,18 +107,27 @@ class Prepared:
     in_leaves: tuple[tuple[str, Any], ...]
     in_spec: Any
     aliases: Aliases
+    precision: torch.dtype | None
+    stored: Mapping[str, torch.dtype]
 
 
 @contextlib.contextmanager
-def prepared(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Prepared]:
-    """Make `model` and a call of it fake for a while; afterwards the model is as before."""
+def prepared(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: torch.dtype | None) -> Iterator[Prepared]:
+    """Make `model` and a call of it fake for a while; afterwards the model is as before.
+
+    Args:
+        precision: the dtype that wider floating parameters and inputs have meanwhile.
+    """
     mode = new_fake_mode()
     in_leaves, in_spec = flatten_call(args, kwargs)
     # Each leaf gets its own fake tensor: Dynamo would merge equal objects (labels=ids), and the graph would read only one.
-    fakes = [_fake(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in in_leaves]
-    fake_args, fake_kwargs = pytree.tree_unflatten(fakes, in_spec)
-    with _fake_weights(model, mode), transformers_under_capture(model, args, kwargs), torch.enable_grad():
-        yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec, aliases_of(model))  # captured, a tensor is another object
+    fakes = [_fake(leaf, mode, precision) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in in_leaves]
+    fake_args, fake_kwargs = unflatten(fakes, in_spec)
+    named = model.named_parameters(remove_duplicate=False)
+    stored = {name: p.dtype for name, p in named if narrowed(p.dtype, precision) != p.dtype}
+    with _fake_weights(model, mode, precision), transformers_under_capture(model, args, kwargs), torch.enable_grad():
+        aliases = aliases_of(model)  # captured, a tensor is another object
+        yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec, aliases, precision, stored)
 
 
 def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
@@ -177,20 +169,13 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         )
 
 
-def _step(key: Any) -> str:
-    for field in ("key", "idx", "name"):
-        if hasattr(key, field):
-            return str(getattr(key, field))
-    return str(key)
-
-
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode, precision: torch.dtype | None) -> torch.Tensor:
     with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=narrowed(tensor.dtype, precision), device="cpu")
 
 
 @contextlib.contextmanager
-def _fake_weights(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+def _fake_weights(model: nn.Module, mode: FakeTensorMode, precision: torch.dtype | None) -> Iterator[None]:
     """Swap every parameter and buffer for a fake one on the cpu, tied ones for one; put the user's own back at the end."""
     swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     fakes: dict[int, torch.Tensor] = {}
@@ -201,7 +186,7 @@ def _fake_weights(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
                     if tensor is None:
                         continue
                     if id(tensor) not in fakes:
-                        fakes[id(tensor)] = _fake_weight(tensor, mode)
+                        fakes[id(tensor)] = _fake_weight(tensor, mode, precision)
                     swapped.append((held, name, tensor))
                     held[name] = fakes[id(tensor)]
         yield
@@ -210,8 +195,10 @@ def _fake_weights(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
             held[name] = tensor
 
 
-def _fake_weight(tensor: torch.Tensor, mode: FakeMode) -> torch.Tensor:
-    sample = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")  # a storage for each
+def _fake_weight(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None) -> torch.Tensor:
+    """A parameter in `precision`, where it is wider; buffers stay as they are."""
+    dtype = narrowed(tensor.dtype, precision) if isinstance(tensor, nn.Parameter) else tensor.dtype
+    sample = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")  # a storage for each
     fake = fake_like(sample, torch.device("cpu"), mode)
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 

@@ -16,19 +16,26 @@ from autopar.capture._torch import Prepared, RawJoint, prepared, raw_joint
 from autopar.capture._transformers import branches_of_eager
 from autopar.capture.execute import propagate
 from autopar.capture.folding import NotFoldable, Run, Shortened, capture_shortened, renumbered, repeat
-from autopar.capture.graphs import emit, is_tensor, shape_of
+from autopar.capture.graphs import dtype_of, emit, is_tensor, shape_of, sweep
 from autopar.capture.labels import assign_keys, label
 from autopar.capture.passes import PASSES
 from autopar.capture.passes.clean import inline_constants
 from autopar.capture.passes.random import next_state, number_draws, replace_random
+from autopar.capture.precision import absorb_casts, before_cast, cast_input, widened
 from autopar.capture.refusals import refuse_random, refuse_unseen
-from autopar.capture.ties import Aliases
 from autopar.capture.trace import Folding, Input, Output, Parameter, Trace
 from autopar.errors import CaptureError
 from autopar.garbage import collected_seldom
 
 
-def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, fold: bool = True) -> Trace:
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    fold: bool = True,
+    precision: torch.dtype | None = None,
+) -> Trace:
     """The joint forward and backward graph of `model(*args, **kwargs)`, in normal form.
 
     The model may be on any device, ``meta`` included, and is left as it was. The batch gives shapes and dtypes only.
@@ -36,13 +43,14 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     Args:
         fold: capture equal layers a few at a time, and repeat them in the graph; the result is the same. Where it cannot be
             done the model is captured in full, and the trace's `folding` says why.
+        precision: what wider floating parameters and inputs are read in (`autopar.capture.precision`).
 
     Raises:
         CaptureError: the model has no loss, draws random numbers that no op of autopar draws, or is not one graph; it names
             the user's line.
     """
     refuse_unseen(model)
-    with collected_seldom(), prepared(model, args, dict(kwargs or {})) as call:
+    with collected_seldom(), prepared(model, args, dict(kwargs or {}), precision) as call:
         try:
             return _captured(model, call, fold)
         except CaptureError as refusal:
@@ -59,13 +67,13 @@ def _captured(model: nn.Module, call: Prepared, fold: bool) -> Trace:
     if fold:
         try:
             shortened = capture_shortened(model, call)
-            return _normal_form(model, shortened.raw, shortened, call.aliases)
+            return _normal_form(model, shortened.raw, shortened, call)
         except NotFoldable as error:
             refusal = str(error)
-    return replace(_normal_form(model, raw_joint(model, call), None, call.aliases), folding=Folding((), refusal))
+    return replace(_normal_form(model, raw_joint(model, call), None, call), folding=Folding((), refusal))
 
 
-def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None, aliases: Aliases) -> Trace:
+def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None, call: Prepared) -> Trace:
     """Raw graph → trace; a shortened model's layers are repeated between the passes and what counts nodes.
 
     Raises:
@@ -77,20 +85,22 @@ def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None, a
         for node in graph.nodes:
             node.meta["module"] = renumbered(node.meta["module"], shortened.kept)
     inline_constants(graph, raw.constants)
-    border = _Border(raw, aliases)
+    border = _Border(raw, call)
+    border.narrow()
     state = replace_random(graph)
     refuse_random(graph)
     if state is not None:
         border.add_random_state(state)
     for _, apply in PASSES:
         apply(graph)
+    border.widen()
     propagate(graph)
     runs = shortened.runs if shortened is not None else ()
     border.repeat(runs)
     number_draws(graph)
     assign_keys(graph)
     graph.lint()
-    return replace(border.trace(model), folding=Folding(tuple(map(str, runs)), ""))
+    return replace(border.trace(model), folding=Folding(tuple(map(str, runs)), ""), precision=call.precision)
 
 
 class _Border:
@@ -99,22 +109,48 @@ class _Border:
     A tied tensor has one placeholder and one gradient, under its first name.
     """
 
-    def __init__(self, raw: RawJoint, aliases: Aliases) -> None:
-        self.raw, self.aliases, self.graph = raw, dict(aliases), raw.graph
-        self.first = {name: first for first, others in aliases.items() for name in (first, *others)}
+    def __init__(self, raw: RawJoint, call: Prepared) -> None:
+        self.raw, self.aliases, self.graph, self.stored = raw, dict(call.aliases), raw.graph, dict(call.stored)
+        self.first = {name: first for first, others in call.aliases.items() for name in (first, *others)}
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         self.nodes: dict[tuple[str, Any], fx.Node] = {}
         for node, (kind, name) in zip(placeholders, raw.placeholders, strict=True):
             self._enter(node, (kind, self.first.get(name, name)))
         self.results = self._results()
 
+    def narrow(self) -> None:
+        """Inputs come in their own dtype; a parameter is read, and its gradient made, in a narrower one where the graph reads no other."""
+        for (kind, name), node in self.nodes.items():
+            if kind == "input" and self.raw.in_leaves[name][1].dtype != dtype_of(node):
+                cast_input(self.graph, node, self.raw.in_leaves[name][1].dtype)
+            elif kind == "parameter":
+                self.stored.setdefault(name, dtype_of(node))
+                absorb_casts(self.graph, node)
+        narrow = {name for (kind, name), node in self.nodes.items() if kind == "parameter" and dtype_of(node) != self.stored[name]}
+        self.results = [
+            ((kind, name), before_cast(node) if kind == "gradient" and name in narrow else node) for (kind, name), node in self.results
+        ]
+        self._output.args = (tuple(node for _, node in self.results),)
+
+    def widen(self) -> None:
+        """Gradients go out in the dtype in which parameters rest; after the passes, which know what makes a gradient."""
+        made = list(self._output.args[0])
+        for position, ((kind, name), _) in enumerate(self.results):
+            if kind == "gradient":
+                made[position] = widened(made[position], self.stored[name])
+        self._output.args = (tuple(made),)
+        sweep(self.graph)
+
+    @property
+    def _output(self) -> fx.Node:
+        return next(iter(reversed(self.graph.nodes)))
+
     def add_random_state(self, state: fx.Node) -> None:
         """The state is a buffer that every step changes."""
         entry = ("buffer", random_ops.STATE)
         self.nodes[entry], self.aliases[random_ops.STATE] = state, ()
         self.results.append((("mutation", random_ops.STATE), next_state(self.graph, state)))
-        output = next(iter(reversed(self.graph.nodes)))
-        output.args = (tuple(node for _, node in self.results),)
+        self._output.args = (tuple(node for _, node in self.results),)
         resting = [node for (kind, _), node in self.nodes.items() if kind in ("parameter", "buffer") and node is not state]
         if resting:
             resting[-1].append(state)
@@ -135,7 +171,7 @@ class _Border:
             node.meta["module"] = kind[1]
 
     def _results(self) -> list[tuple[tuple[str, Any], fx.Node]]:
-        output = next(iter(reversed(self.graph.nodes)))
+        output = self._output
         found: dict[tuple[str, Any], fx.Node] = {}
         for (kind, name), node in zip(self.raw.results, output.args[0], strict=True):
             entry = (kind, self.first.get(name, name))
@@ -155,8 +191,7 @@ class _Border:
         Raises:
             NotFoldable: where they are not alike.
         """
-        output = next(iter(reversed(self.graph.nodes)))
-        results = dict(zip((kind for kind, _ in self.results), output.args[0], strict=True))
+        results = dict(zip((kind for kind, _ in self.results), self._output.args[0], strict=True))
         for run in runs:
             self.nodes, results = repeat(run, self.graph, self.nodes, results)
         self.results = list(results.items())
@@ -164,7 +199,7 @@ class _Border:
     def trace(self, model: nn.Module) -> Trace:
         """The Trace around the finished graph."""
         positions = {kind: position for position, (kind, _) in enumerate(self.results)}
-        final = next(iter(reversed(self.graph.nodes))).args[0]
+        final = self._output.args[0]
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
         tensors |= {name: node.meta["val"] for (kind, name), node in self.nodes.items() if kind == "buffer" and name == random_ops.STATE}
         entries = {group: self._parameters(group, tensors, positions) for group in ("parameter", "buffer")}
@@ -201,9 +236,10 @@ class _Border:
                 node=node.name,
                 shape=tuple(tensors[name].shape),
                 view=shape_of(node),
-                dtype=tensors[name].dtype,
+                dtype=self.stored.get(name, tensors[name].dtype),
                 requires_grad=tensors[name].requires_grad,
                 gradient=positions.get(("gradient", name)),
+                compute_dtype=node.meta["val"].dtype,
             )
             for (kind, name), node in self.nodes.items()
             if kind == group
@@ -217,7 +253,8 @@ def _border(node: fx.Node) -> tuple[str, tuple[int, ...], torch.dtype]:
 def _fingerprint(graph: fx.Graph, parameters: tuple[Parameter, ...]) -> str:
     digest = hashlib.sha256()
     for entry in parameters:
-        digest.update(f"{entry.name} {entry.shape} {entry.dtype} {entry.requires_grad}\n".encode())
+        read = f" read as {entry.compute_dtype}" if entry.is_narrowed else ""
+        digest.update(f"{entry.name} {entry.shape} {entry.dtype}{read} {entry.requires_grad}\n".encode())
     for node in graph.nodes:
         value = node.meta.get("val")
         shapes = [tuple(item.shape) for item in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(item, torch.Tensor)]

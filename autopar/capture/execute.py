@@ -82,7 +82,7 @@ def execute(
     """
     loss = next(output for output in trace.outputs if output.is_loss)
     seed = torch.ones((), dtype=loss.dtype) if tangent is None else tangent
-    values = [parameters[entry.name].detach().reshape(entry.view) for entry in trace.parameters]
+    values = [parameters[entry.name].detach().reshape(entry.view).to(dtype or entry.compute_dtype) for entry in trace.parameters]
     values += [buffers[entry.name].detach().reshape(entry.view) for entry in trace.buffers]
     values += [*inputs, seed]
     with torch.no_grad():

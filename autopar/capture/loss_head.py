@@ -22,10 +22,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopar import ops
-from autopar.capture._torch import flatten_with_paths
 from autopar.capture.graphs import IN_PLACE, aten, calls, dtype_of, emit, shape_of, sweep
 from autopar.capture.labels import assign_keys
 from autopar.capture.trace import Parameter, Trace
+from autopar.capture.trees import flatten_with_paths
 from autopar.errors import CaptureError
 
 

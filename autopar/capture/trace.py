@@ -37,6 +37,7 @@ class Parameter:
         shape: shape as the model stores it.
         view: shape in the graph. Differs from `shape` where one stored dim is seen as several, so that a fused
             projection can be sharded by heads: stored ``[d, 3 * e]`` seen as ``[d, 3, e]``.
+        dtype: in which it rests, and its gradient is made. compute_dtype: in which the graph reads it.
         gradient: index of its gradient in the graph's output tuple, or None.
     """
 
@@ -48,6 +49,12 @@ class Parameter:
     dtype: torch.dtype
     requires_grad: bool
     gradient: int | None
+    compute_dtype: torch.dtype
+
+    @property
+    def is_narrowed(self) -> bool:
+        """Whether the graph reads it in another dtype than it rests in."""
+        return self.compute_dtype != self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +124,7 @@ class Trace:
         settings: flat input position → the non-tensor leaf there, which the graph was specialised to.
         fingerprint: hash of model structure, shapes and dtypes.
         folding: how repeated layers were captured; the graph is the same either way.
+        precision: what wider floating parameters and inputs are read in, where that was asked for.
     """
 
     graph: fx.Graph
@@ -131,6 +139,7 @@ class Trace:
     settings: Mapping[int, Any]
     fingerprint: str
     folding: Folding = Folding()
+    precision: torch.dtype | None = None
 
     @property
     def differentiable(self) -> tuple[Output, ...]:

@@ -168,6 +168,7 @@ class Decisions:
             _, traffic = OPTIMIZERS[str(self.plan.options.get("optimizer"))] if p.gradient is not None else (0, 0)
             rests = held_bytes(p.view, p.dtype, choices[-1].strategy.outputs[0], self.mesh.shape)
             step_s = traffic * rests / self.profile.memory_bandwidth_bytes_per_s / self.context.num_microbatches
+            step_s += self._cast_s(p, choices[-1].strategy.outputs[0]) / self.context.num_microbatches
             return step_s + (self._added_s(p, layouts.inputs[0]) if self.context.accumulates and p.gradient is not None else 0.0)
         if entry.kind == "compute":
             return sum(self._node_time_s(c.node.format(*entry.instances[0]), c.strategy) for c in choices)
@@ -176,6 +177,13 @@ class Decisions:
             size = held_bytes(tensor.shape, tensor.dtype, layouts.outputs[0], self.mesh.shape)
             return self.context.crossing.time_s(size) if key in self._crossing else size / self.profile.memory_bandwidth_bytes_per_s
         return 0.0
+
+    def _cast_s(self, p: Parameter, rests: Layout) -> float:
+        """What is read in another dtype is read and written once in a step, where it rests."""
+        if p.compute_dtype == p.dtype:
+            return 0.0
+        moved = sum(held_bytes(p.view, dtype, rests, self.mesh.shape) for dtype in (p.dtype, p.compute_dtype))
+        return compute_time(Work(0, moved, "elementwise"), p.compute_dtype, self.profile)
 
     def _added_s(self, p: Parameter, sums: Layout) -> float:
         """A gradient is read, and the sum that it is added to is read and written."""

@@ -19,7 +19,7 @@ from autopar.run.orders import Action, interleaved, num_rounds
 from autopar.run.program import ProgramTensor, StagedProgram
 from autopar.run.rank_memory import chunk_memory, rank_peak
 
-_STATIC = ("parameters", "optimizer", "gathered", "buffers", "inputs")
+_STATIC = ("parameters", "optimizer", "copies", "buffers", "inputs")
 
 
 def actions_of(pipeline: Pipeline, stage: int) -> tuple[Action, ...]:
@@ -77,7 +77,7 @@ def _rank(
     batch = sum(_bytes(tensor) for tensor in program.inputs)
     peak = rank_peak(chunks, actions_of(pipeline, rank), pipeline.num_microbatches) + batch + kinds["optimizer"] + buffers
     beside = sum(kinds[kind] for kind in _STATIC) + buffers + max(kinds["activations"], kinds["gradients"])
-    gathered = {} if kinds["gathered"] else {"gathered"}
+    gathered = {} if kinds["copies"] else {"copies"}
     return peak, {**{k: v for k, v in kinds.items() if k not in gathered}, "transient": max(peak - beside, 0)}
 
 

@@ -47,7 +47,9 @@ def steps_per_step(trace: Trace, walk: Walk, claims: Claims) -> Iterator[Finding
 def _led(p: Parameter, walk: Walk, claims: Claims, result: int, source: Layout, target: Layout) -> Iterator[Finding]:
     """From one layout to the other, by collectives that each start where one before it ended."""
     key = storage_key(p.name)
-    wide = torch.float32 if result and p.dtype.is_floating_point and p.dtype.itemsize < 4 else p.dtype
+    wide = p.compute_dtype
+    if result:
+        wide = torch.float32 if p.dtype.is_floating_point and p.dtype.itemsize < 4 else p.dtype
     tensor = Tensor(key, result, PHASE, p.view, wide, wide, False, ())
     left = list(claims.steps.get(((key, result), PHASE), ()))
     at = source

@@ -129,7 +129,7 @@ class StepMoves:
         Raises:
             LayoutError: where no collectives lead there.
         """
-        return self._chain(p.view, p.dtype, held.storage, held.working)
+        return self._chain(p.view, p.compute_dtype, held.storage, held.working)
 
     def reduces(self, p: Parameter, held: Held) -> tuple[Step, ...]:
         """From sums to storage; arguments and errors as of `gathers`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +12,11 @@ from autopar.analysis.work import Work
 from autopar.capture.trace import Parameter
 from autopar.cost.compute import compute_time
 from autopar.cost.held import Held, StepMoves, ZeroStages, held_of, held_ways, stage_on
-from autopar.cost.priced import OPTIMIZERS
+from autopar.cost.priced import OPTIMIZERS, Source
 from autopar.hardware import HardwareProfile
 from autopar.kernels.sums import sum_dtype
 from autopar.layout import Layout, Strategy
-from autopar.problem import OpStrategy
+from autopar.problem import Op, OpStrategy
 from autopar.redistribute import local_bytes
 
 
@@ -50,12 +50,14 @@ class HeldPrices:
             return None
         mesh_shape, trained = self.moves.mesh_shape, p.gradient is not None
         rests = local_bytes(p.view, p.dtype, held.storage, mesh_shape)
-        working = 0 if held.working == held.storage else local_bytes(p.view, p.dtype, held.working, mesh_shape)
+        moves = held.working != held.storage
+        working = local_bytes(p.view, p.compute_dtype, held.working, mesh_shape) if moves or p.is_narrowed else 0
         state, _ = OPTIMIZERS[self.optimizer] if trained else (0, 0)
         sums = local_bytes(p.view, sum_dtype(p.dtype), held.sums, mesh_shape) if trained else 0
         added = local_bytes(p.view, p.dtype, held.sums, mesh_shape) if trained else 0
         time_s = held_time(self.profile, self.optimizer, self.moves.num_microbatches, rests if trained else 0, sums, added)
-        elsewhere = held.storage if working or (trained and held.sums != held.storage) else None
+        time_s += narrow_copy(p, held.storage, mesh_shape, self.profile)[1] / self.moves.num_microbatches
+        elsewhere = held.storage if moves or (trained and held.sums != held.storage) else None
         layouts = Strategy((held.sums,) if trained else (), (held.working,))
         return OpStrategy(layouts, time_s + moved_s, rests * (1 + state) + working, sums, moved_s, elsewhere)
 
@@ -70,11 +72,49 @@ def held_time(profile: HardwareProfile, optimizer: str, num_microbatches: int, r
     return step_s + compute_time(Work(0, 2 * sums + added, "elementwise"), torch.float32, profile)
 
 
-def adding_partial(strategies: Sequence[OpStrategy], made: Sequence[Layout], axes: Sequence[int]) -> tuple[OpStrategy, ...]:
-    """Those with ZeRO's stage 1 on each of these axes on which the parameter rests sharded and some of the layouts, in which its
-    gradient is made, have partial sums."""
-    partial = [axis for axis in axes if any(isinstance(layout.placements[axis], Partial) for layout in made)]
-    return tuple(s for s in strategies if all(stage_on(held_of(s), axis) in (0, 1) for axis in partial))
+def narrow_copy(p: Parameter, storage: Layout, mesh_shape: Sequence[int], profile: HardwareProfile) -> tuple[int, float]:
+    """Bytes of a copy in the dtype in which a parameter is read, where that is not its own, and seconds to make it where it rests.
+
+    It counts through the whole step: backward reads it, too, though what it reads last may be gone before the step ends.
+    """
+    if not p.is_narrowed:
+        return 0, 0.0
+    rests, copy = (local_bytes(p.view, dtype, storage, mesh_shape) for dtype in (p.dtype, p.compute_dtype))
+    return copy, compute_time(Work(0, rests + copy, "elementwise"), p.compute_dtype, profile)
+
+
+def resting(p: Parameter, layout: Layout, mesh_shape: Sequence[int], optimizer: str, profile: HardwareProfile) -> OpStrategy:
+    """The strategy of a parameter that is read, and whose gradient is returned, as it rests."""
+    trained = p.gradient is not None
+    size, (copy, cast_s) = local_bytes(p.view, p.dtype, layout, mesh_shape), narrow_copy(p, layout, mesh_shape, profile)
+    state, traffic = OPTIMIZERS[optimizer] if trained else (0, 0)
+    step_s = traffic * size / profile.memory_bandwidth_bytes_per_s
+    layouts = Strategy((layout,) if trained else (), (layout,))
+    return OpStrategy(layouts, step_s + cast_s, size * (1 + state) + copy, size if trained else 0)
+
+
+def adding_partial(strategies: Sequence[OpStrategy], axes: Sequence[int]) -> tuple[OpStrategy, ...]:
+    """Those with ZeRO's stage 1 on each of these axes on which the parameter rests sharded."""
+    return tuple(s for s in strategies if all(stage_on(held_of(s), axis) in (0, 1) for axis in axes))
+
+
+def makes_partial(
+    ref: tuple[str, int], axis: int, ops: Sequence[Op], sources: Sequence[Source], made: Mapping[tuple[str, int], tuple[int, int]]
+) -> bool:
+    """Whether a tensor may be made as partial sums over an axis: what only passes them on does so where it is given them.
+
+    Args:
+        made: tensor → the op that makes it, and as which result.
+    """
+    op, result = made[ref]
+    cluster = sources[op].cluster
+    operands = () if cluster is None else cluster.first.operands
+    for strategy in ops[op].strategies:
+        if isinstance(strategy.layouts.outputs[result].placements[axis], Partial):
+            read = [r for r, at in zip(operands, strategy.layouts.inputs, strict=True) if isinstance(at.placements[axis], Partial)]
+            if all(makes_partial(other, axis, ops, sources, made) for other in read):
+                return True
+    return False
 
 
 def _undominated(alike: Sequence[OpStrategy]) -> Iterator[OpStrategy]:

@@ -16,10 +16,10 @@ from torch import fx
 from autopar.capture.trace import Input, Output, Parameter, Trace
 from autopar.collective import Collective
 from autopar.cost.held import StepMoves, cannot_rest
-from autopar.cost.holding import HeldPrices, adding_partial
+from autopar.cost.holding import HeldPrices, adding_partial, makes_partial, resting
 from autopar.cost.keeping import borders_of, is_never_kept, may_run_again, split_furthest
 from autopar.cost.kernels import with_kernels
-from autopar.cost.priced import OPTIMIZERS, Crossing, Priced, Source
+from autopar.cost.priced import Crossing, Priced, Source
 from autopar.cost.routes import with_routes
 from autopar.cost.times import call_time, own_collectives, price_collectives
 from autopar.hardware import HardwareProfile
@@ -66,7 +66,8 @@ class _Builder:
         held = HeldPrices(self.profile, self.optimizer, self.moves)
         for p in self.trace.parameters:
             rest = self.forced.storage.get(p.name), self.forced.rests(p.name), group_of(p.name, self.forced.starts)
-            groups.setdefault((_DIGITS.sub("*", p.name), p.view, p.dtype, p.requires_grad, p.gradient is None, rest), []).append(p)
+            alike = _DIGITS.sub("*", p.name), p.view, p.dtype, p.compute_dtype, p.requires_grad, p.gradient is None, rest
+            groups.setdefault(alike, []).append(p)
         outputs = _output_nodes(self.trace)
         for (pattern, *_), members in groups.items():
             first = members[0]
@@ -79,22 +80,15 @@ class _Builder:
             if not possible:
                 raise cannot_rest(first, self.forced, layouts, self.mesh)
             stages = self.forced.named.stages_of(first.name)
-            strategies = held.strategies(first, possible, stages) if self.accumulates else tuple(self._storage(first, x) for x in possible)
+            alone = (resting(first, layout, self.mesh.shape, self.optimizer, self.profile) for layout in possible)
+            strategies = held.strategies(first, possible, stages) if self.accumulates else tuple(alone)
             op = Op(str(pattern), "parameter", "forward", len(members), (), strategies)
             index = self.add(op, Source("parameter", tuple(p.name for p in members), tuple(p.node for p in members)))
             for p in members:
                 self.made[p.node, 0] = (index, 0)
-                self.infos[p.node, 0] = TensorInfo(p.view, p.dtype)
+                self.infos[p.node, 0] = TensorInfo(p.view, p.compute_dtype)
                 if p.gradient is not None:
                     self.read((outputs[p.gradient].name, 0), index, 0, "backward")
-
-    def _storage(self, p: Parameter, layout: Layout) -> OpStrategy:
-        size = local_bytes(p.view, p.dtype, layout, self.mesh.shape)
-        state, traffic = OPTIMIZERS[self.optimizer] if p.gradient is not None else (0, 0)
-        step_s = traffic * size / self.profile.memory_bandwidth_bytes_per_s
-        has_gradient = p.gradient is not None
-        gradient = (layout,) if has_gradient else ()
-        return OpStrategy(Strategy(gradient, (layout,)), step_s, size * (1 + state), size if has_gradient else 0)
 
     def placeholders(self) -> None:
         """Buffers and the loss' tangent are replicated; inputs come in any layout (a rank copies only its own part), those that
@@ -162,10 +156,10 @@ class _Builder:
     def settle_sums(self) -> None:
         """Where ZeRO's stage 1 is forced on an axis, gradients that are made as partial sums along it add up so."""
         axes = [axis for axis, stage in self.forced.named.zero.items() if stage == 1]
-        producers = {use.op: self.made[ref] for ref, uses in self.readers.items() for use in uses if self.ops[use.op].kind == "parameter"}
-        for i, (op, result) in producers.items() if axes else ():
-            made = [s.layouts.outputs[result] for s in self.ops[op].strategies]
-            self.ops[i] = replace(self.ops[i], strategies=adding_partial(self.ops[i].strategies, made, axes))
+        gradients = {use.op: ref for ref, uses in self.readers.items() for use in uses if self.ops[use.op].kind == "parameter"}
+        for i, ref in gradients.items() if axes else ():
+            partial = [axis for axis in axes if makes_partial(ref, axis, self.ops, self.sources, self.made)]
+            self.ops[i] = replace(self.ops[i], strategies=adding_partial(self.ops[i].strategies, partial))
 
     def settle_recomputation(self, classes: Sequence[ClusterClass]) -> None:
         """Which ops backward may run again."""

@@ -19,6 +19,7 @@ from torch import fx
 
 from autopar.collective import Collective
 from autopar.emit.calls import CALLS, Moved
+from autopar.emit.job import rests
 from autopar.errors import PlanError
 from autopar.kernels import library
 from autopar.kernels.bucketed import from_bucket, into_bucket
@@ -42,7 +43,7 @@ def can_share(step: fx.Node, mesh_shape: Sequence[int]) -> bool:
     moved: Moved | None = step.meta.get("moved")
     if moved is None or step.meta["collective"].kind not in BUCKETED:
         return False
-    early = step.meta["collective"].kind == "all_gather" and step.args[0].op == "placeholder"  # type: ignore[union-attr]
+    early = step.meta["collective"].kind == "all_gather" and rests(step.args[0])  # type: ignore[arg-type]
     waits = step.meta["phase"] != "step" and step.meta["slack"] != "deferrable" and not (early and step.meta["slack"] == "prefetchable")
     even = moved.source.divides(moved.shape, mesh_shape) and moved.target.divides(moved.shape, mesh_shape)
     return even and not waits and getattr(torch, step.meta["collective"].dtype) in library.FLOATS

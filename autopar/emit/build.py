@@ -30,7 +30,7 @@ def emit(trace: Trace, plan: Plan, *, accumulates: bool = False) -> Program:
     check_legal(trace, index, plan.mesh, accumulates=accumulates)
     job = Job(trace, plan.mesh, index, placeholder_keys(trace))
     forward, backward = Phase(job, "forward"), Phase(job, "backward")
-    forward.placeholders(trace.parameters, trace.buffers)
+    forward.placeholders(trace.parameters, trace.buffers, casts=not accumulates)
     for node in compute_nodes(trace, "forward"):
         forward.compute(node)
     results = forward.results()

@@ -13,6 +13,13 @@ from autopar.emit.choices import PlanIndex, TensorKey
 from autopar.mesh import Mesh
 
 Ref = tuple[str, int]  # trace node name, result index
+CAST = "/cast"
+"""Ends the key of the node that casts a parameter to the dtype in which it is read."""
+
+
+def rests(node: fx.Node) -> bool:
+    """Whether a node of a program is there from the start of its phase: what the graph is given, and casts of it."""
+    return node.op == "placeholder" or node.meta.get("key", "").endswith(CAST)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from autopar.capture.trace import Parameter
 from autopar.emit import in_place, kernels
 from autopar.emit.calls import CALLS, Moved
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key
-from autopar.emit.job import Job, Ref
+from autopar.emit.job import CAST, Job, Ref, rests
 from autopar.emit.localize import local_call
 from autopar.errors import EmissionError
 from autopar.kernels.dispatched import with_routes
@@ -49,15 +49,28 @@ class Phase:
     done: set[tuple[str, bool]] = field(default_factory=set)  # names of nodes that were emitted, and whether to run again
     sums: dict[str, fx.Node] = field(default_factory=dict)  # parameter → what its gradients are added to
 
-    def placeholders(self, parameters: tuple[Parameter, ...], buffers: tuple[Parameter, ...]) -> None:
+    def placeholders(self, parameters: tuple[Parameter, ...], buffers: tuple[Parameter, ...], *, casts: bool) -> None:
+        """What the graph is given.
+
+        Args:
+            casts: whether parameters come in the dtype in which they rest, and are cast here to that in which they are read.
+        """
         chosen = self.job.index.chosen
+        narrowed = {p.node: p.compute_dtype for p in parameters if p.is_narrowed and casts}
+        given: list[tuple[str, fx.Node]] = []
         named = [(p.node, parameter_key(p.name), p.name) for p in parameters]
         named += [(b.node, buffer_key(b.name), b.name) for b in buffers]
         named += [(i.node, input_key(i.path), i.path) for i in self.job.trace.inputs]
         for node, key, name in named:
             here = self.graph.placeholder(node)
             here.meta.update(key=key, module=name, phase=self.phase)
-            self.define((node, 0), chosen[key].outputs[0], here)
+            given.append((node, here))
+        for node, here in given:
+            key, read = here.meta["key"], here
+            if node in narrowed:
+                read = self.graph.call_function(_cast, (here,), {"dtype": narrowed[node]})
+                read.meta.update(here.meta, key=key + CAST)
+            self.define((node, 0), chosen[key].outputs[0], read)
 
     def tangents(self) -> list[fx.Node]:
         """One placeholder per output that has a tangent."""
@@ -135,7 +148,7 @@ class Phase:
         if layout not in self.job.index.kept.get(self.job.key(ref), ()) and not resident:
             return None
         node = self.earlier.have.get(ref, {}).get(layout)
-        if node is None or (resident and node.op != "placeholder" and layout not in self.job.index.kept.get(self.job.key(ref), ())):
+        if node is None or (resident and not rests(node) and layout not in self.job.index.kept.get(self.job.key(ref), ())):
             return None
         if node not in self.saved:
             self.saved[node] = self.graph.placeholder(f"saved_{node.name}")

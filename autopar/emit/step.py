@@ -16,6 +16,7 @@ from autopar.capture.trace import Parameter, Trace
 from autopar.collective import Collective
 from autopar.emit.calls import CALLS, Moved
 from autopar.emit.choices import PlanIndex, parameter_key, storage_key
+from autopar.emit.job import CAST
 from autopar.errors import EmissionError
 from autopar.kernels.sums import sum_dtype
 from autopar.layout import Layout
@@ -79,6 +80,8 @@ class _Graph:
         return LazyGraphModule({}, self.graph)
 
     def _passed(self, node: fx.Node, each: _Passing) -> fx.Node:
+        if each.p.is_narrowed and not each.result:
+            node = self._cast(node, each.p.compute_dtype, each.p.name, CAST)
         for step in reversed(self._chain(each)):
             c, meta = step.collective, node.meta
             call, args = CALLS[c.kind](c, step.target)
@@ -86,10 +89,12 @@ class _Graph:
             moved = Moved(PHASE, storage_key(each.p.name), each.result, each.p.view, step.source, step.target)
             node.meta.update(meta, key=f"{storage_key(each.p.name)}/{c.kind}", collective=c, moved=moved)
             self.emitted.append((PHASE, storage_key(each.p.name), c))
-        if each.dtype is not None:
-            meta = {name: value for name, value in node.meta.items() if name not in ("collective", "moved")}
-            node = self.graph.call_function(_cast, (node,), {"dtype": each.dtype})
-            node.meta.update(meta, key=f"{storage_key(each.p.name)}/narrow")
+        return node if each.dtype is None else self._cast(node, each.dtype, each.p.name, "/narrow")
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype, name: str, what: str) -> fx.Node:
+        meta = {name: value for name, value in node.meta.items() if name not in ("collective", "moved")}
+        node = self.graph.call_function(_cast, (node,), {"dtype": dtype})
+        node.meta.update(meta, key=storage_key(name) + what)
         return node
 
     def _chain(self, each: _Passing) -> list[Communication]:

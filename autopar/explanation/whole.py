@@ -160,8 +160,9 @@ class Explanation(Readable):
 def made_for(plan: Plan) -> str:
     """Model, mesh, hardware and optimizer."""
     model = plan.fingerprint.model_name or "model"
-    optimizer = plan.options.get("optimizer", "none")
-    return f"{model} on mesh {plan.mesh} ({plan.mesh.num_devices} devices), {plan.fingerprint.profile}, optimizer {optimizer}"
+    optimizer, precision = plan.options.get("optimizer", "none"), plan.options.get("precision")
+    read = f", parameters read in {precision}" if precision else ""
+    return f"{model} on mesh {plan.mesh} ({plan.mesh.num_devices} devices), {plan.fingerprint.profile}, optimizer {optimizer}{read}"
 
 
 def beside(plan: Plan) -> Iterator[str]:

@@ -168,7 +168,7 @@ def _prediction(draft: Draft) -> Prediction:
             gathered += size - rests - optimizer
         elif op.kind in ("buffer", "input"):
             resting[f"{op.kind}s"] += size
-    resting |= {"gathered": gathered} if gathered else {}
+    resting |= {"copies": gathered} if gathered else {}
     shared = sum(problem.regions[region] for region in evaluation.regions)
     resting |= {KERNELS_BUFFERS: shared} if shared else {}
     memory = {**resting, "activations": evaluation.kept_bytes, "gradients": evaluation.gradient_bytes}

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
+
 from autopar.constraints import Constraint, check_number
 from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import AutoparError, ConstraintError
@@ -14,6 +16,8 @@ from autopar.hardware import HardwareProfile
 from autopar.run.executor import Batch, Outputs
 
 SOLVERS = ("highs", "cbc")
+PRECISIONS = {"bf16": torch.bfloat16}
+"""What parameters may be read in where they rest in a wider dtype. fp16 is none: its loss would have to be scaled."""
 RESERVED_SHARE = 0.1  # of the device's memory, left to the allocator, kernels' workspaces and communication buffers
 
 
@@ -31,6 +35,7 @@ class PlanOptions:
         solver: ``highs`` or ``cbc``.
         num_microbatches: into how many microbatches a step's batch is cut, or ``"auto"``.
         loss_rows: rows of a cross entropy's logits that there are at a time on a device, 0 for all, or ``"auto"``.
+        precision: ``"bf16"``: what wider floating parameters and inputs are read in; None: what the model computes in by itself.
         batch, outputs: as in `autopar.compile`; they bear on the peak.
     """
 
@@ -43,6 +48,7 @@ class PlanOptions:
     solver: str = "highs"
     num_microbatches: int | Literal["auto"] = "auto"
     loss_rows: int | Literal["auto"] = "auto"
+    precision: str | None = None
     batch: Batch = "global"
     outputs: Outputs = "dtensor"
 
@@ -60,6 +66,9 @@ class PlanOptions:
             raise AutoparError(f"outputs={self.outputs!r} is not known", remedy=f"pass one of {', '.join(get_args(Outputs))}")
         if self.loss_rows != "auto" and not (isinstance(self.loss_rows, int) and self.loss_rows >= 0):
             raise AutoparError(f"loss_rows={self.loss_rows!r} is no number of rows", remedy='pass a number from 0, or "auto"')
+        if self.precision is not None and self.precision not in PRECISIONS:
+            what = f"precision={self.precision!r} is not known"
+            raise AutoparError(what, remedy=f"pass one of {', '.join(PRECISIONS)}, or None; fp16 would need its loss scaled")
         if not 0 <= self.gap < 1:
             raise AutoparError(f"gap={self.gap} is no relative gap", remedy="pass a number from 0 to below 1, for example 0.01")
         if self.solver not in SOLVERS:
@@ -84,6 +93,7 @@ class PlanOptions:
             "gap": self.gap,
             "num_microbatches": self.num_microbatches,
             "loss_rows": self.loss_rows,
+            "precision": self.precision,
             "batch": self.batch,
             "outputs": self.outputs,
         }

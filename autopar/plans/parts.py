@@ -129,7 +129,7 @@ class Communication:
 
 
 KERNELS_BUFFERS = "kernels' buffers"
-RESTING = ("parameters", "optimizer", "gathered", "buffers", "inputs", KERNELS_BUFFERS)
+RESTING = ("parameters", "optimizer", "copies", "buffers", "inputs", KERNELS_BUFFERS)
 """Kinds of memory that are there during the whole step."""
 
 
@@ -139,8 +139,8 @@ class Prediction:
 
     Attributes:
         memory_bytes: kind (``parameters``, ``gradients``, ``optimizer``, ``buffers``, ``inputs``, ``activations``,
-            ``transient``; ``gathered``: copies of parameters held through a step; ``kernels' buffers``: what collective-overlap
-            kernels share with their peers and keep from one use to the next) → bytes at the peak.
+            ``transient``; ``copies``: of parameters, gathered or in the dtype in which they are read; ``kernels' buffers``: what
+            collective-overlap kernels share with their peers and keep from one use to the next) → bytes at the peak.
         peak_bytes: peak of live tensor bytes from the start of forward to the end of backward.
         timeline: (label, phase, kind ``compute`` or ``communication``, start_s, duration_s), in order, per module.
         step_s: the objective: compute and communication, less what may be hidden of them where memory is ample (`autopar.streams`).

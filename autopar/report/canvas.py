@@ -30,7 +30,7 @@ COLOURS = {
 MEMORY_COLOURS = {
     "parameters": "#5b8db8",
     "optimizer": "#8fb4d6",
-    "gathered": "#3f7a8c",
+    "copies": "#3f7a8c",
     KERNELS_BUFFERS: "#7a6f9b",
     "gradients": "#e8924a",
     "activations": "#5aa469",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -167,7 +167,7 @@ class _Stage:
             index = self._sum(own) if own else None
         elif p.gradient is not None:
             index = self._add_result(flat[p.gradient].name)
-        return Parameter(p.name, p.aliases, p.node, p.shape, p.view, p.dtype, p.requires_grad, index)
+        return replace(p, gradient=index)
 
     def _sum(self, terms: Sequence[fx.Node]) -> int:
         """The result's index of a sum of gradients."""

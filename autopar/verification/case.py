@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar import random_ops
 from autopar.capture import Trace
-from autopar.capture._torch import flatten_call, flatten_with_paths, unflatten
 from autopar.capture._transformers import without_caches
 from autopar.capture.execute import execute
+from autopar.capture.precision import narrowed
+from autopar.capture.trees import flatten_call, flatten_with_paths, unflatten
 from autopar.errors import VerificationError
 from autopar.run.lockstep import Lockstep, Observer, run_lockstep
 from autopar.run.lockstep_staged import run_staged
@@ -78,7 +79,7 @@ class Case:
                 remedy="verify a model and a batch that have values: build a smaller one of the same structure, off meta",
             )
         floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
-        own = min(floating, key=lambda d: d.itemsize, default=torch.get_default_dtype())
+        own = narrowed(min(floating, key=lambda d: d.itemsize, default=torch.get_default_dtype()), trace.precision)
         tensors = {name: x.detach() for name, x in named} | {random_ops.STATE: random_ops.initial_state(0)}
         return Case(trace, program, model, args, kwargs, tensors, tuple(leaves[i.path] for i in trace.inputs), dtype, dtype or own, own)
 
@@ -133,8 +134,10 @@ class Case:
     def _run_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Tensor) -> tuple[Results, dict[str, torch.dtype]]:
         plain = copy.deepcopy(self.model)._apply(self._promoted)  # Module.to would make complex buffers real
         plain.zero_grad(set_to_none=True)
+        for parameter in plain.parameters():
+            parameter.data = self._narrowed(parameter.data)
         watch = _LowerDtypes(self.computed)
-        args, kwargs = tree_map(self._promoted, (args, dict(kwargs)))
+        args, kwargs = tree_map(lambda x: self._narrowed(self._promoted(x)), (args, dict(kwargs)))
         draws = PositionalDraws(state)
         with without_caches(plain), torch.enable_grad(), self._refused_by_kernels():
             with draws if self.num_draws else nullcontext(), watch, OwnEps(self.own):  # the draws themselves are not watched
@@ -165,6 +168,10 @@ class Case:
                 raise
             said = next(iter(str(error).splitlines()), type(error).__name__)
             raise PlainModelError(f"the plain model fails: {said}", remedy="verify in the model's own dtype: pass dtype=None") from error
+
+    def _narrowed(self, x: Any) -> Any:
+        """A parameter or an input in the precision that was asked for, unless all is computed in another dtype."""
+        return x.to(narrowed(x.dtype, self.trace.precision)) if self.dtype is None and isinstance(x, Tensor) else x
 
     def _promoted(self, x: Any) -> Any:
         return x.to(self.dtype) if self.dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x

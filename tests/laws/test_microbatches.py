@@ -13,8 +13,8 @@ from autopar import random_ops
 from autopar.analysis.microbatches import Microbatching, microbatching
 from autopar.api.tracing import microbatch_of, trace_part
 from autopar.capture import Trace, capture
-from autopar.capture._torch import flatten_call
 from autopar.capture.execute import execute
+from autopar.capture.trees import flatten_call
 from autopar.emit.staged import _count
 from autopar.errors import AutoparError, ConstraintError, CoupledError
 from autopar.run.program import Microbatches

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from autopar import random_ops
 from autopar.capture import Trace, capture
-from autopar.capture._torch import flatten_call
 from autopar.capture.execute import execute
+from autopar.capture.trees import flatten_call
 from autopar.stages import cut, cut_points, placing
 from autopar.stages.placing import CutError, place
 from benchmarks import zoo

@@ -74,7 +74,7 @@ def test_each_stage_moves_what_the_paper_says(stage: int) -> None:
     total = 4 * sum(n * count for n, count in sizes.items())
     rests = made.plan.prediction.memory_bytes
     assert (rests["parameters"], rests["optimizer"]) == (total / 2, total)
-    assert rests.get("gathered", 0) == (total if stage < 3 else 0)
+    assert rests.get("copies", 0) == (total if stage < 3 else 0)
     assert rests["gradients"] == (total if stage == 1 else total / 2)
     pipe = made.plan.pipeline
     assert pipe is not None
@@ -127,7 +127,7 @@ def test_beside_tensor_parallelism_a_fused_projection_s_bias_too_is_held_and_sum
     phases = ("step", "backward") if stage == 1 else ("backward", "step")
     assert [moved(made, phase, "reduce_scatter") for phase in phases] == [reduced, Counter()]
     total, rests = 4 * sum(local.values()), made.plan.prediction.memory_bytes
-    assert (rests["parameters"], rests["optimizer"], rests["gathered"]) == (total / 2, total, total)
+    assert (rests["parameters"], rests["optimizer"], rests["copies"]) == (total / 2, total, total)
     assert rests["gradients"] == (total - 4 * local[position] / 2 if stage == 1 else total / 2)
     assert autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
 
@@ -178,7 +178,7 @@ def test_other_stages_are_refused(zero: int) -> None:
 
 def test_fully_sharded_parameters_are_not_held_gathered() -> None:
     made, _, _ = planned("llama", LINE, fsdp("data"), num_microbatches=MICROBATCHES)
-    assert "gathered" not in made.plan.prediction.memory_bytes and not moved(made, "step", "all_gather")
+    assert "copies" not in made.plan.prediction.memory_bytes and not moved(made, "step", "all_gather")
 
 
 # ── the ways to hold a parameter ──
@@ -204,7 +204,7 @@ def test_collectives_lead_from_every_way_to_rest_to_what_is_read_and_from_every_
     """On numbers: the parts of a parameter become the parts that are read; partial sums become the parts of the gradient."""
     mesh = Mesh({f"axis{i}": n for i, n in enumerate(mesh_shape)})
     moves = StepMoves(mesh_shape, way_price, 2)
-    p = Parameter("w", (), "w", shape, shape, torch.float32, True, 0)
+    p = Parameter("w", (), "w", shape, shape, torch.float32, True, 0, torch.float32)
     found = ways(shape, mesh_shape)
     generator = torch.Generator().manual_seed(seed)
     held = found[int(torch.randint(len(found), (), generator=generator))]
@@ -342,7 +342,7 @@ def test_the_certificate_refuses_changes_of_what_is_done_once_a_step() -> None:
     changes = [
         text.replace('"phase": "step"', '"phase": "forward"', 1),
         text.replace('"accumulates": true', '"accumulates": false'),
-        text.replace('"gathered": ', '"gathered": 1', 1),
+        text.replace('"copies": ', '"copies": 1', 1),
         text.replace(f'"bytes": {once[-1].collective.bytes}', f'"bytes": {once[-1].collective.bytes * 2}', 1),
         text.replace('/storage"', '/parameter"', 1),
     ]

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from autopar.capture._torch import Prepared, leaves_of
+from autopar.capture._torch import Prepared
 from autopar.capture.folding.entries import NotFoldable, Story
 from autopar.capture.folding.runs import KEPT_FIRST, KEPT_LAST, Run
 from autopar.capture.folding.stream import Follower, Layer, Recorder, Stream, places, tag_inputs, tag_weights
+from autopar.capture.trees import leaves_of
 
 Kept = Mapping[str, Sequence[int]]
 

@@ -139,5 +139,5 @@ def test_a_layout_over_stored_dims_is_one_over_the_last_dims_that_each_is_seen_a
     shape: tuple[int, ...], view: tuple[int, ...], layout: str, seen: str
 ) -> None:
     assert math.prod(shape) == math.prod(view)
-    parameter = Parameter("w", (), "w", shape, view, torch.float32, True, 0)
+    parameter = Parameter("w", (), "w", shape, view, torch.float32, True, 0, torch.float32)
     assert str(view_layout(Layout.parse(layout), parameter)) == seen
