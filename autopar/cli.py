@@ -240,7 +240,7 @@ def report_command(
     _say_if_none(flips, turning)
 
 
-@app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command("run", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def run_command(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A Python file that calls autopar.compile.")],

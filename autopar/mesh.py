@@ -48,6 +48,8 @@ class Mesh:
         devices_per_node: int | None = None,
         links: Mapping[str, str] | None = None,
     ) -> None:
+        if isinstance(axes, str):
+            raise MeshError(f"{axes!r} is a text", remedy=f"pass autopar.Mesh.parse({axes!r})")
         if isinstance(axes, int):
             axes = {"gpu": axes}
         if isinstance(axes, Mapping):

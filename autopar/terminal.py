@@ -15,7 +15,7 @@ from rich.text import Text
 from autopar.errors import AutoparError
 
 out, err = Console(), Console(stderr=True)
-_SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?b?)\s*$", re.IGNORECASE)
+_SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*((?:[kmgt]i?)?b?)\s*$", re.IGNORECASE)
 PHASES = {
     "enumerate": "finding strategies",
     "price": "pricing",

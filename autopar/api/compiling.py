@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,9 @@ from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, is_shape_
 from autopar.api.planning import check_fits, plan_told
 from autopar.api.tracing import program_of, traced
 from autopar.capture import Trace
-from autopar.errors import PlanError, RuntimeStateError
+from autopar.errors import AutoparError, PlanError, RuntimeStateError
 from autopar.hardware import HardwareProfile
-from autopar.planning import Planned
+from autopar.planning import Planned, PlanOptions
 from autopar.plans import Plan
 from autopar.run.device_mesh import device_mesh
 from autopar.run.executor import Backend, Batch, Outputs
@@ -53,16 +53,36 @@ def compile(
         batch: ``"global"``: every rank passes the same batch and takes its part; ``"local"``: each passes its part.
         outputs: what is not the loss comes detached, as ``"dtensor"`` (nothing is moved: ``.full_tensor()`` gathers),
             ``"full"`` (gathered at once), ``"local"`` (this rank's part), or, with ``"loss"``, not at all (None): then the logits of
-            a language model need not be there at once, and the planner may compute its loss some rows at a time.
+            a language model need not be there at once, and the planner may compute its loss some rows at a time. In several
+            microbatches only ``"full"`` gives them: parts of microbatches have no place in a whole tensor.
         hardware, options: as in `plan`; `time_limit_s` is there per solve, of which planning makes several.
 
     Raises:
-        as `plan`; PlanError where the plan is for another model or mesh and says what differs.
+        as `plan`; PlanError where the plan is for another model or mesh and says what differs, or options are passed beside it.
     """
+    _check_options(plan, hardware, {"backend": backend, "batch": batch, "outputs": outputs}, options)
     if example_inputs is None and batch == "local":
         raise RuntimeStateError('batch="local" needs example_inputs', remedy="pass the global batch; its values are not read")
     order = _Order(model, mesh, plan, hardware, {"backend": backend, "batch": batch, "outputs": outputs}, options)
     return Deferred(order) if example_inputs is None else _build(order, *as_call(example_inputs))
+
+
+_CHOICES: Mapping[str, Any] = {"backend": Backend, "batch": Batch, "outputs": Outputs}
+
+
+def _check_options(plan: object, hardware: object, build: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """That options are known, and none is passed that a plan has already."""
+    for name, value in build.items():
+        if value not in get_args(_CHOICES[name]):
+            raise AutoparError(f"{name}={value!r} is not known", remedy=f"pass one of {', '.join(get_args(_CHOICES[name]))}")
+    known = [f.name for f in fields(PlanOptions) if f.name not in build]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise AutoparError(f"compile has no option {unknown[0]!r}", remedy=f"its options are {', '.join((*build, 'hardware', *known))}")
+    beside = [*options, *(["hardware"] if hardware is not None else [])]
+    if plan is not None and beside:
+        what = f"{' and '.join(beside)} beside plan=: the plan was made with options of its own"
+        raise PlanError(what, remedy="leave them out, or leave out the plan")
 
 
 @dataclass(frozen=True, slots=True)

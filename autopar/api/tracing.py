@@ -39,7 +39,7 @@ def by_rows(trace: Trace, rows: int) -> Trace:
 
 
 def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Samples in a call's batch: the first dim that most tensors have.
+    """Samples in a call's batch: the first dim that most tensors have, of several such dims that of the first tensor.
 
     Raises:
         ConstraintError: where no tensor has a dim.
@@ -47,7 +47,7 @@ def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     sizes = Counter(leaf.shape[0] for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor) and leaf.ndim)
     if not sizes:
         raise ConstraintError("no input has a batch dim to cut into microbatches", remedy="pass num_microbatches=1")
-    return max(sizes, key=lambda size: (sizes[size], size))
+    return max(sizes, key=lambda size: sizes[size])  # of equals the one that was counted first
 
 
 def microbatch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int) -> Call:

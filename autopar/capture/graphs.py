@@ -54,6 +54,13 @@ def emit(
     return node
 
 
+def cast(like: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """`node` in another dtype."""
+    if dtype_of(node) == dtype:
+        return node
+    return emit(like, aten._to_copy.default, (node,), shape_of(node), dtype=dtype, kwargs={"dtype": dtype})
+
+
 def view(like: fx.Node, node: fx.Node, shape: Iterable[int]) -> fx.Node:
     """`node` seen with another shape: itself, what it is a view of, or a new ``aten.view``."""
     shape = tuple(shape)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.graphs import dtype_of, emit, is_tensor, shape_of
+from autopar.capture.graphs import cast, dtype_of, emit, is_tensor, shape_of
 
 _cast = torch.ops.aten._to_copy.default
 
@@ -31,11 +31,11 @@ def cast_input(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
     """Let a placeholder have its own, wider `dtype`: what read it reads a cast of it."""
     users, narrow = list(node.users), dtype_of(node)
     last = [other for other in graph.nodes if other.op == "placeholder"][-1]
-    with graph.inserting_after(last):
-        cast = emit(node, _cast, (node,), shape_of(node), dtype=narrow, kwargs={"dtype": narrow})
     node.meta["val"] = node.meta["val"].to(dtype)
+    with graph.inserting_after(last):
+        read = cast(node, node, narrow)
     for user in users:
-        user.replace_input_with(node, cast)
+        user.replace_input_with(node, read)
 
 
 def widened(gradient: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -47,7 +47,7 @@ def widened(gradient: fx.Node, dtype: torch.dtype) -> fx.Node:
         with gradient.graph.inserting_after(gradient):
             return emit(gradient, gradient.target, tuple(widened(term, dtype) for term in terms), shape_of(gradient), dtype=dtype)
     with gradient.graph.inserting_after(gradient):
-        return emit(gradient, _cast, (gradient,), shape_of(gradient), dtype=dtype, kwargs={"dtype": dtype})
+        return cast(gradient, gradient, dtype)
 
 
 def absorb_casts(graph: fx.Graph, parameter: fx.Node) -> None:
@@ -57,9 +57,9 @@ def absorb_casts(graph: fx.Graph, parameter: fx.Node) -> None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or narrowed(dtype_of(parameter), dtype) == dtype_of(parameter):
         return
     parameter.meta["val"] = parameter.meta["val"].to(dtype)
-    for cast in list(parameter.users):
-        cast.replace_all_uses_with(parameter)
-        graph.erase_node(cast)
+    for user in list(parameter.users):
+        user.replace_all_uses_with(parameter)
+        graph.erase_node(user)
 
 
 def before_cast(gradient: fx.Node) -> fx.Node:

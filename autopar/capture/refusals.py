@@ -108,6 +108,19 @@ def refuse_unseen(model: nn.Module) -> None:
                 where=Where(module=name),
                 remedy="let single layers follow each other with nn.Dropout between them, or set dropout=0.0",
             )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise CaptureError(
+                f"max_norm={module.max_norm} of {type(module).__name__}: forward changes the table, a parameter, where it looks up",
+                where=Where(module=name),
+                remedy="leave max_norm out, and scale the table's rows after optimizer.step() or what was looked up in forward",
+            )
+        counts = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module.running_mean is not None
+        if counts and module.momentum is None:
+            raise CaptureError(
+                f"momentum=None of {type(module).__name__}: how much a step counts depends on the number of steps so far, a tensor",
+                where=Where(module=name),
+                remedy="give it a momentum, such as 0.1",
+            )
 
 
 def refuse_miscompiled(graph: fx.Graph) -> None:

@@ -211,9 +211,15 @@ def _start_flat(x: Tensor, out_splits: list[int], in_splits: list[int], name: st
     return [_functional.all_to_all_single(_sendable(x), out_splits, in_splits, name), x]
 
 
+_SENDABLE = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
+)
+"""Dtypes that every process group moves; others go as bytes, in a dim of their own."""
+
+
 def _sendable(x: Tensor) -> Tensor:
     """In a dtype that process groups know."""
-    return x.view(torch.uint8) if x.dtype == torch.bool else x
+    return x if x.dtype in _SENDABLE else x.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def _awaited(started: Started, name: str) -> Tensor:
@@ -221,7 +227,7 @@ def _awaited(started: Started, name: str) -> Tensor:
     come, sent = started
     started.clear()
     come = _functional.wait_tensor(come) if name else come
-    return come if come.dtype == sent.dtype else come.view(sent.dtype)
+    return come if come.dtype == sent.dtype else come.view(sent.dtype).squeeze(-1)
 
 
 def _itself(started: Started) -> Tensor:

@@ -37,7 +37,7 @@ def attention(
     bias = _bias(mask, q.dtype)
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
-    if _flash_fits(q, bias):
+    if _flash_fits(q, k, bias, is_causal):
         out, lse, *_ = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, is_causal, False, scale=scale)
         return out, lse
     if _efficient_fits(q):
@@ -46,7 +46,7 @@ def attention(
         out, lse, *_ = aten._scaled_dot_product_efficient_attention.default(q, keys, values, wide, True, 0.0, is_causal, scale=scale)
         return out, lse[..., : q.shape[2]]
     scores = _scores(q, _repeat_heads(k, q), bias, is_causal, scale)
-    return torch.matmul(scores.softmax(-1), _repeat_heads(v, q)), scores.logsumexp(-1)
+    return torch.matmul(scores.softmax(-1).to(v.dtype), _repeat_heads(v, q)), scores.logsumexp(-1)
 
 
 def attention_backward(
@@ -72,7 +72,7 @@ def attention_backward(
     if q.device.type == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         return backward(grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale)
-    if _flash_fits(q, bias):
+    if _flash_fits(q, k, bias, is_causal):
         backward = aten._scaled_dot_product_flash_attention_backward.default
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the random generator, which no dropout reads
         return backward(grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, state, state[0], scale=scale)
@@ -129,8 +129,10 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
-def _flash_fits(q: Tensor, bias: Tensor | None) -> bool:
-    return bias is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+def _flash_fits(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool) -> bool:
+    """FlashAttention lets the last query see the last key, here the first query sees the first: these differ where lengths do."""
+    alike = not is_causal or q.shape[2] == k.shape[2]
+    return alike and bias is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def _efficient_fits(q: Tensor) -> bool:
@@ -165,7 +167,9 @@ def _efficient_backward(
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    scores = torch.matmul(q, k.transpose(-2, -1)).mul_(scale)
+    """In at least fp32: fp16 overflows, and the log of a sum is to have more digits than 16-bit types."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.matmul(q.to(wide), k.to(wide).transpose(-2, -1)).mul_(scale)
     if bias is not None:
         scores = scores.add_(bias)
     if is_causal:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autopar.analysis.normed import NORMED, normed_after
 from autopar.capture.trace import Trace
 from autopar.collective import collective_time
-from autopar.constraints import Constraint, Pipelined
+from autopar.constraints import Pipelined
 from autopar.cost.held import offered_as, own_time_s
 from autopar.cost.kernel_times import Site, saved, terms_of
 from autopar.cost.price import price
@@ -30,7 +30,7 @@ from autopar.planning.schedules import scheduled_time
 from autopar.plans import Communication, Plan, moved_load
 from autopar.rules import call_of, operands_of
 from autopar.stages import Cut, cut
-from autopar.strategies import Forced, Starts, classes_of, resolve
+from autopar.strategies import Forced, classes_of, resolve
 from autopar.streams import Load, work
 
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
@@ -131,25 +131,6 @@ def _saved_s(part: Part, c: Communication, once_s: float, profile: HardwareProfi
     normed = tuple((call_of(node), chosen[node.meta["key"]]) for node in after or ())
     site = Site(call, strategy, sizes, c.collective.kind, sizes[c.collective.axis], dim, adds, normed)
     return saved(site, once_s, profile)[0]
-
-
-def priced_for(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions) -> Priced:
-    """The problem that a plan without a pipeline answers."""
-    assert plan.pipeline is None, "stages have problems of their own"
-    return next(problems_of(plan, trace, mesh, profile, options)).priced
-
-
-def priced_under(
-    trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, constraints: Sequence[Constraint], starts: Starts
-) -> Priced:
-    """The problem of a step in one piece, under constraints and the options' budget, where layers are in these groups.
-
-    Raises:
-        ConstraintError: where the constraints cannot hold there.
-    """
-    forced = replace(resolve(trace, constraints, mesh), starts=starts)
-    classes, budget = classes_of(trace, mesh.shape, forced), options.budget(profile)
-    return price(trace, classes, mesh, profile, budget_bytes=budget, optimizer=options.optimizer, forced=forced)
 
 
 def decisions(priced: Priced, plan: Plan) -> tuple[tuple[int, ...], dict[int, int]]:

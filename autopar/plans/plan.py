@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -177,10 +177,6 @@ class Plan:
         if wrong:
             raise PlanError(f"plan is malformed: {wrong}", where=where, remedy="plan again")
         return plan
-
-    def with_options(self, **options: Any) -> Plan:
-        """The same plan with some recorded options changed."""
-        return replace(self, options={**self.options, **options})
 
 
 def _misfit(plan: Plan) -> str:

@@ -206,12 +206,13 @@ def avg_pool_backward(num: int) -> Callable[[Call], Factors]:
 
 
 def nearest(num: int, *, gradient: bool = False) -> Callable[[Call], Factors]:
-    """Nearest-neighbour resizing: space too, where a dim grows by a whole factor."""
+    """Nearest-neighbour resizing: space too, where a dim grows by a whole factor, which no scale of another value says otherwise."""
+    names = ("scales",) if num == 1 else ("scales_d", "scales_h", "scales_w")[-num:]
 
     def rule(call: Call) -> Factors:
         small, large = (call.outputs[0], call.inputs[0]) if gradient else (call.inputs[0], call.outputs[0])
-        grown = zip(small.shape[-num:], large.shape[-num:], strict=True)
-        letters = " ".join(f"s{i}" if b % a == 0 else WHOLE for i, (a, b) in enumerate(grown))
+        grown = zip(small.shape[-num:], large.shape[-num:], (argument(call, name) for name in names), strict=True)
+        letters = " ".join(f"s{i}" if b % a == 0 and s in (None, b // a) else WHOLE for i, (a, b, s) in enumerate(grown))
         return parse(f"... {letters} -> ... {letters}", call, FIRST)
 
     return rule

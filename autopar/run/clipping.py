@@ -63,8 +63,8 @@ def clip_over_stages(
 def _scale(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     locals = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    for dtype in dict.fromkeys(local.dtype for local in locals):
-        torch._foreach_mul_([local for local in locals if local.dtype == dtype], scale.to(dtype))
+    for dtype in dict.fromkeys(local.dtype for local in locals):  # the factor stays as wide as it is: a 16-bit one would be rounded
+        torch._foreach_mul_([local for local in locals if local.dtype == dtype], scale)
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -83,13 +83,16 @@ def joined_axes(devices: DeviceMesh, axes: Sequence[Sequence[int]]) -> DeviceMes
     """
     if all(len(joined) == 1 for joined in axes):
         return devices
+    # Meshes are equal by their ranks: those of process groups that were destroyed since are others.
     key = devices, tuple(map(tuple, axes))
-    if key not in _joined:
-        _joined[key] = _join_axes(devices, axes)
-    return _joined[key]
+    world, mesh = _joined.get(key, (None, None))
+    if mesh is None or world is not dist.group.WORLD:
+        mesh = _join_axes(devices, axes)
+        _joined[key] = dist.group.WORLD, mesh
+    return mesh
 
 
-_joined: dict[tuple[DeviceMesh, tuple[tuple[int, ...], ...]], DeviceMesh] = {}
+_joined: dict[tuple[DeviceMesh, tuple[tuple[int, ...], ...]], tuple[dist.ProcessGroup | None, DeviceMesh]] = {}
 
 
 def _join_axes(devices: DeviceMesh, axes: Sequence[Sequence[int]]) -> DeviceMesh:

@@ -20,7 +20,7 @@ def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
     """Where parameters or buffers differ between ranks, give all those of the mesh's first rank, in place, and say so.
 
     Raises:
-        RuntimeStateError: where some ranks have a value and others only its shape.
+        RuntimeStateError: where some ranks have a value and others only its shape, or shapes or dtypes differ.
     """
     if devices.size() == 1:
         return
@@ -36,6 +36,11 @@ def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
             f"{different[0]!r} has values on some ranks and is missing or on meta on others",
             remedy="build the model alike on every rank: with weights, or on meta and then load_state_dict into what compile returns",
         )
+    other = next((name for name in different if len({facts[name][:2] for facts in found}) > 1), None)
+    if other is not None:
+        said = " and ".join(dict.fromkeys(f"{facts[other][1]} {facts[other][0]}" for facts in found))
+        remedy = "build the model alike on every rank: the same configuration and dtype"
+        raise RuntimeStateError(f"{other!r} is {said} on different ranks", remedy=remedy)
     source = _ranks(devices)[0]
     for name in different:
         value = tensors[name].detach()
@@ -73,12 +78,13 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _digest(x: Tensor) -> str | None:
-    """Of the values in their order; None where there are none."""
+def _digest(x: Tensor) -> tuple[tuple[int, ...], str, str] | None:
+    """Shape, dtype, and of the values in their order; None where there are none."""
     if x.is_meta:
         return None
+    shape, dtype = tuple(x.shape), str(x.dtype)
     x = x.detach().resolve_conj().resolve_neg().reshape(-1).cpu()
-    return hashlib.blake2b(x.view(torch.uint8).numpy(), digest_size=16).hexdigest()
+    return shape, dtype, hashlib.blake2b(x.view(torch.uint8).numpy(), digest_size=16).hexdigest()
 
 
 def _gathered(fact: object, devices: DeviceMesh) -> list[list]:  # type: ignore[type-arg]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Holder(nn.Module):
         model: gives values, names and the train/eval flag; it may be on meta, and is not kept.
         world: the whole mesh, where `devices` is a part of it.
         elsewhere: names that only other ranks' programs read, which are not held here. What no program reads is held replicated.
+        both_modes: whether the program serves train and eval alike; else a call in the other mode is an error.
 
     Raises:
         MeshError: where a parameter is on a device of another kind. RuntimeStateError: where the model is not the program's.
@@ -42,8 +43,11 @@ class Holder(nn.Module):
         model: nn.Module,
         elsewhere: Collection[str] = (),
         world: DeviceMesh | None = None,
+        *,
+        both_modes: bool = False,
     ) -> None:
         super().__init__()
+        self._captured_mode, self._made_under = None if both_modes else model.training, _autocast(devices.device_type)
         self.device_mesh, self._world = devices, world or devices
         self._num_axes = len(devices.shape)
         self._storages = {t.name: Storage.of(t, devices) for t in tensors}
@@ -56,6 +60,34 @@ class Holder(nn.Module):
         self.register_state_dict_post_hook(_state_dict_hook)
         self.register_load_state_dict_pre_hook(_load_state_dict_hook)
         watch_optimizers(self.parameters())
+
+    def _check_call(self) -> None:
+        """Raises RuntimeStateError in a mode, or under an autocast, that the program was not made for."""
+        if self._captured_mode is not None and self.training != self._captured_mode:
+            raise RuntimeStateError(
+                f"the program was made in {'train' if self._captured_mode else 'eval'} mode, which this model computes differently",
+                remedy="compile the model once in each mode",
+            )
+        if _autocast(self.device_mesh.device_type) != self._made_under:
+            raise RuntimeStateError(
+                f"called under {_autocast(self.device_mesh.device_type)}, compiled under {self._made_under}: a program's casts are its own",
+                remedy="compile and call the model under the same torch.autocast, or use it inside the model's forward",
+            )
+
+    def _trains(self, parameters: Iterable[Tensor], tensors: Iterable[ProgramTensor]) -> bool:
+        """Whether one of these parameters gets a gradient.
+
+        Raises:
+            RuntimeStateError: where one was frozen when the program was made and is not now.
+        """
+        pairs = list(zip(parameters, tensors, strict=True))
+        for parameter, tensor in pairs:
+            if parameter.requires_grad and not tensor.requires_grad:
+                raise RuntimeStateError(
+                    f"parameter {tensor.name!r} was frozen when the program was made and is not now",
+                    remedy="set requires_grad before autopar.compile",
+                )
+        return any(p.requires_grad and t.has_gradient for p, t in pairs)
 
     def manual_seed(self, seed: int) -> None:
         """Begin anew with the random numbers of `seed`, which must be the same on every rank.
@@ -143,6 +175,13 @@ class Holder(nn.Module):
         path, _, leaf = name.rpartition(".")
         stored: Tensor = getattr(self.get_submodule(path), leaf)
         return stored
+
+
+def _autocast(device_type: str) -> str:
+    """What `torch.autocast` does around here."""
+    if not torch.is_autocast_enabled(device_type):
+        return "no autocast"
+    return f"autocast to {torch.get_autocast_dtype(device_type)}"
 
 
 def _state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:

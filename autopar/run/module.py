@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -59,15 +59,14 @@ class ParallelModule(Holder):
             raise MeshError(f"the program is for mesh {program.mesh}, not {mesh_of(devices)}", remedy="plan for the mesh that is there")
         agree(program.plan_hash, "plan", devices)
         groups = groups_of(devices)
-        super().__init__((*program.parameters, *program.buffers), devices, model)
+        super().__init__((*program.parameters, *program.buffers), devices, model, both_modes=both_modes)
         self.program, self._outputs = program, outputs
         self._presented = [Storage.of(t, devices) for t in program.outputs]
         self._executor = Executor(program, groups, backend=backend, batch=batch, outputs=outputs, device=devices.device_type)
         self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
         self._results = Results(program)
         self._loss = next((i for i, t in enumerate(program.outputs) if t.is_loss), None)
-        self._captured_mode = None if both_modes else model.training
-        self._made_under = _autocast(devices.device_type)
+        self._read_in_backward = _read_in_backward(program)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns.
@@ -75,19 +74,10 @@ class ParallelModule(Holder):
         Raises:
             RuntimeStateError: on arguments, a mode or parameters that the program was not made for.
         """
-        if self._captured_mode is not None and self.training != self._captured_mode:
-            raise RuntimeStateError(
-                f"the program was made in {'train' if self._captured_mode else 'eval'} mode, which this model computes differently",
-                remedy="compile the model once in each mode",
-            )
-        if _autocast(self.device_mesh.device_type) != self._made_under:
-            raise RuntimeStateError(
-                f"called under {_autocast(self.device_mesh.device_type)}, compiled under {self._made_under}: a program's casts are its own",
-                remedy="compile and call the model under the same torch.autocast, or use it inside the model's forward",
-            )
+        self._check_call()
         inputs = self._arguments.tensors(args, kwargs, self.device_mesh)
         parameters = [self.get_parameter(t.name) for t in self.program.parameters]
-        trained = torch.is_grad_enabled() and self._loss is not None and self._trains(parameters)
+        trained = torch.is_grad_enabled() and self._loss is not None and self._trains(parameters, self.program.parameters)
         results: Sequence[Tensor] = _Step.apply(self, inputs, *parameters) if trained else self._run(inputs, parameters, keep=False)[0]
         return self._results.build([self._present(r, s) for r, s in zip(results, self._presented, strict=True)])
 
@@ -123,14 +113,10 @@ class ParallelModule(Holder):
             )
         return DistributedSampler(dataset, num_replicas=num_parts, rank=part, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
-    def _trains(self, parameters: Iterable[Tensor]) -> bool:
-        for parameter, tensor in zip(parameters, self.program.parameters, strict=True):
-            if parameter.requires_grad and not tensor.requires_grad:
-                raise RuntimeStateError(
-                    f"parameter {tensor.name!r} was frozen when the program was made and is not now",
-                    remedy="set requires_grad before autopar.compile",
-                )
-        return any(p.requires_grad and t.has_gradient for p, t in zip(parameters, self.program.parameters, strict=True))
+    def _versions(self) -> list[tuple[str, int]]:
+        """Of the parameters that backward reads where they rest: how often each was changed in place, as a whole or this rank's part."""
+        named = [(t.name, self.get_parameter(t.name)) for t in self.program.parameters if t.name in self._read_in_backward]
+        return [(name, p._version + (p.to_local()._version if isinstance(p, DTensor) else 0)) for name, p in named]
 
     def _run(self, inputs: list[Tensor], parameters: Iterable[Tensor], *, keep: bool) -> tuple[list[Tensor], list[Any]]:
         buffers = [self.get_buffer(t.name) for t in self.program.buffers]
@@ -156,7 +142,7 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, module: ParallelModule, inputs: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
         outputs, saved = module._run(inputs, parameters, keep=True)
         # Not save_for_backward: backward takes the list and frees it value by value.
-        ctx.module, ctx.saved = module, saved
+        ctx.module, ctx.saved, ctx.versions = module, saved, module._versions()
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(output for index, output in enumerate(outputs) if index != module._loss))
         return tuple(outputs)
@@ -170,13 +156,30 @@ class _Step(torch.autograd.Function):
                 "backward ran a second time through one call, and what it needs has been freed",
                 remedy="call the module again before each backward; one call gives one backward",
             )
+        changed = [name for (name, now), (_, then) in zip(ctx.module._versions(), ctx.versions, strict=True) if now != then]
+        if changed:
+            raise RuntimeStateError(
+                f"parameter {changed[0]!r} was changed in place since the call, and backward reads it",
+                remedy="run backward before optimizer.step(), or whatever else changes parameters",
+            )
         tangent = tangents[ctx.module._loss]
         assert tangent is not None, "only the loss is differentiable"
         return (None, None, *ctx.module._gradients(saved, tangent))
 
 
-def _autocast(device_type: str) -> str:
-    """What `torch.autocast` does around here."""
-    if not torch.is_autocast_enabled(device_type):
-        return "no autocast"
-    return f"autocast to {torch.get_autocast_dtype(device_type)}"
+def _read_in_backward(program: Program) -> frozenset[str]:
+    """Names of the parameters that forward saves as they rest, or a view of them."""
+    nodes = list(program.forward.graph.nodes)
+    given = {node: t.name for node, t in zip((n for n in nodes if n.op == "placeholder"), program.parameters, strict=False)}
+    results: Any = nodes[-1].args[0]
+    found = set()
+    for node in results[len(results) - program.num_saved :]:
+        while isinstance(node, fx.Node) and node.op == "call_function" and _is_view(node):
+            node = node.args[0]
+        found |= {given[node]} if node in given else set()
+    return frozenset(found)
+
+
+def _is_view(node: fx.Node) -> bool:
+    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else []
+    return any(each.alias_info is not None for each in returns)

@@ -30,7 +30,7 @@ _hook: list[RemovableHandle] = []
 def check_optimizer(optimizer: Optimizer) -> None:
     """Make sure that the optimizer computes on DTensors what it computes on plain tensors.
 
-    Classes that are in neither list (subclasses, other packages' optimizers) pass: nothing is known against them.
+    Classes that are in neither list (other packages' optimizers, and subclasses of those that work) pass: nothing is known against them.
 
     Raises:
         RuntimeStateError: for those known to fail, with the reason.
@@ -57,4 +57,4 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if any(getattr(p, _MARK, False) for group in optimizer.param_groups for p in group["params"]):
         check_optimizer(optimizer)
         optimizer.register_state_dict_post_hook(lambda _, state: {**state, "state": checkpointable(state["state"])})
-    setattr(optimizer, _MARK, True)
+        setattr(optimizer, _MARK, True)  # others may be given parameters later

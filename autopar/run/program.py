@@ -140,7 +140,9 @@ class Microbatches:
             return torch.cat(parts, dim)
         if kind == "whole":
             return parts[-1]
-        share = weights if kind == "count" else [1.0 if kind == "sum" else 1.0 / self.num] * self.num
+        if kind == "sum":
+            return torch.stack(parts).sum(0, dtype=parts[0].dtype)
+        share = weights if kind == "count" else [1.0 / self.num] * self.num
         terms = [part * weight for part, weight in zip(parts, share, strict=True) if weight]
         return torch.stack(terms).sum(0) if terms else parts[0]
 

@@ -10,7 +10,9 @@ output, and what comes after it must be linear: `loss_scale` is what the losses 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import MeshError, RuntimeStateError
+from autopar.kernels.binding import bind
 from autopar.run.arguments import Arguments, Results
 from autopar.run.clipping import clip_over_stages
 from autopar.run.device_mesh import agree, groups_of, mesh_of, stage_devices
@@ -32,6 +35,7 @@ from autopar.run.program import Program, ProgramTensor, StagedProgram
 from autopar.run.stage_work import StageWork
 from autopar.run.stage_worker import StageWorker
 
+log = logging.getLogger("autopar")
 _SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
@@ -73,7 +77,7 @@ class StagedModule(Holder):
         held = {t.name: t for stage in stages.values() for t in (*stage.parameters, *stage.buffers)}
         here = {name for t in held.values() for name in (t.name, *t.aliases)}
         every = {name for s in program.stages for t in (*s.parameters, *s.buffers) for name in (t.name, *t.aliases)}
-        super().__init__(tuple(held.values()), own, model, elsewhere=every - here, world=devices)
+        super().__init__(tuple(held.values()), own, model, elsewhere=every - here, world=devices, both_modes=both_modes)
         self.program, self.loss_scale = program, 1.0
         self.world_mesh, self._group = devices, group
         groups = groups_of(own)
@@ -86,7 +90,14 @@ class StagedModule(Holder):
         self._schedule = self._make_schedule()
         self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
         self._results = Results(program)
-        self._captured_mode = None if both_modes else model.training
+        count = program.microbatches.count
+        self._how = replace(program.microbatches, count=None if count is None else bind(count, groups, devices.device_type))
+        left_out = [t.name for t in program.outputs if t not in self._kept]
+        if outputs not in ("full", "loss") and left_out:
+            log.warning(
+                "of %d outputs beside the loss, %r the first, calls return None, since microbatches have no place in a whole tensor: "
+                'pass outputs="full" for them, or outputs="loss" if they are not wanted', len(left_out), left_out[0],
+            )  # fmt: skip
         holders = {name: tuple(dict.fromkeys(s % self._num_ranks for s in held_by)) for name, held_by in program.shared.items()}
         self._shared = {name: ranks for name, ranks in holders.items() if self.rank in ranks and len(ranks) > 1}
 
@@ -94,19 +105,16 @@ class StagedModule(Holder):
         """What the model returns for the whole batch; with gradients enabled, backward has run.
 
         Raises:
-            RuntimeStateError: on arguments or a mode that the program was not made for.
+            RuntimeStateError: on arguments, a mode or parameters that the program was not made for.
         """
-        if self._captured_mode is not None and self.training != self._captured_mode:
-            raise RuntimeStateError(
-                f"the program was made in {'train' if self._captured_mode else 'eval'} mode, which this model computes differently",
-                remedy="compile the model once in each mode",
-            )
+        self._check_call()
         values = self._arguments.tensors(args, kwargs, self.world_mesh)
-        how = self.program.microbatches
+        how = self._how
         parts = how.split({t.name: x for t, x in zip(self.program.inputs, values, strict=True)})
         weights = how.weights(parts)
         parameters = [self.get_parameter(t.name) for t in self._held]
-        trained = torch.is_grad_enabled()
+        self._trains(parameters, self._held)
+        trained = torch.is_grad_enabled()  # a stage that trains nothing takes part all the same
         with torch.autocast(self.device_mesh.device_type, enabled=False):
             outputs, gradients = self._step(parts, weights, parameters, keep=trained)
         if trained:

@@ -40,6 +40,21 @@ def test_attention_and_its_backward_are_softmax_attention(length: int, kind: str
         assert (ours.double() - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("lengths", [(16, 24), (24, 16)])
+@pytest.mark.parametrize("size", [20, 64])
+def test_where_lengths_differ_the_first_query_sees_the_first_key_alone(size: int, lengths: tuple[int, int], dtype: torch.dtype) -> None:
+    q, grad = (drawn((2, 4, lengths[0], size), dtype, seed) for seed in (0, 1))
+    k, v = (drawn((2, 4, lengths[1], size), dtype, seed) for seed in (2, 3))
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = softmax_attention(*leaves, None, True, 0.3)
+    wanted = torch.autograd.grad(expected, leaves, grad.double())
+    out, lse = ops.attention(q, k, v, None, True, 0.3)
+    found = ops.attention_backward(grad, q, k, v, out, lse, None, True, 0.3)
+    for ours, theirs in zip((out, *found), (expected, *wanted), strict=True):
+        assert (ours.double() - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_parts_of_queries_and_heads_are_parts_of_the_whole(dtype: torch.dtype) -> None:
     q, k, v, grad = (drawn((2, heads, 32, 64), dtype, seed) for seed, heads in enumerate((6, 2, 2, 6)))

@@ -79,7 +79,7 @@ FURTHER_CASES: Mapping[Any, Case | list[Case]] = {
     aten.reflection_pad1d_backward.default: lambda s: on(real(s.a, s.b, 7), real(s.a, s.b, 4), [1, 2]),
     **dict.fromkeys((aten.reflection_pad2d_backward.default, aten.replication_pad2d_backward.default), padded_backward),
     aten.upsample_nearest1d.default: [lambda s: on(real(s.a, s.b, 4), [6]), lambda s: on(real(s.a, s.b, 4), [8])],
-    aten.upsample_nearest2d.default: [lambda s: on(image(s), [6, 8]), lambda s: on(real(s.a, s.b, 4, 6), [8, 12])],
+    aten.upsample_nearest2d.default: [lambda s: on(image(s), [6, 8]), lambda s: on(real(s.a, s.b, 4, 6), [8, 12], 2.3, 2.0)],
     **dict.fromkeys((aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default), lambda s: on(image(s), [6, 8], False)),
     aten.upsample_nearest2d_backward.default: lambda s: on(real(s.a, s.b, 6, 8), [6, 8], [s.a, s.b, 4, 5]),
     **dict.fromkeys(
@@ -92,7 +92,7 @@ FURTHER_CASES: Mapping[Any, Case | list[Case]] = {
     aten.upsample_trilinear3d_backward.default: lambda s: on(real(s.a, s.b, 4, 2, 3), [4, 2, 3], [s.a, s.b, 2, 2, 2], False),
     aten.pixel_shuffle.default: lambda s: on(real(s.a, 4 * s.b, 2, 3), 2),
     aten.pixel_unshuffle.default: lambda s: on(real(s.a, s.b, 4, 2), 2),
-    aten.native_channel_shuffle.default: lambda s: on(real(s.a, 4, 2, 3), 2),
+    aten.native_channel_shuffle.default: [lambda s: on(real(s.a, 4, 2, 3), 2), lambda s: on(real(s.a, 4, 3, 2, 3), 2)],
     aten.adaptive_max_pool2d.default: lambda s: on(image(s), [2, 2]),
     aten.adaptive_max_pool2d_backward.default: pooled_backward,
     aten.im2col.default: lambda s: on(image(s), [2, 2], [1, 1], [0, 0], [1, 1]),

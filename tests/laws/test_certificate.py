@@ -15,6 +15,7 @@ import expert
 import pytest
 import torch
 import zoo_small
+from changed import with_options
 from shown import shown
 from torch import nn
 
@@ -271,12 +272,12 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "the peak": (prediction(peak_bytes=lambda p: p.peak_bytes - 4), "memory: the peak is"),
     "bytes by kind": (prediction(memory_bytes=lambda p: {**p.memory_bytes, "optimizer": 0}), "memory: optimizer are"),
-    "a smaller budget": (lambda p: p.with_options(memory_bytes=p.prediction.peak_bytes - 1), "memory: .* over the budget"),
-    "a larger budget": (lambda p: p.with_options(memory_bytes=p.options["memory_bytes"] * 2), "bound: the multipliers prove"),
-    "no budget": (lambda p: p.with_options(memory_bytes=2**60), "bound: the multipliers prove"),
-    "another optimizer": (lambda p: p.with_options(optimizer="sgd"), "time: one instance takes"),
+    "a smaller budget": (lambda p: with_options(p, memory_bytes=p.prediction.peak_bytes - 1), "memory: .* over the budget"),
+    "a larger budget": (lambda p: with_options(p, memory_bytes=p.options["memory_bytes"] * 2), "bound: the multipliers prove"),
+    "no budget": (lambda p: with_options(p, memory_bytes=2**60), "bound: the multipliers prove"),
+    "another optimizer": (lambda p: with_options(p, optimizer="sgd"), "time: one instance takes"),
     "a constraint it does not meet": (
-        lambda p: p.with_options(constraints=[{"plan": "ddp", "axes": None}]), "layouts: the problem does not offer",
+        lambda p: with_options(p, constraints=[{"plan": "ddp", "axes": None}]), "layouts: the problem does not offer",
     ),
     "the certified bound": (proof(certified_bound_s=lambda p: p.certified_bound_s * 1.001), "bound: the multipliers prove"),
     "both bounds and the gap": (

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from changed import with_options
 
 import autopar
 from autopar.analysis.microbatches import Microbatching
@@ -214,8 +215,8 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "nothing crosses": (piped(crossings=((),)), "moves"),
     "it crosses twice": (twice_crossing, "moves"),
     "with what a stage begins": (piped(modules=("another",)), "model"),
-    "the budget of a stage": (stage(1, lambda p: p.with_options(memory_bytes=2**60)), "memory"),
-    "the optimizer of a stage": (stage(0, lambda p: p.with_options(optimizer="sgd")), "model"),
+    "the budget of a stage": (stage(1, lambda p: with_options(p, memory_bytes=2**60)), "memory"),
+    "the optimizer of a stage": (stage(0, lambda p: with_options(p, optimizer="sgd")), "model"),
     "a stage's runner-ups": (stage(0, other_runner_ups), "layouts"),
     "the batch": (lambda p: replace(p, fingerprint=replace(p.fingerprint, model="another")), "model"),
 }

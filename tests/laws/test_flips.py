@@ -18,7 +18,7 @@ from autopar.cost.priced import Priced
 from autopar.hardware import HardwareProfile
 from autopar.planning import PlanOptions
 from autopar.planning.flips import flips, nearest_root
-from autopar.planning.repricing import decisions, priced_for
+from autopar.planning.repricing import decisions, problems_of
 from autopar.plans import COMPUTE, Plan
 from autopar.problem import Problem
 from autopar.solve import evaluate
@@ -38,6 +38,13 @@ class Net(torch.nn.Module):
 
 PROFILE = HardwareProfile.load("h100-sxm")
 OPTIONS = PlanOptions()
+
+
+def priced_for(plan: Plan, trace: Trace, profile: HardwareProfile) -> Priced:
+    """The problem that a plan without stages answers."""
+    return next(problems_of(plan, trace, MESH, profile, OPTIONS)).priced
+
+
 MESH = autopar.Mesh({"node": 2, "gpu": 2})
 
 
@@ -45,7 +52,7 @@ def test_at_its_factor_a_runner_up_costs_what_the_chosen_one_does() -> None:
     batch = {"x": torch.randn(4096, 128)}
     trace, planned = plan_model(Net(), MESH, example_inputs=batch, hardware=PROFILE)
     plan = planned.plan
-    found = flips(plan, trace, priced_for(plan, trace, MESH, PROFILE, OPTIONS), MESH, PROFILE, most=50)
+    found = flips(plan, trace, priced_for(plan, trace, PROFILE), MESH, PROFILE, most=50)
     assert {flip.what for flip in found} >= {COMPUTE, "intra"}
     assert [abs(math.log(f.factor)) for f in found] == sorted(abs(math.log(f.factor)) for f in found)
     for flip in found:
@@ -62,8 +69,8 @@ def changed(plan: Plan, trace: Trace, what: str, factor: float) -> Priced:
     """The whole problem on hardware of which `what` is faster."""
     if what != COMPUTE:
         links = {**PROFILE.links, what: faster(PROFILE.links[what], factor - 1)}
-        return priced_for(plan, trace, MESH, replace(PROFILE, links=links), OPTIONS)
-    priced = priced_for(plan, trace, MESH, PROFILE, OPTIONS)
+        return priced_for(plan, trace, replace(PROFILE, links=links))
+    priced = priced_for(plan, trace, PROFILE)
     ops = [replace(op, strategies=tuple(replace(s, time_s=s.time_s / factor) for s in op.strategies)) for op in priced.problem.ops]
     return replace(priced, problem=replace(priced.problem, ops=tuple(ops)))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from changed import with_options
 from torch import Tensor
 
 import autopar
@@ -113,7 +114,7 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "the share of a stage beyond all": (lambda plan: piped(budgets=(2**60, *plan.pipeline.budgets[1:]))(plan), "memory"),  # type: ignore[union-attr]
     "what crosses": (lambda plan: piped(crossings=((), *plan.pipeline.crossings[1:]))(plan), "moves"),  # type: ignore[union-attr]
     "with what a stage begins": (lambda plan: piped(modules=plan.pipeline.modules[::-1])(plan), "model"),  # type: ignore[union-attr]
-    "the budget": (lambda plan: plan.with_options(memory_bytes=min(plan.pipeline.rank_bytes)), "memory"),  # type: ignore[union-attr]
+    "the budget": (lambda plan: with_options(plan, memory_bytes=min(plan.pipeline.rank_bytes)), "memory"),  # type: ignore[union-attr]
 }
 
 

@@ -172,7 +172,19 @@ def tied() -> Made:
     return model, {"x": activation()}
 
 
-MODELS = (shared, masked, statistics, rearranged, gated, convolved, pieces, lstm, gru, tied)
+def scored() -> Made:
+    """Losses of the same scores: a sum beside the mean that is differentiated, and a mean of other labels before it."""
+
+    def step(m: Any, x: Tensor, ids: Tensor) -> dict[str, Any]:
+        scores = F.log_softmax(m.head(x).flatten(0, 1), -1)
+        labels = ids.flatten()
+        total, other = F.nll_loss(scores, labels, reduction="sum"), F.nll_loss(scores, labels.flip(0), ignore_index=3)
+        return {"total": total, "other": other, "loss": F.nll_loss(scores, labels)}
+
+    return Model(step, head=nn.Linear(8, 12)), {"x": activation(), "ids": torch.randint(0, 12, (4, 6))}
+
+
+MODELS = (shared, masked, statistics, rearranged, gated, convolved, pieces, lstm, gru, tied, scored)
 
 
 @pytest.mark.parametrize("mesh", ["2", "3", "a=2,b=2"])

@@ -115,6 +115,7 @@ def test_a_transposed_convolution_is_split_where_its_windows_do_not_overlap() ->
 
 def test_resizing_by_a_whole_factor_keeps_space_split() -> None:
     assert lawful(aten.upsample_nearest2d.default, (image(1, 2, 4, 6), [8, 9]), (2,), 2) == 1, "6 to 9 is no whole factor"
+    assert lawful(aten.upsample_nearest2d.default, (image(1, 2, 4, 4), [12, 12], 3.1, 3.0), (2,), 2) == 1, "a height of another scale"
     assert lawful(aten.upsample_nearest2d_backward.default, (image(1, 2, 8, 12), [8, 12], [1, 2, 4, 6]), (2,), 2) == 2
 
 

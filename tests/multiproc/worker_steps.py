@@ -73,8 +73,8 @@ def run(rank: int) -> dict[str, Any]:
     groups = groups_of(device_mesh(MESH))
     facts: dict[str, Any] = {"wrong": [], "memory": [], "bound": []}
     for name, (target, arguments) in CALLS.items():
-        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-            if dtype == torch.bool and target in (steps.all_reduce, steps.reduce_scatter):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.int16, torch.complex64):
+            if dtype in (torch.bool, torch.int16, torch.complex64) and target in (steps.all_reduce, steps.reduce_scatter):
                 continue
             x = torch.randint(0, 2 if dtype == torch.bool else 4, (4, *SHAPE), generator=torch.Generator().manual_seed(3)).to(dtype)
             expected = in_lockstep(target, arguments, x)[rank]

@@ -208,7 +208,7 @@ def test_sizes_are_read_with_their_unit(text: str | None, num_bytes: int | None)
     assert parse_size(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "72 parsec", "-3GiB"])
+@pytest.mark.parametrize("text", ["", "GiB", "72 parsec", "-3GiB", "5i"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(AutoparError, match="is no size"):
         parse_size(text)
@@ -219,7 +219,7 @@ def test_run_starts_the_script_in_several_processes_with_its_arguments(tmp_path:
     script = tmp_path / "script.py"
     said = "' '.join([os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:]]) + '\\n'"
     script.write_text(f"import os, sys; os.write(1, ({said}).encode())", encoding="utf-8")  # one write, which no other comes between
-    arguments = [sys.executable, "-m", "autopar", "run", "-n", "2", str(script), "--steps", "3"]
+    arguments = [sys.executable, "-m", "autopar", "run", "-n", "2", str(script), "--steps", "3", "-n", "7", "--help"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n"))[1:] == ["0 2 --steps 3", "1 2 --steps 3"]
+    assert sorted(done.stdout.split("\n"))[1:] == ["0 2 --steps 3 -n 7 --help", "1 2 --steps 3 -n 7 --help"]

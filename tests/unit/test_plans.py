@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from changed import with_options
 from made_plan import made_plan
 from mlp import traced
 
@@ -131,9 +132,9 @@ def test_a_plan_comes_back_from_its_file_as_it_was_and_the_file_is_the_same_each
 def test_the_hash_tells_plans_apart() -> None:
     plan = made_plan()
     kept = (replace(plan.kept[0], layouts=(Layout.parse("R R"),)), *plan.kept[1:])
-    others = [made_plan(recompute=False), plan.with_options(strict=True), replace(plan, kept=kept)]
+    others = [made_plan(recompute=False), with_options(plan, strict=True), replace(plan, kept=kept)]
     assert len({plan.hash, *(other.hash for other in others)}) == 4
-    assert plan.with_options(strict=True).options["optimizer"] == "adamw"
+    assert with_options(plan, strict=True).options["optimizer"] == "adamw"
 
 
 def test_choices_kept_layouts_and_steps_are_those_of_every_instance() -> None:

@@ -5,7 +5,8 @@
     picked = x[label], x [n, c, ...]     loss = Σ −picked · w[label] · seen / Σ w[label] · seen,   seen = label ≠ ignored
     ∂loss/∂x[label] = −tangent · w[label] · seen / Σ w[label] · seen
 
-Batch and space may be split: the two sums are partial then, and nothing else looks across.
+Batch and space may be split: the two sums are partial then, and nothing else looks across. They are taken in at least fp32: there may be
+more labels than fp16 has numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.graphs import aten, calls, dtype_of, emit, shape_of, sweep
+from autopar.capture.graphs import aten, calls, cast, dtype_of, emit, shape_of, sweep
 
 _NONE, _MEAN = 0, 1
 _FORWARD = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
@@ -33,7 +34,10 @@ def split_likelihood(graph: fx.Graph) -> None:
         grad, x, labels, weight, reduction, ignored, total = node.args
         if len(shape_of(x)) > 1:
             with graph.inserting_before(node):
-                scale = emit(node, aten.div.Tensor, (grad, total), (), dtype=dtype_of(grad)) if reduction == _MEAN else grad
+                scale = grad
+                if reduction == _MEAN:
+                    dtype = torch.promote_types(dtype_of(grad), dtype_of(total))
+                    scale = cast(node, emit(node, aten.div.Tensor, (grad, total), (), dtype=dtype), dtype_of(grad))
                 node.replace_all_uses_with(_Rows(node, x, labels, weight, ignored).scatter(scale))
     sweep(graph)
 
@@ -43,9 +47,9 @@ def _forward(node: fx.Node, rows: _Rows, reduction: int) -> None:
     total = rows.summed(rows.factor())
     loss = losses if reduction == _NONE else rows.summed(losses)
     if reduction == _MEAN:
-        loss = rows.step(aten.div.Tensor, (loss, total), ())
+        loss = rows.step(aten.div.Tensor, (loss, total), (), dtype=dtype_of(total))
     for result in list(node.users):
-        result.replace_all_uses_with((loss, total)[result.args[1]])
+        result.replace_all_uses_with((cast(node, loss, dtype_of(rows.x)), total)[result.args[1]])
 
 
 class _Rows:
@@ -88,7 +92,8 @@ class _Rows:
         return self.step(aten.scatter.src, (zeros, 1, self.index, source), shape_of(self.x))
 
     def summed(self, rows: fx.Node) -> fx.Node:
-        return self.step(aten.sum.dim_IntList, (rows, list(range(len(self.shape)))), ())
+        wide = torch.promote_types(dtype_of(rows), torch.float32)
+        return self.step(aten.sum.dim_IntList, (cast(self.node, rows, wide), list(range(len(self.shape)))), (), dtype=wide)
 
     def _masked(self, rows: fx.Node) -> fx.Node:
         return self.step(aten.masked_fill.Scalar, (rows, self.unseen, 0))

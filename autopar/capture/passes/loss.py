@@ -13,6 +13,7 @@ half precision, a cast before the loss is redundant, since the pieces compute in
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import fx
 
 from autopar import ops
-from autopar.capture.graphs import IN_PLACE, aten, calls, dtype_of, emit, shape_of, sweep, view
+from autopar.capture.graphs import IN_PLACE, aten, calls, cast, dtype_of, emit, shape_of, sweep, view
 from autopar.capture.passes.linears import merged_dims
 
 _MEAN, _SUM = 1, 2
@@ -46,11 +47,19 @@ def split_cross_entropy(graph: fx.Graph) -> None:
             continue
         with graph.inserting_before(node):
             pieces = _forward(node)
-        for gradient in [user for user in node.args[0].users if user.target is aten.nll_loss_backward.default]:
+        for gradient in [user for user in node.args[0].users if _is_gradient(user, node)]:
             for end in [user for user in gradient.users if user.target is aten._log_softmax_backward_data.default]:
                 with graph.inserting_before(end):
                     _backward(end, gradient.args[0], pieces)
     sweep(graph)
+
+
+def _is_gradient(node: fx.Node, forward: fx.Node) -> bool:
+    """Whether it is the backward of that forward, and not of another loss of the same scores."""
+    if node.target is not aten.nll_loss_backward.default or node.args[1:6] != forward.args:
+        return False
+    total = node.args[6]
+    return isinstance(total, fx.Node) and total.target is operator.getitem and total.args == (forward, 1)
 
 
 def _is_plain(node: fx.Node) -> bool:
@@ -79,14 +88,14 @@ def _forward(node: fx.Node) -> _Pieces:
     normalizer = step(aten.add.Tensor, (step(aten.log.default, (s,)), m))
     losses = step(aten.sub.Tensor, (normalizer, step(ops.pick, (x, labels, ignored), dtype=dtype_of(x))))
     seen = step(aten.ne.Scalar, (labels, ignored), dtype=torch.bool)
-    valid = _cast(node, seen, accumulate)
+    valid = cast(node, seen, accumulate)
     every = list(range(len(rows)))
     loss = step(aten.sum.dim_IntList, (step(aten.mul.Tensor, (losses, valid)), every), ())
     count = step(aten.sum.dim_IntList, (valid, every), ()) if reduction == _MEAN else None
     if count is not None:
         loss = step(aten.div.Tensor, (loss, count), ())
     for result in [user for user in node.users if user.args[1] == 0]:
-        result.replace_all_uses_with(_cast(node, loss, dtype_of(result)))
+        result.replace_all_uses_with(cast(node, loss, dtype_of(result)))
     return _Pieces(x, m, s, labels, valid, count)
 
 
@@ -96,11 +105,11 @@ def _unflattened(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     if labels.target is aten.view.default and merged_dims(shape_of(labels.args[0]), shape_of(labels)) is not None:
         labels = labels.args[0]
         labels = labels.args[0] if labels.target is aten.clone.default else labels
-    x = view(node, _before_cast(logits), (*shape_of(labels), shape_of(logits)[-1]))
-    return _before_cast(x), labels
+    x = view(node, _beforecast(logits), (*shape_of(labels), shape_of(logits)[-1]))
+    return _beforecast(x), labels
 
 
-def _before_cast(logits: fx.Node) -> fx.Node:
+def _beforecast(logits: fx.Node) -> fx.Node:
     """Logits in half precision, where these are a cast of them."""
     widened = logits.target is aten._to_copy.default and dtype_of(logits) == torch.float32 and dtype_of(logits.args[0]) in _HALF
     return logits.args[0] if widened else logits
@@ -108,7 +117,7 @@ def _before_cast(logits: fx.Node) -> fx.Node:
 
 def _backward(end: fx.Node, tangent: fx.Node, pieces: _Pieces) -> None:
     accumulate = dtype_of(pieces.valid)
-    per_row = _cast(end, tangent, accumulate)
+    per_row = cast(end, tangent, accumulate)
     if pieces.count is not None:
         count = emit(end, aten.clamp_min.default, (pieces.count, 1), (), dtype=accumulate)
         per_row = emit(end, aten.div.Tensor, (per_row, count), (), dtype=accumulate)
@@ -118,10 +127,4 @@ def _backward(end: fx.Node, tangent: fx.Node, pieces: _Pieces) -> None:
     gradient.meta[IN_PLACE] = True
     for back in [n for n in end.users if n.target is aten._to_copy.default and dtype_of(n) == dtype_of(gradient)]:
         back.replace_all_uses_with(view(end, gradient, shape_of(end)))  # no wider than the logits after all
-    end.replace_all_uses_with(view(end, _cast(end, gradient, dtype_of(end)), shape_of(end)))
-
-
-def _cast(like: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    if dtype_of(node) == dtype:
-        return node
-    return emit(like, aten._to_copy.default, (node,), shape_of(node), dtype=dtype, kwargs={"dtype": dtype})
+    end.replace_all_uses_with(view(end, cast(end, gradient, dtype_of(end)), shape_of(end)))

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.api import as_mesh, compile, plan
 from autopar.api.arguments import read_mesh
+from autopar.api.tracing import batch_size
 from autopar.constraints import ddp
 from autopar.errors import AutoparError, ConstraintError, MeshError, PlanError, RuntimeStateError
 from autopar.mesh import Mesh
@@ -218,3 +220,68 @@ def test_backward_reads_a_buffer_as_it_was_before_forward_changed_it() -> None:
         module(x).backward()
     torch.testing.assert_close(module.layer.weight.grad.full_tensor(), torch.stack([(2 + 7) * x.sum(0)] * 4))
     assert torch.equal(module.scale, torch.full((4,), 12.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"memmory_bytes": 3}, "compile has no option 'memmory_bytes'\n.*memory_bytes"),
+        ({"outputs": "fulll"}, "outputs='fulll' is not known\n.*pass one of full, local, dtensor, loss"),
+        ({"backend": "aot"}, "backend='aot' is not known"),
+        ({"plan": "plan.json", "constraints": (ddp(),), "hardware": "h100-sxm"}, "constraints and hardware beside plan="),
+    ],
+    ids=["a slip", "outputs", "backend", "options beside a plan"],
+)
+def test_options_are_checked_before_the_first_call(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(AutoparError, match=complaint):
+        compile(nn.Linear(4, 4), 1, **options)
+
+
+class Counted(nn.Module):
+    """A loss, how many of its labels are hit, and the scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.head(x)
+        return {"loss": nn.functional.cross_entropy(scores, labels), "hits": (scores.argmax(-1) == labels).sum(), "scores": scores}
+
+
+def counted() -> tuple[Counted, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    return Counted(), {"x": torch.randn(8, 8), "labels": torch.randint(0, 5, (8,))}
+
+
+def test_outputs_of_microbatches_are_the_batchs_in_the_models_dtypes(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = counted()
+    wanted = model(**batch)
+    whole = compile(model, 1, example_inputs=batch, num_microbatches=2, outputs="full")(**batch)
+    assert whole["hits"].dtype == torch.int64 and whole["hits"] == wanted["hits"] > 0
+    torch.testing.assert_close(whole["scores"], wanted["scores"].detach())
+    assert not caplog.messages
+    found = compile(model, 1, example_inputs=batch, num_microbatches=2)(**batch)
+    assert found["scores"] is None and found["hits"] is None
+    assert 'of 2 outputs beside the loss' in caplog.text and 'pass outputs="full" for them' in caplog.text
+
+
+def test_microbatches_refuse_what_one_piece_refuses() -> None:
+    model, batch = counted()
+    model.head.bias.requires_grad_(False)
+    module = compile(model, 1, example_inputs=batch, num_microbatches=2, outputs="loss")
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeStateError, match="called under autocast to"):
+        module(**batch)
+    module.get_parameter("head.bias").requires_grad_(True)
+    with pytest.raises(RuntimeStateError, match=r"'head\.bias' was frozen when the program was made"):
+        module(**batch)
+
+
+def test_of_two_possible_batch_sizes_the_first_tensors_is_taken() -> None:
+    assert batch_size((torch.zeros(8, 128), torch.zeros(128)), {}) == 8
+    assert batch_size((torch.zeros(128), torch.zeros(8, 128), torch.zeros(8)), {}) == 8
+
+
+def test_a_mesh_as_a_text_says_how_it_is_read() -> None:
+    with pytest.raises(MeshError, match=r"pass autopar\.Mesh\.parse\('node=2,gpu=2'\)"):
+        Mesh("node=2,gpu=2")  # type: ignore[arg-type]

@@ -205,6 +205,29 @@ def test_gradient_hooks_of_parameters_are_refused_since_no_program_runs_them(reg
         capture(net, _batch())
 
 
+@pytest.mark.parametrize(
+    ("module", "batch", "complaint"),
+    [
+        (nn.Embedding(10, 4, max_norm=1.0), torch.arange(4), "max_norm=1.0 of Embedding"),
+        (nn.BatchNorm1d(4, momentum=None), torch.randn(4, 4), "momentum=None of BatchNorm1d"),
+    ],
+    ids=["a table that lookups change", "a momentum that follows the steps"],
+)
+def test_modules_that_torch_captures_in_no_words_are_refused_in_ours(module: nn.Module, batch: Tensor, complaint: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.layer = module, nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss: Tensor = self.layer(self.inner(x)).square().mean()
+            return loss
+
+    with pytest.raises(CaptureError, match=complaint) as refused:
+        capture(Net(), (batch,))
+    assert "in module inner" in str(refused.value)
+
+
 def test_dropout_that_torch_leaves_out_between_recurrent_layers_is_refused_where_it_would_act() -> None:
     class Net(nn.Module):
         def __init__(self, **settings: Any) -> None:

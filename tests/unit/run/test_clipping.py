@@ -28,7 +28,7 @@ def one_by_one(gradients: list[Tensor], max_norm: float, norm_type: float) -> Te
     total = torch.stack(powers).sum().pow(1.0 / norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for g in gradients:
-        g.mul_(scale.to(g.dtype))
+        g.mul_(scale)
     return total
 
 
@@ -42,6 +42,13 @@ def test_many_gradients_are_clipped_as_each_by_itself(norm_type: float, dtypes: 
     assert torch.equal(clip_grad_norm_(parameters, max_norm, norm_type), total)
     clipped = [p.grad for p in parameters if p.grad is not None]
     assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(clipped, expected, strict=True))
+
+
+def test_the_factor_is_not_rounded_to_sixteen_bits() -> None:
+    p = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    p.grad = torch.full_like(p, 3e4)
+    clip_grad_norm_([p], 0.01)
+    assert p.grad.double().norm().item() == pytest.approx(0.01, rel=2e-3)
 
 
 def test_without_gradients_the_norm_is_zero_and_nothing_happens() -> None:

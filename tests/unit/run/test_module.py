@@ -75,6 +75,21 @@ def test_a_second_backward_through_one_call_is_a_clear_error(devices: DeviceMesh
         loss.backward()
 
 
+def test_parameters_that_backward_reads_may_not_change_before_it(devices: DeviceMesh) -> None:
+    module = build(devices)
+    loss = call(module)["loss"]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.5)
+    with pytest.raises(RuntimeStateError, match="was changed in place since the call, and backward reads it"):
+        loss.backward()
+    again = call(module)["loss"]
+    again.backward()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.step()
+    call(module)["loss"].backward()  # behind a step all is well
+
+
 def test_a_call_without_a_backward_frees_what_it_kept(devices: DeviceMesh) -> None:
     module, values = build(devices), batch()
     with LiveBytes() as live:

@@ -1,0 +1,19 @@
+"""Meshes of torch's, beside process groups that come and go."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from autopar.mesh import Mesh
+from autopar.run.device_mesh import device_mesh, joined_axes
+
+
+def test_joined_axes_are_made_anew_for_new_process_groups() -> None:
+    for _ in range(2):
+        devices = device_mesh(Mesh({"a": 1, "b": 1}))
+        joined = joined_axes(devices, [[0, 1]])
+        x = torch.ones(2)
+        dist.all_reduce(x, group=joined.get_group(0))
+        assert torch.equal(x, torch.ones(2))
+        dist.destroy_process_group()

@@ -1,0 +1,16 @@
+"""What ranks compare of their tensors: shape, dtype and values in their order."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.run.equal import _digest
+
+
+def test_tensors_of_the_same_bytes_are_not_the_same_where_shape_or_dtype_differs() -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    assert _digest(x) == _digest(x.clone()) == _digest(x.T.contiguous().T)
+    others = [x.reshape(3, 2), x.flip(0), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int32)]
+    found = [_digest(other) for other in (x, *others)]
+    assert len(set(found)) == len(found)
+    assert _digest(torch.empty(2, 3, device="meta")) is None
