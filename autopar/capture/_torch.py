@@ -112,7 +112,7 @@ class Prepared:
 
 
 @contextlib.contextmanager
-def prepared(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: torch.dtype | None) -> Iterator[Prepared]:
+def prepared(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: torch.dtype | None = None) -> Iterator[Prepared]:
     """Make `model` and a call of it fake for a while; afterwards the model is as before.
 
     Args:

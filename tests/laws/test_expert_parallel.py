@@ -157,7 +157,7 @@ def test_without_stage_3_experts_are_not_gathered_whatever_the_stage() -> None:
     other = sum(p.numel() for name, p in model.named_parameters() if "experts" not in name)
     rests = made.plan.prediction.memory_bytes
     assert rests["parameters"] == 4 * (LAYERS * sum(EXPERTS) + other) // 2
-    assert rests["gathered"] <= 4 * other
+    assert rests["copies"] <= 4 * other
 
 
 TYPES: dict[str, dict[str, Any]] = {

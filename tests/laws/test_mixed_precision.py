@@ -171,7 +171,7 @@ def test_fully_sharded_data_parallelism_moves_as_many_elements_in_half_the_bytes
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_rests_is_wide_and_copies_are_narrow(way: str) -> None:
-    made, model, _ = planned("llama", way)
+    made, _, _ = planned("llama", way)
     for stage in made.plan.pipeline.stages if made.plan.pipeline else (made.plan,):
         rests = stage.prediction.memory_bytes
         assert rests["optimizer"] == 2 * rests["parameters"]
@@ -292,7 +292,7 @@ def test_buffers_stay_as_they_are() -> None:
 @pytest.mark.parametrize("precision", ["fp16", "float32", torch.bfloat16])
 def test_other_precisions_are_refused(precision: Any) -> None:
     model, batch = zoo_small.llama()
-    with pytest.raises(AutoparError, match="precision=.* is not known\n.*pass one of bf16"):
+    with pytest.raises(AutoparError, match=r"precision=.* is not known\n.*pass one of bf16"):
         autopar.plan(model, LINE, example_inputs=batch, precision=precision)
 
 

@@ -13,6 +13,7 @@ import zoo_small
 
 import autopar
 from autopar.api.planning import plan_model
+from autopar.capture import capture
 from autopar.constraints import megatron
 from autopar.emit import emit
 from autopar.hardware import HardwareProfile
@@ -86,7 +87,7 @@ def test_equal_layers_are_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> Non
     numbers = []
     for num_layers in (3, 6):
         model, batch = zoo_small.llama(num_layers=num_layers)
-        trace = autopar.api.planning.capture(model, (), batch)
+        trace = capture(model, (), batch)
         program = emit(trace, autopar.plan(model, 2, example_inputs=batch, hardware="cpu-gloo"))
         trace_peak(program)
         numbers.append(len(tried))
