@@ -101,7 +101,7 @@ def plan_command(
         args, kwargs = as_call(example)
         _, planned = plan_call(network, axes, args, kwargs, profile, options, progress=lambda p: tell(PHASES.get(p, p)))
     phases = {"capture": time.perf_counter() - start - sum(planned.seconds.values()), **planned.seconds}
-    for line in explain(planned.plan).header():
+    for line in explain(planned.plan).summary():
         say(line)
     say(f"planned in {seconds(sum(phases.values()))}: {', '.join(f'{phase} {seconds(value)}' for phase, value in phases.items())}")
     if out_file is not None:

@@ -18,7 +18,18 @@ from autopar.breakdown import CROSSING, Part, breakdown, in_words
 from autopar.explanation.buckets import in_buckets
 from autopar.explanation.prices import Worth
 from autopar.explanation.rendering import Readable, table
-from autopar.explanation.whole import Explanation, covered, made_for, memory, num_kernels, objective, of_dispatch, of_loss
+from autopar.explanation.whole import (
+    Explanation,
+    as_emitted,
+    at_best,
+    covered,
+    made_for,
+    memory,
+    num_kernels,
+    objective,
+    of_dispatch,
+    of_loss,
+)
 from autopar.plans import Flip, Pipeline, Plan
 from autopar.units import seconds, share, size
 
@@ -92,8 +103,7 @@ class StagedExplanation(Readable):
         step = seconds(plan.prediction.step_s)
         if pipeline.axis:
             waiting = sum(self._waits(s) for s in range(len(times))) / len(times)
-            each = f", {pipeline.num_chunks} on each device" if pipeline.num_chunks > 1 else ""
-            yield f"{num} microbatches through {len(times)} stages along {pipeline.axis}{each}, schedule {pipeline.schedule}"
+            yield self._schedule()
         if pipeline.num_chunks > 1:
             busy = [num * sum(times[rank :: self._num_ranks]) for rank in range(self._num_ranks)]
             most = max(range(self._num_ranks), key=busy.__getitem__)
@@ -125,6 +135,22 @@ class StagedExplanation(Readable):
         yield objective(plan)
         yield from self._prices()
         yield from covered(plan)
+
+    def summary(self) -> Iterator[str]:
+        """The header in few lines."""
+        plan, pipeline = self.plan, self.pipeline
+        yield made_for(plan)
+        how = self._schedule() if pipeline.axis else f"{pipeline.num_microbatches} microbatches, one after another"
+        yield f"step {seconds(plan.prediction.step_s)}: {how}{as_emitted(plan)}"
+        yield f"peak {memory(plan)}"
+        yield at_best(plan)
+        yield from self._prices()
+
+    def _schedule(self) -> str:
+        pipeline = self.pipeline
+        each = f", {pipeline.num_chunks} on each device" if pipeline.num_chunks > 1 else ""
+        through = f"{pipeline.num_microbatches} microbatches through {len(pipeline.stages)} stages along {pipeline.axis}"
+        return f"{through}{each}, schedule {pipeline.schedule}"
 
     def _prices(self) -> Iterator[str]:
         """What memory is worth."""

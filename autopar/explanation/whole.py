@@ -95,13 +95,27 @@ class Explanation(Readable):
         yield from of_loss(plan)
         yield from of_dispatch(plan)
         yield objective(plan)
-        price = plan.proof.memory_price_s_per_gib
-        yield (
-            f"memory is worth about {seconds(price)} a step per GiB more on each device (dual of the relaxation, not solved again)"
-            if price > 0
-            else "memory does not bind: more of it would not make the step faster"
-        )
+        yield self._price()
         yield from covered(plan)
+
+    def _price(self) -> str:
+        """What memory is worth."""
+        price = self.plan.proof.memory_price_s_per_gib
+        if price > 0:
+            return f"memory is worth about {seconds(price)} a step per GiB more on each device (dual of the relaxation, not solved again)"
+        return "memory does not bind: more of it would not make the step faster"
+
+    def summary(self) -> Iterator[str]:
+        """The header in five lines: what was planned, how long a step takes, what it holds, how good that is, what memory is worth."""
+        plan, prediction = self.plan, self.plan.prediction
+        yield made_for(plan)
+        saved_s = max(prediction.serial_s - prediction.step_s, 0.0)
+        at_once = f", {seconds(saved_s)} saved by doing both at once" if saved_s > _ROUNDING * prediction.serial_s else ""
+        parts = f"compute {seconds(prediction.compute_s)}, communication {seconds(prediction.communication_s)}{at_once}"
+        yield f"step {seconds(prediction.step_s)}: {parts}{as_emitted(plan)}"
+        yield f"peak {memory(plan)}"
+        yield at_best(plan)
+        yield self._price()
 
     def _parallelism(self) -> list[tuple[str, str, str]]:
         """Per kind of parallelism its share of the step and its modules, the largest share first."""
@@ -221,6 +235,20 @@ def objective(plan: Plan) -> str:
         f"objective {seconds(proof.objective_s)}, proven bound {seconds(proof.bound_s)}, gap {share(proof.gap)}{by}"
         f" ({proof.solver}: {proof.num_variables} variables, {proof.num_constraints} constraints)"
     )
+
+
+def as_emitted(plan: Plan) -> str:
+    """How long the emitted program takes, simulated, where that is told apart."""
+    simulated = seconds(plan.prediction.simulated_s)
+    return f"; simulated as emitted {simulated}" if simulated not in ("0 s", seconds(plan.prediction.step_s)) else ""
+
+
+def at_best(plan: Plan) -> str:
+    """The bound in short."""
+    proof = plan.proof
+    apart = proof.certified_gap - proof.gap > _SAME
+    said = f"{share(proof.certified_gap)} as `autopar check` proves" if apart else "`autopar check` proves"
+    return f"no plan that the bound covers takes less than {seconds(proof.bound_s)}: gap {share(proof.gap)} ({said} it, without a solver)"
 
 
 def covered(plan: Plan) -> Iterator[str]:

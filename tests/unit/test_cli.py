@@ -68,7 +68,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def test_plan_writes_what_explain_diff_check_verify_and_report_read(here: Path, command: Command) -> None:
     code, said, _ = command(*PLAN, "--module", "model.py:small", "--out", "plan.json")
     assert code == 0, said
-    assert "proven bound" in said and "plan.json" in said
+    assert "no plan that the bound covers takes less than" in said and "`autopar check` proves it" in said and "plan.json" in said
     assert Plan.load(here / "plan.json").mesh.shape == (2, 2)
     assert "Why not otherwise" in command("explain", "plan.json")[1]
     assert "Decisions of up" in command("explain", "plan.json", "--module", "up")[1]
