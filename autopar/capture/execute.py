@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ambient import as_written
 from autopar.capture._torch import new_fake_mode
 from autopar.capture.trace import Parameter, Trace
 from autopar.errors import CaptureError, Where
@@ -19,7 +20,7 @@ def propagate(graph: fx.Graph) -> None:
     Raises:
         CaptureError: where torch cannot run an op on fake tensors.
     """
-    with new_fake_mode(), torch.no_grad():
+    with new_fake_mode(), as_written():
         for node in graph.nodes:
             before = node.meta.get("val")
             if node.op == "placeholder":
@@ -29,8 +30,19 @@ def propagate(graph: fx.Graph) -> None:
                     _make_viewable(node)
                 node.meta["val"] = _fake_call(node)
                 if isinstance(before, torch.Tensor):
-                    after = node.meta["val"]
-                    assert after.shape == before.shape and after.dtype == before.dtype, f"{node.format_node()}: {before} became {after}"
+                    _check_alike(node, before)
+
+
+def _check_alike(node: fx.Node, before: torch.Tensor) -> None:
+    after = node.meta["val"]
+    if after.shape != before.shape or after.dtype != before.dtype:
+        said = f"{before.dtype} {tuple(before.shape)} when it was captured, {after.dtype} {tuple(after.shape)} when it is run"
+        remedy = "if the plain model runs, report it; give operands that are computed with each other one dtype"
+        raise CaptureError(f"the op gives {said}", where=_where(node), remedy=remedy)
+
+
+def _where(node: fx.Node) -> Where:
+    return Where(op=str(node.target), module=node.meta.get("module", ""), source=node.meta.get("source", ""))
 
 
 def _fake_call(node: fx.Node) -> Any:
@@ -38,8 +50,8 @@ def _fake_call(node: fx.Node) -> Any:
         return _call(node, lambda operand: operand.meta["val"])
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         said = next(iter(str(error).splitlines()), type(error).__name__)
-        where = Where(op=str(node.target), module=node.meta.get("module", ""), source=node.meta.get("source", ""))
-        raise CaptureError(f"the op cannot be run on tensors without data: {said}", where=where, remedy="compute it another way") from error
+        what = f"the op cannot be run on tensors without data: {said}"
+        raise CaptureError(what, where=_where(node), remedy="compute it another way") from error
 
 
 def _make_viewable(node: fx.Node) -> None:
@@ -85,7 +97,7 @@ def execute(
     values = [parameters[entry.name].detach().reshape(entry.view).to(dtype or entry.compute_dtype) for entry in trace.parameters]
     values += [buffers[entry.name].detach().reshape(entry.view) for entry in trace.buffers]
     values += [*inputs, seed]
-    with torch.no_grad():
+    with as_written():
         results = _run(trace.graph, [_cast(value, dtype) for value in values], dtype, observe)
     outputs = tuple(results[: len(trace.outputs)])
     gradients = {entry.name: _stored(results[entry.gradient], entry) for entry in trace.parameters if entry.gradient is not None}

@@ -154,4 +154,5 @@ def _path(profile: str | os.PathLike[str]) -> Path:
     if os.sep in text or text.endswith(".json"):
         return Path(text)
     known = ", ".join((*HardwareProfile.names(), "local"))
-    raise HardwareError(f"there is no hardware profile {text!r}", remedy=f"name one of {known}, or the path of a JSON file")
+    remedy = f"name one of {known}, or the path of a JSON file; or pass a profile itself as hardware="
+    raise HardwareError(f"there is no hardware profile {text!r}", remedy=remedy)

@@ -23,7 +23,7 @@ from autopar.planning.timeline import beside
 from autopar.planning.tried import Tried
 from autopar.plans import Plan
 from autopar.run.program import Program, StagedProgram
-from autopar.strategies import ClusterClass, Forced, Starts, apart, classes_of, resolve
+from autopar.strategies import ClusterClass, Forced, Starts, apart, classes_of, frozen_starts, resolve, together
 from autopar.version import VERSION
 
 
@@ -97,7 +97,10 @@ def whole_job(
             raise with_conflict(error, options.constraints, enumerated) from error
     budget = options.budget(profile)
 
+    ends = frozen_starts(trace)
+
     def pricing(starts: Starts) -> Priced:
+        starts = together(ends, starts)
         here = replace(forced, starts=starts)
         return price(
             trace, apart(classes, starts), mesh, profile, budget_bytes=budget, optimizer=options.optimizer, forced=here

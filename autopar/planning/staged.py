@@ -43,7 +43,7 @@ from autopar.planning.units import balanced, one_stage, reweighed, units_of
 from autopar.run.orders import num_in_flight
 from autopar.solve import REMEDY, evaluated, solve
 from autopar.stages import Cut, Seams, cut, seams, usable_points
-from autopar.strategies import Forced, Starts, apart, classes_of, resolve
+from autopar.strategies import Forced, Starts, apart, classes_of, frozen_starts, resolve, together
 
 log = logging.getLogger("autopar")
 _ROUNDS = 3  # of cutting anew
@@ -214,7 +214,10 @@ class StagedSearch:
             classes = classes_of(stage, asked.left.shape, forced)
         budget = self.sharing.budgets[number]
 
+        ends = frozen_starts(stage)
+
         def pricing(starts: Starts) -> Priced:
+            starts = together(ends, starts)
             return price(
                 stage, apart(classes, starts), asked.left, asked.profile, budget_bytes=budget, optimizer=asked.options.optimizer,
                 forced=replace(forced, starts=starts), crossing=crossing, num_microbatches=asked.how.num, num_in_flight=flying,

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from autopar.ambient import as_written
 from autopar.errors import RuleError
 from autopar.layout import PARTIAL, REPLICATE, Layout, Strategy
 from autopar.rules.call import NO_TENSOR, Call, TensorInfo
@@ -39,7 +40,7 @@ def experiment(call: Call, known: Sequence[AxisOption] = (), *, careful: bool = 
         known: what an earlier experiment gave. Where all of it obeys the law, it is the answer.
         careful: try only the likely splits, see `_likely_splits`.
     """
-    with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+    with as_written(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         trials = trials_of(call)
         if not trials:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autopar.ambient import as_written
 from autopar.errors import RuleError
 from autopar.rules.call import Call, Operand, TensorInfo, call_on, op_name
 from autopar.rules.discovery import unfit
@@ -76,7 +77,7 @@ Trial = tuple[Call, list[torch.Tensor]]
 def _example(target: Any, example: Example) -> Trial:
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
     try:
-        with torch.no_grad():
+        with as_written():
             result = target(*args, **kwargs)
     except Exception as error:  # a user's op may raise anything
         raise RuleError(f"the op does not take the example: {error}", where=op_name(target), remedy=_ASK) from error
@@ -150,7 +151,7 @@ def _shapes(terms: Sequence[Sequence[str]], sizes: Sequence[int]) -> Iterator[tu
 
 def _check(target: Any, row: Row, trials: Sequence[Trial]) -> None:
     tried: set[str] = set()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with as_written(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for call, tensors in trials:
             factors = row(call)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar import random_ops
+from autopar.ambient import autocast_of
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.layout import Layout
 from autopar.run.checkpoints import checkpointable
@@ -47,7 +48,7 @@ class Holder(nn.Module):
         both_modes: bool = False,
     ) -> None:
         super().__init__()
-        self._captured_mode, self._made_under = None if both_modes else model.training, _autocast(devices.device_type)
+        self._captured_mode, self._made_under = None if both_modes else model.training, autocast_of(devices.device_type)
         self.device_mesh, self._world = devices, world or devices
         self._num_axes = len(devices.shape)
         self._storages = {t.name: Storage.of(t, devices) for t in tensors}
@@ -68,9 +69,10 @@ class Holder(nn.Module):
                 f"the program was made in {'train' if self._captured_mode else 'eval'} mode, which this model computes differently",
                 remedy="compile the model once in each mode",
             )
-        if _autocast(self.device_mesh.device_type) != self._made_under:
+        now = autocast_of(self.device_mesh.device_type)
+        if now != self._made_under:
             raise RuntimeStateError(
-                f"called under {_autocast(self.device_mesh.device_type)}, compiled under {self._made_under}: a program's casts are its own",
+                f"called under {now}, compiled under {self._made_under}: a program's casts are its own",
                 remedy="compile and call the model under the same torch.autocast, or use it inside the model's forward",
             )
 
@@ -175,13 +177,6 @@ class Holder(nn.Module):
         path, _, leaf = name.rpartition(".")
         stored: Tensor = getattr(self.get_submodule(path), leaf)
         return stored
-
-
-def _autocast(device_type: str) -> str:
-    """What `torch.autocast` does around here."""
-    if not torch.is_autocast_enabled(device_type):
-        return "no autocast"
-    return f"autocast to {torch.get_autocast_dtype(device_type)}"
 
 
 def _state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
+from autopar.ambient import as_written
 from autopar.collective import Collective, Kind
 from autopar.errors import AutoparError, VerificationError
 from autopar.halo import Halo
@@ -92,7 +93,7 @@ def run_lockstep(
     borders = (*program.parameters, *program.buffers, *program.inputs)
     operands = [split(promote(x, dtype), t.layout, program.mesh, t.view) for x, t in zip(values, borders, strict=True)]
     run = Ranks(program.mesh, dtype, observe)
-    with torch.no_grad():
+    with as_written():
         results = run(program.forward, "forward", operands)
         mutated = [t for name in program.mutated for t in program.buffers if t.name == name]
         first, last = len(program.outputs), len(program.outputs) + len(mutated)

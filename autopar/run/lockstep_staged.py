@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar import random_ops
+from autopar.ambient import as_written
 from autopar.layout import local_shape
 from autopar.run.lockstep import Lockstep, Observer, Ranks, Record, joined, promote
 from autopar.run.program import Program, ProgramTensor, StagedProgram
@@ -43,7 +44,7 @@ def run_staged(
     state = dict(buffers)
     outputs: dict[str, list[Tensor]] = {}
     new_buffers: dict[str, Tensor] = {}
-    with torch.no_grad():
+    with as_written():
         for part, weight in zip(parts, weights, strict=True):
             crossing: dict[str, Locals] = {}
             for stage in stages:

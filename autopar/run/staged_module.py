@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -86,7 +86,8 @@ class StagedModule(Holder):
         for number, stage in stages.items():
             executor = Executor(stage, groups, backend=backend, batch=batch, outputs=outputs, device=devices.device_type)
             self._works[number] = StageWork(stage, executor, executor.device)
-        self._held = _held_by(stages.values())
+        trained = {t.name for s in program.stages for t in s.parameters if t.has_gradient}
+        self._held = _held_by(stages.values(), trained)
         self._schedule = self._make_schedule()
         self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
         self._results = Results(program)
@@ -99,7 +100,7 @@ class StagedModule(Holder):
                 'pass outputs="full" for them, or outputs="loss" if they are not wanted', len(left_out), left_out[0],
             )  # fmt: skip
         holders = {name: tuple(dict.fromkeys(s % self._num_ranks for s in held_by)) for name, held_by in program.shared.items()}
-        self._shared = {name: ranks for name, ranks in holders.items() if self.rank in ranks and len(ranks) > 1}
+        self._shared = {name: ranks for name, ranks in holders.items() if self.rank in ranks and len(ranks) > 1 and name in trained}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch; with gradients enabled, backward has run.
@@ -164,6 +165,7 @@ class StagedModule(Holder):
             for name, gradient in zip(named, work.finish(), strict=False):  # none without backward
                 found[name] = found[name].add_(gradient) if name in found else gradient
         if keep:
+            found |= {name: torch.zeros_like(locals[name]) for name in self._shared if name not in found}  # another stage has all of it
             self._add_shared(found)
         return self._spread(own), [found[t.name] for t in self._held if t.has_gradient and keep]
 
@@ -228,12 +230,10 @@ class StagedModule(Holder):
         return [self._storages[t.name].wrap(next(remaining)) if t.has_gradient else None for t in self._held]
 
 
-def _held_by(stages: Iterable[Program]) -> tuple[ProgramTensor, ...]:
-    """The parameters of all stages, each once; it has a gradient where it has one in any."""
-    found: dict[str, ProgramTensor] = {}
-    for t in (t for stage in stages for t in stage.parameters):
-        found[t.name] = t if t.name not in found or t.has_gradient else found[t.name]
-    return tuple(found.values())
+def _held_by(stages: Iterable[Program], trained: Collection[str]) -> tuple[ProgramTensor, ...]:
+    """The parameters of these stages, each once; one that has a gradient in any stage of the model has one here."""
+    found = {t.name: t for stage in stages for t in stage.parameters}
+    return tuple(replace(t, has_gradient=t.name in trained) for t in found.values())
 
 
 class _Published(torch.autograd.Function):

@@ -78,26 +78,32 @@ class _Stage:
         needed = {n for n in nodes if self._mine(n)} - arriving
         last = self.number == len(self.crossing)
         needed |= {flat[i].name for i in range(len(self.trace.outputs)) if last and flat[i].name in self.placing.copied}
-        stack = sorted(needed)
         read: set[str] = set()
-        while stack:
-            for operand in nodes[stack.pop()].all_input_nodes:
-                read.add(operand.name)
-                if operand.name in self.placing.copied and operand.name not in needed:
-                    needed.add(operand.name)
-                    stack.append(operand.name)
+
+        def close(stack: list[str]) -> None:
+            while stack:
+                for operand in nodes[stack.pop()].all_input_nodes:
+                    read.add(operand.name)
+                    if operand.name in self.placing.copied and operand.name not in needed:
+                        needed.add(operand.name)
+                        stack.append(operand.name)
+
+        close(sorted(needed))
         for name, index in self.trace.mutated.items():  # a buffer's new value comes with the buffer
             buffer = next(b.node for b in self.trace.buffers if b.name == name)
             value = flat[index].name
-            others = [u.name for u in nodes[buffer].users if u.name != value]
-            home = not others and self.placing.homes.get(value) == self.number
-            if value in self.placing.copied and (home or buffer in read):
+            home = self.placing.homes.get(value) == self.number and _leads_to(nodes[buffer], nodes[value])
+            if value in self.placing.copied and value not in needed and (home or buffer in read):
                 needed.add(value)
+                close([value])
         return needed
 
     def _placeholders(self, nodes: dict[str, fx.Node], before: Boundary, after: Boundary) -> None:
         read = {o.name for name in self._needed for o in nodes[name].all_input_nodes}
         held = {p.node for p in self.trace.parameters if self.number in self.placing.holders[p.name]}
+        flat = next(iter(reversed(self.trace.graph.nodes))).args[0]
+        changed = {name for name, index in self.trace.mutated.items() if flat[index].name in self._needed}
+        held |= {b.node for b in self.trace.buffers if b.name in changed}
         for entries in (self.trace.parameters, self.trace.buffers, self.trace.inputs):
             for entry in entries:
                 if entry.node in held or (entry.node in read and not any(entry.node == p.node for p in self.trace.parameters)):
@@ -178,6 +184,13 @@ class _Stage:
             total.meta = {**like.meta, "key": f"{like.meta['module']}/add/backward/{ordinal} of {terms[0].name}"}
         self.results.append(total)
         return len(self.results) - 1
+
+
+def _leads_to(node: fx.Node, value: fx.Node) -> bool:
+    """Whether all that is made of a node is a step on the way to `value`, which is a result."""
+    if node is value:
+        return True
+    return bool(node.users) and all(user.op == "call_function" and _leads_to(user, value) for user in node.users)
 
 
 def _key(node: fx.Node) -> str:

@@ -94,6 +94,7 @@ class _Placer:
             for name in late:
                 stages[name] = max(stages[name], boundary + 1)
         self._check_parameters(stages, holders)
+        self._check_buffers(self.stage | stages)
         return Placing(self.stage | stages, frozenset(self.copied), self.homes, holders, terms, frozenset(dropped))
 
     def _calls(self, phase: str) -> list[fx.Node]:
@@ -160,6 +161,26 @@ class _Placer:
                 if operand.name in names and stages[node.name] not in holders[names[operand.name]]:
                     what = f"{node.meta['key']} would read {names[operand.name]!r} in a stage that does not hold it"
                     raise CutError(what, where=where_of(node), remedy="cut elsewhere")
+
+    def _check_buffers(self, stages: Mapping[str, int]) -> None:
+        """A buffer whose new value one stage makes is read there alone: another's copy of it would not change."""
+        nodes, results = {n.name: n for n in self.trace.graph.nodes}, next(iter(reversed(self.trace.graph.nodes))).args[0]
+        buffers = {b.name: nodes[b.node] for b in self.trace.buffers}
+        for name, index in self.trace.mutated.items():
+            value = results[index]  # type: ignore[index]
+            if value.name not in stages:
+                continue
+            others = sorted(self._reading(buffers[name], stages) - {stages[value.name]})
+            if others:
+                what = f"buffer {name!r} is read in stage {others[0]} and gets its new value in stage {stages[value.name]}"
+                raise CutError(what, where=where_of(value), remedy="cut where one stage has all that reads and changes it")
+
+    def _reading(self, node: fx.Node, stages: Mapping[str, int]) -> set[int]:
+        """The stages that read what a node makes, or what is copied and made of it."""
+        found: set[int] = set()
+        for user in node.users:
+            found |= {stages[user.name]} if user.name in stages else self._reading(user, stages) if user.name in self.copied else set()
+        return found
 
     def _late(self, backward: Sequence[fx.Node], boundary: int, after: set[str], sides: _Sides) -> set[str]:
         """The backward nodes that run behind the boundary, `after` (behind the next one) among them."""

@@ -19,16 +19,19 @@ def usable_points(trace: Trace) -> tuple[tuple[CutPoint, ...], Placing]:
         ConstraintError: where there is none.
     """
     points = list(cut_points(trace))
-    tried = False
+    tried, refusal = False, None
     while points:
         try:
             return tuple(points), place(trace, [p.position for p in points])
-        except CutError:
+        except CutError as error:
+            refusal = error
             if tried:  # each alone can be cut, but not all together
                 points = points[::2] if len(points) > 1 else []
             else:
                 points, tried = [p for p in points if _cuttable(trace, p)], True
-    raise ConstraintError("the model has no place to cut it into stages", remedy="use the axis for data or tensor parallelism")
+    why, where = ("", None) if refusal is None else (f": {refusal.what}", refusal.where)
+    what = f"the model has no place to cut it into stages{why}"
+    raise ConstraintError(what, where=where, remedy="use the axis for data or tensor parallelism")
 
 
 def _cuttable(trace: Trace, point: CutPoint) -> bool:

@@ -132,7 +132,7 @@ class Case:
         return Results(outputs, steps[-1].buffers, gradients), found
 
     def _run_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Tensor) -> tuple[Results, dict[str, torch.dtype]]:
-        plain = copy.deepcopy(self.model)._apply(self._promoted)  # Module.to would make complex buffers real
+        plain = _copied(self.model)._apply(self._promoted)  # Module.to would make complex buffers real
         plain.zero_grad(set_to_none=True)
         for parameter in plain.parameters():
             parameter.data = self._narrowed(parameter.data)
@@ -193,6 +193,12 @@ class _LowerDtypes(TorchDispatchMode):
             if small and not any(word in name for word in _NO_COMPUTING):
                 self.found[f"{name} in {str(leaf.dtype).removeprefix('torch.')}"] = leaf.dtype
         return result
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy; tensors that a module holds beside its parameters and buffers may have been computed, as `weight_norm` does."""
+    held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor) and not value.is_leaf]
+    return copy.deepcopy(model, {id(value): value.detach().clone() for value in held})
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -274,6 +274,32 @@ def test_under_autocast_what_is_read_in_bf16_alone_moves_in_bf16() -> None:
     assert {gathers[f"{name}/parameter"] for name in ("table.weight", "norm.weight", "norm.bias")} == {"float32"}
 
 
+class Router(nn.Module):
+    """Scores that are computed in fp32 whatever is around, as routers' are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scores = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.scores(hidden.float()).softmax(-1).pow(2).mean()
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_what_leaves_autocast_is_computed_as_it_says(num_microbatches: int) -> None:
+    torch.manual_seed(0)
+    model, batch = Router(), {"x": torch.randn(4, 5, 8)}
+    with torch.autocast("cpu", dtype=BF16):
+        plan = autopar.plan(model, LINE, example_inputs=batch, hardware="cpu-gloo", num_microbatches=num_microbatches)
+        assert autopar.check(plan, model, batch).ok
+        assert autopar.verify(plan, model, batch).ok
+        assert autopar.verify(plan, model, batch, dtype=None).ok
+        module = autopar.compile(model, 1, example_inputs=batch, hardware="cpu-gloo", num_microbatches=num_microbatches)
+        assert module(**batch).item() == pytest.approx(model(**batch).item(), rel=1e-2)
+
+
 def test_a_model_that_rests_in_the_precision_is_left_as_it_is() -> None:
     model, batch = zoo_small.llama(dtype=BF16)
     asked, plain = (capture(model, (), batch, precision=precision) for precision in (BF16, None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+import autopar
 from autopar.capture import Trace, capture
 from autopar.emit import emit
 from autopar.errors import VerificationError
@@ -338,3 +340,24 @@ def test_noise_in_place_of_a_zero_gradient_is_measured_by_what_the_model_compute
     trace = capture(model, batch)
     found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {})
     assert found.ok and found.lower_parts and found.traced is not None and found.traced < 1e-9
+
+
+def test_a_model_whose_weights_are_computed_is_verified() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = Squared(nn.utils.weight_norm(nn.Linear(8, 8)))  # holds a weight that is no leaf
+    batch = {"x": torch.randn(6, 8)}
+    plan = autopar.plan(model, Mesh({"a": 2}), example_inputs=batch, hardware="cpu-gloo")
+    assert autopar.verify(plan, model, batch).ok
+
+
+class Squared(nn.Module):
+    """A net, whose mean square is the loss."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.net(x).square().mean()
+        return loss

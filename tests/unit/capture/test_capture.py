@@ -228,6 +228,19 @@ def test_modules_that_torch_captures_in_no_words_are_refused_in_ours(module: nn.
     assert "in module inner" in str(refused.value)
 
 
+def test_operands_of_two_dtypes_that_torch_lets_pass_in_a_capture_are_named() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.layer(x), y, weight=torch.tensor([1.0, 2.0, 3.0]))
+
+    with pytest.raises(CaptureError, match=r"float64 \(4,\) when it was captured, torch\.float32(.|\n)*test_capture"):
+        capture(Net().double(), (torch.randn(4, 4).double(), torch.randint(0, 3, (4,))))
+
+
 def test_dropout_that_torch_leaves_out_between_recurrent_layers_is_refused_where_it_would_act() -> None:
     class Net(nn.Module):
         def __init__(self, **settings: Any) -> None:
