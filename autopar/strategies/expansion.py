@@ -113,9 +113,9 @@ def _refusal(cluster: Cluster, mesh_shape: Sequence[int], forced: Forced) -> Con
                     remedy = f"make its length {info.shape[dim]} a multiple of {parts}, or name fewer or smaller axes"
                     return ConstraintError(what, where=member.call.where, remedy=remedy)
     first = cluster.members[0]
-    plans = list(dict.fromkeys(filter(None, forced.named.plans)))
-    if len(plans) == 1:
-        what = f"{plans[0]} cannot hold: {first.key} has no strategy that meets it"
+    named = list(dict.fromkeys(filter(None, forced.named.plans)))
+    if len(named) == 1:
+        what = f"{named[0]} cannot hold: {first.key} has no strategy that meets it"
         return ConstraintError(what, where=first.call.where, remedy="leave it out for this model, or name other axes for it")
     what = f"the named plans cannot hold: {first.key} has no strategy that meets them together"
     return ConstraintError(what, where=first.call.where, remedy="leave one of them out")
