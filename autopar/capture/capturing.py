@@ -23,6 +23,7 @@ from autopar.capture.passes.clean import inline_constants
 from autopar.capture.passes.random import next_state, number_draws, replace_random
 from autopar.capture.precision import absorb_casts, before_cast, cast_input, widened
 from autopar.capture.refusals import refuse_random, refuse_unseen
+from autopar.capture.ties import refuse_overlaps
 from autopar.capture.trace import Folding, Input, Output, Parameter, Trace
 from autopar.errors import CaptureError
 from autopar.garbage import collected_seldom
@@ -50,6 +51,7 @@ def capture(
             the user's line.
     """
     refuse_unseen(model)
+    refuse_overlaps(model)
     with collected_seldom(), prepared(model, args, dict(kwargs or {}), precision) as call:
         try:
             return _captured(model, call, fold)

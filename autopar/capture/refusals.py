@@ -95,6 +95,12 @@ def rebinds(model: nn.Module, run: Callable[[], object]) -> bool:
 def refuse_unseen(model: nn.Module) -> None:
     """Raise CaptureError where the model does in training what no graph of it shows, and a program would leave out silently."""
     for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise CaptureError(
+                f"parameter {name!r} has no shape yet",
+                where=Where(module=name.rpartition(".")[0]),
+                remedy="call the model once on a batch, which gives lazy modules their shapes",
+            )
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise CaptureError(
                 f"parameter {name!r} has gradient hooks, which a program does not run: gradients are made by its own backward",

@@ -69,7 +69,7 @@ class Facts:
         nodes = {n.meta["key"]: n for n in trace.graph.nodes if n.op == "call_function"}
         names = named | {node.name: key for key, node in nodes.items()}
         readers: dict[tuple[str, int], list[Reader]] = {}
-        for ref, reader in (*_reads(trace, nodes), *_results(trace)):
+        for ref, reader in (*_reads(nodes), *_results(trace)):
             readers.setdefault(ref, []).append(reader)
         gradients = {ref for ref, found in readers.items() if any(r.key.endswith("/parameter") for r in found)}
         tensors = {}
@@ -89,7 +89,7 @@ class Facts:
         return Facts(tensors, nodes, names, frozenset(names.values()) | {r.key for _, r in _results(trace)})
 
 
-def _reads(trace: Trace, nodes: Mapping[str, fx.Node]) -> Iterator[tuple[tuple[str, int], Reader]]:
+def _reads(nodes: Mapping[str, fx.Node]) -> Iterator[tuple[tuple[str, int], Reader]]:
     for key, node in nodes.items():
         part = int(node.args[1]) if node.target is operator.getitem else 0  # type: ignore[arg-type]
         for operand, source in enumerate(operands_of(node)):

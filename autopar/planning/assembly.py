@@ -147,7 +147,7 @@ def _kept(draft: Draft) -> Iterable[Kept]:
         if nodes:
             layouts = tuple(value.graph.layouts[n] for n in nodes)
             size = sum(value.graph.bytes[n] for n in nodes)
-            for pattern, result, instances in tensor_patterns(draft, draft.priced.refs[v], keys):
+            for pattern, result, instances in tensor_patterns(draft.priced.refs[v], keys):
                 yield Kept(pattern, result, instances, layouts, size)
 
 

@@ -48,7 +48,7 @@ def communications(draft: Draft) -> Iterable[Communication]:
                 if kernel is not None and kernel.name != NORMED and not late:
                     why = why_not_normed(draft.trace, draft.priced, draft.mesh, v, arc, draft.choices)
                 ends = value.graph.layouts[arc.src], value.graph.layouts[arc.dst]
-                for pattern, result, instances in tensor_patterns(draft, draft.priced.refs[v], keys):
+                for pattern, result, instances in tensor_patterns(draft.priced.refs[v], keys):
                     module = FIELD.sub("*", pattern.partition("/")[0])
                     beside = redistribution.early and arc.collective.kind != "slice"
                     yield Communication(

@@ -31,7 +31,7 @@ class Draft:
     runner_ups: Mapping[int, RunnerUp]
 
 
-def tensor_patterns(draft: Draft, refs: Sequence[Ref], keys: Mapping[str, str]) -> Iterable[tuple[str, int, tuple[tuple[int, ...], ...]]]:
+def tensor_patterns(refs: Sequence[Ref], keys: Mapping[str, str]) -> Iterable[tuple[str, int, tuple[tuple[int, ...], ...]]]:
     """(node pattern, result, instances) of a variant's tensors."""
     grouped: dict[tuple[str, int], list[tuple[int, ...]]] = {}
     for name, result in refs:

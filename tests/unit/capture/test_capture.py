@@ -210,8 +210,9 @@ def test_gradient_hooks_of_parameters_are_refused_since_no_program_runs_them(reg
     [
         (nn.Embedding(10, 4, max_norm=1.0), torch.arange(4), "max_norm=1.0 of Embedding"),
         (nn.BatchNorm1d(4, momentum=None), torch.randn(4, 4), "momentum=None of BatchNorm1d"),
+        (nn.LazyLinear(4), torch.randn(4, 4), "'inner.weight' has no shape yet"),
     ],
-    ids=["a table that lookups change", "a momentum that follows the steps"],
+    ids=["a table that lookups change", "a momentum that follows the steps", "a module that waits for its shape"],
 )
 def test_modules_that_torch_captures_in_no_words_are_refused_in_ours(module: nn.Module, batch: Tensor, complaint: str) -> None:
     class Net(nn.Module):
@@ -226,6 +227,23 @@ def test_modules_that_torch_captures_in_no_words_are_refused_in_ours(module: nn.
     with pytest.raises(CaptureError, match=complaint) as refused:
         capture(Net(), (batch,))
     assert "in module inner" in str(refused.value)
+
+
+def test_two_parameters_over_one_memory_are_refused_and_neighbours_in_one_storage_are_not() -> None:
+    class Net(nn.Module):
+        def __init__(self, first: nn.Parameter, second: nn.Parameter) -> None:
+            super().__init__()
+            self.first, self.second = first, second
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.first @ self.second).square().mean()
+
+    whole = torch.randn(8, 4)
+    first, second = nn.Parameter(whole[:4]), nn.Parameter(whole[4:])
+    assert len(capture(Net(first, second), (torch.randn(2, 4),)).parameters) == 2
+    assert len(capture(Net(first, first), (torch.randn(2, 4),)).parameters) == 1
+    with pytest.raises(CaptureError, match="'first' and 'second' are two tensors over the same memory"):
+        capture(Net(first, nn.Parameter(first.data)), (torch.randn(2, 4),))
 
 
 def test_operands_of_two_dtypes_that_torch_lets_pass_in_a_capture_are_named() -> None:
