@@ -16,20 +16,10 @@ from rich.text import Text
 
 from autopar.breakdown import CROSSING, Part, breakdown, in_words
 from autopar.explanation.buckets import in_buckets
+from autopar.explanation.lines import as_emitted, at_best, covered, made_for, memory, num_kernels, objective, of_dispatch, of_loss
 from autopar.explanation.prices import Worth
 from autopar.explanation.rendering import Readable, table
-from autopar.explanation.whole import (
-    Explanation,
-    as_emitted,
-    at_best,
-    covered,
-    made_for,
-    memory,
-    num_kernels,
-    objective,
-    of_dispatch,
-    of_loss,
-)
+from autopar.explanation.whole import Explanation
 from autopar.plans import Flip, Pipeline, Plan
 from autopar.units import seconds, share, size
 

@@ -1,0 +1,110 @@
+"""Lines that say of a whole plan what it is for, how long it takes, what it holds and how good it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.plans import RESTING, Plan
+from autopar.units import seconds, share, size
+
+_SAME = 1e-4  # of the objective: bounds that are no farther apart are told as one
+_EITHER = ("activations", "gradients")  # activations are gone when the last gradient is there
+
+
+def made_for(plan: Plan) -> str:
+    """Model, mesh, hardware and optimizer."""
+    model = plan.fingerprint.model_name or "model"
+    optimizer, precision = plan.options.get("optimizer", "none"), plan.options.get("precision")
+    read = f", parameters read in {precision}" if precision else ""
+    return f"{model} on mesh {plan.mesh} ({plan.mesh.num_devices} devices), {plan.fingerprint.profile}, optimizer {optimizer}{read}"
+
+
+def beside(plan: Plan) -> Iterator[str]:
+    """What runs beside compute, and how long the step takes then; nothing where nothing can."""
+    overlap, prediction = plan.overlap, plan.prediction
+    if prediction.in_kernels_s:
+        yield f"{seconds(prediction.in_kernels_s)} are saved by {num_kernels(plan)} collective-overlap kernels"
+    if overlap.slowdown >= 1.0:
+        return
+    by_slack, counted_s = {slack: 0.0 for slack in ("prefetchable", "deferrable")}, 0.0
+    for c in plan.communications:
+        if c.slack in by_slack and c.collective.kind != "slice" and c.kernel is None:
+            by_slack[c.slack] += len(c.instances) * c.time_s
+            counted_s += len(c.instances) * c.time_s if c.beside else 0.0
+    kinds = " and ".join(f"{seconds(time_s)} {slack}" for slack, time_s in by_slack.items())
+    yield (
+        f"{kinds} of communication, of which {seconds(counted_s)} count so in the objective; {seconds(prediction.hidden_s)} run beside "
+        f"compute, where a second costs it {overlap.slowdown:g} s, {seconds(prediction.exposed_s)} do not: "
+        f"simulated, the emitted step takes {seconds(prediction.simulated_s)}"
+    )
+    less = ", and less where the step's own peak leaves less" if overlap.forward_room or overlap.backward_room else ""
+    yield f"early steps hold at most {size(overlap.forward_bytes)} in forward, {size(overlap.backward_bytes)} in backward{less}"
+
+
+def num_kernels(plan: Plan) -> int:
+    """Of a plan without stages, or of a stage."""
+    return sum(len(c.instances) for c in plan.communications if c.kernel is not None)
+
+
+def of_loss(plan: Plan) -> Iterator[str]:
+    """How the loss is computed, where that is not all at once."""
+    if plan.loss_rows:
+        yield f"the loss has {plan.loss_rows} rows of logits at a time on a device, and forward makes its gradients"
+
+
+def of_dispatch(plan: Plan) -> Iterator[str]:
+    """What is assumed of experts whose tokens are dispatched, where any are."""
+    stages = plan.pipeline.stages if plan.pipeline else (plan,)
+    own = [(c, stage.mesh.names[c.collective.axis]) for stage in stages for c in stage.communications if c.own]
+    if own:
+        nodes = len({c.node.format(*at) for c, _ in own if c.phase == "forward" for at in c.instances})
+        axes, time_s = " and ".join(dict.fromkeys(name for _, name in own)), sum(len(c.instances) * c.time_s for c, _ in own)
+        yield (
+            f"tokens are dispatched to their experts over {axes} in {nodes} {'layers' if nodes > 1 else 'layer'}: {seconds(time_s)} of "
+            "communication, and the memory, of the rows that are expected where all experts are picked alike; where they are not, all wait "
+            "for the device whose experts are picked most, which holds more"
+        )
+
+
+def objective(plan: Plan) -> str:
+    """What was proven, and by what: of what the search proves beyond arithmetic there is its word alone."""
+    proof = plan.proof
+    by_search = f" by the search's word, {share(proof.certified_gap)} by arithmetic alone"
+    by = by_search if proof.certified_gap - proof.gap > _SAME else ", by arithmetic alone"
+    return (
+        f"objective {seconds(proof.objective_s)}, proven bound {seconds(proof.bound_s)}, gap {share(proof.gap)}{by}"
+        f" ({proof.solver}: {proof.num_variables} variables, {proof.num_constraints} constraints)"
+    )
+
+
+def as_emitted(plan: Plan) -> str:
+    """How long the emitted program takes, simulated, where that is told apart."""
+    simulated = seconds(plan.prediction.simulated_s)
+    return f"; simulated as emitted {simulated}" if simulated not in ("0 s", seconds(plan.prediction.step_s)) else ""
+
+
+def at_best(plan: Plan) -> str:
+    """The bound in short."""
+    proof = plan.proof
+    apart = proof.certified_gap - proof.gap > _SAME
+    said = f"{share(proof.certified_gap)} as `autopar check` proves" if apart else "`autopar check` proves"
+    return f"no plan that the bound covers takes less than {seconds(proof.bound_s)}: gap {share(proof.gap)} ({said} it, without a solver)"
+
+
+def covered(plan: Plan) -> Iterator[str]:
+    """What the bound covers, one line each, and how repeated layers were captured."""
+    for position, what in enumerate(plan.proof.covers):
+        yield f"{'the bound covers: ' if not position else ' ' * 18}{what}"
+    if plan.capture:
+        yield f"capture {plan.capture}"
+
+
+def memory(plan: Plan) -> str:
+    """The peak, and the kinds that make it up."""
+    memory, budget = plan.prediction.memory_bytes, plan.options.get("memory_bytes")
+    kinds = {kind: size(memory[kind]) for kind in (*RESTING, *_EITHER, "transient") if memory.get(kind)}
+    resting = " + ".join(f"{kind} {kinds[kind]}" for kind in RESTING if kind in kinds)
+    either = " or ".join(f"{kind} {kinds[kind]}" for kind in _EITHER if kind in kinds)
+    passing = f"transient {kinds['transient']}" if "transient" in kinds else ""
+    of = f" of {size(budget)}" if budget else ""
+    return f"{size(plan.prediction.peak_bytes)}{of} per device: {' + '.join(filter(None, (resting, either, passing)))}"
