@@ -79,7 +79,9 @@ FURTHER_CASES: Mapping[Any, Case | list[Case]] = {
     aten.reflection_pad1d_backward.default: lambda s: on(real(s.a, s.b, 7), real(s.a, s.b, 4), [1, 2]),
     **dict.fromkeys((aten.reflection_pad2d_backward.default, aten.replication_pad2d_backward.default), padded_backward),
     aten.upsample_nearest1d.default: [lambda s: on(real(s.a, s.b, 4), [6]), lambda s: on(real(s.a, s.b, 4), [8])],
-    aten.upsample_nearest2d.default: [lambda s: on(image(s), [6, 8]), lambda s: on(real(s.a, s.b, 4, 6), [8, 12], 2.3, 2.0)],
+    aten.upsample_nearest2d.default: [
+        lambda s: on(image(s), [6, 8]), lambda s: on(real(s.a, s.b, 4, 6), [8, 12]), lambda s: on(real(s.a, s.b, 4, 6), [8, 12], 2.3, 2.9),
+    ],
     **dict.fromkeys((aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default), lambda s: on(image(s), [6, 8], False)),
     aten.upsample_nearest2d_backward.default: lambda s: on(real(s.a, s.b, 6, 8), [6, 8], [s.a, s.b, 4, 5]),
     **dict.fromkeys(

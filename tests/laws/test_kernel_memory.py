@@ -178,6 +178,7 @@ def test_what_lives_in_a_norming_kernel_is_what_a_fake_group_counts(
     assert counted.peak_bytes >= alone.peak_bytes
 
 
+@pytest.mark.slow
 def test_the_peak_is_of_what_the_program_holds_and_beside_it_what_is_shared_and_the_optimizers() -> None:
     for name in PLANS:
         plan = planned(name)

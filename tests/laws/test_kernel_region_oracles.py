@@ -167,6 +167,7 @@ def test_the_least_budget_is_that_of_brute_force(seed: int) -> None:
     assert found.size_bytes == smallest
 
 
+@pytest.mark.slow
 def test_cbc_finds_the_same() -> None:
     for budget, best_s in front(0)[::2]:
         found = solve(sharing(0, budget), gap=0.0, solver="cbc")

@@ -64,6 +64,7 @@ def test_memory_that_binds_has_a_price_and_ample_memory_has_none() -> None:
     assert planned(memory_bytes=110 * KIB).plan.proof.memory_price_s_per_gib > 0.0
 
 
+@pytest.mark.slow
 def test_a_budget_below_what_rests_is_refused_with_a_bound_that_holds() -> None:
     with pytest.raises(InfeasibleError, match="no plan fits into 8 KiB per device") as refused:
         planned(memory_bytes=8 * KIB)
