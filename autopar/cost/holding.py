@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.tensor import Partial
@@ -98,23 +98,33 @@ def adding_partial(strategies: Sequence[OpStrategy], axes: Sequence[int]) -> tup
     return tuple(s for s in strategies if all(stage_on(held_of(s), axis) in (0, 1) for axis in axes))
 
 
-def makes_partial(
-    ref: tuple[str, int], axis: int, ops: Sequence[Op], sources: Sequence[Source], made: Mapping[tuple[str, int], tuple[int, int]]
-) -> bool:
-    """Whether a tensor may be made as partial sums over an axis: what only passes them on does so where it is given them.
+@dataclass
+class Making:
+    """What is made as partial sums: what only passes them on does so where it is given them.
 
     Args:
         made: tensor → the op that makes it, and as which result.
     """
-    op, result = made[ref]
-    cluster = sources[op].cluster
-    operands = () if cluster is None else cluster.first.operands
-    for strategy in ops[op].strategies:
-        if isinstance(strategy.layouts.outputs[result].placements[axis], Partial):
-            read = [r for r, at in zip(operands, strategy.layouts.inputs, strict=True) if isinstance(at.placements[axis], Partial)]
-            if all(makes_partial(other, axis, ops, sources, made) for other in read):
-                return True
-    return False
+
+    ops: Sequence[Op]
+    sources: Sequence[Source]
+    made: Mapping[tuple[str, int], tuple[int, int]]
+    _known: dict[tuple[tuple[str, int], int], bool] = field(default_factory=dict)
+
+    def partial(self, ref: tuple[str, int], axis: int) -> bool:
+        """Whether a tensor may be made so over an axis."""
+        if (ref, axis) not in self._known:
+            self._known[ref, axis] = any(all(self.partial(other, axis) for other in given) for given in self._given(ref, axis))
+        return self._known[ref, axis]
+
+    def _given(self, ref: tuple[str, int], axis: int) -> Iterator[list[tuple[str, int]]]:
+        """Of each strategy that makes it so, the operands that have to be partial sums over the axis themselves."""
+        op, result = self.made[ref]
+        cluster = self.sources[op].cluster
+        operands = () if cluster is None else cluster.first.operands
+        for strategy in self.ops[op].strategies:
+            if isinstance(strategy.layouts.outputs[result].placements[axis], Partial):
+                yield [r for r, at in zip(operands, strategy.layouts.inputs, strict=True) if isinstance(at.placements[axis], Partial)]
 
 
 def _undominated(alike: Sequence[OpStrategy]) -> Iterator[OpStrategy]:

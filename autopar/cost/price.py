@@ -16,7 +16,7 @@ from torch import fx
 from autopar.capture.trace import Input, Output, Parameter, Trace
 from autopar.collective import Collective
 from autopar.cost.held import StepMoves, cannot_rest
-from autopar.cost.holding import HeldPrices, adding_partial, makes_partial, resting
+from autopar.cost.holding import HeldPrices, Making, adding_partial, resting
 from autopar.cost.keeping import borders_of, is_never_kept, may_run_again, split_furthest
 from autopar.cost.kernels import with_kernels
 from autopar.cost.priced import Crossing, Priced, Source
@@ -157,8 +157,9 @@ class _Builder:
         """Where ZeRO's stage 1 is forced on an axis, gradients that are made as partial sums along it add up so."""
         axes = [axis for axis, stage in self.forced.named.zero.items() if stage == 1]
         gradients = {use.op: ref for ref, uses in self.readers.items() for use in uses if self.ops[use.op].kind == "parameter"}
+        making = Making(self.ops, self.sources, self.made)
         for i, ref in gradients.items() if axes else ():
-            partial = [axis for axis in axes if makes_partial(ref, axis, self.ops, self.sources, self.made)]
+            partial = [axis for axis in axes if making.partial(ref, axis)]
             self.ops[i] = replace(self.ops[i], strategies=adding_partial(self.ops[i].strategies, partial))
 
     def settle_recomputation(self, classes: Sequence[ClusterClass]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -92,7 +92,7 @@ class _Stage:
         for name, index in self.trace.mutated.items():  # a buffer's new value comes with the buffer
             buffer = next(b.node for b in self.trace.buffers if b.name == name)
             value = flat[index].name
-            home = self.placing.homes.get(value) == self.number and _leads_to(nodes[buffer], nodes[value])
+            home = self.placing.homes.get(value) == self.number and _leads_to(nodes[buffer], nodes[value], self.placing.copied)
             if value in self.placing.copied and value not in needed and (home or buffer in read):
                 needed.add(value)
                 close([value])
@@ -186,11 +186,17 @@ class _Stage:
         return len(self.results) - 1
 
 
-def _leads_to(node: fx.Node, value: fx.Node) -> bool:
-    """Whether all that is made of a node is a step on the way to `value`, which is a result."""
-    if node is value:
-        return True
-    return bool(node.users) and all(user.op == "call_function" and _leads_to(user, value) for user in node.users)
+def _leads_to(node: fx.Node, value: fx.Node, among: Collection[str]) -> bool:
+    """Whether all that is made of a node is a step on the way to `value`, by nodes of these names."""
+    left, seen = [node], {value}
+    while left:
+        here = left.pop()
+        if here not in seen:
+            seen.add(here)
+            if not here.users or any(user.name not in among for user in here.users):
+                return False
+            left += here.users
+    return True
 
 
 def _key(node: fx.Node) -> str:

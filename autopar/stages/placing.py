@@ -177,9 +177,13 @@ class _Placer:
 
     def _reading(self, node: fx.Node, stages: Mapping[str, int]) -> set[int]:
         """The stages that read what a node makes, or what is copied and made of it."""
-        found: set[int] = set()
-        for user in node.users:
-            found |= {stages[user.name]} if user.name in stages else self._reading(user, stages) if user.name in self.copied else set()
+        found, left, seen = set[int](), [node], set[fx.Node]()
+        while left:
+            for user in left.pop().users:
+                found |= {stages[user.name]} if user.name in stages else set()
+                if user.name in self.copied and user not in seen:
+                    seen.add(user)
+                    left.append(user)
         return found
 
     def _late(self, backward: Sequence[fx.Node], boundary: int, after: set[str], sides: _Sides) -> set[str]:

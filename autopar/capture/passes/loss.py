@@ -105,11 +105,11 @@ def _unflattened(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     if labels.target is aten.view.default and merged_dims(shape_of(labels.args[0]), shape_of(labels)) is not None:
         labels = labels.args[0]
         labels = labels.args[0] if labels.target is aten.clone.default else labels
-    x = view(node, _beforecast(logits), (*shape_of(labels), shape_of(logits)[-1]))
-    return _beforecast(x), labels
+    x = view(node, _before_cast(logits), (*shape_of(labels), shape_of(logits)[-1]))
+    return _before_cast(x), labels
 
 
-def _beforecast(logits: fx.Node) -> fx.Node:
+def _before_cast(logits: fx.Node) -> fx.Node:
     """Logits in half precision, where these are a cast of them."""
     widened = logits.target is aten._to_copy.default and dtype_of(logits) == torch.float32 and dtype_of(logits.args[0]) in _HALF
     return logits.args[0] if widened else logits
