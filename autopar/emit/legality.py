@@ -15,6 +15,7 @@ from torch import fx
 from autopar.capture.trace import Trace
 from autopar.emit.choices import PlanIndex, TensorKey, input_key, output_key, parameter_key, placeholder_keys, storage_key
 from autopar.errors import PlanError, Where
+from autopar.kernels.sums import sum_dtype
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.plans import Communication
@@ -22,6 +23,7 @@ from autopar.redistribute import neighbours
 from autopar.rules import call_of, is_strategy, own_moves, where_of
 from autopar.rules.own import OWN
 
+_Value = tuple[torch.Size, torch.dtype]
 _REMEDY = "plan again; the file was changed by hand or belongs to another model or version"
 
 
@@ -43,7 +45,7 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool
     summed = {parameter_key(p.name) for p in trace.parameters} if accumulates else set()
     for key, layouts, value, read in _borders(trace, index):
         partial = any(layout.has_partial for layout in layouts) and not (read and key in summed)
-        if len(layouts) != 1 or partial or layouts[0].halos or not _fits(layouts[0], value, mesh):
+        if len(layouts) != 1 or partial or layouts[0].halos or not _fits(layouts[0], value.shape, mesh):
             shown = ", ".join(map(str, layouts)) or "no layout"
             raise PlanError(f"{key} of shape {tuple(value.shape)} cannot lie as {shown} on mesh {mesh}", remedy=_REMEDY)
     for (_, tensor), steps in index.steps.items():
@@ -88,36 +90,38 @@ def _check_own(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
         raise PlanError(f"the plan has {key} move by itself in {phase}, where it does not run", remedy=_REMEDY)
 
 
-def _values(trace: Trace) -> Iterator[tuple[TensorKey, torch.Tensor]]:
+def _values(trace: Trace) -> Iterator[tuple[TensorKey, _Value]]:
+    """Shape and dtype of every tensor, and of sums of gradients, which are as wide as where they rest."""
     keys = placeholder_keys(trace)
     for node in trace.graph.nodes:
         value = node.meta.get("val")
         for result, tensor in enumerate(value if isinstance(value, tuple | list) else (value,)):
             if isinstance(tensor, torch.Tensor):
-                yield (keys.get(node.name, node.meta["key"]), result), tensor
+                yield (keys.get(node.name, node.meta["key"]), result), (tensor.shape, tensor.dtype)
     nodes = {node.name: node for node in trace.graph.nodes}
     for p in trace.parameters:
         value = nodes[p.node].meta["val"]
-        yield (storage_key(p.name), 0), value
-        yield (storage_key(p.name), 1), value
+        yield (storage_key(p.name), 0), (value.shape, value.dtype)
+        yield (storage_key(p.name), 1), (value.shape, sum_dtype(p.dtype))
 
 
-def _check_step(tensor: TensorKey, step: Communication, values: dict[TensorKey, torch.Tensor], mesh: Mesh) -> None:
-    value, moved = values.get(tensor), getattr(torch, str(step.collective.dtype), None)
-    if value is None:
+def _check_step(tensor: TensorKey, step: Communication, values: dict[TensorKey, _Value], mesh: Mesh) -> None:
+    moved = getattr(torch, str(step.collective.dtype), None)
+    if tensor not in values:
         raise PlanError(f"the plan moves {tensor}, which the model does not make", remedy=_REMEDY)
-    wide = isinstance(moved, torch.dtype) and torch.promote_types(value.dtype, moved) == moved
-    legal = wide and _fits(step.source, value, mesh)
-    possible = neighbours(value.shape, value.dtype, step.source, mesh.shape, moved, step.target.halos) if legal else []
+    shape, dtype = values[tensor]
+    wide = isinstance(moved, torch.dtype) and torch.promote_types(dtype, moved) == moved
+    legal = wide and _fits(step.source, shape, mesh)
+    possible = neighbours(shape, dtype, step.source, mesh.shape, moved, step.target.halos) if legal else []
     if (step.collective, step.target) not in possible:
         c = step.collective
         raise PlanError(
-            f"no {c.kind} in {c.dtype} on axis {c.axis} leads from {step.source} to {step.target} for {tensor} of {value.dtype} "
-            f"{tuple(value.shape)} on mesh {mesh}",
+            f"no {c.kind} in {c.dtype} on axis {c.axis} leads from {step.source} to {step.target} for {tensor} of {dtype} "
+            f"{tuple(shape)} on mesh {mesh}",
             where=Where(module=step.module),
             remedy=_REMEDY,
         )
 
 
-def _fits(layout: Layout, value: torch.Tensor, mesh: Mesh) -> bool:
-    return len(layout.placements) == len(mesh.shape) and layout.fits(value.shape, mesh.shape)
+def _fits(layout: Layout, shape: torch.Size, mesh: Mesh) -> bool:
+    return len(layout.placements) == len(mesh.shape) and layout.fits(shape, mesh.shape)
