@@ -102,10 +102,17 @@ def _commit() -> str:
     return found.stdout.strip()
 
 
-def run_rows(name: str, cases: Sequence[Mapping[str, Any]], columns: Sequence[str], json_path: str | None, limit_s: float = LIMIT_S) -> int:
+def run_rows(
+    name: str,
+    cases: Sequence[Mapping[str, Any]],
+    columns: Sequence[str],
+    json_path: str | None,
+    limit_s: float = LIMIT_S,
+    ready: Sequence[Row] = (),
+) -> int:
     """Run ``benchmarks.NAME.row(**case)`` for each case in a process of its own; print a table, write JSON.
 
-    What it returns is a row, or a list of rows where a case has several.
+    What it returns is a row, or a list of rows where a case has several. Rows that are `ready` need no process; they are in the JSON alone.
 
     Returns:
         The exit status: 1 where a row is not ok. A row that raises is not ok and carries the error.
@@ -123,7 +130,7 @@ def run_rows(name: str, cases: Sequence[Mapping[str, Any]], columns: Sequence[st
                 said = "ok" if all(row["ok"] for row in found) else "NOT OK"
                 console.print(f"{number}/{len(cases)} {describe(case)}: {said}", soft_wrap=True)
             if json_path:
-                _write(json_path, rows)
+                _write(json_path, [*rows, *ready])
     console.print(_table(name, rows, columns))
     for row in rows:
         if row["error"]:

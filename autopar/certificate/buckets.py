@@ -119,7 +119,8 @@ class BucketWalk:
         if step.slack != "prefetchable" or step.collective.kind != "all_gather":
             return step.slack == "deferrable"
         tensor = self.facts.tensors[member.node, member.result]
-        rests = tensor.resident and step.source == self.claims.chosen[member.node].outputs[member.result]
+        given = tensor.resident or (member.node not in self.facts.nodes and step.phase == tensor.phase)  # what comes from another stage is
+        rests = given and step.source == self.claims.chosen[member.node].outputs[member.result]
         kept = step.phase == "backward" and step.source in self.claims.kept.get((member.node, member.result), ())
         return rests or kept
 

@@ -29,6 +29,7 @@ class Megatron:
     chunks: int = 1
     ep: int | tuple[str, ...] = 1
     free: tuple[str, ...] = ()
+    sequence: bool = False
 
     def to_json(self) -> dict[str, Any]:
         degrees = [("tp", self.tp), ("dp", self.dp), *(pair for pair in (("cp", self.cp), ("ep", self.ep)) if pair[1] != 1)]
@@ -36,12 +37,14 @@ class Megatron:
         again = {} if self.recompute is None else {"recompute": self.recompute}
         stages = {} if self.pp == 1 and not self.microbatches else {"pp": self.pp, "microbatches": self.microbatches}
         stages |= {"chunks": self.chunks} if self.chunks > 1 else {}
+        stages |= {"sequence": True} if self.sequence else {}
         free = {"free": list(self.free)} if self.free else {}
         return {"plan": "megatron", **words, "zero": self.zero, **again, **stages, **free}
 
     def __str__(self) -> str:
         degrees = (("tp", self.tp, 1), ("dp", self.dp, None), ("cp", self.cp, 1), ("ep", self.ep, 1))
         arguments = [f"{word}={_text(degree)}" for word, degree, default in degrees if degree != default]
+        arguments += ["sequence=True"] if self.sequence else []
         arguments += [f"zero={self.zero}"] if self.zero else []
         arguments += [] if self.recompute is None else [f"recompute={self.recompute!r}"]
         arguments += [] if self.pp == 1 else [f"pp={self.pp!r}"]
@@ -63,6 +66,7 @@ def megatron(
     microbatches: int | None = None,
     chunks: int = 1,
     free: Axes = (),
+    sequence: bool = False,
 ) -> Megatron:
     """Megatron's plan: `tensor_parallel` of degree `tp`, `context_parallel` of degree `cp`, data parallelism of degree `dp`, `pipeline` of
     `pp` stages; together the whole mesh, but for axes that are `free`. Over `ep` of the `dp` devices experts are split too, by
@@ -85,6 +89,7 @@ def megatron(
             more in backward over the tensor axes, attention's. ``selective`` keeps no tensor of [heads, s, s].
         pp: devices in the pipeline, or the name of their axis; by number the first axis of that size. microbatches: as in `pipeline`,
             also without stages. chunks: stages per device (Megatron's virtual pipeline); with 2 or more their schedule is interleaved.
+        sequence: what `tp` leaves whole is split over its axes along the sequence (`tensor_parallel`), as Megatron Core does it.
         free: names of axes of which nothing is asked; what lies on them is the planner's choice.
 
     Volumes are those of the two plans, with the batch and the parameters that are left on a device: each rank of a tensor group
@@ -104,7 +109,7 @@ def megatron(
         what = f"megatron(pp={pp!r}, chunks={chunks}) has no pipeline of so many stages"
         raise ConstraintError(what, remedy="pass pp too, and chunks from 1")
     degrees = _degree(tp), None if dp is None else _degree(dp)
-    return Megatron(*degrees, zero, recompute, pp, microbatches, _degree(cp), chunks, _degree(ep), names_of(free or None) or ())
+    return Megatron(*degrees, zero, recompute, pp, microbatches, _degree(cp), chunks, _degree(ep), names_of(free or None) or (), sequence)
 
 
 def stage_axis(constraint: Megatron, mesh: Mesh) -> str:
@@ -145,7 +150,7 @@ def parts_of(constraint: Megatron, mesh: Mesh) -> tuple[Parallelism, ...]:
     pairs: tuple[tuple[PlanName, tuple[str, ...]], ...] = (("context_parallel", context), ("expert_parallel", experts))
     along = tuple(Parallelism(name, axes, constraint.zero) for name, axes in pairs if axes)
     data = tuple(name for name in data if name not in experts)
-    return Parallelism("tensor_parallel_1d", tensor), *along, Parallelism("fsdp" if constraint.zero else "ddp", data, constraint.zero)
+    return Parallelism("tensor_parallel_1d", tensor, sequence=constraint.sequence), *along, Parallelism("fsdp" if constraint.zero else "ddp", data, constraint.zero)
 
 
 def _last_axes(constraint: Megatron, word: str, degree: int | tuple[str, ...], names: Sequence[str], mesh: Mesh) -> tuple[str, ...]:

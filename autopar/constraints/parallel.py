@@ -32,19 +32,23 @@ class Parallelism:
             ``tensor_parallel_`` and its kind.
         axes: names of mesh axes, of a grid in its order; None for all of them.
         zero: ZeRO's stage of data parallelism: 3 of ``fsdp``, 0 of ``ddp``; `megatron` has 1 and 2 as well.
+        sequence: of 1D tensor parallelism, whether what it leaves whole is split along the sequence.
     """
 
     name: PlanName
     axes: tuple[str, ...] | None
     zero: int = 0
+    sequence: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        return {"plan": self.name, "axes": None if self.axes is None else list(self.axes)}
+        words = {"plan": self.name, "axes": None if self.axes is None else list(self.axes)}
+        return {**words, "sequence": True} if self.sequence else words
 
     def __str__(self) -> str:
         arguments = [] if self.kind is None else [repr(self.kind)]
         arguments += [] if self.axes is None else [f"axes={list(self.axes)}"]
         arguments += [f"tokens={self.tokens!r}"] if self.tokens else []
+        arguments += ["sequence=True"] if self.sequence else []
         return f"{self.name.removesuffix(f'_{self.kind or self.tokens}')}({', '.join(arguments)})"
 
     @property
@@ -146,7 +150,7 @@ def expert_parallel(axes: Axes, tokens: Literal["", "dispatched", "gathered"] = 
     return Parallelism(f"expert_parallel_{tokens}" if tokens else "expert_parallel", names_of(axes))  # type: ignore[arg-type]
 
 
-def tensor_parallel(kind: str = "1d", *, axes: Axes) -> Parallelism:
+def tensor_parallel(kind: str = "1d", *, axes: Axes, sequence: bool = False) -> Parallelism:
     """Tensor parallelism of linears over `axes`. Of ``"2d"``, ``"2.5d"`` and ``"3d"`` says `autopar.constraints.grids` what lies
     where and what moves: there axes are named in the grid's order. In ``"1d"`` the residual stream, and all else, is whole.
 
@@ -169,18 +173,27 @@ def tensor_parallel(kind: str = "1d", *, axes: Axes) -> Parallelism:
     more for the encoder's output, all layers together. Scales that all heads share (a norm of queries) have gradients of their
     size to sum.
 
+    With `sequence`, Megatron's sequence parallelism (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+    2022, section 4.2.2), what lies outside of these chains is split along the sequence, dim 1 of the inputs: norms, dropout, the residual
+    stream. In place of each all-reduce above one all-gather and one reduce-scatter of b·s·h move as much; backward gathers what the first
+    linears read once more, where it is not kept whole; and gradients of what all tokens share (norms' weights, biases that are added
+    outside) are summed over the axes. Numbers of one per token, which the loss sums, stay as they are.
+
     Raises:
-        ConstraintError: on a kind that is not there, or a grid with another number of axes. When a model is planned: where the
+        ConstraintError: on a kind that is not there, `sequence` of a grid, or a grid with another number of axes. When a model is planned: where the
             sides of a grid differ in size, where nothing can be split, or naming the op that cannot be split, or not into so many
             parts, such as the view of a projection as heads.
     """
     names = names_of(axes) or ()
     if kind not in ("1d", *GRIDS):
         raise ConstraintError(f"tensor_parallel({kind!r}) is not there", remedy='pass "1d", "2d", "2.5d" or "3d"')
+    if sequence and kind != "1d":
+        what = f"tensor_parallel({kind!r}, sequence=True) is not there: grids split what lies between linears already"
+        raise ConstraintError(what, remedy='pass "1d", or leave sequence out')
     if kind in GRIDS and len(set(names)) != GRIDS[kind]:
         what = f"tensor_parallel({kind!r}) is for {GRIDS[kind]} mesh axes, axes={list(names)} names {len(set(names))}"
         raise ConstraintError(what, remedy="name each side of the grid once, as in tensor_parallel('2d', axes=('a', 'b'))")
-    return Parallelism(f"tensor_parallel_{kind}", names)  # type: ignore[arg-type]
+    return Parallelism(f"tensor_parallel_{kind}", names, sequence=sequence)  # type: ignore[arg-type]
 
 
 def axes_of(plan: Parallelism, mesh: Mesh) -> tuple[int, ...]:

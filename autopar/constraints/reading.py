@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from autopar.constraints.layouts import LayoutConstraint, layout
 from autopar.constraints.megatron import megatron
-from autopar.constraints.parallel import Axes, Parallelism, PlanName
+from autopar.constraints.parallel import Axes, Parallelism, PlanName, tensor_parallel
 from autopar.constraints.pipelines import pipeline
 from autopar.constraints.together import Constraint
 from autopar.errors import AutoparError, ConstraintError
@@ -32,14 +32,17 @@ def _layout(data: Mapping[str, Any]) -> LayoutConstraint:
 def _named(data: Mapping[str, Any]) -> Constraint:
     if data["plan"] == "megatron":
         dp = None if data["dp"] is None else _degree(data["dp"])
-        rest = {name: data[name] for name in ("recompute", "pp", "microbatches", "chunks", "free") if name in data}
+        rest = {name: data[name] for name in ("recompute", "pp", "microbatches", "chunks", "free", "sequence") if name in data}
         more: dict[str, Any] = {name: _degree(data[name]) for name in ("cp", "ep") if name in data}
         return megatron(tp=_degree(data["tp"]), dp=dp, zero=data["zero"], **more, **rest)
     if data["plan"] == "pipeline":
         return pipeline(**{str(name): value for name, value in data.items() if name != "plan"})
-    if data["plan"] not in get_args(PlanName) or not {"plan", "axes"} >= data.keys():
+    if data["plan"] not in get_args(PlanName) or not {"plan", "axes", "sequence"} >= data.keys():
         raise ConstraintError(f"no plan is named {data['plan']!r}")
-    return Parallelism(data["plan"], None if data["axes"] is None else tuple(data["axes"]), 3 if data["plan"] == "fsdp" else 0)
+    axes = None if data["axes"] is None else tuple(data["axes"])
+    if "sequence" in data:
+        return tensor_parallel(data["plan"].removeprefix("tensor_parallel_"), axes=axes or (), sequence=data["sequence"])
+    return Parallelism(data["plan"], axes, 3 if data["plan"] == "fsdp" else 0)
 
 
 def _degree(value: int | list[str]) -> int | Axes:

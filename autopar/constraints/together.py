@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from autopar.constraints.grids import GRIDS, check_grid
 from autopar.constraints.layouts import LayoutConstraint, check_layouts
@@ -99,4 +100,4 @@ def parallelisms(constraints: Iterable[Constraint], mesh: Mesh) -> Iterator[Para
                     raise ConstraintError(what, remedy="name the axes of each, for example ddp(axes='node')")
                 claimed[name] = constraint, plan
             if names:
-                yield Parallelism(plan.name, names, plan.zero)
+                yield replace(plan, axes=names)

@@ -3,6 +3,9 @@
 The walk is that of data parallelism (`autopar.strategies.spreading`), along the sequence instead of the batch. Where an op reads no
 option's operands as they lie, the smallest of the split ones are gathered such that the op still makes split what it makes, and the
 gradient of what was gathered is scattered as that lay.
+
+Sequence parallelism (`autopar.strategies.sequence`) walks in the same way, and goes on where an op cannot compute on a part of the sequence
+at all, such as a view that joins it with the batch: that op reads all whole, and so do those behind it up to one that can.
 """
 
 from __future__ import annotations
@@ -19,22 +22,31 @@ from autopar.strategies.reading import Read
 from autopar.strategies.spreading import Policy, Spread, Walk
 
 
-def along_sequence(graph: Read) -> Spread | None:
-    """How tensors lie when the sequence, dim 1 of the inputs, is split; None where no input has one."""
+def along_sequence(graph: Read, *, gathers: bool = False) -> Spread | None:
+    """How tensors lie when the sequence, dim 1 of the inputs, is split; None where no input has one. `gathers`: what cannot compute on a
+    part of it reads all whole, else it is the failure."""
     inputs = [i for i in graph.trace.inputs if len(i.shape) > 1 and i.shape[1] > 1]
     lengths = [i.shape[1] for i in inputs]
     if not lengths:
         return None
     length = max(lengths, key=lambda n: (lengths.count(n), n))
-    return ContextWalk(graph, Policy({i.node: Shard(1) for i in inputs if i.shape[1] == length}, slices=True)).run()
+    policy = Policy({i.node: Shard(1) for i in inputs if i.shape[1] == length}, slices=True)
+    return ContextWalk(graph, policy, gathers=gathers).run()
 
 
 class ContextWalk(Walk):
+    def __init__(self, graph: Read, policy: Policy, *, gathers: bool) -> None:
+        super().__init__(graph, policy)
+        self.gathers = gathers
+
     def _choose(self, node: fx.Node) -> AxisOption | None:
         option = super()._choose(node)
         if option is not None or node.name not in self.graph.on_parameters:
             return option
-        found = [o for o in self._options(node) if any(isinstance(p, Shard) for p in o.outputs) and self._stays(node, o)]
+        options = self._options(node)
+        found = [o for o in options if any(isinstance(p, Shard) for p in o.outputs) and self._stays(node, o)]
+        if not found and self.gathers:
+            found = [o for o in options if all(p == REPLICATE for p in (*o.inputs, *o.outputs))]
         if not found:
             return None
         best = min(found, key=lambda o: self._gathered_elements(node, o))

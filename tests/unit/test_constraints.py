@@ -149,6 +149,7 @@ WRITTEN = (
     ),
     *("pipeline(cuts=['layers.2'])", "pipeline('node', schedule='interleaved_1f1b', chunks=2)", "pipeline('node', schedule='auto')"),
     *("megatron()", "megatron(tp=['gpu'], dp=4, zero=3)", "megatron(tp=2, cp=2, ep=2, recompute='full', free=['node'])"),
+    *("tensor_parallel('1d', axes=['gpu'], sequence=True)", "megatron(tp=8, sequence=True, zero=1)"),
     *("megatron(pp='node', microbatches=4, chunks=2)", "megatron(zero=1, microbatches=4)"),
 )
 
@@ -214,6 +215,7 @@ def test_a_plan_records_what_was_asked() -> None:
         layout("*.up_proj", weight="R S(0)", bias="R R", storage="S(0) R", input="S(0) R", output="R R"),
         layout("m", weight="S(0)#1 S(0)#0"),
         *(ddp(), fsdp("node"), fsdp(("a", "b")), tensor_parallel(axes="gpu")),
+        *(tensor_parallel("1d", axes="gpu", sequence=True), megatron(tp=8, sequence=True)),
         *(megatron(), megatron(tp=8, dp=4), megatron(tp="gpu", dp="node", zero=3)),
         *(megatron(recompute="selective"), megatron(pp="node", microbatches=8), tensor_parallel("2d", axes=("node", "gpu"))),
         *(pipeline(), pipeline("node", microbatches=4, schedule="gpipe", cuts=["layers.3"], independent=True)),
@@ -230,6 +232,7 @@ def test_what_a_plan_records_is_read_back(asked: Constraint) -> None:
     [
         *({}, 3, {"pattern": "m"}, {"pattern": "m", "weight": "Q"}, {"pattern": "m", "colour": "R"}),
         *({"plan": "zero", "axes": None}, {"plan": "ddp"}, {"plan": "ddp", "axes": 3}, {"plan": "ddp", "axes": None, "more": 1}),
+        *({"plan": "fsdp", "axes": ["gpu"], "sequence": True}, {"plan": "tensor_parallel_2d", "axes": ["a", "b"], "sequence": True}),
         *({"plan": "megatron", "tp": 0, "dp": None, "zero": 0}, {"plan": "megatron", "tp": 2}),
     ],
     ids=str,

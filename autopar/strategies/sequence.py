@@ -1,0 +1,60 @@
+"""Sequence parallelism on the axes of 1D tensor parallelism: what lies outside of chains of linears is split along the sequence.
+
+Two walks over the graph are put together: that of tensor parallelism says what is split inside a chain, that of context parallelism
+(`autopar.strategies.context`) where the sequence is in all tensors. A node that tensor parallelism leaves whole takes the second one's row.
+So a chain's first linears gather the sequence, and the partial sums of its last are scattered over it.
+
+Three kinds of nodes stay as tensor parallelism has them: what adds up partial sums that nothing else reads, so that they are scattered once;
+what a cross entropy makes of logits that are split by classes, one number for each token; and what depends on parameters and inputs
+that have no sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from autopar.strategies.clusters import HEADS, Ref
+from autopar.strategies.reading import Read
+from autopar.strategies.spreading import LOSS_SUMS, Row, Spread
+
+_KEEPS_SUMS = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default))
+
+
+def beside_chains(graph: Read, chains: Spread, along: Spread) -> Spread:
+    """`chains` of tensor parallelism with what they leave whole split as in `along`; parameters rest as `chains` has them."""
+    rows: dict[str, Row] = {}
+    sums, of_loss = set[Ref](), set[str]()
+    readers = _num_readers(graph)
+    for name, row in chains.rows.items():
+        node = graph.nodes[name]
+        split = any(isinstance(label, Shard) for label in (*row.inputs, *row.outputs))
+        adds = node.target in _KEEPS_SUMS and all(ref in sums and readers[ref] == 1 for ref in graph.reads[name])
+        scores = node.target in LOSS_SUMS and split
+        if node.target not in HEADS and (scores or any(other in of_loss for other, _ in graph.reads[name])):
+            of_loss.add(name)
+        if adds or (split and _contracts(node, row)):
+            sums |= {(name, i) for i in range(len(row.outputs))}
+        rows[name] = row if split or adds or name in of_loss else along.rows.get(name, row)
+    apart = {name for name, row in rows.items() if _reads_otherwise(graph, name, row, rows)}
+    return Spread(rows, chains.labels, chains.sources, chains.contracted, chains.scored, apart, chains.weights)
+
+
+def _contracts(node: fx.Node, row: Row) -> bool:
+    """Whether it makes partial sums."""
+    return node.target in HEADS and not any(isinstance(label, Shard) for label in row.outputs)
+
+
+def _num_readers(graph: Read) -> dict[Ref, int]:
+    found: dict[Ref, int] = {}
+    for reads in graph.reads.values():
+        for ref in reads:
+            found[ref] = found.get(ref, 0) + 1
+    return found
+
+
+def _reads_otherwise(graph: Read, name: str, row: Row, rows: dict[str, Row]) -> bool:
+    """Whether the node reads an operand otherwise than it is made."""
+    made = ((label, rows[ref[0]].outputs[ref[1]]) for ref, label in zip(graph.reads[name], row.inputs, strict=True) if ref[0] in rows)
+    return any(None not in (label, other) and label != other for label, other in made)

@@ -1,0 +1,150 @@
+"""What is planned for a published run: a model of its sizes, its mesh, its plan as constraints; or why it is left out.
+
+What sources do not state is assumed, alike for all their runs:
+
+- parameters rest in fp32 and are read in bf16 (`precision`), also where a run had fp16, which moves and computes as much; AdamW;
+- Megatron's data parallelism with its distributed optimizer, ZeRO's stage 1; beside tensor parallelism sequence parallelism from Megatron
+  Core on, and in nanotron, whose mode is said to be a reduce-scatter;
+- "selective" recomputation is the framework's own choice of ops: what runs again is left to the planner, within the device's memory, as
+  it is where nothing is said; BigScience's runs checkpoint whole layers, which their formula of flops counts;
+- MPT is a GPT-2 of its sizes (its linears have no biases, its positions no table), InternLM a Llama;
+- ranks in Megatron's order: tensor axis innermost, then context, data, stages; what of data parallelism lies within a node is an axis of
+  its own, as NCCL's rings go through all devices of a node before they leave it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.constraints import Constraint, ddp, megatron
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from benchmarks.runs.reading import Run
+
+PROFILES: Mapping[str, str] = {
+    "H100 80GB": "h100-sxm", "H100": "h100-sxm", "H200": "h200-sxm", "A100 80GB": "a100-sxm-80gb", "A100 40GB": "a100-sxm-40gb",
+}  # fmt: skip
+NODE_GBITS: Mapping[str, float] = {
+    "4x100Gb RoCE per node": 400.0, "Jean Zay": 400.0, "400Gbps per node": 400.0, "800Gbps per node": 800.0,
+}  # fmt: skip
+"""Gb/s between nodes, where that is not what the profile's eight NICs give; Jean Zay's nodes of A100s have four Omni-Path 100 NICs."""
+_GPT, _LLAMA, _NEMOTRON = "gpt2", "llama", "nemotron"
+_FAMILIES: tuple[tuple[str, str], ...] = (
+    ("nemotron4", _NEMOTRON), ("nemo megatron", _GPT), ("llama", _LLAMA), ("internlm", _LLAMA), ("mpt-", _GPT), ("gpt ", _GPT),
+)  # fmt: skip
+_CHECKPOINTS = "BigScience tr11"
+_SEQUENCE = ("NeMo", "Megatron-Core", "Megatron-Bridge", "nanotron")  # frameworks whose tensor parallelism splits the sequence too
+_UNBOUND = 1 << 50  # bytes: where it is known what ran again, the plan is that one, whatever it takes
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is planned.
+
+    Attributes:
+        spec: the model, as of `autopar.hf`. batch: samples of a step. microbatches: into how many a replica cuts its part.
+        memory_bytes: the plan's budget; None for what the planner takes by default. device_bytes: of a device.
+    """
+
+    spec: str
+    batch: int
+    seq: int
+    mesh: Mesh
+    constraints: tuple[Constraint, ...]
+    microbatches: int
+    profile: HardwareProfile
+    memory_bytes: int | None
+
+
+def why_skipped(run: Run) -> str | None:
+    """Why a run is not planned; None where it is."""
+    missing = [name for name in ("layers", "hidden", "heads", "seq", "num_devices", "batch") if getattr(run, name) is None]
+    reasons = (
+        (run.step_s is None and run.peak_bytes is None, "neither a time nor a peak was published"),
+        (run.gpu not in PROFILES, f"no profile of {run.gpu}"),
+        ("fp8" in run.precision.lower() or "fp4" in run.precision.lower(), f"precision {run.precision}: plans have none of 8 bits"),
+        (run.framework.startswith(("MaxText", "PaxML")), "compiled by XLA, shardings not published"),
+        (any(word in run.model.lower() for word in ("lora", "sft", "finetuning")), "fine-tuning of packed samples or adapters"),
+        (_family(run) is None or run.ep > 1, "no dense decoder of published sizes"),
+        (run.source.startswith("Megatron-LM CI"), "a toy, bound by its launches"),
+        (bool(missing), f"not stated: {', '.join(missing)}"),
+    )
+    return next((reason for holds, reason in reasons if holds), None) or _misfit(run)
+
+
+def _misfit(run: Run) -> str | None:
+    assert run.batch and run.num_devices and run.dp
+    if run.num_devices != run.tp * run.pp * run.cp * run.dp:
+        return f"tp {run.tp}, pp {run.pp}, cp {run.cp} and dp {run.dp} do not make {run.num_devices} devices"
+    if run.batch % (run.dp * (run.micro_batch or 1)):
+        return f"{run.batch} samples do not divide into microbatches of {run.micro_batch} on {run.dp} replicas"
+    return None
+
+
+def setup_of(run: Run) -> Setup:
+    """What is planned for a run that is not skipped."""
+    assert run.batch and run.seq and run.dp
+    microbatches = run.batch // (run.dp * run.micro_batch) if run.micro_batch else 1
+    mesh, within = _mesh(run)
+    recompute = "full" if run.recompute == "full" or run.source.startswith(_CHECKPOINTS) else "none" if run.recompute == "none" else None
+    zero = _zero(run)
+    apart = "across" in run.sharding or "within" in run.sharding
+    nodes = ("dp_node",) if apart and "dp_node" in mesh.names else ()
+    plan = megatron(
+        tp="tp" if run.tp > 1 else 1, cp="cp" if run.cp > 1 else 1, dp=within if apart else None, pp="pp" if run.pp > 1 else 1,
+        zero=zero, recompute=recompute, chunks=run.chunks if run.pp > 1 else 1,
+        microbatches=microbatches if microbatches > 1 or run.pp > 1 else None, free=nodes,
+        sequence=run.tp > 1 and run.framework.startswith(_SEQUENCE),
+    )  # fmt: skip
+    constraints = (plan, *(ddp(name) for name in nodes))
+    memory = None if recompute is None else _UNBOUND
+    return Setup(_spec(run), run.batch, run.seq, mesh, constraints, microbatches, _profile(run), memory)
+
+
+def _mesh(run: Run) -> tuple[Mesh, tuple[str, ...]]:
+    """Axes in Megatron's order, and those of data parallelism within a node."""
+    assert run.dp
+    inner = math.gcd(run.dp, max(1, run.devices_per_node // (run.tp * run.cp)))
+    sizes = {"pp": run.pp, "dp_node": run.dp // inner, "dp": inner, "cp": run.cp, "tp": run.tp}
+    axes = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
+    return Mesh(axes, devices_per_node=run.devices_per_node), ("dp",) if "dp" in axes else ()
+
+
+def _zero(run: Run) -> int:
+    said = run.sharding.lower()
+    if "zero-3" in said or "fsdp" in said:
+        return 2 if "zero-2" in said else 3
+    if "zero-2" in said:
+        return 2
+    return 0 if said in ("zero-0 (ddp)", "ddp") and run.framework.startswith(("nanotron", "LitGPT")) else 1 if run.dp and run.dp > 1 else 0
+
+
+def _profile(run: Run) -> HardwareProfile:
+    profile = HardwareProfile.load(PROFILES[run.gpu])
+    gbits = NODE_GBITS.get(run.interconnect)
+    if gbits is None:
+        return profile
+    inter = profile.links["inter"]
+    full_gbits = {"h100-sxm": 3200.0, "h200-sxm": 3200.0}.get(profile.name, 1600.0)
+    slower = replace(inter, bandwidth_bytes_per_s=inter.bandwidth_bytes_per_s * gbits / full_gbits, curves={})
+    return replace(profile, links={**profile.links, "inter": slower}, hash=f"{profile.hash}-{gbits:g}")
+
+
+def _family(run: Run) -> str | None:
+    name = run.model.lower()
+    return next((family for start, family in _FAMILIES if name.startswith(start)), None)
+
+
+def _spec(run: Run) -> str:
+    assert run.hidden and run.heads and run.layers and run.seq
+    vocab = run.vocab or 51200
+    if _family(run) == _GPT:
+        sizes = {"n_layer": run.layers, "n_embd": run.hidden, "n_head": run.heads, "n_inner": run.ffn or 4 * run.hidden}
+        return f"gpt2:{json.dumps({**sizes, 'n_positions': run.seq, 'vocab_size': vocab, 'bos_token_id': 0, 'eos_token_id': 0})}"
+    ffn = run.ffn or 256 * math.ceil(8 * run.hidden / 3 / 256)  # Llama's, and InternLM's
+    sizes = {"num_hidden_layers": run.layers, "hidden_size": run.hidden, "intermediate_size": ffn, "num_attention_heads": run.heads}
+    more = {"num_key_value_heads": run.kv_heads or run.heads, "vocab_size": vocab, "max_position_embeddings": run.seq}
+    return f"{_family(run)}:{json.dumps({**sizes, **more, 'bos_token_id': 0, 'eos_token_id': 0})}"
