@@ -31,6 +31,7 @@ from autopar.stages.points import cut_points
 log = logging.getLogger("autopar")
 _PARTS = (4, 16)  # into which a device's rows of logits are cut
 _LEAST_ROWS = 64  # below, a product no longer fills a device
+_AGAIN = 0.05  # share of a step that is spent on running ops again: from there on microbatches without stages may be worth it
 _WORTH = 0.01  # share of a step: a further stage per device is to save as much
 ONE_STAGE = Pipelined("", None, "1f1b", None, independent=False)
 
@@ -129,12 +130,34 @@ class Chooser:
                 log.info("no plan without stages: %s", error.what)
                 tries.refused("", 0)
                 refusal = error
+            if not isinstance(refusal, TooSlow):
+                self._one_after_another(limit_s, tries)
         for axis in self._axes(wish):
             refusal = self._along(replace(wish, axis=axis), limit_s, tries) or refusal
         if tries.best is None:
             assert refusal is not None, "there is something to try"
             raise refusal
         return self._of_one(tries.fastest()) if self.coupled else tries.fastest()
+
+    def _one_after_another(self, limit_s: float, tries: Tries) -> None:
+        """Try microbatches without stages, as long as much is run again for lack of memory, and more of them make the step faster."""
+        for num in self.parts():
+            best = tries.best
+            if best is not None and _run_again(best.plan) < _AGAIN:
+                return
+            try:
+                limit = limit_s if best is None else best.plan.prediction.step_s
+                tries.add("", num, self._staged(replace(ONE_STAGE, microbatches=num), num, limit))
+            except TooSlow as error:
+                tries.too_slow("", num, error)
+            except InfeasibleError as error:
+                log.info("no plan of %d microbatches, one after another: %s", num, error.what)
+                tries.refused("", num)
+            except ConstraintError as error:
+                log.info("the batch is not cut into microbatches: %s", error.what)
+                return
+            if best is not None and tries.best is best:
+                return
 
     def _along(self, wish: Pipelined, limit_s: float, tries: Tries) -> AutoparError | TooSlow | None:
         """Try numbers of microbatches along one axis; why one has no plan that is faster than what was found."""
@@ -293,6 +316,13 @@ def _is_bound_by_memory(plan: Plan) -> bool:
     """Whether more memory would make it faster, as far as its duals and its recomputation tell."""
     plans = plan.pipeline.stages if plan.pipeline else (plan,)
     return any(p.proof.memory_price_s_per_gib > 0 or any(e.recompute for e in p.entries) for p in plans)
+
+
+def _run_again(plan: Plan) -> float:
+    """The share of a step that ops take which backward runs again."""
+    plans, num = (plan.pipeline.stages, plan.pipeline.num_microbatches) if plan.pipeline else ((plan,), 1)
+    again_s = sum(entry.again_s * len(entry.instances) for each in plans for entry in each.entries)
+    return num * again_s / plan.prediction.step_s
 
 
 def _with_hint(error: InfeasibleError, refusals: Sequence[str]) -> InfeasibleError:

@@ -150,7 +150,8 @@ def parts_of(constraint: Megatron, mesh: Mesh) -> tuple[Parallelism, ...]:
     pairs: tuple[tuple[PlanName, tuple[str, ...]], ...] = (("context_parallel", context), ("expert_parallel", experts))
     along = tuple(Parallelism(name, axes, constraint.zero) for name, axes in pairs if axes)
     data = tuple(name for name in data if name not in experts)
-    return Parallelism("tensor_parallel_1d", tensor, sequence=constraint.sequence), *along, Parallelism("fsdp" if constraint.zero else "ddp", data, constraint.zero)
+    chains = Parallelism("tensor_parallel_1d", tensor, sequence=constraint.sequence)
+    return chains, *along, Parallelism("fsdp" if constraint.zero else "ddp", data, constraint.zero)
 
 
 def _last_axes(constraint: Megatron, word: str, degree: int | tuple[str, ...], names: Sequence[str], mesh: Mesh) -> tuple[str, ...]:

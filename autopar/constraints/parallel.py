@@ -180,9 +180,9 @@ def tensor_parallel(kind: str = "1d", *, axes: Axes, sequence: bool = False) -> 
     outside) are summed over the axes. Numbers of one per token, which the loss sums, stay as they are.
 
     Raises:
-        ConstraintError: on a kind that is not there, `sequence` of a grid, or a grid with another number of axes. When a model is planned: where the
-            sides of a grid differ in size, where nothing can be split, or naming the op that cannot be split, or not into so many
-            parts, such as the view of a projection as heads.
+        ConstraintError: on a kind that is not there, `sequence` of a grid, or a grid with another number of axes. When a model is planned:
+            where no input has the sequence that is to be split, where the sides of a grid differ in size, where nothing can be split, or
+            naming the op that cannot be split, or not into so many parts, such as the view of a projection as heads.
     """
     names = names_of(axes) or ()
     if kind not in ("1d", *GRIDS):

@@ -57,7 +57,8 @@ def pipeline(
     """Cut the model into as many stages as `axis` has devices, which work on different microbatches at the same time.
 
     Args:
-        axis: name of a mesh axis; the others shard what each stage computes. By default the planner tries every axis, and none.
+        axis: name of a mesh axis; the others shard what each stage computes. By default the planner tries every axis, and none; there also
+            several microbatches, one after another, where more than a twentieth of a step goes into what backward runs again.
         microbatches: into how many the batch is cut; by default the planner's choice: one, where samples depend on each other (batch
             normalization, contrastive losses), which the plan says, naming the op.
         schedule: ``"1f1b"`` (Narayanan et al., "PipeDream", 2019, as Megatron-LM runs it: as many microbatches in flight as there are

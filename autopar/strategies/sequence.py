@@ -4,9 +4,8 @@ Two walks over the graph are put together: that of tensor parallelism says what 
 (`autopar.strategies.context`) where the sequence is in all tensors. A node that tensor parallelism leaves whole takes the second one's row.
 So a chain's first linears gather the sequence, and the partial sums of its last are scattered over it.
 
-Three kinds of nodes stay as tensor parallelism has them: what adds up partial sums that nothing else reads, so that they are scattered once;
-what a cross entropy makes of logits that are split by classes, one number for each token; and what depends on parameters and inputs
-that have no sequence.
+Two kinds of nodes stay as tensor parallelism has them: what adds up partial sums that nothing else reads, so that they are scattered
+once, and what a cross entropy makes of logits that are split by classes, one number for each token.
 """
 
 from __future__ import annotations

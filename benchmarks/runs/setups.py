@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.constraints import Constraint, ddp, megatron
+from autopar.constraints import Constraint, Recompute, ddp, megatron
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from benchmarks.runs.reading import Run
@@ -46,7 +46,7 @@ class Setup:
 
     Attributes:
         spec: the model, as of `autopar.hf`. batch: samples of a step. microbatches: into how many a replica cuts its part.
-        memory_bytes: the plan's budget; None for what the planner takes by default. device_bytes: of a device.
+        memory_bytes: the plan's budget; None for what the planner takes by default.
     """
 
     spec: str
@@ -89,17 +89,16 @@ def setup_of(run: Run) -> Setup:
     assert run.batch and run.seq and run.dp
     microbatches = run.batch // (run.dp * run.micro_batch) if run.micro_batch else 1
     mesh, within = _mesh(run)
-    recompute = "full" if run.recompute == "full" or run.source.startswith(_CHECKPOINTS) else "none" if run.recompute == "none" else None
-    zero = _zero(run)
+    recompute = _recompute(run)
     apart = "across" in run.sharding or "within" in run.sharding
     nodes = ("dp_node",) if apart and "dp_node" in mesh.names else ()
     plan = megatron(
         tp="tp" if run.tp > 1 else 1, cp="cp" if run.cp > 1 else 1, dp=within if apart else None, pp="pp" if run.pp > 1 else 1,
-        zero=zero, recompute=recompute, chunks=run.chunks if run.pp > 1 else 1,
+        zero=_zero(run), recompute=recompute, chunks=run.chunks if run.pp > 1 else 1,
         microbatches=microbatches if microbatches > 1 or run.pp > 1 else None, free=nodes,
         sequence=run.tp > 1 and run.framework.startswith(_SEQUENCE),
     )  # fmt: skip
-    constraints = (plan, *(ddp(name) for name in nodes))
+    constraints: tuple[Constraint, ...] = (plan, *(ddp(name) for name in nodes))
     memory = None if recompute is None else _UNBOUND
     return Setup(_spec(run), run.batch, run.seq, mesh, constraints, microbatches, _profile(run), memory)
 
@@ -111,6 +110,13 @@ def _mesh(run: Run) -> tuple[Mesh, tuple[str, ...]]:
     sizes = {"pp": run.pp, "dp_node": run.dp // inner, "dp": inner, "cp": run.cp, "tp": run.tp}
     axes = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
     return Mesh(axes, devices_per_node=run.devices_per_node), ("dp",) if "dp" in axes else ()
+
+
+def _recompute(run: Run) -> Recompute | None:
+    """What is forced to run again; None where that is the planner's."""
+    if run.recompute == "full" or run.source.startswith(_CHECKPOINTS):
+        return "full"
+    return "none" if run.recompute == "none" else None
 
 
 def _zero(run: Run) -> int:

@@ -3,7 +3,6 @@ what Megatron's papers say, numbers are the model's."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 import autopar
 from autopar import hf
 from autopar.api.planning import plan_model
-from autopar.constraints import Constraint, megatron, pipeline, tensor_parallel
+from autopar.constraints import Constraint, megatron, tensor_parallel
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 from autopar.planning import Planned

@@ -13,6 +13,7 @@ import torch
 from autopar.api import tries
 from autopar.api.choosing import Chooser
 from autopar.constraints import Pipelined, pipeline
+from autopar.errors import InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions, TooSlow
@@ -33,7 +34,7 @@ def test_more_microbatches_are_tried_as_long_as_waiting_less_may_help(
         assert limit_s == ALONE_S
         raise TooSlow(bound_s if len(seen) == 1 else 10.0)
 
-    found = SimpleNamespace(plan=SimpleNamespace(prediction=SimpleNamespace(step_s=ALONE_S), pipeline=None))
+    found = SimpleNamespace(plan=SimpleNamespace(prediction=SimpleNamespace(step_s=ALONE_S), pipeline=None, entries=()))
     monkeypatch.setattr(Chooser, "_without", lambda self, limit_s: found)
     monkeypatch.setattr(Chooser, "_scheduled", too_slow)
     monkeypatch.setattr(tries, "covering", lambda found, line: covered.append(line) or found)
@@ -48,6 +49,44 @@ def test_more_microbatches_are_tried_as_long_as_waiting_less_may_help(
     bounds = [bound_s, *[10.0] * (len(tried) - 1)]
     told = [f"{num} microbatches in stages along stage (at least {seconds(s)})" for num, s in zip(tried, bounds, strict=True)]
     assert covered[0].endswith(f"tried, with the step found for each: no microbatches ({seconds(ALONE_S)}); {'; '.join(told)}")
+
+
+@pytest.mark.parametrize(
+    ("again_s", "steps_s", "tried"),
+    [
+        (0.04, {}, []),  # too little is run again
+        (0.2, {2: 0.9, 4: 0.85, 8: 0.86}, [2, 4, 8]),
+        (0.2, {2: 1.1}, [2]),
+        (0.2, {2: None, 4: 0.9}, [2]),  # a bound says that two are no faster
+        (0.2, {2: math.inf, 4: 0.9, 8: 0.95}, [2]),
+    ],
+)
+def test_where_much_is_run_again_microbatches_are_tried_while_they_are_faster(
+    again_s: float, steps_s: dict[int, float | None], tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(step_s: float, num: int) -> Any:
+        entry = SimpleNamespace(again_s=again_s / num, instances=((),))
+        stages = SimpleNamespace(stages=(SimpleNamespace(entries=(entry,)),), num_microbatches=num, num_chunks=1) if num > 1 else None
+        return SimpleNamespace(plan=SimpleNamespace(prediction=SimpleNamespace(step_s=step_s), pipeline=stages, entries=(entry,)))
+
+    def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
+        seen.append(num)
+        step_s = steps_s[num]
+        if step_s is None:
+            raise TooSlow(2.0)
+        if math.isinf(step_s):
+            raise InfeasibleError("it does not fit", remedy="more memory")
+        return plan(step_s, num)
+
+    seen: list[int] = []
+    monkeypatch.setattr(Chooser, "_without", lambda self, limit_s: plan(ALONE_S, 1))
+    monkeypatch.setattr(Chooser, "_staged", staged)
+    monkeypatch.setattr(tries, "covering", lambda found, line: found)
+    options, batch = PlanOptions(constraints=(pipeline(),)), {"x": torch.zeros(16, 2)}
+    chooser = Chooser(torch.nn.Identity(), None, (), batch, Mesh(1), HardwareProfile.load("h100-sxm"), options)  # type: ignore[arg-type]
+    found = chooser._pipelines(math.inf)
+    assert seen == tried
+    assert found.plan.prediction.step_s == min([ALONE_S, *(s for num in tried if (s := steps_s[num]) is not None)])
 
 
 def test_the_numbers_of_a_batch_are_one_and_those_that_fill_the_stages() -> None:

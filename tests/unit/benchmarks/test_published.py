@@ -1,0 +1,81 @@
+"""Published runs as data, and as what is planned for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autopar import hf
+from autopar.constraints import speak_of
+from benchmarks.published import row, summary
+from benchmarks.runs import RUNS, Run, setup_of, why_skipped
+
+PLANNED = [run for run in RUNS if why_skipped(run) is None]
+
+
+def run_of(row_id: str) -> Run:
+    return next(run for run in RUNS if run.row_id == row_id)
+
+
+def test_every_run_is_planned_or_left_out_for_a_reason() -> None:
+    assert len({run.row_id for run in RUNS}) == len(RUNS) == 923
+    assert len(PLANNED) > 300
+    assert all(run.step_s or run.peak_bytes for run in PLANNED)
+
+
+def test_setups_have_the_devices_and_samples_of_their_runs() -> None:
+    for run in PLANNED:
+        setup = setup_of(run)
+        assert setup.mesh.num_devices == run.num_devices, run.row_id
+        assert speak_of(setup.constraints, setup.mesh), run.row_id
+        assert (setup.batch, setup.seq) == (run.batch, run.seq)
+        assert setup.batch % setup.microbatches == 0
+        settings = hf.parse(setup.spec)[2]
+        assert run.hidden in (settings.get("n_embd"), settings.get("hidden_size"))
+
+
+@pytest.mark.parametrize(
+    ("row_id", "mesh", "words"),
+    [
+        ("p0237", "dp_node=64,dp=8", ["megatron(zero=3, recompute='full')"]),
+        ("p0415", "dp_node=16,dp=2,tp=4", ["megatron(tp=['tp'], sequence=True, zero=1, microbatches=4)"]),
+        ("p0452", "pp=4,dp_node=2,cp=2,tp=4", ["megatron(tp=['tp'], cp=['cp'], sequence=True, zero=1, pp='pp', microbatches=64, chunks=5)"]),
+        ("p0791", "dp_node=16,dp=8", ["megatron(dp=['dp'], zero=3, recompute='none', free=['dp_node'])", "ddp(axes=['dp_node'])"]),
+    ],
+)
+def test_a_run_is_planned_as_it_was_run(row_id: str, mesh: str, words: list[str]) -> None:
+    setup = setup_of(run_of(row_id))
+    assert (str(setup.mesh), [str(c) for c in setup.constraints]) == (mesh, words)
+
+
+def test_slower_networks_than_the_profile_has_are_slower() -> None:
+    eight, four = setup_of(run_of("p0415")).profile, setup_of(run_of("p0791")).profile
+    assert eight.links["inter"].bandwidth_bytes_per_s > 3.9 * four.links["inter"].bandwidth_bytes_per_s
+    assert setup_of(run_of("p0563")).profile.links["intra"] == four.links["intra"]
+
+
+@pytest.mark.parametrize(("row_id", "why"), [("p0003", "no profile of H100 96GB"), ("p0523", "FP8"), ("p0442", "XLA"), ("p0496", "adapters")])
+def test_what_cannot_be_planned_is_left_out(row_id: str, why: str) -> None:
+    assert why in str(why_skipped(run_of(row_id)))
+
+
+@pytest.mark.slow
+def test_a_small_run_is_predicted_and_the_planner_finds_no_slower_plan() -> None:
+    """125 million parameters on eight A100s: FSDP without recomputation."""
+    found = row({"name": "MPT-125m", "row_id": "p0377"}, "dp=8", free=True)
+    assert found["ok"] and found["measured_s"] == pytest.approx(1.07725)
+    assert found["ratio"] == found["predicted_s"] / found["measured_s"]
+    assert 0.5 < found["ratio"] < 2
+    assert found["free_plan_s"] <= found["predicted_s"] * 1.02
+
+
+def test_the_summary_counts_what_was_timed() -> None:
+    def timed(ratio: float, step_s: float) -> dict[str, Any]:
+        sizes = {"source": "theirs", "gpu": "A100 80GB", "batch": 8, "seq": 16, "num_devices": 2}
+        return {**sizes, "ratio": ratio, "predicted_s": ratio * step_s, "measured_s": step_s}
+
+    rows = [timed(0.8, 1.0), timed(0.95, 2.0), timed(1.3, 4.0), {"source": "other", "gpu": "V100", "skipped": "no profile"}]
+    first, everything = summary(rows)
+    assert first == ("theirs", "A100 80GB", "3", "0.95", "0.80", "1.30", "33%", "67%", "1.00")
+    assert everything == ("all", "", *first[2:])
