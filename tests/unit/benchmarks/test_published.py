@@ -40,7 +40,11 @@ def test_setups_have_the_devices_and_samples_of_their_runs() -> None:
     [
         ("p0237", "dp_node=64,dp=8", ["megatron(zero=3, recompute='full')"]),
         ("p0415", "dp_node=16,dp=2,tp=4", ["megatron(tp=['tp'], sequence=True, zero=1, microbatches=4)"]),
-        ("p0452", "pp=4,dp_node=2,cp=2,tp=4", ["megatron(tp=['tp'], cp=['cp'], sequence=True, zero=1, pp='pp', microbatches=64, chunks=5)"]),
+        (
+            "p0452",
+            "pp=4,dp_node=2,cp=2,tp=4",
+            ["megatron(tp=['tp'], cp=['cp'], sequence=True, zero=1, pp='pp', microbatches=64, chunks=5)"],
+        ),
         ("p0791", "dp_node=16,dp=8", ["megatron(dp=['dp'], zero=3, recompute='none', free=['dp_node'])", "ddp(axes=['dp_node'])"]),
     ],
 )
@@ -55,7 +59,9 @@ def test_slower_networks_than_the_profile_has_are_slower() -> None:
     assert setup_of(run_of("p0563")).profile.links["intra"] == four.links["intra"]
 
 
-@pytest.mark.parametrize(("row_id", "why"), [("p0003", "no profile of H100 96GB"), ("p0523", "FP8"), ("p0442", "XLA"), ("p0496", "adapters")])
+@pytest.mark.parametrize(
+    ("row_id", "why"), [("p0003", "no profile of H100 96GB"), ("p0523", "FP8"), ("p0442", "XLA"), ("p0496", "adapters")]
+)
 def test_what_cannot_be_planned_is_left_out(row_id: str, why: str) -> None:
     assert why in str(why_skipped(run_of(row_id)))
 
