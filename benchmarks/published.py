@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from rich.table import Table
 
 from autopar import hf
 from autopar.api.planning import plan_call
@@ -25,10 +23,14 @@ from autopar.constraints import Constraint, pipeline
 from autopar.errors import InfeasibleError
 from autopar.planning import PlanOptions
 from autopar.plans import Plan
-from benchmarks.common import Row, console_of, run_rows
-from benchmarks.regret import spearman
+from benchmarks import tables
+from benchmarks.common import ROOT, Row, run_rows
 from benchmarks.runs import RUNS, Run, Setup, setup_of, why_skipped
+from benchmarks.runs.comparison import draw, published_table, summarize
 
+SAMPLE: Mapping[str, int] = {"MosaicML": 3, "InternEvo": 2, "DGX Cloud": 9, "tr11": 7, "nanotron": 3}
+"""Of a source every so many-th run is planned by default: its runs are much alike, and those in many stages take minutes."""
+FIGURE = ROOT / "benchmarks" / "results" / "published.png"
 COLUMNS = (
     "row_id", "framework", "gpu", "batch", "seq", "predicted_s", "measured_s", "ratio", "predicted_peak_bytes", "measured_peak_bytes",
     "free_plan_s", "skipped",
@@ -70,60 +72,58 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
     flags.add_argument("--rows", nargs="*", metavar="ID", help="those alone, by the data's row_id")
     flags.add_argument("--source", default="", help="those alone whose source or framework has this in it")
-    flags.add_argument("--every", type=int, default=1, metavar="N", help="every N-th of them")
+    flags.add_argument("--every", type=int, metavar="N", help="every N-th of a source's; by default a sample of each source")
     flags.add_argument("--free", action="store_true", help="also what the planner would choose by itself")
     flags.add_argument("--summary", metavar="FILE", help="only the summary of the rows in this file")
+    flags.add_argument("--figure", metavar="FILE.png", help="predicted over measured, as a picture")
     options = flags.parse_args(arguments)
     if options.summary:
-        summarize(json.loads(Path(options.summary).read_text(encoding="utf-8"))["rows"])
+        _show(options.summary, options.figure)
         return 0
     asked = [run for run in RUNS if options.rows is None or run.row_id in options.rows]
     asked = [run for run in asked if options.source.lower() in f"{run.source} {run.framework}".lower()]
-    planned = [run for run in asked if why_skipped(run) is None][:: options.every]
+    planned = list(_sample([run for run in asked if why_skipped(run) is None], 1 if options.rows else options.every))
     ready = [_skipped(run, reason) for run in asked if (reason := why_skipped(run)) is not None]
     cases = [
         {"spec": {"name": run.model, "row_id": run.row_id}, "mesh": str(setup_of(run).mesh), "free": options.free} for run in planned
     ]
+    everything = options.rows is None and not options.source and options.every is None and options.json is None
     with tempfile.TemporaryDirectory() as folder:
-        path = options.json or str(Path(folder) / "rows.json")
+        path = str(tables.PUBLISHED_RESULTS) if everything else options.json or str(Path(folder) / "rows.json")
         status = run_rows("published", cases, COLUMNS, path, ready=ready)
         if cases:
-            summarize(json.loads(Path(path).read_text(encoding="utf-8"))["rows"])
+            _show(path, str(FIGURE) if everything else options.figure)
+    if everything:
+        put()
     return status
+
+
+def _sample(runs: Sequence[Run], every: int | None) -> Iterator[Run]:
+    """Every so many-th of each source's."""
+    seen: Counter[str] = Counter()
+    for run in runs:
+        step = every or next((step for name, step in SAMPLE.items() if name in run.source), 1)
+        if seen[run.source] % step == 0:
+            yield run
+        seen[run.source] += 1
+
+
+def put() -> None:
+    """Write the table of the results into the benchmarks' README."""
+    rows = json.loads(tables.PUBLISHED_RESULTS.read_text(encoding="utf-8"))["rows"]
+    tables.put("benchmarks.published", published_table(rows), tables.BENCHMARKS_README)
+
+
+def _show(path: str, figure: str | None) -> None:
+    rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+    summarize(rows)
+    if figure:
+        draw(rows, figure)
 
 
 def _skipped(run: Run, reason: str) -> Row:
     what = {"model": run.model, "mesh": "", "ok": True, "error": None, "row_id": run.row_id, "source": run.source, "gpu": run.gpu}
     return {**what, "measured_s": run.step_s, "measured_peak_bytes": run.peak_bytes, "skipped": reason}
-
-
-def summarize(rows: Sequence[Row]) -> None:
-    """Per source and device: predicted over measured seconds, and how alike their orders are."""
-    table = Table(title="predicted seconds of a step over measured ones")
-    for column in ("source", "device", "runs", "median", "least", "most", "within 10 %", "within 25 %", "rank correlation"):
-        table.add_column(column, justify="left" if column in ("source", "device") else "right")
-    for cells in summary(rows):
-        table.add_row(*cells)
-    console_of().print(table)
-
-
-def summary(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The cells of `summarize`, all runs together last."""
-    timed = [row for row in rows if row.get("ratio")]
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in timed:
-        groups.setdefault((row["source"], row["gpu"]), []).append(row)
-    return [_cells(*key, some) for key, some in (*groups.items(), (("all", ""), timed)) if some]
-
-
-def _cells(source: str, gpu: str, rows: Sequence[Row]) -> tuple[str, ...]:
-    ratios = sorted(row["ratio"] for row in rows)
-    near = [sum(abs(math.log(ratio)) <= math.log(1 + share) for ratio in ratios) / len(ratios) for share in (0.1, 0.25)]
-    # seconds of a step vary by the batch: of a token on a device they are what plans differ in
-    per_token = [[row[name] * row["num_devices"] / (row["batch"] * row["seq"]) for row in rows] for name in ("predicted_s", "measured_s")]
-    alike = f"{spearman(*per_token):.2f}" if len(rows) > 2 else ""
-    words = f"{statistics.median(ratios):.2f}", f"{ratios[0]:.2f}", f"{ratios[-1]:.2f}"
-    return source, gpu, str(len(rows)), *words, *(f"{share:.0%}" for share in near), alike
 
 
 if __name__ == "__main__":

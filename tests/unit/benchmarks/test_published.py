@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autopar import hf
 from autopar.constraints import speak_of
-from benchmarks.published import row, summary
+from benchmarks import tables
+from benchmarks.published import row
 from benchmarks.runs import RUNS, Run, setup_of, why_skipped
+from benchmarks.runs.comparison import draw, published_table, summary
 
 PLANNED = [run for run in RUNS if why_skipped(run) is None]
 
@@ -85,3 +89,15 @@ def test_the_summary_counts_what_was_timed() -> None:
     first, everything = summary(rows)
     assert first == ("theirs", "A100 80GB", "3", "0.95", "0.80", "1.30", "33%", "67%", "1.00")
     assert everything == ("all", "", *first[2:])
+
+
+def test_the_readme_shows_the_results() -> None:
+    rows = json.loads(tables.PUBLISHED_RESULTS.read_text(encoding="utf-8"))["rows"]
+    assert {row["row_id"] for row in rows if row["skipped"] is None} <= {run.row_id for run in PLANNED}
+    assert published_table(rows) in tables.BENCHMARKS_README.read_text(encoding="utf-8")
+
+
+def test_the_picture_has_a_point_per_run(tmp_path: Path) -> None:
+    sizes = {"source": "theirs", "gpu": "A100 80GB", "batch": 8, "seq": 16, "num_devices": 2}
+    draw([{**sizes, "ratio": 0.5, "predicted_s": 0.5, "measured_s": 1.0}, {"skipped": "no profile"}], str(tmp_path / "runs.png"))
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
