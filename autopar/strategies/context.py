@@ -47,6 +47,7 @@ class ContextWalk(Walk):
         found = [o for o in options if any(isinstance(p, Shard) for p in o.outputs) and self._stays(node, o)]
         if not found and self.gathers:
             found = [o for o in options if all(p == REPLICATE for p in (*o.inputs, *o.outputs))]
+            self.found.gathering.add(node.name)
         if not found:
             return None
         best = min(found, key=lambda o: self._gathered_elements(node, o))

@@ -32,7 +32,7 @@ from autopar.strategies.context import along_sequence
 from autopar.strategies.experts import by_experts
 from autopar.strategies.grids import SIDES, walk_sides
 from autopar.strategies.reading import Read, product_of, read
-from autopar.strategies.sequence import beside_chains
+from autopar.strategies.sequence import with_sequence
 from autopar.strategies.spreading import Policy, Row, Spread, spread
 
 log = logging.getLogger("autopar")
@@ -122,7 +122,11 @@ def _spreads(graph: Read, plan: Parallelism, mesh: Mesh) -> dict[int, Spread]:
             return dict.fromkeys(axes, _data_parallel(graph, plan, [mesh.shape[axis] for axis in axes]))
         walk = _tensor_parallel if plan.kind else _context_parallel if plan.name == "context_parallel" else _data_parallel
         found = walk(graph, plan)
-        return dict.fromkeys(axes, _with_sequence(graph, plan, found) if plan.sequence else found)
+        if plan.sequence:
+            found = with_sequence(graph, plan, found)
+            if found.failure is not None:
+                _refuse(graph, plan, found.failure.node, _of_sequence(graph, found))
+        return dict.fromkeys(axes, found)
     samples, sides = _data_parallel(graph, plan), walk_sides(graph, plan)
     for found in sides.values():
         if found.failure is not None:
@@ -172,17 +176,6 @@ def _context_parallel(graph: Read, plan: Parallelism) -> Spread:
     if found.failure is not None:
         _refuse(graph, plan, found.failure.node, _of_sequence(graph, found))
     return found
-
-
-def _with_sequence(graph: Read, plan: Parallelism, chains: Spread) -> Spread:
-    """What tensor parallelism leaves whole is split along the sequence, but for what cannot compute on a part of it."""
-    along = along_sequence(graph, gathers=True)
-    if along is None:
-        what = f"{plan}: no input has a sequence to split; its dim 1 would be it"
-        raise ConstraintError(what, remedy="leave sequence=True out for this model")
-    if along.failure is not None:
-        _refuse(graph, plan, along.failure.node, _of_sequence(graph, along))
-    return beside_chains(graph, chains, along)
 
 
 def _of_sequence(graph: Read, found: Spread) -> str:

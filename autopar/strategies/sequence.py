@@ -10,15 +10,44 @@ once, and what a cross entropy makes of logits that are split by classes, one nu
 
 from __future__ import annotations
 
+import logging
+import re
+
 import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
+from autopar.constraints import Parallelism
+from autopar.errors import ConstraintError
 from autopar.strategies.clusters import HEADS, Ref
+from autopar.strategies.context import along_sequence
 from autopar.strategies.reading import Read
 from autopar.strategies.spreading import LOSS_SUMS, Row, Spread
 
+log = logging.getLogger("autopar")
 _KEEPS_SUMS = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default))
+
+
+def with_sequence(graph: Read, plan: Parallelism, chains: Spread) -> Spread:
+    """What tensor parallelism leaves whole is split along the sequence, but for what cannot compute on a part of it, which the log names; a
+    failure is in the spread.
+
+    Raises:
+        ConstraintError: where no input has a sequence.
+    """
+    along = along_sequence(graph, gathers=True)
+    if along is None:
+        what = f"{plan}: no input has a sequence to split; its dim 1 would be it"
+        raise ConstraintError(what, remedy="leave sequence=True out for this model")
+    found = beside_chains(graph, chains, along)
+    whole = [i.path for i in graph.trace.inputs if len(i.shape) > 1 and not isinstance(along.labels.get((i.node, 0)), Shard)]
+    if whole:
+        log.warning("%s leaves whole what depends on inputs with another sequence alone: %s", plan, ", ".join(whole))
+    nodes = [node for name, node in graph.nodes.items() if name in found.gathering and node.meta["phase"] == "forward"]
+    if nodes:
+        keys = dict.fromkeys(re.sub(r"\{\d+\}", "*", graph.pattern(node)) for node in nodes)
+        log.warning("%s gathers the sequence for what cannot compute on a part of it: %s", plan, ", ".join(keys))
+    return found
 
 
 def beside_chains(graph: Read, chains: Spread, along: Spread) -> Spread:
@@ -37,7 +66,8 @@ def beside_chains(graph: Read, chains: Spread, along: Spread) -> Spread:
             sums |= {(name, i) for i in range(len(row.outputs))}
         rows[name] = row if split or adds or name in of_loss else along.rows.get(name, row)
     apart = {name for name, row in rows.items() if _reads_otherwise(graph, name, row, rows)}
-    return Spread(rows, chains.labels, chains.sources, chains.contracted, chains.scored, apart, chains.weights)
+    gathering = {name for name in along.gathering if rows.get(name) == along.rows.get(name)}
+    return Spread(rows, chains.labels, chains.sources, chains.contracted, chains.scored, apart, chains.weights, gathering, along.failure)
 
 
 def _contracts(node: fx.Node, row: Row) -> bool:

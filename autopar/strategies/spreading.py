@@ -83,6 +83,7 @@ class Spread:
         sources: per split tensor. contracted, scored: sources of what ended in a product, in a cross entropy.
         apart: nodes that read an operand otherwise than it is made.
         weights: names of weights that rest as they are read, of what else is data parallelism.
+        gathering: nodes that read split tensors whole and make nothing split, since they cannot compute on a part.
         failure: where the walk stopped, if it did.
     """
 
@@ -93,6 +94,7 @@ class Spread:
     scored: set[str] = field(default_factory=set)
     apart: set[str] = field(default_factory=set)
     weights: set[str] = field(default_factory=set)
+    gathering: set[str] = field(default_factory=set)
     failure: Failure | None = None
 
 

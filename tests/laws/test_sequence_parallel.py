@@ -3,6 +3,7 @@ what Megatron's papers say, numbers are the model's."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -139,3 +140,16 @@ class Chain(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.down(self.up(x[:, None].expand(-1, 8)).relu()).pow(2).mean()
+
+
+def test_what_gathers_the_sequence_and_what_has_another_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "autopar"):
+        plan_of("mixtral", constraints=(ALONE,))
+    assert "gathers the sequence for what cannot compute on a part of it: model.layers.*.mlp/view/forward/0" in caplog.text
+    caplog.clear()
+    model, batch = built("t5")
+    batch["labels"] = batch["labels"][:, : S // 2].contiguous()
+    with caplog.at_level(logging.WARNING, "autopar"):
+        plan = autopar.plan(model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(ALONE,))
+    assert "leaves whole what depends on inputs with another sequence alone" in caplog.text
+    assert autopar.verify(plan, model, batch).ok
