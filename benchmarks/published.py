@@ -24,7 +24,7 @@ from autopar.errors import InfeasibleError
 from autopar.planning import PlanOptions
 from autopar.plans import Plan
 from benchmarks import tables
-from benchmarks.common import ROOT, Row, run_rows
+from benchmarks.common import ROOT, Row, console_of, run_rows
 from benchmarks.runs import RUNS, Run, Setup, setup_of, why_skipped
 from benchmarks.runs.comparison import draw, published_table, summarize
 
@@ -81,18 +81,23 @@ def main(arguments: list[str]) -> int:
         _show(options.summary, options.figure)
         return 0
     asked = [run for run in RUNS if options.rows is None or run.row_id in options.rows]
+    if unknown := set(options.rows or ()) - {run.row_id for run in RUNS}:
+        flags.error(f"the data has no {', '.join(sorted(unknown))}: rows are {RUNS[0].row_id} to {RUNS[-1].row_id}")
     asked = [run for run in asked if options.source.lower() in f"{run.source} {run.framework}".lower()]
     planned = list(_sample([run for run in asked if why_skipped(run) is None], 1 if options.rows else options.every))
     ready = [_skipped(run, reason) for run in asked if (reason := why_skipped(run)) is not None]
     cases = [
         {"spec": {"name": run.model, "row_id": run.row_id}, "mesh": str(setup_of(run).mesh), "free": options.free} for run in planned
     ]
+    for reason, count in Counter(row["skipped"] for row in ready).most_common():
+        console_of().print(f"left out: {count:4d}  {reason}", markup=False)
+    if not cases:
+        flags.error("none of the runs that were asked for can be planned")
     everything = options.rows is None and not options.source and options.every is None and options.json is None
     with tempfile.TemporaryDirectory() as folder:
         path = str(tables.PUBLISHED_RESULTS) if everything else options.json or str(Path(folder) / "rows.json")
         status = run_rows("published", cases, COLUMNS, path, ready=ready)
-        if cases:
-            _show(path, str(FIGURE) if everything else options.figure)
+        _show(path, str(FIGURE) if everything else options.figure)
     if everything:
         put()
     return status

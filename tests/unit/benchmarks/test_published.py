@@ -11,7 +11,7 @@ import pytest
 from autopar import hf
 from autopar.constraints import speak_of
 from benchmarks import tables
-from benchmarks.published import row
+from benchmarks.published import main, row
 from benchmarks.runs import RUNS, Run, setup_of, why_skipped
 from benchmarks.runs.comparison import draw, published_table, summary
 
@@ -101,3 +101,10 @@ def test_the_picture_has_a_point_per_run(tmp_path: Path) -> None:
     sizes = {"source": "theirs", "gpu": "A100 80GB", "batch": 8, "seq": 16, "num_devices": 2}
     draw([{**sizes, "ratio": 0.5, "predicted_s": 0.5, "measured_s": 1.0}, {"skipped": "no profile"}], str(tmp_path / "runs.png"))
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("asked", "says"), [("p9999", "the data has no p9999"), ("p0003", "none of the runs that were asked for")])
+def test_runs_that_are_not_there_or_cannot_be_planned_are_named(asked: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--rows", asked])
+    assert says in capsys.readouterr().err
