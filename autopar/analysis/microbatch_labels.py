@@ -45,6 +45,7 @@ _VIEWS = frozenset(
 _CONSTANTS = frozenset(
     (aten.zeros.default, aten.ones.default, aten.full.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
 )
+_FILLED: Mapping[Any, int] = {aten.full.default: 1, aten.new_full.default: 2}  # operand that says with what
 _LOOKUPS = frozenset((aten.index.Tensor, aten._unsafe_index.Tensor))
 Kind = Literal["whole", "split", "sum", "mean", "count", "place"]
 
@@ -111,7 +112,11 @@ def _special(node: fx.Node, call: Call, part: Call, reads: list[Label], num: int
     alike = call.args == part.args and dict(call.kwargs) == dict(part.kwargs)
     if all(r == WHOLE for r in reads) and alike and call.outputs == part.outputs:
         return tuple(WHOLE for _ in call.outputs)
-    if call.target in _CONSTANTS or (call.target in _DRAWS and all(r == WHOLE for r in reads)):
+    if call.target in _CONSTANTS:
+        at = _FILLED.get(call.target)
+        same = (at is None or call.args[at] == part.args[at]) and dict(call.kwargs) == dict(part.kwargs)
+        return _result_label(call, part, num) if same else None  # a value that follows from the number of samples is none of the batch's
+    if call.target in _DRAWS and all(r == WHOLE for r in reads):
         return _result_label(call, part, num)
     if call.target is aten.repeat.default and reads == [WHOLE] and not alike:  # every copy is the same
         return _result_label(call, part, num)

@@ -143,7 +143,8 @@ class Case:
             with draws if self.num_draws else nullcontext(), watch, OwnEps(self.own):  # the draws themselves are not watched
                 returned = plain(*args, **kwargs)
             outputs = dict(flatten_with_paths(returned)[0])
-            outputs[self.loss].backward()
+            with torch.autocast(outputs[self.loss].device.type, enabled=False):  # as users are to run it
+                outputs[self.loss].backward()
         parameters = dict(plain.named_parameters(remove_duplicate=False))
         buffers = dict(plain.named_buffers(remove_duplicate=False))
         results = Results(

@@ -93,6 +93,7 @@ LOSSES = {
     "mean": (lambda z, y: ((z - y) ** 2).mean(), "mean"),
     "mse": (F.mse_loss, "mean"),
     "per sample": (lambda z, y: ((z - y) ** 2).sum() / z.shape[0], "mean"),
+    "a tensor filled with a constant": (lambda z, y: (z.sum(1) * torch.full((z.shape[0],), 0.5)).sum(), "sum"),
     "a constant divisor": (lambda z, y: ((z - y) ** 2).sum() / 3.0, "sum"),
     "two means": (lambda z, y: F.mse_loss(z, y) + 0.1 * z.abs().mean(), "mean"),
     "sum of means": (lambda z, y: ((z - y) ** 2).mean(1).sum(), "sum"),
@@ -114,6 +115,9 @@ COUPLED = {
     "a mean that is subtracted": lambda z, y: ((z - z.mean(0)) ** 2).sum(),
     "a square of a mean": lambda z, y: z.mean().square(),
     "a constant for each pair": lambda z, y: (z.sum(1) * torch.ones(z.shape[0], z.shape[0])).sum(),
+    "a tensor filled with a share of the batch": lambda z, y: (z.sum(1) * torch.full((z.shape[0],), 1 / z.shape[0])).sum(),
+    "a number made of the number of samples": lambda z, y: (z.sum(1) * torch.tensor(1 / z.shape[0])).sum(),
+    "a new tensor filled with it": lambda z, y: (z.sum(1) * z.new_full((z.shape[0],), 1 / z.shape[0])).sum(),
     "a position in the batch": lambda z, y: (z.sum(1) * torch.arange(z.shape[0])).sum(),
     "a sum and a regulariser": lambda z, y: (z * y).sum() + (torch.ones(5) * 2).sum() * z.sum().square(),
 }

@@ -303,6 +303,31 @@ def test_what_leaves_autocast_is_computed_as_it_says(num_microbatches: int) -> N
         assert module(**batch).item() == pytest.approx(model(**batch).item(), rel=1e-2)
 
 
+class _Island(nn.Module):
+    """A product that leaves autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.scores(x).pow(2).mean()
+
+
+def test_backward_of_what_leaves_autocast_leaves_it_too() -> None:
+    torch.manual_seed(0)
+    model, batch = _Island(), {"x": torch.randn(32, 64)}
+    plain = copy.deepcopy(model)
+    with torch.autocast("cpu", dtype=BF16):
+        pm = autopar.compile(model, Mesh(1), example_inputs=batch, hardware="cpu-gloo")
+        loss, wanted = pm(**batch), plain(**batch)
+        assert autopar.verify(pm.plan, plain, batch, dtype=None).ok and autopar.verify(pm.plan, plain, batch).ok
+    loss.backward()
+    wanted.backward()
+    torch.testing.assert_close(pm.get_parameter("scores.weight").grad.full_tensor(), plain.scores.weight.grad)
+
+
 def test_a_model_that_rests_in_the_precision_is_left_as_it_is() -> None:
     model, batch = zoo_small.llama(dtype=BF16)
     asked, plain = (capture(model, (), batch, precision=precision) for precision in (BF16, None))
