@@ -55,7 +55,7 @@ def run_staged(
             if random_ops.STATE in new_buffers:
                 state[random_ops.STATE] = new_buffers[random_ops.STATE]
             returning: dict[str, Locals] = {}
-            for stage in reversed(stages):
+            for stage in reversed(stages) if weight else ():  # as `StageWork.backward`
                 returning = stage.backward(returning, weight * tangent)
         gradients: dict[str, Tensor] = {}
         for stage in stages:

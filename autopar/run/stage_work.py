@@ -109,7 +109,13 @@ class StageWork:
             self._saved[number] = saved
 
     def backward(self, number: int) -> None:
-        """Run backward on one microbatch and add up its gradients."""
+        """Run backward on one microbatch and add up its gradients; not on one whose loss weighs nothing, on any rank: there is nothing to
+        count in it, its loss may be no number, and so would be its gradients."""
+        if self._sums and not self._weights[number]:
+            self._tangents.pop(number, None)
+            del self._saved[number]
+            self._returning[number] = [self._empty(t).zero_() for t in self.program.inputs if t.has_gradient]
+            return
         arrived = iter(self._tangents.pop(number, []))
         tangents = [
             next(arrived) if t.crosses else torch.full(t.shape, self._weights[number], dtype=t.dtype, device=self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import autopar
 from autopar import random_ops
 from autopar.analysis.microbatches import Microbatching, microbatching
 from autopar.api.tracing import microbatch_of, trace_part
@@ -17,6 +19,7 @@ from autopar.capture.execute import execute
 from autopar.capture.trees import flatten_call
 from autopar.emit.staged import _count
 from autopar.errors import AutoparError, ConstraintError, CoupledError
+from autopar.mesh import Mesh
 from autopar.run.program import Microbatches
 from benchmarks import zoo
 
@@ -187,3 +190,24 @@ def test_a_model_of_one_batch_size_is_refused_as_one_whose_samples_are_coupled()
     model, data = Whole(), {"x": torch.randn(8, 6)}
     with pytest.raises(CoupledError, match="the model takes the whole batch, and no part of 2 samples"):
         trace_part(model, capture(model, (), data), (), data, NUM)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z, y: F.cross_entropy(z, y, reduction="sum") / (y != -100).sum(),
+        lambda z, y: (F.cross_entropy(z, y.clamp(min=0), reduction="none") * (y != -100)).sum() / (y != -100).sum(),
+    ],
+    ids=["sum over count", "masked"],
+)
+def test_a_microbatch_in_which_nothing_counts_adds_nothing(loss: Any) -> None:
+    torch.manual_seed(0)
+    model, labels = Head(loss), torch.randint(0, 5, (8,))
+    labels[4:6] = -100
+    whole = {"x": torch.randn(8, 3), "y": labels}
+    pm = autopar.compile(copy.deepcopy(model), Mesh(1), example_inputs=whole, num_microbatches=4)
+    pm(**whole)["loss"].backward()
+    model(**whole)["loss"].backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(pm.get_parameter(name).grad.full_tensor(), parameter.grad)
+    assert autopar.verify(pm.plan, model, whole).ok
