@@ -139,7 +139,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet(model, lambda: _call_again(model, call)))
         stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True, **_STATIC))
-        if hasattr(torch._functorch.config, "backward_pass_autocast"):  # backward runs outside of autocast, as torch has users do it
+        if hasattr(torch._functorch.config, "backward_pass_autocast"):  # outside of autocast, as users run backward; `verify` tells
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         stack.enter_context(_without_record())
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # a recurrent layer is no op of CPUs alone

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 
 import torch
 from torch import fx
@@ -54,11 +55,11 @@ def beside_chains(graph: Read, chains: Spread, along: Spread) -> Spread:
     """`chains` of tensor parallelism with what they leave whole split as in `along`; parameters rest as `chains` has them."""
     rows: dict[str, Row] = {}
     sums, of_loss = set[Ref](), set[str]()
-    readers = _num_readers(graph)
+    num_reads = Counter(ref for reads in graph.reads.values() for ref in reads)
     for name, row in chains.rows.items():
         node = graph.nodes[name]
         split = any(isinstance(label, Shard) for label in (*row.inputs, *row.outputs))
-        adds = node.target in _KEEPS_SUMS and all(ref in sums and readers[ref] == 1 for ref in graph.reads[name])
+        adds = node.target in _KEEPS_SUMS and all(ref in sums and num_reads[ref] == 1 for ref in graph.reads[name])
         scores = node.target in LOSS_SUMS and split
         if node.target not in HEADS and (scores or any(other in of_loss for other, _ in graph.reads[name])):
             of_loss.add(name)
@@ -73,14 +74,6 @@ def beside_chains(graph: Read, chains: Spread, along: Spread) -> Spread:
 def _contracts(node: fx.Node, row: Row) -> bool:
     """Whether it makes partial sums."""
     return node.target in HEADS and not any(isinstance(label, Shard) for label in row.outputs)
-
-
-def _num_readers(graph: Read) -> dict[Ref, int]:
-    found: dict[Ref, int] = {}
-    for reads in graph.reads.values():
-        for ref in reads:
-            found[ref] = found.get(ref, 0) + 1
-    return found
 
 
 def _reads_otherwise(graph: Read, name: str, row: Row, rows: dict[str, Row]) -> bool:
