@@ -43,6 +43,7 @@ class Value:
             produced layout until backward is free.
         keepable: layouts in which it may be kept until backward; None is any that forward has it in. Where forward has it in
             none of these, backward makes it again.
+        copied: it is a parameter's copy in a narrower dtype, made when the step begins, and held like what forward makes.
     """
 
     key: str
@@ -52,6 +53,17 @@ class Value:
     graph: LayoutGraph
     resident: bool = False
     keepable: frozenset[int] | None = None
+    copied: bool = False
+
+    @property
+    def given(self) -> bool:
+        """Whether it is there when the step begins, in the layout in which it is produced."""
+        return self.resident or self.copied
+
+    @property
+    def num_versions(self) -> int:
+        """In how many layouts it may be kept until backward, at most."""
+        return len(self.graph.layouts if self.keepable is None else self.keepable)
 
 
 @dataclass(frozen=True, slots=True)

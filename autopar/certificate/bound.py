@@ -105,9 +105,9 @@ class _Dual:
         value = self.problem.values[variant.value]
         maker = ops[value.op]
         if later:
-            early = value.resident or (maker.kind == "compute" and not maker.recomputable)
+            early = value.given or (maker.kind == "compute" and not maker.recomputable)
         else:
-            early = value.resident or {ops[u.op].kind for u in variant.uses if u.phase == value.phase} <= {"parameter"}
+            early = value.given or {ops[u.op].kind for u in variant.uses if u.phase == value.phase} <= {"parameter"}
         share = self.balance[1 if later or value.phase == "backward" else 0]
         sent = share * self.problem.overlap_slowdown + 1.0 - share if early else 1.0
         return np.array([share if arc.collective.kind == "slice" else sent for arc in value.graph.arcs])

@@ -57,7 +57,8 @@ def certify(trace: Trace, plan: Plan, profile: HardwareProfile, context: Context
         priced = context.problem(trace, plan, profile)
     except AutoparError as error:
         return replace(report, findings=(Finding("layouts", f"the problem cannot be stated: {error.what}"),))
-    return _Job(trace, plan, profile, context, priced, Facts.of(trace), Claims.of(plan)).certificate(report)
+    facts = Facts.of(trace, accumulates=context.accumulates)
+    return _Job(trace, plan, profile, context, priced, facts, Claims.of(plan)).certificate(report)
 
 
 def identity(trace: Trace, plan: Plan, profile: HardwareProfile) -> Iterator[Finding]:

@@ -32,8 +32,8 @@ class Tensor:
     """One tensor of the traced model.
 
     Attributes:
-        key, result: what makes it. phase: when. resident: it is a parameter, a buffer or an input, there all the time.
-        rests: the same without gradients that come from another stage.
+        key, result: what makes it. phase: when. resident: it is a parameter, a buffer or an input, there all the time; no copy of one.
+        given: it is there when the step begins: the same with copies, without gradients that come from another stage.
         sum_dtype: what its partial sums are reduced in: gradients of 16-bit parameters in fp32, all else in its own dtype.
     """
 
@@ -45,7 +45,7 @@ class Tensor:
     sum_dtype: torch.dtype
     resident: bool
     readers: tuple[Reader, ...]
-    rests: bool = False
+    given: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,8 @@ class Facts:
     keys: frozenset[str]
 
     @staticmethod
-    def of(trace: Trace) -> Facts:
+    def of(trace: Trace, *, accumulates: bool = False) -> Facts:
+        """Args: accumulates: whether a step has several microbatches, which get parameters in the dtype that they read."""
         named = {p.node: parameter_key(p.name) for p in trace.parameters}
         named |= {b.node: buffer_key(b.name) for b in trace.buffers} | {i.node: input_key(i.path) for i in trace.inputs}
         tangents = {o.tangent: output_key(o.path) if o.crosses else input_key("tangent") for o in trace.differentiable}
@@ -72,6 +73,7 @@ class Facts:
         for ref, reader in (*_reads(nodes), *_results(trace)):
             readers.setdefault(ref, []).append(reader)
         gradients = {ref for ref, found in readers.items() if any(r.key.endswith("/parameter") for r in found)}
+        copied = {p.node for p in trace.parameters if p.is_narrowed and not accumulates}
         tensors = {}
         for node in trace.graph.nodes:
             value = node.meta.get("val")
@@ -83,9 +85,9 @@ class Facts:
                     wide = torch.float32 if narrow else each.dtype
                     shape, key = tuple(int(n) for n in each.shape), names[node.name]
                     found = tuple(readers.get(here, ()))
-                    resident = node.name in named and node.name not in passing
-                    rests = resident and node.name not in returning
-                    tensors[key, result] = Tensor(key, result, phase, shape, each.dtype, wide, resident, found, rests)
+                    there = node.name in named and node.name not in passing
+                    given, resident = there and node.name not in returning, there and node.name not in copied
+                    tensors[key, result] = Tensor(key, result, phase, shape, each.dtype, wide, resident, found, given)
         return Facts(tensors, nodes, names, frozenset(names.values()) | {r.key for _, r in _results(trace)})
 
 

@@ -145,14 +145,14 @@ class KernelWalk:
 
     def _crossed(self, key: tuple[str, int]) -> bool:
         """Whether a tensor comes from another stage."""
-        return key[0] not in self.facts.nodes and not self.facts.tensors[key].rests
+        return key[0] not in self.facts.nodes and not self.facts.tensors[key].given
 
     def _made_in(self, node: fx.Node) -> str:
         """The phase; none of what rests."""
         if node.op != "placeholder":
             return str(node.meta["phase"])
         tensor = self.facts.tensors[self.facts.names[node.name], 0]
-        return "" if tensor.rests else tensor.phase
+        return "" if tensor.given else tensor.phase
 
     def _read_whole(self, tensor: Tensor, layout: Layout) -> bool:
         read = {self.claims.chosen[r.key].inputs[r.operand] for r in tensor.readers if r.phase == tensor.phase}

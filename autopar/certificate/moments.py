@@ -9,9 +9,9 @@
                         returned likewise, each gradient that is done and each tensor that still has a reader, in their fewest bytes
 
 What forward made is asked for by its readers in backward; by a view of it in forward when that is; and by an op that may run
-again when its own results are, since it then reads its operands. An operand that nothing else reads may be gone when what ran
-again is read. With several microbatches the others in flight are held in full at every point, and so are the sums of gradients; a
-gradient itself goes when it is added.
+again when its own results are, since it then reads its operands. When what ran again is read, an operand that nothing else reads
+may be gone, and of one that is kept in several layouts the version that ran again read. With several microbatches the others in
+flight are held in full at every point, and so are the sums of gradients; a gradient itself goes when it is added.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from autopar.certificate.facts import Facts, Tensor, TensorKey
 from autopar.certificate.shards import held_bytes, local_lengths
 from autopar.cost.priced import Priced
 from autopar.layout import Layout
+from autopar.problem import Value
 from autopar.rules import call_of
 from autopar.strategies import Ref
 
@@ -50,6 +51,7 @@ class Moments:
     _position: dict[str, int] = field(default_factory=dict)
     _asked: dict[str, float] = field(default_factory=dict)
     _read: dict[str, float] = field(default_factory=dict)
+    _again: dict[str, float] = field(default_factory=dict)
     _last: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,13 +59,13 @@ class Moments:
         self._position = {node.name: place for place, node in enumerate(self.trace.graph.nodes)}
         self._owner = {key: n for n in range(len(problem.ops)) for keys in keys_of(self.priced, n) for key in keys}
         for node in reversed(self.trace.graph.nodes):
-            self._asked[node.name], self._read[node.name] = self._first_asked(node)
+            self._asked[node.name], self._read[node.name], self._again[node.name] = self._first_asked(node)
             self._last[node.name] = self._last_asked(node)
 
-    def _first_asked(self, node: fx.Node) -> tuple[float, float]:
-        """Positions of the first node of backward that could ask for what forward made, and of the first that itself reads it, or a view
-        of it; infinite where there is none."""
-        asked, read = [math.inf], [math.inf]
+    def _first_asked(self, node: fx.Node) -> tuple[float, float, float]:
+        """Positions of the first node of backward that could ask for what forward made, of the first that itself reads it, or a view of it,
+        and of the first for which what runs again could; infinite where there is none."""
+        asked, read, through = [math.inf], [math.inf], [math.inf]
         for user in node.users:
             if user.op != "call_function":
                 continue
@@ -73,9 +75,11 @@ class Moments:
             elif _shares_memory(user):
                 read.append(self._read[user.name])
                 asked.append(self._asked[user.name])
+                through.append(self._again[user.name])
             elif again:
                 asked.append(self._asked[user.name])
-        return min(*asked, *read), min(read)
+                through.append(self._asked[user.name])
+        return min(*asked, *read), min(read), min(through)
 
     def _last_asked(self, node: fx.Node) -> float:
         """Position of the last node of backward that could ask for what a node made, or for a view of it; infinitely early where there is
@@ -90,9 +94,11 @@ class Moments:
                 found.append(self._last[user.name])
         return max(found)
 
-    def _waits(self, name: str, now: int) -> bool:
-        """Whether what is kept is there for sure: nothing has asked for it yet."""
-        return now < self._asked[name] < math.inf or (now == self._asked[name] and self._read[name] < math.inf)
+    def _waits(self, name: str, now: int, value: Value) -> bool:
+        """Whether all that is kept is there for sure: nothing has asked for it yet, or what has read the one version that there is."""
+        one = len(value.graph.layouts if value.keepable is None else value.keepable) == 1
+        left = self._read[name] < math.inf and (one or self._again[name] != now)
+        return now < self._asked[name] < math.inf or (now == self._asked[name] and left)
 
     def row(self, place: str, worth_s: float) -> MemoryRow | None:
         """The row of a point of the step, or None where there is no such point."""
@@ -119,7 +125,7 @@ class Moments:
         for v, (variant, refs) in enumerate(zip(problem.variants, self.priced.refs, strict=True)):
             value = problem.values[variant.value]
             if value.phase == "forward":
-                waiting = sum(self._waits(ref[0], now) for ref in refs if ref not in reads)
+                waiting = sum(self._waits(ref[0], now, value) for ref in refs if ref not in reads)
                 held |= {v: waiting} if waiting else {}
             elif not _shares_memory(node):
                 for name, result in refs:
@@ -216,7 +222,7 @@ class Moments:
         tensor = self.facts.tensors[self.facts.names[ref[0]], ref[1]]
         maker = self.facts.nodes.get(tensor.key)
         shares = maker is not None and _is_view(maker)
-        return not tensor.rests and not shares and any(r.key == reader for r in tensor.readers)
+        return not (tensor.given and tensor.resident) and not shares and any(r.key == reader for r in tensor.readers)
 
     def _count(self, live: dict[int, list[int]], op: int, key: TensorKey, layouts: Sequence[Layout]) -> None:
         tensor = self.facts.tensors[key]

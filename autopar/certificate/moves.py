@@ -68,7 +68,7 @@ class Walk:
         waited = {claims.chosen[r.key].inputs[r.operand] for r in now if r.key in self.facts.nodes}
         yield from _slacks(tensor, steps, set() if tensor.key in self.facts.nodes else made, waited)
         others = [r for r in now if self.owner[r.key] != self.owner[tensor.key]]
-        yield from self._beside(tensor, steps, tensor.rests or all(r.key.endswith("/parameter") for r in others))
+        yield from self._beside(tensor, steps, tensor.given or all(r.key.endswith("/parameter") for r in others))
         if missing := wanted - at_hand:
             yield self._missing(tensor, tensor.phase, missing, at_hand)
         if tensor.phase == "backward":
@@ -91,7 +91,7 @@ class Walk:
         waited |= {claims.again[r.key].inputs[r.operand] for r in ops if r.phase == "forward" and r.key in claims.again}
         yield from _slacks(tensor, steps, set(kept) | (made if tensor.resident else set()), waited)
         only_kept = tensor.key in self.facts.nodes and self.owner[tensor.key] not in self.again
-        yield from self._beside(tensor, steps, tensor.rests or only_kept)
+        yield from self._beside(tensor, steps, tensor.given or only_kept)
         yield from self._steps(tensor, steps, sources, wanted)
         if missing := wanted - _reached(sources, steps):
             yield self._missing(tensor, "backward", missing, _reached(sources, steps))

@@ -102,8 +102,8 @@ def resting(trace: Trace, facts: Facts, claims: Claims, plan: Plan, *, accumulat
         rests = claims.chosen.get(storage_key(p.name), seen).outputs[0]
         size = held_bytes(p.view, p.dtype, rests, plan.mesh.shape)
         found["parameters"] += size
-        copied = seen.outputs[0] != rests or p.compute_dtype != p.dtype
-        gathered += held_bytes(p.view, p.compute_dtype, seen.outputs[0], plan.mesh.shape) if copied else 0
+        held = accumulates and p.compute_dtype != p.dtype
+        gathered += held_bytes(p.view, p.compute_dtype, seen.outputs[0], plan.mesh.shape) if held or seen.outputs[0] != rests else 0
         if p.gradient is not None:
             wide = torch.float32 if accumulates and p.dtype.itemsize < 4 else p.dtype
             found["gradients"] += held_bytes(p.view, wide, seen.inputs[0], plan.mesh.shape)

@@ -86,7 +86,7 @@ def _bound_s(
         part, classes_of(part, mesh.shape, forced), mesh, profile, budget_bytes=0, optimizer=str(plan.options["optimizer"]),
         forced=forced, num_microbatches=pipeline.num_microbatches, exposed=sewn.exposed,
     )  # fmt: skip
-    stored = Stored(part, plan, priced, Facts.of(part))
+    stored = Stored(part, plan, priced, Facts.of(part, accumulates=priced.problem.accumulates))
     crossing = Crossing.along(pipeline.axis, plan.mesh, profile)
     ways = Pipelines(part, priced, forced, placing, len(points) + 1, sewn.exposed, mesh.shape, crossing)
     asked = [c.cuts for c in constraints if isinstance(c, Pipelined) and c.cuts is not None]

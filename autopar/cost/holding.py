@@ -56,7 +56,7 @@ class HeldPrices:
         sums = local_bytes(p.view, sum_dtype(p.dtype), held.sums, mesh_shape) if trained else 0
         added = local_bytes(p.view, p.dtype, held.sums, mesh_shape) if trained else 0
         time_s = held_time(self.profile, self.optimizer, self.moves.num_microbatches, rests if trained else 0, sums, added)
-        time_s += narrow_copy(p, held.storage, mesh_shape, self.profile)[1] / self.moves.num_microbatches
+        time_s += narrowing_s(p, held.storage, mesh_shape, self.profile) / self.moves.num_microbatches
         elsewhere = held.storage if moves or (trained and held.sums != held.storage) else None
         layouts = Strategy((held.sums,) if trained else (), (held.working,))
         return OpStrategy(layouts, time_s + moved_s, rests * (1 + state) + working, sums, moved_s, elsewhere)
@@ -72,25 +72,23 @@ def held_time(profile: HardwareProfile, optimizer: str, num_microbatches: int, r
     return step_s + compute_time(Work(0, 2 * sums + added, "elementwise"), torch.float32, profile)
 
 
-def narrow_copy(p: Parameter, storage: Layout, mesh_shape: Sequence[int], profile: HardwareProfile) -> tuple[int, float]:
-    """Bytes of a copy in the dtype in which a parameter is read, where that is not its own, and seconds to make it where it rests.
-
-    It counts through the whole step: backward reads it, too, though what it reads last may be gone before the step ends.
-    """
+def narrowing_s(p: Parameter, storage: Layout, mesh_shape: Sequence[int], profile: HardwareProfile) -> float:
+    """Seconds to copy a parameter where it rests into the dtype in which it is read, where that is not its own."""
     if not p.is_narrowed:
-        return 0, 0.0
-    rests, copy = (local_bytes(p.view, dtype, storage, mesh_shape) for dtype in (p.dtype, p.compute_dtype))
-    return copy, compute_time(Work(0, rests + copy, "elementwise"), p.compute_dtype, profile)
+        return 0.0
+    moved = sum(local_bytes(p.view, dtype, storage, mesh_shape) for dtype in (p.dtype, p.compute_dtype))
+    return compute_time(Work(0, moved, "elementwise"), p.compute_dtype, profile)
 
 
 def resting(p: Parameter, layout: Layout, mesh_shape: Sequence[int], optimizer: str, profile: HardwareProfile) -> OpStrategy:
-    """The strategy of a parameter that is read, and whose gradient is returned, as it rests."""
+    """The strategy of a parameter that is read, and whose gradient is returned, as it rests; a copy that is read is a value, which forward
+    makes."""
     trained = p.gradient is not None
-    size, (copy, cast_s) = local_bytes(p.view, p.dtype, layout, mesh_shape), narrow_copy(p, layout, mesh_shape, profile)
+    size, cast_s = local_bytes(p.view, p.dtype, layout, mesh_shape), narrowing_s(p, layout, mesh_shape, profile)
     state, traffic = OPTIMIZERS[optimizer] if trained else (0, 0)
     step_s = traffic * size / profile.memory_bandwidth_bytes_per_s
     layouts = Strategy((layout,) if trained else (), (layout,))
-    return OpStrategy(layouts, step_s + cast_s, size * (1 + state) + copy, size if trained else 0)
+    return OpStrategy(layouts, step_s + cast_s, size * (1 + state), size if trained else 0)
 
 
 def adding_partial(strategies: Sequence[OpStrategy], axes: Sequence[int]) -> tuple[OpStrategy, ...]:

@@ -18,51 +18,11 @@ from autopar import ops
 from autopar.analysis.in_place import has_own_memory, operand_written
 from autopar.capture.trace import Trace
 from autopar.cost.priced import Priced
+from autopar.cost.spans import NEVER, Span
 from autopar.cost.widening import WIDENED, widened_bytes
 from autopar.layout import local_shape
 from autopar.problem import Moment, Value
 from autopar.strategies import Cluster, ClusterClass, Ref
-
-_NEVER = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """When a tensor is live: positions of nodes in the trace, `_NEVER` where there is none.
-
-    Attributes:
-        made: what makes it. last_forward: its last reader in forward; that of a result of the model is the end.
-        earliest: the first in backward that could ask for it; an op that runs again, because its own result is asked for, asks
-            for its operands. latest: the last that could. read: the first in backward that itself reads it, or a view of it.
-        asked: the first that asks for it if ops run again as late as they can. until: the last that does.
-        is_view: it has no memory of its own. takes_over: it is written into what it reads. is_gradient: of a parameter.
-    """
-
-    made: int
-    last_forward: int
-    earliest: int
-    latest: int
-    read: int
-    asked: int
-    until: int
-    is_view: bool
-    takes_over: bool
-    is_gradient: bool
-
-    @property
-    def has_memory(self) -> bool:
-        """Of its own."""
-        return not self.is_view and not self.takes_over
-
-    def is_made_anew(self, now: float) -> bool:
-        """Whether the node that runs makes it, beside what it reads."""
-        return self.made == now and self.has_memory
-
-    def waits(self, now: float) -> bool:
-        """Whether it is there, where it is kept, while this node of backward runs, since nothing has asked for it yet. What only asks so
-        that it can run again for this node has done so: it may be gone."""
-        return self.earliest > now or (self.earliest == now and self.read != _NEVER)
-
 
 @dataclass
 class Liveness:
@@ -135,20 +95,24 @@ class Liveness:
         backward = [self.positions[user.name] for user in users if user.meta["phase"] == "backward"]
         forward = [user for user in users if user.meta["phase"] == "forward"]
         returned = [user for user in node.users if user.op == "output" and node.meta.get("phase", "forward") == "forward"]
-        again = [self.spans[u.name] for u in forward if self.priced.problem.ops[self.owner[u.name]].recomputable]
-        views = [self.spans[u.name] for u in users if not has_own_memory(u) and u.meta["phase"] == node.meta.get("phase", "forward")]
+        repeated = [u for u in forward if self.priced.problem.ops[self.owner[u.name]].recomputable]
+        again = [self.spans[u.name] for u in repeated]
+        viewing = [u for u in users if not has_own_memory(u) and u.meta["phase"] == node.meta.get("phase", "forward")]
+        views = [self.spans[u.name] for u in viewing]
+        through = [self.spans[u.name].earliest for u in repeated if u not in viewing] + [span.again for span in views]
         asking = [span.asked for span in again if span.asked >= 0]
-        first = min(backward, default=_NEVER)
+        first = min(backward, default=NEVER)
         soonest = [*backward, *(span.earliest for span in (*again, *views) if span.earliest >= 0)]
-        last = max([_NEVER, *backward, *(span.latest for span in (*again, *views))])
+        last = max([NEVER, *backward, *(span.latest for span in (*again, *views))])
         return Span(
             made=self.positions[node.name],
-            last_forward=max([_NEVER, *(self.positions[u.name] for u in (*forward, *returned)), *(v.last_forward for v in views)]),
-            earliest=min(soonest, default=_NEVER),
+            last_forward=max([NEVER, *(self.positions[u.name] for u in (*forward, *returned)), *(v.last_forward for v in views)]),
+            earliest=min(soonest, default=NEVER),
             latest=last,
-            read=min([*backward, *(span.read for span in views if span.read >= 0)], default=_NEVER),
-            asked=first if first >= 0 else max(asking, default=_NEVER),
-            until=max([_NEVER, *backward, *asking, *(v.until for v in views)]),  # memory lives on in views of it
+            read=min([*backward, *(span.read for span in views if span.read >= 0)], default=NEVER),
+            again=min((at for at in through if at >= 0), default=NEVER),
+            asked=first if first >= 0 else max(asking, default=NEVER),
+            until=max([NEVER, *backward, *asking, *(v.until for v in views)]),  # memory lives on in views of it
             is_view=node.op == "call_function" and not has_own_memory(node),
             takes_over=operand_written(node) is not None,
             is_gradient=node.name in self.parameter,
@@ -237,7 +201,7 @@ class Liveness:
                 value = self.priced.problem.values[self.priced.problem.variants[v].value]
                 others = [(n, self.spans[n]) for n, _ in refs if n != name]
                 if value.phase == "forward":
-                    held[v] = sum(self.spans[n].waits(now) for n, _ in refs)
+                    held[v] = sum(self.spans[n].waits(now, value.num_versions) for n, _ in refs)
                 else:
                     num_waiting = sum(s.made < now < s.until and s.has_memory for _, s in others)
                     add(live, [min(value.graph.bytes)] * len(self.sizes_of(value)), value.op, num_waiting)
@@ -266,16 +230,20 @@ class Liveness:
     def _while(self, op: int, cluster: Cluster, now: int, live: dict[int, list[int]]) -> Moment:
         """While the first node of a cluster runs, by which so much is made."""
         problem, first = self.priced.problem, cluster.members[0]
-        held = {v: sum(self.spans[name].waits(now) for name, _ in refs) for v, refs in enumerate(self.priced.refs)}
+        values = [problem.values[variant.value] for variant in problem.variants]
+        held = {
+            v: sum(self.spans[name].waits(now, value.num_versions) for name, _ in refs)
+            for v, (value, refs) in enumerate(zip(values, self.priced.refs, strict=True))
+        }
         for operand, ref in enumerate(cluster.operands):
             v = self.variant[ref]
-            value = problem.values[problem.variants[v].value]
+            value = values[v]
             if ref in first.reads and not value.resident and not self.spans[ref[0]].is_view:
                 read = [value.graph.bytes[value.graph.index[s.layouts.inputs[operand]]] for s in problem.ops[op].strategies]
                 add(live, read, op, 1)
-                held[v] -= self.spans[ref[0]].waits(now)
+                held[v] -= self.spans[ref[0]].waits(now, value.num_versions)
         self.add_returned(live, now)
-        forward = ((v, n) for v, n in held.items() if n and problem.values[problem.variants[v].value].phase == "forward")
+        forward = ((v, n) for v, n in held.items() if n and values[v].phase == "forward")
         return Moment(first.node, tuple(forward), frozen(live))
 
     def is_view(self, node: str) -> bool:

@@ -83,7 +83,8 @@ class _Builder:
             alone = (resting(first, layout, self.mesh.shape, self.optimizer, self.profile) for layout in possible)
             strategies = held.strategies(first, possible, stages) if self.accumulates else tuple(alone)
             op = Op(str(pattern), "parameter", "forward", len(members), (), strategies)
-            index = self.add(op, Source("parameter", tuple(p.name for p in members), tuple(p.node for p in members)))
+            names, nodes = tuple(p.name for p in members), tuple(p.node for p in members)
+            index = self.add(op, Source("parameter", names, nodes, copies=first.is_narrowed and not self.accumulates))
             for p in members:
                 self.made[p.node, 0] = (index, 0)
                 self.infos[p.node, 0] = TensorInfo(p.view, p.compute_dtype)
@@ -220,11 +221,12 @@ class _Builder:
             refs_here = [ref for members in by_uses.values() for ref in members]
             ref = next((r for r in refs_here if r[0] in self.exposed), refs_here[0])
             graph = self._layout_graph(op, result, ref, {u for uses in by_uses for u in uses}, price)
-            resident = self.sources[op].kind != "compute" and not self.sources[op].crosses
+            copied = self.sources[op].copies
+            resident = self.sources[op].kind != "compute" and not self.sources[op].crosses and not copied
             key = f"{self.ops[op].key}#{result}"
             phase: Phase = "backward" if self.ops[op].kind == "output" else self.ops[op].phase
             readers = [use for uses in by_uses for use in uses if use.phase == "forward"]
-            values.append(Value(key, op, result, phase, graph, resident, self._keepable(op, result, graph, readers)))
+            values.append(Value(key, op, result, phase, graph, resident, self._keepable(op, result, graph, readers), copied))
             for uses, members in by_uses.items():
                 variants.append(Variant(len(values) - 1, len(members), uses))
                 refs.append(tuple(members))

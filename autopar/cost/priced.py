@@ -25,7 +25,7 @@ class Source:
     Attributes:
         kind: as in `Op.kind`. names: parameter, buffer, input or output names of the instances (not for compute).
         nodes: placeholder or read node per instance (not for compute). cluster: the class (compute only).
-        crosses: whether it crosses between stages.
+        crosses: whether it crosses between stages. copies: whether what ops read are copies in a narrower dtype, which forward makes.
     """
 
     kind: OpKind
@@ -33,6 +33,7 @@ class Source:
     nodes: tuple[str, ...] = ()
     cluster: ClusterClass | None = None
     crosses: bool = False
+    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)

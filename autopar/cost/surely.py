@@ -63,7 +63,7 @@ class _Now:
                     self.liveness.add_gradient(name, value, live)
                 num = sum(s.made < now < s.until and s.has_memory and n not in read for n, s in here) if self.backward else 0
             else:
-                kept = [s.waits(now) if self.backward else 0 <= s.last_forward < now and s.until >= 0 for _, s in here]
+                kept = [s.waits(now, value.num_versions) if self.backward else 0 <= s.last_forward < now and s.until >= 0 for _, s in here]
                 held[v] = sum(kept)
                 num = sum(s.made < now < s.last_forward and s.has_memory and n not in read for n, s in here)
                 num = 0 if self.backward or value.resident else num
@@ -83,4 +83,4 @@ class _Now:
                 rests = [size[value.graph.index[s.layouts.outputs[value.result]]] for s in problem.ops[value.op].strategies]
                 add(live, [-rest for rest in rests], value.op, 1)
             if self.backward and value.phase == "forward":
-                held[v] -= span.waits(self.now)
+                held[v] -= span.waits(self.now, value.num_versions)

@@ -48,6 +48,7 @@ class Phase:
     saved: dict[fx.Node, fx.Node] = field(default_factory=dict)  # forward node → backward placeholder
     done: set[tuple[str, bool]] = field(default_factory=set)  # names of nodes that were emitted, and whether to run again
     sums: dict[str, fx.Node] = field(default_factory=dict)  # parameter → what its gradients are added to
+    copied: set[str] = field(default_factory=set)  # placeholders of parameters that are cast here to what they are read in
 
     def placeholders(self, parameters: tuple[Parameter, ...], buffers: tuple[Parameter, ...], *, casts: bool) -> None:
         """What the graph is given.
@@ -68,6 +69,7 @@ class Phase:
         for node, here in given:
             key, read = here.meta["key"], here
             if node in narrowed:
+                self.copied.add(node)
                 read = self.graph.call_function(_cast, (here,), {"dtype": narrowed[node]})
                 read.meta.update(here.meta, key=key + CAST)
             self.define((node, 0), chosen[key].outputs[0], read)
@@ -144,7 +146,8 @@ class Phase:
         """A saved value: what the plan keeps, and what rests anyway (parameters, buffers, inputs that cross no stage)."""
         if self.earlier is None:
             return None
-        resident = self.job.nodes[ref[0]].op == "placeholder" and ref[0] not in self.job.crossing
+        held = ref[0] in self.job.crossing or ref[0] in self.earlier.copied
+        resident = self.job.nodes[ref[0]].op == "placeholder" and not held
         if layout not in self.job.index.kept.get(self.job.key(ref), ()) and not resident:
             return None
         node = self.earlier.have.get(ref, {}).get(layout)

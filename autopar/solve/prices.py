@@ -37,8 +37,8 @@ def is_early(problem: Problem, v: int, *, late: bool) -> bool:
     variant = problem.variants[v]
     value = problem.values[variant.value]
     made_by = problem.ops[value.op]
-    if value.resident or late:
-        return value.resident or (made_by.kind == "compute" and not made_by.recomputable)
+    if value.given or late:
+        return value.given or (made_by.kind == "compute" and not made_by.recomputable)
     return all(problem.ops[use.op].kind == "parameter" for use in variant.uses if use.phase == value.phase)
 
 

@@ -6,6 +6,7 @@ The reference is a model whose parameters are cast where they are read, as autog
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from autopar.capture import Trace, capture, execute
 from autopar.constraints import Constraint, ddp, fsdp, megatron, pipeline, tensor_parallel
 from autopar.emit import emit
 from autopar.emit.job import CAST
-from autopar.errors import AutoparError, EmissionError, PlanError
+from autopar.errors import AutoparError, EmissionError, InfeasibleError, PlanError
 from autopar.hardware import HardwareProfile
 from autopar.kernels.collectives import fake_groups
 from autopar.layout import local_shape
@@ -178,8 +179,10 @@ def test_what_rests_is_wide_and_copies_are_narrow(way: str) -> None:
     for stage in made.plan.pipeline.stages if made.plan.pipeline else (made.plan,):
         rests = stage.prediction.memory_bytes
         assert rests["optimizer"] == 2 * rests["parameters"]
-        if way not in ("ZeRO-1", "ZeRO-2", "Megatron"):
+        if way in ("microbatches", "stages"):
             assert 2 * rests["copies"] == rests["parameters"]
+        elif way in ("free", "fsdp", "tensor parallel"):
+            assert "copies" not in rests, "they are gone before the step ends"
     for program in programs(made):
         assert {t.dtype for t in program.parameters} == {torch.float32}
         casts = [n for n in program.forward.graph.nodes if n.meta.get("key", "").endswith(CAST)]
@@ -207,6 +210,40 @@ def test_the_predicted_peak_is_measured_to_the_byte(kind: str, way: str) -> None
         assert memory.peak_bytes == trace_peak(program).peak_bytes
         assert {g.dtype for g in gradients} == {torch.float32}
         del gradients
+
+
+class Tower(nn.Module):
+    """Wide against its batch: weights and their copies are most of the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).pow(2).mean()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bounds_and_the_least_memory_that_would_do_hold_for_plans_that_were_made(autocast: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = Tower(), {"x": torch.randn(16, 64)}
+
+    def plan(memory_bytes: int | None) -> Plan:
+        with torch.autocast("cpu", dtype=BF16, enabled=autocast):
+            options: dict[str, Any] = {"hardware": "h100-sxm", "memory_bytes": memory_bytes, "num_microbatches": 1}
+            return autopar.plan(model, 1, example_inputs=batch, precision=None if autocast else "bf16", **options)
+
+    made = [plan(None)]
+    for share in (1.0, 0.98, 0.95, 0.8):
+        try:
+            made.append(plan(int(share * made[0].prediction.peak_bytes)))
+        except InfeasibleError as error:
+            proven, found = (int(n) for n in re.findall(r"\((\d+) bytes", str(error)))
+            assert proven <= min(found, *(p.prediction.peak_bytes for p in made))
+    assert len(made) > 1
+    for p in made:
+        within = [q for q in made if q.prediction.peak_bytes <= p.options["memory_bytes"]]
+        assert within and all(p.proof.bound_s <= q.prediction.step_s * (1 + 1e-9) for q in within)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -362,9 +399,9 @@ def test_a_plan_is_for_its_precision() -> None:
     [
         ('"dtype": "bfloat16"', '"dtype": "float32"'),
         ('"kind": "reduce_scatter", "axis": 0', '"kind": "reduce_scatter", "axis": 0'),
-        ('"copies": ', '"copies": 1'),
+        ('"activations": ', '"activations": 1'),
     ],
-    ids=["gathers", "nothing", "copies"],
+    ids=["gathers", "nothing", "kept bytes"],
 )
 def test_changed_plans_are_refused(change: tuple[str, str]) -> None:
     made, model, batch = planned("llama", "fsdp")
@@ -377,6 +414,13 @@ def test_changed_plans_are_refused(change: tuple[str, str]) -> None:
         assert not same
     else:
         assert found.ok == same
+
+
+def test_a_copy_that_backward_reads_and_the_plan_does_not_keep_is_refused() -> None:
+    made, model, batch = planned("llama", "fsdp")
+    first = next(n for n, k in enumerate(made.plan.kept) if k.node.endswith("/parameter"))
+    found = autopar.check(replace(made.plan, kept=(*made.plan.kept[:first], *made.plan.kept[first + 1 :])), model, batch)
+    assert any("nothing makes that" in str(each) for each in found.findings)
 
 
 @pytest.mark.parametrize("constraints", [(), (fsdp(),), (ddp(),)], ids=["free", "fsdp", "ddp"])

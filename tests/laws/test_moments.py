@@ -29,7 +29,11 @@ from benchmarks.random_plans import Prepared, finish, prepare, prepared_trace, r
 BY_ROWS = "llama, its loss by rows"  # whose gradient of many classes is scaled where it lies
 CAST = "a cast"  # run again from what is kept in 16 bits, and read by one op alone
 SHOWN = "a head"  # in 16 bits, which returns more than the loss
-CASES = (("llama", "1"), (CAST, "1"), ("mixtral", "1"), ("bert", "a=2,b=2"), ("cnn", "a=2,b=2"), (BY_ROWS, "1"), (SHOWN, "a=2,b=2"))
+NARROW = "gpt2, read in 16 bits"  # whose weights' copies are there until their last reader
+CASES = (
+    ("llama", "1"), (CAST, "1"), ("mixtral", "1"), ("bert", "a=2,b=2"), ("cnn", "a=2,b=2"), (BY_ROWS, "1"), (SHOWN, "a=2,b=2"),
+    (NARROW, "1"), (NARROW, "a=2,b=2"),
+)  # fmt: skip
 
 
 class Cast(nn.Module):
@@ -46,6 +50,9 @@ def prepared(name: str, mesh: str) -> tuple[Prepared, Liveness]:
     grid, profile = Mesh.parse(mesh), load_profile("cpu-gloo-frictionless")
     if name == CAST:
         made = prepare(Cast().bfloat16(), {"x": torch.ones(64, 8, dtype=torch.bfloat16)}, grid, profile)
+    elif name == NARROW:
+        model, batch = zoo.build("gpt2")
+        made = prepared_trace(capture(model, (), batch, precision=torch.bfloat16), grid, profile)
     elif name == SHOWN:
         made = prepare(*shown(64), grid, profile)
     elif name != BY_ROWS:
