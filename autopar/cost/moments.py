@@ -24,6 +24,7 @@ from autopar.layout import local_shape
 from autopar.problem import Moment, Value
 from autopar.strategies import Cluster, ClusterClass, Ref
 
+
 @dataclass
 class Liveness:
     """When each tensor of a trace is live, and from it any moment."""
