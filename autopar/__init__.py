@@ -43,10 +43,12 @@ from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.plans import Plan
+from autopar.run.saved import Checkpoints
 from autopar.version import VERSION as __version__
 
 __all__ = [
     "AutoparError",
+    "Checkpoints",
     "HardwareProfile",
     "Layout",
     "Mesh",

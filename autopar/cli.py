@@ -6,7 +6,6 @@ and the command exits with 1.
 
 from __future__ import annotations
 
-import runpy
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from autopar.mesh import Mesh
 from autopar.planning import PlanOptions
 from autopar.plans import NO_FLIP, Flip, Plan
 from autopar.run.executor import Outputs
+from autopar.run.launching import launch
 from autopar.terminal import PHASES, complain, parse_size, progress, say, show
 from autopar.units import seconds
 
@@ -245,12 +245,12 @@ def run_command(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A Python file that calls autopar.compile.")],
     num_processes: Annotated[int, typer.Option("-n", "--num-processes", min=1, help="Processes on this machine.")] = 1,
+    nodes: Annotated[str, typer.Option(help="Machines that each run this: a number, or the fewest and the most, as 2:4.")] = "1",
+    meet: Annotated[str | None, typer.Option(help="HOST:PORT of one of several machines, where they meet.")] = None,
+    restarts: Annotated[int, typer.Option(min=0, help="How often all processes start again after one has failed.")] = 0,
 ) -> None:
-    """Start SCRIPT with its arguments in several local processes, by torchrun."""
-    if not script.is_file():
-        raise AutoparError(f"there is no script {str(script)!r}", remedy="name a Python file")
-    sys.argv = ["torchrun", "--standalone", f"--nproc-per-node={num_processes}", str(script), *context.args]
-    runpy.run_module("torch.distributed.run", run_name="__main__")
+    """Start SCRIPT with its arguments in several processes, by torchrun. Where machines come or go those that are there start it again."""
+    launch(script, context.args, num_processes=num_processes, nodes=nodes, meet=meet, restarts=restarts)
 
 
 def _stages(axis: str | None, microbatches: int | None, schedule: str | None, chunks: int | None) -> tuple[constraints.Pipelined, ...]:

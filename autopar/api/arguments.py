@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,6 +19,7 @@ from autopar.run.device_mesh import mesh_of
 
 Unshaped: TypeAlias = int | tuple[int, int]  # a device count; nodes × devices per node
 MeshLike: TypeAlias = Mesh | DeviceMesh | Unshaped | Mapping[str, int]
+Launched: TypeAlias = MeshLike | None  # None: all processes that a launcher started
 Example: TypeAlias = Mapping[str, Any] | Sequence[Any] | Tensor
 
 
@@ -36,6 +39,14 @@ def as_mesh(mesh: MeshLike) -> Mesh:
         return Mesh(mesh)
     remedy = 'pass autopar.Mesh({"node": 4, "gpu": 8}), a torch DeviceMesh, nodes and devices per node as (4, 8), or a device count'
     raise MeshError(f"{mesh!r} is no mesh", remedy=remedy)
+
+
+def launched() -> Unshaped:
+    """The processes of this job, to be shaped: nodes × processes of each, as torchrun says, or their number where nodes differ; one process
+    where there is no launcher and no process group."""
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return (world // here, here) if world % here == 0 else world
 
 
 def read_mesh(text: str) -> Mesh | Unshaped:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, is_shape_of, is_unshaped
+from autopar.api.arguments import Example, Launched, MeshLike, as_call, as_mesh, is_shape_of, is_unshaped, launched
 from autopar.api.planning import check_fits, plan_told
 from autopar.api.tracing import program_of, traced
 from autopar.capture import Trace
@@ -32,7 +32,7 @@ log = logging.getLogger("autopar")
 
 def compile(
     model: nn.Module,
-    mesh: MeshLike,
+    mesh: Launched = None,
     *,
     example_inputs: Example | None = None,
     plan: Plan | str | Path | None = None,
@@ -47,6 +47,7 @@ def compile(
     Call it on every rank. Rank 0 plans, the others take its plan. With one device no launcher is needed.
 
     Args:
+        mesh: by default all processes of the job, nodes × processes of each, which the planner shapes.
         example_inputs: the global batch. Without it, planning happens at the first call, and the parameters exist from then on.
         plan: a plan or its file, made by `plan` for this model and mesh.
         backend: ``"eager"`` or ``"inductor"``.
@@ -63,7 +64,8 @@ def compile(
     _check_options(plan, hardware, {"backend": backend, "batch": batch, "outputs": outputs}, options)
     if example_inputs is None and batch == "local":
         raise RuntimeStateError('batch="local" needs example_inputs', remedy="pass the global batch; its values are not read")
-    order = _Order(model, mesh, plan, hardware, {"backend": backend, "batch": batch, "outputs": outputs}, options)
+    build = {"backend": backend, "batch": batch, "outputs": outputs}
+    order = _Order(model, launched() if mesh is None else mesh, plan, hardware, build, options)
     return Deferred(order) if example_inputs is None else _build(order, *as_call(example_inputs))
 
 

@@ -1,0 +1,176 @@
+"""``python -m benchmarks.elastic``: a machine is lost while a model is trained, and comes back; the losses beside those of one process.
+
+Two agents (`autopar run`, as on two machines, here both on this one) each start two processes, which train `make demo`'s GPT-2. After some
+steps one agent and its processes are killed; the other starts its own again, plans for the two that are left, and goes on from the
+newest checkpoint. Then the first comes back, and all four go on. Each row is one of these three parts of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.errors import AutoparError
+from benchmarks.common import ROOT, Row, run_rows
+from benchmarks.common import parser as flags_of
+from benchmarks.demo import LEARNING_RATE, batches, build
+
+PROCESSES = 2  # of each agent
+PARTS = ("both machines", "one was killed", "it is back")
+BUDGET_BYTES = 120 * 10**6  # per process
+TOLERANCE = 1e-3  # of the losses, as the demo's
+LIMIT_S = 900.0
+NAMES = ("first", "second")
+WORD, MACHINE = "told", "AUTOPAR_ELASTIC_MACHINE"
+
+
+def train(folder: Path, steps: int) -> None:
+    """What each process runs: an ordinary loop that goes on where the newest checkpoint ends."""
+    (folder / f"{os.environ[MACHINE]}.{os.getpid()}").touch()
+    data = batches(steps)
+    model = autopar.compile(build(), example_inputs=data[0], hardware="cpu-gloo", memory_bytes=BUDGET_BYTES)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    checkpoints = autopar.Checkpoints(folder / "checkpoints")
+    for step in range(checkpoints.load(model, optimizer), steps):
+        loss = model(**data[step])["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpoints.save(step + 1, model, optimizer)
+        if dist.get_rank() == 0:
+            rests = max(model.parameters(), key=lambda p: p.numel()).placements  # type: ignore[attr-defined]
+            said = {"step": step, "loss": loss.item(), "processes": dist.get_world_size(), "rests": str(rests), "at_s": time.time()}
+            with (folder / WORD).open("a") as file:
+                file.write(json.dumps(said) + "\n")
+
+
+def row(spec: dict[str, Any], mesh: str, steps: int) -> list[Row]:
+    """One row per part."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = follow(Path(folder), steps)
+    wanted = alone(steps)
+    starts = [n for n, each in enumerate(told) if not n or each["processes"] != told[n - 1]["processes"]]
+    if len(starts) != len(PARTS):
+        raise AutoparError(f"the run had {len(starts)} parts instead of {len(PARTS)}")
+    rows = []
+    for part, start, end in zip(PARTS, starts, [*starts[1:], len(told)], strict=True):
+        here, before = told[start:end], told[start - 1] if start else None
+        worst = max(abs(each["loss"] - wanted[each["step"]]) / wanted[each["step"]] for each in here)
+        rows.append({
+            "part": part, "processes": here[0]["processes"], "steps": f"{here[0]['step']} to {here[-1]['step']}", "largest_weight": here[0]["rests"],
+            "run_twice": 0 if before is None else before["step"] + 1 - here[0]["step"],
+            "pause_s": None if before is None else here[0]["at_s"] - before["at_s"], "max_rel_diff": worst, "ok": worst <= TOLERANCE, "error": None,
+        })  # fmt: skip
+    return rows
+
+
+def alone(steps: int) -> list[float]:
+    """The losses of the plain model in one process, without a break."""
+    model, losses = build(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    for batch in batches(steps):
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def follow(folder: Path, steps: int) -> list[dict[str, Any]]:
+    """Run all parts; what the first rank said of each step, in order.
+
+    Raises:
+        AutoparError: where agents end too early, or on the time limit.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    meet, agents = f"localhost:{port}", list[subprocess.Popen[bytes]]()
+    try:
+        agents.append(_agent(folder, meet, steps, "first"))
+        _listens(port)  # the machine where others meet is the one that stays
+        agents.append(_agent(folder, meet, steps, "second"))
+        _await(folder, agents, lambda told: len(told) >= steps // 3)
+        _lose(folder, agents[1], "second")
+        _await(folder, agents[:1], lambda told: told[-1]["processes"] == PROCESSES and told[-1]["step"] >= steps // 2)
+        agents[1] = _agent(folder, meet, steps, "second")
+        _await(folder, agents, lambda told: told[-1]["step"] == steps - 1)
+        for agent in agents:
+            agent.wait(timeout=LIMIT_S)
+    finally:
+        for agent, name in zip(agents, NAMES, strict=False):
+            _lose(folder, agent, name)
+    return _told(folder)
+
+
+def _agent(folder: Path, meet: str, steps: int, name: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "autopar", "run", "-n", str(PROCESSES), "--nodes", "1:2", "--meet", meet, "--restarts", "3"]
+    known = {**os.environ, MACHINE: name, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PET_RDZV_CONF": "last_call_timeout=5"}
+    with (folder / f"{name}.log").open("ab") as log:
+        work = [*command, __file__, str(folder), str(steps)]
+        return subprocess.Popen(work, cwd=ROOT, env=known, stdout=log, stderr=log)
+
+
+def _lose(folder: Path, agent: subprocess.Popen[bytes], name: str) -> None:
+    """An agent and its processes, which are no children of its session."""
+    agent.kill()
+    agent.wait()
+    for mark in folder.glob(f"{name}.[0-9]*"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(mark.suffix[1:]), signal.SIGKILL)
+        mark.unlink()
+
+
+def _listens(port: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if not probe.connect_ex(("localhost", port)):
+                return
+        time.sleep(0.1)
+
+
+def _told(folder: Path) -> list[dict[str, Any]]:
+    file = folder / WORD
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _await(folder: Path, agents: Sequence[subprocess.Popen[bytes]], ends: Any) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not ((told := _told(folder)) and ends(told)):
+        ended = [agent for agent in agents if agent.poll() is not None]
+        if ended or time.monotonic() > deadline:
+            logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in sorted(folder.glob("*.log")))
+            raise AutoparError(f"{'an agent ended too early' if ended else 'nothing went on'}: {logs}")
+        time.sleep(0.2)
+
+
+def main() -> int:
+    flags = flags_of("elastic", __doc__ or "")
+    flags.add_argument("--steps", type=int, default=150)
+    options = flags.parse_args()
+    case = {"spec": {"name": "the demo's gpt2"}, "mesh": "2x2", "steps": options.steps}
+    columns = ("part", "processes", "steps", "largest_weight", "run_twice", "pause_s", "max_rel_diff")
+    return run_rows("elastic", [case], columns, options.json)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        train(Path(sys.argv[1]), int(sys.argv[2]))
+    else:
+        sys.exit(main())
