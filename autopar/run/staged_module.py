@@ -112,11 +112,11 @@ class StagedModule(Holder):
         values = self._arguments.tensors(args, kwargs, self.world_mesh)
         how = self._how
         parts = how.split({t.name: x for t, x in zip(self.program.inputs, values, strict=True)})
-        weights = how.weights(parts)
         parameters = [self.get_parameter(t.name) for t in self._held]
         self._trains(parameters, self._held)
         trained = torch.is_grad_enabled()  # a stage that trains nothing takes part all the same
         with torch.autocast(self.device_mesh.device_type, enabled=False):
+            weights = how.weights(parts)
             outputs, gradients = self._step(parts, weights, parameters, keep=trained)
         if trained:
             outputs[how.loss] = _Published.apply(self, outputs[how.loss], gradients, *parameters)
