@@ -146,7 +146,8 @@ class StagedModule(Holder):
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """The batch's outputs by path, and this rank's gradients, both the same on all ranks that should have them."""
         how = self.program.microbatches
-        locals = {t.name: self._storages[t.name].local(p.detach()) for p, t in zip(parameters, self._held, strict=True)}
+        with torch.no_grad():  # as they are, without autograd; `detach` fails under torch.inference_mode
+            locals = {t.name: self._storages[t.name].local(p) for p, t in zip(parameters, self._held, strict=True)}
         self._begin(locals, parts, [weight * self.loss_scale for weight in weights], keep=keep)
         if isinstance(self._schedule, Interleaving):
             self._schedule.run(backward=keep)

@@ -163,14 +163,20 @@ class Case:
 
     @contextmanager
     def _refused_by_kernels(self) -> Iterator[None]:
-        """In another dtype than the model's own some op may have no kernel, or a constant no room; in its own, errors are the model's."""
+        """In another dtype than the model's own some op may have no kernel, or a constant no room; in its own, errors are the model's.
+
+        A precision is not the model's own: with parameters in it, and buffers that are not, ops may have no kernel either.
+        """
         try:
             yield
         except (RuntimeError, ValueError, TypeError) as error:
-            if self.dtype is None or self.dtype == self.own:
+            as_asked = self.dtype is None or self.dtype == self.own
+            if as_asked and self.trace.precision is None:
                 raise
             said = next(iter(str(error).splitlines()), type(error).__name__)
-            raise PlainModelError(f"the plain model fails: {said}", remedy="verify in the model's own dtype: pass dtype=None") from error
+            where = f" with parameters in {self.own} and buffers as they are" if as_asked else ""
+            remedy = "verify in a wider dtype: pass dtype=torch.float64" if as_asked else "verify in the model's own dtype: pass dtype=None"
+            raise PlainModelError(f"the plain model fails{where}: {said}", remedy=remedy) from error
 
     def _autocast(self) -> AbstractContextManager[None]:
         """As in capture; on a GPU the model's own."""
