@@ -7,12 +7,13 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+KINDS = ("cpu", "cuda")  # of devices: where programs run
 
-def autocast_of(device_type: str) -> str:
-    """What `torch.autocast` does here to ops on a device of that type, in words."""
-    if not torch.is_autocast_enabled(device_type):
-        return "no autocast"
-    return f"autocast to {torch.get_autocast_dtype(device_type)}"
+
+def autocast_around(device_type: str) -> str:
+    """The `torch.autocast` that the caller is under, in words: capture follows that of any kind of device, not of this type alone."""
+    found = [f"autocast to {torch.get_autocast_dtype(k)}" + f" of {k}" * (k != device_type) for k in KINDS if torch.is_autocast_enabled(k)]
+    return " and ".join(found) or "no autocast"
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def as_written() -> Iterator[None]:
     all casts of a graph are nodes of it."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        for kind in ("cpu", "cuda"):
+        for kind in KINDS:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield

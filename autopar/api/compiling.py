@@ -168,6 +168,7 @@ class Deferred(nn.Module):
         return module
 
 
+@torch.inference_mode(mode=False)  # parameters that are made in it could never be trained
 def _build(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParallelModule | StagedModule:
     mesh = order.mesh
     kind = _device_type(order.model)

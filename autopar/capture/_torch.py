@@ -35,6 +35,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from autopar.capture._transformers import model_loggers, transformers_under_capture
 from autopar.capture.activations import join_activations
+from autopar.capture.gpu_autocast import gpu_autocast
 from autopar.capture.norms import join_norms
 from autopar.capture.outputs import loss_leaf
 from autopar.capture.precision import narrowed
@@ -99,6 +100,7 @@ class Prepared:
 
     Attributes:
         precision: what wider floating parameters and inputs are read in. stored: such a parameter's name → its own dtype.
+        on_gpu: whether a tensor of the model or the call is on a GPU.
     """
 
     mode: FakeMode
@@ -109,6 +111,7 @@ class Prepared:
     aliases: Aliases
     precision: torch.dtype | None
     stored: Mapping[str, torch.dtype]
+    on_gpu: bool
 
 
 @contextlib.contextmanager
@@ -125,9 +128,10 @@ def prepared(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pr
     fake_args, fake_kwargs = unflatten(fakes, in_spec)
     named = model.named_parameters(remove_duplicate=False)
     stored = {name: p.dtype for name, p in named if narrowed(p.dtype, precision) != p.dtype}
+    on_gpu = any(getattr(held, "is_cuda", False) for held in (*model.parameters(), *model.buffers(), *(leaf for _, leaf in in_leaves)))
     with _fake_weights(model, mode, precision), transformers_under_capture(model, args, kwargs), torch.enable_grad():
         aliases = aliases_of(model)  # captured, a tensor is another object
-        yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec, aliases, precision, stored)
+        yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec, aliases, precision, stored, on_gpu)
 
 
 def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
@@ -137,6 +141,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         CaptureError: the model has no loss, or Dynamo or AOTAutograd cannot trace it.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(gpu_autocast(call.on_gpu))
         stack.enter_context(quiet(model, lambda: _call_again(model, call)))
         stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True, **_STATIC))
         if hasattr(torch._functorch.config, "backward_pass_autocast"):  # outside of autocast, as users run backward; `verify` tells

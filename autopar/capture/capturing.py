@@ -22,7 +22,7 @@ from autopar.capture.passes import PASSES
 from autopar.capture.passes.clean import inline_constants
 from autopar.capture.passes.random import next_state, number_draws, replace_random
 from autopar.capture.precision import absorb_casts, before_cast, cast_input, widened
-from autopar.capture.refusals import refuse_random, refuse_unseen
+from autopar.capture.refusals import refuse_float8, refuse_random, refuse_unseen
 from autopar.capture.ties import refuse_overlaps
 from autopar.capture.trace import Folding, Input, Output, Parameter, Trace
 from autopar.errors import CaptureError
@@ -83,6 +83,7 @@ def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None, c
     """
     graph = raw.graph
     label(graph)
+    refuse_float8(graph)
     if shortened is not None:
         for node in graph.nodes:
             node.meta["module"] = renumbered(node.meta["module"], shortened.kept)

@@ -18,6 +18,7 @@ from autopar.errors import CaptureError, Where
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n?(?P<code>[^\n]*)')
+_RAISED = re.compile(r"Developer debug context: raised exception (.+)|with fake tensors: .*: got (\w+\(.+\))")
 _REMEDIES = {
     "data-dependent": "the value of a tensor decides the control flow: use torch.where, or pass the choice as a Python value",
     "logging": "remove the log call from forward, or guard it with `if not torch.compiler.is_compiling()`",
@@ -41,8 +42,8 @@ def as_capture_error(error: BaseException) -> CaptureError:
     """`error`, raised by torch while it captured, as a CaptureError with the user's line."""
     what = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     text = str(error)
-    raised = re.search(r"Developer debug context: raised exception (.+)", text)
-    what = f"{what.strip()}: {raised[1]}" if raised else what
+    raised = _RAISED.search(text)
+    what = f"{what.strip()}: {raised[1] or raised[2]}" if raised else what
     remedy = next((remedy for mark, remedy in _REMEDIES.items() if mark.lower() in text.lower()), _DEFAULT_REMEDY)
     source = user_line("".join(_frames(error))) or user_line(text)
     return CaptureError(f"the model cannot be captured as one graph: {what.strip()}", where=Where(source=source), remedy=remedy)
@@ -151,6 +152,18 @@ def refuse_random(graph: fx.Graph) -> None:
                 f"{node.target} draws random numbers, and has no counterpart that draws the same under every layout",
                 where=Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"]),
                 remedy="draw with torch.rand, randn, randint, bernoulli or dropout, whose numbers follow from the element's place",
+            )
+
+
+def refuse_float8(graph: fx.Graph) -> None:
+    """Raise CaptureError at the first value in a floating dtype of 8 bits: torch promotes none of these, and no rule knows their sums."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize < 2:
+            raise CaptureError(
+                f"a tensor of {value.dtype}, which programs do not compute with",
+                where=Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"]),
+                remedy="compute in torch.bfloat16 or float16 instead",
             )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from autopar.errors import RuntimeStateError
 from autopar.kernels.collectives import AxisGroup, all_reduce, use_groups
 from autopar.run.device_mesh import groups_of
 
@@ -28,7 +29,11 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
 
     Returns:
         The norm before scaling, a scalar, equal on all ranks.
+
+    Raises:
+        RuntimeStateError: where `norm_type` is not positive.
     """
+    _refuse_no_norm(norm_type)
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.tensor(0.0)
@@ -47,6 +52,7 @@ def clip_over_stages(
         parameters: each with whether it counts here; one that several stages hold counts in one.
         pipeline: the ranks at this place in all stages. devices: the stage's mesh.
     """
+    _refuse_no_norm(norm_type)
     counted = [p.grad for p, counts in parameters if counts and p.grad is not None]
     here = _norm(counted, float(norm_type)) if counted else torch.tensor(0.0)
     total = here.double().to(devices.device_type)
@@ -58,6 +64,12 @@ def clip_over_stages(
         total = total.pow(1.0 / norm_type)
     _scale([p.grad for p, _ in parameters if p.grad is not None], max_norm, total)
     return total.to(here.dtype)
+
+
+def _refuse_no_norm(norm_type: float) -> None:
+    """torch's function counts the tensors that are not zero, or takes their smallest elements, of which parts of tensors know nothing."""
+    if not norm_type > 0:
+        raise RuntimeStateError(f"norm_type={norm_type} is no norm", remedy="pass a positive number, or math.inf for the largest element")
 
 
 def _scale(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:

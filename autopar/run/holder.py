@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar import random_ops
-from autopar.ambient import autocast_of
+from autopar.ambient import autocast_around
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.layout import Layout
 from autopar.run.checkpoints import checkpointable
@@ -48,7 +48,7 @@ class Holder(nn.Module):
         both_modes: bool = False,
     ) -> None:
         super().__init__()
-        self._captured_mode, self._made_under = None if both_modes else model.training, autocast_of(devices.device_type)
+        self._captured_mode, self._made_under = None if both_modes else model.training, autocast_around(devices.device_type)
         self.device_mesh, self._world = devices, world or devices
         self._num_axes = len(devices.shape)
         self._storages = {t.name: Storage.of(t, devices) for t in tensors}
@@ -69,7 +69,7 @@ class Holder(nn.Module):
                 f"the program was made in {'train' if self._captured_mode else 'eval'} mode, which this model computes differently",
                 remedy="compile the model once in each mode",
             )
-        now = autocast_of(self.device_mesh.device_type)
+        now = autocast_around(self.device_mesh.device_type)
         if now != self._made_under:
             raise RuntimeStateError(
                 f"called under {now}, compiled under {self._made_under}: a program's casts are its own",

@@ -8,11 +8,11 @@ the storage layout, where autograd puts gradients. No autograd runs inside the g
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -27,6 +27,7 @@ from autopar.run.executor import Backend, Batch, Executor, Outputs
 from autopar.run.holder import Holder
 from autopar.run.parameters import Storage
 from autopar.run.program import Program
+from autopar.run.watched import Watched
 
 
 class ParallelModule(Holder):
@@ -66,7 +67,6 @@ class ParallelModule(Holder):
         self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
         self._results = Results(program)
         self._loss = next((i for i, t in enumerate(program.outputs) if t.is_loss), None)
-        self._read_in_backward = _read_in_backward(program)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns.
@@ -78,8 +78,13 @@ class ParallelModule(Holder):
         inputs = self._arguments.tensors(args, kwargs, self.device_mesh)
         parameters = [self.get_parameter(t.name) for t in self.program.parameters]
         trained = torch.is_grad_enabled() and self._loss is not None and self._trains(parameters, self.program.parameters)
-        results: Sequence[Tensor] = _Step.apply(self, inputs, *parameters) if trained else self._run(inputs, parameters, keep=False)[0]
-        return self._results.build([self._present(r, s) for r, s in zip(results, self._presented, strict=True)])
+        watched = Watched()
+        results: Sequence[Tensor] = (
+            _Step.apply(self, watched, inputs, *parameters) if trained else self._run(inputs, parameters, watched, keep=False)[0]
+        )
+        shown = [self._present(r, s) for r, s in zip(results, self._presented, strict=True)]
+        watched.follow(zip(self._names_of("output"), shown, strict=True))
+        return self._results.build(shown)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns the norm before."""
@@ -113,23 +118,30 @@ class ParallelModule(Holder):
             )
         return DistributedSampler(dataset, num_replicas=num_parts, rank=part, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
-    def _versions(self) -> list[tuple[str, int]]:
-        """Of the parameters that backward reads where they rest: how often each was changed in place, as a whole or this rank's part."""
-        named = [(t.name, self.get_parameter(t.name)) for t in self.program.parameters if t.name in self._read_in_backward]
-        return [(name, p._version + (p.to_local()._version if isinstance(p, DTensor) else 0)) for name, p in named]
-
-    def _run(self, inputs: list[Tensor], parameters: Iterable[Tensor], *, keep: bool) -> tuple[list[Tensor], list[Any]]:
-        buffers = [self.get_buffer(t.name) for t in self.program.buffers]
+    def _run(
+        self, inputs: list[Tensor], parameters: Sequence[Tensor], watched: Watched, *, keep: bool
+    ) -> tuple[list[Tensor], list[Any]]:
+        """The outputs, and what backward needs; what of that the user holds is watched."""
+        program, buffers = self.program, [self.get_buffer(t.name) for t in self.program.buffers]
         with torch.no_grad(), torch.autocast(self.device_mesh.device_type, enabled=False):
-            locals = [self._storages[t.name].local(p) for p, t in zip(parameters, self.program.parameters, strict=True)]
-            local_buffers = [self._storages[t.name].local(b) for b, t in zip(buffers, self.program.buffers, strict=True)]
-            return self._executor.forward(locals, local_buffers, inputs, keep=keep)
+            locals = [self._storages[t.name].local(p) for p, t in zip(parameters, program.parameters, strict=True)]
+            local_buffers = [self._storages[t.name].local(b) for b, t in zip(buffers, program.buffers, strict=True)]
+            outputs, saved = self._executor.forward(locals, local_buffers, inputs, keep=keep)
+        if keep:
+            names = self._names_of("parameter", "buffer", "input", "output")
+            watched.watch(zip(names, (*locals, *local_buffers, *inputs, *outputs), strict=True), saved)
+            watched.follow(zip(names, (*parameters, *buffers), strict=False))
+        return outputs, saved
 
     def _gradients(self, saved: list[Any], tangent: Tensor) -> tuple[DTensor | None, ...]:
         """One per parameter of the program."""
         with torch.autocast(self.device_mesh.device_type, enabled=False):  # the caller may be under it
             gradients = iter(self._executor.backward(saved, [tangent]))
         return tuple(self._storages[t.name].wrap(next(gradients)) if t.has_gradient else None for t in self.program.parameters)
+
+    def _names_of(self, *kinds: str) -> list[str]:
+        """What users call the tensors of these kinds."""
+        return [f"{kind} {tensor.name!r}" for kind in kinds for tensor in getattr(self.program, f"{kind}s")]
 
     def _present(self, result: Tensor, storage: Storage) -> Tensor:
         return storage.wrap(result) if self._outputs == "dtensor" and not storage.tensor.is_loss else result
@@ -139,10 +151,10 @@ class _Step(torch.autograd.Function):
     """The forward graph and, as its derivative, the backward graph."""
 
     @staticmethod
-    def forward(ctx: Any, module: ParallelModule, inputs: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
-        outputs, saved = module._run(inputs, parameters, keep=True)
+    def forward(ctx: Any, module: ParallelModule, watched: Watched, inputs: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
+        outputs, saved = module._run(inputs, parameters, watched, keep=True)
         # Not save_for_backward: backward takes the list and frees it value by value.
-        ctx.module, ctx.saved, ctx.versions = module, saved, module._versions()
+        ctx.module, ctx.saved, ctx.watched = module, saved, watched
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(output for index, output in enumerate(outputs) if index != module._loss))
         return tuple(outputs)
@@ -156,30 +168,7 @@ class _Step(torch.autograd.Function):
                 "backward ran a second time through one call, and what it needs has been freed",
                 remedy="call the module again before each backward; one call gives one backward",
             )
-        changed = [name for (name, now), (_, then) in zip(ctx.module._versions(), ctx.versions, strict=True) if now != then]
-        if changed:
-            raise RuntimeStateError(
-                f"parameter {changed[0]!r} was changed in place since the call, and backward reads it",
-                remedy="run backward before optimizer.step(), or whatever else changes parameters",
-            )
+        ctx.watched.check()
         tangent = tangents[ctx.module._loss]
         assert tangent is not None, "only the loss is differentiable"
-        return (None, None, *ctx.module._gradients(saved, tangent))
-
-
-def _read_in_backward(program: Program) -> frozenset[str]:
-    """Names of the parameters that forward saves as they rest, or a view of them."""
-    nodes = list(program.forward.graph.nodes)
-    given = {node: t.name for node, t in zip((n for n in nodes if n.op == "placeholder"), program.parameters, strict=False)}
-    results: Any = nodes[-1].args[0]
-    found = set()
-    for node in results[len(results) - program.num_saved :]:
-        while isinstance(node, fx.Node) and node.op == "call_function" and _is_view(node):
-            node = node.args[0]
-        found |= {given[node]} if node in given else set()
-    return frozenset(found)
-
-
-def _is_view(node: fx.Node) -> bool:
-    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else []
-    return any(each.alias_info is not None for each in returns)
+        return (None, None, None, *ctx.module._gradients(saved, tangent))

@@ -112,11 +112,11 @@ class StagedModule(Holder):
         values = self._arguments.tensors(args, kwargs, self.world_mesh)
         how = self._how
         parts = how.split({t.name: x for t, x in zip(self.program.inputs, values, strict=True)})
-        weights = how.weights(parts)
         parameters = [self.get_parameter(t.name) for t in self._held]
         self._trains(parameters, self._held)
         trained = torch.is_grad_enabled()  # a stage that trains nothing takes part all the same
         with torch.autocast(self.device_mesh.device_type, enabled=False):
+            weights = how.weights(parts)
             outputs, gradients = self._step(parts, weights, parameters, keep=trained)
         if trained:
             outputs[how.loss] = _Published.apply(self, outputs[how.loss], gradients, *parameters)
@@ -146,7 +146,8 @@ class StagedModule(Holder):
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """The batch's outputs by path, and this rank's gradients, both the same on all ranks that should have them."""
         how = self.program.microbatches
-        locals = {t.name: self._storages[t.name].local(p.detach()) for p, t in zip(parameters, self._held, strict=True)}
+        with torch.no_grad():  # as they are, without autograd; `detach` fails under torch.inference_mode
+            locals = {t.name: self._storages[t.name].local(p) for p, t in zip(parameters, self._held, strict=True)}
         self._begin(locals, parts, [weight * self.loss_scale for weight in weights], keep=keep)
         if isinstance(self._schedule, Interleaving):
             self._schedule.run(backward=keep)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from autopar import random_ops
 from autopar.capture import Trace
 from autopar.capture._transformers import without_caches
 from autopar.capture.execute import execute
+from autopar.capture.gpu_autocast import gpu_autocast
 from autopar.capture.precision import narrowed
 from autopar.capture.trees import flatten_call, flatten_with_paths, unflatten
 from autopar.errors import VerificationError
@@ -140,7 +141,8 @@ class Case:
         args, kwargs = tree_map(lambda x: self._narrowed(self._promoted(x)), (args, dict(kwargs)))
         draws = PositionalDraws(state)
         with without_caches(plain), torch.enable_grad(), self._refused_by_kernels():
-            with draws if self.num_draws else nullcontext(), watch, OwnEps(self.own):  # the draws themselves are not watched
+            drawn = draws if self.num_draws else nullcontext()
+            with drawn, watch, OwnEps(self.own), self._autocast():  # the draws themselves are not watched
                 returned = plain(*args, **kwargs)
             outputs = dict(flatten_with_paths(returned)[0])
             with torch.autocast(outputs[self.loss].device.type, enabled=False):  # as users are to run it
@@ -161,14 +163,25 @@ class Case:
 
     @contextmanager
     def _refused_by_kernels(self) -> Iterator[None]:
-        """In another dtype than the model's own some op may have no kernel, or a constant no room; in its own, errors are the model's."""
+        """In another dtype than the model's own some op may have no kernel, or a constant no room; in its own, errors are the model's.
+
+        A precision is not the model's own: with parameters in it, and buffers that are not, ops may have no kernel either.
+        """
         try:
             yield
         except (RuntimeError, ValueError, TypeError) as error:
-            if self.dtype is None or self.dtype == self.own:
+            as_asked = self.dtype is None or self.dtype == self.own
+            if as_asked and self.trace.precision is None:
                 raise
             said = next(iter(str(error).splitlines()), type(error).__name__)
-            raise PlainModelError(f"the plain model fails: {said}", remedy="verify in the model's own dtype: pass dtype=None") from error
+            where = f" with parameters in {self.own} and buffers as they are" if as_asked else ""
+            remedy = "verify in a wider dtype: pass dtype=torch.float64" if as_asked else "verify in the model's own dtype: pass dtype=None"
+            raise PlainModelError(f"the plain model fails{where}: {said}", remedy=remedy) from error
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        """As in capture; on a GPU the model's own."""
+        on_gpu = any(x.is_cuda for x in (*self.tensors.values(), *self.inputs))
+        return nullcontext() if on_gpu else gpu_autocast(on_gpu=False)
 
     def _narrowed(self, x: Any) -> Any:
         """A parameter or an input in the precision that was asked for, unless all is computed in another dtype."""

@@ -22,7 +22,7 @@ from autopar.capture import Trace, capture, execute
 from autopar.constraints import Constraint, ddp, fsdp, megatron, pipeline, tensor_parallel
 from autopar.emit import emit
 from autopar.emit.job import CAST
-from autopar.errors import AutoparError, EmissionError, InfeasibleError, PlanError
+from autopar.errors import AutoparError, EmissionError, InfeasibleError, PlanError, VerificationError
 from autopar.hardware import HardwareProfile
 from autopar.kernels.collectives import fake_groups
 from autopar.layout import local_shape
@@ -363,6 +363,17 @@ def test_backward_of_what_leaves_autocast_leaves_it_too() -> None:
     loss.backward()
     wanted.backward()
     torch.testing.assert_close(pm.get_parameter("scores.weight").grad.full_tensor(), plain.scores.weight.grad)
+
+
+def test_where_the_plain_model_cannot_be_run_in_the_precision_verify_says_so() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), _Island())  # torch takes no statistics of another dtype than the weights'
+    model[2].scores = nn.Linear(16, 16)
+    batch = (torch.randn(8, 16),)
+    plan = autopar.plan(model, LINE, example_inputs=batch, hardware="cpu-gloo", precision="bf16")
+    assert autopar.verify(plan, model, batch).ok
+    with pytest.raises(VerificationError, match=r"with parameters in torch\.bfloat16 and buffers as they are(?s:.*)dtype=torch\.float64"):
+        autopar.verify(plan, model, batch, dtype=None)
 
 
 def test_a_model_that_rests_in_the_precision_is_left_as_it_is() -> None:

@@ -51,7 +51,7 @@ def follow(kind: str, plan: Plan) -> dict[str, Any]:
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, sorted(mine))
     facts["all held"], facts["not all here"] = set().union(*held) == set(named), len(mine) < len(named)
-    with torch.no_grad():
+    with torch.inference_mode():
         got, expected_out = module(**batch), plain(**batch)
         facts["logits"] = float((got.logits - expected_out.logits).abs().max() / expected_out.logits.abs().max())
     facts["scaled"] = _scaled(module, batch)

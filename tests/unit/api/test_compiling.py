@@ -266,6 +266,20 @@ def test_outputs_of_microbatches_are_the_batchs_in_the_models_dtypes(caplog: pyt
     assert 'of 2 outputs beside the loss' in caplog.text and 'pass outputs="full" for them' in caplog.text
 
 
+@pytest.mark.parametrize("options", [{}, {"num_microbatches": 2}], ids=["one piece", "microbatches"])
+@pytest.mark.parametrize("deferred", [True, False])
+def test_a_call_in_inference_mode_evaluates_and_training_goes_on_behind_it(options: dict[str, Any], deferred: bool) -> None:
+    model, batch = counted()
+    wanted = model(**batch)["loss"]
+    wanted.backward()
+    module = compile(model, 1, example_inputs=None if deferred else batch, outputs="loss", **options)
+    with torch.inference_mode():
+        assert module(**batch)["loss"].item() == pytest.approx(wanted.item())
+    module(**batch)["loss"].backward()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), model.get_parameter(name).grad)
+
+
 def test_microbatches_refuse_what_one_piece_refuses() -> None:
     model, batch = counted()
     model.head.bias.requires_grad_(False)

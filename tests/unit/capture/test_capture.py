@@ -229,6 +229,18 @@ def test_modules_that_torch_captures_in_no_words_are_refused_in_ours(module: nn.
     assert "in module inner" in str(refused.value)
 
 
+def test_what_torch_cannot_compute_is_refused_with_its_cause() -> None:
+    with pytest.raises(CaptureError, match=r"RuntimeError\('Unsupported dtype BFloat16'\)") as refused:
+        capture(_net(returns=lambda hidden, loss: torch.fft.rfft(hidden.bfloat16()).abs().mean()), _batch())
+    assert "test_capture.py" in str(refused.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_floats_of_8_bits_are_refused_with_their_place(dtype: torch.dtype) -> None:
+    with pytest.raises(CaptureError, match=rf"a tensor of {dtype}(?s:.*)test_capture\.py"):
+        capture(_net(returns=lambda hidden, loss: loss + hidden.to(dtype).to(hidden.dtype).mean()), _batch())
+
+
 def test_two_parameters_over_one_memory_are_refused_and_neighbours_in_one_storage_are_not() -> None:
     class Net(nn.Module):
         def __init__(self, first: nn.Parameter, second: nn.Parameter) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.run.clipping import clip_grad_norm_
+from autopar.errors import RuntimeStateError
+from autopar.run.clipping import clip_grad_norm_, clip_over_stages
 
 
 def with_gradients(*dtypes: torch.dtype) -> list[nn.Parameter]:
@@ -53,3 +56,12 @@ def test_the_factor_is_not_rounded_to_sixteen_bits() -> None:
 
 def test_without_gradients_the_norm_is_zero_and_nothing_happens() -> None:
     assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0) == 0.0
+
+
+@pytest.mark.parametrize("norm_type", [0, -1.0, -math.inf, math.nan])
+def test_what_is_no_norm_is_refused(norm_type: float) -> None:
+    parameters = with_gradients(torch.float32)
+    with pytest.raises(RuntimeStateError, match=f"norm_type={norm_type} is no norm"):
+        clip_grad_norm_(parameters, 1.0, norm_type)
+    with pytest.raises(RuntimeStateError, match=f"norm_type={norm_type} is no norm"):
+        clip_over_stages([(p, True) for p in parameters], 1.0, norm_type, None, None)  # type: ignore[arg-type]
