@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autopar.ambient import as_written
-from autopar.capture._torch import FakeTensorMode
+from autopar.capture._torch import new_fake_mode
 from autopar.run.executor import Outputs
 from autopar.run.memory import LiveBytes
 from autopar.run.orders import Action
@@ -62,7 +62,7 @@ class ChunkMemory:
 def chunk_memory(program: Program, outputs: Outputs) -> ChunkMemory:
     """Measure a chunk's work on fake tensors."""
     memory = LiveBytes()
-    with FakeTensorMode(), as_written():
+    with new_fake_mode(), as_written():
         work, tensors = stage_work(program, outputs, memory)
         parts = [{t.name: torch.empty(t.shape, dtype=t.dtype) for t in program.inputs if not t.crosses} for _ in range(2)]
         with memory:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autopar.ambient import as_written
-from autopar.capture._torch import FakeTensorMode
+from autopar.capture._torch import new_fake_mode
 from autopar.kernels.collectives import fake_groups
 from autopar.layout import local_shape
 from autopar.run.executor import Outputs
@@ -45,7 +45,7 @@ def trace_stage_peak(program: Program, schedule: str, num_in_flight: int, num_mi
     flying = min(num_in_flight, SIMULATED)
     num = flying if schedule == "gpipe" else min(num_microbatches, flying + 1)
     memory = LiveBytes()
-    with FakeTensorMode(), as_written():
+    with new_fake_mode(), as_written():
         work, tensors = stage_work(program, outputs, memory)
         parts = [{t.name: torch.empty(t.shape, dtype=t.dtype) for t in program.inputs if not t.crosses} for _ in range(num)]
         with memory:
