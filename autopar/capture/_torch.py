@@ -12,8 +12,9 @@ import builtins
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 from unittest import mock
 
@@ -36,6 +37,7 @@ from torch.utils._mode_utils import no_dispatch
 from autopar.capture._transformers import model_loggers, transformers_under_capture
 from autopar.capture.activations import join_activations
 from autopar.capture.gpu_autocast import gpu_autocast
+from autopar.capture.mixed import as_kernels_give
 from autopar.capture.norms import join_norms
 from autopar.capture.outputs import loss_leaf
 from autopar.capture.precision import narrowed
@@ -75,8 +77,16 @@ class RawJoint:
 
 
 def new_fake_mode() -> FakeMode:
-    """A mode in which tensors have shapes, dtypes and strides, and no data."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    """A mode in which tensors have no data, and the shapes, strides and dtypes that kernels give them; others become such."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # Not a subclass, which higher-order operators would not know.
+    mode.dispatch = partial(_dispatched, mode, mode.dispatch)  # type: ignore[method-assign]
+    return mode
+
+
+def _dispatched(mode: FakeMode, dispatch: Callable[..., Any], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    result = dispatch(func, types, args, kwargs or {})
+    return as_kernels_give(func, args, kwargs or {}, result, lambda sample, device: fake_like(sample, device, mode))
 
 
 def is_fake(value: Any) -> bool:
@@ -176,13 +186,13 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         )
 
 
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode, precision: torch.dtype | None) -> torch.Tensor:
+def _fake(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None) -> torch.Tensor:
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=narrowed(tensor.dtype, precision), device="cpu")
 
 
 @contextlib.contextmanager
-def _fake_weights(model: nn.Module, mode: FakeTensorMode, precision: torch.dtype | None) -> Iterator[None]:
+def _fake_weights(model: nn.Module, mode: FakeMode, precision: torch.dtype | None) -> Iterator[None]:
     """Swap every parameter and buffer for a fake one on the cpu, tied ones for one; put the user's own back at the end."""
     swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     fakes: dict[int, torch.Tensor] = {}

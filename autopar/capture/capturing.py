@@ -18,6 +18,7 @@ from autopar.capture.execute import propagate
 from autopar.capture.folding import NotFoldable, Run, Shortened, capture_shortened, renumbered, repeat
 from autopar.capture.graphs import dtype_of, emit, is_tensor, shape_of, sweep
 from autopar.capture.labels import assign_keys, label
+from autopar.capture.mixed import settle_dtypes
 from autopar.capture.passes import PASSES
 from autopar.capture.passes.clean import inline_constants
 from autopar.capture.passes.random import next_state, number_draws, replace_random
@@ -97,6 +98,7 @@ def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None, c
     for _, apply in PASSES:
         apply(graph)
     border.widen()
+    settle_dtypes(graph, border.resting(), call.precision)
     propagate(graph)
     runs = shortened.runs if shortened is not None else ()
     border.repeat(runs)
@@ -144,6 +146,10 @@ class _Border:
         self._output.args = (tuple(made),)
         sweep(self.graph)
 
+    def resting(self) -> list[fx.Node]:
+        """The placeholders of parameters and buffers."""
+        return [node for (kind, _), node in self.nodes.items() if kind in ("parameter", "buffer")]
+
     @property
     def _output(self) -> fx.Node:
         return next(iter(reversed(self.graph.nodes)))
@@ -154,7 +160,7 @@ class _Border:
         self.nodes[entry], self.aliases[random_ops.STATE] = state, ()
         self.results.append((("mutation", random_ops.STATE), next_state(self.graph, state)))
         self._output.args = (tuple(node for _, node in self.results),)
-        resting = [node for (kind, _), node in self.nodes.items() if kind in ("parameter", "buffer") and node is not state]
+        resting = [node for node in self.resting() if node is not state]
         if resting:
             resting[-1].append(state)
 

@@ -94,11 +94,12 @@ def execute(
     """
     loss = next(output for output in trace.outputs if output.is_loss)
     seed = torch.ones((), dtype=loss.dtype) if tangent is None else tangent
-    values = [parameters[entry.name].detach().reshape(entry.view).to(dtype or entry.compute_dtype) for entry in trace.parameters]
+    read = [(parameters[entry.name], entry) for entry in trace.parameters]
+    values = [x.detach().reshape(entry.view).to(x.dtype if dtype else entry.compute_dtype) for x, entry in read]
     values += [buffers[entry.name].detach().reshape(entry.view) for entry in trace.buffers]
     values += [*inputs, seed]
     with as_written():
-        results = _run(trace.graph, [_cast(value, dtype) for value in values], dtype, observe)
+        results = _run(trace.graph, [promoted(value, dtype) for value in values], dtype, observe)
     outputs = tuple(results[: len(trace.outputs)])
     gradients = {entry.name: _stored(results[entry.gradient], entry) for entry in trace.parameters if entry.gradient is not None}
     return outputs, gradients, {name: results[position] for name, position in trace.mutated.items()}
@@ -125,17 +126,19 @@ def _run(
 def _call(node: fx.Node, value_of: Any, dtype: torch.dtype | None = None) -> Any:
     args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
     if dtype is not None:
-        args = tuple(_cast_dtype(argument, dtype) for argument in args)
-        kwargs = {name: _cast_dtype(argument, dtype) for name, argument in kwargs.items()}
+        args = tuple(promoted_dtype(argument, dtype) for argument in args)
+        kwargs = {name: promoted_dtype(argument, dtype) for name, argument in kwargs.items()}
     return node.target(*args, **kwargs)
 
 
-def _cast(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+def promoted(value: Any, dtype: torch.dtype | None) -> Any:
+    """A floating tensor in `dtype`, a complex one with parts in it; any other value, and any where no dtype is asked for, as it is."""
+    return value.to(promoted_dtype(value.dtype, dtype)) if isinstance(value, torch.Tensor) else value
 
 
-def _cast_dtype(argument: Any, dtype: torch.dtype) -> Any:
-    if isinstance(argument, torch.dtype) and (argument.is_floating_point or argument.is_complex):
+def promoted_dtype(argument: Any, dtype: torch.dtype | None) -> Any:
+    """`dtype` in place of a floating one, its complex counterpart in place of a complex one; anything else as it is."""
+    if dtype is not None and isinstance(argument, torch.dtype) and (argument.is_floating_point or argument.is_complex):
         return dtype.to_complex() if argument.is_complex else dtype
     return argument
 

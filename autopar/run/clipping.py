@@ -81,13 +81,16 @@ def _scale(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
 
 def _norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     groups: tuple[AxisGroup, ...] = next((groups_of(g.device_mesh) for g in gradients if isinstance(g, DTensor)), ())
-    dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
+    dtype = torch.float64 if any(g.dtype.to_real() == torch.float64 for g in gradients) else torch.float32
     locals = [g.to_local() if isinstance(g, DTensor) else g for g in gradients if _counts_here(g, groups)]
     if math.isinf(norm_type):
         largest = [local.abs().max().to(dtype) for local in locals if local.numel()]
         return _total(torch.stack(largest or [_zero(gradients, dtype)]).max(), "max", groups)
-    norms = torch._foreach_norm(locals, norm_type, dtype=dtype) if locals else [_zero(gradients, dtype)]
-    return _total(torch.stack(list(norms)).pow(norm_type).sum(), "sum", groups).pow(1.0 / norm_type)
+    norms: list[Tensor] = []
+    for is_complex in (False, True):
+        alike = [local for local in locals if local.is_complex() == is_complex]
+        norms += torch._foreach_norm(alike, norm_type, dtype=dtype.to_complex() if is_complex else dtype) if alike else ()
+    return _total(torch.stack(norms or [_zero(gradients, dtype)]).pow(norm_type).sum(), "sum", groups).pow(1.0 / norm_type)
 
 
 def _zero(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

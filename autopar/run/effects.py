@@ -46,7 +46,7 @@ class Storage:
         return self.memory.mark(key) is None
 
 
-Lie = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]  # size, stride, offset, dtype
+Lie = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, bool, bool]  # size, stride, offset, dtype; read conjugated, negated
 
 
 class Value:
@@ -194,7 +194,7 @@ class _Trial:
 
 
 def lie_of(x: Tensor) -> Lie:
-    return tuple(x.shape), tuple(x.stride()), x.storage_offset(), x.dtype
+    return tuple(x.shape), tuple(x.stride()), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
 
 
 def flat(num_bytes: int, dtype: torch.dtype) -> Tensor:
@@ -202,5 +202,7 @@ def flat(num_bytes: int, dtype: torch.dtype) -> Tensor:
 
 
 def lying(base: Tensor, lie: Lie) -> Tensor:
-    size, stride, offset, dtype = lie
-    return (base if base.dtype == dtype else base.view(dtype)).as_strided(size, stride, offset)
+    size, stride, offset, dtype, conjugated, negated = lie
+    x = (base if base.dtype == dtype else base.view(dtype)).as_strided(size, stride, offset)
+    x = x.conj() if conjugated else x
+    return torch._neg_view(x) if negated else x

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from autopar.ambient import as_written
+from autopar.capture.execute import promoted, promoted_dtype
 from autopar.collective import Collective, Kind
 from autopar.errors import AutoparError, VerificationError
 from autopar.halo import Halo
@@ -79,7 +80,8 @@ def run_lockstep(
         parameters, buffers: full tensors in their stored shapes, by name.
         inputs: full tensors by path, or in the order of ``program.inputs``.
         tangent: gradient of the loss.
-        dtype: promotes every floating tensor, and every floating dtype that a node names, to this one.
+        dtype: promotes every floating tensor, and every floating dtype that a node names, to this one, and complex ones to its
+            complex counterpart.
         observe: called with (phase, node, results by rank) after each node.
         tolerance: largest difference between replicas relative to the largest magnitude; by default 1e-11 in
             double precision, else 1e-5 (1e-2 for 16-bit types).
@@ -91,7 +93,7 @@ def run_lockstep(
     values = [parameters[t.name] for t in program.parameters] + [buffers[t.name] for t in program.buffers]
     values += [by_path[t.name] for t in program.inputs]
     borders = (*program.parameters, *program.buffers, *program.inputs)
-    operands = [split(promote(x, dtype), t.layout, program.mesh, t.view) for x, t in zip(values, borders, strict=True)]
+    operands = [split(promoted(x, dtype), t.layout, program.mesh, t.view) for x, t in zip(values, borders, strict=True)]
     run = Ranks(program.mesh, dtype, observe)
     with as_written():
         results = run(program.forward, "forward", operands)
@@ -111,7 +113,7 @@ def run_lockstep(
 
 def _tangents(program: Program, tangent: float, dtype: torch.dtype | None) -> list[Tensor]:
     loss = next(t for t in program.outputs if t.is_loss)
-    one = promote(torch.full(loss.shape, tangent, dtype=loss.dtype), dtype)
+    one = promoted(torch.full(loss.shape, tangent, dtype=loss.dtype), dtype)
     return [one] * program.mesh.num_devices
 
 
@@ -138,19 +140,7 @@ def joined(
 def _tolerance(x: Tensor, tolerance: float | None) -> float:
     if tolerance is not None:
         return tolerance
-    return {torch.float64: 1e-11, torch.float32: 1e-5}.get(x.dtype, 1e-2)
-
-
-def promote(value: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is not None and isinstance(value, Tensor) and value.is_floating_point():
-        return value.to(dtype)
-    return value
-
-
-def _promote_dtype(argument: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is not None and isinstance(argument, torch.dtype) and (argument.is_floating_point or argument.is_complex):
-        return dtype.to_complex() if argument.is_complex else dtype
-    return argument
+    return {torch.float64: 1e-11, torch.float32: 1e-5}.get(x.dtype.to_real(), 1e-2)
 
 
 def node_name(node: fx.Node) -> str:
@@ -199,7 +189,7 @@ class Ranks:
     def _run_node(self, graph_module: fx.GraphModule, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
         try:
             if node.op == "get_attr":
-                constant = promote(_attribute(graph_module, node), self.dtype)
+                constant = promoted(_attribute(graph_module, node), self.dtype)
                 return [constant for _ in self.ranks]
             if node.target in _KINDS:
                 return self._run_step(phase, node, env, _KINDS[node.target], steps.positional(node))
@@ -224,7 +214,7 @@ class Ranks:
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             raise VerificationError("an operator of the program writes into its operand")
         kwargs = {name: value for name, value in node.kwargs.items() if name != without}
-        args, kwargs = tree_map(lambda a: _promote_dtype(a, self.dtype), (node.args, kwargs))
+        args, kwargs = tree_map(lambda a: promoted_dtype(a, self.dtype), (node.args, kwargs))
         operands = node.all_input_nodes
         results: dict[tuple[int, ...], Any] = {}
         by_rank = []
@@ -232,13 +222,13 @@ class Ranks:
             key = tuple(id(env[operand][rank]) for operand in operands)
             if key not in results:
                 here = fx.node.map_arg((args, kwargs), partial(_of_rank, env, rank))
-                results[key] = tree_map(lambda x: promote(x, self.dtype), target(*here[0], **here[1]))
+                results[key] = tree_map(lambda x: promoted(x, self.dtype), target(*here[0], **here[1]))
             by_rank.append(results[key])
         return by_rank
 
     def _run_kernel(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
         operands = [env[x] if isinstance(x, fx.Node) else None for x in node.args[:_TENSORS]]
-        return run_kernel(node, operands, partial(self._moved, phase, node), partial(tree_map, partial(_promote_dtype, dtype=self.dtype)))
+        return run_kernel(node, operands, partial(self._moved, phase, node), partial(tree_map, partial(promoted_dtype, dtype=self.dtype)))
 
     def _run_dispatched(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
         """Experts with their tokens, of all ranks of an axis together; recorded are the rows that were expected."""
@@ -252,7 +242,7 @@ class Ranks:
                 given = fx.node.map_arg(tuple(operands), partial(_of_rank, env, rank))
                 ranks.append((*given, dispatched.starts_of(split, axis, places)))  # type: ignore[arg-type]
             for rank, made in zip(group, dispatched.TOGETHER[node.target](ranks, Together()), strict=True):  # type: ignore[index]
-                result[rank] = tree_map(lambda x: promote(x, self.dtype), made)
+                result[rank] = tree_map(lambda x: promoted(x, self.dtype), made)
         return result
 
     def _run_step(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]], kind: Kind, arguments: Sequence[Any]) -> list[Any]:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from autopar import random_ops
 from autopar.ambient import as_written
+from autopar.capture.execute import promoted
 from autopar.layout import local_shape
-from autopar.run.lockstep import Lockstep, Observer, Ranks, Record, joined, promote
+from autopar.run.lockstep import Lockstep, Observer, Ranks, Record, joined
 from autopar.run.program import Program, ProgramTensor, StagedProgram
 from autopar.run.splitting import split
 
@@ -80,7 +81,7 @@ class _Stage:
     ) -> None:
         self.program, self.dtype, self.tolerance = program, dtype, tolerance
         self.run = Ranks(program.mesh, dtype, observe)
-        self.parameters = [split(promote(parameters[t.name], dtype), t.layout, program.mesh, t.view) for t in program.parameters]
+        self.parameters = [split(promoted(parameters[t.name], dtype), t.layout, program.mesh, t.view) for t in program.parameters]
         if program.begin is not None:
             self.parameters = self.run(program.begin, "step", self.parameters)
         self.saved: list[Locals] = []
@@ -93,9 +94,9 @@ class _Stage:
         """The model's outputs of this stage, what crosses to the next by path, and new buffers."""
         p = self.program
         operands = [*self.parameters]
-        operands += [split(promote(state[t.name], self.dtype), t.layout, p.mesh, t.view) for t in p.buffers]
+        operands += [split(promoted(state[t.name], self.dtype), t.layout, p.mesh, t.view) for t in p.buffers]
         for t in p.inputs:
-            operands.append(crossing[t.name] if t.crosses else split(promote(part[t.name], self.dtype), t.layout, p.mesh, t.view))
+            operands.append(crossing[t.name] if t.crosses else split(promoted(part[t.name], self.dtype), t.layout, p.mesh, t.view))
         results = self.run(p.forward, "forward", operands)
         mutated = [t for name in p.mutated for t in p.buffers if t.name == name]
         num = len(p.outputs)
@@ -130,7 +131,7 @@ class _Stage:
         mesh = self.program.mesh
         places = map(mesh.coordinate, range(mesh.num_devices))
         shapes = [local_shape(tensor.view, tensor.layout, mesh.shape, place) for place in places]
-        return [promote(torch.zeros(shape, dtype=tensor.dtype), self.dtype) for shape in shapes]
+        return [promoted(torch.zeros(shape, dtype=tensor.dtype), self.dtype) for shape in shapes]
 
     def _loss_tangent(self, shape: tuple[int, ...], dtype: torch.dtype, weight: float) -> Locals:
         return [torch.full(shape, weight, dtype=self.dtype or dtype)] * self.program.mesh.num_devices

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ambient import as_written
-from autopar.capture._torch import FakeTensorMode
+from autopar.capture._torch import new_fake_mode
 from autopar.kernels.collectives import fake_groups
 from autopar.layout import local_shape
 from autopar.run.executor import Batch, Outputs
@@ -58,7 +58,7 @@ def _run(
     groups = fake_groups(program.mesh, coordinate)
     place = tuple(group.coordinate for group in groups)
     executor = Rehearsal(program, groups, memory, batch=batch, outputs=outputs, seen=seen)
-    with FakeTensorMode(), memory, as_written():
+    with new_fake_mode(), memory, as_written():
         parameters = [_empty(t, program, place) for t in program.parameters]
         buffers = [_empty(t, program, place) for t in program.buffers]
         given = [batch == "global" and not t.crosses for t in program.inputs]

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from autopar.ambient import as_written
-from autopar.capture._torch import FakeTensorMode
+from autopar.capture._torch import new_fake_mode
 from autopar.run.executor import Outputs
 from autopar.run.memory import LiveBytes
 from autopar.run.orders import Action
 from autopar.run.program import Program
-from autopar.run.stage_memory import stage_work
+from autopar.run.stage_memory import put_together, stage_work
 from autopar.run.stage_work import StageWork
 
 
@@ -41,7 +41,7 @@ class ChunkMemory:
         begin, finish: of a step. received, received_back: buffers of a microbatch for what arrives, in forward and in backward.
         forward, backward: on one microbatch. backward_beside: where what forward sent is still held.
         sent: what is freed when that is let go before backward. sent_late: after it. returned: the same of the gradients that are sent.
-        collected: what a microbatch leaves until the step ends: outputs.
+        collected: what a microbatch leaves until the step ends: outputs. joined: what they are of the batch's, put together then.
     """
 
     resting: Mapping[str, int]
@@ -57,16 +57,17 @@ class ChunkMemory:
     sent_late: int
     returned: int
     collected: int
+    joined: int
 
 
 def chunk_memory(program: Program, outputs: Outputs) -> ChunkMemory:
     """Measure a chunk's work on fake tensors."""
     memory = LiveBytes()
-    with FakeTensorMode(), as_written():
+    with new_fake_mode(), as_written():
         work, tensors = stage_work(program, outputs, memory)
         parts = [{t.name: torch.empty(t.shape, dtype=t.dtype) for t in program.inputs if not t.crosses} for _ in range(2)]
         with memory:
-            memory.register(tensors)
+            memory.register((*tensors, *(x for part in parts for x in part.values())))
             found = _Measured(work, memory)
             num = len(program.parameters)
             collected = {t.name for t in program.outputs if outputs == "full" or t.is_loss}
@@ -102,6 +103,10 @@ class _Measured:
                 found["sent_late"] = self._freed(sent)
             found["returned"] = self._freed(work.leaving_back(number))
         found["collected"] = (self._memory.live_bytes - before) // 2
+        before = self._memory.live_bytes
+        joined = put_together(work)
+        found["joined"] = (self._memory.live_bytes - before) // 2
+        del joined
         work.outputs.clear()
         found["finish"], gradients = self._rise(work.finish)
         del gradients
@@ -150,8 +155,8 @@ class _Replay:
                 self._act(self._chunks[stage], kind, stage, microbatch)
         for stage, phase in list(self._sent):
             self._let_go(stage, phase)
+        self._add(sum(chunk.joined for chunk in self._chunks.values()) * num_microbatches)
         for chunk in self._chunks.values():
-            self._add(-chunk.collected * num_microbatches)
             self._rise(chunk.finish)
         return self._peak
 

@@ -99,7 +99,8 @@ def _agreed(members: Sequence[Tensor], group: Sequence[int], axis: str, toleranc
 def _equal(a: Tensor, b: Tensor, tolerance: float) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if not a.is_floating_point() or tolerance == 0.0 or a.numel() == 0:
-        return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True) if a.is_floating_point() else torch.equal(a, b)
+    rounds = a.is_floating_point() or a.is_complex()
+    if not rounds or tolerance == 0.0 or a.numel() == 0:
+        return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True) if rounds else torch.equal(a, b)
     scale = max(a.abs().max().item(), 1e-30)
     return torch.allclose(a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True)

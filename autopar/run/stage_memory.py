@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from autopar.ambient import as_written
-from autopar.capture._torch import FakeTensorMode
+from autopar.capture._torch import new_fake_mode
 from autopar.kernels.collectives import fake_groups
 from autopar.layout import local_shape
+from autopar.run.effects import flat, lie_of, lying
 from autopar.run.executor import Outputs
 from autopar.run.live import LiveBytes
 from autopar.run.program import Program
@@ -45,10 +46,12 @@ def trace_stage_peak(program: Program, schedule: str, num_in_flight: int, num_mi
     flying = min(num_in_flight, SIMULATED)
     num = flying if schedule == "gpipe" else min(num_microbatches, flying + 1)
     memory = LiveBytes()
-    with FakeTensorMode(), as_written():
+    with new_fake_mode(), as_written():
         work, tensors = stage_work(program, outputs, memory)
         parts = [{t.name: torch.empty(t.shape, dtype=t.dtype) for t in program.inputs if not t.crosses} for _ in range(num)]
         with memory:
+            memory.register(x for part in parts for x in part.values())
+            batch_bytes = memory.live_bytes  # the user's: parts are views of the batch
             memory.register(tensors)
             parameters, buffers = tensors[: len(program.parameters)], tensors[len(program.parameters) :]
             collected = {t.name for t in program.outputs if outputs == "full" or t.is_loss}
@@ -58,11 +61,13 @@ def trace_stage_peak(program: Program, schedule: str, num_in_flight: int, num_mi
             memory.reset_peak()
             work.begin(collected, parameters, buffers, parts, [1.0] * num, keep=True)
             if schedule == "gpipe":
-                _gpipe(work, num)
+                _gpipe(work, num, num_microbatches - num)
             else:
-                _one_forward_one_backward(work, num, flying)
+                _one_forward_one_backward(work, num, flying, num_microbatches - num)
+            joined = put_together(work)
             work.finish()
-    return StagePeak(memory.peak_bytes + (num_in_flight - flying) * held, held)
+            del joined
+    return StagePeak(memory.peak_bytes - batch_bytes + (num_in_flight - flying) * held, held)
 
 
 def stage_work(program: Program, outputs: Outputs, memory: LiveBytes) -> tuple[StageWork, list[Tensor]]:
@@ -88,12 +93,34 @@ def _held(work: StageWork, memory: LiveBytes, *, sends: bool) -> int:
     return held
 
 
+def put_together(work: StageWork) -> list[Tensor]:
+    """Tensors as large as the batch's outputs, which are put together from those that were collected; a loss is a number in any case."""
+    counted = [values if values[0].dim() else values[:1] for values in work.outputs.values()]
+    return [torch.empty(sum(x.numel() for x in values), dtype=values[0].dtype, device=work.device) for values in counted]
+
+
+def _collected(work: StageWork, num_more: int) -> None:
+    """What microbatches that are not simulated leave until the step ends: outputs, which lie as those of the first one do."""
+    shared = {x.untyped_storage()._cdata for x in work.read_by_all()}
+    for _ in range(num_more):
+        made: dict[int, Tensor] = {}
+        for values in filter(None, work.outputs.values()):
+            storage = values[0].untyped_storage()
+            if storage._cdata in shared:
+                values.append(values[0])
+                continue
+            base = made.setdefault(storage._cdata, flat(storage.nbytes(), values[0].dtype))
+            values.append(lying(base, lie_of(values[0])))
+
+
 # The names below are those of torch's schedules, for what they hold.
 
 
-def _gpipe(work: StageWork, num: int) -> None:
+def _gpipe(work: StageWork, num: int, num_more: int) -> None:
     fwd_sends_to_wait, bwd_sends_to_wait = [], []
     for number in range(num):
+        if number == num - 1:
+            _collected(work, num_more)
         ops = work.arriving(number)
         work.forward(number)
         ops = work.leaving(number)
@@ -105,7 +132,7 @@ def _gpipe(work: StageWork, num: int) -> None:
         bwd_sends_to_wait.append(ops)
 
 
-def _one_forward_one_backward(work: StageWork, num: int, warmup: int) -> None:
+def _one_forward_one_backward(work: StageWork, num: int, warmup: int, num_more: int) -> None:
     fwd_sends: list[Tensor] = []
     bwd_sends: list[Tensor] = []
     send_work: list[Tensor] = []  # of the last send that was fired alone: gloo's holds what it has sent
@@ -115,6 +142,7 @@ def _one_forward_one_backward(work: StageWork, num: int, warmup: int) -> None:
         work.forward(forwarded - 1)
         fwd_sends = work.leaving(forwarded - 1)
         send_work = fwd_sends if forwarded < warmup else send_work
+    _collected(work, num_more)
     for number in range(num):
         bwd_recvs = work.arriving_back(number)
         work.backward(number)

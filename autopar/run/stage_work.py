@@ -62,6 +62,10 @@ class StageWork:
         self._tangents: dict[int, list[Tensor]] = {}
         self._returning: dict[int, list[Tensor]] = {}
 
+    def read_by_all(self) -> list[Tensor]:
+        """Parameters as forward takes them, buffers and the batch, whose memory outputs may share."""
+        return [*self._parameters, *self._buffers, *(x for part in self._parts for x in part.values())]
+
     def finish(self) -> list[Tensor]:
         """After a step: one gradient per parameter that has one. Lets go of everything."""
         sums, gradients = self._sums, self._gradients

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autopar import random_ops
 from autopar.capture import Trace
 from autopar.capture._transformers import without_caches
-from autopar.capture.execute import execute
+from autopar.capture.execute import execute, promoted
 from autopar.capture.gpu_autocast import gpu_autocast
 from autopar.capture.precision import narrowed
 from autopar.capture.trees import flatten_call, flatten_with_paths, unflatten
@@ -79,7 +79,7 @@ class Case:
                 f"{len(empty)} tensors are on meta and have no values, {empty[0]!r} first",
                 remedy="verify a model and a batch that have values: build a smaller one of the same structure, off meta",
             )
-        floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
+        floating = [p.dtype.to_real() for p in model.parameters() if p.is_floating_point() or p.is_complex()]
         own = narrowed(min(floating, key=lambda d: d.itemsize, default=torch.get_default_dtype()), trace.precision)
         tensors = {name: x.detach() for name, x in named} | {random_ops.STATE: random_ops.initial_state(0)}
         return Case(trace, program, model, args, kwargs, tensors, tuple(leaves[i.path] for i in trace.inputs), dtype, dtype or own, own)
@@ -188,11 +188,11 @@ class Case:
         return x.to(narrowed(x.dtype, self.trace.precision)) if self.dtype is None and isinstance(x, Tensor) else x
 
     def _promoted(self, x: Any) -> Any:
-        return x.to(self.dtype) if self.dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x
+        return promoted(x, self.dtype)
 
 
 class _LowerDtypes(TorchDispatchMode):
-    """Names the ops that compute in a floating dtype smaller than `dtype`."""
+    """Names the ops that compute in a floating dtype smaller than `dtype`, with it; of complex numbers the dtype of their parts counts."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -203,9 +203,9 @@ class _LowerDtypes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = str(func)
         for leaf in tree_leaves(result):
-            small = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype.itemsize < self.size
-            if small and not any(word in name for word in _NO_COMPUTING):
-                self.found[f"{name} in {str(leaf.dtype).removeprefix('torch.')}"] = leaf.dtype
+            rounds = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+            if rounds and leaf.dtype.to_real().itemsize < self.size and not any(word in name for word in _NO_COMPUTING):
+                self.found[f"{name} in {str(leaf.dtype).removeprefix('torch.')}"] = leaf.dtype.to_real()
         return result
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import zoo_small
+from measured import measured_peak
 from torch import Tensor, nn
 
 import autopar
@@ -24,15 +25,11 @@ from autopar.emit import emit
 from autopar.emit.job import CAST
 from autopar.errors import AutoparError, EmissionError, InfeasibleError, PlanError, VerificationError
 from autopar.hardware import HardwareProfile
-from autopar.kernels.collectives import fake_groups
-from autopar.layout import local_shape
 from autopar.mesh import Mesh
 from autopar.planning import Planned
 from autopar.plans import Plan
-from autopar.run.executor import Executor
-from autopar.run.live import LiveBytes
 from autopar.run.memory import trace_peak
-from autopar.run.program import Program, ProgramTensor
+from autopar.run.program import Program
 from autopar.verification import relative_error, verify_program
 from benchmarks.random_plans import prepared_trace, random_plan
 
@@ -195,21 +192,9 @@ def test_the_predicted_peak_is_measured_to_the_byte(kind: str, way: str) -> None
     """On real tensors, with groups that move nothing."""
     made, _, batch = planned(kind, way)
     program = made.stage_program()
-    executor, memory = Executor(program, fake_groups(program.mesh)), LiveBytes()
-
-    def local(tensors: tuple[ProgramTensor, ...]) -> list[Tensor]:
-        return [torch.zeros(local_shape(t.view, t.layout, program.mesh.shape), dtype=t.dtype) for t in tensors]
-
-    with memory, torch.no_grad():
-        parameters, buffers = local(program.parameters), local(program.buffers)
-        inputs = [batch[t.name].clone() for t in program.inputs]
-        memory.reset_peak()
-        results, saved = executor.forward(parameters, buffers, inputs, keep=True)
-        tangents = [torch.ones_like(r) for r, t in zip(results, program.outputs, strict=True) if t.has_gradient]
-        gradients = executor.backward(saved, list(tangents))
-        assert memory.peak_bytes == trace_peak(program).peak_bytes
-        assert {g.dtype for g in gradients} == {torch.float32}
-        del gradients
+    peak_bytes, gradients = measured_peak(program, batch)
+    assert peak_bytes == trace_peak(program).peak_bytes
+    assert {g.dtype for g in gradients} == {torch.float32}
 
 
 class Tower(nn.Module):

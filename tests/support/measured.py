@@ -1,0 +1,32 @@
+"""The peak of a step on real tensors, one rank alone, in groups that move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.kernels.collectives import fake_groups
+from autopar.layout import local_shape
+from autopar.run.executor import Executor
+from autopar.run.live import LiveBytes
+from autopar.run.program import Program, ProgramTensor
+
+
+def measured_peak(program: Program, batch: Mapping[str, Any]) -> tuple[int, list[Tensor]]:
+    """Bytes, as `autopar.run.memory.trace_peak` predicts them, and the gradients."""
+    executor, memory = Executor(program, fake_groups(program.mesh)), LiveBytes()
+
+    def local(tensors: tuple[ProgramTensor, ...]) -> list[Tensor]:
+        return [torch.zeros(local_shape(t.view, t.layout, program.mesh.shape), dtype=t.dtype) for t in tensors]
+
+    with memory, torch.no_grad():
+        parameters, buffers = local(program.parameters), local(program.buffers)
+        inputs = [batch[t.name].clone() for t in program.inputs]
+        memory.reset_peak()
+        results, saved = executor.forward(parameters, buffers, inputs, keep=True)
+        tangents = [torch.ones_like(r) for r, t in zip(results, program.outputs, strict=True) if t.has_gradient]
+        gradients = executor.backward(saved, list(tangents))
+        return memory.peak_bytes, gradients
