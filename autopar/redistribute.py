@@ -151,8 +151,11 @@ def layout_graph(
     wanted: Iterable[Layout],
     price: Price,
     reduce_dtype: torch.dtype | None = None,
+    *,
+    reduces: bool = True,
 ) -> LayoutGraph:
-    """The layout graph between the layouts `produced` and `wanted`; reductions run in `reduce_dtype` (by default `dtype`).
+    """The layout graph between the layouts `produced` and `wanted`; reductions run in `reduce_dtype` (by default `dtype`), or, without
+    `reduces`, not at all.
 
     Its nodes are these and whatever lies between them: on every axis the placements that occur there, `Replicate()`, and,
     where partial sums are produced on an axis, shards of the dims that occur on any axis (for hierarchical reductions).
@@ -178,6 +181,8 @@ def layout_graph(
         queue.append(layout)
     for layout in queue:  # grows while it is walked
         for collective, after in neighbours(shape, dtype, layout, mesh_shape, reduce_dtype, halos, allowed):
+            if collective.reduce_op and not reduces:
+                continue
             if after not in index:
                 index[after] = len(layouts)
                 layouts.append(after)

@@ -1,18 +1,20 @@
 """Trace, classes, mesh and profile → Problem: every strategy and every collective priced in seconds and bytes.
 
-Gradients of 16-bit parameters are reduced over ranks in fp32, and priced so; other partial sums in their own dtype.
+Gradients of 16-bit parameters are reduced over ranks in fp32, and priced so, and what is cast to a wider parameter's gradient is not
+reduced before; other partial sums in their own dtype.
 The map between the problem's ops and the trace stays in `Priced`, so that answers come back as node keys and layouts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
+from autopar.analysis.gradients import cast_alone
 from autopar.capture.trace import Input, Output, Parameter, Trace
 from autopar.collective import Collective
 from autopar.cost.held import StepMoves, cannot_rest
@@ -51,6 +53,10 @@ class _Builder:
     readers: dict[Ref, list[Use]] = field(default_factory=dict)
     infos: dict[Ref, TensorInfo] = field(default_factory=dict)
     graphs: dict[tuple[object, ...], LayoutGraph] = field(default_factory=dict)  # by all that they follow from
+    only_cast: Mapping[str, torch.dtype] = field(init=False)  # gradients that are cast before they are reduced
+
+    def __post_init__(self) -> None:
+        self.only_cast = cast_alone(self.trace)
 
     def add(self, op: Op, source: Source) -> int:
         self.ops.append(op)
@@ -250,9 +256,10 @@ class _Builder:
         wanted += all_layouts(info.shape, self.mesh.shape) if ref[0] in self.exposed else ()
         gradient = any(self.ops[u.op].kind == "parameter" for u in uses)
         wide = torch.float32 if gradient and info.dtype.is_floating_point and info.dtype.itemsize < 4 else None
-        key = (tuple(info.shape), info.dtype, wide, tuple(dict.fromkeys(produced)), tuple(dict.fromkeys(wanted)))
+        reduces = ref[0] not in self.only_cast or ref[0] in self.exposed  # of what crosses there may be no partial sums
+        key = (tuple(info.shape), info.dtype, wide, reduces, tuple(dict.fromkeys(produced)), tuple(dict.fromkeys(wanted)))
         if key not in self.graphs:
-            self.graphs[key] = layout_graph(info.shape, info.dtype, self.mesh.shape, produced, wanted, price, wide)
+            self.graphs[key] = layout_graph(info.shape, info.dtype, self.mesh.shape, produced, wanted, price, wide, reduces=reduces)
         return self.graphs[key]
 
 
