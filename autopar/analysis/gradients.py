@@ -1,6 +1,7 @@
 """Casts of gradients: of a parameter that is read in a narrower dtype than it rests in, what backward makes is narrow, and is cast.
 
 Gradients are summed over devices in the dtype in which parameters rest, fp32 at least, so partial sums are cast before they are reduced.
+What is only added to a sum of several microbatches that lies as it does need not be: addition casts as it reads, to the same bits.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar.analysis.work import is_view
-from autopar.capture.graphs import dtype_of
+from autopar.capture.graphs import TERM, dtype_of
 from autopar.capture.trace import Trace
 
 _ADD, _CAST = torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default
@@ -29,6 +30,18 @@ def widening_casts(trace: Trace) -> frozenset[str]:
         elif _widens(node):
             found.add(node.name)
     return frozenset(found)
+
+
+def addable_uncast(trace: Trace) -> dict[str, str]:
+    """Name of a cast that makes a gradient, and that nothing else reads → the parameter.
+
+    Not where the gradient is a term of one that several stages add up: in the model without stages the terms are added as they are cast.
+    """
+    output = next(iter(reversed(trace.graph.nodes)))
+    casts, results = widening_casts(trace), list(output.args[0])  # type: ignore[arg-type]
+    made = {p.name: results[p.gradient] for p in trace.parameters if p.gradient is not None}
+    alone = {name: node for name, node in made.items() if node.name in casts and results.count(node) == 1}
+    return {n.name: name for name, n in alone.items() if set(n.users) == {output} and dtype_of(n).itemsize >= 4 and not n.meta.get(TERM)}
 
 
 def cast_alone(trace: Trace) -> dict[str, torch.dtype]:

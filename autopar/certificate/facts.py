@@ -35,8 +35,8 @@ class Tensor:
     Attributes:
         key, result: what makes it. phase: when. resident: it is a parameter, a buffer or an input, there all the time.
         rests: the same without gradients that come from another stage.
-        sum_dtype: what its partial sums are reduced in: gradients of 16-bit parameters in fp32, what is cast to a wider parameter's gradient
-            in the dtype of that, all else in its own dtype.
+        sum_dtype: what its partial sums are reduced in: gradients of 16-bit parameters in fp32, what is cast to a gradient in the dtype of
+            that, all else in its own dtype.
     """
 
     key: str

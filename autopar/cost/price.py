@@ -24,6 +24,7 @@ from autopar.cost.kernels import with_kernels
 from autopar.cost.priced import Crossing, Priced, Source
 from autopar.cost.routes import with_routes
 from autopar.cost.times import call_time, own_collectives, price_collectives
+from autopar.cost.uncast import Uncast, left_uncast
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
@@ -47,6 +48,7 @@ class _Builder:
     moves: StepMoves
     accumulates: bool
     exposed: Collection[str]
+    uncast: Mapping[str, Uncast]
     ops: list[Op] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     made: dict[Ref, tuple[int, int]] = field(default_factory=dict)  # tensor → (op, result)
@@ -71,7 +73,7 @@ class _Builder:
         groups: dict[tuple[object, ...], list[Parameter]] = {}
         held = HeldPrices(self.profile, self.optimizer, self.moves)
         for p in self.trace.parameters:
-            rest = self.forced.storage.get(p.name), self.forced.rests(p.name), group_of(p.name, self.forced.starts)
+            rest = self.forced.storage.get(p.name), self.forced.rests(p.name), group_of(p.name, self.forced.starts), self.uncast.get(p.name)
             alike = _DIGITS.sub("*", p.name), p.view, p.dtype, p.compute_dtype, p.requires_grad, p.gradient is None, rest
             groups.setdefault(alike, []).append(p)
         outputs = _output_nodes(self.trace)
@@ -86,8 +88,10 @@ class _Builder:
             if not possible:
                 raise cannot_rest(first, self.forced, layouts, self.mesh)
             stages = self.forced.named.stages_of(first.name)
-            alone = (resting(first, layout, self.mesh.shape, self.optimizer, self.profile) for layout in possible)
-            strategies = held.strategies(first, possible, stages) if self.accumulates else tuple(alone)
+            if self.accumulates:
+                strategies = held.strategies(first, possible, stages, self.uncast.get(first.name))
+            else:
+                strategies = tuple(resting(first, layout, self.mesh.shape, self.optimizer, self.profile) for layout in possible)
             op = Op(str(pattern), "parameter", "forward", len(members), (), strategies)
             index = self.add(op, Source("parameter", tuple(p.name for p in members), tuple(p.node for p in members)))
             for p in members:
@@ -178,7 +182,8 @@ class _Builder:
 
     def _cluster_strategy(self, cluster_class: ClusterClass, strategy: ClusterStrategy) -> OpStrategy:
         members = list(zip(cluster_class.first.members, strategy.members, strict=True))
-        compute_s = sum(call_time(m.call, s, self.mesh.shape, self.profile) for m, s in members)
+        done = [(m, s) for m, s in members if not any(at.uncast for at in s.outputs)]
+        compute_s = sum(call_time(m.call, s, self.mesh.shape, self.profile) for m, s in done)
         moved_s = sum(map(self.moves.price, own_collectives(members, self.mesh.shape)))
         return OpStrategy(strategy.outer, compute_s + moved_s, communication_s=moved_s)
 
@@ -288,7 +293,8 @@ def price(
     forced = forced or Forced.nothing()
     accumulates = num_microbatches > 1 or forced.named.holds
     moves = StepMoves(mesh.shape, price_collectives(mesh, profile), num_microbatches)
-    builder = _Builder(trace, mesh, profile, optimizer, forced, crossing or Crossing(), moves, accumulates, exposed)
+    classes, uncast = left_uncast(classes, trace) if accumulates else (classes, {})
+    builder = _Builder(trace, mesh, profile, optimizer, forced, crossing or Crossing(), moves, accumulates, exposed, uncast)
     builder.parameters()
     builder.placeholders()
     builder.clusters(classes)
