@@ -22,9 +22,15 @@ import autopar
 from autopar.analysis.gradients import addable_uncast
 from autopar.analysis.work import Work
 from autopar.api.planning import plan_model
+from autopar.capture import capture
+from autopar.certificate.facts import Facts
+from autopar.certificate.moments import Moments
 from autopar.constraints import Constraint, fsdp, megatron, pipeline
 from autopar.cost import price as cost_price
 from autopar.cost.compute import compute_time
+from autopar.cost.moments import Liveness
+from autopar.cost.price import price
+from autopar.cost.surely import surely
 from autopar.emit import phase as emit_phase
 from autopar.hardware import HardwareProfile
 from autopar.kernels.collectives import fake_groups
@@ -40,6 +46,8 @@ from autopar.run.lockstep_staged import run_staged
 from autopar.run.program import Program, ProgramTensor, StagedProgram
 from autopar.run.stage_memory import trace_stage_peak
 from autopar.run.stage_work import StageWork
+from autopar.solve import evaluated, solve
+from autopar.strategies import classes_of
 
 BF16, _cast = torch.bfloat16, torch.ops.aten._to_copy.default
 NUM = 2  # microbatches
@@ -243,8 +251,7 @@ def test_the_wide_copy_is_neither_held_nor_read_nor_written(monkeypatch: pytest.
     assert casting.prediction.step_s - plan.prediction.step_s == pytest.approx(NUM * less_s)
 
 
-def test_a_budget_of_what_is_held_without_the_copy_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No row of memory counts a copy that is not made."""
+def test_a_budget_of_what_is_held_without_the_copy_is_enough() -> None:
     least = square().prediction.peak_bytes
     batch = {"x": torch.zeros(4, 2, 512)}
     asked: dict[str, Any] = {"hardware": "h100-sxm", "precision": "bf16", "num_microbatches": NUM, "memory_bytes": least}
@@ -252,6 +259,26 @@ def test_a_budget_of_what_is_held_without_the_copy_is_enough(monkeypatch: pytest
     assert plan.prediction.peak_bytes <= least and plan.prediction.step_s == square().prediction.step_s
     found = autopar.check(plan, Square(), batch)
     assert found.ok and found.certified_bound_s is not None and found.certified_bound_s <= plan.prediction.step_s
+
+
+def test_no_row_of_memory_counts_a_copy_that_is_not_made() -> None:
+    """What certainly lives at a moment, by the planner's rows and the certificate's, is no more than what the program holds at most."""
+    trace = capture(Square(), (), {"x": torch.zeros(2, 2, 512)}, precision=BF16)
+    priced = price(trace, classes_of(trace, (1,)), ONE, H100, budget_bytes=2**40, optimizer="none", num_microbatches=NUM)
+    liveness = Liveness(trace, priced)
+    moments = (*liveness.certain(), *surely(liveness))
+    choices = solve(priced.problem)
+    found = evaluated(replace(priced.problem, moments=moments), choices)
+    batch = {"x": torch.zeros(4, 2, 512)}
+    plan = autopar.plan(Square(), ONE, example_inputs=batch, hardware=H100, precision="bf16", num_microbatches=NUM, optimizer="none")
+    assert max(found.resting_bytes) <= plan.prediction.peak_bytes
+    (cast,) = addable_uncast(trace)
+    rows = Moments(trace, Facts.of(trace), priced, (1,))
+    row = rows.row(trace.node(cast).meta["key"], 1.0)
+    (op,) = [n for n, source in enumerate(priced.sources) if source.cluster and source.cluster.first.members[0].node == cast]
+    assert row is not None
+    made, uncast = row.live[op]
+    assert made - uncast == 4 * 512**2 and uncast == 2 * 512**2
 
 
 def test_nothing_leads_from_or_to_what_is_left_uncast() -> None:
