@@ -52,7 +52,7 @@ class LayoutGraph:
     """Layouts of one tensor and the single collectives between them.
 
     Attributes:
-        layouts: the nodes. bytes: local bytes in each. arcs: the collectives.
+        layouts: the nodes. bytes: local bytes in each, of what is there for another's sake 0. arcs: the collectives.
         index: layout → node.
     """
 
@@ -97,6 +97,8 @@ def neighbours(
 
     Of the many possible halos, those that are asked for; of the placements on each axis, those that are allowed.
     """
+    if layout.uncast:
+        return []
     found: list[tuple[Collective, Layout]] = []
     sizes: dict[torch.dtype, int] = {}
     for axis, placement in enumerate(layout.placements):
@@ -151,18 +153,22 @@ def layout_graph(
     wanted: Iterable[Layout],
     price: Price,
     reduce_dtype: torch.dtype | None = None,
+    *,
+    reduces: bool = True,
 ) -> LayoutGraph:
-    """The layout graph between the layouts `produced` and `wanted`; reductions run in `reduce_dtype` (by default `dtype`).
+    """The layout graph between the layouts `produced` and `wanted`; reductions run in `reduce_dtype` (by default `dtype`), or, without
+    `reduces`, not at all.
 
     Its nodes are these and whatever lies between them: on every axis the placements that occur there, `Replicate()`, and,
     where partial sums are produced on an axis, shards of the dims that occur on any axis (for hierarchical reductions).
     """
     produced, wanted = list(dict.fromkeys(produced)), list(dict.fromkeys(wanted))
     ends = list(dict.fromkeys([*produced, *wanted]))
-    dims = sorted({p.dim for layout in ends for p in layout.placements if isinstance(p, Shard)})
+    lie = [layout for layout in ends if not layout.uncast]
+    dims = sorted({p.dim for layout in lie for p in layout.placements if isinstance(p, Shard)})
     allowed: list[set[Placement]] = []
     for axis in range(len(mesh_shape)):
-        here = {layout.placements[axis] for layout in ends} | {REPLICATE}
+        here = {layout.placements[axis] for layout in lie} | {REPLICATE}
         here |= {Shard(p.dim) for p in here if isinstance(p, Halo)}
         if any(isinstance(p, Partial) for p in here):
             here |= {Shard(dim) for dim in dims}
@@ -178,12 +184,14 @@ def layout_graph(
         queue.append(layout)
     for layout in queue:  # grows while it is walked
         for collective, after in neighbours(shape, dtype, layout, mesh_shape, reduce_dtype, halos, allowed):
+            if collective.reduce_op and not reduces:
+                continue
             if after not in index:
                 index[after] = len(layouts)
                 layouts.append(after)
                 queue.append(after)
             arcs.append(Arc(index[layout], index[after], collective, price(collective)))
-    sizes = tuple(local_bytes(shape, dtype, layout, mesh_shape) for layout in layouts)
+    sizes = tuple(0 if layout.uncast else local_bytes(shape, dtype, layout, mesh_shape) for layout in layouts)
     return LayoutGraph(tuple(layouts), sizes, tuple(arcs), index)
 
 

@@ -70,10 +70,11 @@ def row(spec: dict[str, Any], mesh: str, steps: int) -> list[Row]:
     for part, start, end in zip(PARTS, starts, [*starts[1:], len(told)], strict=True):
         here, before = told[start:end], told[start - 1] if start else None
         worst = max(abs(each["loss"] - wanted[each["step"]]) / wanted[each["step"]] for each in here)
+        again = 0 if before is None else before["step"] + 1 - here[0]["step"]
         rows.append({
-            "part": part, "processes": here[0]["processes"], "steps": f"{here[0]['step']} to {here[-1]['step']}", "largest_weight": here[0]["rests"],
-            "run_twice": 0 if before is None else before["step"] + 1 - here[0]["step"],
-            "pause_s": None if before is None else here[0]["at_s"] - before["at_s"], "max_rel_diff": worst, "ok": worst <= TOLERANCE, "error": None,
+            "part": part, "processes": here[0]["processes"], "steps": f"{here[0]['step']} to {here[-1]['step']}",
+            "largest_weight": here[0]["rests"], "run_twice": again, "pause_s": None if before is None else here[0]["at_s"] - before["at_s"],
+            "max_rel_diff": worst, "ok": worst <= TOLERANCE, "error": None,
         })  # fmt: skip
     return rows
 

@@ -249,7 +249,7 @@ def _activation(node: tuple[NodeChoice, Entry]) -> Layout | None:
 def _weight(entry: Entry, communications: Iterable[Communication], kept: Iterable[Kept]) -> Weight:
     node = entry.nodes[0].node
     storage, working = entry.nodes[-1].strategy.outputs[0], entry.nodes[0].strategy.outputs[0]
-    sums = next(iter(entry.nodes[0].strategy.inputs), storage)
+    sums = next(iter(entry.nodes[0].strategy.inputs), storage).plain
     arcs = [c for c in communications if c.node == node and c.phase == "forward"]
     left = {c.source for c in arcs}
     compute = tuple(dict.fromkeys(c.target for c in arcs if c.target not in left)) or (working,)

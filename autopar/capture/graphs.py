@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
+TERM = "term"  # meta of a node of a stage that makes a part of a gradient whose others other stages make
 IN_PLACE = "in_place"  # meta of a node that may write into its first operand where nothing else reads that then
 
 

@@ -4,7 +4,8 @@ Two ways lead there, and one trace describes both. With a precision, the call is
 had that dtype, buffers apart: what `MixedPrecisionPolicy(param_dtype=...)` of torch's FSDP does. Under `torch.autocast` the model casts
 by itself, op by op. Either way a placeholder that is read in one narrower dtype alone has that dtype in the graph, `compute_dtype`, and
 the cast is done before anything is moved, so that gathers move the narrow one. Gradients are cast back in the graph: they have the
-parameter's own dtype before they are summed over devices.
+parameter's own dtype before they are summed over devices. What is only added to sums of several microbatches is left as it is made, where
+that is enough (`autopar.cost.uncast`).
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Decisions:
         illegal = False
         for choice in choices:
             key = choice.node.format(*entry.instances[0])
-            if key in self.facts.nodes and not is_strategy(call_of(self.facts.nodes[key]), choice.strategy, sizes):
+            if key in self.facts.nodes and not is_strategy(call_of(self.facts.nodes[key]), choice.strategy.plain, sizes):
                 illegal = True
                 yield Finding("layouts", f"no rule lets it run {when}as {choice.strategy}", key)
             if key in self.parameters:
@@ -186,9 +186,13 @@ class Decisions:
         return compute_time(Work(0, moved, "elementwise"), p.compute_dtype, self.profile)
 
     def _added_s(self, p: Parameter, sums: Layout) -> float:
-        """A gradient is read, and the sum that it is added to is read and written."""
+        """A gradient is read, or what it would be cast from, and the sum that it is added to is read and written."""
+        dtype = p.dtype
+        if sums.uncast:
+            maker = next(t.key for t in self.facts.tensors.values() if any(r.key == parameter_key(p.name) for r in t.readers))
+            dtype = call_of(self.facts.nodes[maker]).inputs[0].dtype
         wide = torch.float32 if p.dtype.itemsize < 4 else p.dtype
-        moved = held_bytes(p.view, p.dtype, sums, self.mesh.shape) + 2 * held_bytes(p.view, wide, sums, self.mesh.shape)
+        moved = held_bytes(p.view, dtype, sums, self.mesh.shape) + 2 * held_bytes(p.view, wide, sums, self.mesh.shape)
         return compute_time(Work(0, moved, "elementwise"), torch.float32, self.profile)
 
     def crosses(self, entry: Entry) -> bool:
@@ -196,6 +200,8 @@ class Decisions:
         return entry.nodes[0].node.format(*entry.instances[0]) in self._crossing
 
     def _node_time_s(self, key: str, strategy: Strategy) -> float:
+        if any(at.uncast for at in strategy.outputs):
+            return 0.0
         call, sizes = call_of(self.facts.nodes[key]), self.mesh.shape
         reads = [TensorInfo(local_lengths(i.shape, at, sizes), i.dtype) for i, at in zip(call.inputs, strategy.inputs, strict=True)]
         makes = [TensorInfo(local_lengths(o.shape, at, sizes), o.dtype) for o, at in zip(call.outputs, strategy.outputs, strict=True)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from autopar.analysis.gradients import cast_alone
 from autopar.capture.trace import Trace
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key
 from autopar.layout import Layout, Strategy
@@ -34,7 +35,8 @@ class Tensor:
     Attributes:
         key, result: what makes it. phase: when. resident: it is a parameter, a buffer or an input, there all the time; no copy of one.
         given: it is there when the step begins: the same with copies, without gradients that come from another stage.
-        sum_dtype: what its partial sums are reduced in: gradients of 16-bit parameters in fp32, all else in its own dtype.
+        sum_dtype: what its partial sums are reduced in: gradients of 16-bit parameters in fp32, what is cast to a gradient in the dtype of
+            that, all else in its own dtype.
     """
 
     key: str
@@ -74,7 +76,7 @@ class Facts:
             readers.setdefault(ref, []).append(reader)
         gradients = {ref for ref, found in readers.items() if any(r.key.endswith("/parameter") for r in found)}
         copied = {p.node for p in trace.parameters if p.is_narrowed and not accumulates}
-        tensors = {}
+        only_cast, tensors = cast_alone(trace), {}
         for node in trace.graph.nodes:
             value = node.meta.get("val")
             for result, each in enumerate(value if isinstance(value, tuple | list) else (value,)):
@@ -82,7 +84,7 @@ class Facts:
                     phase = "backward" if node.name in tangents else node.meta.get("phase", "forward")
                     here = (node.name, result)
                     narrow = here in gradients and each.dtype.is_floating_point and each.dtype.itemsize < 4
-                    wide = torch.float32 if narrow else each.dtype
+                    wide = torch.float32 if narrow else only_cast.get(node.name, each.dtype)
                     shape, key = tuple(int(n) for n in each.shape), names[node.name]
                     found = tuple(readers.get(here, ()))
                     there = node.name in named and node.name not in passing

@@ -226,7 +226,7 @@ class Moments:
 
     def _count(self, live: dict[int, list[int]], op: int, key: TensorKey, layouts: Sequence[Layout]) -> None:
         tensor = self.facts.tensors[key]
-        _add(live, op, [held_bytes(tensor.shape, tensor.dtype, at, self.mesh_shape) for at in layouts])
+        _add(live, op, [0 if at.uncast else held_bytes(tensor.shape, tensor.dtype, at, self.mesh_shape) for at in layouts])
 
 
 def _add(live: dict[int, list[int]], op: int, sizes: Sequence[int]) -> None:

@@ -41,7 +41,7 @@ def steps_per_step(trace: Trace, walk: Walk, claims: Claims) -> Iterator[Finding
         seen = claims.chosen[parameter_key(p.name)]
         rests = claims.chosen[key].outputs[0] if key in claims.chosen else seen.outputs[0]
         yield from _led(p, walk, claims, 0, rests, seen.outputs[0])
-        yield from _led(p, walk, claims, 1, seen.inputs[0] if seen.inputs else rests, rests)
+        yield from _led(p, walk, claims, 1, seen.inputs[0].plain if seen.inputs else rests, rests)
 
 
 def _led(p: Parameter, walk: Walk, claims: Claims, result: int, source: Layout, target: Layout) -> Iterator[Finding]:

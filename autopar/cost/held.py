@@ -4,7 +4,7 @@ layout its gradients add up.
     storage   where it rests between steps, with its optimizer state
     working   what microbatches read: gathered once at the begin of a step and held through it, or as it rests
     sums      gradients are added up there in fp32 (a wider dtype stays), partial sums over ranks included, and go to storage once, at
-              the end of a step
+              the end of a step; what backward makes there in a narrower dtype need not be cast for that (`autopar.cost.uncast`)
 
 Per mesh axis over which it rests sharded these are ZeRO's stages (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models", 2020, section 5), with Ψ elements over P devices and M microbatches, elements that a device sends in a step:
@@ -59,7 +59,7 @@ def held_of(strategy: OpStrategy) -> Held:
     """What a parameter's strategy says."""
     working = strategy.layouts.outputs[0]
     storage = strategy.storage or working
-    return Held(storage, working, strategy.layouts.inputs[0] if strategy.layouts.inputs else storage)
+    return Held(storage, working, strategy.layouts.inputs[0].plain if strategy.layouts.inputs else storage)
 
 
 def offered_as(strategy: OpStrategy) -> tuple[Strategy, ...]:

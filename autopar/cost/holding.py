@@ -13,6 +13,7 @@ from autopar.capture.trace import Parameter
 from autopar.cost.compute import compute_time
 from autopar.cost.held import Held, StepMoves, ZeroStages, held_of, held_ways, stage_on
 from autopar.cost.priced import OPTIMIZERS, Source
+from autopar.cost.uncast import Uncast, is_made_there
 from autopar.hardware import HardwareProfile
 from autopar.kernels.sums import sum_dtype
 from autopar.layout import Layout, Strategy
@@ -32,19 +33,27 @@ class HeldPrices:
     optimizer: str
     moves: StepMoves
 
-    def strategies(self, p: Parameter, storages: Sequence[Layout], stages: ZeroStages) -> tuple[OpStrategy, ...]:
+    def strategies(
+        self, p: Parameter, storages: Sequence[Layout], stages: ZeroStages, uncast: Uncast | None = None
+    ) -> tuple[OpStrategy, ...]:
         """All ways to hold it that have these stages; of those that are the same for microbatches, such as take less time or rest with
-        less."""
+        less.
+
+        Args:
+            uncast: how its gradient may be added without a cast, if at all.
+        """
         mesh_shape, trained = self.moves.mesh_shape, p.gradient is not None
         found: dict[Strategy, list[OpStrategy]] = {}
         for storage in storages:
             for held in held_ways(storage, mesh_shape, trained=trained, stages=stages):
-                strategy = self._strategy(p, held)
-                if strategy is not None:
-                    found.setdefault(strategy.layouts, []).append(strategy)
+                for dtype in _added_in(p, held, uncast, mesh_shape):
+                    strategy = self._strategy(p, held, dtype)
+                    if strategy is not None:
+                        found.setdefault(strategy.layouts, []).append(strategy)
         return tuple(s for alike in found.values() for s in _undominated(alike))
 
-    def _strategy(self, p: Parameter, held: Held) -> OpStrategy | None:
+    def _strategy(self, p: Parameter, held: Held, dtype: torch.dtype) -> OpStrategy | None:
+        """The strategy where its gradient is added in a dtype, left uncast if that is not its own."""
         moved_s = self.moves.seconds(p, held)
         if moved_s is None:
             return None
@@ -54,12 +63,20 @@ class HeldPrices:
         working = local_bytes(p.view, p.compute_dtype, held.working, mesh_shape) if moves or p.is_narrowed else 0
         state, _ = OPTIMIZERS[self.optimizer] if trained else (0, 0)
         sums = local_bytes(p.view, sum_dtype(p.dtype), held.sums, mesh_shape) if trained else 0
-        added = local_bytes(p.view, p.dtype, held.sums, mesh_shape) if trained else 0
+        added = local_bytes(p.view, dtype, held.sums, mesh_shape) if trained else 0
         time_s = held_time(self.profile, self.optimizer, self.moves.num_microbatches, rests if trained else 0, sums, added)
         time_s += narrowing_s(p, held.storage, mesh_shape, self.profile) / self.moves.num_microbatches
         elsewhere = held.storage if moves or (trained and held.sums != held.storage) else None
-        layouts = Strategy((held.sums,) if trained else (), (held.working,))
+        reads = held.sums if dtype == p.dtype else held.sums.left_uncast()
+        layouts = Strategy((reads,) if trained else (), (held.working,))
         return OpStrategy(layouts, time_s + moved_s, rests * (1 + state) + working, sums, moved_s, elsewhere)
+
+
+def _added_in(p: Parameter, held: Held, uncast: Uncast | None, mesh_shape: Sequence[int]) -> tuple[torch.dtype, ...]:
+    """The dtypes in which gradients may come to be added."""
+    if p.gradient is None or uncast is None or held.sums not in uncast.layouts:
+        return (p.dtype,)
+    return (uncast.dtype,) if is_made_there(held.sums, mesh_shape) else (p.dtype, uncast.dtype)
 
 
 def held_time(profile: HardwareProfile, optimizer: str, num_microbatches: int, rests: int, sums: int, added: int) -> float:

@@ -1,18 +1,20 @@
 """Trace, classes, mesh and profile → Problem: every strategy and every collective priced in seconds and bytes.
 
-Gradients of 16-bit parameters are reduced over ranks in fp32, and priced so; other partial sums in their own dtype.
+Gradients of 16-bit parameters are reduced over ranks in fp32, and priced so, and what is cast to a wider parameter's gradient is not
+reduced before; other partial sums in their own dtype.
 The map between the problem's ops and the trace stays in `Priced`, so that answers come back as node keys and layouts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
+from autopar.analysis.gradients import cast_alone
 from autopar.capture.trace import Input, Output, Parameter, Trace
 from autopar.collective import Collective
 from autopar.cost.held import StepMoves, cannot_rest
@@ -22,6 +24,7 @@ from autopar.cost.kernels import with_kernels
 from autopar.cost.priced import Crossing, Priced, Source
 from autopar.cost.routes import with_routes
 from autopar.cost.times import call_time, own_collectives, price_collectives
+from autopar.cost.uncast import Uncast, left_uncast
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
@@ -45,12 +48,17 @@ class _Builder:
     moves: StepMoves
     accumulates: bool
     exposed: Collection[str]
+    uncast: Mapping[str, Uncast]
     ops: list[Op] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     made: dict[Ref, tuple[int, int]] = field(default_factory=dict)  # tensor → (op, result)
     readers: dict[Ref, list[Use]] = field(default_factory=dict)
     infos: dict[Ref, TensorInfo] = field(default_factory=dict)
     graphs: dict[tuple[object, ...], LayoutGraph] = field(default_factory=dict)  # by all that they follow from
+    only_cast: Mapping[str, torch.dtype] = field(init=False)  # gradients that are cast before they are reduced
+
+    def __post_init__(self) -> None:
+        self.only_cast = cast_alone(self.trace)
 
     def add(self, op: Op, source: Source) -> int:
         self.ops.append(op)
@@ -65,7 +73,7 @@ class _Builder:
         groups: dict[tuple[object, ...], list[Parameter]] = {}
         held = HeldPrices(self.profile, self.optimizer, self.moves)
         for p in self.trace.parameters:
-            rest = self.forced.storage.get(p.name), self.forced.rests(p.name), group_of(p.name, self.forced.starts)
+            rest = self.forced.storage.get(p.name), self.forced.rests(p.name), group_of(p.name, self.forced.starts), self.uncast.get(p.name)
             alike = _DIGITS.sub("*", p.name), p.view, p.dtype, p.compute_dtype, p.requires_grad, p.gradient is None, rest
             groups.setdefault(alike, []).append(p)
         outputs = _output_nodes(self.trace)
@@ -80,8 +88,10 @@ class _Builder:
             if not possible:
                 raise cannot_rest(first, self.forced, layouts, self.mesh)
             stages = self.forced.named.stages_of(first.name)
-            alone = (resting(first, layout, self.mesh.shape, self.optimizer, self.profile) for layout in possible)
-            strategies = held.strategies(first, possible, stages) if self.accumulates else tuple(alone)
+            if self.accumulates:
+                strategies = held.strategies(first, possible, stages, self.uncast.get(first.name))
+            else:
+                strategies = tuple(resting(first, layout, self.mesh.shape, self.optimizer, self.profile) for layout in possible)
             op = Op(str(pattern), "parameter", "forward", len(members), (), strategies)
             names, nodes = tuple(p.name for p in members), tuple(p.node for p in members)
             index = self.add(op, Source("parameter", names, nodes, copies=first.is_narrowed and not self.accumulates))
@@ -173,7 +183,8 @@ class _Builder:
 
     def _cluster_strategy(self, cluster_class: ClusterClass, strategy: ClusterStrategy) -> OpStrategy:
         members = list(zip(cluster_class.first.members, strategy.members, strict=True))
-        compute_s = sum(call_time(m.call, s, self.mesh.shape, self.profile) for m, s in members)
+        done = [(m, s) for m, s in members if not any(at.uncast for at in s.outputs)]
+        compute_s = sum(call_time(m.call, s, self.mesh.shape, self.profile) for m, s in done)
         moved_s = sum(map(self.moves.price, own_collectives(members, self.mesh.shape)))
         return OpStrategy(strategy.outer, compute_s + moved_s, communication_s=moved_s)
 
@@ -252,9 +263,10 @@ class _Builder:
         wanted += all_layouts(info.shape, self.mesh.shape) if ref[0] in self.exposed else ()
         gradient = any(self.ops[u.op].kind == "parameter" for u in uses)
         wide = torch.float32 if gradient and info.dtype.is_floating_point and info.dtype.itemsize < 4 else None
-        key = (tuple(info.shape), info.dtype, wide, tuple(dict.fromkeys(produced)), tuple(dict.fromkeys(wanted)))
+        reduces = ref[0] not in self.only_cast or ref[0] in self.exposed  # of what crosses there may be no partial sums
+        key = (tuple(info.shape), info.dtype, wide, reduces, tuple(dict.fromkeys(produced)), tuple(dict.fromkeys(wanted)))
         if key not in self.graphs:
-            self.graphs[key] = layout_graph(info.shape, info.dtype, self.mesh.shape, produced, wanted, price, wide)
+            self.graphs[key] = layout_graph(info.shape, info.dtype, self.mesh.shape, produced, wanted, price, wide, reduces=reduces)
         return self.graphs[key]
 
 
@@ -283,7 +295,8 @@ def price(
     forced = forced or Forced.nothing()
     accumulates = num_microbatches > 1 or forced.named.holds
     moves = StepMoves(mesh.shape, price_collectives(mesh, profile), num_microbatches)
-    builder = _Builder(trace, mesh, profile, optimizer, forced, crossing or Crossing(), moves, accumulates, exposed)
+    classes, uncast = left_uncast(classes, trace) if accumulates else (classes, {})
+    builder = _Builder(trace, mesh, profile, optimizer, forced, crossing or Crossing(), moves, accumulates, exposed, uncast)
     builder.parameters()
     builder.placeholders()
     builder.clusters(classes)

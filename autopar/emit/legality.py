@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from autopar.analysis.gradients import addable_uncast
 from autopar.capture.trace import Trace
 from autopar.emit.choices import PlanIndex, TensorKey, input_key, output_key, parameter_key, placeholder_keys, storage_key
 from autopar.errors import PlanError, Where
@@ -36,16 +37,17 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool
     Raises:
         PlanError: naming the first that is not legal.
     """
+    uncast = addable_uncast(trace) if accumulates else {}
     for node in trace.graph.nodes:
         if node.op == "call_function":
             for choices in (index.chosen, index.again):
                 if node.meta["key"] in choices:
-                    _check_strategy(node, choices[node.meta["key"]], mesh)
+                    _check_strategy(node, choices[node.meta["key"]], mesh, may_be_uncast=node.name in uncast)
     values = dict(_values(trace))
     summed = {parameter_key(p.name) for p in trace.parameters} if accumulates else set()
     for key, layouts, value, read in _borders(trace, index):
-        partial = any(layout.has_partial for layout in layouts) and not (read and key in summed)
-        if len(layouts) != 1 or partial or layouts[0].halos or not _fits(layouts[0], value.shape, mesh):
+        of_sums = any(layout.has_partial or layout.uncast for layout in layouts) and not (read and key in summed)
+        if len(layouts) != 1 or of_sums or layouts[0].halos or not _fits(layouts[0], value.shape, mesh):
             shown = ", ".join(map(str, layouts)) or "no layout"
             raise PlanError(f"{key} of shape {tuple(value.shape)} cannot lie as {shown} on mesh {mesh}", remedy=_REMEDY)
     for (_, tensor), steps in index.steps.items():
@@ -70,8 +72,9 @@ def _borders(trace: Trace, index: PlanIndex) -> Iterator[tuple[str, tuple[Layout
         yield key, index.chosen[key].inputs, results[position].meta["val"], True
 
 
-def _check_strategy(node: fx.Node, strategy: Strategy, mesh: Mesh) -> None:
-    if not is_strategy(call_of(node), strategy, mesh.shape):
+def _check_strategy(node: fx.Node, strategy: Strategy, mesh: Mesh, *, may_be_uncast: bool) -> None:
+    uncast = any(at.uncast for at in (*strategy.inputs, *(() if may_be_uncast else strategy.outputs)))
+    if uncast or not is_strategy(call_of(node), strategy.plain, mesh.shape):
         raise PlanError(f"{node.meta['key']} cannot run as {strategy} on mesh {mesh}", where=where_of(node), remedy=_REMEDY)
 
 

@@ -197,6 +197,9 @@ class Phase:
             return
         strategy = (self.job.index.again if again else self.job.index.chosen)[key]
         refs = _reads(node)
+        if any(at.uncast for at in strategy.outputs):  # whom it is cast for adds up what it is cast from
+            self.have.setdefault((node.name, 0), {})[strategy.outputs[0]] = self.get(refs[0], strategy.inputs[0], key)
+            return
         if kernels.emitted(self, node, strategy, refs, again):
             return
         operands = [self.get(ref, layout, key) for ref, layout in zip(refs, strategy.inputs, strict=True)]

@@ -41,7 +41,7 @@ def with_step(program: Program, trace: Trace, index: PlanIndex) -> Program:
         storage, wide = index.storage(p.name), sum_dtype(p.dtype)
         begin.append(_Passing(p, 0, storage, tensor.layout))
         if p.gradient is not None:
-            end.append(_Passing(p, 1, index.chosen[parameter_key(p.name)].inputs[0], storage, p.dtype if wide != p.dtype else None))
+            end.append(_Passing(p, 1, index.chosen[parameter_key(p.name)].inputs[0].plain, storage, p.dtype if wide != p.dtype else None))
     parameters = tuple(replace(t, layout=each.source) for t, each in zip(program.parameters, begin, strict=True))
     sums = tuple(ProgramTensor(e.p.name, e.p.shape, e.p.view, sum_dtype(e.p.dtype), e.source) for e in end)
     return replace(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
+from autopar.capture.graphs import TERM
 from autopar.capture.trace import Input, Output, Parameter, Trace
 from autopar.stages.crossing import Boundary, boundaries
 from autopar.stages.placing import Placing, place
@@ -170,6 +171,8 @@ class _Stage:
         index = None
         if p.name in self.placing.terms:
             own = [self.env[t.name] for t in self.placing.terms[p.name] if self._mine(t.name)]
+            for term in own:
+                term.meta[TERM] = True
             index = self._sum(own) if own else None
         elif p.gradient is not None:
             index = self._add_result(flat[p.gradient].name)

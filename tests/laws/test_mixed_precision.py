@@ -21,6 +21,7 @@ import autopar
 from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture, execute
 from autopar.constraints import Constraint, ddp, fsdp, megatron, pipeline, tensor_parallel
+from autopar.cost import price as cost_price
 from autopar.emit import emit
 from autopar.emit.job import CAST
 from autopar.errors import AutoparError, EmissionError, InfeasibleError, PlanError, VerificationError
@@ -35,6 +36,7 @@ from benchmarks.random_plans import prepared_trace, random_plan
 
 BF16 = torch.bfloat16
 LEARNING_RATE = 1e-5
+ALONE = replace(HardwareProfile.load("h100-sxm"), overlap_slowdown=1.0, hash="alone")  # nothing is hidden
 LINE, SQUARE = Mesh({"gpu": 2}), Mesh({"a": 2, "b": 2})
 KINDS = ("gpt2", "llama", "bert", "vit", "mixtral")
 WAYS: dict[str, tuple[Mesh, tuple[Constraint, ...], dict[str, Any]]] = {
@@ -137,6 +139,41 @@ def test_parameters_move_in_the_narrow_dtype_and_gradients_are_summed_in_their_o
     assert not [key for _, key, _ in sums if key in narrow]
     if way in ("fsdp", "ZeRO-1", "ZeRO-2", "microbatches"):
         assert gathers and [key for phase, key, _ in sums if phase == "step" or key in wide]
+
+
+class Large(nn.Module):
+    """Products of so many rows that time is compute and bandwidth: what is reduced before it is cast is half as many bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu()).float().pow(2).mean()
+
+
+def large() -> tuple[Large, dict[str, Tensor]]:
+    with torch.device("meta"):
+        return Large(), {"x": torch.empty(256, 1024, 1024)}
+
+
+@pytest.mark.parametrize(("mesh", "num_microbatches"), [(Mesh({"gpu": 4}), 1), (SQUARE, 1), (SQUARE, 4)])
+def test_no_gradient_is_reduced_before_it_is_cast_though_that_would_be_faster(mesh: Mesh, num_microbatches: int) -> None:
+    model, batch = large()
+    asked: dict[str, Any] = {"hardware": ALONE, "precision": "bf16", "num_microbatches": num_microbatches}
+    plan = autopar.plan(model, mesh, example_inputs=batch, **asked)
+    summed = [(key, dtype) for _, key, kind, dtype in steps_of(plan) if kind in ("reduce_scatter", "all_reduce")]
+    assert summed and {dtype for _, dtype in summed} == {"float32"}
+    assert {key.split(".")[0].split("/")[0] for key, _ in summed} >= {"up", "down"}
+
+
+def test_the_certificate_refuses_gradients_that_are_reduced_before_they_are_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = large()
+    with monkeypatch.context() as patch:
+        patch.setattr(cost_price, "cast_alone", lambda trace: {})
+        plan = autopar.plan(model, Mesh({"gpu": 4}), example_inputs=batch, hardware=ALONE, precision="bf16")
+    found = autopar.check(plan, model, batch, hardware=ALONE)
+    assert any("it moves bfloat16, the tensor asks for torch.float32" in f.what for f in found.findings), str(found)
 
 
 def gradients_of(trace: Trace) -> tuple[set[str], set[str]]:
