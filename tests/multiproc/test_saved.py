@@ -1,0 +1,44 @@
+"""A run goes on from its checkpoint on other numbers of processes, in other layouts, and loses nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run_processes
+from worker_saved import ALL_STEPS, LEARNING_RATE, TRAINED
+
+pytestmark = pytest.mark.multiproc
+WORKER = str(Path(__file__).parent / "worker_saved.py")
+
+
+def train(num_processes: int, folder: Path, steps: int, stages: bool = False) -> dict[str, Any]:
+    """All ranks say the same, but for what each holds."""
+    told = run_processes(num_processes, WORKER, "run", str(folder), steps, stages)
+    assert all({**each, "sharded": 0} == {**told[0], "sharded": 0} for each in told)
+    return told[0]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One process without a break."""
+    return train(1, tmp_path_factory.mktemp("alone"), ALL_STEPS)
+
+
+def test_a_run_goes_on_on_fewer_and_on_more_processes_as_if_nothing_had_happened(tmp_path: Path, alone: dict[str, Any]) -> None:
+    first = train(4, tmp_path, TRAINED)
+    assert first["sharded"] and first["steps"] == (TRAINED,) and first["plan"]
+    second = train(3, tmp_path, TRAINED + 1)
+    third = train(2, tmp_path, TRAINED + 2, stages=True)
+    last = train(1, tmp_path, ALL_STEPS)
+    assert [run["start"] for run in (first, second, third, last)] == [0, TRAINED, TRAINED + 1, TRAINED + 2]
+    assert len({run["mesh"] for run in (first, second, third, last)}) == 4
+    losses = [loss for run in (first, second, third, last) for loss in run["losses"]]
+    assert losses == pytest.approx(alone["losses"], rel=1e-6) and len(set(losses)) == ALL_STEPS
+    assert last["rate"] == alone["rate"] == LEARNING_RATE / 4 and last["state"] == alone["state"]
+
+
+def test_a_rank_that_does_not_see_the_checkpoint_is_named_on_all_ranks(tmp_path: Path) -> None:
+    told = run_processes(2, WORKER, "blind", str(tmp_path))
+    assert all("ranks [1] do not see the checkpoint" in each and "that all nodes share" in each for each in told)

@@ -1,0 +1,153 @@
+"""Checkpoints on one process: which there are, what is refused, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import RuntimeStateError
+
+BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
+
+
+class Net(nn.Module):
+    """Half of it has no gradient until `both` is set, as a part that is trained later."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, width), nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x))).pow(2).mean()
+
+
+def compiled(width: int = 8) -> Any:
+    torch.manual_seed(0)
+    return autopar.compile(Net(width), example_inputs=BATCH, hardware="cpu-gloo")
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    loss = module(**BATCH)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.item())
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().full_tensor().clone() for name, p in module.named_parameters()}  # type: ignore[operator]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, float]:
+    """A run's folder after three steps, and the loss of the next."""
+    module = compiled()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    checkpoints = autopar.Checkpoints(tmp_path / "run")
+    assert checkpoints.load(module, optimizer) == 0 and not optimizer.state and checkpoints.plan() is None
+    for n in range(3):
+        step(module, optimizer)
+        place = checkpoints.save(n + 1, module, optimizer)
+        assert place.is_dir()
+    return tmp_path / "run", step(module, optimizer)
+
+
+def test_the_newest_whole_checkpoints_stay_and_what_was_broken_off_is_none(saved: tuple[Path, float]) -> None:
+    folder, wanted = saved
+    (folder / "step_000000009.part").mkdir()
+    (folder / "notes").mkdir()
+    checkpoints = autopar.Checkpoints(folder)
+    assert checkpoints.steps() == (2, 3)
+    module = compiled()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
+    assert checkpoints.load(module, optimizer) == 3
+    assert optimizer.param_groups[0]["lr"] == 0.1, "the run's own rate"
+    assert step(module, optimizer) == wanted
+    assert autopar.Plan.loads(checkpoints.plan()).mesh == autopar.Mesh(1)
+    again = autopar.compile(Net(), example_inputs=BATCH, plan=autopar.Plan.loads(checkpoints.plan()))
+    assert again.plan.hash == module.plan.hash
+
+
+def test_a_step_that_is_saved_again_takes_the_place_of_the_first(saved: tuple[Path, float]) -> None:
+    folder, _ = saved
+    module, checkpoints = compiled(), autopar.Checkpoints(folder)
+    checkpoints.save(3, module)
+    other = compiled()
+    assert checkpoints.steps() == (2, 3) and checkpoints.load(other) == 3
+    assert all(torch.equal(values(other)[name], value) for name, value in values(module).items())
+    assert not list(folder.glob("*.old")) and not list(folder.glob("*.part"))
+
+
+@pytest.mark.parametrize("case", ["shape", "names", "optimizer", "scheduler", "format"])
+def test_what_does_not_fit_is_refused_and_nothing_changes(saved: tuple[Path, float], case: str) -> None:
+    folder, _ = saved
+    module = compiled(16 if case == "shape" else 8)
+    if case == "names":
+        torch.manual_seed(0)
+        module = autopar.compile(nn.Sequential(Net()), example_inputs=(BATCH["x"],), hardware="cpu-gloo")
+    kind = torch.optim.Adagrad if case == "optimizer" else torch.optim.AdamW
+    optimizer = kind(module.parameters(), lr=0.5)
+    others = {"warmup": torch.optim.lr_scheduler.StepLR(optimizer, 1)} if case == "scheduler" else {}
+    if case == "format":
+        about = folder / "step_000000003" / "autopar.json"
+        about.write_text(json.dumps({**json.loads(about.read_text()), "version": 99}))
+    before, had_state = values(module), bool(optimizer.state)
+    words = {
+        "shape": r"first\.weight is \(8, 8\) in it, \(16, 8\) here", "names": "first.weight of its model is not in this one",
+        "optimizer": "sum of the optimizer is not in it", "scheduler": "no 'warmup'", "format": "version 99",
+    }  # fmt: skip
+    with pytest.raises(RuntimeStateError, match=words[case]):
+        autopar.Checkpoints(folder).load(module, optimizer, **others)
+    assert all(torch.equal(before[name], value) for name, value in values(module).items())
+    assert bool(optimizer.state) == had_state and optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_parameters_that_had_no_gradient_yet_have_no_state_after_loading(tmp_path: Path) -> None:
+    def parts(module: Any) -> tuple[list[Tensor], list[Tensor]]:
+        named = dict(module.named_parameters())
+        return [named["first.weight"], named["first.bias"]], [named["second.weight"], named["second.bias"]]
+
+    def optimizer_of(module: Any) -> torch.optim.Optimizer:
+        first, second = parts(module)
+        return torch.optim.AdamW([{"params": first}, {"params": second, "lr": 0.05}], lr=0.1)
+
+    module, other = compiled(), compiled()
+    optimizer, fresh = optimizer_of(module), optimizer_of(other)
+    module(**BATCH).backward()
+    for p in parts(module)[1]:
+        p.grad = None
+    optimizer.step()
+    autopar.Checkpoints(tmp_path).save(1, module, optimizer)
+    autopar.Checkpoints(tmp_path).load(other, fresh)
+    assert all(p in fresh.state for p in parts(other)[0]) and not any(p in fresh.state for p in parts(other)[1])
+    optimizer.zero_grad()
+    assert [step(module, optimizer) for _ in range(3)] == [step(other, fresh) for _ in range(3)]
+
+
+def test_what_is_no_compiled_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeStateError, match="Net is not compiled"):
+        autopar.Checkpoints(tmp_path).save(1, Net())
+    with pytest.raises(RuntimeStateError, match="keep=0"):
+        autopar.Checkpoints(tmp_path, keep=0)
+    with pytest.raises(RuntimeStateError, match="loader=int has no state_dict"):
+        autopar.Checkpoints(tmp_path).save(1, compiled(), loader=3)
+    assert autopar.Checkpoints(tmp_path).steps() == ()
+
+
+def test_a_model_that_is_planned_at_its_first_call_is_saved_from_then_on(tmp_path: Path) -> None:
+    module = autopar.compile(Net(), hardware="cpu-gloo")
+    with pytest.raises(RuntimeStateError, match="was not called yet"):
+        autopar.Checkpoints(tmp_path).save(1, module)
+    module(**BATCH)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    step(module, optimizer)
+    autopar.Checkpoints(tmp_path).save(1, module, optimizer)
+    other = compiled()
+    assert autopar.Checkpoints(tmp_path).load(other, torch.optim.AdamW(other.parameters())) == 1
+    assert all(torch.equal(values(other)[name], p.detach().full_tensor()) for name, p in module.named_parameters())
