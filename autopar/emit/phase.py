@@ -48,6 +48,7 @@ class Phase:
     saved: dict[fx.Node, fx.Node] = field(default_factory=dict)  # forward node → backward placeholder
     done: set[tuple[str, bool]] = field(default_factory=set)  # names of nodes that were emitted, and whether to run again
     sums: dict[str, fx.Node] = field(default_factory=dict)  # parameter → what its gradients are added to
+    wide: dict[tuple[Ref, Layout], fx.Node] = field(default_factory=dict)  # sums of a narrower tensor, as they were reduced
     copied: set[str] = field(default_factory=set)  # placeholders of parameters that are cast here to what they are read in
 
     def placeholders(self, parameters: tuple[Parameter, ...], buffers: tuple[Parameter, ...], *, casts: bool) -> None:
@@ -99,7 +100,9 @@ class Phase:
         for p in self.job.trace.parameters if self.sums else ():
             if p.gradient is not None and nodes[p.gradient].name == made:
                 key, total = parameter_key(p.name), self.sums[p.name]
-                gradient = self.get((made, 0), self.job.index.chosen[key].inputs[0], key)
+                layout = self.job.index.chosen[key].inputs[0]
+                gradient = self.get((made, 0), layout, key)
+                gradient = self.wide.get(((made, 0), layout), gradient)
                 if total.op == "placeholder":
                     self.sums[p.name] = self.graph.call_function(add_to, (total, gradient))
                     self.sums[p.name].meta.update(total.meta, key=f"{key}/add_to", slack="deferrable")
@@ -165,13 +168,16 @@ class Phase:
         source_line = self.job.nodes[ref[0]].meta.get("source", "")
         meta = {"module": step.module, "phase": self.phase, "source": source_line, "slack": step.slack}
         own, wide = self.job.dtype(ref), getattr(torch, c.dtype)
-        if wide != own:  # a reduction in a wider dtype than the tensor's
+        if (ref, step.source) in self.wide and wide != own:  # by another axis before
+            source = self.wide[ref, step.source]
+        elif wide != own:  # a reduction in a wider dtype than the tensor's
             source = self.graph.call_function(_cast, (source,), {"dtype": wide})
             source.meta.update(meta, key=f"{key}/widen")
         node = self.graph.call_function(target, (source, *args), self._length(ref, step))
         moved = Moved(self.phase, key, result, self.job.shape(ref), step.source, step.target)
         node.meta.update(meta, key=f"{key}/{c.kind}", collective=c, time_s=step.time_s, moved=moved)
         if wide != own:
+            self.wide[ref, step.target] = node
             node = self.graph.call_function(_cast, (node,), {"dtype": own})
             node.meta.update(meta, key=f"{key}/narrow")
         self.job.emitted.append((self.phase, key, c))

@@ -357,3 +357,28 @@ def test_of_equal_layers_those_that_share_no_weight_are_added_uncast(constraints
     assert "layers.0.weight" not in names and names >= {"layers.2.weight", "layers.3.weight"}
     assert autopar.check(plan, model, batch).ok
     assert autopar.verify(plan, model, batch).ok and autopar.verify(plan, model, batch, dtype=None).ok
+
+
+class Scaled(nn.Module):
+    """The gradient of its weight is the sum of the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16, dtype=BF16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).float().sum()
+
+
+@pytest.mark.parametrize(
+    ("samples", "num_microbatches"),
+    [((255, 2, 2, -258), 1), ((200, 50, 5, 2, -200, -50, -4, -2), 2)],
+    ids=["between two axes", "before it is added"],
+)
+def test_sums_of_16_bit_gradients_stay_in_fp32_on_their_way(samples: tuple[int, ...], num_microbatches: int) -> None:
+    """Each sample is a bf16 number, and so is 1, their sum; the 257 of some of them is none."""
+    model, batch = Scaled(), {"x": torch.tensor(samples, dtype=BF16)[:, None].expand(-1, 16).contiguous()}
+    options: dict[str, Any] = {"constraints": (fsdp(),), "num_microbatches": num_microbatches, "hardware": H100}
+    plan = autopar.plan(model, SQUARE, example_inputs=batch, **options)
+    assert autopar.check(plan, model, batch).ok
+    assert autopar.verify(plan, model, batch, dtype=None).gradients == {"weight": 0.0}
