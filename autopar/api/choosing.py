@@ -115,7 +115,7 @@ class Chooser:
         """The fastest of the plans with and without stages that are asked for."""
         asked = pipeline_in(self.options.constraints, self.mesh)
         if asked is None and self.options.num_microbatches in (1, "auto"):
-            return self._without(limit_s)
+            return self._whole_or_cut(limit_s)
         if asked is not None and asked.axis:
             check(asked, self.mesh)
         wish, tries = asked or ONE_STAGE, Tries()
@@ -138,6 +138,16 @@ class Chooser:
             assert refusal is not None, "there is something to try"
             raise refusal
         return self._of_one(tries.fastest()) if self.coupled else tries.fastest()
+
+    def _whole_or_cut(self, limit_s: float) -> Planned:
+        """The plan of one microbatch; or of several, one after another, where these are faster and the call returns the same of them: the
+        loss, or what can be put together."""
+        whole, tries = self._without(limit_s), Tries()
+        if self.options.num_microbatches == "auto" and self.options.outputs in ("loss", "full") and _run_again(whole.plan) >= _AGAIN:
+            tries.add("", 0, whole)
+            self._one_after_another(limit_s, tries)
+            return tries.fastest()
+        return whole
 
     def _one_after_another(self, limit_s: float, tries: Tries) -> None:
         """Try microbatches without stages, as long as much is run again for lack of memory, and more of them make the step faster."""

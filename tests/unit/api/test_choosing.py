@@ -51,6 +51,7 @@ def test_more_microbatches_are_tried_as_long_as_waiting_less_may_help(
     assert covered[0].endswith(f"tried, with the step found for each: no microbatches ({seconds(ALONE_S)}); {'; '.join(told)}")
 
 
+@pytest.mark.parametrize("asked", [{"constraints": (pipeline(),)}, {"outputs": "loss"}, {"outputs": "full"}, {"outputs": "dtensor"}], ids=str)
 @pytest.mark.parametrize(
     ("again_s", "steps_s", "tried"),
     [
@@ -62,8 +63,10 @@ def test_more_microbatches_are_tried_as_long_as_waiting_less_may_help(
     ],
 )
 def test_where_much_is_run_again_microbatches_are_tried_while_they_are_faster(
-    again_s: float, steps_s: dict[int, float | None], tried: list[int], monkeypatch: pytest.MonkeyPatch
+    again_s: float, steps_s: dict[int, float | None], tried: list[int], asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without a pipeline in what is asked for, where the call returns the same of several."""
+
     def plan(step_s: float, num: int) -> Any:
         entry = SimpleNamespace(again_s=again_s / num, instances=((),))
         stages = SimpleNamespace(stages=(SimpleNamespace(entries=(entry,)),), num_microbatches=num, num_chunks=1) if num > 1 else None
@@ -82,9 +85,10 @@ def test_where_much_is_run_again_microbatches_are_tried_while_they_are_faster(
     monkeypatch.setattr(Chooser, "_without", lambda self, limit_s: plan(ALONE_S, 1))
     monkeypatch.setattr(Chooser, "_staged", staged)
     monkeypatch.setattr(tries, "covering", lambda found, line: found)
-    options, batch = PlanOptions(constraints=(pipeline(),)), {"x": torch.zeros(16, 2)}
+    options, batch = PlanOptions(**asked), {"x": torch.zeros(16, 2)}
     chooser = Chooser(torch.nn.Identity(), None, (), batch, Mesh(1), HardwareProfile.load("h100-sxm"), options)  # type: ignore[arg-type]
     found = chooser._pipelines(math.inf)
+    tried = [] if asked.get("outputs") == "dtensor" else tried
     assert seen == tried
     assert found.plan.prediction.step_s == min([ALONE_S, *(s for num in tried if (s := steps_s[num]) is not None)])
 
