@@ -51,7 +51,7 @@ def test_more_microbatches_are_tried_as_long_as_waiting_less_may_help(
     assert covered[0].endswith(f"tried, with the step found for each: no microbatches ({seconds(ALONE_S)}); {'; '.join(told)}")
 
 
-@pytest.mark.parametrize("asked", [{"constraints": (pipeline(),)}, {"outputs": "loss"}, {"outputs": "full"}, {"outputs": "dtensor"}], ids=str)
+@pytest.mark.parametrize("asked", [{"constraints": (pipeline(),)}, *({"outputs": each} for each in ("loss", "full", "dtensor"))], ids=str)
 @pytest.mark.parametrize(
     ("again_s", "steps_s", "tried"),
     [
