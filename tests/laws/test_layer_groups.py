@@ -26,7 +26,7 @@ from autopar.solve import choices_or_least, solve
 from autopar.strategies import Forced, Starts, apart, classes_of
 from autopar.verification import verify_program
 
-NUM_LAYERS, LIST, GAP = 8, "model.layers", 4e-4
+NUM_LAYERS, LIST, GAP = 8, "model.layers", 5e-4
 MESH, PROFILE = Mesh(2), HardwareProfile.load("h100-sxm")
 BETWEEN = 0.94  # of the memory that a plan takes which has all it wants
 
@@ -128,7 +128,7 @@ def test_the_bound_of_groups_holds_for_fewer_and_the_relaxation_hardly_knows_the
 def test_it_computes_the_model_in_the_predicted_memory() -> None:
     made, (trace, model, batch) = grouped(), traced()
     assert verify_program(trace, made.stage_program(), model, (), batch).ok
-    peak = trace_peak(made.stage_program()).peak_bytes + made.plan.prediction.memory_bytes["optimizer"]
+    peak = trace_peak(made.stage_program(), outputs="dtensor").peak_bytes + made.plan.prediction.memory_bytes["optimizer"]
     assert peak == made.plan.prediction.peak_bytes <= budget()
 
 

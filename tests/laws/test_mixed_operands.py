@@ -72,7 +72,7 @@ def test_the_plain_model_cannot_be_the_reference_where_it_cannot_run_in_the_prec
     model, batch = spectral()
     plan = autopar.plan(model, LINE, example_inputs=batch, precision="bf16", hardware="cpu-gloo")
     assert autopar.verify(plan, model, batch).ok
-    with pytest.raises(VerificationError, match=r"the plain model fails: .*same dtype(.|\n)*verify in float64"):
+    with pytest.raises(VerificationError, match=r"the plain model fails with parameters in .*same dtype(.|\n)*float64"):
         autopar.verify(plan, model, batch, dtype=None)
 
 
