@@ -247,7 +247,7 @@ def run_command(
     num_processes: Annotated[int, typer.Option("-n", "--num-processes", min=1, help="Processes on this machine.")] = 1,
     nodes: Annotated[str, typer.Option(help="Machines that each run this: a number, or the fewest and the most, as 2:4.")] = "1",
     meet: Annotated[str | None, typer.Option(help="HOST:PORT of one of several machines, where they meet.")] = None,
-    restarts: Annotated[int, typer.Option(min=0, help="How often all processes start again after one has failed.")] = 0,
+    restarts: Annotated[int | None, typer.Option(min=0, help="How often all start again where one fails; 0, of 2:4 machines 10.")] = None,
 ) -> None:
     """Start SCRIPT with its arguments in several processes, by torchrun. Where machines come or go those that are there start it again."""
     launch(script, context.args, num_processes=num_processes, nodes=nodes, meet=meet, restarts=restarts)

@@ -13,14 +13,16 @@ only; so kernels that do the same are put under the CPU's key for a while. They 
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.amp import autocast_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.ambient import KINDS
@@ -53,15 +55,25 @@ _REFUSED = frozenset({"binary_cross_entropy"})
 # On a GPU a recurrent layer is one op of cuDNN's, cast as a whole; on tensors of the CPU it is its parts, which would be cast apart.
 _RECURRENT = tuple(f"{cell}.{form}" for cell in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data"))
 
+_DISABLED = (
+    "the model enters a torch.autocast('cuda') that was made before, as a decorator is, and is disabled; where it should not be, torch "
+    "disabled it for want of a GPU: write `with torch.autocast(...)` in forward to plan without one"
+)
+_HERE = "_autopar_made_here"
 _Kernel = Callable[..., Any]
+log = logging.getLogger("autopar")
 
 
 @contextmanager
-def gpu_autocast(on_gpu: bool) -> Iterator[None]:
+def gpu_autocast(on_gpu: bool) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """Let autocast of ``cuda``, around the caller or inside of it, cast tensors of the CPU (see the module).
 
     Args:
         on_gpu: whether the tensors stand for some on a GPU.
+
+    Yields:
+        Makes a context for backward, which users run outside of autocast; what enters it again there, as checkpoints do, means what forward
+        meant.
 
     Raises:
         CaptureError: the caller is under autocast of both kinds of device, to different dtypes.
@@ -84,7 +96,8 @@ def gpu_autocast(on_gpu: bool) -> Iterator[None]:
         stack.enter_context(mock.patch.object(own, "__init__", _made_anywhere(own.__init__)))
         stack.enter_context(mock.patch.object(own, "__enter__", lists.entering(own.__enter__)))
         stack.enter_context(mock.patch.object(own, "__exit__", lists.leaving(own.__exit__)))
-        yield
+        stack.enter_context(mock.patch.object(autocast_mode, "_cast", _cast_anywhere(autocast_mode._cast)))
+        yield lists.in_backward
 
 
 @contextmanager
@@ -112,20 +125,31 @@ def _made_anywhere(init: Callable[..., None]) -> Callable[..., None]:
         elsewhere = device_type == "cuda"
         init(self, device_type, dtype, enabled and not elsewhere, cache_enabled)
         self._enabled = enabled if elsewhere else self._enabled
+        setattr(self, _HERE, True)
 
     return made
+
+
+def _cast_anywhere(cast: Callable[..., Any]) -> Callable[..., Any]:
+    """What `torch.amp.custom_fwd` casts operands by, on tensors of the CPU, too, where it is for a GPU."""
+    return lambda value, device_type, dtype: cast(value, "cpu" if device_type == "cuda" else device_type, dtype)
 
 
 class _Lists:
     """Whose lists hold: CUDA's, as long as anything that was entered means a GPU."""
 
     def __init__(self) -> None:
-        self._num_meaning_gpu = 0
+        self._num_meaning_gpu, self._meant_gpu, self._warned = 0, False, False
         self._held = ExitStack()
         self._entered: dict[int, tuple[Any, ExitStack]] = {}
 
     def __enter__(self) -> _Lists:
         return self
+
+    def _warn(self) -> None:
+        if not self._warned:
+            log.warning(_DISABLED)
+        self._warned = True
 
     def __exit__(self, *_: Any) -> None:
         self._held.close()
@@ -134,7 +158,7 @@ class _Lists:
     def of_gpu(self) -> Iterator[None]:
         if not self._num_meaning_gpu:
             self._held.enter_context(_casting_as_cuda())
-        self._num_meaning_gpu += 1
+        self._num_meaning_gpu, self._meant_gpu = self._num_meaning_gpu + 1, True
         try:
             yield
         finally:
@@ -142,12 +166,24 @@ class _Lists:
             if not self._num_meaning_gpu:
                 self._held.close()
 
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Outside of autocast; that of either kind, entered again, means what was meant before."""
+        with ExitStack() as stack:
+            for kind in KINDS:
+                stack.enter_context(_state(kind, False, torch.get_autocast_dtype(kind)))
+            if self._meant_gpu:
+                stack.enter_context(self.of_gpu())
+            yield
+
     def entering(self, enter: Callable[..., Any]) -> Callable[..., Any]:
         """`torch.autocast.__enter__` that changes the state of both kinds of device."""
 
         def entered(context: Any) -> Any:
             if context.device not in KINDS:
                 return enter(context)
+            if context.device == "cuda" and not hasattr(context, _HERE) and not context._enabled and not torch.cuda.is_available():
+                self._warn()
             stack = ExitStack()
             other = next(kind for kind in KINDS if kind != context.device)
             stack.enter_context(_state(other, context._enabled, context.fast_dtype))

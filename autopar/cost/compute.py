@@ -8,13 +8,15 @@ efficiency of the kind and o the launch overhead:
     view                                    0
 
 (f + h) / (e P) is f over the peak at efficiency e · f / (f + h): a matmul of h flops runs at half the speed of a large one,
-because it does not fill the device. Where the profile has measured points of the kind (and dtype), their curve, which holds
-the overhead, replaces the formula; matmul and attention still take no less than an elementwise op over their bytes. The time
-falls in neither f nor b.
+because it does not fill the device. A complex product is four products of its parts. Where the profile has measured points of
+the kind (and dtype), their curve, which holds the overhead, replaces the formula; matmul and attention still take no less than
+an elementwise op over their bytes. The time falls in neither f nor b.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -23,6 +25,9 @@ from autopar.analysis.work import Work
 from autopar.errors import HardwareError
 from autopar.hardware import FLOP_KINDS, Curve, HardwareProfile
 
+_PARTS: Mapping[torch.dtype | str, torch.dtype] = {
+    torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64,
+}  # fmt: skip
 # Curve over flops or None, seconds per flop, flops added, curve over bytes or None, seconds per byte, overhead in seconds.
 _Rates = tuple[Curve | None, float, float, Curve | None, float, float]
 
@@ -35,6 +40,8 @@ def compute_time(work: Work, dtype: torch.dtype | str, profile: HardwareProfile)
     """
     if work.kind == "view":
         return 0.0
+    if dtype in _PARTS:  # a complex product is four of its parts
+        work, dtype = replace(work, flops=4 * work.flops), _PARTS[dtype]
     flops_curve, s_per_flop, half, bytes_curve, s_per_byte, overhead = _rates(profile, work.kind, dtype)
     memory = bytes_curve.time_s(work.bytes) if bytes_curve else work.bytes * s_per_byte + overhead
     if work.kind not in FLOP_KINDS:

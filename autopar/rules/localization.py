@@ -19,7 +19,7 @@ from autopar.rules import dispatch, space
 from autopar.rules.call import Call, argument, replace_arguments
 from autopar.rules.families import dims_of
 from autopar.rules.further import RESIZE_GRADIENTS
-from autopar.rules.losses import LOSS_GRADIENTS, LOSSES, MEAN, SUM, mean_loss_part
+from autopar.rules.losses import IN_ITS_OWN, LOSS_GRADIENTS, LOSSES, MEAN, NONE, SUM, mean_loss_part, reduced_loss
 from autopar.rules.site import Local, Site, groups_of, same
 
 aten = torch.ops.aten
@@ -104,11 +104,13 @@ def _mean_loss(operand: int) -> Callable[[Site], Local]:
     def local(site: Site) -> Local:
         call = site.call
         split = any(isinstance(p, Shard) for layout in site.strategy.inputs for p in layout.placements)
-        if argument(call, "reduction", MEAN) != MEAN or not split:
-            return same(site)
+        name, reduction = call.target.__name__.partition(".")[0], argument(call, "reduction", MEAN)
+        if reduction != MEAN or not split:
+            plain = same(site)
+            return Local(reduced_loss, (name, *plain.args), plain.kwargs) if name in IN_ITS_OWN and reduction != NONE else plain
         count = math.prod(torch.broadcast_shapes(*(info.shape for info in call.inputs[operand : operand + 2])))
         args, kwargs = replace_arguments(call, {"reduction": SUM})
-        return Local(mean_loss_part, (call.target.__name__.partition(".")[0], count, *args), kwargs)
+        return Local(mean_loss_part, (name, count, *args), kwargs)
 
     return local
 

@@ -11,7 +11,8 @@ from autopar.rules.call import Call, argument, slots
 from autopar.rules.notation import Factors, parse
 
 aten = torch.ops.aten
-MEAN, SUM = 1, 2
+NONE, MEAN, SUM = 0, 1, 2
+_REDUCTION = 2  # position of that argument, of all of them
 LOSSES = (
     aten.mse_loss.default,
     aten.smooth_l1_loss.default,
@@ -20,6 +21,7 @@ LOSSES = (
     aten.binary_cross_entropy.default,
     aten.binary_cross_entropy_with_logits.default,
 )
+IN_ITS_OWN = frozenset({"mse_loss", "smooth_l1_loss", "soft_margin_loss"})
 LOSS_GRADIENTS = (
     aten.mse_loss_backward.default,
     aten.smooth_l1_loss_backward.default,
@@ -41,6 +43,15 @@ def loss_gradient(call: Call) -> Factors:
     return parse(f"{'...' if call.inputs[0].shape else ''}, {rest} -> ...", call, linear=((0,),))
 
 
+def reduced_loss(name: str, *args: Any, **kwargs: Any) -> Tensor:
+    """A mean or a sum of a loss, in memory of its own: torch's kernels of `IN_ITS_OWN` reduce into that of the unreduced loss, which is as
+    large as the scores, and held as long as what is reduced."""
+    reduction = args[_REDUCTION] if len(args) > _REDUCTION else kwargs.get("reduction", MEAN)
+    further = {key: value for key, value in kwargs.items() if key != "reduction"}
+    each: Tensor = getattr(aten, name).default(*args[:_REDUCTION], NONE, *args[_REDUCTION + 1 :], **further)
+    return each.mean() if reduction == MEAN else each.sum()
+
+
 def mean_loss_part(name: str, count: int, *args: Any, **kwargs: Any) -> Tensor:
     """A rank's share of a mean loss of `count` elements, or its part of that loss' gradient: the sum's, over `count`.
 
@@ -49,5 +60,5 @@ def mean_loss_part(name: str, count: int, *args: Any, **kwargs: Any) -> Tensor:
     first = next(a for a in args if isinstance(a, Tensor))
     half = first.dtype in (torch.float16, torch.bfloat16)
     wide = tuple(a.float() if half and isinstance(a, Tensor) else a for a in args)
-    result: Tensor = getattr(aten, name).default(*wide, **kwargs)
+    result: Tensor = reduced_loss(name, *wide, **kwargs) if name in IN_ITS_OWN else getattr(aten, name).default(*wide, **kwargs)
     return result.div_(count).to(first.dtype)

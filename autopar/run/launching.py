@@ -13,14 +13,14 @@ from autopar.errors import AutoparError
 
 
 def launch(
-    script: Path, arguments: Sequence[str], *, num_processes: int = 1, nodes: str = "1", meet: str | None = None, restarts: int = 0
+    script: Path, arguments: Sequence[str], *, num_processes: int = 1, nodes: str = "1", meet: str | None = None, restarts: int | None = None
 ) -> None:
     """Run `script` with its arguments; returns when it has ended on this machine.
 
     Args:
         num_processes: on this machine. nodes: machines that each run this: a number, or the fewest and the most, as ``2:4``.
-        meet: ``host:port`` of one of them, where several machines meet. restarts: how often all start again after one has failed;
-            that machines come or go is not counted.
+        meet: ``host:port`` of one of them, where several machines meet. restarts: how often all start again after one has failed, as
+            those that are left do where a machine is lost; by default not at all, or 10 times where machines may come and go.
 
     Raises:
         AutoparError: where there is no such script, or several machines have no place to meet.
@@ -29,12 +29,16 @@ def launch(
         raise AutoparError(f"there is no script {str(script)!r}", remedy="name a Python file")
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes):
         raise AutoparError(f"{nodes!r} is no number of machines", remedy="pass one, as 4, or the fewest and the most, as 2:4")
+    fewest, _, most = nodes.partition(":")
+    if most and int(most) < int(fewest):
+        raise AutoparError(f"from {fewest} to {most} machines", remedy="pass the fewest first, as 2:4")
     if nodes != "1" and meet is None:
         raise AutoparError(f"{nodes} machines have no place to meet", remedy="pass --meet HOST:PORT, the same on every machine")
     where = ["--standalone"]
     if meet is not None:
         where = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={meet}", "--rdzv-id=autopar"]
-    if ":" in nodes:  # else, as of torch 2.13, the first machine says once where its store is, and whoever joins later waits for it in vain
+    restarts = (10 if most else 0) if restarts is None else restarts
+    if most:  # else, as of torch 2.13, the first machine says once where its store is, and whoever joins later waits for it in vain
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     sys.argv = ["torchrun", *where, f"--max-restarts={restarts}", f"--nproc-per-node={num_processes}", str(script), *arguments]
     runpy.run_module("torch.distributed.run", run_name="__main__")

@@ -3,40 +3,41 @@
 A checkpoint is a folder that torch.distributed.checkpoint writes: the full model and its optimizer's state under the model's names,
 whatever layouts and stages they rested in, so that another plan, another mesh or another number of processes loads its own parts.
 Beside it stand `plan.json` and `autopar.json`, which says of which step it is. It is written under another name and renamed when all
-ranks have written their parts: a folder that bears a checkpoint's name is whole.
+ranks' parts are there: a folder that bears a checkpoint's name is whole.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
-from autopar.errors import RuntimeStateError
+from autopar.errors import RuntimeStateError, size_text
 from autopar.run.holder import Holder
+from autopar.run.ranks import by_first, num_ranks, of_all, rank
+from autopar.run.saved_state import missing_files, read_others, read_state, state_of, states_of
 from autopar.version import VERSION as AUTOPAR_VERSION
 
 log = logging.getLogger("autopar")
 FORMAT, VERSION = "autopar-checkpoint", 1
 _NAME = re.compile(r"step_(\d{9,})")
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameters, of which each stage has others
+_SEEN_WITHIN_S = 5.0  # shared file systems show new files late
+_SHARE = "put checkpoints into a folder that all machines share, by its whole path"
 
 
 class Checkpoints:
-    """The checkpoints of a training run, in a folder that all ranks see.
+    """The checkpoints of one training run, in a folder that all ranks see.
 
         checkpoints = autopar.Checkpoints("checkpoints")
         start = checkpoints.load(pm, optimizer)  # 0 where there is none
@@ -55,9 +56,18 @@ class Checkpoints:
         self.folder, self.keep = Path(folder), keep
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of which there are checkpoints, as the first rank sees them; the same on all ranks."""
-        found = self._found() if _rank() == 0 else {}
-        return _of_first(tuple(sorted(found)))
+        """The steps of which there are checkpoints; every rank calls it.
+
+        Raises:
+            RuntimeStateError: where ranks see others.
+        """
+        by_first(self._repair, str(self.folder), "see the reason")
+        seen = of_all(tuple(sorted(self._found())))
+        different = [number for number, steps in enumerate(seen) if steps != seen[0]]
+        if different:
+            what = f"ranks {different} do not see the checkpoints that rank 0 sees: {seen[different[0]]} against {seen[0]}"
+            raise RuntimeStateError(what, where=str(self.folder), remedy=_SHARE)
+        return seen[0]  # type: ignore[no-any-return]
 
     def save(self, step: int, module: nn.Module, optimizer: Optimizer | None = None, **others: Any) -> Path:
         """Save after so many steps; every rank calls it.
@@ -70,25 +80,28 @@ class Checkpoints:
             The checkpoint's folder.
 
         Raises:
-            RuntimeStateError: where `module` is not compiled, or a rank cannot write.
+            RuntimeStateError: on all ranks, where `module` is not compiled, the folder has later steps or is not shared, or it cannot be
+                written to. The checkpoints that are there stay.
         """
-        holder = _holder(module)
+        if not isinstance(step, int) or step < 0:
+            raise RuntimeStateError(f"step={step!r} is no number of steps", remedy="pass how many steps were made, from 0")
+        holder, beside = _holder(module), states_of(others)
+        later = [n for n in self.steps() if n > step]
+        if later:
+            what = f"step {step} is not saved beside later ones: {', '.join(map(str, later))}"
+            raise RuntimeStateError(what, where=str(self.folder), remedy="load before you train, remove those, or name another folder")
         target = self._place(step)
         writing = target.with_suffix(".part")
-        if _rank() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(writing, ignore_errors=True)
-        _wait()
-        state = {**_model_state(holder), **_optimizer_state(holder, optimizer)}
-        beside = {name: _stateful(name, other).state_dict() for name, other in others.items()}
+        by_first(lambda: _fresh(writing), str(writing), "name a folder that can be written to")
+        self._seen_by_all(writing)
         try:
-            dcp.save(state, checkpoint_id=writing)
+            dcp.save(state_of(holder, optimizer), checkpoint_id=writing)
         except dcp.api.CheckpointException as error:
-            raise RuntimeStateError(f"step {step} was not saved: {_reasons(error)}", where=str(writing), remedy="see the reason") from error
-        if _rank() == 0:
-            torch.save(beside, writing / "others.pt")
-            self._finish(step, holder, writing)
-        _wait()
+            what, free = f"step {step} was not saved: {_reasons(error)}", size_text(shutil.disk_usage(self.folder).free)
+            remedy = f"see the reason; {free} are free there. Earlier checkpoints are as they were"
+            raise RuntimeStateError(what, where=str(writing), remedy=remedy) from error
+        remedy = f"see the reason; {size_text(shutil.disk_usage(self.folder).free)} are free there"
+        by_first(lambda: self._finish(step, holder, writing, beside), str(writing), remedy)
         return target
 
     def load(self, module: nn.Module, optimizer: Optimizer | None = None, **others: Any) -> int:
@@ -98,27 +111,31 @@ class Checkpoints:
             After how many steps it was saved; 0 where there is none, and then nothing is changed.
 
         Raises:
-            RuntimeStateError: where it is of another model or optimizer, or some rank does not see it. Nothing is changed then.
+            RuntimeStateError: on all ranks, where it is of another model or optimizer, damaged, or some rank does not see it. Nothing is
+                changed then.
         """
         steps = self.steps()
         if not steps:
             return 0
         holder, place = _holder(module), self._place(steps[-1])
-        self._seen_by_all(place)
-        about, beside = _read(place), _beside(place, others)
-        _load(place, holder, optimizer)
+        before = f", and step {steps[-2]} is taken" if len(steps) > 1 else ""
+        about = by_first(lambda: _read(place), str(place), f"it is damaged: remove it{before}")
+        beside = read_others(place, others)
+        left = (*read_state(place, holder, optimizer), *(name for name in beside if name not in others))
         for name, other in others.items():
             other.load_state_dict(beside[name])
         if about["random_state"] is not None and holder.random_state is not None:
             holder.random_state = about["random_state"]
-        if _rank() == 0:
-            log.info("going on after step %d, saved on mesh %s with plan %s", steps[-1], about["mesh"], about["plan"])
+        if rank() == 0:
+            log.warning("going on after step %d, saved on mesh %s", steps[-1], about["mesh"])
+            if left:
+                log.warning("saved there and not asked for: %s", ", ".join(left))
         return steps[-1]
 
     def plan(self) -> str | None:
-        """The text of the newest checkpoint's plan; None where there is none."""
+        """The text of the newest checkpoint's plan; None where there is none. Every rank calls it."""
         steps = self.steps()
-        return _of_first(_text_of(self._place(steps[-1]) / "plan.json")) if steps else None
+        return by_first(lambda: _text_of(self._place(steps[-1]) / "plan.json"), str(self.folder), "") if steps else None  # type: ignore[no-any-return]
 
     def _place(self, step: int) -> Path:
         return self.folder / f"step_{step:09d}"
@@ -129,71 +146,45 @@ class Checkpoints:
         matches = ((_NAME.fullmatch(each.name), each) for each in self.folder.iterdir() if each.is_dir())
         return {int(match[1]): each for match, each in matches if match}
 
-    def _finish(self, step: int, holder: Holder, writing: Path) -> None:
+    def _repair(self) -> None:
+        """Put back what was about to be replaced when the process ended."""
+        for before in self.folder.glob("step_*.old"):
+            target = before.with_suffix("")
+            if target.exists():
+                shutil.rmtree(before)
+            else:
+                before.rename(target)
+
+    def _finish(self, step: int, holder: Holder, writing: Path, beside: Mapping[str, Any]) -> None:
         """Name the checkpoint, then remove those that are too many, and what was begun before and not ended."""
+        if missing := missing_files(writing):
+            raise RuntimeStateError(f"step {step} is not whole: {', '.join(missing[:3])} of other ranks are not there", remedy=_SHARE)
         plan, target = getattr(holder, "plan", None), self._place(step)
         about = {
             "format": FORMAT, "version": VERSION, "step": step, "mesh": "" if plan is None else str(plan.mesh),
-            "plan": "" if plan is None else plan.hash, "random_state": holder.random_state, "world_size": _world(),
+            "plan": "" if plan is None else plan.hash, "random_state": holder.random_state, "world_size": num_ranks(),
             "autopar": AUTOPAR_VERSION, "torch": torch.__version__,
         }  # fmt: skip
-        (writing / "autopar.json").write_text(json.dumps(about, indent=1) + "\n")
+        _written(writing / "others.pt", lambda path: torch.save(dict(beside), path))
+        _written(writing / "autopar.json", lambda path: path.write_text(json.dumps(about, indent=1) + "\n"))
         if plan is not None:
-            plan.save(writing / "plan.json")
+            _written(writing / "plan.json", plan.save)
         before = target.with_suffix(".old")
-        if target.exists():  # saved again after going back: the one that is whole stays until the other is
+        if target.exists():  # saved again: the one that is whole is put back (`_repair`) where this ends before the other has its name
             target.rename(before)
         writing.rename(target)
-        shutil.rmtree(before, ignore_errors=True)
         found = self._found()
-        for old in sorted(found)[: -self.keep]:
-            shutil.rmtree(found[old], ignore_errors=True)
+        begun = (each for each in self.folder.glob("step_*.part") if (match := _NAME.match(each.name)) and int(match[1]) <= step)
+        for old in (before, *begun, *(found[n] for n in sorted(found)[: -self.keep])):
+            shutil.rmtree(old, ignore_errors=True)
 
     def _seen_by_all(self, place: Path) -> None:
-        blind = [rank for rank, sees in enumerate(_of_all((place / "autopar.json").is_file())) if not sees]
+        deadline = time.monotonic() + _SEEN_WITHIN_S
+        while not place.is_dir() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        blind = [number for number, sees in enumerate(of_all(place.is_dir())) if not sees]
         if blind:
-            what = f"ranks {blind} do not see the checkpoint that rank 0 sees"
-            raise RuntimeStateError(what, where=str(place), remedy="put checkpoints into a folder that all nodes share")
-
-
-def _load(place: Path, holder: Holder, optimizer: Optimizer | None) -> None:
-    """Read the model, where it lies, and the optimizer's state."""
-    saved = FileSystemReader(place).read_metadata()
-    model, fresh = _model_state(holder), optimizer is not None and not optimizer.state
-    state = _optimizer_state(holder, optimizer)
-    never = _never_stepped(state, saved)
-    wanted = {**model, **{key: value for key, value in state.items() if key not in never}}
-    try:
-        _check_same(wanted, saved, place)
-    except RuntimeStateError:
-        if optimizer is not None and fresh:  # torch has made one, to know what there is to load
-            optimizer.state.clear()
-        raise
-    dcp.load(wanted, checkpoint_id=place)
-    if optimizer is not None:
-        given = {key.removeprefix("optimizer."): value for key, value in {**state, **wanted}.items() if key.startswith("optimizer.")}
-        set_optimizer_state_dict(holder, optimizer, given, options=_FLAT)
-        _forget(holder, optimizer, never)
-
-
-def _beside(place: Path, others: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What was saved of `others`, by name."""
-    for name, other in others.items():
-        _stateful(name, other)
-    found = torch.load(place / "others.pt", weights_only=True)
-    missing = [name for name in others if name not in found]
-    if missing:
-        what = f"the checkpoint has no {missing[0]!r}" + (f"; it has {', '.join(found)}" if found else "")
-        raise RuntimeStateError(what, where=str(place), remedy="save and load with the same names")
-    return found  # type: ignore[no-any-return]
-
-
-def _read(place: Path) -> Mapping[str, Any]:
-    about = json.loads((place / "autopar.json").read_text())
-    if about.get("format") != FORMAT or about.get("version") != VERSION:
-        what = f"the checkpoint is of format {about.get('format')!r}, version {about.get('version')!r}"
-        raise RuntimeStateError(what, where=str(place), remedy=f"this autopar reads {FORMAT!r}, version {VERSION}")
-    return about  # type: ignore[no-any-return]
+            raise RuntimeStateError(f"ranks {blind} do not see the folder that rank 0 made", where=str(place), remedy=_SHARE)
 
 
 def _holder(module: nn.Module) -> Holder:
@@ -201,64 +192,35 @@ def _holder(module: nn.Module) -> Holder:
     found = module if isinstance(module, Holder) else module._modules.get("module")
     if not isinstance(found, Holder):
         what = f"{type(module).__name__} is not compiled, or was not called yet"
-        raise RuntimeStateError(what, remedy="pass what autopar.compile(model, mesh, example_inputs=batch) returned")
+        raise RuntimeStateError(what, remedy="pass what autopar.compile(model, example_inputs=batch) returned")
     return found
 
 
-def _model_state(holder: Holder) -> dict[str, Any]:
-    return {f"model.{name}": value for name, value in holder.state_dict().items()}
+def _fresh(place: Path) -> None:
+    """An empty folder."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if place.exists():
+        shutil.rmtree(place)
+    place.mkdir()
 
 
-def _optimizer_state(holder: Holder, optimizer: Optimizer | None) -> dict[str, Any]:
-    if optimizer is None:
-        return {}
-    return {f"optimizer.{key}": value for key, value in get_optimizer_state_dict(holder, optimizer, options=_FLAT).items()}
+def _read(place: Path) -> Mapping[str, Any]:
+    """What `autopar.json` says, once all other files are there as well."""
+    about = json.loads((place / "autopar.json").read_text())
+    if about.get("format") != FORMAT or about.get("version") != VERSION:
+        what = f"the checkpoint is of format {about.get('format')!r}, version {about.get('version')!r}"
+        raise RuntimeStateError(what, remedy=f"this autopar reads {FORMAT!r}, version {VERSION}")
+    torch.load(place / "others.pt", weights_only=True)
+    if missing := missing_files(place):
+        raise OSError(f"{', '.join(missing[:3])} is not there, or cut off")
+    return about  # type: ignore[no-any-return]
 
 
-def _stateful(name: str, other: Any) -> Any:
-    if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
-        what = f"{name}={type(other).__name__} has no state_dict and load_state_dict"
-        raise RuntimeStateError(what, remedy="pass what has both, such as a scheduler or a StatefulDataLoader")
-    return other
-
-
-def _never_stepped(state: Mapping[str, Any], saved: Metadata) -> frozenset[str]:
-    """Keys of the state of parameters that had no gradient yet when the checkpoint was saved: optimizers have none of them then, and torch
-    makes all of it before it loads."""
-    told = {key.split(".", 2)[2] for key in saved.state_dict_metadata if key.startswith("optimizer.state.")}
-    mine = [key for key in state if key.startswith("optimizer.state.")]
-    stepped = {name.rpartition(".")[0] for name in told}
-    return frozenset(key for key in mine if key.split(".", 2)[2].rpartition(".")[0] not in stepped) if told else frozenset()
-
-
-def _forget(holder: Holder, optimizer: Optimizer, never: frozenset[str]) -> None:
-    """Drop the state that torch made for parameters that had none."""
-    names = {key.split(".", 2)[2].rpartition(".")[0] for key in never}
-    for name, parameter in holder.named_parameters():
-        if name in names:
-            optimizer.state.pop(parameter, None)
-
-
-def _check_same(wanted: Mapping[str, Any], saved: Metadata, place: Path) -> None:
-    """That the checkpoint has all that is wanted, in the same shapes, on every rank, and no more of the model."""
-    known, wrong = saved.state_dict_metadata, []
-    here = set().union(*_of_all({key for key in wanted if key.startswith("model.")}))
-    beyond = [key.removeprefix("model.") for key in known if key.startswith("model.") and key not in here]
-    wrong += [f"{name} of its model is not in this one" for name in beyond]
-    for key, value in wanted.items():
-        kind, _, name = key.partition(".")
-        there = known.get(key)
-        if there is None:
-            wrong.append(f"{name} of the {kind} is not in it")
-        elif isinstance(there, TensorStorageMetadata) and isinstance(value, torch.Tensor) and there.size != value.shape:
-            wrong.append(f"{name} is {tuple(there.size)} in it, {tuple(value.shape)} here")
-    found = [(rank, lines) for rank, lines in enumerate(_of_all(wrong)) if lines]
-    if found:
-        rank, lines = found[0]
-        more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
-        on = f" (rank {rank})" if _world() > 1 else ""
-        what = f"the checkpoint is of another model or optimizer: {'; '.join(lines[:3])}{more}{on}"
-        raise RuntimeStateError(what, where=str(place), remedy="load it into what it was saved of, or name another folder")
+def _written(path: Path, write: Callable[[Path], object]) -> None:
+    """A file that is on the disk, too."""
+    write(path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _reasons(error: Any) -> str:
@@ -268,27 +230,3 @@ def _reasons(error: Any) -> str:
 
 def _text_of(path: Path) -> str | None:
     return path.read_text() if path.is_file() else None
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _of_all(fact: Any) -> list[Any]:
-    facts = [fact] * _world()
-    if _world() > 1:
-        dist.all_gather_object(facts, fact)
-    return facts
-
-
-def _of_first(fact: Any) -> Any:
-    return _of_all(fact)[0]
-
-
-def _wait() -> None:
-    if _world() > 1:
-        dist.barrier()

@@ -142,11 +142,12 @@ class Case:
         draws = PositionalDraws(state)
         with without_caches(plain), torch.enable_grad(), self._refused_by_kernels():
             drawn = draws if self.num_draws else nullcontext()
-            with drawn, watch, OwnEps(self.own), self._autocast():  # the draws themselves are not watched
-                returned = plain(*args, **kwargs)
-            outputs = dict(flatten_with_paths(returned)[0])
-            with torch.autocast(outputs[self.loss].device.type, enabled=False):  # as users are to run it
-                outputs[self.loss].backward()
+            with self._autocast() as outside:
+                with drawn, watch, OwnEps(self.own):  # the draws themselves are not watched
+                    returned = plain(*args, **kwargs)
+                outputs = dict(flatten_with_paths(returned)[0])
+                with outside():  # as users are to run it
+                    outputs[self.loss].backward()
         parameters = dict(plain.named_parameters(remove_duplicate=False))
         buffers = dict(plain.named_buffers(remove_duplicate=False))
         results = Results(
@@ -178,10 +179,10 @@ class Case:
             remedy = "verify in a wider dtype: pass dtype=torch.float64" if as_asked else "verify in the model's own dtype: pass dtype=None"
             raise PlainModelError(f"the plain model fails{where}: {said}", remedy=remedy) from error
 
-    def _autocast(self) -> AbstractContextManager[None]:
-        """As in capture; on a GPU the model's own."""
+    def _autocast(self) -> AbstractContextManager[Callable[[], AbstractContextManager[Any]]]:
+        """As in capture; on a GPU the model's own. Gives what makes a context outside of autocast."""
         on_gpu = any(x.is_cuda for x in (*self.tensors.values(), *self.inputs))
-        return nullcontext() if on_gpu else gpu_autocast(on_gpu=False)
+        return nullcontext(lambda: torch.autocast("cuda", enabled=False)) if on_gpu else gpu_autocast(on_gpu=False)
 
     def _narrowed(self, x: Any) -> Any:
         """A parameter or an input in the precision that was asked for, unless all is computed in another dtype."""

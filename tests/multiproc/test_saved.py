@@ -39,6 +39,10 @@ def test_a_run_goes_on_on_fewer_and_on_more_processes_as_if_nothing_had_happened
     assert last["rate"] == alone["rate"] == LEARNING_RATE / 4 and last["state"] == alone["state"]
 
 
-def test_a_rank_that_does_not_see_the_checkpoint_is_named_on_all_ranks(tmp_path: Path) -> None:
+def test_a_folder_that_ranks_do_not_share_is_refused_on_all_of_them(tmp_path: Path) -> None:
     told = run_processes(2, WORKER, "blind", str(tmp_path))
-    assert all("ranks [1] do not see the checkpoint" in each and "that all nodes share" in each for each in told)
+    for each in told:
+        assert "ranks [1] do not see the checkpoints that rank 0 sees: () against (1,)" in each["rank 0 sees it"]
+        assert "ranks [1] do not see the checkpoints that rank 0 sees: (1,) against ()" in each["rank 1 sees it"]
+        assert "ranks [1] do not see the folder that rank 0 made" in each["saved apart"] and "all machines share" in each["saved apart"]
+        assert "Error" in each["a file"] and "can be written to" in each["a file"]

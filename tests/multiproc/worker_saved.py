@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import autopar
 from autopar.errors import RuntimeStateError
@@ -44,16 +44,24 @@ def run(rank: int, folder: str, steps: int, stages: bool = False) -> dict[str, A
     }  # fmt: skip
 
 
-def blind(rank: int, folder: str) -> str:
-    """A rank that does not see the folder, as where nodes do not share it."""
+def blind(rank: int, folder: str) -> dict[str, str]:
+    """Ranks that do not see one folder, as where machines do not share it, and one that cannot be written to; what each way ends in."""
     model, batch = build("gpt2")
     module = autopar.compile(model, example_inputs=batch, hardware="cpu-gloo")
-    checkpoints = autopar.Checkpoints(Path(folder) / "mine", keep=1)
-    checkpoints.save(1, module)
-    if dist.get_rank() == 1:
-        checkpoints = autopar.Checkpoints(Path(folder) / "elsewhere")
+    shared, own = Path(folder) / "shared", Path(folder) / f"of rank {rank}"
+    autopar.Checkpoints(shared).save(1, module)
+    no_folder = shared / "step_000000001" / "plan.json"
+    return {
+        "rank 0 sees it": _refusal(lambda: autopar.Checkpoints(shared if rank == 0 else own).load(module)),
+        "rank 1 sees it": _refusal(lambda: autopar.Checkpoints(shared if rank == 1 else own).load(module)),
+        "saved apart": _refusal(lambda: autopar.Checkpoints(own).save(2, module)),
+        "a file": _refusal(lambda: autopar.Checkpoints(no_folder).save(2, module)),
+    }
+
+
+def _refusal(action: Callable[[], object]) -> str:
     try:
-        checkpoints.load(module)
+        action()
     except RuntimeStateError as error:
         return str(error)
     return ""

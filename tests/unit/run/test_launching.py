@@ -31,6 +31,11 @@ def test_one_machine_needs_no_place_to_meet(script: Path) -> None:
     assert sys.argv == ["torchrun", "--standalone", "--max-restarts=0", "--nproc-per-node=4", str(script), "--steps", "3"]
 
 
+def test_where_machines_come_and_go_losing_one_does_not_end_the_run(script: Path) -> None:
+    launch(script, [], nodes="1:2", meet="host:29500")
+    assert "--max-restarts=10" in sys.argv
+
+
 def test_machines_that_come_and_go_meet_anew_each_time(script: Path) -> None:
     launch(script, [], num_processes=8, nodes="2:4", meet="host:29500", restarts=3)
     told = ["--nnodes=2:4", "--rdzv-backend=c10d", "--rdzv-endpoint=host:29500", "--rdzv-id=autopar", "--max-restarts=3"]
@@ -40,7 +45,7 @@ def test_machines_that_come_and_go_meet_anew_each_time(script: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"nodes": "2"}, "no place to meet"), ({"nodes": "two", "meet": "host:1"}, "no number of machines"), ({"nodes": "0"}, "no number")],
+    [({"nodes": "2"}, "no place to meet"), ({"nodes": "two", "meet": "host:1"}, "no number of machines"), ({"nodes": "0"}, "no number"), ({"nodes": "3:2", "meet": "host:1"}, "from 3 to 2")],
 )
 def test_what_cannot_be_started_is_refused(script: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(AutoparError, match=words):

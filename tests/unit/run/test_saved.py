@@ -60,6 +60,7 @@ def saved(tmp_path: Path) -> tuple[Path, float]:
 
 def test_the_newest_whole_checkpoints_stay_and_what_was_broken_off_is_none(saved: tuple[Path, float]) -> None:
     folder, wanted = saved
+    (folder / "step_000000002.part").mkdir()
     (folder / "step_000000009.part").mkdir()
     (folder / "notes").mkdir()
     checkpoints = autopar.Checkpoints(folder)
@@ -99,7 +100,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(saved: tuple[Path, flo
         about.write_text(json.dumps({**json.loads(about.read_text()), "version": 99}))
     before, had_state = values(module), bool(optimizer.state)
     words = {
-        "shape": r"first\.weight is \(8, 8\) in it, \(16, 8\) here", "names": "first.weight of its model is not in this one",
+        "shape": r"first\.weight is \(8, 8\) in it, \(16, 8\) here", "names": "0.first.weight of the model is not in it",
         "optimizer": "sum of the optimizer is not in it", "scheduler": "no 'warmup'", "format": "version 99",
     }  # fmt: skip
     with pytest.raises(RuntimeStateError, match=words[case]):
@@ -128,6 +129,108 @@ def test_parameters_that_had_no_gradient_yet_have_no_state_after_loading(tmp_pat
     assert all(p in fresh.state for p in parts(other)[0]) and not any(p in fresh.state for p in parts(other)[1])
     optimizer.zero_grad()
     assert [step(module, optimizer) for _ in range(3)] == [step(other, fresh) for _ in range(3)]
+
+
+KINDS = (
+    ("AdamW", {}), ("Adam", {"amsgrad": True}), ("SGD", {}), ("SGD", {"momentum": 0.9, "dampening": 0.5}), ("NAdam", {}), ("ASGD", {}),
+    ("AdamW", {"lr": torch.tensor(0.1)}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "settings"), KINDS, ids=str)
+def test_saving_before_the_first_step_changes_nothing(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    def made(module: Any) -> torch.optim.Optimizer:
+        settled = {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}
+        return getattr(torch.optim, kind)(module.parameters(), **{"lr": 0.1, **settled})
+
+    plain, module, other = compiled(), compiled(), compiled()
+    optimizer, fresh = made(module), made(other)
+    autopar.Checkpoints(tmp_path).save(0, module, optimizer)
+    assert not optimizer.state and autopar.Checkpoints(tmp_path).load(other, fresh) == 0
+    assert not any(fresh.state.values())
+    wanted = made(plain)
+    for _ in range(3):
+        loss = step(plain, wanted)
+        assert step(module, optimizer) == loss == step(other, fresh)
+
+
+@pytest.mark.parametrize("at", [2, 1])
+def test_a_run_that_did_not_go_on_writes_nothing_beside_later_steps(saved: tuple[Path, float], at: int) -> None:
+    folder, _ = saved
+    with pytest.raises(RuntimeStateError, match=f"step {at} is not saved beside later ones: {'3' if at == 2 else '2, 3'}"):
+        autopar.Checkpoints(folder).save(at, compiled())
+    assert autopar.Checkpoints(folder).steps() == (2, 3)
+    for bad in (-1, 1.5):
+        with pytest.raises(RuntimeStateError, match="is no number of steps"):
+            autopar.Checkpoints(folder).save(bad, compiled())  # type: ignore[arg-type]
+
+
+def test_a_kill_between_two_names_loses_nothing(saved: tuple[Path, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, wanted = saved
+
+    def rename(self: Path, target: Path) -> Path:
+        if self.suffix == ".part":
+            raise KeyboardInterrupt
+        return plain(self, target)
+
+    plain = Path.rename
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        autopar.Checkpoints(folder, keep=1).save(3, compiled())
+    monkeypatch.undo()
+    assert not (folder / "step_000000003").exists()
+    module = compiled()
+    optimizer = torch.optim.AdamW(module.parameters())
+    assert autopar.Checkpoints(folder).load(module, optimizer) == 3 and step(module, optimizer) == wanted
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("file", ["autopar.json", "others.pt", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("damage", [Path.unlink, cut], ids=["gone", "cut"])
+def test_a_damaged_checkpoint_is_refused_with_what_else_there_is(saved: tuple[Path, float], file: str, damage: Any) -> None:
+    folder, _ = saved
+    damage(folder / "step_000000003" / file)
+    module = compiled()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
+    before = values(module)
+    with pytest.raises(RuntimeStateError, match=r"step_000000003(.|\n)*remove it, and step 2 is taken"):
+        autopar.Checkpoints(folder).load(module, optimizer)
+    assert all(torch.equal(before[name], value) for name, value in values(module).items()) and not optimizer.state
+
+
+def test_what_was_saved_and_is_not_asked_for_is_told(saved: tuple[Path, float], caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    module = compiled()
+    optimizer = torch.optim.AdamW(module.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    autopar.Checkpoints(tmp_path / "other").save(1, module, optimizer, scheduler=scheduler)
+    assert autopar.Checkpoints(tmp_path / "other").load(module) == 1
+    assert "saved there and not asked for: optimizer, scheduler" in caplog.text
+
+
+class Drawing:
+    """A state that torch.load does not read without running what is in it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"path": Path("somewhere")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("it was not saved")
+
+
+def test_what_could_not_be_read_back_is_not_saved(saved: tuple[Path, float]) -> None:
+    folder, _ = saved
+    with pytest.raises(RuntimeStateError, match="the state of 'draws' is nothing that a checkpoint is read back with"):
+        autopar.Checkpoints(folder).save(4, compiled(), draws=Drawing())
+    (folder.parent / "file").touch()
+    with pytest.raises(RuntimeStateError, match=r"FileExistsError(.|\n)*can be written to"):
+        autopar.Checkpoints(folder.parent / "file").save(4, compiled())
+    module = compiled()
+    autopar.Checkpoints(folder.parent / "alone").save(1, module)
+    with pytest.raises(RuntimeStateError, match="holds no optimizer"):
+        autopar.Checkpoints(folder.parent / "alone").load(module, torch.optim.AdamW(module.parameters()))
 
 
 def test_what_is_no_compiled_model_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""What all ranks say to each other outside of programs; without a process group there is one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from autopar.errors import RuntimeStateError
+
+
+def rank() -> int:
+    """This process's."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    """How many there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def of_all(fact: Any) -> list[Any]:
+    """What each rank says, by rank; what they say can be pickled."""
+    facts = [fact] * num_ranks()
+    if num_ranks() > 1:
+        dist.all_gather_object(facts, fact)
+    return facts
+
+
+def by_first(action: Callable[[], Any], where: str, remedy: str) -> Any:
+    """What `action` returns, which the first rank alone does; the others wait for it.
+
+    Raises:
+        RuntimeStateError: on all ranks, where it raises on the first.
+    """
+    result = error = None
+    if rank() == 0:
+        try:
+            result = action()
+        except RuntimeStateError as refusal:
+            error = refusal.what, refusal.remedy
+        except Exception as reason:  # the others wait: they must learn of whatever it is
+            error = f"{type(reason).__name__}: {reason}", remedy
+    result, error = of_all((result, error))[0]
+    if error is not None:
+        raise RuntimeStateError(error[0], where=where, remedy=error[1])
+    return result

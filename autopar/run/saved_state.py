@@ -1,0 +1,168 @@
+"""What stands in a checkpoint: the states of a model, of its optimizer and of what else was passed, and whether they fit.
+
+A model's and an optimizer's state are flat, by parameters' names: stages, each with parameters of its own, write into one checkpoint.
+An optimizer that has made no step has no state: torch would make one step with gradients of 0 to know what there is, which changes what
+follows (`step` is 1 then). So none is made to save one, and what torch makes to load one is dropped where nothing was saved for it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
+
+from autopar.errors import RuntimeStateError
+from autopar.run.holder import Holder
+from autopar.run.ranks import of_all
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_STATE = "optimizer.state."
+
+
+def state_of(holder: Holder, optimizer: Optimizer | None) -> dict[str, Any]:
+    """What is saved of both; tensors are those that they hold."""
+    groups = {} if optimizer is None else _groups(holder, optimizer)
+    state = {} if optimizer is None or not optimizer.state else _optimizer_state(holder, optimizer)
+    return {**_model_state(holder), **groups, **state}
+
+
+def states_of(others: Mapping[str, Any]) -> dict[str, Any]:
+    """What is saved of others, by name.
+
+    Raises:
+        RuntimeStateError: of one that has no state, or whose state could not be read again.
+    """
+    found = {name: _stateful(name, other).state_dict() for name, other in others.items()}
+    for name, state in found.items():
+        buffer = io.BytesIO()
+        try:
+            torch.save(state, buffer)
+            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        except Exception as error:  # pickle and torch raise many classes for what they do not take
+            said = next(iter(str(error).splitlines()), type(error).__name__)
+            what = f"the state of {name!r} is nothing that a checkpoint is read back with: {said}"
+            raise RuntimeStateError(what, remedy="let its state_dict give tensors, numbers, texts, lists and dicts") from error
+    return found
+
+
+def read_others(place: Path, others: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What was saved of others, by name.
+
+    Raises:
+        RuntimeStateError: where one of them was not saved.
+    """
+    for name, other in others.items():
+        _stateful(name, other)
+    found: Mapping[str, Any] = torch.load(place / "others.pt", weights_only=True)
+    missing = [name for name in others if name not in found]
+    if missing:
+        what = f"the checkpoint has no {missing[0]!r}" + (f"; it has {', '.join(found)}" if found else "")
+        raise RuntimeStateError(what, where=str(place), remedy="save and load with the same names")
+    return found
+
+
+def read_state(place: Path, holder: Holder, optimizer: Optimizer | None) -> tuple[str, ...]:
+    """Read the model where it lies, and the optimizer's state; what was saved beside these and not asked for.
+
+    Raises:
+        RuntimeStateError: where it is of another model or optimizer. Nothing is changed then.
+    """
+    saved = FileSystemReader(place).read_metadata()
+    fresh = optimizer is not None and not optimizer.state
+    state = {} if optimizer is None else _optimizer_state(holder, optimizer)
+    never = _never_stepped(state, saved)
+    wanted = {**_model_state(holder), **{key: value for key, value in state.items() if key not in never}}
+    try:
+        _check_same(wanted, saved, place)
+    except RuntimeStateError:
+        if optimizer is not None and fresh:  # torch has made one, to know what there is to load
+            optimizer.state.clear()
+        raise
+    dcp.load(wanted, checkpoint_id=place)
+    if optimizer is None:
+        return ("optimizer",) if any(key.startswith("optimizer.") for key in saved.state_dict_metadata) else ()
+    given = {key.removeprefix("optimizer."): value for key, value in {**state, **wanted}.items() if key.startswith("optimizer.")}
+    set_optimizer_state_dict(holder, optimizer, given, options=_FLAT)
+    names = {_parameter_of(key) for key in never}
+    for name, parameter in holder.named_parameters():
+        if name in names:
+            optimizer.state.pop(parameter, None)
+    return ()
+
+
+def missing_files(place: Path) -> list[str]:
+    """Files of a checkpoint that are not there, or shorter than what was written into them."""
+    ends: dict[str, int] = {}
+    for info in (FileSystemReader(place).read_metadata().storage_data or {}).values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    return sorted(name for name, end in ends.items() if not (place / name).is_file() or (place / name).stat().st_size < end)
+
+
+def _model_state(holder: Holder) -> dict[str, Any]:
+    return {f"model.{name}": value for name, value in holder.state_dict().items()}
+
+
+def _optimizer_state(holder: Holder, optimizer: Optimizer) -> dict[str, Any]:
+    return {f"optimizer.{key}": value for key, value in get_optimizer_state_dict(holder, optimizer, options=_FLAT).items()}
+
+
+def _groups(holder: Holder, optimizer: Optimizer) -> dict[str, Any]:
+    """Settings, as torch has them where they are flat."""
+    names = {parameter: name for name, parameter in holder.named_parameters()}
+    return {
+        f"optimizer.param_groups.{names[parameter]}.{setting}": value
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for setting, value in group.items()
+        if setting != "params"
+    }
+
+
+def _stateful(name: str, other: Any) -> Any:
+    if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
+        what = f"{name}={type(other).__name__} has no state_dict and load_state_dict"
+        raise RuntimeStateError(what, remedy="pass what has both, such as a scheduler or a StatefulDataLoader")
+    return other
+
+
+def _parameter_of(key: str) -> str:
+    return key.removeprefix(_STATE).rpartition(".")[0]
+
+
+def _never_stepped(state: Mapping[str, Any], saved: Metadata) -> frozenset[str]:
+    """Keys of the state of parameters for which none was saved, since they had no gradient until then."""
+    stepped = {_parameter_of(key) for key in saved.state_dict_metadata if key.startswith(_STATE)}
+    return frozenset(key for key in state if key.startswith(_STATE) and _parameter_of(key) not in stepped)
+
+
+def _check_same(wanted: Mapping[str, Any], saved: Metadata, place: Path) -> None:
+    """That the checkpoint has all that is wanted, in the same shapes, on every rank, and no more of the model."""
+    known, wrong = saved.state_dict_metadata, []
+    if any(key.startswith("optimizer.") for key in wanted) and not any(key.startswith("optimizer.") for key in known):
+        remedy = "load the model alone: checkpoints.load(pm)"
+        raise RuntimeStateError("the checkpoint holds no optimizer", where=str(place), remedy=remedy)
+    for key, value in wanted.items():
+        kind, _, name = key.partition(".")
+        there = known.get(key)
+        if there is None:
+            wrong.append(f"{name} of the {kind} is not in it")
+        elif isinstance(there, TensorStorageMetadata) and isinstance(value, Tensor) and there.size != value.shape:
+            wrong.append(f"{name} is {tuple(there.size)} in it, {tuple(value.shape)} here")
+    here = set().union(*of_all({key for key in wanted if key.startswith("model.")}))
+    beyond = [key.removeprefix("model.") for key in known if key.startswith("model.") and key not in here]
+    wrong += [f"{name} of its model is not in this one" for name in beyond]
+    found = [(rank, lines) for rank, lines in enumerate(of_all(wrong)) if lines]
+    if found:
+        rank, lines = found[0]
+        more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
+        what = f"the checkpoint is of another model or optimizer: {'; '.join(lines[:3])}{more}" + (f" (rank {rank})" if rank else "")
+        raise RuntimeStateError(what, where=str(place), remedy="load it into what it was saved of, or name another folder")
