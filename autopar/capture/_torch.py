@@ -36,7 +36,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from autopar.capture._transformers import model_loggers, transformers_under_capture
 from autopar.capture.activations import join_activations
-from autopar.capture.gpu_autocast import gpu_autocast
+from autopar.capture.gpu_autocast import gpu_autocast, tell_of_disabled
 from autopar.capture.mixed import as_kernels_give
 from autopar.capture.norms import join_norms
 from autopar.capture.outputs import loss_leaf
@@ -162,6 +162,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         try:
             captured = dynamo_graph_capture_for_export(model)(*call.args, **call.kwargs)
             refuse_miscompiled(captured.graph)
+            tell_of_disabled(captured.graph)
             drop_checks(captured.graph)
             join_activations(captured.graph)
             join_norms(captured.graph)

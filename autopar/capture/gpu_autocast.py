@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.amp import autocast_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -56,10 +56,9 @@ _REFUSED = frozenset({"binary_cross_entropy"})
 _RECURRENT = tuple(f"{cell}.{form}" for cell in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data"))
 
 _DISABLED = (
-    "the model enters a torch.autocast('cuda') that was made before, as a decorator is, and is disabled; where it should not be, torch "
-    "disabled it for want of a GPU: write `with torch.autocast(...)` in forward to plan without one"
+    "the model enters a torch.autocast('cuda') to %s that is disabled. If it was made outside of forward, as a decorator is, torch disabled "
+    "it for want of a GPU: write `with torch.autocast(...)` in forward to plan without one"
 )
-_HERE = "_autopar_made_here"
 _Kernel = Callable[..., Any]
 log = logging.getLogger("autopar")
 
@@ -125,9 +124,17 @@ def _made_anywhere(init: Callable[..., None]) -> Callable[..., None]:
         elsewhere = device_type == "cuda"
         init(self, device_type, dtype, enabled and not elsewhere, cache_enabled)
         self._enabled = enabled if elsewhere else self._enabled
-        setattr(self, _HERE, True)
 
     return made
+
+
+def tell_of_disabled(graph: fx.Graph) -> None:
+    """Warn where a captured model enters autocast of ``cuda`` to some dtype, and it is disabled, on a machine without a GPU."""
+    entered = [node.args for node in graph.nodes if node.target is autocast_mode._enter_autocast and not torch.cuda.is_available()]
+    for kind, dtype, enabled, *_ in entered:
+        if kind == "cuda" and dtype is not None and not enabled:
+            log.warning(_DISABLED, dtype)
+            return
 
 
 def _cast_anywhere(cast: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,17 +146,12 @@ class _Lists:
     """Whose lists hold: CUDA's, as long as anything that was entered means a GPU."""
 
     def __init__(self) -> None:
-        self._num_meaning_gpu, self._meant_gpu, self._warned = 0, False, False
+        self._num_meaning_gpu, self._meant_gpu = 0, False
         self._held = ExitStack()
         self._entered: dict[int, tuple[Any, ExitStack]] = {}
 
     def __enter__(self) -> _Lists:
         return self
-
-    def _warn(self) -> None:
-        if not self._warned:
-            log.warning(_DISABLED)
-        self._warned = True
 
     def __exit__(self, *_: Any) -> None:
         self._held.close()
@@ -182,8 +184,6 @@ class _Lists:
         def entered(context: Any) -> Any:
             if context.device not in KINDS:
                 return enter(context)
-            if context.device == "cuda" and not hasattr(context, _HERE) and not context._enabled and not torch.cuda.is_available():
-                self._warn()
             stack = ExitStack()
             other = next(kind for kind in KINDS if kind != context.device)
             stack.enter_context(_state(other, context._enabled, context.fast_dtype))

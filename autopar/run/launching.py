@@ -13,7 +13,13 @@ from autopar.errors import AutoparError
 
 
 def launch(
-    script: Path, arguments: Sequence[str], *, num_processes: int = 1, nodes: str = "1", meet: str | None = None, restarts: int | None = None
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    num_processes: int = 1,
+    nodes: str = "1",
+    meet: str | None = None,
+    restarts: int | None = None,
 ) -> None:
     """Run `script` with its arguments; returns when it has ended on this machine.
 

@@ -12,9 +12,12 @@ from measured import measured_peak
 from torch import Tensor, nn
 
 import autopar
+from autopar.analysis.work import Work
 from autopar.api.planning import plan_model
 from autopar.constraints import Constraint, fsdp
+from autopar.cost.compute import compute_time
 from autopar.errors import VerificationError
+from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.run.clipping import clip_grad_norm_
@@ -108,3 +111,23 @@ def test_the_norm_is_in_double_precision_where_parts_of_a_complex_gradient_are()
     parameter.grad = torch.tensor([3.0 + 4.0j, 0.0, 1e-9j], dtype=torch.complex128)
     norm = clip_grad_norm_([parameter], 10.0)
     assert norm.dtype == torch.float64 and norm.item() == pytest.approx(math.hypot(5.0, 1e-9), rel=1e-15)
+
+
+def test_a_complex_product_takes_as_long_as_four_of_its_parts() -> None:
+    profile = HardwareProfile.load("h100-sxm")
+    work = Work(10**12, 0, "matmul")
+    assert compute_time(work, torch.complex64, profile) == compute_time(Work(4 * 10**12, 0, "matmul"), torch.float32, profile)
+
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("mix", torch.randn(8, 8, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.layer(x).to(torch.complex64) @ self.mix).abs().square().mean()
+
+    batch = {"x": torch.randn(4, 8)}
+    model = Mixing()
+    plan = autopar.plan(model, 2, example_inputs=batch, hardware=profile)
+    assert autopar.check(plan, model, batch).ok and autopar.verify(plan, model, batch).ok

@@ -473,3 +473,19 @@ def test_emission_is_the_same_after_a_round_trip() -> None:
     trace = capture(model, (), batch, precision=BF16)
     again = emit(trace, Plan.loads(made.plan.dumps()))
     assert [n.meta.get("key") for n in again.forward.graph.nodes] == [n.meta.get("key") for n in made.stage_program().forward.graph.nodes]
+
+
+@pytest.mark.parametrize("stored", [BF16, torch.float32], ids=str)
+def test_a_norm_without_eps_takes_that_which_torch_takes(stored: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16), nn.Linear(16, 4), Squared()).to(stored)
+    batch = (0.01 * torch.randn(8, 16, dtype=stored),)
+    plan = autopar.plan(model, 2, example_inputs=batch, hardware="h100-sxm", precision="bf16" if stored == torch.float32 else None)
+    assert autopar.verify(plan, model, batch).ok and autopar.verify(plan, model, batch, dtype=None).ok
+
+
+class Squared(nn.Module):
+    """A loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float().pow(2).mean()

@@ -45,7 +45,12 @@ def test_machines_that_come_and_go_meet_anew_each_time(script: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"nodes": "2"}, "no place to meet"), ({"nodes": "two", "meet": "host:1"}, "no number of machines"), ({"nodes": "0"}, "no number"), ({"nodes": "3:2", "meet": "host:1"}, "from 3 to 2")],
+    [
+        ({"nodes": "2"}, "no place to meet"),
+        ({"nodes": "two", "meet": "host:1"}, "no number of machines"),
+        ({"nodes": "0"}, "no number"),
+        ({"nodes": "3:2", "meet": "host:1"}, "from 3 to 2"),
+    ],
 )
 def test_what_cannot_be_started_is_refused(script: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(AutoparError, match=words):
