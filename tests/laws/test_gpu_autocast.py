@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture import capture, gpu_autocast
+from autopar.capture import capture, cuda_casts, gpu_autocast
 from autopar.capture.trace import Trace
 from autopar.constraints import fsdp
 from autopar.errors import CaptureError, RuntimeStateError
@@ -174,10 +174,10 @@ def test_afterwards_autocast_is_as_before() -> None:
 
 
 _MACROS = {
-    "AT_FORALL_LOWER_PRECISION_FP": gpu_autocast._LOWER,
-    "AT_FORALL_FP32": gpu_autocast._FP32,
-    "AT_FORALL_FP32_SET_OPT_DTYPE": gpu_autocast._FP32_RESULT,
-    "AT_FORALL_PROMOTE": gpu_autocast._WIDEST,
+    "AT_FORALL_LOWER_PRECISION_FP": cuda_casts._LOWER,
+    "AT_FORALL_FP32": cuda_casts._FP32,
+    "AT_FORALL_FP32_SET_OPT_DTYPE": cuda_casts._FP32_RESULT,
+    "AT_FORALL_PROMOTE": cuda_casts._WIDEST,
 }
 
 
@@ -191,8 +191,8 @@ def test_lists_are_those_of_the_torch_that_is_installed() -> None:
         assert names and {name.partition(".")[0] for name in names} <= ops, macro
         listed |= names
     others = {name for name in there - listed if "cudnn" not in name}
-    assert others == {*gpu_autocast._WITH_FP32_RESULT, *gpu_autocast._REFUSED}
-    every = [*_MACROS.values(), gpu_autocast._REFUSED, frozenset({"norm"})]
+    assert others == {*cuda_casts._WITH_FP32_RESULT, *cuda_casts._REFUSED}
+    every = [*_MACROS.values(), cuda_casts._REFUSED, frozenset({"norm"})]
     assert sum(map(len, every)) == len(frozenset().union(*every))
 
 
