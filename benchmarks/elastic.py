@@ -7,6 +7,7 @@ newest checkpoint. Then the first comes back, and all four go on. Each row is on
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -26,7 +27,6 @@ import torch.distributed as dist
 import autopar
 from autopar.errors import AutoparError
 from benchmarks.common import ROOT, Row, run_rows
-from benchmarks.common import parser as flags_of
 from benchmarks.demo import LEARNING_RATE, batches, build
 
 PROCESSES = 2  # of each agent
@@ -162,8 +162,9 @@ def _await(folder: Path, agents: Sequence[subprocess.Popen[bytes]], ends: Any) -
 
 
 def main() -> int:
-    flags = flags_of("elastic", __doc__ or "")
-    flags.add_argument("--steps", type=int, default=150)
+    flags = argparse.ArgumentParser(prog="python -m benchmarks.elastic", description=__doc__)
+    flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
+    flags.add_argument("--steps", type=int, default=150, help="of all parts together; enough for a machine to start")
     options = flags.parse_args()
     case = {"spec": {"name": "the demo's gpt2"}, "mesh": "2x2", "steps": options.steps}
     columns = ("part", "processes", "steps", "largest_weight", "run_twice", "pause_s", "max_rel_diff")

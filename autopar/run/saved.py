@@ -32,7 +32,7 @@ from autopar.version import VERSION as AUTOPAR_VERSION
 log = logging.getLogger("autopar")
 FORMAT, VERSION = "autopar-checkpoint", 1
 _NAME = re.compile(r"step_(\d{9,})")
-_SEEN_WITHIN_S = 5.0  # shared file systems show new files late
+_SEEN_WITHIN_S, _PAUSE_S = 30.0, 0.5  # shared file systems show on one machine late what another wrote
 _SHARE = "put checkpoints into a folder that all machines share, by its whole path"
 
 
@@ -62,7 +62,11 @@ class Checkpoints:
             RuntimeStateError: where ranks see others.
         """
         by_first(self._repair, str(self.folder), "see the reason")
-        seen = of_all(tuple(sorted(self._found())))
+        for _ in range(int(_SEEN_WITHIN_S / _PAUSE_S)):
+            seen = of_all(tuple(sorted(self._found())))
+            if len(set(seen)) == 1:
+                break
+            time.sleep(_PAUSE_S)
         different = [number for number, steps in enumerate(seen) if steps != seen[0]]
         if different:
             what = f"ranks {different} do not see the checkpoints that rank 0 sees: {seen[different[0]]} against {seen[0]}"
@@ -86,8 +90,8 @@ class Checkpoints:
         if not isinstance(step, int) or step < 0:
             raise RuntimeStateError(f"step={step!r} is no number of steps", remedy="pass how many steps were made, from 0")
         holder, beside = _holder(module), states_of(others)
-        later = [n for n in self.steps() if n > step]
-        if later:
+        there = by_first(lambda: sorted(self._found()), str(self.folder), "see the reason")
+        if later := [n for n in there if n > step]:
             what = f"step {step} is not saved beside later ones: {', '.join(map(str, later))}"
             raise RuntimeStateError(what, where=str(self.folder), remedy="load before you train, remove those, or name another folder")
         target = self._place(step)
@@ -181,7 +185,7 @@ class Checkpoints:
     def _seen_by_all(self, place: Path) -> None:
         deadline = time.monotonic() + _SEEN_WITHIN_S
         while not place.is_dir() and time.monotonic() < deadline:
-            time.sleep(0.1)
+            time.sleep(_PAUSE_S)
         blind = [number for number, sees in enumerate(of_all(place.is_dir())) if not sees]
         if blind:
             raise RuntimeStateError(f"ranks {blind} do not see the folder that rank 0 made", where=str(place), remedy=_SHARE)
