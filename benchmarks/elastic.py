@@ -32,7 +32,7 @@ from benchmarks.demo import LEARNING_RATE, batches, build
 PROCESSES = 2  # of each agent
 PARTS = ("both machines", "one was killed", "it is back")
 BUDGET_BYTES = 120 * 10**6  # per process
-TOLERANCE = 1e-3  # of the losses, as the demo's
+TOLERANCE = 2e-3  # of the losses: what roundings of float32 grow to in AdamW, without a break as well (`make demo`, of as many steps)
 LIMIT_S = 900.0
 NAMES = ("first", "second")
 WORD, MACHINE = "told", "AUTOPAR_ELASTIC_MACHINE"
