@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.kernels.collectives import AxisGroup, Groups
 from autopar.mesh import Mesh
+from autopar.run.ranks import of_all
 
 
 def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
@@ -124,8 +125,7 @@ def agree(fact: str, what: str, devices: DeviceMesh) -> None:
     """
     if devices.size() == 1:
         return
-    facts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(facts, fact)
+    facts = of_all(fact)
     ranks = [int(rank) for rank in devices.mesh.flatten()]
     different = [rank for rank in ranks if facts[rank] != facts[ranks[0]]]
     if different:
@@ -140,9 +140,7 @@ def first_rank_says(number: int, devices: DeviceMesh) -> int:
     """The `number` of the mesh's first rank, on all of its ranks."""
     if devices.size() == 1:
         return number
-    numbers = [0] * dist.get_world_size()
-    dist.all_gather_object(numbers, number)
-    return numbers[int(devices.mesh.flatten()[0])]
+    return int(of_all(number)[int(devices.mesh.flatten()[0])])
 
 
 def _initialize(mesh: Mesh, device_type: str) -> None:

@@ -136,11 +136,6 @@ class Checkpoints:
                 log.warning("saved there and not asked for: %s", ", ".join(left))
         return steps[-1]
 
-    def plan(self) -> str | None:
-        """The text of the newest checkpoint's plan; None where there is none. Every rank calls it."""
-        steps = self.steps()
-        return by_first(lambda: _text_of(self._place(steps[-1]) / "plan.json"), str(self.folder), "") if steps else None  # type: ignore[no-any-return]
-
     def _place(self, step: int) -> Path:
         return self.folder / f"step_{step:09d}"
 
@@ -230,7 +225,3 @@ def _written(path: Path, write: Callable[[Path], object]) -> None:
 def _reasons(error: Any) -> str:
     """What each rank that failed says, once."""
     return "; ".join(dict.fromkeys(str(failure[0]) for failure in error.failures.values()))
-
-
-def _text_of(path: Path) -> str | None:
-    return path.read_text() if path.is_file() else None
