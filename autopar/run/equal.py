@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RuntimeStateError
+from autopar.run.ranks import of_all
 
 log = logging.getLogger("autopar")
 
@@ -89,8 +90,7 @@ def _digest(x: Tensor) -> tuple[tuple[int, ...], str, str] | None:
 
 def _gathered(fact: object, devices: DeviceMesh) -> list[list]:  # type: ignore[type-arg]
     """Of the mesh's ranks, in its order."""
-    facts: list[list] = [[]] * dist.get_world_size()  # type: ignore[type-arg]
-    dist.all_gather_object(facts, fact)
+    facts = of_all(fact)
     return [facts[rank] for rank in _ranks(devices)]
 
 
