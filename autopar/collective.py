@@ -12,6 +12,7 @@ MPICH", 2005: for each kind the latency of its algorithm for short messages and 
     all_reduce    2 ⌈log₂ n⌉ α + 2 (n−1)/n · b/β       reduce_scatter, then all_gather (Rabenseifner)
     all_to_all      ⌈log₂ n⌉ α + (n−1)/n · b/(ε β)     Bruck; pairwise, which reaches a share ε of a ring's bandwidth
     halo            α + h/β                            both neighbours at once; h bytes sent to them together
+    fetch, store    α + b/β                            of the link to the host, which each device has for itself
 
 Where the profile has measured points of the kind for n ranks, they are interpolated instead. From points for other ranks,
 m the nearest, t(n, b) = max(formula(n, b), points(m, b · w(n)/w(m)) + (s(n) − s(m)) α), with s the number of steps and w the
@@ -21,15 +22,17 @@ share of b on the wire. Either way come the local copies that `autopar.kernels.c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from autopar.errors import HardwareError
 from autopar.hardware import Curve, HardwareProfile, Link
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "halo", "slice"]
-KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "halo", "slice")
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "halo", "slice", "fetch", "store"]
+KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "halo", "slice", "fetch", "store")
+HOST_KINDS: tuple[Kind, ...] = ("fetch", "store")
+"""Copies from and to the host's memory, along no axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,11 @@ class Collective:
     """One communication step along one mesh axis.
 
     Attributes:
-        kind: ``slice`` is the local step Replicate → Shard; it moves nothing between ranks.
-        axis: index of the mesh axis.
+        kind: ``slice`` is the local step Replicate → Shard; it moves nothing between ranks. ``fetch`` and ``store`` move a device's part
+            from its host's memory, and there.
+        axis: index of the mesh axis; −1 of what moves along none (`HOST_KINDS`).
         dim: the tensor dim gathered (all_gather), scattered (reduce_scatter, slice), extended (halo), or, for all_to_all,
-            the dim that is sharded before. -1 for all_reduce.
+            the dim that is sharded before. -1 for all_reduce, fetch and store.
         to_dim: for all_to_all the dim that is sharded afterwards, else -1.
         reduce_op: ``sum``, ``max``, ``min`` or ``product`` for the reducing kinds, else empty.
         dtype: element type as text without ``torch.``, for example ``bfloat16``.
@@ -56,6 +60,10 @@ class Collective:
     dtype: str
     bytes: int
     halo_bytes: int = 0
+
+    def size_in(self, mesh_shape: Sequence[int]) -> int:
+        """How many devices it joins on a mesh; 1 where it moves along no axis."""
+        return mesh_shape[self.axis] if self.axis >= 0 else 1
 
     def output_bytes(self, size: int) -> int:
         """Bytes of the local output of one rank, on an axis of `size` devices."""
@@ -73,8 +81,13 @@ def collective_time(collective: Collective, axis_size: int, link: str, profile: 
     """Seconds that `collective` takes on an axis of `axis_size` devices joined by `link` (``"intra"`` or ``"inter"``).
 
     Raises:
-        HardwareError: where the profile has no such link.
+        HardwareError: where the profile has no such link, or says nothing of the host.
     """
+    if collective.kind in HOST_KINDS:
+        if profile.host is None:
+            what = f"profile {profile.name!r} says nothing of the host's memory"
+            raise HardwareError(what, remedy='give it the field "host", or plan without offload')
+        return profile.launch_overhead_s + profile.host.latency_s + collective.bytes / profile.host.bandwidth_bytes_per_s
     if axis_size == 1:
         return 0.0
     copies_s = _copied_bytes(collective, axis_size) * 2 / (profile.memory_bandwidth_bytes_per_s * profile.memory_efficiency["elementwise"])

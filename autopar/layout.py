@@ -9,7 +9,8 @@ Only the innermost splitter of a dim can be gathered without moving other data.
 The codec: ``"S(0) R"`` is `Shard(0)` on the first axis, `Replicate()` on the second. Where a dim is split by several axes
 out of mesh order, each of its splitters carries its rank: ``"S(0)#1 S(0)#0"`` splits dim 0 first by the second axis.
 ``"S(2)~1~2"`` is a shard with 1 element of the part before it and 2 of the one behind it (`autopar.halo`). ``"P S(0) uncast"`` is a
-layout of a cast's result that is not made: what is cast lies so, and who reads the result reads that.
+layout of a cast's result that is not made: what is cast lies so, and who reads the result reads that. ``"S(0) R host"`` is a part in the
+memory of the device's host (offload).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from autopar.halo import Halo
 
 REPLICATE = Replicate()
 PARTIAL = Partial("sum")
-_UNCAST = " uncast"
+_UNCAST, _HOST = " uncast", " host"
 _TOKEN = re.compile(r"^(?:(R)|P(?:\((\w+)\))?|S\((\d+)\)(?:#(\d+)|~(\d+)~(\d+)(~lowest)?)?)$")
 
 
@@ -39,28 +40,33 @@ class Layout:
         placements: one per mesh axis.
         order: a permutation of the axes, outermost splitter first; made canonical.
         uncast: whether what is cast to the tensor stands for it; nothing leads from there to another layout, nor there.
+        host: whether each device's part lies in its host's memory; only the same parts in the device's own lead there.
     """
 
     placements: tuple[Placement, ...]
     order: tuple[int, ...]
     uncast: bool
+    host: bool
     _hash: int = field(compare=False, repr=False)
     _dims: tuple[int, ...] = field(compare=False, repr=False)  # per axis the dim that it splits, or −1: asked for all the time
 
-    def __init__(self, placements: Iterable[Placement], order: Sequence[int] | None = None, *, uncast: bool = False) -> None:
+    def __init__(
+        self, placements: Iterable[Placement], order: Sequence[int] | None = None, *, uncast: bool = False, host: bool = False
+    ) -> None:
         placements = tuple(placements)
         order = _canonical(placements, order)
         object.__setattr__(self, "placements", placements)
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "uncast", uncast)
-        object.__setattr__(self, "_hash", hash((placements, order, uncast)))
+        object.__setattr__(self, "host", host)
+        object.__setattr__(self, "_hash", hash((placements, order, uncast, host)))
         object.__setattr__(self, "_dims", tuple(p.dim if isinstance(p, Shard) else -1 for p in placements))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __str__(self) -> str:
-        return " ".join(self._token(axis) for axis in range(len(self.placements))) + _UNCAST * self.uncast
+        return " ".join(self._token(axis) for axis in range(len(self.placements))) + _UNCAST * self.uncast + _HOST * self.host
 
     __repr__ = __str__
 
@@ -85,7 +91,7 @@ class Layout:
         """
         placements: list[Placement] = []
         ranks: list[int] = []
-        for token in text.removesuffix(_UNCAST).split():
+        for token in text.removesuffix(_HOST).removesuffix(_UNCAST).split():
             match = _TOKEN.match(token)
             if match is None:
                 remedy = 'write one of R, S(0), P, P(max) per mesh axis, as in "S(0) R"'
@@ -106,7 +112,7 @@ class Layout:
                 remedy = f"number all splitters of dim {dim} from 0, the outermost, or none of them"
                 raise LayoutError(f"layout {text!r} does not say in which order axes split dim {dim}", remedy=remedy)
         order = sorted(range(len(placements)), key=lambda axis: (ranks[axis], axis))
-        return Layout(placements, order, uncast=text.endswith(_UNCAST))
+        return Layout(placements, order, uncast=text.removesuffix(_HOST).endswith(_UNCAST), host=text.endswith(_HOST))
 
     @staticmethod
     def replicated(num_axes: int) -> Layout:
@@ -115,7 +121,8 @@ class Layout:
     def over(self, axes: Sequence[int | None]) -> Layout:
         """The layout over other axes: each is one of this layout's, or one over which all is replicated (None)."""
         outermost_first = sorted(range(len(axes)), key=lambda new: -1 if (old := axes[new]) is None else self.order.index(old))
-        return Layout([REPLICATE if old is None else self.placements[old] for old in axes], outermost_first, uncast=self.uncast)
+        placements = [REPLICATE if old is None else self.placements[old] for old in axes]
+        return Layout(placements, outermost_first, uncast=self.uncast, host=self.host)
 
     def left_uncast(self) -> Layout:
         """The same of what is cast, standing for the tensor."""
@@ -124,7 +131,15 @@ class Layout:
     @property
     def plain(self) -> Layout:
         """How the tensor, or what is cast to it, lies."""
-        return Layout(self.placements, self.order) if self.uncast else self
+        return Layout(self.placements, self.order, host=self.host) if self.uncast else self
+
+    def on_host(self) -> Layout:
+        """The same parts in the hosts' memory."""
+        return Layout(self.placements, self.order, uncast=self.uncast, host=True)
+
+    def on_device(self) -> Layout:
+        """The same parts in the devices' own memory."""
+        return Layout(self.placements, self.order, uncast=self.uncast) if self.host else self
 
     @property
     def is_replicated(self) -> bool:

@@ -95,6 +95,7 @@ class OpStrategy:
         static_bytes: bytes that rest for the whole step (parameters with their optimizer state, copies that are held).
         gradient_bytes: bytes of the gradient as the parameter reads it, or of the sum that it is added to (parameters only).
         storage: where a parameter rests between steps, if microbatches read it, or add up its gradient, in another layout.
+        host_bytes: of the host's memory: of parameters that rest there, with their optimizer state and gradients.
     """
 
     layouts: Strategy
@@ -103,6 +104,7 @@ class OpStrategy:
     gradient_bytes: int = 0
     communication_s: float = 0.0
     storage: Layout | None = None
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +216,7 @@ class Problem:
         kernels: the collective-overlap kernels on offer (`autopar.cost.kernels`).
         routes: those on offer (`autopar.cost.routes`), by op and strategy.
         regions: bytes of what both share with their peers (`autopar.kernels.chunked`): there for the whole step, once for all that use it.
+        host_budget_bytes: of the host's memory, per device.
     """
 
     ops: tuple[Op, ...]
@@ -227,6 +230,7 @@ class Problem:
     kernels: Kernels = field(default_factory=dict)
     routes: Mapping[tuple[int, int], Route] = field(default_factory=dict)
     regions: tuple[int, ...] = ()
+    host_budget_bytes: int = 0
 
 
 def at_best(problem: Problem) -> Problem:

@@ -9,6 +9,8 @@ Terms. The *layout graph* of a tensor has its layouts as nodes; an *arc* is ONE 
     R    → S(d)  slice           local; the axis becomes the innermost splitter of d
     S(d) → S(d)~a~b  halo        where the axis alone splits d; nothing leads on from there
 
+or a copy between the devices' memory and their hosts', `store` and `fetch`, where a layout on the host is produced or wanted.
+
 A *tree* leads from the layouts a tensor is at hand in to all layouts that are wanted, and pays each arc once, however
 many wanted layouts lie behind it: one all-gather feeds q, k and v. Hierarchical all-reduces (reduce-scatter within the
 node, all-reduce across, all-gather back) are paths of this graph and need no rule of their own.
@@ -52,7 +54,7 @@ class LayoutGraph:
     """Layouts of one tensor and the single collectives between them.
 
     Attributes:
-        layouts: the nodes. bytes: local bytes in each, of what is there for another's sake 0. arcs: the collectives.
+        layouts: the nodes. bytes: of a device's memory in each, of what is there for another's sake 0. arcs: the collectives.
         index: layout → node.
     """
 
@@ -92,13 +94,17 @@ def neighbours(
     reduce_dtype: torch.dtype | None = None,
     halos: Iterable[Halo] = (),
     allowed: Sequence[Collection[Placement]] | None = None,
+    stored: Collection[Layout] = (),
 ) -> list[tuple[Collective, Layout]]:
     """Every layout that one collective leads to and that fits; reductions run in `reduce_dtype` (by default `dtype`).
 
-    Of the many possible halos, those that are asked for; of the placements on each axis, those that are allowed.
+    Of the many possible halos, those that are asked for; of the placements on each axis, those that are allowed; to the hosts, if it is
+    among those that may be `stored`.
     """
     if layout.uncast:
         return []
+    if layout.host:
+        return [(host_copy("fetch", shape, dtype, layout, mesh_shape), layout.on_device())]
     found: list[tuple[Collective, Layout]] = []
     sizes: dict[torch.dtype, int] = {}
     for axis, placement in enumerate(layout.placements):
@@ -119,7 +125,14 @@ def neighbours(
                 if collective.kind == "halo":
                     collective = replace(collective, halo_bytes=local_bytes(shape, moved, after, mesh_shape) - size)
                 found.append((collective, after))
+    if layout in stored:
+        found.append((host_copy("store", shape, dtype, layout, mesh_shape), layout.on_host()))
     return found
+
+
+def host_copy(kind: Kind, shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh_shape: Sequence[int]) -> Collective:
+    """A ``store`` of what lies in a layout, or a ``fetch``."""
+    return Collective(kind, -1, -1, -1, "", str(dtype).removeprefix("torch."), local_bytes(shape, dtype, layout, mesh_shape))
 
 
 def _axis_targets(placement: Placement, rank: int) -> Iterable[Placement]:
@@ -174,6 +187,7 @@ def layout_graph(
             here |= {Shard(dim) for dim in dims}
         allowed.append(here)
     halos = dict.fromkeys(halo for layout in wanted for halo in layout.halos)
+    stored = {layout.on_device() for layout in wanted if layout.host}
     index: dict[Layout, int] = {}
     layouts: list[Layout] = []
     arcs: list[Arc] = []
@@ -183,7 +197,7 @@ def layout_graph(
         layouts.append(layout)
         queue.append(layout)
     for layout in queue:  # grows while it is walked
-        for collective, after in neighbours(shape, dtype, layout, mesh_shape, reduce_dtype, halos, allowed):
+        for collective, after in neighbours(shape, dtype, layout, mesh_shape, reduce_dtype, halos, allowed, stored):
             if collective.reduce_op and not reduces:
                 continue
             if after not in index:
@@ -191,7 +205,7 @@ def layout_graph(
                 layouts.append(after)
                 queue.append(after)
             arcs.append(Arc(index[layout], index[after], collective, price(collective)))
-    sizes = tuple(0 if layout.uncast else local_bytes(shape, dtype, layout, mesh_shape) for layout in layouts)
+    sizes = tuple(0 if layout.uncast or layout.host else local_bytes(shape, dtype, layout, mesh_shape) for layout in layouts)
     return LayoutGraph(tuple(layouts), sizes, tuple(arcs), index)
 
 

@@ -18,6 +18,7 @@ from autopar.certificate.context import Context
 from autopar.certificate.decisions import Decisions
 from autopar.certificate.dims import beyond
 from autopar.certificate.facts import Claims, Facts
+from autopar.certificate.hosts import host_memory, on_hosts
 from autopar.certificate.kernels import KernelWalk
 from autopar.certificate.moves import Walk
 from autopar.certificate.own import OwnWalk
@@ -135,4 +136,6 @@ class _Job:
         except AutoparError as error:
             where = "" if error.where is None else str(error.where)
             return replace(report, findings=(*found, Finding("emission", error.what, where)))
+        on_host = on_hosts(self.trace, self.facts, self.claims, self.plan, self.context)
+        wrong += host_memory(self.plan, on_host, self.priced.problem.host_budget_bytes)
         return replace(report, findings=(*found, *wrong), peak_bytes=peak)

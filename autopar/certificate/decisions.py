@@ -23,7 +23,7 @@ from autopar.cost.compute import compute_time
 from autopar.cost.held import offered_as
 from autopar.cost.priced import OPTIMIZERS, Priced
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, storage_key
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, HardwareError
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
@@ -167,7 +167,7 @@ class Decisions:
             p = self.parameters[key]
             _, traffic = OPTIMIZERS[str(self.plan.options.get("optimizer"))] if p.gradient is not None else (0, 0)
             rests = held_bytes(p.view, p.dtype, choices[-1].strategy.outputs[0], self.mesh.shape)
-            step_s = traffic * rests / self.profile.memory_bandwidth_bytes_per_s / self.context.num_microbatches
+            step_s = traffic * rests / self._bandwidth(choices[-1].strategy.outputs[0]) / self.context.num_microbatches
             step_s += self._cast_s(p, choices[-1].strategy.outputs[0]) / self.context.num_microbatches
             return step_s + (self._added_s(p, layouts.inputs[0]) if self.context.accumulates and p.gradient is not None else 0.0)
         if entry.kind == "compute":
@@ -183,7 +183,17 @@ class Decisions:
         if p.compute_dtype == p.dtype:
             return 0.0
         moved = sum(held_bytes(p.view, dtype, rests, self.mesh.shape) for dtype in (p.dtype, p.compute_dtype))
+        if rests.host:
+            return moved / self._bandwidth(rests)
         return compute_time(Work(0, moved, "elementwise"), p.compute_dtype, self.profile)
+
+    def _bandwidth(self, rests: Layout) -> float:
+        """Of the memory in which a parameter rests."""
+        if not rests.host:
+            return self.profile.memory_bandwidth_bytes_per_s
+        if self.profile.host is None:
+            raise HardwareError(f"profile {self.profile.name!r} says nothing of the hosts' memory, where it rests")
+        return self.profile.host.memory_bandwidth_bytes_per_s
 
     def _added_s(self, p: Parameter, sums: Layout) -> float:
         """A gradient is read, or what it would be cast from, and the sum that it is added to is read and written."""

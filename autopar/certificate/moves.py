@@ -142,8 +142,9 @@ class Walk:
         if not all(layout.fits(shape, sizes) for layout in (step.source, step.target)):
             yield f"a tensor of shape {shape} cannot lie so on mesh {self.mesh}"
             return
-        if led_to(step.source, c, step.target) != step.target or sizes[c.axis] == 1:
-            yield f"a {c.kind} of dim {c.dim} along axis {self.mesh.names[c.axis]} does not lead there"
+        if led_to(step.source, c, step.target) != step.target or (c.axis >= 0 and sizes[c.axis] == 1):
+            along = f" of dim {c.dim} along axis {self.mesh.names[c.axis]}" if c.axis >= 0 else ""
+            yield f"a {c.kind}{along} does not lead there"
             return
         dtype = tensor.sum_dtype if c.reduce_op else tensor.dtype
         if c.dtype != str(dtype).removeprefix("torch."):
@@ -155,7 +156,7 @@ class Walk:
         if c.halo_bytes != taken:
             yield f"a device takes {taken} bytes from its neighbours, not {c.halo_bytes}"
         if c not in self._times:
-            self._times[c] = collective_time(c, sizes[c.axis], self.mesh.link(c.axis), self.profile)
+            self._times[c] = collective_time(c, c.size_in(sizes), self.mesh.link(c.axis) if c.axis >= 0 else "", self.profile)
         time_s = self._times[c] / (self.num_microbatches if step.phase == "step" else 1)
         if not near(step.time_s, time_s):
             yield f"it takes {time_s:.6g} s, not {step.time_s:.6g} s"

@@ -17,6 +17,7 @@ from autopar.certificate.decisions import Decisions
 from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.report import Finding, near
 from autopar.certificate.shards import held_bytes
+from autopar.collective import HOST_KINDS
 from autopar.cost.priced import OPTIMIZERS
 from autopar.emit import simulated
 from autopar.emit.choices import buffer_key, input_key, parameter_key, storage_key
@@ -30,7 +31,8 @@ from autopar.run.stage_memory import trace_stage_peak
 
 _CALLS: dict[Any, str] = {
     kernels.all_gather: "all_gather", kernels.reduce_scatter: "reduce_scatter", kernels.all_reduce: "all_reduce",
-    kernels.all_to_all: "all_to_all", kernels.halo: "halo", kernels.shard: "slice", **fused.KERNELS,
+    kernels.all_to_all: "all_to_all", kernels.halo: "halo", kernels.shard: "slice", kernels.fetch: "fetch", kernels.store: "store",
+    **fused.KERNELS,
 }  # fmt: skip
 
 
@@ -50,12 +52,13 @@ def emission(plan: Plan, claims: Claims, program: Program) -> Iterator[Finding]:
             kind = _kind(node)
             if kind:
                 inside = node.target in fused.KERNELS
-                axis = node.meta["kernel"].collective.axis if inside else int(kernels.positional(node)[-1])
+                axis = node.meta["kernel"].collective.axis if inside else -1 if kind in HOST_KINDS else int(kernels.positional(node)[-1])
                 listed[phase, kind, axis] -= 1
                 sizes[phase, kind, axis] -= (node.meta["kernel"].collective if inside else node.meta["collective"]).bytes
     for where in sorted(where for where in sizes if listed[where] or sizes[where]):
         phase, kind, axis = where
-        what = f"{abs(listed[where])} {kind} ({abs(sizes[where])} bytes) in {phase} along axis {plan.mesh.names[axis]}"
+        along = f" along axis {plan.mesh.names[axis]}" if axis >= 0 else ""
+        what = f"{abs(listed[where])} {kind} ({abs(sizes[where])} bytes) in {phase}{along}"
         more = (listed[where], sizes[where]) > (0, 0)
         excess = "the plan lists and the program does not run" if more else "the program runs beyond the plan"
         yield Finding("emission", f"{what} {excess}")
@@ -100,19 +103,21 @@ def resting(trace: Trace, facts: Facts, claims: Claims, plan: Plan, *, accumulat
     for p in trace.parameters:
         seen = claims.chosen[parameter_key(p.name)]
         rests = claims.chosen.get(storage_key(p.name), seen).outputs[0]
-        size = held_bytes(p.view, p.dtype, rests, plan.mesh.shape)
+        size = 0 if rests.host else held_bytes(p.view, p.dtype, rests, plan.mesh.shape)
         found["parameters"] += size
-        held = accumulates and p.compute_dtype != p.dtype
-        gathered += held_bytes(p.view, p.compute_dtype, seen.outputs[0], plan.mesh.shape) if held or seen.outputs[0] != rests else 0
+        held = (accumulates and p.compute_dtype != p.dtype) or seen.outputs[0] != rests
+        if held and not seen.outputs[0].host:
+            gathered += held_bytes(p.view, p.compute_dtype, seen.outputs[0], plan.mesh.shape)
         if p.gradient is not None:
             wide = torch.float32 if accumulates and p.dtype.itemsize < 4 else p.dtype
-            found["gradients"] += held_bytes(p.view, wide, seen.inputs[0], plan.mesh.shape)
+            found["gradients"] += 0 if seen.inputs[0].host else held_bytes(p.view, wide, seen.inputs[0], plan.mesh.shape)
             found["optimizer"] += state * size
     found |= {"copies": gathered} if gathered else {}
     for where, layouts in claims.kept.items():
         tensor = facts.tensors[where]
         free = claims.chosen[tensor.key].outputs[tensor.result] if tensor.resident else None
-        found["activations"] += sum(held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in layouts if at != free)
+        here = [at for at in layouts if at != free and not at.host]
+        found["activations"] += sum(held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in here)
     return found
 
 
@@ -124,7 +129,7 @@ def memory(plan: Plan, program: Program, facts: Facts, sizes: Mapping[str, int],
             found.append(Finding("kept values", "it stands for no tensors", k.node))
             continue
         tensor = facts.tensors[k.node.format(*k.instances[0]), k.result]
-        held = sum(held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in k.layouts)
+        held = sum(held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in k.layouts if not at.host)
         if held != k.bytes:
             found.append(Finding("kept values", f"one instance holds {held} bytes, not {k.bytes}", k.node))
     peak, budget = _peak(plan, program, context) + sizes["optimizer"] + sizes.get(KERNELS_BUFFERS, 0), plan.options.get("memory_bytes")

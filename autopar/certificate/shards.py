@@ -44,6 +44,13 @@ def led_to(source: Layout, step: Collective, wanted: Layout) -> Layout | None:
     Args:
         wanted: says which halo is meant, where the step is one.
     """
+    if step.kind in ("fetch", "store"):
+        bare = (step.axis, step.dim, step.to_dim, step.reduce_op) == (-1, -1, -1, "")
+        if not bare or source.host != (step.kind == "fetch") or source.uncast or source.has_partial or source.halos:
+            return None
+        return Layout(source.placements, source.order, host=not source.host)
+    if source.host or step.axis < 0:
+        return None
     before = source.placements[step.axis]
     whole, at = Replicate(), Shard(step.dim) if step.dim >= 0 else None
     innermost = [a for a in source.order if isinstance(p := source.placements[a], Shard) and at is not None and p.dim == at.dim][-1:]

@@ -25,6 +25,7 @@ from autopar.certificate.proof import Stored, proven
 from autopar.certificate.ranks import actions_of, interleaves, shared_memory
 from autopar.certificate.report import Certificate, Finding, near
 from autopar.constraints import INTERLEAVED, Pipelined, read_constraint
+from autopar.cost.hosts import shared_by
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing
 from autopar.emit import emit_staged
@@ -122,6 +123,7 @@ class _Stages:
         constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
         mesh = plan.mesh.without(pipeline.axis) if pipeline.axis else plan.mesh
         forced = resolve(self.part, [c for c in constraints if not isinstance(c, Pipelined)], mesh)
+        forced = shared_by(forced, self.profile, pipeline.num_chunks)
         batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in self.whole.inputs)
         storage: dict[str, Layout] = dict(forced.storage)
         found = []
@@ -206,6 +208,8 @@ def _figures(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
         yield Finding(
             "memory", f"the fullest stage's peak is {fullest.peak_bytes} bytes, not {claimed.peak_bytes}, or is made up otherwise"
         )
+    if dict(claimed.host_bytes) != dict(pipeline.host_bytes):
+        yield Finding("memory", "what the device with most on its host has there is made up otherwise")
 
 
 def _summed(report: Certificate, stages: Sequence[Certificate], pipeline: Pipeline, num_multipliers: int) -> Certificate:

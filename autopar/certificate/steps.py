@@ -28,6 +28,8 @@ def held_so(rests: Layout, strategies: Sequence[Strategy], *, accumulates: bool)
         return False
     if not accumulates:
         return len(strategies) == 1 and all(at == rests for at in (*seen.inputs, *seen.outputs))
+    if (seen.outputs[0].host and seen.outputs[0] != rests) or any(at.host for at in seen.inputs):
+        return False
     reads = zip(rests.placements, seen.outputs[0].placements, strict=True)
     sums = [pair for at in seen.inputs for pair in zip(rests.placements, at.placements, strict=True)]
     whole = all(new in (old, Replicate()) for old, new in reads)

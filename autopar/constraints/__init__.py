@@ -2,13 +2,14 @@
 
 `layout` forces layouts by module pattern. `ddp`, `fsdp`, `tensor_parallel`, `context_parallel`, `expert_parallel` and `megatron` name
 whole plans of the field on some mesh axes, for any model; the axes that they leave stay the planner's. `pipeline` cuts the model into
-stages along an axis.
+stages along an axis. `offload` lets the planner use the hosts' memory.
 """
 
 from __future__ import annotations
 
 from autopar.constraints.layouts import KINDS, LayoutConstraint, layout
 from autopar.constraints.megatron import Megatron, Recompute, megatron
+from autopar.constraints.offloading import Offloaded, offload
 from autopar.constraints.parallel import Parallelism, axes_of, context_parallel, ddp, expert_parallel, fsdp, tensor_parallel
 from autopar.constraints.pipelines import AUTO, INTERLEAVED, SCHEDULES, Pipelined, pipeline
 from autopar.constraints.reading import read_constraint
@@ -22,6 +23,7 @@ __all__ = [
     "Constraint",
     "LayoutConstraint",
     "Megatron",
+    "Offloaded",
     "Parallelism",
     "Pipelined",
     "Recompute",
@@ -34,6 +36,7 @@ __all__ = [
     "fsdp",
     "layout",
     "megatron",
+    "offload",
     "parallelisms",
     "pipeline",
     "pipeline_in",

@@ -12,6 +12,7 @@ from dataclasses import replace
 from autopar.constraints.grids import GRIDS
 from autopar.constraints.layouts import KINDS, LayoutConstraint
 from autopar.constraints.megatron import Megatron, parts_of
+from autopar.constraints.offloading import Offloaded
 from autopar.constraints.parallel import Parallelism
 from autopar.constraints.pipelines import Pipelined
 from autopar.constraints.together import Constraint, parallelisms
@@ -31,12 +32,13 @@ def elsewhere(constraints: Iterable[Constraint], before: Mesh, there: Mesh, stag
     return tuple(moved for c in constraints if (moved := _moved(c, before, there, stages)) is not None)
 
 
-def held_to(constraints: Iterable[Constraint], before: Mesh, there: Mesh) -> tuple[LayoutConstraint | Parallelism, ...]:
+def held_to(constraints: Iterable[Constraint], before: Mesh, there: Mesh) -> tuple[LayoutConstraint | Parallelism | Offloaded, ...]:
     """What they ask of layouts on another mesh, over the axes that they were for alone; arguments and errors as of `elsewhere`."""
     constraints = tuple(constraints)
     layouts = (_layouts(c, before, there) for c in constraints if isinstance(c, LayoutConstraint))
     named = (_named(c, there) for c in parallelisms(constraints, before))
-    return (*layouts, *(c for c in named if c is not None))
+    offloaded = (c for c in constraints if isinstance(c, Offloaded))
+    return (*layouts, *(c for c in named if c is not None), *offloaded)
 
 
 def axes_from(before: Mesh, there: Mesh) -> tuple[int | None, ...]:
@@ -50,7 +52,7 @@ def _moved(constraint: Constraint, before: Mesh, there: Mesh, stages: str) -> Co
         return _layouts(constraint, before, there)
     if isinstance(constraint, Megatron):
         return replace(_megatron(constraint, before, there), pp=stages or 1)
-    if isinstance(constraint, Pipelined):
+    if isinstance(constraint, Pipelined | Offloaded):
         return constraint
     return _named(constraint if constraint.axes is not None else replace(constraint, axes=before.names), there)
 

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from autopar.constraints.layouts import LayoutConstraint, layout
 from autopar.constraints.megatron import megatron
+from autopar.constraints.offloading import offload
 from autopar.constraints.parallel import Axes, Parallelism, PlanName, tensor_parallel
 from autopar.constraints.pipelines import pipeline
 from autopar.constraints.together import Constraint
@@ -35,8 +36,9 @@ def _named(data: Mapping[str, Any]) -> Constraint:
         rest = {name: data[name] for name in ("recompute", "pp", "microbatches", "chunks", "free", "sequence") if name in data}
         more: dict[str, Any] = {name: _degree(data[name]) for name in ("cp", "ep") if name in data}
         return megatron(tp=_degree(data["tp"]), dp=dp, zero=data["zero"], **more, **rest)
-    if data["plan"] == "pipeline":
-        return pipeline(**{str(name): value for name, value in data.items() if name != "plan"})
+    if data["plan"] in ("pipeline", "offload"):
+        make = pipeline if data["plan"] == "pipeline" else offload
+        return make(**{str(name): value for name, value in data.items() if name != "plan"})
     if data["plan"] not in get_args(PlanName) or not {"plan", "axes", "sequence"} >= data.keys():
         raise ConstraintError(f"no plan is named {data['plan']!r}")
     axes = None if data["axes"] is None else tuple(data["axes"])

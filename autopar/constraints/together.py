@@ -8,12 +8,13 @@ from dataclasses import replace
 from autopar.constraints.grids import GRIDS, check_grid
 from autopar.constraints.layouts import LayoutConstraint, check_layouts
 from autopar.constraints.megatron import Megatron, parts_of, stage_axis
+from autopar.constraints.offloading import Offloaded
 from autopar.constraints.parallel import Parallelism, axes_of
 from autopar.constraints.pipelines import INTERLEAVED, Pipelined
 from autopar.errors import ConstraintError, MeshError
 from autopar.mesh import Mesh
 
-Constraint = LayoutConstraint | Parallelism | Megatron | Pipelined
+Constraint = LayoutConstraint | Parallelism | Megatron | Pipelined | Offloaded
 
 
 def pipeline_in(constraints: Iterable[Constraint], mesh: Mesh) -> Pipelined | None:
@@ -85,7 +86,7 @@ def parallelisms(constraints: Iterable[Constraint], mesh: Mesh) -> Iterator[Para
     """
     claimed: dict[str, tuple[Constraint, Parallelism]] = {}
     for constraint in constraints:
-        if isinstance(constraint, LayoutConstraint | Pipelined):
+        if isinstance(constraint, LayoutConstraint | Pipelined | Offloaded):
             continue
         for plan in parts_of(constraint, mesh) if isinstance(constraint, Megatron) else (constraint,):
             names = tuple(mesh.names[axis] for axis in axes_of(plan, mesh))

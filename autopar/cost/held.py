@@ -20,6 +20,9 @@ reverse, are stages 2 and 3; partial sums of a parameter that is gathered per us
 
 Of a dim that several axes split only the innermost splitters are gathered or summed alone. A forced stage 1 or 2 on an outer one goes
 through the inner ones: once a step these are gathered first, and split again, so that what is held is still split over them.
+
+Where it rests on the hosts (`Layout.host`), it is copied to the devices once a step, and held there as it rests or gathered, or once per
+use; sums are the devices', and go to the hosts at the end of a step.
 """
 
 from __future__ import annotations
@@ -87,6 +90,8 @@ def held_ways(storage: Layout, mesh_shape: Sequence[int], *, trained: bool, stag
         held = Held(storage, Layout(working, storage.order), Layout(sums, storage.order))
         if _inner(storage, held.working, through) and _inner(storage, held.sums, through):
             yield held
+            if storage.host and held.working == storage.on_device():
+                yield replace(held, working=storage)
 
 
 def _on_axis(rests: Placement, trained: bool, stage: int | None) -> Iterator[tuple[Placement, Placement]]:

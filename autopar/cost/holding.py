@@ -63,13 +63,16 @@ class HeldPrices:
         working = local_bytes(p.view, p.compute_dtype, held.working, mesh_shape) if moves or p.is_narrowed else 0
         state, _ = OPTIMIZERS[self.optimizer] if trained else (0, 0)
         sums = local_bytes(p.view, sum_dtype(p.dtype), held.sums, mesh_shape) if trained else 0
+        there = rests * (1 + state) + (local_bytes(p.view, sum_dtype(p.dtype), held.storage, mesh_shape) if trained else 0)
+        there += local_bytes(p.view, p.compute_dtype, held.storage, mesh_shape) if p.is_narrowed else 0
         added = local_bytes(p.view, dtype, held.sums, mesh_shape) if trained else 0
-        time_s = held_time(self.profile, self.optimizer, self.moves.num_microbatches, rests if trained else 0, sums, added)
+        time_s = held_time(self.profile, self.optimizer, self.moves.num_microbatches, rests if trained else 0, sums, added, held.storage)
         time_s += narrowing_s(p, held.storage, mesh_shape, self.profile) / self.moves.num_microbatches
         elsewhere = held.storage if moves or (trained and held.sums != held.storage) else None
         reads = held.sums if dtype == p.dtype else held.sums.left_uncast()
         layouts = Strategy((reads,) if trained else (), (held.working,))
-        return OpStrategy(layouts, time_s + moved_s, rests * (1 + state) + working, sums, moved_s, elsewhere)
+        here = (0 if held.storage.host else rests * (1 + state)) + (0 if held.working.host else working)
+        return OpStrategy(layouts, time_s + moved_s, here, sums, moved_s, elsewhere, there if held.storage.host else 0)
 
 
 def _added_in(p: Parameter, held: Held, uncast: Uncast | None, mesh_shape: Sequence[int]) -> tuple[torch.dtype, ...]:
@@ -79,13 +82,15 @@ def _added_in(p: Parameter, held: Held, uncast: Uncast | None, mesh_shape: Seque
     return (uncast.dtype,) if is_made_there(held.sums, mesh_shape) else (p.dtype, uncast.dtype)
 
 
-def held_time(profile: HardwareProfile, optimizer: str, num_microbatches: int, rests: int, sums: int, added: int) -> float:
+def held_time(
+    profile: HardwareProfile, optimizer: str, num_microbatches: int, rests: int, sums: int, added: int, storage: Layout
+) -> float:
     """Seconds of compute per microbatch: its share of the optimizer's traffic over `rests` bytes, and a gradient of `added` bytes added
     to `sums` bytes, which are read and written."""
     if not sums:
         return 0.0
     _, traffic = OPTIMIZERS[optimizer]
-    step_s = traffic * rests / profile.memory_bandwidth_bytes_per_s / num_microbatches
+    step_s = traffic * rests / bandwidth_at(storage, profile) / num_microbatches
     return step_s + compute_time(Work(0, 2 * sums + added, "elementwise"), torch.float32, profile)
 
 
@@ -94,6 +99,8 @@ def narrowing_s(p: Parameter, storage: Layout, mesh_shape: Sequence[int], profil
     if not p.is_narrowed:
         return 0.0
     moved = sum(local_bytes(p.view, dtype, storage, mesh_shape) for dtype in (p.dtype, p.compute_dtype))
+    if storage.host:
+        return moved / bandwidth_at(storage, profile)
     return compute_time(Work(0, moved, "elementwise"), p.compute_dtype, profile)
 
 
@@ -103,9 +110,20 @@ def resting(p: Parameter, layout: Layout, mesh_shape: Sequence[int], optimizer: 
     trained = p.gradient is not None
     size, cast_s = local_bytes(p.view, p.dtype, layout, mesh_shape), narrowing_s(p, layout, mesh_shape, profile)
     state, traffic = OPTIMIZERS[optimizer] if trained else (0, 0)
-    step_s = traffic * size / profile.memory_bandwidth_bytes_per_s
+    step_s = traffic * size / bandwidth_at(layout, profile)
     layouts = Strategy((layout,) if trained else (), (layout,))
-    return OpStrategy(layouts, step_s + cast_s, size * (1 + state), size if trained else 0)
+    gradient, copy = size if trained else 0, local_bytes(p.view, p.compute_dtype, layout, mesh_shape) if p.is_narrowed else 0
+    if layout.host:
+        return OpStrategy(layouts, step_s + cast_s, host_bytes=size * (1 + state) + gradient + copy)
+    return OpStrategy(layouts, step_s + cast_s, size * (1 + state), gradient)
+
+
+def bandwidth_at(storage: Layout, profile: HardwareProfile) -> float:
+    """Bytes per second of the memory in which a parameter rests, as those reach it that take the optimizer's step."""
+    if not storage.host:
+        return profile.memory_bandwidth_bytes_per_s
+    assert profile.host is not None, "nothing is offered on a host of which nothing is known"
+    return profile.host.memory_bandwidth_bytes_per_s
 
 
 def adding_partial(strategies: Sequence[OpStrategy], axes: Sequence[int]) -> tuple[OpStrategy, ...]:
@@ -143,9 +161,13 @@ class Making:
 
 
 def _undominated(alike: Sequence[OpStrategy]) -> Iterator[OpStrategy]:
-    """Those of which no other, or none before it, takes as little time and rests with as few bytes."""
+    """Those of which no other, or none before it, takes as little time and rests with as few bytes, here and there."""
     for i, s in enumerate(alike):
-        cost = s.time_s, s.static_bytes
-        others = [((t.time_s, t.static_bytes), j) for j, t in enumerate(alike) if t.time_s <= s.time_s and t.static_bytes <= s.static_bytes]
+        cost = _costs(s)
+        others = [(_costs(t), j) for j, t in enumerate(alike) if all(a <= b for a, b in zip(_costs(t), cost, strict=True))]
         if not any(other != cost or j < i for other, j in others):
             yield s
+
+
+def _costs(strategy: OpStrategy) -> tuple[float, int, int]:
+    return strategy.time_s, strategy.static_bytes, strategy.host_bytes

@@ -19,6 +19,7 @@ from autopar.capture.trace import Input, Output, Parameter, Trace
 from autopar.collective import Collective
 from autopar.cost.held import StepMoves, cannot_rest
 from autopar.cost.holding import HeldPrices, Making, adding_partial, resting
+from autopar.cost.hosts import host_budget
 from autopar.cost.keeping import borders_of, is_never_kept, may_run_again, split_furthest
 from autopar.cost.kernels import with_kernels
 from autopar.cost.priced import Crossing, Priced, Source
@@ -84,6 +85,8 @@ class _Builder:
             if wanted is not None:
                 layouts = (wanted,) if not wanted.has_partial and wanted.fits(first.view, self.mesh.shape) else ()
             storing = [layout for layout in layouts if storable(first.shape, first.view, layout, self.mesh.shape)]
+            if wanted is None and self.forced.offload is not None and self.forced.offload.parameters:
+                storing += [layout.on_host() for layout in storing]
             possible = self.forced.resting(first.name, storing)
             if not possible:
                 raise cannot_rest(first, self.forced, layouts, self.mesh)
@@ -293,6 +296,7 @@ def price(
         exposed: nodes whose results may cross between stages, in any layout without partial sums: their layout graphs hold all.
     """
     forced = forced or Forced.nothing()
+    host_budget_bytes = host_budget(forced, profile)
     accumulates = num_microbatches > 1 or forced.named.holds
     moves = StepMoves(mesh.shape, price_collectives(mesh, profile), num_microbatches)
     classes, uncast = left_uncast(classes, trace) if accumulates else (classes, {})
@@ -308,7 +312,10 @@ def price(
     for index, value in enumerate(values):
         results.setdefault(value.op, []).append(index)
     ops = tuple(replace(op, results=tuple(results.get(i, ()))) for i, op in enumerate(builder.ops))
-    problem = Problem(ops, tuple(values), tuple(variants), budget_bytes, (), num_in_flight, accumulates, profile.overlap_slowdown)
+    problem = Problem(
+        ops, tuple(values), tuple(variants), budget_bytes, (), num_in_flight, accumulates, profile.overlap_slowdown,
+        host_budget_bytes=host_budget_bytes,
+    )  # fmt: skip
     problem = with_kernels(trace, problem, builder.sources, mesh, profile)
     problem = with_routes(problem, builder.sources, mesh.shape, moves.price, profile)
     return Priced(problem, tuple(builder.sources), tuple(refs), optimizer, moves, profile, forced.starts)

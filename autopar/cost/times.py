@@ -21,8 +21,8 @@ def price_collectives(mesh: Mesh, profile: HardwareProfile) -> Callable[[Collect
 
     def price(collective: Collective) -> float:
         if collective not in known:
-            axis = collective.axis
-            known[collective] = collective_time(collective, mesh.shape[axis], links[axis], profile)
+            link = links[collective.axis] if collective.axis >= 0 else ""
+            known[collective] = collective_time(collective, collective.size_in(mesh.shape), link, profile)
         return known[collective]
 
     return price

@@ -46,4 +46,6 @@ CALLS: dict[str, Callable[[Collective, Layout], tuple[Callable[..., Any], tuple[
     "all_to_all": lambda c, _: (steps.all_to_all, (c.dim, c.to_dim, c.axis)),
     "halo": lambda c, target: (steps.halo, _halo_arguments(c, target)),
     "slice": lambda c, _: (steps.shard, (c.dim, c.axis)),
+    "fetch": lambda c, _: (steps.fetch, ()),
+    "store": lambda c, _: (steps.store, ()),
 }

@@ -40,5 +40,5 @@ def _may_go(node: fx.Node, saved: Mapping[fx.Node, fx.Node], mesh_shape: Sequenc
     source = next((source for source, placeholder in saved.items() if placeholder is node), node)
     views = (user for user in source.users if user.op == "call_function" and not has_own_memory(user))
     step = source.meta.get("collective")
-    handed_on = step is not None and mesh_shape[step.axis] == 1
+    handed_on = step is not None and step.axis >= 0 and mesh_shape[step.axis] == 1
     return len(node.users) == 1 and has_own_memory(source) and not handed_on and not any(views)

@@ -115,12 +115,13 @@ def _check_step(tensor: TensorKey, step: Communication, values: dict[TensorKey, 
     shape, dtype = values[tensor]
     wide = isinstance(moved, torch.dtype) and torch.promote_types(dtype, moved) == moved
     legal = wide and _fits(step.source, shape, mesh)
-    possible = neighbours(shape, dtype, step.source, mesh.shape, moved, step.target.halos) if legal else []
+    stored = [step.target.on_device()] if step.target.host else []
+    possible = neighbours(shape, dtype, step.source, mesh.shape, moved, step.target.halos, stored=stored) if legal else []
     if (step.collective, step.target) not in possible:
         c = step.collective
         raise PlanError(
-            f"no {c.kind} in {c.dtype} on axis {c.axis} leads from {step.source} to {step.target} for {tensor} of {dtype} "
-            f"{tuple(shape)} on mesh {mesh}",
+            f"no {c.kind} in {c.dtype}{f' on axis {c.axis}' if c.axis >= 0 else ''} leads from {step.source} to {step.target} "
+            f"for {tensor} of {dtype} {tuple(shape)} on mesh {mesh}",
             where=Where(module=step.module),
             remedy=_REMEDY,
         )

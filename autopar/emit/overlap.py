@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from autopar.collective import Collective
+from autopar.collective import HOST_KINDS, Collective
 from autopar.emit.reordered import Action, rebuilt, without_idle_starts
 from autopar.emit.rooms import Room, follows, places
 from autopar.emit.times import blocked_s, node_times
@@ -273,9 +273,11 @@ class _Schedule:
     def _bytes(self, step: fx.Node) -> int:
         """What a step holds until it is finished: what comes, and what is sent, which is there anyway where a parameter is gathered."""
         c: Collective = step.meta["collective"]
+        if c.kind in HOST_KINDS:  # one of the two is on the host
+            return c.bytes
         rests = c.kind == "all_gather" and step.meta["slack"] == "prefetchable" and step.args[0].target is not into_bucket  # type: ignore[union-attr]
         sent = 0 if rests else c.bytes
-        return sent + c.output_bytes(self.mesh_shape[c.axis])
+        return sent + c.output_bytes(c.size_in(self.mesh_shape))
 
     def _hold(self, size: int) -> int:
         self.held += size

@@ -63,6 +63,22 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
+class Host:
+    """A device's share of its host: memory beside its own, and the way there.
+
+    Attributes:
+        memory_bytes: of the host's memory, per device. memory_bandwidth_bytes_per_s: what the host's processors reach in it, per device,
+            while all devices' shares are worked on.
+        latency_s, bandwidth_bytes_per_s: of a copy between the two, one direction.
+    """
+
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """A connection level.
 

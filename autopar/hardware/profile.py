@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import HardwareError
-from autopar.hardware.figures import FLOP_KINDS, MEMORY_KINDS, Curve, Figure, Link
-from autopar.hardware.reading import Reader, compute_curves, kernels, links
+from autopar.hardware.figures import FLOP_KINDS, MEMORY_KINDS, Curve, Figure, Host, Link
+from autopar.hardware.reading import Reader, compute_curves, host, kernels, links
 
 FORMAT = "autopar-hardware"
 VERSION = 1
@@ -30,6 +30,7 @@ _CHIPS = {"h100": "h100-sxm", "h200": "h200-sxm", "a100": "a100-sxm-80gb"}
 _FOLDER = Path(__file__).parents[1] / "cost_models"
 _FIELDS = {"format", "version", "name", "description", "device_type", "device_memory_bytes", "memory_bandwidth_bytes_per_s"}
 _FIELDS |= {"launch_overhead_s", "kernels", "overlap_slowdown", "matmul_half_flops", "peak_flops_per_s", "efficiency", "measured", "links"}
+_FIELDS |= {"host"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +51,7 @@ class HardwareProfile:
         figures: every figure by its dotted path, for reports.
         hash: fingerprint of the whole profile.
         device_type: kind of device that was measured, of `DEVICE_TYPES`; empty where the file does not say.
+        host: what each device has of its host, for offload; None where the file does not say.
     """
 
     name: str
@@ -68,6 +70,7 @@ class HardwareProfile:
     figures: Mapping[str, Figure] = field(repr=False)
     hash: str
     device_type: str = ""
+    host: Host | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HardwareProfile) and self.hash == other.hash
@@ -136,6 +139,7 @@ class HardwareProfile:
             figures=reader.figures,
             hash=hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16],
             device_type=reader.one_of(data, "device_type", DEVICE_TYPES) if "device_type" in data else "",
+            host=host(reader, data),
         )
         reader.no_more(data, _FIELDS, "")
         return profile

@@ -8,7 +8,7 @@ from datetime import date
 from typing import Any
 
 from autopar.errors import HardwareError
-from autopar.hardware.figures import FLOP_KINDS, KERNELS, LINKS, MEMORY_KINDS, Curve, Figure, Link
+from autopar.hardware.figures import FLOP_KINDS, KERNELS, LINKS, MEMORY_KINDS, Curve, Figure, Host, Link
 
 _POINT_SIZE = {**dict.fromkeys(FLOP_KINDS, ("flops",)), **dict.fromkeys(MEMORY_KINDS, ("bytes",)), "matmul": ("m", "n", "k")}
 
@@ -109,6 +109,20 @@ def links(reader: Reader, data: Mapping[str, Any]) -> dict[str, Link]:
             _collective_curves(reader, reader.mapping(link.get("measured", {}), f"{path}measured"), f"{path}measured."),
         )
     return found
+
+
+def host(reader: Reader, data: Mapping[str, Any]) -> Host | None:
+    """What the file says of the host; None where it says nothing."""
+    if "host" not in data:
+        return None
+    known = reader.mapping(data["host"], "host")
+    reader.no_more(known, ("memory_bytes", "memory_bandwidth_bytes_per_s", "latency_s", "bandwidth_bytes_per_s"), "host.")
+    return Host(
+        int(reader.figure(known, "memory_bytes", "bytes", "host.")),
+        reader.figure(known, "memory_bandwidth_bytes_per_s", "bytes/s", "host."),
+        reader.figure(known, "latency_s", "s", "host.", zero=True),
+        reader.figure(known, "bandwidth_bytes_per_s", "bytes/s", "host."),
+    )
 
 
 def kernels(reader: Reader, data: Mapping[str, Any]) -> Mapping[str, float]:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.kernels import bound, dispatched, fused
+from autopar.collective import HOST_KINDS
+from autopar.kernels import bound, dispatched, fused, host
 from autopar.kernels.collectives import (
+    COPIES,
     PARTS,
     PLACES,
     STEPS,
@@ -43,6 +45,11 @@ def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup], device: str 
             _replace(node, range_of(size, splitters, [groups[axis].coordinate for axis, _ in splitters])[PLACES.index(node.target)])
         elif node.op == "call_function" and node.target in STEPS:
             _bind_step(node, groups)
+        elif node.op == "call_function" and node.target in COPIES:
+            node.target, node.args = getattr(host, node.target.__name__), (node.args[0], device or "cpu")
+        elif node.op == "call_function" and node.target in PARTS and node.args[1] in HOST_KINDS:
+            parts = bound.STARTS if node.target is start else bound.FINISHES
+            node.target, node.args = parts[node.args[1]], (node.args[0], device or "cpu")
         elif node.op == "call_function" and node.target in PARTS:
             _bind_part(node, groups)
         elif node.op == "call_function" and node.target in fused.BOUND:

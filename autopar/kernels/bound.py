@@ -17,6 +17,7 @@ from torch import Tensor
 
 from autopar.errors import LayoutError
 from autopar.halo import Halo, beyond
+from autopar.kernels import host
 from autopar.layout import part_range
 
 _functional = torch.ops._c10d_functional
@@ -237,9 +238,9 @@ def _itself(started: Started) -> Tensor:
 
 STARTS: Mapping[str, Callable[..., Started]] = {
     "all_gather": start_all_gather, "reduce_scatter": start_reduce_scatter, "all_reduce": start_all_reduce,
-    "all_to_all": start_all_to_all, "halo": start_halo,
+    "all_to_all": start_all_to_all, "halo": start_halo, "fetch": host.start_fetch, "store": host.start_store,
 }  # fmt: skip
 FINISHES: Mapping[str, Callable[..., Tensor]] = {
     "all_gather": finish_all_gather, "reduce_scatter": finish_reduce_scatter, "all_reduce": finish_all_reduce,
-    "all_to_all": finish_all_to_all, "halo": finish_halo,
+    "all_to_all": finish_all_to_all, "halo": finish_halo, "fetch": host.finish_fetch, "store": host.finish_store,
 }  # fmt: skip

@@ -13,6 +13,7 @@ Memory, with `x` the input and `y` the result (both contiguous): besides them li
     all_to_all      to_dim not leading: one copy of `x` until it is sent; dim not leading: one buffer as large as `y`
     halo            what is sent and what is received
     all_reduce, shard   nothing
+    fetch, store    nothing (`autopar.kernels.host`)
 A dim is leading where all dims before it have length 1. `x` that is not contiguous costs one more copy. Along an axis of
 size 1 every step returns `x` itself.
 
@@ -34,8 +35,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from autopar.collective import HOST_KINDS
 from autopar.errors import RuntimeStateError
-from autopar.kernels import bound
+from autopar.kernels import bound, host
 from autopar.layout import part_range
 from autopar.mesh import Mesh
 
@@ -110,13 +112,27 @@ def shard(x: Tensor, dim: int, axis: int) -> Tensor:
     return bound.shard(x, dim, group.size, group.coordinate)
 
 
+def fetch(x: Tensor) -> Tensor:
+    """From the host's memory, which is that of a CPU; a graph that is bound for a GPU copies to it."""
+    return host.fetch(x)
+
+
+def store(x: Tensor) -> Tensor:
+    """To the host's memory; likewise."""
+    return host.store(x)
+
+
 def start(x: Tensor, kind: str, *settings: Any, length: int | None = None) -> bound.Started:
     """Issue the step `kind` with its settings, the axis last."""
+    if kind in HOST_KINDS:
+        return bound.STARTS[kind](x)
     return bound.STARTS[kind](x, *bound_settings(kind, settings, length, group_of(settings[-1])))
 
 
 def finish(started: bound.Started, kind: str, *settings: Any, length: int | None = None) -> Tensor:
     """Wait for what was started with the same settings; the step's result."""
+    if kind in HOST_KINDS:
+        return bound.FINISHES[kind](started)
     return bound.FINISHES[kind](started, *bound_settings(kind, settings, length, group_of(settings[-1])))
 
 
@@ -141,7 +157,8 @@ def _own_range(size: int, splitters: tuple[tuple[int, int], ...]) -> tuple[int, 
 
 
 PLACES: tuple[Callable[..., int], ...] = (local_start, local_length)  # in the order of `range_of`
-STEPS: tuple[Callable[..., Tensor], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, halo, shard)
+STEPS: tuple[Callable[..., Tensor], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, halo, shard)  # along axes
+COPIES: tuple[Callable[..., Tensor], ...] = (fetch, store)  # along none
 PARTS: tuple[Callable[..., Any], ...] = (start, finish)
 
 
@@ -152,6 +169,8 @@ _ARGUMENTS = {
     all_to_all: ("x", "dim", "to_dim", "axis"),
     halo: ("x", "dim", "before", "after", "lowest", "axis"),
     shard: ("x", "dim", "axis"),
+    fetch: ("x",),
+    store: ("x",),
 }
 
 

@@ -17,7 +17,7 @@ from autopar.problem import Choices, Problem
 from autopar.run.program import Program, ProgramTensor
 from autopar.run.rank_memory import ChunkMemory
 from autopar.run.stage_memory import SIMULATED, StagePeak
-from autopar.solve import evaluated
+from autopar.solve import evaluated, fits
 from autopar.solve.memory import budget_rows
 
 Form = tuple[object, ...]
@@ -56,7 +56,7 @@ class Alike:
             if form != nameless or (other.num_in_flight != problem.num_in_flight and choices.stats.get("budget_rows")):
                 continue
             evaluation = evaluated(problem, choices)
-            if max(evaluation.resting_bytes) <= problem.budget_bytes:
+            if fits(problem, evaluation):
                 return _renamed(choices, other, problem)
         return None
 

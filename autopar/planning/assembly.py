@@ -12,6 +12,7 @@ from autopar.capture.trace import Trace
 from autopar.cost.held import held_of, offered_as, own_time_s
 from autopar.cost.priced import OPTIMIZERS, Source
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, storage_key
+from autopar.kernels.sums import sum_dtype
 from autopar.planning.communications import communications, of_kernels
 from autopar.planning.draft import FIELD, Draft, all_keys, tensor_patterns
 from autopar.planning.timeline import crossing_times, own_time, step_time, timeline
@@ -163,6 +164,9 @@ def _prediction(draft: Draft) -> Prediction:
             p = parameters[source.names[0]]
             rests = op.count * local_bytes(p.view, p.dtype, held_of(op.strategies[s]).storage, draft.mesh.shape)
             optimizer = state * rests if p.gradient is not None else 0
+            if held_of(op.strategies[s]).storage.host:
+                gathered += size
+                continue
             resting["parameters"] += rests
             resting["optimizer"] += optimizer
             gathered += size - rests - optimizer
@@ -178,7 +182,27 @@ def _prediction(draft: Draft) -> Prediction:
     compute_s, communication_s = evaluation.compute_s - moved_s, evaluation.communication_s + moved_s
     serial_s = evaluation.compute_s + evaluation.communication_s
     saved_s = evaluation.saved_s
-    return Prediction(evaluation.objective_s, compute_s, communication_s, 0, memory, bars, 0.0, serial_s - saved_s, saved_s)
+    return Prediction(
+        evaluation.objective_s, compute_s, communication_s, 0, memory, bars, 0.0, serial_s - saved_s, saved_s, host_bytes=_on_hosts(draft)
+    )  # fmt: skip
+
+
+def _on_hosts(draft: Draft) -> dict[str, int]:
+    """Bytes of the host's memory, by kind."""
+    found = dict.fromkeys(("parameters", "optimizer", "gradients", "copies"), 0)
+    state, _ = OPTIMIZERS[draft.priced.optimizer]
+    parameters = {p.name: p for p in draft.trace.parameters}
+    for op, source, s in zip(draft.priced.problem.ops, draft.priced.sources, draft.choices.strategies, strict=True):
+        if op.strategies[s].host_bytes:
+            p, storage = parameters[source.names[0]], held_of(op.strategies[s]).storage
+            rests = op.count * local_bytes(p.view, p.dtype, storage, draft.mesh.shape)
+            wide = sum_dtype(p.dtype) if draft.priced.problem.accumulates else p.dtype
+            trained = p.gradient is not None
+            found["parameters"] += rests
+            found["optimizer"] += state * rests * trained
+            found["gradients"] += op.count * local_bytes(p.view, wide, storage, draft.mesh.shape) * trained
+            found["copies"] += op.count * local_bytes(p.view, p.compute_dtype, storage, draft.mesh.shape) * p.is_narrowed
+    return {kind: size for kind, size in found.items() if size}
 
 
 def fingerprint(trace: Trace, model_name: str, profile_name: str, profile_hash: str, version: str) -> Fingerprint:

@@ -76,7 +76,7 @@ def joined(
         objective, sum(p.compute_s for p in slowest) * asked.how.num, sum(p.communication_s for p in slowest) * asked.how.num,
         fullest.peak_bytes, fullest.memory_bytes, (), sum(p.hidden_s for p in slowest) * asked.how.num,
         simulated_step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks),
-        sum(p.in_kernels_s for p in slowest) * asked.how.num, sum(p.in_buckets_s for p in slowest) * asked.how.num,
+        sum(p.in_kernels_s for p in slowest) * asked.how.num, sum(p.in_buckets_s for p in slowest) * asked.how.num, pipeline.host_bytes,
     )  # fmt: skip
     proof = _proof(asked, whole, objective, plans, promised)
     plan = Plan(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
 from autopar.constraints import INTERLEAVED, Pipelined, check
+from autopar.cost.hosts import shared_by
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
 from autopar.errors import ConstraintError, InfeasibleError
@@ -65,7 +66,8 @@ class StagedSearch:
 
     def __post_init__(self) -> None:
         constraints = [c for c in self.asked.options.constraints if not isinstance(c, Pipelined)]
-        self.forced = resolve(self.asked.part, constraints, self.asked.left)
+        forced = resolve(self.asked.part, constraints, self.asked.left)
+        self.forced = shared_by(forced, self.asked.profile, self.asked.wish.chunks)
 
     def run(self) -> Planned:
         """The best plan found.

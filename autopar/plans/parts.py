@@ -141,6 +141,8 @@ class Prediction:
         memory_bytes: kind (``parameters``, ``gradients``, ``optimizer``, ``buffers``, ``inputs``, ``activations``,
             ``transient``; ``copies``: of parameters, gathered or in the dtype in which they are read; ``kernels' buffers``: what
             collective-overlap kernels share with their peers and keep from one use to the next) → bytes at the peak.
+        host_bytes: kind (``parameters``, ``optimizer``, ``gradients``, ``copies``, ``activations``) → bytes of the host's memory, all at
+            once at most; empty where nothing is offloaded.
         peak_bytes: peak of live tensor bytes from the start of forward to the end of backward.
         timeline: (label, phase, kind ``compute`` or ``communication``, start_s, duration_s), in order, per module.
         step_s: the objective: compute and communication, less what may be hidden of them where memory is ample (`autopar.streams`).
@@ -160,6 +162,7 @@ class Prediction:
     simulated_s: float
     in_kernels_s: float = 0.0
     in_buckets_s: float = 0.0
+    host_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def beside_bytes(self) -> int:

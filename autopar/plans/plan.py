@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from autopar.collective import Collective
+from autopar.collective import HOST_KINDS, Collective
 from autopar.errors import AutoparError, PlanError
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
@@ -73,6 +74,15 @@ class Pipeline:
     def num_chunks(self) -> int:
         """Stages per device."""
         return len(self.stages) // len(self.rank_bytes) if self.rank_bytes else 1
+
+    @property
+    def host_bytes(self) -> Mapping[str, int]:
+        """Kind → bytes that the device with most on its host has there; what several of its stages read is counted for each."""
+        num_ranks = len(self.stages) // self.num_chunks
+        ranks = [Counter[str]() for _ in range(num_ranks)]
+        for number, stage in enumerate(self.stages):
+            ranks[number % num_ranks].update(stage.prediction.host_bytes)
+        return dict(max(ranks, key=Counter.total))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +202,7 @@ def _misfit(plan: Plan) -> str:
         if len(layout.placements) != num_axes:
             return f"layout {str(layout)!r} has {len(layout.placements)} placements, mesh {plan.mesh} has {num_axes} axes"
     for move in plan.communications:
-        if not 0 <= move.collective.axis < num_axes:
+        if not 0 <= move.collective.axis < num_axes and move.collective.kind not in HOST_KINDS:
             return f"{move.node} moves along axis {move.collective.axis}, mesh {plan.mesh} has {num_axes} axes"
     for bucket in plan.buckets:
         if not 0 <= bucket.collective.axis < num_axes:

@@ -13,28 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar.kernels import host
 from autopar.run.live import LiveBytes
 
 
 class Storage:
-    """Memory of a value in a graph: counted while it is there, by `outer` where a tensor from outside has it."""
+    """Memory of a value in a graph: counted while it is there, by `outer` where a tensor from outside has it; not of the host."""
 
-    __slots__ = ("holders", "memory", "num_bytes", "outer")
+    __slots__ = ("holders", "memory", "num_bytes", "on_host", "outer")
 
-    def __init__(self, num_bytes: int, memory: LiveBytes, outer: Tensor | None = None) -> None:
-        self.num_bytes, self.memory, self.outer, self.holders = num_bytes, memory, outer, 0
-        if outer is None:
+    def __init__(self, num_bytes: int, memory: LiveBytes, outer: Tensor | None = None, *, on_host: bool = False) -> None:
+        self.num_bytes, self.memory, self.outer, self.on_host, self.holders = num_bytes, memory, outer, on_host, 0
+        if outer is None and not on_host:
             memory.live_bytes += num_bytes
 
     def __del__(self) -> None:
-        if self.outer is None:
+        if self.outer is None and not self.on_host:
             self.memory.live_bytes -= self.num_bytes
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
         """A fake tensor with this memory, whose bytes it then counts."""
         if self.outer is None:
-            self.memory.live_bytes -= self.num_bytes
-            self.outer = flat(self.num_bytes, dtype)
+            self.memory.live_bytes -= 0 if self.on_host else self.num_bytes
+            self.outer = flat(self.num_bytes, dtype, on_host=self.on_host)
         return self.outer
 
     def let_go(self) -> bool:
@@ -76,12 +77,12 @@ class Effect:
 
     Attributes:
         rise_bytes: of live bytes, at most, above what they were before.
-        made: sizes of the storages that it leaves. result: a tree with a place for each tensor.
+        made: of the storages that it leaves, sizes, and whether they are on the host. result: a tree with a place for each tensor.
         emptied: whether it empties a list that it is given.
     """
 
     rise_bytes: int
-    made: tuple[int, ...]
+    made: tuple[tuple[int, bool], ...]
     result: Any
     emptied: bool
 
@@ -129,12 +130,12 @@ class Operands:
             self.storages.append(storage)
         return number
 
-    def sizes(self) -> tuple[tuple[int, bool], ...]:
-        """Per storage its bytes, and whether a call that empties its lists frees it."""
+    def sizes(self) -> tuple[tuple[int, bool, bool], ...]:
+        """Per storage its bytes, whether a call that empties its lists frees it, and whether it is on the host."""
         self.num_bytes = [s.num_bytes for s in self.storages]
         alone = [n for n, held in self._in_lists.items() if self.storages[n].holders == held]
         self.freed = frozenset(n for n in alone if self.storages[n].let_go())
-        return tuple((size, number in self.freed) for number, size in enumerate(self.num_bytes))
+        return tuple((size, n in self.freed, s.on_host) for n, (size, s) in enumerate(zip(self.num_bytes, self.storages, strict=True)))
 
 
 def tried_out(node: fx.Node, call: Operands, env: Mapping[fx.Node, Any], outside: LiveBytes) -> Effect:
@@ -156,7 +157,7 @@ class _Trial:
         self.numbers = {id(storage): number for number, storage in enumerate(call.storages)}
         self.known: dict[int, int] = {}  # address of a storage → its number
         self.marks: dict[int, object] = {}
-        self.made: list[int] = []
+        self.made: list[tuple[int, bool]] = []
 
     def run(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Effect:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._real(env[n]))
@@ -178,7 +179,7 @@ class _Trial:
             number = self.numbers[id(x.storage)]
             base = self.flat[number]
             if base is None:
-                base = self.flat[number] = flat(self.call.num_bytes[number], x.lie[3])
+                base = self.flat[number] = flat(self.call.num_bytes[number], x.lie[3], on_host=x.storage.on_host)
             return lying(base, x.lie)
         return type(x)(map(self._real, x)) if isinstance(x, list | tuple) else x
 
@@ -188,7 +189,7 @@ class _Trial:
             key = storage._cdata
             if key not in self.known or self.memory.mark(key) is not self.marks[key]:  # freed, and its address used again
                 self.known[key], self.marks[key] = len(self.flat) + len(self.made), self.memory.mark(key)
-                self.made.append(storage.nbytes())
+                self.made.append((storage.nbytes(), host.is_on_host(x)))
             return Place(self.known[key], lie_of(x))
         return type(x)(map(self._placed, x)) if isinstance(x, list | tuple) else x
 
@@ -197,8 +198,9 @@ def lie_of(x: Tensor) -> Lie:
     return tuple(x.shape), tuple(x.stride()), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
 
 
-def flat(num_bytes: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(num_bytes // dtype.itemsize, dtype=dtype)
+def flat(num_bytes: int, dtype: torch.dtype, *, on_host: bool = False) -> Tensor:
+    make = host.empty if on_host else torch.empty
+    return make((num_bytes // dtype.itemsize,), dtype=dtype)
 
 
 def lying(base: Tensor, lie: Lie) -> Tensor:

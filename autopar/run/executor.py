@@ -96,7 +96,7 @@ class Executor:
         saved += tangents
         saved += sums
         tangents.clear()
-        return list(self._graph("backward")(saved))
+        return self._settled(list(self._graph("backward")(saved)))
 
     def begin(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Before the first microbatch: local parameters as `forward` takes them, from those that rest."""
@@ -111,7 +111,13 @@ class Executor:
     def end(self, sums: list[Tensor]) -> list[Tensor]:
         """After the last microbatch: gradients as parameters rest, from their sums; `sums` is emptied."""
         assert self.program.end is not None, "the program accumulates"
-        return list(self._graph("end")(sums))
+        return self._settled(list(self._graph("end")(sums)))
+
+    def _settled(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Gradients that the host may read: those on their way there from a GPU have come."""
+        if self.device.type == "cuda" and any(not x.is_cuda for x in gradients):
+            torch.cuda.current_stream(self.device).synchronize()
+        return gradients
 
     def _localize(self, x: Tensor, position: int) -> Tensor:
         border = self.program.inputs[position]

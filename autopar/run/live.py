@@ -1,7 +1,7 @@
 """Counting live tensor bytes, of real tensors and of fake ones.
 
 A storage counts from the operator that first shows it until it is freed; views share their storage. Kernels' own scratch
-memory, and what the allocator keeps, are not in it.
+memory, what the allocator keeps, and what lies on the host (`autopar.kernels.host`) are not in it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from autopar.kernels import host
 
 
 class LiveBytes(TorchDispatchMode):
@@ -47,11 +49,12 @@ class LiveBytes(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operators on local tensors come here
         result = func(*args, **(kwargs or {}))
-        if self.paused:
-            return result
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._see(leaf)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if host.follows([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]):
+            for leaf in made:
+                host.put_on_host(leaf)
+        for leaf in made if not self.paused else ():
+            self._see(leaf)
         return result
 
     def __exit__(self, *exception: Any) -> None:
@@ -61,9 +64,10 @@ class LiveBytes(TorchDispatchMode):
         self._known.clear()
 
     def _see(self, tensor: Tensor) -> None:
-        storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes()
-        if key not in self._known:
+        if key not in self._known and not host.is_on_host(local):
             self._known[key] = weakref.finalize(storage, self._free, key, num_bytes)
             self.live_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from autopar.ambient import as_written
 from autopar.capture.execute import promoted, promoted_dtype
-from autopar.collective import Collective, Kind
+from autopar.collective import HOST_KINDS, Collective, Kind
 from autopar.errors import AutoparError, VerificationError
 from autopar.halo import Halo
 from autopar.kernels import collectives as steps
@@ -44,6 +44,8 @@ _KINDS: dict[Any, Kind] = {
     steps.all_to_all: "all_to_all",
     steps.halo: "halo",
     steps.shard: "slice",
+    steps.fetch: "fetch",
+    steps.store: "store",
 }
 
 
@@ -251,6 +253,8 @@ class Ranks:
 
     def _moved(self, phase: str, node: fx.Node, kind: Kind, locals: list[Any], settings: Sequence[Any]) -> list[Any]:
         """What a step makes of tensors by rank."""
+        if kind in HOST_KINDS:
+            return self._copied(phase, node, kind, locals)
         *rest, axis = settings
         reduce_op = rest[-1] if kind in ("all_reduce", "reduce_scatter") else ""
         dim, to_dim = rest[0] if kind != "all_reduce" else -1, rest[1] if kind == "all_to_all" else -1
@@ -268,6 +272,13 @@ class Ranks:
             for rank, part in zip(group, results, strict=True):
                 result[rank] = part
         return result
+
+    def _copied(self, phase: str, node: fx.Node, kind: Kind, locals: list[Any]) -> list[Any]:
+        """Between the ranks and their hosts."""
+        dtype, num_bytes = str(locals[0].dtype).removeprefix("torch."), locals[0].numel() * locals[0].element_size()
+        self.records.append((phase, moved_name(node), Collective(kind, -1, -1, -1, "", dtype, num_bytes)))
+        copies = {id(x): x.clone(memory_format=torch.contiguous_format) for x in locals}
+        return [copies[id(x)] for x in locals]
 
     def _range(self, rank: int, size: int, splitters: tuple[tuple[int, int], ...]) -> tuple[int, int]:
         coordinate = self.mesh.coordinate(rank)

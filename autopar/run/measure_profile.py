@@ -15,7 +15,7 @@ from autopar.hardware import FLOP_KINDS, FORMAT, MEMORY_KINDS, VERSION
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 Points = Mapping[str, list[dict[str, Any]]]
 Json = dict[str, Any]
-_LINKED = ("links", "overlap_slowdown", "kernels")  # what only several devices can tell
+_LINKED = ("links", "overlap_slowdown", "kernels", "host")  # what a device alone cannot tell
 
 
 @dataclass(frozen=True, slots=True)

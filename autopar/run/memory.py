@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from autopar.ambient import as_written
 from autopar.capture._torch import new_fake_mode
+from autopar.kernels import host
 from autopar.kernels.collectives import fake_groups
 from autopar.layout import local_shape
 from autopar.run.executor import Batch, Outputs
@@ -101,4 +102,5 @@ def node_peaks(program: Program, *, batch: Batch = "global", outputs: Outputs = 
 
 
 def _empty(tensor: ProgramTensor, program: Program, coordinate: tuple[int, ...]) -> Tensor:
-    return torch.empty(local_shape(tensor.view, tensor.layout, program.mesh.shape, coordinate), dtype=tensor.dtype)
+    shape = local_shape(tensor.view, tensor.layout, program.mesh.shape, coordinate)
+    return host.empty(shape, tensor.dtype) if tensor.layout.host else torch.empty(shape, dtype=tensor.dtype)

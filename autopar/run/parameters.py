@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from autopar.errors import LayoutError, RuntimeStateError
+from autopar.kernels import host
 from autopar.layout import Layout, local_shape
 from autopar.run.device_mesh import joined_axes
 from autopar.run.program import ProgramTensor
@@ -155,17 +157,30 @@ class Storage:
         return Storage(tensor, devices, joined_axes(devices, at.axes), at.placements, local, stored)
 
     def distribute(self, full: Tensor) -> DTensor:
-        """This rank's part of a full tensor, copied to the mesh's device; uninitialised where `full` is on meta."""
+        """This rank's part of a full tensor, copied to where it rests; uninitialised where `full` is on meta."""
+        if self.tensor.layout.host:
+            return self.wrap(self._on_host(full))
         device = torch.device(self.devices.device_type, _device_index(self.devices))
         if full.is_meta:
             return self.wrap(torch.empty(self.stored_shape, dtype=full.dtype, device=device))
         part = local_part(full, self.tensor.layout, tuple(self.devices.shape), self.tensor.view, self.devices.get_coordinate() or ())
         return self.wrap(part.detach().to(device).clone(memory_format=torch.contiguous_format))
 
+    def _on_host(self, full: Tensor) -> Tensor:
+        """This rank's part in the host's memory, page-locked where a GPU fetches it."""
+        local = host.empty(self.stored_shape, full.dtype, pinned=self.devices.device_type == "cuda")
+        if not full.is_meta:
+            part = local_part(full, self.tensor.layout, tuple(self.devices.shape), self.tensor.view, self.devices.get_coordinate() or ())
+            local.copy_(part.detach().reshape(self.stored_shape))
+        return local
+
     def wrap(self, local: Tensor) -> DTensor:
         """The DTensor around a local tensor of either local shape, without a copy."""
         stride = tuple(math.prod(self.tensor.shape[d + 1 :]) for d in range(len(self.tensor.shape)))
         shape, stored = torch.Size(self.tensor.shape), local.reshape(self.stored_shape)
+        if self.tensor.layout.host and self.devices.device_type != "cpu":  # `from_local` would copy it to the mesh's device
+            spec = DTensorSpec(self.seen, self.placements, tensor_meta=TensorMeta(shape, stride, stored.dtype))
+            return DTensor(stored, spec, requires_grad=False)
         return DTensor.from_local(stored, self.seen, self.placements, run_check=False, shape=shape, stride=stride)
 
     def local(self, stored: Tensor) -> Tensor:
@@ -175,10 +190,10 @@ class Storage:
             RuntimeStateError: where the tensor was converted to another dtype or moved since the program was made.
         """
         local = stored.to_local() if isinstance(stored, DTensor) else stored
-        if local.dtype != self.tensor.dtype or local.device.type != self.devices.device_type:
+        expected = "cpu" if self.tensor.layout.host else self.devices.device_type
+        if local.dtype != self.tensor.dtype or local.device.type != expected:
             raise RuntimeStateError(
-                f"{self.tensor.name!r} is {local.dtype} on {local.device.type}, the program was made for {self.tensor.dtype} on "
-                f"{self.devices.device_type}",
+                f"{self.tensor.name!r} is {local.dtype} on {local.device.type}, the program was made for {self.tensor.dtype} on {expected}",
                 remedy="convert the model before autopar.compile, and leave the compiled module as it is",
             )
         return local.view(self.graph_shape)

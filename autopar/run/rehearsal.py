@@ -15,7 +15,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from autopar.collective import HOST_KINDS
 from autopar.kernels.collectives import PARTS, Groups, use_groups
+from autopar.kernels.host import is_on_host
 from autopar.run.effects import Effect, Operands, Place, Storage, Value, lie_of, lying, tried_out
 from autopar.run.executor import Batch, Executor, Outputs, without_saved
 from autopar.run.live import LiveBytes
@@ -87,7 +89,7 @@ class _Run:
 
     def _called(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Any, int]:
         """The node's value, and how far live bytes rise while it runs."""
-        if node.target in PARTS and node.args[1] != "halo" and self.groups[node.args[-1]].size == 1:  # type: ignore[index]
+        if node.target in PARTS and node.args[1] not in ("halo", *HOST_KINDS) and self.groups[node.args[-1]].size == 1:  # type: ignore[index]
             return _copied(env[node.args[0]]), 0  # type: ignore[index]
         if node.target is operator.getitem:
             return _copied(env[node.args[0]][node.args[1]]), 0  # type: ignore[index]
@@ -99,7 +101,7 @@ class _Run:
             if len(_effects) >= _MOST_KINDS:
                 _effects.clear()
             effect = _effects[key] = tried_out(node, call, env, self.memory)
-        storages = [*call.storages, *(Storage(size, self.memory) for size in effect.made)]
+        storages = [*call.storages, *(Storage(size, self.memory, on_host=there) for size, there in effect.made)]
         value = _placed(effect.result, storages)
         if effect.emptied:
             for started in call.started:
@@ -123,7 +125,7 @@ def _taken_over(operands: list[Tensor], memory: LiveBytes) -> list[Value]:
     values = []
     for x in operands:
         storage = x.untyped_storage()
-        held = storages.setdefault(storage._cdata, Storage(storage.nbytes(), memory, x))
+        held = storages.setdefault(storage._cdata, Storage(storage.nbytes(), memory, x, on_host=is_on_host(x)))
         values.append(Value(held, lie_of(x)))
     operands.clear()
     return values

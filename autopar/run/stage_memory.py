@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autopar.ambient import as_written
 from autopar.capture._torch import new_fake_mode
+from autopar.kernels import host
 from autopar.kernels.collectives import fake_groups
 from autopar.layout import local_shape
 from autopar.run.effects import flat, lie_of, lying
@@ -76,7 +77,8 @@ def stage_work(program: Program, outputs: Outputs, memory: LiveBytes) -> tuple[S
     place = tuple(group.coordinate for group in groups)
     executor = Rehearsal(program, groups, memory, outputs="full" if outputs == "full" else "local")
     tensors = (*program.parameters, *program.buffers)
-    empty = [torch.empty(local_shape(t.view, t.layout, program.mesh.shape, place), dtype=t.dtype) for t in tensors]
+    shapes = [local_shape(t.view, t.layout, program.mesh.shape, place) for t in tensors]
+    empty = [(host.empty if t.layout.host else torch.empty)(shape, dtype=t.dtype) for t, shape in zip(tensors, shapes, strict=True)]
     return StageWork(program, executor, torch.device("cpu")), empty
 
 

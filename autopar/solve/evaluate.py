@@ -52,6 +52,7 @@ class Evaluation:
         load: how much of the rest may run at once.
         slowdown: the profile's `overlap_slowdown`.
         kept_bytes, static_bytes, gradient_bytes: what rests between forward and backward, always, and at the end.
+        host_bytes: of the host's memory, at most.
         kept: per variant, the layouts kept (only those that backward reads).
         forward, backward: per variant, its redistributions.
         resting_bytes: left side of each budget row (`autopar.solve.memory.budget_rows`), in their order.
@@ -73,6 +74,7 @@ class Evaluation:
     saved_s: float = 0.0
     regions: frozenset[int] = frozenset()
     routed: frozenset[tuple[int, bool]] = frozenset()
+    host_bytes: int = 0
 
     @property
     def objective_s(self) -> float:
@@ -80,8 +82,8 @@ class Evaluation:
 
 
 def fits(problem: Problem, evaluation: Evaluation) -> bool:
-    """Whether all budget rows hold."""
-    return max(evaluation.resting_bytes) <= problem.budget_bytes
+    """Whether all budget rows hold, and the host's."""
+    return max(evaluation.resting_bytes) <= problem.budget_bytes and evaluation.host_bytes <= problem.host_budget_bytes
 
 
 def demand(problem: Problem, use: Use, chosen: Mapping[int, int] | Sequence[int]) -> Layout:
@@ -123,6 +125,7 @@ def _evaluate(
     compute += sum(problem.ops[o].count * problem.ops[o].strategies[s].time_s for o, s in recomputed.items())
     static = sum(op.count * op.strategies[s].static_bytes for op, s in zip(problem.ops, strategies, strict=True))
     gradient = sum(op.count * op.strategies[s].gradient_bytes for op, s in zip(problem.ops, strategies, strict=True))
+    on_host = sum(op.count * op.strategies[s].host_bytes for op, s in zip(problem.ops, strategies, strict=True))
     forward: dict[int, Redistribution] = {}
     backward: dict[int, Redistribution] = {}
     kept_now: dict[int, tuple[int, ...]] = {}
@@ -150,7 +153,7 @@ def _evaluate(
     load = replace(load + less, serial_s=compute + communication + less.serial_s)
     return Evaluation(
         compute, communication, kept_bytes, static, gradient, kept_now, forward, backward, resting, load, problem.overlap_slowdown,
-        -less.serial_s, regions, frozenset(routes),
+        -less.serial_s, regions, frozenset(routes), on_host,
     )  # fmt: skip
 
 

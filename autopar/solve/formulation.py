@@ -17,6 +17,7 @@ layers cost one block of variables.
     rc[n,s] ∈ {0,1}   backward runs n again with s       Σ_s rc[n,s] ≤ 1; its operands are backward readers        (5)
     k[v,l] ≤ supply(l) + Σ_{a into l} paid[a]            a version is made, or arrives: once, for all its readers  (9)
     k[v,l] ≤ Σ_{c forward} demand(c,l)                   where v rests anyway, what supply(l) makes needs no k     (9)
+    Σ host·x                         ≤ the host's budget, if something may lie there                               (19)
     budget rows (6), (7), (8): see `autopar.solve.memory`; rows (10) to (18), of kernels: see `autopar.solve.kernel_rows`
 
     minimise Σ count·price·x + Σ count·price·rc + Σ count·price(a)·r[a] − Σ count·saved·h    prices: see `autopar.solve.prices`
@@ -54,7 +55,7 @@ from autopar.streams import ON_COMPUTE, Balance
 SCALE = 1e6  # objective in microseconds: keeps coefficients near 1 for the solver's tolerances
 Floats = NDArray[np.float64]
 Chosen = tuple[tuple[int, ...], dict[int, int], dict[int, tuple[int, ...]], frozenset[int]]
-CHOOSE, SHARE, FLOW, KEEP, AGAIN, BUDGET = 1, 2, 3, 4, 5, 6
+CHOOSE, SHARE, FLOW, KEEP, AGAIN, BUDGET, HOST = 1, 2, 3, 4, 5, 6, 19
 
 
 @dataclass
@@ -72,6 +73,7 @@ class Formulation(KernelRows):
             self._variant(v)
         self._ways()
         self._routes()
+        self._host()
         self.model.minimise(self.costs(ON_COMPUTE))
 
     def costs(self, balance: Balance) -> Costs:
@@ -111,6 +113,18 @@ class Formulation(KernelRows):
                 rows.append((self.again[n], True))
             for row, again in rows:
                 self.loads += [(x, op_load(self.problem, n, s, again=again)) for s, x in enumerate(row) if op.strategies[s].time_s]
+
+    def _host(self) -> None:
+        """Row (19), in shares of the budget."""
+        budget = self.problem.host_budget_bytes
+        terms = [
+            (variable, op.count * s.host_bytes / budget)
+            for op, variables in zip(self.problem.ops, self.x, strict=True)
+            for s, variable in zip(op.strategies, variables, strict=True)
+            if budget and s.host_bytes
+        ]
+        if terms:
+            self._row((HOST,), terms, AT_MOST, 1.0)
 
     def _useful_again(self) -> set[int]:
         return worth_recomputing(self.problem)

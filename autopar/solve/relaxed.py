@@ -106,6 +106,9 @@ class _Grouped(Formulation):
     def _also(self, kernel: Kernel) -> Iterator[tuple[int, list[Column]]]:
         yield from ()  # nor of these
 
+    def _host(self) -> None:
+        """None: a certificate has no multiplier of it."""
+
     def _ways(self) -> None:
         """None: instances of a product may be cut in different ways."""
 

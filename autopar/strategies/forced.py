@@ -16,7 +16,7 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from autopar.capture.trace import Parameter, Trace
-from autopar.constraints import KINDS, Constraint, LayoutConstraint, Megatron, Recompute, parallelisms
+from autopar.constraints import KINDS, Constraint, LayoutConstraint, Megatron, Offloaded, Recompute, parallelisms
 from autopar.errors import ConstraintError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -38,6 +38,7 @@ class Forced:
         recompute: what backward runs again (`autopar.constraints.megatron`), None where it is the planner's.
         softmax: the nodes that selective recomputation runs again.
         starts: groups of layers that decide for themselves (`autopar.strategies.groups`); the planner's own, no user's.
+        offload: what may lie in the hosts' memory; None where nothing may.
     """
 
     slots: Mapping[str, tuple[Slot, ...]]
@@ -46,6 +47,7 @@ class Forced:
     recompute: Recompute | None = None
     softmax: frozenset[str] = frozenset()
     starts: Starts = field(default_factory=dict)
+    offload: Offloaded | None = None
 
     @staticmethod
     def nothing() -> Forced:
@@ -115,7 +117,11 @@ def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forc
     softmax = around_softmax(trace) if recompute == "selective" else frozenset[str]()
     if recompute == "selective" and not softmax:
         raise ConstraintError("recompute='selective': the model has no attention", remedy="pass recompute='full', or leave it out")
-    return Forced({name: tuple(found) for name, found in slots.items()}, storage, named, recompute, softmax)
+    offloads = [c for c in constraints if isinstance(c, Offloaded)]
+    if len(offloads) > 1:
+        raise ConstraintError(f"{offloads[0]} and {offloads[1]} both say what may be offloaded", remedy="pass one of them")
+    slots_of = {name: tuple(found) for name, found in slots.items()}
+    return Forced(slots_of, storage, named, recompute, softmax, offload=offloads[0] if offloads else None)
 
 
 def _slots(trace: Trace, constraint: LayoutConstraint, kind: str) -> Iterable[tuple[str, Slot]]:
@@ -148,7 +154,7 @@ def view_layout(layout: Layout, parameter: Parameter) -> Layout:
                 )
             placement = Shard(last[placement.dim])
         placements.append(placement)
-    return Layout(placements, layout.order)
+    return Layout(placements, layout.order, host=layout.host)
 
 
 def _weights(trace: Trace, constraint: LayoutConstraint, kind: str) -> Iterable[tuple[str, Slot]]:

@@ -1,0 +1,34 @@
+"""What the devices' hosts may hold, and which of what forward made may wait there for backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.errors import HardwareError
+from autopar.hardware import HardwareProfile
+from autopar.strategies import Forced
+
+_SHARE = 0.8  # of a device's share of its host; the rest is left to the processes themselves, their batches, and page-locked buffers
+
+
+def host_budget(forced: Forced, profile: HardwareProfile) -> int:
+    """Bytes per device that may be used of the host; 0 where nothing may lie there.
+
+    Raises:
+        HardwareError: where something may, and the profile says nothing of a host.
+    """
+    stored = [name for name, layout in forced.storage.items() if layout.host]
+    if forced.offload is None and not stored:
+        return 0
+    if profile.host is None:
+        what = f"profile {profile.name!r} says nothing of the hosts' memory, in which {forced.offload or stored[0]} would have things lie"
+        raise HardwareError(what, remedy='give a copy of the profile the field "host" and pass its path, or plan without offload')
+    asked = forced.offload.host_bytes if forced.offload is not None else None
+    return asked or int(profile.host.memory_bytes * _SHARE)
+
+
+def shared_by(forced: Forced, profile: HardwareProfile, num_stages: int) -> Forced:
+    """What is forced on each of so many stages of a device: they share its part of the host evenly."""
+    if forced.offload is None or num_stages == 1:
+        return forced
+    return replace(forced, offload=replace(forced.offload, host_bytes=max(host_budget(forced, profile) // num_stages, 1)))
