@@ -3,7 +3,8 @@
 Terms. An *op* is a group of graph nodes that share one decision; equal ops of repeated layers form one op with a
 `count`. A *value* is a tensor that crosses between ops. A *variant* is a set of instances of one value that have the
 same readers (the last layer's output is read by others than the first layer's); redistribution is chosen per variant.
-The layouts of a value are the nodes of its layout graph.
+The layouts of a value are the nodes of its layout graph. Its *versions* are what may be kept of it until backward: the number of a
+layout l, on the devices, and num layouts + l, the same parts on their hosts.
 
 Phases: forward and backward. Backward readers of a forward value read a version that was *kept*, or one that was
 *recomputed*. A parameter is an op of kind ``parameter``: it produces the parameter (its storage layout) and reads the
@@ -16,6 +17,7 @@ Times are in seconds, sizes in bytes, both per device and per instance (multiply
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -44,6 +46,9 @@ class Value:
         keepable: layouts in which it may be kept until backward; None is any that forward has it in. Where forward has it in
             none of these, backward makes it again.
         copied: it is a parameter's copy in a narrower dtype, made when the step begins, and held like what forward makes.
+        dtype: of the tensor, as text.
+        away_s: per layout the seconds of storing it on the host, and of fetching it from there, if it may wait there for backward;
+            infinite where it may not in that layout; empty where it may in none.
     """
 
     key: str
@@ -54,6 +59,8 @@ class Value:
     resident: bool = False
     keepable: frozenset[int] | None = None
     copied: bool = False
+    dtype: str = ""
+    away_s: tuple[float, ...] = ()
 
     @property
     def given(self) -> bool:
@@ -63,7 +70,38 @@ class Value:
     @property
     def num_versions(self) -> int:
         """In how many layouts it may be kept until backward, at most."""
-        return len(self.graph.layouts if self.keepable is None else self.keepable)
+        return len(self.graph.layouts if self.keepable is None else self.keepable) * (2 if self.away_s else 1)
+
+    def away(self, layout: int) -> float:
+        """Seconds of storing it, and of fetching it; infinite where it may not be."""
+        return self.away_s[layout] if self.away_s else math.inf
+
+    def stored(self, layout: int) -> int:
+        """The version on the hosts, of a layout."""
+        return layout + len(self.graph.layouts)
+
+    def on_host(self, version: int) -> bool:
+        """Whether a version is one that is stored."""
+        return version >= len(self.graph.layouts)
+
+    def layout(self, version: int) -> Layout:
+        """Of a version."""
+        num = len(self.graph.layouts)
+        return self.graph.layouts[version - num].on_host() if version >= num else self.graph.layouts[version]
+
+    def version(self, layout: Layout) -> int:
+        """Of a layout. Raises `KeyError` where it has no such version."""
+        if layout.host and layout not in self.graph.index:
+            return self.stored(self.graph.index[layout.on_device()])
+        return self.graph.index[layout]
+
+    def bytes(self, version: int) -> int:
+        """Of a device's memory, of a version."""
+        return 0 if self.on_host(version) else self.graph.bytes[version]
+
+    def host_bytes(self, version: int) -> int:
+        """Of the host's memory, of a version that is stored."""
+        return self.graph.bytes[version - len(self.graph.layouts)] if self.on_host(version) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +173,7 @@ class Moment:
         held: (variant, number of its instances whose kept versions are live).
         live: (op, bytes per strategy of it): results that are there and still read, gradients.
         again: (op, bytes per strategy with which backward runs it again): such results.
+        fetched: (variant, number of its instances that would be back from the hosts, were they stored there).
         reserve_bytes: what else was seen to be live then, as a constant.
     """
 
@@ -143,6 +182,7 @@ class Moment:
     live: tuple[tuple[int, tuple[int, ...]], ...]
     reserve_bytes: int = 0
     again: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    fetched: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +317,7 @@ class Choices:
     Attributes:
         strategies: chosen strategy index per op.
         recomputed: strategy index with which backward runs an op again, per recomputed op.
-        kept: per variant index, the layout indices in which the value is kept for backward.
+        kept: per variant index, the versions of the value that are kept for backward.
         objective_s: least time of a step with these choices. bound_s: proven lower bound on every choice the problem admits.
         free_bound_s: proven lower bound on every choice that the problem would admit if all reserves were 0.
         num_variables, num_constraints: size of the program that was solved.

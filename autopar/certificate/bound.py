@@ -11,15 +11,17 @@ times its weight. P is what moves
     a tensor that rests, in the phase that makes it and in backward
     in backward, what an op of forward made that backward may not run again
     what only parameters read in the phase that makes it: their gradients
+    copies between devices and their hosts
 
-    minimise Σ count·time·x[n,s] + Σ count·time·rc[n,s] + Σ count·time(a)·r[a]
+    minimise Σ count·time·x[n,s] + Σ count·time·rc[n,s] + Σ count·time(a)·r[a] + Σ count·(a store and a fetch)·h[v,l]
     (1) Σ_s x[n,s] = 1                                                     (5) Σ_s rc[n,s] ≤ 1
     (2) r[a] ≥ f[c,a], r[a] ≤ Σ_c f[c,a]
     (3) supply(l) + Σ_{head(a)=l} f[c,a] − Σ_{tail(a)=l} f[c,a] ≥ demand(c,l)         per reader c, phase and layout l
-        supply: strategies that make l; in backward of what forward made k[v,l], strategies with which it is made again, and,
+        supply: strategies that make l; in backward of what forward made k[v,l] + h[v,l], strategies with which it is made again, and,
         of what rests anyway, those that make l. demand: strategies of c that read l
-    (4) k[v,l] ≤ strategies that make l + strategies of forward readers that read l; only in layouts in which v may be kept
-    (9) k[v,l] ≤ strategies that make l, but of what rests anyway, + Σ_{head(a)=l} r[a] of v's own phase
+    (4) k[v,l] + h[v,l] ≤ strategies that make l + strategies of forward readers that read l; only in layouts in which v may be kept,
+        and h[v,l] only where it may be stored on the hosts
+    (9) k[v,l] + h[v,l] ≤ strategies that make l, but of what rests anyway, + Σ_{head(a)=l} r[a] of v's own phase
         and of what rests in l anyway, k[v,l] ≤ strategies of forward readers that read l
     (k) k[v,l] ≤ 1
     (10) Σ_g h[g,a] ≤ r[a]      (11) Σ_a h[g,a] ≤ strategies of g     kernel g does collective a beside its product: −count·saved·h[g,a]
@@ -27,9 +29,9 @@ times its weight. P is what moves
 
 Every multiplier of the right sign proves a bound: the right sides, times their multipliers, and each variable's reduced cost
 where that is negative. Stored are π[c,l] ≥ 0 of (3), μ[l] and ν[l] ≥ 0 of the two kinds of (9), ω[l] ≥ 0 of (k), and λ ≥ 0 of (6). With
-Δ[c,a] = π[c,head(a)] − π[c,tail(a)] the best of the others given these are κ[l] = max(0, Σ_c π[c,l] − what λ asks for keeping l − μ[l]
-− ν[l] − ω[l]) for (4), for (2) ρ[a] = max(0, −max_c Δ[c,a]) and max(0, Δ[c,a] + ρ[a]), and for (1) and (5) the least reduced cost of the
-strategies, so that
+Δ[c,a] = π[c,head(a)] − π[c,tail(a)] the best of the others given these are, for (4), κ[l] = max(0, Σ_c π[c,l] − μ[l] − the lesser of what
+λ asks for keeping l with ν[l] + ω[l], and of what storing and fetching it takes), for (2) ρ[a] = max(0, −max_c Δ[c,a]) and
+max(0, Δ[c,a] + ρ[a]), and for (1) and (5) the least reduced cost of the strategies, so that
 
     bound = Σ_n min_s d[x] + Σ_n min(0, min_s d[rc]) + Σ_a min(0, left[a]) − Σ ω − Σ λ
 
@@ -110,7 +112,16 @@ class _Dual:
             early = value.given or {ops[u.op].kind for u in variant.uses if u.phase == value.phase} <= {"parameter"}
         share = self.balance[1 if later or value.phase == "backward" else 0]
         sent = share * self.problem.overlap_slowdown + 1.0 - share if early else 1.0
-        return np.array([share if arc.collective.kind == "slice" else sent for arc in value.graph.arcs])
+        copied = share * self.problem.overlap_slowdown + 1.0 - share
+        weights = {"slice": share, "fetch": copied, "store": copied}
+        return np.array([weights.get(arc.collective.kind, sent) for arc in value.graph.arcs])
+
+    def away(self, v: int) -> Floats:
+        """Per layout of a tensor, what storing it on the hosts and fetching it again costs."""
+        variant = self.problem.variants[v]
+        away_s = self.problem.values[variant.value].away_s
+        weight = variant.count * sum(share * self.problem.overlap_slowdown + 1.0 - share for share in self.balance)
+        return np.array([weight * each if each < np.inf else np.inf for each in away_s or (np.inf,)])
 
 
 def lower_bound(
@@ -176,7 +187,8 @@ def _tensor(dual: _Dual, v: int, prices: Prices, per_kept_byte: float) -> None:
     if maker in dual.again:
         dual.again[maker] -= supplied[made]
     kappa = np.zeros(len(graph.layouts))
-    kappa[versions] = np.maximum(0.0, supplied - per_kept_byte * np.array(graph.bytes, float) - mu - nu - omega)[versions]
+    keeping = np.minimum(per_kept_byte * np.array(graph.bytes, float) + nu + omega, dual.away(v))
+    kappa[versions] = np.maximum(0.0, supplied - mu - keeping)[versions]
     dual.total -= float(omega.sum())
     dual.x[maker] -= kappa[made]
     for i in first:

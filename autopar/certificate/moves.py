@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from autopar.certificate.facts import Claims, Facts, Tensor
 from autopar.certificate.report import Finding, near
 from autopar.certificate.shards import held_bytes, led_to
-from autopar.collective import collective_time
+from autopar.collective import HOST_KINDS, collective_time
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -96,7 +96,7 @@ class Walk:
         if missing := wanted - _reached(sources, steps):
             yield self._missing(tensor, "backward", missing, _reached(sources, steps))
         for layout in kept:
-            if layout not in at_hand:
+            if layout not in at_hand or (layout.host and layout.on_device() in kept):
                 yield Finding("kept values", f"{layout} is kept, which forward does not make", _name(*here))
             if layout not in wanted and all(step.source != layout for step in steps):
                 yield Finding("kept values", f"{layout} is kept, which backward does not read", _name(*here))
@@ -106,7 +106,7 @@ class Walk:
     def _beside(self, tensor: Tensor, steps: Sequence[Communication], always: bool) -> Iterator[Finding]:
         """Whether steps count as running beside compute where, whatever is chosen, they have slack, and nowhere else."""
         for step in steps:
-            counts = always and step.collective.kind != "slice"
+            counts = (always or step.collective.kind in HOST_KINDS) and step.collective.kind != "slice"
             if step.beside != counts:
                 said = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
                 what = f"{said} {'counts' if counts else 'does not count'} as running beside compute"

@@ -41,6 +41,7 @@ from autopar.certificate.bound import Prices
 from autopar.certificate.cut_search import Pairs, few
 from autopar.certificate.places import Place, Places
 from autopar.certificate.reduced import Flags, Floats, Ints, beyond_worth, ends_of, flags, in_full, led, raise_to_ends, weighted
+from autopar.collective import HOST_KINDS
 from autopar.cost.kernels import in_any_stage
 from autopar.cost.priced import Crossing, Priced
 from autopar.problem import Value, at_best
@@ -256,7 +257,8 @@ class Unfolded:
             own = {ops[u.op].kind for u in variant.uses if u.phase == phase} <= {"parameter"}
             early = value.given or own or (exposed and phase == "backward" and trained)
         weight = self.problem.overlap_slowdown if early else 1.0
-        return np.array([a.time_s * (1.0 if a.collective.kind == "slice" else weight) for a in value.graph.arcs])
+        weights = {"slice": 1.0, **dict.fromkeys(HOST_KINDS, self.problem.overlap_slowdown)}
+        return np.array([a.time_s * weights.get(a.collective.kind, weight) for a in value.graph.arcs])
 
     def _is_narrower(self, v: int, exposed: bool) -> bool:
         """Whether a stage may reduce its partial sums in a narrower dtype, since no parameter reads it there."""

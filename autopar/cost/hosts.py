@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from autopar.collective import Collective
 from autopar.errors import HardwareError
 from autopar.hardware import HardwareProfile
+from autopar.redistribute import LayoutGraph, host_copy
+from autopar.rules import TensorInfo
 from autopar.strategies import Forced
 
 _SHARE = 0.8  # of a device's share of its host; the rest is left to the processes themselves, their batches, and page-locked buffers
@@ -25,6 +30,18 @@ def host_budget(forced: Forced, profile: HardwareProfile) -> int:
         raise HardwareError(what, remedy='give a copy of the profile the field "host" and pass its path, or plan without offload')
     asked = forced.offload.host_bytes if forced.offload is not None else None
     return asked or int(profile.host.memory_bytes * _SHARE)
+
+
+def away(
+    info: TensorInfo, graph: LayoutGraph, keepable: frozenset[int] | None, mesh_shape: Sequence[int], price: Callable[[Collective], float]
+) -> tuple[float, ...]:
+    """Seconds to store a tensor on the hosts, per layout of its graph: infinite of partial sums, of parts with halos, and of layouts in
+    which it may not be kept."""
+    found = []
+    for n, layout in enumerate(graph.layouts):
+        may = (keepable is None or n in keepable) and not (layout.has_partial or layout.halos or layout.uncast or layout.host)
+        found.append(price(host_copy("store", info.shape, info.dtype, layout, mesh_shape)) if may else math.inf)
+    return tuple(found)
 
 
 def shared_by(forced: Forced, profile: HardwareProfile, num_stages: int) -> Forced:

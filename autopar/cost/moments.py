@@ -130,6 +130,7 @@ class Liveness:
         held: dict[int, int] = {}
         live: dict[int, list[int]] = {}
         again: dict[int, list[int]] = {}
+        fetched: dict[int, int] = {}
         problem = self.priced.problem
         for v, (variant, refs) in enumerate(zip(problem.variants, self.priced.refs, strict=True)):
             value = problem.values[variant.value]
@@ -143,7 +144,10 @@ class Liveness:
             if not backward:
                 still = sum(s.made == now or s.made < now < s.last_forward or (s.last_forward == now and s.until < 0) for s in own)
                 add(live, self.sizes_of(value), value.op, still)
-            elif problem.ops[value.op].recomputable:
+                continue
+            if value.away_s:
+                fetched[v] = sum(not s.is_view and 0 <= s.asked <= now <= s.until for s in spans)
+            if problem.ops[value.op].recomputable:
                 named = zip(refs, spans, strict=True)
                 num_again = sum(not s.is_view and (name in running or 0 <= s.asked <= now <= s.until) for (name, _), s in named)
                 add(again, self.sizes_of(value), value.op, num_again)
@@ -153,7 +157,8 @@ class Liveness:
         if node.endswith(WIDENED):
             op, sizes = self.widened[node.removesuffix(WIDENED)]
             add(live, sizes, op, 1)
-        return Moment(node, tuple((v, n) for v, n in held.items() if n), frozen(live), 0, frozen(again))
+        back = tuple((v, n) for v, n in fetched.items() if n)
+        return Moment(node, tuple((v, n) for v, n in held.items() if n), frozen(live), 0, frozen(again), back)
 
     def _backward_value(self, value: Value, spans: Sequence[Span], refs: Sequence[Ref], now: float, live: dict[int, list[int]]) -> None:
         still = sum(s.is_made_anew(now) or (s.made < now <= s.until and not s.is_view) for s in spans)

@@ -19,7 +19,7 @@ from autopar.capture.trace import Input, Output, Parameter, Trace
 from autopar.collective import Collective
 from autopar.cost.held import StepMoves, cannot_rest
 from autopar.cost.holding import HeldPrices, Making, adding_partial, resting
-from autopar.cost.hosts import host_budget
+from autopar.cost.hosts import away, host_budget
 from autopar.cost.keeping import borders_of, is_never_kept, may_run_again, split_furthest
 from autopar.cost.kernels import with_kernels
 from autopar.cost.priced import Crossing, Priced, Source
@@ -240,7 +240,9 @@ class _Builder:
             key = f"{self.ops[op].key}#{result}"
             phase: Phase = "backward" if self.ops[op].kind == "output" else self.ops[op].phase
             readers = [use for uses in by_uses for use in uses if use.phase == "forward"]
-            values.append(Value(key, op, result, phase, graph, resident, self._keepable(op, result, graph, readers), copied))
+            keepable, info = self._keepable(op, result, graph, readers), self.infos[ref]
+            dtype, away_s = str(info.dtype).removeprefix("torch."), self._away(op, phase, info, graph, keepable)
+            values.append(Value(key, op, result, phase, graph, resident, keepable, copied, dtype, away_s))
             for uses, members in by_uses.items():
                 variants.append(Variant(len(values) - 1, len(members), uses))
                 refs.append(tuple(members))
@@ -257,6 +259,13 @@ class _Builder:
         layouts = [s.layouts.outputs[result] for s in self.ops[op].strategies]
         layouts += [s.layouts.inputs[u.operand] for u in uses for s in self.ops[u.op].strategies]
         return split_furthest(graph, layouts, named.grid, self.mesh.shape)
+
+    def _away(self, op: int, phase: Phase, info: TensorInfo, graph: LayoutGraph, keepable: frozenset[int] | None) -> tuple[float, ...]:
+        """`Value.away_s`: of what forward makes, or what comes from another stage, where offload is asked for."""
+        offload, source = self.forced.offload, self.sources[op]
+        if offload is None or not offload.activations or phase == "backward" or not (source.kind == "compute" or source.crosses):
+            return ()
+        return away(info, graph, keepable, self.mesh.shape, self.moves.price)
 
     def _layout_graph(self, op: int, result: int, ref: Ref, uses: set[Use], price: Callable[[Collective], float]) -> LayoutGraph:
         info = self.infos[ref]

@@ -33,6 +33,8 @@ from autopar.rules import call_of, operands_of, where_of
 
 _cast, _clone = torch.ops.aten._to_copy.default, torch.ops.aten.clone.default
 _OF_STEPS = ("collective", "slack", "time_s", "kernel", "own", "moved")  # meta of steps that their results do not have
+_AT_ONCE = ("reduce_scatter", "all_reduce", "store")
+"""What shrinks what it reads, or lets a device be without it."""
 Have = dict[Ref, dict[Layout, fx.Node]]
 
 
@@ -112,7 +114,7 @@ class Phase:
         node.meta.setdefault("holds", (ref, layout))  # what `verify` compares it with
         self.have.setdefault(ref, {})[layout] = node
         for target, step in self.job.index.steps.get((self.phase, self.job.key(ref)), {}).items():
-            if step.source == layout and step.collective.kind in ("reduce_scatter", "all_reduce") and target not in self.have[ref]:
+            if step.source == layout and step.collective.kind in _AT_ONCE and target not in self.have[ref]:
                 self._step(ref, node, step)
 
     def get(self, ref: Ref, layout: Layout, wanted_by: str) -> fx.Node:

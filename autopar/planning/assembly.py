@@ -146,8 +146,7 @@ def _kept(draft: Draft) -> Iterable[Kept]:
     for v, nodes in draft.evaluation.kept.items():
         value = draft.priced.problem.values[draft.priced.problem.variants[v].value]
         if nodes:
-            layouts = tuple(value.graph.layouts[n] for n in nodes)
-            size = sum(value.graph.bytes[n] for n in nodes)
+            layouts, size = tuple(map(value.layout, nodes)), sum(map(value.bytes, nodes))
             for pattern, result, instances in tensor_patterns(draft.priced.refs[v], keys):
                 yield Kept(pattern, result, instances, layouts, size)
 
@@ -202,6 +201,7 @@ def _on_hosts(draft: Draft) -> dict[str, int]:
             found["optimizer"] += state * rests * trained
             found["gradients"] += op.count * local_bytes(p.view, wide, storage, draft.mesh.shape) * trained
             found["copies"] += op.count * local_bytes(p.view, p.compute_dtype, storage, draft.mesh.shape) * p.is_narrowed
+    found["activations"] = draft.evaluation.host_bytes - sum(found.values())
     return {kind: size for kind, size in found.items() if size}
 
 

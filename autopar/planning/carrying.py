@@ -194,11 +194,12 @@ def _kept(priced: Priced, plan: Plan, trace: Trace) -> dict[int, tuple[int, ...]
     keys |= {n.name: n.meta["key"] for n in trace.graph.nodes if n.op == "call_function"}
     found: dict[int, tuple[int, ...]] = {}
     for v, refs in enumerate(priced.refs):
-        index = priced.problem.values[priced.problem.variants[v].value].graph.index
+        value = priced.problem.values[priced.problem.variants[v].value]
         name, result = refs[0]
         wanted = layouts.get((keys[name], result), ())
-        if any(layout not in index for layout in wanted):
-            raise PlanError(f"what the plan keeps of {keys[name]} is not made here", remedy="plan again for this model and mesh")
-        if wanted:
-            found[v] = tuple(index[layout] for layout in wanted)
+        try:
+            found |= {v: tuple(map(value.version, wanted))} if wanted else {}
+        except KeyError:
+            what = f"what the plan keeps of {keys[name]} is not made here"
+            raise PlanError(what, remedy="plan again for this model and mesh") from None
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autopar.analysis.normed import NORMED
+from autopar.collective import HOST_KINDS
 from autopar.cost.held import held_of
 from autopar.cost.kernel_times import NAMES, TAIL
 from autopar.cost.kernels import why_none, why_not_normed
@@ -43,14 +44,14 @@ def communications(draft: Draft) -> Iterable[Communication]:
             phase = "backward" if late else value.phase
             for position, (arc, slack) in enumerate(zip(redistribution.arcs, redistribution.slacks, strict=True)):
                 kernel = _in_kernel(draft, redistribution.taken.get(position), arc)
-                done = kernel is not None or redistribution.early
+                done = kernel is not None or redistribution.early or arc.collective.kind in HOST_KINDS
                 why = "" if done else why_none(draft.trace, draft.priced, draft.mesh, (v, late), arc, draft.choices)
                 if kernel is not None and kernel.name != NORMED and not late:
                     why = why_not_normed(draft.trace, draft.priced, draft.mesh, v, arc, draft.choices)
-                ends = value.graph.layouts[arc.src], value.graph.layouts[arc.dst]
+                ends = value.layout(arc.src), value.layout(arc.dst)
                 for pattern, result, instances in tensor_patterns(draft.priced.refs[v], keys):
                     module = FIELD.sub("*", pattern.partition("/")[0])
-                    beside = redistribution.early and arc.collective.kind != "slice"
+                    beside = (redistribution.early or arc.collective.kind in HOST_KINDS) and arc.collective.kind != "slice"
                     yield Communication(
                         pattern, result, instances, module, phase, arc.collective, *ends, arc.time_s, slack, beside, kernel, why
                     )

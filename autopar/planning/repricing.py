@@ -103,7 +103,8 @@ def _phases(part: Part, profile: HardwareProfile, num: int) -> tuple[float, floa
     loads[1] = sum((work("backward", ops[i].count * own_time_s(ops[i], s), compute=True) for i, s in again.items()), loads[1])
     sizes, links = mesh.shape, [mesh.link(axis) for axis in range(len(mesh.axes))]
     for c in plan.communications:
-        once_s = collective_time(c.collective, sizes[c.collective.axis], links[c.collective.axis], profile)
+        link = links[c.collective.axis] if c.collective.axis >= 0 else ""
+        once_s = collective_time(c.collective, c.collective.size_in(sizes), link, profile)
         saved_s = len(c.instances) * _saved_s(part, c, once_s, profile)
         loads[0 if c.phase == "forward" else 1] += moved_load(c, len(c.instances) * once_s / (num if c.phase == "step" else 1), saved_s)
     forward, rest = (load.least_s(profile.overlap_slowdown) for load in loads)

@@ -113,7 +113,8 @@ class UnitPrograms:
             for ref in instance.results:
                 if ref in uses:
                     worth = parting.worths.of(ref)
-                    values.append(replace(parting.worths.value(ref), op=n, keepable=frozenset(np.flatnonzero(worth.versions).tolist())))
+                    versions = frozenset(np.flatnonzero(worth.versions).tolist())
+                    values.append(replace(parting.worths.value(ref), op=n, away_s=(), keepable=versions))
                     variants.append(Variant(len(values) - 1, 1, tuple(sorted(uses[ref], key=lambda use: (use.op, use.operand)))))
         own = replace(
             problem, ops=tuple(ops), values=tuple(values), variants=tuple(variants), moments=(), kernels={}, routes={}, regions=()

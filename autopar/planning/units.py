@@ -48,7 +48,7 @@ def units_of(placing: Placing, num_units: int, priced: Priced, choices: Choices,
                 static[unit] += strategy.static_bytes + strategy.gradient_bytes
     for v, refs in enumerate(priced.refs):
         value = priced.problem.values[priced.problem.variants[v].value]
-        size = sum(value.graph.bytes[n] for n in evaluation.kept[v])
+        size = sum(map(value.bytes, evaluation.kept[v]))
         for name, _ in refs:
             unit = nodes.get(name, 0)
             moves = evaluation.forward[v].load + evaluation.backward[v].load

@@ -79,10 +79,10 @@ class Pipeline:
     def host_bytes(self) -> Mapping[str, int]:
         """Kind → bytes that the device with most on its host has there; what several of its stages read is counted for each."""
         num_ranks = len(self.stages) // self.num_chunks
-        ranks = [Counter[str]() for _ in range(num_ranks)]
+        ranks: list[Counter[str]] = [Counter() for _ in range(num_ranks)]
         for number, stage in enumerate(self.stages):
             ranks[number % num_ranks].update(stage.prediction.host_bytes)
-        return dict(max(ranks, key=Counter.total))
+        return max(map(dict, ranks), key=lambda kinds: sum(kinds.values()))
 
 
 @dataclass(frozen=True, slots=True)

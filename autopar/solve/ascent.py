@@ -21,6 +21,7 @@ play no part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -30,7 +31,7 @@ from autopar.redistribute import LayoutGraph
 from autopar.solve.illegal import refusal
 from autopar.solve.paths import useful_arcs
 from autopar.solve.potentials import Decision, Floats, Group, Ints, Reader, Side
-from autopar.solve.prices import arc_loads, op_load, saved_load
+from autopar.solve.prices import arc_loads, away_load, op_load, saved_load
 from autopar.solve.terms import worth_recomputing
 from autopar.solve.worth import Worth
 from autopar.streams import ON_COMPUTE, Balance, Load
@@ -184,8 +185,9 @@ class Ascent:
         useful[kept + num] = True
         sizes = np.concatenate([np.zeros(len(arcs)), np.array(graph.bytes, float)[kept]])
         tails, heads = np.concatenate([tails, kept + num]), np.concatenate([heads, kept])
+        most_s = np.concatenate([np.full(len(arcs), np.inf), [self._away(v, layout) for layout in kept.tolist()]])
         costs, weights = np.concatenate([costs, np.zeros(len(kept))]), np.concatenate([weights, np.zeros(len(kept))])
-        group = Group(v, late, useful, tails, heads, costs, weights, sizes, num)
+        group = Group(v, late, useful, tails, heads, costs, weights, sizes, most_s, num)
         group.sources += [Side(decision, at, times * useful[at]) for decision, at, times in sources if (times * useful[at]).any()]
         if not group.sources:
             if all(decision.optional for _, decision, _ in readers):
@@ -194,6 +196,12 @@ class Ascent:
         for i, decision, at in readers:
             Reader(group, Side(decision, at, np.ones(len(at))), i)
         self.groups.append(group)
+
+    def _away(self, v: int, layout: int) -> float:
+        """What it costs to keep a layout on the hosts."""
+        variant = self.problem.variants[v]
+        away_s = self.problem.values[variant.value].away(layout)
+        return math.inf if math.isinf(away_s) else self._price(away_load(away_s, variant.count))
 
     def _saved(self, v: int, late: bool) -> dict[int, tuple[float, int]]:
         """Collective → the most that a kernel saves of it, and how many could."""

@@ -12,19 +12,21 @@ makes, which are kept and which collectives run. Emission follows it step by ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from autopar.collective import Collective, Kind
 from autopar.errors import LayoutError
 from autopar.layout import Layout
-from autopar.problem import Choices, Problem, Slack, Use
+from autopar.problem import Choices, Problem, Slack, Use, Value
 from autopar.redistribute import Arc, LayoutGraph, cheapest_tree
 from autopar.solve.memory import budget_rows
 from autopar.solve.prices import arc_loads, is_early, op_load, routed_load, tree_costs
 from autopar.solve.slack import slacks
 from autopar.solve.taken import Chosen, Taken, most_saved, regions_of, saved_by, taken, unseen, usable, within, without_clashes
-from autopar.streams import ON_COMPUTE, Load
+from autopar.streams import ON_COMPUTE, Load, work
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Evaluation:
         slowdown: the profile's `overlap_slowdown`.
         kept_bytes, static_bytes, gradient_bytes: what rests between forward and backward, always, and at the end.
         host_bytes: of the host's memory, at most.
-        kept: per variant, the layouts kept (only those that backward reads).
+        kept: per variant, the versions kept (only those that backward reads).
         forward, backward: per variant, its redistributions.
         resting_bytes: left side of each budget row (`autopar.solve.memory.budget_rows`), in their order.
         regions: those that kernels and routes need; `static_bytes` holds them, too. routed: the ops whose routes are taken, and whether
@@ -102,7 +104,7 @@ def evaluate(
 
     Args:
         strategies: strategy index per op. recomputed: strategy index per op that backward runs again.
-        kept: per variant, the layouts that may be kept; by default every keepable version that forward makes.
+        kept: per variant, the versions that may be kept; by default every keepable layout that forward makes, on the devices.
         regions: those that kernels may use; by default all.
     """
     problem = within(problem, regions)
@@ -130,12 +132,15 @@ def _evaluate(
     backward: dict[int, Redistribution] = {}
     kept_now: dict[int, tuple[int, ...]] = {}
     held: dict[int, int] = {}
+    stored: dict[int, int] = {}
     for v in range(len(problem.variants)):
         first, second, keep = _variant(problem, v, strategies, recomputed, kept)
         forward[v], backward[v], kept_now[v] = first, second, keep
         value = problem.values[problem.variants[v].value]
         own = first.sources if value.resident else ()
-        held[v] = sum(value.graph.bytes[n] for n in keep if n not in own)
+        held[v] = sum(value.bytes(n) for n in keep if n not in own)
+        stored[v] = sum(map(value.host_bytes, keep))
+        on_host += problem.num_in_flight * problem.variants[v].count * stored[v]
     kept_bytes = sum(problem.variants[v].count * size for v, size in held.items())
     communication = sum(problem.variants[v].count * r.time_s for phase in (forward, backward) for v, r in phase.items())
     runs = [*((n, s, False) for n, s in enumerate(strategies)), *((n, s, True) for n, s in recomputed.items())]
@@ -146,7 +151,7 @@ def _evaluate(
     routes = {(n, again): problem.routes[n, s] for n, s, again in runs if (n, s) in problem.routes}
     regions = regions_of(forward, backward).union(*(route.regions for route in routes.values()))
     static += sum(problem.regions[region] for region in regions)
-    resting = tuple(row.size(static, strategies, recomputed, held) for row in budget_rows(problem))
+    resting = tuple(row.size(static, strategies, recomputed, held, stored) for row in budget_rows(problem))
     saved = [(problem, v, late, r) for late, phase in ((False, forward), (True, backward)) for v, r in phase.items() if r.taken]
     less = sum((saved_by(*each) for each in saved), Load())
     less = sum((routed_load(problem, n, route.saved_s, again=again) for (n, again), route in routes.items()), less)
@@ -181,27 +186,49 @@ def _variant(
         return first, Redistribution((), (), (), 0.0), ()
     versions = {made, *wanted} if value.keepable is None else {made, *wanted} & value.keepable
     allowed = versions if kept is None else versions & set(kept.get(v, ()))
+    stored = {n for n in versions - allowed if kept is not None and value.stored(n) in kept.get(v, ()) and value.away(n) < math.inf}
     free = {made} if value.resident else set[int]()
     if value.op in recomputed:
         free.add(graph.index[problem.ops[value.op].strategies[recomputed[value.op]].layouts.outputs[value.result]])
 
-    def later_from(allowed: set[int]) -> tuple[Redistribution, tuple[int, ...]]:
+    def later_from(allowed: set[int], stored: set[int]) -> tuple[Redistribution, tuple[int, ...]]:
         at_hand = allowed | ({made} if value.resident else set())
-        second = _redistribute(problem, v, True, allowed | free, wanted_later, at_hand, awaited_later | awaited_again, chosen)
+        awaited = awaited_later | awaited_again
+        second = _redistribute(problem, v, True, allowed | free, wanted_later, at_hand, awaited, chosen, stored - free)
         read = {arc.src for arc in second.arcs} | set(second.wanted)
-        return second, tuple(sorted(n for n in allowed if n in read))
+        return second, tuple(sorted(n for n in (*allowed, *map(value.stored, stored)) if n in read))
 
-    second, keep = later_from(allowed)
-    if not unseen(first.arcs, first.taken).intersection(keep):
-        return first, second, keep
+    second, keep = later_from(allowed, stored)
+    if not unseen(first.arcs, first.taken).intersection(n % len(graph.layouts) for n in keep):
+        return _storing(value, first, keep, {made} if rests else set(), awaited), second, keep
     # what a product scatters at once is nowhere in one piece, nor what it norms by itself: either it is not kept so, or not done at once
     plain = taken(problem, v, first.arcs, wanted, [k for k in usable(problem, v, False, chosen) if not k.also])
-    apart = replace(first, taken={i: t for i, t in plain.items() if not unseen(first.arcs, {i: t}).intersection(keep)})
+    layouts = {n % len(graph.layouts) for n in keep}
+    apart = replace(first, taken={i: t for i, t in plain.items() if not unseen(first.arcs, {i: t}) & layouts})
     ways = [(apart, second, keep)]
     for doing in (first, *([replace(first, taken=plain)] if plain != first.taken else [])):
         with suppress(LayoutError):
-            ways.append((doing, *later_from(allowed - unseen(doing.arcs, doing.taken))))
+            hidden = unseen(doing.arcs, doing.taken)
+            ways.append((doing, *later_from(allowed - hidden, stored - hidden)))
+    ways = [(_storing(value, way[0], way[2], {made} if rests else set(), awaited), *way[1:]) for way in ways]
     return min(ways, key=lambda way: _moved(problem, v, *way[:2]).priced_s(problem.overlap_slowdown, ON_COMPUTE))
+
+
+def _storing(value: Value, first: Redistribution, keep: Sequence[int], at_hand: set[int], awaited: set[int]) -> Redistribution:
+    """Forward's collectives, and copies of what is kept on the hosts."""
+    stores = tuple(_copy(value, n, "store") for n in keep if value.on_host(n))
+    if not stores:
+        return first
+    arcs, time_s = (*first.arcs, *stores), sum(arc.time_s for arc in stores)
+    load = first.load + work("forward", time_s, compute=False, early=True)
+    return replace(first, arcs=arcs, time_s=first.time_s + time_s, slacks=slacks(arcs, at_hand, awaited), load=load)
+
+
+def _copy(value: Value, version: int, kind: Kind) -> Arc:
+    """A copy of a version that is stored, there or from there."""
+    layout, time_s = version - len(value.graph.layouts), value.away(version - len(value.graph.layouts))
+    ends = (layout, version) if kind == "store" else (version, layout)
+    return Arc(*ends, Collective(kind, -1, -1, -1, "", value.dtype, value.host_bytes(version)), time_s)
 
 
 def _moved(problem: Problem, v: int, first: Redistribution, second: Redistribution) -> Load:
@@ -219,11 +246,18 @@ def _wanted(
 
 
 def _redistribute(
-    problem: Problem, v: int, late: bool, sources: set[int], wanted: set[int], at_hand: set[int], awaited: set[int], chosen: Chosen
-) -> Redistribution:
-    graph = problem.values[problem.variants[v].value].graph
+    problem: Problem, v: int, late: bool, sources: set[int], wanted: set[int], at_hand: set[int], awaited: set[int], chosen: Chosen,
+    stored: Collection[int] = (),
+) -> Redistribution:  # fmt: skip
+    """The cheapest tree, after copies of those of the layouts that are `stored` on the hosts from which it starts."""
+    value = problem.values[problem.variants[v].value]
+    graph = value.graph
     kernels = usable(problem, v, late, chosen)
-    arcs, time_s = cheapest_tree(graph, sources, wanted, tree_costs(problem, v, late=late, saved_s=most_saved(graph, kernels)))
+    tree, time_s = cheapest_tree(graph, {*sources, *stored}, wanted, tree_costs(problem, v, late=late, saved_s=most_saved(graph, kernels)))
+    begun = {arc.src for arc in tree} | wanted
+    fetches = tuple(_copy(value, value.stored(n), "fetch") for n in sorted(stored) if n in begun)
+    arcs, time_s = (*fetches, *tree), time_s + sum(arc.time_s for arc in fetches)
+    at_hand = at_hand | {arc.src for arc in fetches}
     load = sum(map(arc_loads(problem, v, late=late), arcs), Load())
     early = is_early(problem, v, late=late)
     which = taken(problem, v, arcs, wanted, kernels) if kernels else {}

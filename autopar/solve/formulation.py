@@ -12,15 +12,17 @@ layers cost one block of variables.
         supply(l)   = Σ_{s: s makes the value in l} x[producer,s]                      readers of the same phase
         supply(l)   = k[v,l] + Σ_s rc[producer,s: makes l]                             backward readers of forward values
                       (+ the producer's own layout where the value is resident: parameters, inputs)
-    k[v,l] ∈ {0,1}    version l is kept for backward     k[v,l] ≤ supply(l) + Σ_{c forward} demand(c,l)           (4)
+    k[v,l] ∈ {0,1}    version l is kept for backward     k[v,l] + h[v,l] ≤ supply(l) + Σ_{c forward} demand(c,l)  (4)
                       (where the value is not keepable in l there is none)
+    h[v,l] ∈ {0,1}    version l is stored on the hosts, and fetched in backward: k[v,l] in rows (3), (9), (12) and (18) is k[v,l] + h[v,l]
     rc[n,s] ∈ {0,1}   backward runs n again with s       Σ_s rc[n,s] ≤ 1; its operands are backward readers        (5)
     k[v,l] ≤ supply(l) + Σ_{a into l} paid[a]            a version is made, or arrives: once, for all its readers  (9)
     k[v,l] ≤ Σ_{c forward} demand(c,l)                   where v rests anyway, what supply(l) makes needs no k     (9)
-    Σ host·x                         ≤ the host's budget, if something may lie there                               (19)
+    Σ host·x + Σ count·bytes(l)·h[v,l] ≤ the host's budget, if something may lie there                             (19)
     budget rows (6), (7), (8): see `autopar.solve.memory`; rows (10) to (18), of kernels: see `autopar.solve.kernel_rows`
 
-    minimise Σ count·price·x + Σ count·price·rc + Σ count·price(a)·r[a] − Σ count·saved·h    prices: see `autopar.solve.prices`
+    minimise Σ count·price·x + Σ count·price·rc + Σ count·price(a)·r[a] + Σ count·price·h[v,l] − what kernels save
+    prices: see `autopar.solve.prices`
     (what early communication takes beyond the compute that hides it comes on top: `autopar.solve.hiding`)
 
 The flow form (3) has the same relaxation value as a table of layout pairs with far fewer variables, and finds chains of
@@ -36,6 +38,7 @@ speak of.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -48,7 +51,7 @@ from autopar.solve.kernel_rows import UNSEEN, KernelRows, RowKey
 from autopar.solve.memory import BudgetRow
 from autopar.solve.model import AT_LEAST, AT_MOST, EQUAL, Column, Costs, Terms
 from autopar.solve.paths import useful_arcs
-from autopar.solve.prices import arc_loads, op_load
+from autopar.solve.prices import arc_loads, away_load, op_load
 from autopar.solve.terms import Demand, arriving, merged, worth_recomputing
 from autopar.streams import ON_COMPUTE, Balance
 
@@ -117,7 +120,13 @@ class Formulation(KernelRows):
     def _host(self) -> None:
         """Row (19), in shares of the budget."""
         budget = self.problem.host_budget_bytes
+        flying, values = self.problem.num_in_flight, [self.problem.values[variant.value] for variant in self.problem.variants]
         terms = [
+            (variable, flying * self.problem.variants[v].count * values[v].host_bytes(version) / budget)
+            for (v, version), variable in self.keep.items()
+            if budget and values[v].on_host(version)
+        ]
+        terms += [
             (variable, op.count * s.host_bytes / budget)
             for op, variables in zip(self.problem.ops, self.x, strict=True)
             for s, variable in zip(op.strategies, variables, strict=True)
@@ -176,19 +185,31 @@ class Formulation(KernelRows):
             found[layout] = list(supply[layout]) if free else []
             if value.keepable is None or layout in value.keepable:
                 self.keep[v, layout] = keep = self._binary(f"k{v}_{layout}")
-                self._row((KEEP, v, layout), merged([(keep, 1), *((variable, -c) for variable, c in made)]), AT_MOST, 0)
-                self._tighter((v, layout, 0), [(keep, 1), *((variable, -c) for variable, c in first + arriving.get(layout, []))])
+                kept: Terms = [(keep, 1), *self._stored(v, layout)]
+                self._row((KEEP, v, layout), merged([*kept, *((variable, -c) for variable, c in made)]), AT_MOST, 0)
+                self._tighter((v, layout, 0), [*kept, *((variable, -c) for variable, c in first + arriving.get(layout, []))])
                 for i, terms in enumerate(self.scattered.get((v, layout), ())):
-                    self._whole((v, layout, i), [(keep, 1), *terms], supply[layout])
+                    self._whole((v, layout, i), [*kept, *terms], supply[layout])
                 for i, terms in enumerate(self.unseen.get((v, layout), ())):
-                    self._row((UNSEEN, v, layout, i), [(keep, 1), *terms], AT_MOST, 1)
+                    self._row((UNSEEN, v, layout, i), [*kept, *terms], AT_MOST, 1)
                 if free:
                     self._tighter((v, layout, 1), [(keep, 1), *((variable, -c) for variable, c in read)])
-                found[layout].append((keep, 1))
+                found[layout] += kept
         if value.op in self.again:
             for layout, terms in self._supply(v, self.again[value.op]).items():
                 found[layout] = found.get(layout, []) + terms
         return found
+
+    def _stored(self, v: int, layout: int) -> Terms:
+        """h[v,l], where there is one."""
+        variant = self.problem.variants[v]
+        value = self.problem.values[variant.value]
+        away_s = value.away(layout)
+        if math.isinf(away_s):
+            return []
+        self.keep[v, value.stored(layout)] = stored = self._binary(f"h{v}_{layout}")
+        self.loads.append((stored, away_load(away_s, variant.count)))
+        return [(stored, 1)]
 
     def _tighter(self, key: RowKey, terms: Terms) -> None:
         self.tighter_keys.append(key)
@@ -233,9 +254,12 @@ class Formulation(KernelRows):
 
     def budget_terms(self, row: BudgetRow) -> Terms:
         """Left side of a budget row without its reserve, in bytes."""
-        graphs = [self.problem.values[variant.value].graph for variant in self.problem.variants]
-        held = dict(row.held)
-        kept = [(variable, float(held.get(v, 0) * graphs[v].bytes[layout])) for (v, layout), variable in self.keep.items()]
+        values = [self.problem.values[variant.value] for variant in self.problem.variants]
+        held, fetched = dict(row.held), dict(row.fetched)
+        kept = [
+            (variable, float(held.get(v, 0) * values[v].bytes(version) + fetched.get(v, 0) * values[v].host_bytes(version)))
+            for (v, version), variable in self.keep.items()
+        ]
         runs_again = ((self.again[n], sizes) for n, sizes in row.again if n in self.again)
         again = [(variable, float(c)) for variables, sizes in runs_again for variable, c in zip(variables, sizes, strict=True)]
         live = [(self.x[n][s], float(size)) for n, s, size in row.strategy_bytes(self.problem)]

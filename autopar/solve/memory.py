@@ -3,6 +3,7 @@
     (6) start of backward   Σ static·x + Σ count·bytes(l)·k[v,l]                                  ≤ budget
     (7) end of backward     Σ (static + gradient)·x                                               ≤ budget
     (8) each moment         Σ static·x + Σ held·bytes(l)·k[v,l] + Σ live·x + Σ again·rc + reserve  ≤ budget
+        and there bytes(l) of what is stored on the hosts, h[v,l], while it is back from there
 
 With f microbatches in flight, f − 1 of them are held in full in (8), and f in (6); where gradients are added to sums, these are held in
 all three, and a gradient goes as soon as it is added.
@@ -29,10 +30,14 @@ class BudgetRow:
     live: tuple[tuple[int, tuple[int, ...]], ...]
     reserve_bytes: int
     again: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    fetched: tuple[tuple[int, int], ...] = ()
 
-    def size(self, static_bytes: int, strategies: Sequence[int], recomputed: Mapping[int, int], held_bytes: Mapping[int, int]) -> int:
-        """Left side for given static bytes, strategies, recomputation and kept bytes per instance of each variant."""
-        kept = sum(num * held_bytes.get(v, 0) for v, num in self.held)
+    def size(
+        self, static_bytes: int, strategies: Sequence[int], recomputed: Mapping[int, int], held_bytes: Mapping[int, int],
+        stored_bytes: Mapping[int, int],
+    ) -> int:  # fmt: skip
+        """Left side for given static bytes, strategies, recomputation, and bytes per instance of each variant that are kept, and stored."""
+        kept = sum(num * held_bytes.get(v, 0) for v, num in self.held) + sum(num * stored_bytes.get(v, 0) for v, num in self.fetched)
         again = sum(sizes[recomputed[op]] for op, sizes in self.again if op in recomputed)
         return static_bytes + kept + sum(sizes[strategies[op]] for op, sizes in self.live) + again + self.reserve_bytes
 
@@ -58,7 +63,7 @@ def budget_rows(problem: Problem) -> tuple[BudgetRow, ...]:
         if any(s.gradient_bytes for s in op.strategies)
     )
     sums = gradients if problem.accumulates else ()
-    moments = (BudgetRow(m.key, _held(problem, m, others), (*m.live, *sums), m.reserve_bytes, m.again) for m in problem.moments)
+    moments = (BudgetRow(m.key, _held(problem, m, others), (*m.live, *sums), m.reserve_bytes, m.again, m.fetched) for m in problem.moments)
     return (
         BudgetRow(KEPT_ROW, kept, sums, 0),
         BudgetRow(GRADIENT_ROW, (), gradients, 0),

@@ -6,7 +6,7 @@ from these, each the best given the rest, with d = cost − Aᵀy over the rows 
 `autopar.solve.formulation`):
 
     (2)  max(0, −d[f])           then no reader's flow has a negative reduced cost, and what they pay together decides
-    (4)  min(0, d[k])            then no version has one
+    (4)  min(0, d[k], d[h])      then no version has one
     (10) −max(0, min d[f])       over the flows that pay for the collective: what it costs beyond its worth, kernels may save
     (11) min(0, min_a d[h])      what they save beyond that, comes from the product
     (5)  min(0, min_s d[rc])     at most one strategy
@@ -86,13 +86,25 @@ def completed(program: Formulation, engine: Engine, cost: Floats, known: Floats,
 
     share, keep = kinds == SHARE, kinds == KEEP
     y[share] = np.maximum(0.0, -reduced()[rows.indices[last[share]]])
-    y[keep] = np.minimum(0.0, reduced()[rows.indices[first[keep]]])
+    y[keep] = np.minimum(0.0, _of_kept(program, rows, first, reduced())[keep])
     y[kinds == ARC] = -np.maximum(0.0, _lowest(rows, kinds == ARC, reduced(), -1.0))
     y[kinds == PRODUCT] = np.minimum(0.0, _lowest(rows, kinds == PRODUCT, reduced(), 1.0))
     least = np.minimum.reduceat(np.append(reduced()[rows.indices], np.inf), first)  # the last row may be empty
     y[kinds == AGAIN] = np.minimum(0.0, least[kinds == AGAIN])
     y[kinds == CHOOSE] = least[kinds == CHOOSE]
     return y
+
+
+def _of_kept(program: Formulation, rows: Rows, first: NDArray[np.signedinteger], reduced: Floats) -> Floats:
+    """Per row (4) the least reduced cost of its versions, which stand in front: on the devices, then on their hosts."""
+    found = np.zeros(len(program.keys))
+    for i, key in enumerate(program.keys):
+        if key[0] == KEEP:
+            variant = program.problem.variants[key[1]]
+            value, at = program.problem.values[variant.value], int(first[i])
+            both = 2 if (key[1], value.stored(key[2])) in program.keep else 1
+            found[i] = reduced[rows.indices[at : at + both]].min()
+    return found
 
 
 def _lowest(rows: Rows, which: NDArray[np.bool_], reduced: Floats, sign: float) -> Floats:

@@ -97,6 +97,7 @@ class Group:
         useful: layouts that are read, or lead to some that are.
         tails, heads, costs: of the collectives, by their heads.
         weights: how much of the bound is lost per second by which potentials rise too far.
+        sizes, most_s: bytes of what is kept, and what it costs at most: to store it on the hosts.
         rises: by how much the potentials of all readers rise over each; kept where there are several readers.
     """
 
@@ -108,18 +109,21 @@ class Group:
     costs: Floats
     weights: Floats
     sizes: Floats
+    most_s: Floats
     num: int
     sources: list[Side] = field(default_factory=list)
     readers: list[Reader] = field(default_factory=list)
     rises: Floats = field(init=False)
+    _priced: Floats = field(init=False)
     _to: tuple[Ints, Ints] = field(init=False)
     _from: tuple[Ints, Ints] = field(init=False)
     _by_tail: Ints = field(init=False)
 
     def __post_init__(self) -> None:
         order = np.argsort(self.heads, kind="stable")
-        for name in ("tails", "heads", "costs", "weights", "sizes"):
+        for name in ("tails", "heads", "costs", "weights", "sizes", "most_s"):
             setattr(self, name, getattr(self, name)[order])
+        self._priced = self.costs
         self.rises = np.zeros(len(order))
         self._by_tail = np.argsort(self.tails, kind="stable")
         self._to, self._from = (np.unique(ends, return_index=True) for ends in (self.heads, self.tails[self._by_tail]))
@@ -163,7 +167,8 @@ class Group:
 
     def reprice(self, per_byte: float) -> None:
         """What keeping costs more per byte; versions are then worth to each reader its share of what they are to all."""
-        self.costs = self.costs + per_byte * self.sizes
+        self._priced = self._priced + per_byte * self.sizes
+        self.costs = np.minimum(self._priced, self.most_s)
         if self.sizes.any():
             for reader, worth in zip(self.readers, self.at_rest([reader.worth for reader in self.readers]), strict=True):
                 reader.set(worth)

@@ -11,12 +11,14 @@ is that much less compute.
 
 With λ = 1 that is the step itself, as long as compute can hide what is early. Communication counts as early here where it has slack
 (`autopar.solve.slack`) whatever is chosen, which the problem alone shows (`is_early`); where that hangs on choices, it counts as critical.
+Copies to and from the hosts always have slack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from autopar.collective import HOST_KINDS
 from autopar.problem import Phase, Problem
 from autopar.redistribute import Arc
 from autopar.streams import ON_COMPUTE, Load, work
@@ -69,15 +71,21 @@ def arc_loads(problem: Problem, v: int, *, late: bool, count: float = 1.0) -> Ca
     """What so many instances of each arc of a variant do."""
     phase: Phase = "backward" if late else problem.values[problem.variants[v].value].phase
     early = is_early(problem, v, late=late)
-    known: dict[tuple[float, bool], Load] = {}  # arcs of a graph take few different times
+    known: dict[tuple[float, str], Load] = {}  # arcs of a graph take few different times
 
     def load(arc: Arc) -> Load:
-        key = time_s, local = arc.time_s, arc.collective.kind == "slice"
+        key = time_s, kind = arc.time_s, arc.collective.kind
         if key not in known:
-            known[key] = work(phase, count * time_s, compute=local, early=early and not local)
+            local = kind == "slice"
+            known[key] = work(phase, count * time_s, compute=local, early=(early or kind in HOST_KINDS) and not local)
         return known[key]
 
     return load
+
+
+def away_load(time_s: float, count: float = 1.0) -> Load:
+    """What it takes to store so many instances of a tensor on the hosts in forward, and to fetch them in backward, each so many seconds."""
+    return work("forward", count * time_s, compute=False, early=True) + work("backward", count * time_s, compute=False, early=True)
 
 
 def tree_costs(problem: Problem, v: int, *, late: bool, saved_s: Mapping[tuple[int, int], float]) -> Callable[[Arc], float]:
@@ -89,10 +97,10 @@ def tree_costs(problem: Problem, v: int, *, late: bool, saved_s: Mapping[tuple[i
     load, slowdown = arc_loads(problem, v, late=late), problem.overlap_slowdown
     if slowdown >= 1.0 and not saved_s:
         return lambda arc: arc.time_s
-    known: dict[tuple[float, bool], float] = {}  # as above
+    known: dict[tuple[float, str], float] = {}  # as above
 
     def cost(arc: Arc) -> float:
-        key = time_s, _ = arc.time_s, arc.collective.kind == "slice"
+        key = time_s, _ = arc.time_s, arc.collective.kind
         if key not in known:
             known[key] = load(arc).priced_s(slowdown, ON_COMPUTE)
         left_s = known[key] - saved_s.get((arc.src, arc.dst), 0.0) if saved_s else known[key]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -129,6 +129,8 @@ def relaxed(problem: Problem, time_limit_s: float = math.inf, spread: Spread | N
         spread: groups of instances; by default equal ops take one decision.
     """
     problem = at_best(problem)
+    values = tuple(replace(value, away_s=()) for value in problem.values)  # where memory is free, nothing is stored
+    problem = replace(problem, values=values)
     program = _Grouped(problem, spread=spread or Spread.folded(problem))
     engine = Engine(program.model, time_limit_s)
     relaxation = engine.relax(tighter(program, engine) if program.tighter else None)
