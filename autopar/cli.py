@@ -85,13 +85,14 @@ def plan_command(
     precision: Annotated[
         str | None, typer.Option(help="bf16: what wider parameters, which rest as they are, are gathered and computed with in.")
     ] = None,
+    offload: Annotated[bool, typer.Option("--offload", help="Let what is worth it lie in the hosts' memory.")] = False,
     out_file: Annotated[Path | None, typer.Option("--out", help="Where the plan is written.")] = None,
 ) -> None:
     """Plan a model for a mesh: no GPU, no process group, weights on meta."""
     axes, profile = read_mesh(mesh), HardwareProfile.load(hardware)
-    stages = _stages(pipeline, microbatches, schedule, chunks)
+    asked = (*_stages(pipeline, microbatches, schedule, chunks), *((constraints.offload(),) if offload else ()))
     options = PlanOptions(
-        parse_size(memory), optimizer, stages, strict, gap, num_microbatches=microbatches or "auto", outputs=cast(Outputs, outputs),
+        parse_size(memory), optimizer, asked, strict, gap, num_microbatches=microbatches or "auto", outputs=cast(Outputs, outputs),
         precision=precision,
     )
     start = time.perf_counter()

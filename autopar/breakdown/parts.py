@@ -93,6 +93,11 @@ class Part:
     entries: tuple[Entry, ...] = field(default=(), repr=False)
 
     @property
+    def offloaded(self) -> bool:
+        """Whether a weight rests on the hosts."""
+        return any(weight.storage.host for weight in self.weights)
+
+    @property
     def communication_s(self) -> float:
         return sum(t.time_s for t in self.transfers)
 
@@ -284,9 +289,9 @@ def _transfers(communications: Iterable[Communication]) -> tuple[Transfer, ...]:
 def _kept_bytes(kept: Kept, entries: Iterable[Entry], mesh_shape: Sequence[int]) -> int:
     """Bytes that a kept value adds: what rests anyway (parameters, buffers and inputs as they are stored) adds none."""
     resting = [e.nodes[0].strategy.outputs[0] for e in entries if e.kind != "compute" and any(c.node == kept.node for c in e.nodes)]
-    shares = {layout: _share(layout, mesh_shape) for layout in kept.layouts}
+    shares = {layout: _share(layout, mesh_shape) for layout in kept.layouts if not layout.host}
     own = sum(share for layout, share in shares.items() if layout in resting)
-    return round(kept.bytes * len(kept.instances) * (1 - own / sum(shares.values())))
+    return round(kept.bytes * len(kept.instances) * (1 - own / sum(shares.values()))) if shares else 0
 
 
 def _share(layout: Layout, mesh_shape: Sequence[int]) -> float:

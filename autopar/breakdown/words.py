@@ -17,7 +17,8 @@ Sharding a weight in its storage layout only is said beside it, per axis:
     ZeRO-2       the same, and the gathered copy is kept from forward to backward
     ZeRO-1       as ZeRO-2, through a step of several microbatches, whose gradients add up as partial sums
 
-A weight that rests as it is read is neither: its gradient and optimizer state are as sharded as the weight.
+A weight that rests as it is read is neither: its gradient and optimizer state are as sharded as the weight. "on the hosts" stands where
+some weight of the part rests there.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ class Parallel(Protocol):
 
     @property
     def sharded(self) -> tuple[str, ...]: ...
+
+    @property
+    def offloaded(self) -> bool: ...
 
 
 def parallelism_of(op: str, strategy: Strategy, axis: int) -> str:
@@ -70,12 +74,13 @@ def _dim(layout: Layout, axis: int) -> int | None:
 
 
 def label(part: Parallel, names: Sequence[str]) -> str:
-    """The parallelism in words: ``data over node, sequence over gpu; weights ZeRO-3 over node and gpu``."""
+    """The parallelism in words: ``data over node, sequence over gpu; weights ZeRO-3 over node and gpu, on the hosts``."""
     said = over(part.parallelism, names, PARALLELISMS)
     if set(part.parallelism) == {"replicated"}:
         said = "replicated"
     sharded = over(part.sharded, names, ("ZeRO-1", "ZeRO-2", "ZeRO-3"))
-    return f"{said}; weights {sharded}" if sharded else said
+    rest = ", ".join(filter(None, (sharded, "on the hosts" if part.offloaded else "")))
+    return f"{said}; weights {rest}" if rest else said
 
 
 def over(words: Sequence[str], names: Sequence[str], known: Iterable[str]) -> str:
@@ -97,7 +102,8 @@ def in_words(layout: Layout, names: Sequence[str], role: str) -> str:
     Args:
         role: ``weight``, ``activation`` or ``image``, which say what the dims are called.
     """
-    return ", ".join(_words(layout, names, _DIMS[role])) or "whole"
+    said = ", ".join(_words(layout, names, _DIMS[role])) or "whole"
+    return f"{said}, on the hosts" if layout.host else said
 
 
 def _words(layout: Layout, names: Sequence[str], dims: Sequence[str]) -> Iterator[str]:

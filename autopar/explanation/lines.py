@@ -108,3 +108,11 @@ def memory(plan: Plan) -> str:
     passing = f"transient {kinds['transient']}" if "transient" in kinds else ""
     of = f" of {size(budget)}" if budget else ""
     return f"{size(plan.prediction.peak_bytes)}{of} per device: {' + '.join(filter(None, (resting, either, passing)))}"
+
+
+def on_hosts(plan: Plan) -> Iterator[str]:
+    """What lies in the hosts' memory, where anything does."""
+    kinds = plan.prediction.host_bytes
+    if kinds:
+        listed = " + ".join(f"{kind} {size(num_bytes)}" for kind, num_bytes in kinds.items())
+        yield f"on the host {size(sum(kinds.values()))} per device: {listed}"

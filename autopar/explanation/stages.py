@@ -16,7 +16,7 @@ from rich.text import Text
 
 from autopar.breakdown import CROSSING, Part, breakdown, in_words
 from autopar.explanation.buckets import in_buckets
-from autopar.explanation.lines import as_emitted, at_best, covered, made_for, memory, num_kernels, objective, of_dispatch, of_loss
+from autopar.explanation.lines import as_emitted, at_best, covered, made_for, memory, num_kernels, objective, of_dispatch, of_loss, on_hosts
 from autopar.explanation.prices import Worth
 from autopar.explanation.rendering import Readable, table
 from autopar.explanation.whole import Explanation
@@ -120,6 +120,7 @@ class StagedExplanation(Readable):
         which = "rank" if pipeline.rank_bytes else "stage"
         fullest = max(range(len(peaks)), key=peaks.__getitem__)
         yield f"peak{f' of {which} {fullest}' if pipeline.axis else ''} {memory(plan)}"
+        yield from on_hosts(plan)
         yield from of_loss(plan)
         yield from of_dispatch(plan)
         yield objective(plan)
@@ -133,6 +134,7 @@ class StagedExplanation(Readable):
         how = self._schedule() if pipeline.axis else f"{pipeline.num_microbatches} microbatches, one after another"
         yield f"step {seconds(plan.prediction.step_s)}: {how}{as_emitted(plan)}"
         yield f"peak {memory(plan)}"
+        yield from on_hosts(plan)
         yield at_best(plan)
         yield from self._prices()
 

@@ -10,9 +10,10 @@ from rich.markup import escape
 from rich.text import Text
 
 from autopar.breakdown import CROSSING, INPUTS, Part, Transfer, in_words, label
+from autopar.collective import HOST_KINDS
 from autopar.explanation.buckets import buckets_of, in_buckets
 from autopar.explanation.kernels import kernels_considered
-from autopar.explanation.lines import as_emitted, at_best, beside, covered, made_for, memory, objective, of_dispatch, of_loss
+from autopar.explanation.lines import as_emitted, at_best, beside, covered, made_for, memory, objective, of_dispatch, of_loss, on_hosts
 from autopar.explanation.prices import Worth, longer_step_s
 from autopar.explanation.rendering import Readable, table
 from autopar.layout import Layout
@@ -91,6 +92,7 @@ class Explanation(Readable):
         yield from beside(plan)
         yield from in_buckets((plan,), "step")
         yield f"peak {memory(plan)}"
+        yield from on_hosts(plan)
         yield from of_loss(plan)
         yield from of_dispatch(plan)
         yield objective(plan)
@@ -113,6 +115,7 @@ class Explanation(Readable):
         parts = f"compute {seconds(prediction.compute_s)}, communication {seconds(prediction.communication_s)}{at_once}"
         yield f"step {seconds(prediction.step_s)}: {parts}{as_emitted(plan)}"
         yield f"peak {memory(plan)}"
+        yield from on_hosts(plan)
         yield at_best(plan)
         yield self._price()
 
@@ -170,6 +173,7 @@ class Explanation(Readable):
         return op, escape(entry.module), share(entry.time_s * len(entry.instances) / whole), escape(entry.source)
 
 
+_HOSTS = {"fetch": " from the host", "store": " to the host"}
 _OVER_SPACE = ("convolution", "max_pool", "avg_pool", "upsample")
 
 
@@ -196,7 +200,8 @@ def _costs(part: Part, names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _transfer(t: Transfer, names: tuple[str, ...]) -> str:
     if t.axis < 0:
-        return f"{t.phase} {t.kind}: {seconds(t.time_s)}"
+        moved = f" ({t.num}×, {size(t.bytes)})" if t.kind in HOST_KINDS else ""
+        return f"{t.phase} {t.kind}{_HOSTS.get(t.kind, '')}: {seconds(t.time_s)}{moved}"
     return f"{t.phase} {t.kind} over {names[t.axis]}: {seconds(t.time_s)} ({t.num}×, {size(t.bytes)})"
 
 

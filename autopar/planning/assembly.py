@@ -26,6 +26,10 @@ from autopar.streams import PHASES
 
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
 GIB = 2**30
+_HOSTS = (
+    "on the devices or on their hosts: where each parameter rests, and what is kept waits for backward, copies being communication that has "
+    "slack; the bound holds however much memory the hosts have"
+)
 _ALIKE = "equal nodes of repeated layers take one decision"
 _BALANCED = "all experts picked alike: the rows that are dispatched to them, and those that each computes with, are the expected ones"
 BY_ITSELF = "every collective by itself: what buckets save is in neither objective nor bound"
@@ -68,7 +72,8 @@ def covers_of(draft: Draft) -> tuple[str, ...]:
     """What the bound covers."""
     starts = draft.priced.starts
     strategies = (s for op in draft.priced.problem.ops if op.kind == "compute" for s in op.strategies)
-    last = (*((_BALANCED,) if any(s.communication_s for s in strategies) else ()), of_kernels(draft.priced))
+    hosts = (_HOSTS,) if draft.priced.problem.host_budget_bytes else ()
+    last = (*hosts, *((_BALANCED,) if any(s.communication_s for s in strategies) else ()), of_kernels(draft.priced))
     if not starts:
         return *COVERS, *last
     apart = f"{_ALIKE} within each group of layers: {'; '.join(_groups(layers, cuts) for layers, cuts in starts.items())}"
