@@ -30,7 +30,8 @@ from autopar.errors import HardwareError
 from autopar.hardware import Curve, HardwareProfile, Link
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "halo", "slice", "fetch", "store"]
-KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "halo", "slice", "fetch", "store")
+KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "halo", "slice")
+"""Steps along an axis."""
 HOST_KINDS: tuple[Kind, ...] = ("fetch", "store")
 """Copies from and to the host's memory, along no axis."""
 

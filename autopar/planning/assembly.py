@@ -27,8 +27,8 @@ from autopar.streams import PHASES
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
 GIB = 2**30
 _HOSTS = (
-    "on the devices or on their hosts: where each parameter rests, and what is kept waits for backward, copies being communication that has "
-    "slack; the bound holds however much memory the hosts have"
+    "on the devices or on their hosts: where each parameter rests, and what is kept waits for backward, copies being communication that "
+    "has slack; the bound holds however much memory the hosts have"
 )
 _ALIKE = "equal nodes of repeated layers take one decision"
 _BALANCED = "all experts picked alike: the rows that are dispatched to them, and those that each computes with, are the expected ones"

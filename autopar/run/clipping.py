@@ -75,26 +75,35 @@ def _refuse_no_norm(norm_type: float) -> None:
 def _scale(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     locals = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    for dtype in dict.fromkeys(local.dtype for local in locals):  # the factor stays as wide as it is: a 16-bit one would be rounded
-        torch._foreach_mul_([local for local in locals if local.dtype == dtype], scale)
+    kinds = dict.fromkeys((local.dtype, local.device) for local in locals)  # of offloaded parameters they are on the host
+    for dtype, device in kinds:  # the factor stays as wide as it is: a 16-bit one would be rounded
+        torch._foreach_mul_([x for x in locals if (x.dtype, x.device) == (dtype, device)], scale.to(device))
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     groups: tuple[AxisGroup, ...] = next((groups_of(g.device_mesh) for g in gradients if isinstance(g, DTensor)), ())
     dtype = torch.float64 if any(g.dtype.to_real() == torch.float64 for g in gradients) else torch.float32
     locals = [g.to_local() if isinstance(g, DTensor) else g for g in gradients if _counts_here(g, groups)]
+    device = _device(gradients)
     if math.isinf(norm_type):
-        largest = [local.abs().max().to(dtype) for local in locals if local.numel()]
+        largest = [local.abs().max().to(device, dtype) for local in locals if local.numel()]
         return _total(torch.stack(largest or [_zero(gradients, dtype)]).max(), "max", groups)
     norms: list[Tensor] = []
-    for is_complex in (False, True):
-        alike = [local for local in locals if local.is_complex() == is_complex]
-        norms += torch._foreach_norm(alike, norm_type, dtype=dtype.to_complex() if is_complex else dtype) if alike else ()
+    for is_complex, at in dict.fromkeys((local.is_complex(), local.device) for local in locals):
+        alike = [local for local in locals if (local.is_complex(), local.device) == (is_complex, at)]
+        found = torch._foreach_norm(alike, norm_type, dtype=dtype.to_complex() if is_complex else dtype)
+        norms += [norm.to(device) for norm in found]
     return _total(torch.stack(norms or [_zero(gradients, dtype)]).pow(norm_type).sum(), "sum", groups).pow(1.0 / norm_type)
 
 
 def _zero(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.zeros((), dtype=dtype, device=gradients[0].device)
+    return torch.zeros((), dtype=dtype, device=_device(gradients))
+
+
+def _device(gradients: Sequence[Tensor]) -> torch.device:
+    """Where ranks communicate: the mesh's device, on which gradients of offloaded parameters are not."""
+    kind = next((g.device_mesh.device_type for g in gradients if isinstance(g, DTensor)), gradients[0].device.type)
+    return next((g.device for g in gradients if g.device.type == kind), torch.device(kind))
 
 
 def _counts_here(gradient: Tensor, groups: Sequence[AxisGroup]) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Shard
 
+from autopar.collective import HOST_KINDS
 from autopar.errors import RuntimeStateError
 from autopar.kernels.binding import bind
 from autopar.kernels.collectives import Groups, all_gather, all_reduce, use_groups
@@ -55,6 +56,9 @@ class Executor:
         self.program, self.groups, self.batch, self.outputs = program, groups, batch, outputs
         self.device = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
         self._backend = usable_backend(backend)
+        if self._backend == "inductor" and any(c.kind in HOST_KINDS for _, _, c in program.collectives):
+            what = 'the plan has tensors on the hosts, whose copies backend "inductor" does not run'
+            raise RuntimeStateError(what, remedy='use backend="eager", or plan without offload')
         self._graphs: dict[str, Boxed] = {}
         index = {tensor.name: position for position, tensor in enumerate(program.buffers)}
         self._mutated = [index[name] for name in program.mutated]

@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.collective import Collective
+from autopar.collective import HOST_KINDS, Collective
 from autopar.errors import InfeasibleError, LayoutError
 from autopar.layout import Layout, Strategy
 from autopar.problem import Choices, Moment, Op, OpKind, OpStrategy, Phase, Problem, Use, Value, Variant
@@ -32,15 +32,21 @@ NUM_LAYOUTS = 3  # an op has a strategy for so many results; on a line these are
 AMPLE = 2**40
 W, X, A, B, GRADIENT = range(5)  # variants; A and B are what forward makes
 Point = tuple[int, float]  # bytes, seconds
+Held = tuple[int, int, "Seconds"]  # bytes kept of one instance, bytes stored of it on the hosts, communication of all
 Seconds = tuple[float, float, float, float, float]  # alone; compute in forward, in backward; what runs beside it in forward, in backward
 Chosen = tuple[int, ...]
 
 
-def problem(seed: int, mesh: tuple[int, ...] = LINE, *, moments: bool = False, slowdown: float = 1.0) -> Problem:
+def problem(
+    seed: int, mesh: tuple[int, ...] = LINE, *, moments: bool = False, slowdown: float = 1.0, hosts: float | None = None
+) -> Problem:
     """x → a → b; backward c reads a and b and makes the gradient of the parameter that a reads; a and c stand for two each.
 
     Where communication runs beside compute, slices take time too, and in every other problem b may not run again, so that what is kept of
     it is there when backward begins.
+
+    Args:
+        hosts: what forward makes may wait on the hosts, which have room for this share of it all; None for no hosts.
     """
     rng = random.Random(seed)
     possible = all_layouts(SHAPE, mesh)
@@ -79,10 +85,17 @@ def problem(seed: int, mesh: tuple[int, ...] = LINE, *, moments: bool = False, s
         made = [s.layouts.outputs[0] for s in ops[op].strategies]
         wanted = [s.layouts.inputs[u.operand] for u in readers for s in ops[u.op].strategies]
         graph = layout_graph(SHAPE, torch.float32, mesh, made, wanted, price)
-        values.append(Value(ops[op].key, op, 0, ops[op].phase, graph, op < 2))
+        away_s = tuple(_to_host(rng, at) for at in graph.layouts) if hosts is not None and op in (A, B) else ()
+        values.append(Value(ops[op].key, op, 0, ops[op].phase, graph, op < 2, away_s=away_s))
         variants.append(Variant(op, ops[op].count, readers))
-    seen = tuple(_moment(ops, rng) for _ in range(3)) if moments else ()
-    return Problem(ops, tuple(values), tuple(variants), AMPLE, seen, overlap_slowdown=slowdown)
+    seen = tuple(_moment(ops, rng, stored=hosts is not None) for _ in range(3)) if moments else ()
+    most = sum(x.count * local_bytes(SHAPE, torch.float32, Layout.replicated(len(mesh)), mesh) for x in (variants[A], variants[B]))
+    budget = int((hosts or 0.0) * most)
+    return Problem(ops, tuple(values), tuple(variants), AMPLE, seen, overlap_slowdown=slowdown, host_budget_bytes=budget)
+
+
+def _to_host(rng: random.Random, layout: Layout) -> float:
+    return math.inf if layout.has_partial or rng.random() < 0.2 else rng.uniform(0.05, 0.8)
 
 
 def seconds_of(p: Problem, phase: str, time_s: float, how: str) -> Seconds:
@@ -106,23 +119,27 @@ def runs_beside(p: Problem, v: int, late: bool) -> bool:
     return v in (W, X) or (v == GRADIENT and not late) or (v == B and late and not p.ops[B].recomputable)
 
 
-def _moment(ops: tuple[Op, ...], rng: random.Random) -> Moment:
+def _moment(ops: tuple[Op, ...], rng: random.Random, *, stored: bool = False) -> Moment:
     """A point of the step at which one op runs and some instances of what forward made are kept."""
     running = rng.choice((2, 3, 4))
     sizes = tuple(rng.choice((16, 32, 64, 96)) for _ in ops[running].strategies)
     again = tuple((n, tuple(rng.choice((8, 16)) for _ in op.strategies)) for n, op in enumerate(ops) if op.recomputable)
-    return Moment(ops[running].key, ((A, rng.choice((1, 2))), (B, 1)), ((running, sizes),), rng.choice((0, 8)), again)
+    held, reserve = ((A, rng.choice((1, 2))), (B, 1)), rng.choice((0, 8))
+    back = tuple((v, rng.choice((0, 1))) for v in (A, B)) if stored else ()
+    return Moment(ops[running].key, held, ((running, sizes),), reserve, again, back)
 
 
-def peak_of(p: Problem, strategies: Chosen, recomputed: dict[int, int], kept: list[int]) -> int:
-    """The most that rests at the start of backward, at its end, or at a moment; `kept` is bytes per instance of each variant."""
+def peak_of(p: Problem, strategies: Chosen, recomputed: dict[int, int], kept: list[int], stored: list[int] | None = None) -> int:
+    """The most that rests at the start of backward, at its end, or at a moment; `kept` is bytes per instance of each variant, `stored`
+    those on the hosts."""
     rows = [(op.count, op.strategies[s]) for op, s in zip(p.ops, strategies, strict=True)]
     static, gradient = (sum(n * getattr(s, name) for n, s in rows) for name in ("static_bytes", "gradient_bytes"))
     sizes = [static + sum(x.count * size for x, size in zip(p.variants, kept, strict=True))]
     sizes.append(static + gradient)
     for m in p.moments:
         live = sum(size[strategies[op]] for op, size in m.live) + sum(size[recomputed[op]] for op, size in m.again if op in recomputed)
-        sizes.append(static + sum(num * kept[v] for v, num in m.held) + live + m.reserve_bytes)
+        back = sum(num * stored[v] for v, num in m.fetched) if stored else 0
+        sizes.append(static + sum(num * kept[v] for v, num in m.held) + back + live + m.reserve_bytes)
     return max(sizes)
 
 
@@ -132,7 +149,7 @@ class BruteForce:
     own; so what each variant can come to is found once for all choices of the ops that touch it."""
 
     p: Problem
-    _known: dict[tuple[object, ...], list[tuple[int, Seconds]]] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], list[Held]] = field(default_factory=dict)
 
     def front(self) -> tuple[Point, ...]:
         """The cheapest plan of each peak that no plan of a smaller peak undercuts, by rising peak."""
@@ -158,10 +175,13 @@ class BruteForce:
         done = tuple(map(sum, zip(*compute, *own, strict=True)))
         options = [self._variant(v, strategies, recomputed) for v in range(len(self.p.variants))]
         for held in itertools.product(*options):
-            yield peak_of(self.p, strategies, recomputed, [size for size, _ in held]), step_s(self.p, (done, *(t for _, t in held)))  # type: ignore[arg-type]
+            there = sum(x.count * size for x, (_, size, _) in zip(self.p.variants, held, strict=True))
+            if there <= self.p.host_budget_bytes:
+                peak = peak_of(self.p, strategies, recomputed, [size for size, _, _ in held], [size for _, size, _ in held])
+                yield peak, step_s(self.p, (done, *(t for _, _, t in held)))  # type: ignore[arg-type]
 
-    def _variant(self, v: int, strategies: Chosen, recomputed: dict[int, int]) -> list[tuple[int, Seconds]]:
-        """(bytes kept of one instance, communication of all) for every set of versions that may be kept."""
+    def _variant(self, v: int, strategies: Chosen, recomputed: dict[int, int]) -> list[Held]:
+        """For every set of versions that may be kept."""
         variant = self.p.variants[v]
         touching = (variant.value, *(use.op for use in variant.uses))  # here value v is made by op v
         key = (v, *((n, strategies[n], recomputed.get(n)) for n in touching))
@@ -172,14 +192,16 @@ class BruteForce:
             versions = sorted({*made.sources, *made.wanted})
             keepable = self.p.values[variant.value].keepable
             versions = [n for n in versions if keepable is None or n in keepable]
-            found: list[tuple[int, Seconds]] = []
+            value = self.p.values[variant.value]
+            versions += [value.stored(n) for n in versions if value.away(n) < math.inf]
+            found: list[Held] = []
             for kept in itertools.chain.from_iterable(itertools.combinations(versions, k) for k in range(len(versions) + 1)):
                 try:
                     e = evaluate(alone, strategies, recomputed, {0: kept})
                 except LayoutError:  # backward wants what is neither kept nor made again
                     continue
-                found.append((e.kept_bytes // variant.count, self._moves(v, e)))
-            self._known[key] = [a for a in found if not any(b != a and b[0] <= a[0] and _no_more(b[1], a[1]) for b in found)]
+                found.append((e.kept_bytes // variant.count, e.host_bytes // variant.count, self._moves(v, e)))
+            self._known[key] = [a for a in found if not any(b != a and _no_more((*b[:2], *b[2]), (*a[:2], *a[2])) for b in found)]
             self._known[key] = list(dict.fromkeys(self._known[key]))
         return self._known[key]
 
@@ -188,13 +210,14 @@ class BruteForce:
         for late, redistribution in ((False, e.forward[0]), (True, e.backward[0])):
             phase = "backward" if late else self.p.values[variant.value].phase
             for arc in redistribution.arcs:
-                how = "compute" if arc.collective.kind == "slice" else "beside" if runs_beside(self.p, v, late) else "alone"
+                copied = arc.collective.kind in HOST_KINDS
+                how = "compute" if arc.collective.kind == "slice" else "beside" if copied or runs_beside(self.p, v, late) else "alone"
                 more = seconds_of(self.p, phase, variant.count * arc.time_s, how)
                 total = tuple(a + b for a, b in zip(total, more, strict=True))  # type: ignore[assignment]
         return total  # type: ignore[return-value]
 
 
-def _no_more(a: Seconds, b: Seconds) -> bool:
+def _no_more(a: Sequence[float], b: Sequence[float]) -> bool:
     return all(x <= y for x, y in zip(a, b, strict=True))
 
 
@@ -212,13 +235,16 @@ class Case:
     mesh: tuple[int, ...] = LINE
     moments: bool = False
     slowdown: float = 1.0
+    hosts: float | None = None
 
     def __str__(self) -> str:
         beside = f" beside {self.slowdown}" if self.slowdown < 1.0 else ""
-        return f"{self.seed} {'line' if self.mesh == LINE else 'square'}{' moments' if self.moments else ''}{beside}"
+        hosts = "" if self.hosts is None else f" hosts {self.hosts}"
+        return f"{self.seed} {'line' if self.mesh == LINE else 'square'}{' moments' if self.moments else ''}{beside}{hosts}"
 
     def problem(self, budget: int = AMPLE) -> Problem:
-        return replace(problem(self.seed, self.mesh, moments=self.moments, slowdown=self.slowdown), budget_bytes=budget)
+        found = problem(self.seed, self.mesh, moments=self.moments, slowdown=self.slowdown, hosts=self.hosts)
+        return replace(found, budget_bytes=budget)
 
 
 @cache
@@ -228,7 +254,7 @@ def front(case: Case) -> tuple[Point, ...]:
 
 def needs(p: Problem, found: Choices) -> int:
     """The peak of a plan, counted as brute force counts it."""
-    return peak_of(p, found.strategies, dict(found.recomputed), kept_of(p, found))
+    return peak_of(p, found.strategies, dict(found.recomputed), kept_of(p, found), stored_of(p, found))
 
 
 def kept_of(p: Problem, found: Choices) -> list[int]:
@@ -238,8 +264,13 @@ def kept_of(p: Problem, found: Choices) -> list[int]:
         value = p.values[variant.value]
         own = value.graph.index[p.ops[value.op].strategies[found.strategies[value.op]].layouts.outputs[0]]
         kept = [n for n in found.kept.get(v, ()) if not (value.resident and n == own)]
-        sizes.append(sum(value.graph.bytes[n] for n in kept))
+        sizes.append(sum(value.bytes(n) for n in kept))
     return sizes
+
+
+def stored_of(p: Problem, found: Choices) -> list[int]:
+    """Bytes of an instance of each variant that wait on the hosts."""
+    return [sum(map(p.values[x.value].host_bytes, found.kept.get(v, ()))) for v, x in enumerate(p.variants)]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -263,6 +294,10 @@ def test_nothing_runs_beside_what_ops_move_by_themselves(seed: int) -> None:
 
 FAST = [Case(seed, mesh, m) for mesh, num in ((LINE, 3), (SQUARE, 2)) for seed in range(num) for m in (False, True)]
 BESIDE = [Case(0, LINE, slowdown=0.4), Case(1, LINE, slowdown=0.4), Case(1, SQUARE, True, 0.4), Case(2, LINE, True, slowdown=0.0)]
+HOSTED = [Case(0, hosts=1.0), Case(1, LINE, True, 0.4, hosts=1.0), Case(1, SQUARE, True, hosts=1.0), Case(2, LINE, True, hosts=0.3)]
+OFTEN_HOSTED = [
+    Case(seed, mesh, True, s, hosts=room) for seed in range(3, 15) for mesh in (LINE, SQUARE) for s in (1.0, 0.4) for room in (1.0, 0.3)
+]
 OFTEN_BESIDE = [Case(seed, mesh, mesh == SQUARE, slowdown) for seed in range(3, 20) for mesh in (LINE, SQUARE) for slowdown in (0.4, 0.0)]
 SLOW = [Case(seed, mesh, m) for mesh in (LINE, SQUARE) for seed in range(3, 40) for m in (False, True)]
 every_case = pytest.mark.parametrize("case", [*FAST, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW)], ids=str)
@@ -290,6 +325,23 @@ def test_with_communication_beside_compute_the_step_and_the_bound_enclose_the_be
         assert needs(p, found) <= budget and found.objective_s == pytest.approx(taken.objective_s)
         assert found.bound_s <= best * (1 + 1e-6)
         assert found.objective_s == pytest.approx(best) and found.gap <= 1e-6
+
+
+@pytest.mark.parametrize("case", [*HOSTED, *(pytest.param(c, marks=pytest.mark.slow) for c in OFTEN_HOSTED)], ids=str)
+def test_with_hosts_the_step_and_the_bound_enclose_the_best_of_all_plans_within_both_budgets(case: Case) -> None:
+    """Where the room on the hosts binds, what is proven may be lower: no multiplier speaks of it."""
+    stored = 0
+    for budget, best in (*front(case), (AMPLE, front(case)[-1][1])):
+        p = case.problem(budget)
+        found = solve(p, gap=0.0)
+        taken = evaluate(p, found.strategies, found.recomputed, found.kept)
+        assert needs(p, found) <= budget and found.objective_s == pytest.approx(taken.objective_s)
+        there = sum(x.count * size for x, size in zip(p.variants, stored_of(p, found), strict=True))
+        assert there == taken.host_bytes <= p.host_budget_bytes
+        assert found.bound_s <= best * (1 + 1e-6) and found.objective_s == pytest.approx(best)
+        assert found.multipliers is None or found.multipliers.bound_s <= best * (1 + 1e-6)
+        stored += there
+    assert stored, "under some budget the best has something wait on the hosts"
 
 
 @pytest.mark.parametrize("sifted_from", [0, 50_000])

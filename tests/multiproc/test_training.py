@@ -16,6 +16,7 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 import zoo_small  # noqa: E402
 from harness import run_processes  # noqa: E402
+from hosts import quick_hosts  # noqa: E402
 
 import autopar  # noqa: E402
 from autopar import constraints  # noqa: E402
@@ -29,7 +30,8 @@ pytestmark = pytest.mark.multiproc
 MESH = Mesh({"a": 2, "b": 2})
 SEEDS = {"gpt2": 4, "llama": 8}
 JOINED = "gpt2 with heads over two axes"
-KINDS = (*SEEDS, JOINED)
+OFFLOADED = "gpt2 on hosts"
+KINDS = (*SEEDS, JOINED, OFFLOADED)
 Facts = list[dict[str, Any]]
 
 
@@ -43,6 +45,9 @@ def plans() -> dict[str, Plan]:
     model, batch = zoo_small.gpt2(dtype=torch.float64)
     forced = constraints.tensor_parallel("1d", axes=("a", "b"))
     found[JOINED] = autopar.plan(model, MESH, example_inputs=batch, hardware="cpu-gloo", constraints=(forced,))
+    hosts, free = (constraints.fsdp(), constraints.offload()), autopar.plan(model, MESH, example_inputs=batch, hardware=quick_hosts())
+    within = int(0.5 * free.prediction.peak_bytes)
+    found[OFFLOADED] = autopar.plan(model, MESH, example_inputs=batch, hardware=quick_hosts(), constraints=hosts, memory_bytes=within)
     return found
 
 
@@ -53,7 +58,8 @@ def facts(plans: dict[str, Plan]) -> Facts:
 
 def test_the_plans_communicate_in_every_way_and_recompute(plans: dict[str, Plan]) -> None:
     kinds = {c.collective.kind for plan in plans.values() for c in plan.communications}
-    assert kinds == {"all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice"}
+    assert kinds == {"all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice", "fetch", "store"}
+    assert {"parameters", "activations"} <= plans[OFFLOADED].prediction.host_bytes.keys()
     for plan in (plans[kind] for kind in SEEDS):
         assert {c.collective.axis for c in plan.communications if c.phase == "backward"} == {0, 1}
         assert any(entry.recompute for entry in plan.entries)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.kernels import host
 from autopar.kernels.collectives import fake_groups
 from autopar.layout import local_shape
 from autopar.run.executor import Executor
@@ -20,7 +21,8 @@ def measured_peak(program: Program, batch: Mapping[str, Any]) -> tuple[int, list
     executor, memory = Executor(program, fake_groups(program.mesh)), LiveBytes()
 
     def local(tensors: tuple[ProgramTensor, ...]) -> list[Tensor]:
-        return [torch.zeros(local_shape(t.view, t.layout, program.mesh.shape), dtype=t.dtype) for t in tensors]
+        shapes = [local_shape(t.view, t.layout, program.mesh.shape) for t in tensors]
+        return [(host.empty if t.layout.host else torch.empty)(s, dtype=t.dtype).zero_() for t, s in zip(tensors, shapes, strict=True)]
 
     with memory, torch.no_grad():
         parameters, buffers = local(program.parameters), local(program.buffers)
