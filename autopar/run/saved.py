@@ -2,19 +2,18 @@
 
 A checkpoint is a folder that torch.distributed.checkpoint writes: the full model and its optimizer's state under the model's names,
 whatever layouts and stages they rested in, so that another plan, another mesh or another number of processes loads its own parts.
-Beside it stand `plan.json` and `autopar.json`, which says of which step it is. It is written under another name and renamed when all
-ranks' parts are there: a folder that bears a checkpoint's name is whole.
+Beside it stand `plan.json` and `autopar.json`, which says of which step it is, and what the checksum of each file is. It is written under
+another name and renamed when all ranks' parts are there: a folder that bears a checkpoint's name is whole, unless it was damaged since.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,14 @@ from torch.optim import Optimizer
 
 from autopar.errors import RuntimeStateError, size_text
 from autopar.run.holder import Holder
-from autopar.run.ranks import by_first, num_ranks, of_all, rank
+from autopar.run.ranks import by_all, by_first, num_ranks, of_all, rank
+from autopar.run.saved_files import ABOUT, FORMAT, SHARE, VERSION, Writer, about_text, checksums, read_about
 from autopar.run.saved_state import missing_files, read_others, read_state, state_of, states_of
 from autopar.version import VERSION as AUTOPAR_VERSION
 
 log = logging.getLogger("autopar")
-FORMAT, VERSION = "autopar-checkpoint", 1
 _NAME = re.compile(r"step_(\d{9,})")
 _SEEN_WITHIN_S, _PAUSE_S = 30.0, 0.5  # shared file systems show on one machine late what another wrote
-_SHARE = "put checkpoints into a folder that all machines share, by its whole path"
 
 
 class Checkpoints:
@@ -70,7 +68,7 @@ class Checkpoints:
         different = [number for number, steps in enumerate(seen) if steps != seen[0]]
         if different:
             what = f"ranks {different} do not see the checkpoints that rank 0 sees: {seen[different[0]]} against {seen[0]}"
-            raise RuntimeStateError(what, where=str(self.folder), remedy=_SHARE)
+            raise RuntimeStateError(what, where=str(self.folder), remedy=SHARE)
         return seen[0]  # type: ignore[no-any-return]
 
     def save(self, step: int, module: nn.Module, optimizer: Optimizer | None = None, **others: Any) -> Path:
@@ -98,14 +96,16 @@ class Checkpoints:
         writing = target.with_suffix(".part")
         by_first(lambda: _fresh(writing), str(writing), "name a folder that can be written to")
         self._seen_by_all(writing)
+        writer = Writer(writing)
         try:
-            dcp.save(state_of(holder, optimizer), checkpoint_id=writing)
+            dcp.save(state_of(holder, optimizer), storage_writer=writer)
         except dcp.api.CheckpointException as error:
             what, free = f"step {step} was not saved: {_reasons(error)}", size_text(shutil.disk_usage(self.folder).free)
             remedy = f"see the reason; {free} are free there. Earlier checkpoints are as they were"
             raise RuntimeStateError(what, where=str(writing), remedy=remedy) from error
         remedy = f"see the reason; {size_text(shutil.disk_usage(self.folder).free)} are free there"
-        by_first(lambda: self._finish(step, holder, writing, beside), str(writing), remedy)
+        sums = {name: of for each in by_all(lambda: checksums(writing, writer.written), str(writing), remedy) for name, of in each.items()}
+        by_first(lambda: self._finish(step, holder, writing, beside, sums), str(writing), remedy)
         return target
 
     def load(self, module: nn.Module, optimizer: Optimizer | None = None, **others: Any) -> int:
@@ -115,15 +115,16 @@ class Checkpoints:
             After how many steps it was saved; 0 where there is none, and then nothing is changed.
 
         Raises:
-            RuntimeStateError: on all ranks, where it is of another model or optimizer, damaged, or some rank does not see it. Nothing is
-                changed then.
+            RuntimeStateError: on all ranks, where it is of another model or optimizer, some rank does not see it, or a file is not as it
+                was written: then it says which earlier one is whole. Nothing is changed.
         """
         steps = self.steps()
         if not steps:
             return 0
         holder, place = _holder(module), self._place(steps[-1])
-        before = f", and step {steps[-2]} is taken" if len(steps) > 1 else ""
-        about = by_first(lambda: _read(place), str(place), f"it is damaged: remove it{before}")
+        about, damage = read_about(place)
+        if damage:
+            raise RuntimeStateError(f"step {steps[-1]} is damaged: {damage}", where=str(place), remedy=self._remedy(steps))
         beside = read_others(place, others)
         left = (*read_state(place, holder, optimizer), *(name for name in beside if name not in others))
         for name, other in others.items():
@@ -135,6 +136,18 @@ class Checkpoints:
             if left:
                 log.warning("saved there and not asked for: %s", ", ".join(left))
         return steps[-1]
+
+    def _remedy(self, steps: Sequence[int]) -> str:
+        """What to do where the newest of these is damaged; every rank calls it."""
+        for number, step in enumerate(reversed(steps[:-1]), start=1):
+            try:
+                damage = read_about(self._place(step))[1]
+            except RuntimeStateError as refusal:
+                damage = refusal.what
+            if not damage:
+                others = f" and {', '.join(map(str, steps[-number:-1]))}, damaged too" if number > 1 else ""
+                return f"remove it{others}: step {step} is whole, and is taken then"
+        return "remove it to begin anew: " + ("no earlier one is whole" if len(steps) > 1 else "there is no earlier one")
 
     def _place(self, step: int) -> Path:
         return self.folder / f"step_{step:09d}"
@@ -154,10 +167,10 @@ class Checkpoints:
             else:
                 before.rename(target)
 
-    def _finish(self, step: int, holder: Holder, writing: Path, beside: Mapping[str, Any]) -> None:
-        """Name the checkpoint, then remove those that are too many, and what was begun before and not ended."""
+    def _finish(self, step: int, holder: Holder, writing: Path, beside: Mapping[str, Any], sums: Mapping[str, int]) -> None:
+        """Name the checkpoint, whose other files have these checksums; remove those that are too many, and what was begun and not ended."""
         if missing := missing_files(writing):
-            raise RuntimeStateError(f"step {step} is not whole: {', '.join(missing[:3])} of other ranks are not there", remedy=_SHARE)
+            raise RuntimeStateError(f"step {step} is not whole: {', '.join(missing[:3])} of other ranks are not there", remedy=SHARE)
         plan, target = getattr(holder, "plan", None), self._place(step)
         about = {
             "format": FORMAT, "version": VERSION, "step": step, "mesh": "" if plan is None else str(plan.mesh),
@@ -165,9 +178,10 @@ class Checkpoints:
             "autopar": AUTOPAR_VERSION, "torch": torch.__version__,
         }  # fmt: skip
         _written(writing / "others.pt", lambda path: torch.save(dict(beside), path))
-        _written(writing / "autopar.json", lambda path: path.write_text(json.dumps(about, indent=1) + "\n"))
         if plan is not None:
             _written(writing / "plan.json", plan.save)
+        own = checksums(writing, [each.name for each in writing.iterdir() if each.name not in sums])
+        _written(writing / ABOUT, lambda path: path.write_text(about_text({**about, "files": {**sums, **own}})))
         before = target.with_suffix(".old")
         if target.exists():  # saved again: the one that is whole is put back (`_repair`) where this ends before the other has its name
             target.rename(before)
@@ -183,7 +197,7 @@ class Checkpoints:
             time.sleep(_PAUSE_S)
         blind = [number for number, sees in enumerate(of_all(place.is_dir())) if not sees]
         if blind:
-            raise RuntimeStateError(f"ranks {blind} do not see the folder that rank 0 made", where=str(place), remedy=_SHARE)
+            raise RuntimeStateError(f"ranks {blind} do not see the folder that rank 0 made", where=str(place), remedy=SHARE)
 
 
 def _holder(module: nn.Module) -> Holder:
@@ -201,18 +215,6 @@ def _fresh(place: Path) -> None:
     if place.exists():
         shutil.rmtree(place)
     place.mkdir()
-
-
-def _read(place: Path) -> Mapping[str, Any]:
-    """What `autopar.json` says, once all other files are there as well."""
-    about = json.loads((place / "autopar.json").read_text())
-    if about.get("format") != FORMAT or about.get("version") != VERSION:
-        what = f"the checkpoint is of format {about.get('format')!r}, version {about.get('version')!r}"
-        raise RuntimeStateError(what, remedy=f"this autopar reads {FORMAT!r}, version {VERSION}")
-    torch.load(place / "others.pt", weights_only=True)
-    if missing := missing_files(place):
-        raise OSError(f"{', '.join(missing[:3])} is not there, or cut off")
-    return about  # type: ignore[no-any-return]
 
 
 def _written(path: Path, write: Callable[[Path], object]) -> None:

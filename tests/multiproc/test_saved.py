@@ -46,3 +46,10 @@ def test_a_folder_that_ranks_do_not_share_is_refused_on_all_of_them(tmp_path: Pa
         assert "ranks [1] do not see the checkpoints that rank 0 sees: (1,) against ()" in each["rank 1 sees it"]
         assert "ranks [1] do not see the folder that rank 0 made" in each["saved apart"] and "all machines share" in each["saved apart"]
         assert "Error" in each["a file"] and "can be written to" in each["a file"]
+
+
+def test_a_damaged_file_of_any_rank_is_refused_on_all_of_them(tmp_path: Path) -> None:
+    first, second = run_processes(2, WORKER, "damaged", str(tmp_path))
+    assert first == second
+    assert "step 0 is damaged: __0_0.distcp is not as it was written" in first[0] and "there is no earlier one" in first[0]
+    assert "step 1 is damaged: __1_0.distcp is not as it was written" in first[1] and "no earlier one is whole" in first[1]

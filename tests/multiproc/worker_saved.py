@@ -61,6 +61,26 @@ def blind(rank: int, folder: str) -> dict[str, str]:
     }
 
 
+def damaged(rank: int, folder: str) -> list[str]:
+    """What loading says of a bit that is flipped in each rank's own file, one after the other."""
+    model, batch = build("gpt2")
+    module = autopar.compile(model, example_inputs=batch, hardware="cpu-gloo")
+    checkpoints = autopar.Checkpoints(folder)
+    said = []
+    for writer in range(torch.distributed.get_world_size()):
+        place = checkpoints.save(writer, module)
+        torch.distributed.barrier()
+        if rank == 0:
+            with (place / f"__{writer}_0.distcp").open("r+b") as file:
+                file.seek(-9, 2)
+                byte = file.read(1)[0]
+                file.seek(-9, 2)
+                file.write(bytes([byte ^ 64]))
+        torch.distributed.barrier()
+        said.append(_refusal(lambda: checkpoints.load(module)))
+    return said
+
+
 def _refusal(action: Callable[[], object]) -> str:
     try:
         action()

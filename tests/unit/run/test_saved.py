@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import RuntimeStateError
+from autopar.run.saved_files import read_about
 
 BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
 
@@ -187,17 +188,59 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("file", ["autopar.json", "others.pt", ".metadata", "__0_0.distcp"])
-@pytest.mark.parametrize("damage", [Path.unlink, cut], ids=["gone", "cut"])
+def flip(path: Path, at: int | None = None) -> None:
+    """One bit, by default in the middle."""
+    content = bytearray(path.read_bytes())
+    at = len(content) // 2 if at is None else at
+    content[at] ^= 1 << at % 8
+    path.write_bytes(content)
+
+
+FILES = ("autopar.json", "others.pt", "plan.json", ".metadata", "__0_0.distcp")
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", [Path.unlink, cut, flip], ids=["gone", "cut", "flipped"])
 def test_a_damaged_checkpoint_is_refused_with_what_else_there_is(saved: tuple[Path, float], file: str, damage: Any) -> None:
     folder, _ = saved
     damage(folder / "step_000000003" / file)
     module = compiled()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
     before = values(module)
-    with pytest.raises(RuntimeStateError, match=r"step_000000003(.|\n)*remove it, and step 2 is taken"):
+    words = rf"step 3 is damaged: {file} (.|\n)*step_000000003(.|\n)*remove it: step 2 is whole, and is taken then"
+    with pytest.raises(RuntimeStateError, match=words):
         autopar.Checkpoints(folder).load(module, optimizer)
     assert all(torch.equal(before[name], value) for name, value in values(module).items()) and not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("damaged", "remedy"),
+    [((3, 2), "remove it and 2, damaged too: step 1 is whole, and is taken then"), ((3, 2, 1), "to begin anew: no earlier one is whole")],
+)
+def test_of_several_damaged_checkpoints_the_newest_whole_one_is_named(tmp_path: Path, damaged: tuple[int, ...], remedy: str) -> None:
+    module, checkpoints = compiled(), autopar.Checkpoints(tmp_path, keep=3)
+    for n in (1, 2, 3):
+        checkpoints.save(n, module)
+    for n in damaged:
+        flip(tmp_path / f"step_{n:09d}" / "__0_0.distcp")
+    with pytest.raises(RuntimeStateError, match=remedy):
+        checkpoints.load(module)
+
+
+def test_a_bit_that_is_flipped_anywhere_is_found(saved: tuple[Path, float]) -> None:
+    place = saved[0] / "step_000000003"
+    assert read_about(place)[1] == ""
+    for file in FILES:
+        size, whole = (place / file).stat().st_size, (place / file).read_bytes()
+        for at in range(0, size, 1 if file == "autopar.json" else 1 + size // 20):
+            flip(place / file, at)
+            try:
+                damage = read_about(place)[1]
+            except RuntimeStateError as refusal:  # in the words that say of which format it is
+                damage = refusal.what if file == "autopar.json" else ""
+            assert damage, f"byte {at} of {file}"
+            (place / file).write_bytes(whole)
+    assert read_about(place)[1] == ""
 
 
 def test_what_was_saved_and_is_not_asked_for_is_told(saved: tuple[Path, float], caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
