@@ -4,6 +4,7 @@ A checkpoint is a folder that torch.distributed.checkpoint writes: the full mode
 whatever layouts and stages they rested in, so that another plan, another mesh or another number of processes loads its own parts.
 Beside it stand `plan.json` and `autopar.json`, which says of which step it is, and what the checksum of each file is. It is written under
 another name and renamed when all ranks' parts are there: a folder that bears a checkpoint's name is whole, unless it was damaged since.
+Each says which run saved it, by which a run sees that another one saves into its folder (`saved_runs`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from autopar.errors import RuntimeStateError, size_text
 from autopar.run.holder import Holder
 from autopar.run.ranks import by_all, by_first, num_ranks, of_all, rank
 from autopar.run.saved_files import ABOUT, FORMAT, SHARE, VERSION, Writer, about_text, checksums, read_about
+from autopar.run.saved_runs import check_alone, runs_of, this_run
 from autopar.run.saved_state import missing_files, read_others, read_state, state_of, states_of
 from autopar.version import VERSION as AUTOPAR_VERSION
 
@@ -52,6 +54,7 @@ class Checkpoints:
         if keep < 1:
             raise RuntimeStateError(f"keep={keep} checkpoints", remedy="keep at least one")
         self.folder, self.keep = Path(folder), keep
+        self._known = runs_of(self._found())
 
     def steps(self) -> tuple[int, ...]:
         """The steps of which there are checkpoints; every rank calls it.
@@ -82,31 +85,20 @@ class Checkpoints:
             The checkpoint's folder.
 
         Raises:
-            RuntimeStateError: on all ranks, where `module` is not compiled, the folder has later steps or is not shared, or it cannot be
-                written to. The checkpoints that are there stay.
+            RuntimeStateError: on all ranks, where `module` is not compiled, the folder has later steps or is not shared, another run saves
+                into it, or it cannot be written to. The checkpoints that are there stay.
         """
         if not isinstance(step, int) or step < 0:
             raise RuntimeStateError(f"step={step!r} is no number of steps", remedy="pass how many steps were made, from 0")
         holder, beside = _holder(module), states_of(others)
-        there = by_first(lambda: sorted(self._found()), str(self.folder), "see the reason")
-        if later := [n for n in there if n > step]:
-            what = f"step {step} is not saved beside later ones: {', '.join(map(str, later))}"
-            raise RuntimeStateError(what, where=str(self.folder), remedy="load before you train, remove those, or name another folder")
-        target = self._place(step)
-        writing = target.with_suffix(".part")
-        by_first(lambda: _fresh(writing), str(writing), "name a folder that can be written to")
-        self._seen_by_all(writing)
-        writer = Writer(writing)
+        run = by_first(lambda: self._begun(step), str(self.folder), "name a folder that can be written to")
+        writing, state = self._part(step, run), state_of(holder, optimizer)
         try:
-            dcp.save(state_of(holder, optimizer), storage_writer=writer)
-        except dcp.api.CheckpointException as error:
-            what, free = f"step {step} was not saved: {_reasons(error)}", size_text(shutil.disk_usage(self.folder).free)
-            remedy = f"see the reason; {free} are free there. Earlier checkpoints are as they were"
-            raise RuntimeStateError(what, where=str(writing), remedy=remedy) from error
-        remedy = f"see the reason; {size_text(shutil.disk_usage(self.folder).free)} are free there"
-        sums = {name: of for each in by_all(lambda: checksums(writing, writer.written), str(writing), remedy) for name, of in each.items()}
-        by_first(lambda: self._finish(step, holder, writing, beside, sums), str(writing), remedy)
-        return target
+            self._write(step, holder, writing, state, beside)
+        except RuntimeStateError:  # on all ranks; what it comes from may be another run, which removes what was begun
+            by_first(self._check_alone, str(self.folder), "see the reason")
+            raise
+        return self._place(step)
 
     def load(self, module: nn.Module, optimizer: Optimizer | None = None, **others: Any) -> int:
         """Go on from the newest checkpoint; every rank calls it, with arguments as of `save`.
@@ -121,6 +113,8 @@ class Checkpoints:
         steps = self.steps()
         if not steps:
             return 0
+        known = by_first(lambda: runs_of(self._found()), str(self.folder), "see the reason")
+        self._known = {step: run for step, run in known.items() if step in steps}  # one that is saved meanwhile is of a run that goes on
         holder, place = _holder(module), self._place(steps[-1])
         about, damage = read_about(place)
         if damage:
@@ -152,6 +146,9 @@ class Checkpoints:
     def _place(self, step: int) -> Path:
         return self.folder / f"step_{step:09d}"
 
+    def _part(self, step: int, run: str) -> Path:
+        return self._place(step).with_suffix(f".{run}.part")
+
     def _found(self) -> dict[int, Path]:
         if not self.folder.is_dir():
             return {}
@@ -167,29 +164,71 @@ class Checkpoints:
             else:
                 before.rename(target)
 
+    def _check_alone(self) -> None:
+        check_alone(self._known, self._found())
+
+    def _begun(self, step: int) -> str:
+        """Make an empty folder to write into, where this run may save that step; the run, of which it is."""
+        found = self._found()
+        check_alone(self._known, found)
+        if later := [n for n in sorted(found) if n > step]:
+            what = f"step {step} is not saved beside later ones: {', '.join(map(str, later))}"
+            raise RuntimeStateError(what, remedy="load before you train, remove those, or name another folder")
+        writing = self._part(step, this_run())
+        if writing.exists():
+            shutil.rmtree(writing)
+        writing.mkdir(parents=True)
+        return this_run()
+
+    def _write(self, step: int, holder: Holder, writing: Path, state: dict[str, Any], beside: Mapping[str, Any]) -> None:
+        """Every rank its part, and what the first writes beside."""
+        self._seen_by_all(writing)
+        writer = Writer(writing)
+        try:
+            dcp.save(state, storage_writer=writer)
+        except dcp.api.CheckpointException as error:
+            what, free = f"step {step} was not saved: {_reasons(error)}", size_text(shutil.disk_usage(self.folder).free)
+            remedy = f"see the reason; {free} are free there. Earlier checkpoints are as they were"
+            raise RuntimeStateError(what, where=str(writing), remedy=remedy) from error
+        remedy = f"see the reason; {size_text(shutil.disk_usage(self.folder).free)} are free there"
+        sums = {name: of for each in by_all(lambda: checksums(writing, writer.written), str(writing), remedy) for name, of in each.items()}
+        by_first(lambda: self._finish(step, holder, writing, beside, sums), str(writing), remedy)
+
     def _finish(self, step: int, holder: Holder, writing: Path, beside: Mapping[str, Any], sums: Mapping[str, int]) -> None:
         """Name the checkpoint, whose other files have these checksums; remove those that are too many, and what was begun and not ended."""
         if missing := missing_files(writing):
             raise RuntimeStateError(f"step {step} is not whole: {', '.join(missing[:3])} of other ranks are not there", remedy=SHARE)
-        plan, target = getattr(holder, "plan", None), self._place(step)
+        plan = getattr(holder, "plan", None)
         about = {
             "format": FORMAT, "version": VERSION, "step": step, "mesh": "" if plan is None else str(plan.mesh),
             "plan": "" if plan is None else plan.hash, "random_state": holder.random_state, "world_size": num_ranks(),
-            "autopar": AUTOPAR_VERSION, "torch": torch.__version__,
+            "run": this_run(), "autopar": AUTOPAR_VERSION, "torch": torch.__version__,
         }  # fmt: skip
         _written(writing / "others.pt", lambda path: torch.save(dict(beside), path))
         if plan is not None:
             _written(writing / "plan.json", plan.save)
         own = checksums(writing, [each.name for each in writing.iterdir() if each.name not in sums])
         _written(writing / ABOUT, lambda path: path.write_text(about_text({**about, "files": {**sums, **own}})))
-        before = target.with_suffix(".old")
-        if target.exists():  # saved again: the one that is whole is put back (`_repair`) where this ends before the other has its name
-            target.rename(before)
-        writing.rename(target)
+        before = self._named(step, writing)
         found = self._found()
         begun = (each for each in self.folder.glob("step_*.part") if (match := _NAME.match(each.name)) and int(match[1]) <= step)
         for old in (before, *begun, *(found[n] for n in sorted(found)[: -self.keep])):
             shutil.rmtree(old, ignore_errors=True)
+
+    def _named(self, step: int, writing: Path) -> Path:
+        """Give the checkpoint its name; where one that bore it is now, if any did."""
+        found, target = self._found(), self._place(step)
+        check_alone(self._known, found)
+        before = target.with_suffix(".old")
+        if step in found:  # saved again: the one that is whole is put back (`_repair`) where this ends before the other has its name
+            target.rename(before)
+            try:
+                check_alone(self._known, {step: before})
+            except RuntimeStateError:
+                self._repair()
+                raise
+        writing.rename(target)  # fails where another run has saved that step by now
+        return before
 
     def _seen_by_all(self, place: Path) -> None:
         deadline = time.monotonic() + _SEEN_WITHIN_S
@@ -207,14 +246,6 @@ def _holder(module: nn.Module) -> Holder:
         what = f"{type(module).__name__} is not compiled, or was not called yet"
         raise RuntimeStateError(what, remedy="pass what autopar.compile(model, example_inputs=batch) returned")
     return found
-
-
-def _fresh(place: Path) -> None:
-    """An empty folder."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if place.exists():
-        shutil.rmtree(place)
-    place.mkdir()
 
 
 def _written(path: Path, write: Callable[[Path], object]) -> None:

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import RuntimeStateError
+from autopar.run import saved as saved_in
+from autopar.run import saved_runs
 from autopar.run.saved_files import read_about
+from autopar.run.saved_runs import runs_of
 
 BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
 
@@ -184,6 +187,74 @@ def test_a_kill_between_two_names_loses_nothing(saved: tuple[Path, float], monke
     assert autopar.Checkpoints(folder).load(module, optimizer) == 3 and step(module, optimizer) == wanted
 
 
+class Run:
+    """A run of its own, as in a process of its own, that saves a model with one value in it."""
+
+    def __init__(self, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.name, self._patch, self.module, self.checkpoints = name, monkeypatch, compiled(), autopar.Checkpoints(folder, keep=5)
+
+    def load(self) -> int:
+        return self.checkpoints.load(self.module)
+
+    def save(self, at: int) -> Path:
+        with torch.no_grad(), self._patch.context() as patch:
+            for module in (saved_in, saved_runs):
+                patch.setattr(module, "this_run", lambda: self.name)
+            next(self.module.parameters()).fill_(len(self.name))
+            return self.checkpoints.save(at, self.module)
+
+    def is_of(self, place: Path) -> bool:
+        """Whether a checkpoint is whole, and what this run saves."""
+        return read_about(place)[1] == "" and runs_of({0: place}) == {0: self.name}
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_of_two_runs_in_one_folder_that_which_saves_later_is_refused(tmp_path: Path, loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Run("first", tmp_path, monkeypatch)
+    first.save(1)
+    second = Run("second run", tmp_path, monkeypatch)
+    assert not loads or second.load() == 1
+    place = second.save(2)
+    for at in (2, 3, 1):
+        with pytest.raises(RuntimeStateError, match="another run saves into this folder, too: step 2 is of second run, this run is first"):
+            first.save(at)
+    assert second.is_of(place) and first.is_of(tmp_path / "step_000000001")
+    second.save(3)
+    assert first.load() == 3 and first.save(4).is_dir(), "the one that loads goes on after the other"
+    with pytest.raises(RuntimeStateError, match="step 4 is of first"):
+        second.save(4)
+
+
+def test_a_run_goes_on_after_one_that_died_and_may_save_its_last_step_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Run("first", tmp_path, monkeypatch).save(1)
+    (tmp_path / "step_000000002.first.part").mkdir()
+    second = Run("second run", tmp_path, monkeypatch)
+    assert second.load() == 1
+    assert second.is_of(second.save(1)) and second.is_of(second.save(2)) and not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("when", ["before its parts", "before its name"])
+@pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
+def test_of_two_runs_that_save_a_step_at_once_one_does(tmp_path: Path, when: str, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Run("first", tmp_path, monkeypatch), Run("second run", tmp_path, monkeypatch)
+    if again:
+        first.save(1)
+        assert first.load() == second.load() == 1
+    owner, name = (saved_in.dcp, "save") if when == "before its parts" else (Path, "rename")
+    plain, begun = getattr(owner, name), []
+
+    def meanwhile(*args: Any, **kwargs: Any) -> Any:
+        if not begun and (name == "save" or args[0].is_dir()):
+            begun.append(True)
+            second.save(1)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, meanwhile)
+    with pytest.raises(RuntimeStateError, match="step 1 is of second run, this run is first"):
+        first.save(1)
+    assert second.is_of(tmp_path / "step_000000001") and second.save(2).is_dir()
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -267,7 +338,7 @@ def test_what_could_not_be_read_back_is_not_saved(saved: tuple[Path, float]) -> 
     with pytest.raises(RuntimeStateError, match="the state of 'draws' is nothing that a checkpoint is read back with"):
         autopar.Checkpoints(folder).save(4, compiled(), draws=Drawing())
     (folder.parent / "file").touch()
-    with pytest.raises(RuntimeStateError, match=r"FileExistsError(.|\n)*can be written to"):
+    with pytest.raises(RuntimeStateError, match=r"NotADirectoryError(.|\n)*can be written to"):
         autopar.Checkpoints(folder.parent / "file").save(4, compiled())
     module = compiled()
     autopar.Checkpoints(folder.parent / "alone").save(1, module)
