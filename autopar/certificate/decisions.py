@@ -196,14 +196,16 @@ class Decisions:
         return self.profile.host.memory_bandwidth_bytes_per_s
 
     def _added_s(self, p: Parameter, sums: Layout) -> float:
-        """A gradient is read, or what it would be cast from, and the sum that it is added to is read and written."""
+        """A gradient is read, or what it would be cast from; the sum is written, and read but for the first time."""
         dtype = p.dtype
         if sums.uncast:
             maker = next(t.key for t in self.facts.tensors.values() if any(r.key == parameter_key(p.name) for r in t.readers))
             dtype = call_of(self.facts.nodes[maker]).inputs[0].dtype
         wide = torch.float32 if p.dtype.itemsize < 4 else p.dtype
-        moved = held_bytes(p.view, dtype, sums, self.mesh.shape) + 2 * held_bytes(p.view, wide, sums, self.mesh.shape)
-        return compute_time(Work(0, moved, "elementwise"), torch.float32, self.profile)
+        read, total = held_bytes(p.view, dtype, sums, self.mesh.shape), held_bytes(p.view, wide, sums, self.mesh.shape)
+        written_s = compute_time(Work(0, read + total, "elementwise"), torch.float32, self.profile)
+        added_s = compute_time(Work(0, read + 2 * total, "elementwise"), torch.float32, self.profile)
+        return added_s - (added_s - written_s) / self.context.num_microbatches
 
     def crosses(self, entry: Entry) -> bool:
         """Whether an entry is of what crosses between stages."""

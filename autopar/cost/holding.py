@@ -86,12 +86,13 @@ def held_time(
     profile: HardwareProfile, optimizer: str, num_microbatches: int, rests: int, sums: int, added: int, storage: Layout
 ) -> float:
     """Seconds of compute per microbatch: its share of the optimizer's traffic over `rests` bytes, and a gradient of `added` bytes added
-    to `sums` bytes, which are read and written."""
+    to `sums` bytes, which are read and written, but on the first microbatch written only."""
     if not sums:
         return 0.0
     _, traffic = OPTIMIZERS[optimizer]
     step_s = traffic * rests / bandwidth_at(storage, profile) / num_microbatches
-    return step_s + compute_time(Work(0, 2 * sums + added, "elementwise"), torch.float32, profile)
+    first_s, later_s = (compute_time(Work(0, passes * sums + added, "elementwise"), torch.float32, profile) for passes in (1, 2))
+    return step_s + (first_s + (num_microbatches - 1) * later_s) / num_microbatches
 
 
 def narrowing_s(p: Parameter, storage: Layout, mesh_shape: Sequence[int], profile: HardwareProfile) -> float:

@@ -14,3 +14,12 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def add_to(total: Tensor, x: Tensor) -> Tensor:
     """Add `x`, of any dtype, to `total` in place, in the dtype of `total`; returns `total`."""
     return total.add_(x)
+
+
+def write_to(total: Tensor, x: Tensor) -> Tensor:
+    """What `add_to` makes of a `total` of zeros, whatever is in it."""
+    return total.copy_(x)
+
+
+FIRST = {add_to: write_to}
+"""What stands in the backward graph, and what runs in its place on the first microbatch."""

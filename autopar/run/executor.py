@@ -21,9 +21,11 @@ from autopar.collective import HOST_KINDS
 from autopar.errors import RuntimeStateError
 from autopar.kernels.binding import bind
 from autopar.kernels.collectives import Groups, all_gather, all_reduce, use_groups
+from autopar.kernels.sums import FIRST
 from autopar.layout import Layout, local_shape
 from autopar.ops import linear_cross_entropy
 from autopar.ops.in_place import functional_form
+from autopar.run.lazy_graph import LazyGraphModule
 from autopar.run.program import Program
 from autopar.run.splitting import local_part
 
@@ -90,27 +92,32 @@ class Executor:
             del local
         return results, saved
 
-    def backward(self, saved: list[Any], tangents: list[Tensor], sums: Sequence[Tensor] = ()) -> list[Tensor]:
+    def backward(self, saved: list[Any], tangents: list[Tensor], sums: Sequence[Tensor] = (), *, first: bool = False) -> list[Tensor]:
         """One gradient per parameter that has one, then per input that has one, local as the graph sees it.
 
         Args:
             saved, tangents: emptied. One tangent per output that has one.
             sums: where the program accumulates, one per parameter that has a gradient; added to, and returned as the gradients.
+            first: whether nothing is in `sums` yet: they are written then.
         """
+        if first and self._backend != "eager":  # the graph would be compiled a second time, to save one pass in each step
+            for total in sums:
+                total.zero_()
+            first = False
         saved += tangents
         saved += sums
         tangents.clear()
-        return self._settled(list(self._graph("backward")(saved)))
+        return self._settled(list(self._graph("first" if first else "backward")(saved)))
 
     def begin(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Before the first microbatch: local parameters as `forward` takes them, from those that rest."""
         return list(parameters) if self.program.begin is None else list(self._graph("begin")([*parameters]))
 
-    def zero_sums(self) -> list[Tensor]:
-        """What gradients are added to, where the program accumulates."""
+    def new_sums(self) -> list[Tensor]:
+        """What gradients are added to, where the program accumulates, with nothing in it."""
         sizes, place = [g.size for g in self.groups], [g.coordinate for g in self.groups]
         shapes = [local_shape(t.view, t.layout, sizes, place) for t in self.program.sums]
-        return [torch.zeros(shape, dtype=t.dtype, device=self.device) for shape, t in zip(shapes, self.program.sums, strict=True)]
+        return [torch.empty(shape, dtype=t.dtype, device=self.device) for shape, t in zip(shapes, self.program.sums, strict=True)]
 
     def end(self, sums: list[Tensor]) -> list[Tensor]:
         """After the last microbatch: gradients as parameters rest, from their sums; `sums` is emptied."""
@@ -140,6 +147,8 @@ class Executor:
 
     def _source(self, phase: str) -> fx.GraphModule:
         program = self.program
+        if phase == "first":
+            return _writing(program.backward)
         source = {"backward": program.backward, "begin": program.begin, "end": program.end}.get(phase, program.forward)
         assert source is not None, "graphs of the step are there where the program accumulates"
         return source
@@ -206,6 +215,15 @@ def _functional(graph_module: fx.GraphModule) -> fx.GraphModule:
             node.target, without = form
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != without}
     return fx.GraphModule(graph_module, graph)
+
+
+def _writing(source: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a backward graph that writes sums which it adds to."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(source.graph, {}))
+    for node in graph.nodes:
+        node.target = FIRST.get(node.target, node.target)
+    return LazyGraphModule(source, graph)
 
 
 def without_saved(source: fx.Graph, num_saved: int) -> fx.Graph:

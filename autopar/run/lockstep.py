@@ -170,9 +170,17 @@ class Ranks:
         self.mesh, self.dtype, self.observe = mesh, dtype, observe
         self.ranks = range(mesh.num_devices)
         self.records: list[Record] = []
+        self._instead: Mapping[Any, Any] = {}
 
-    def __call__(self, graph_module: fx.GraphModule, phase: str, operands: Sequence[list[Any]]) -> list[list[Any]]:
-        """The results in the order of the graph's output tuple, each a list by rank."""
+    def __call__(
+        self, graph_module: fx.GraphModule, phase: str, operands: Sequence[list[Any]], instead: Mapping[Any, Any] | None = None
+    ) -> list[list[Any]]:
+        """The results in the order of the graph's output tuple, each a list by rank.
+
+        Args:
+            instead: by a node's target what runs in its place.
+        """
+        self._instead = instead or {}
         env: dict[fx.Node, list[Any]] = {}
         remaining = iter(operands)
         uses = {node: len(node.users) for node in graph_module.graph.nodes}
@@ -212,7 +220,7 @@ class Ranks:
 
     def _run_op(self, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
         # virtual ranks share tensors that are alike, which none may write into
-        target, without = functional_form(node.target) or (node.target, "")  # type: ignore[arg-type]
+        target, without = functional_form(node.target) or (self._instead.get(node.target, node.target), "")  # type: ignore[arg-type]
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             raise VerificationError("an operator of the program writes into its operand")
         kwargs = {name: value for name, value in node.kwargs.items() if name != without}

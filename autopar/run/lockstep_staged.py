@@ -6,6 +6,7 @@ which microbatch, not what it computes, and each adds up its gradients in the or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from autopar import random_ops
 from autopar.ambient import as_written
 from autopar.capture.execute import promoted
+from autopar.kernels.sums import FIRST
 from autopar.layout import local_shape
 from autopar.run.lockstep import Lockstep, Observer, Ranks, Record, joined
 from autopar.run.program import Program, ProgramTensor, StagedProgram
@@ -85,7 +87,8 @@ class _Stage:
         if program.begin is not None:
             self.parameters = self.run(program.begin, "step", self.parameters)
         self.saved: list[Locals] = []
-        self.sums = [self._zeros(t) for t in program.sums]
+        self.sums = [self._unset(t) for t in program.sums]
+        self.added = False
         self.gradients: list[Locals] = []
 
     def forward(
@@ -111,7 +114,8 @@ class _Stage:
         """Adds up gradients; what goes back to the stage before, by path."""
         p = self.program
         tangents = [returning[t.name] if t.crosses else self._loss_tangent(t.shape, t.dtype, weight) for t in p.outputs if t.has_gradient]
-        results = self.run(p.backward, "backward", [*self.saved, *tangents, *self.sums])
+        results = self.run(p.backward, "backward", [*self.saved, *tangents, *self.sums], None if self.added else FIRST)
+        self.added = True
         num = sum(t.has_gradient for t in p.parameters)
         self.gradients = results[:num]
         return {t.name: r for t, r in zip((t for t in p.inputs if t.has_gradient), results[num:], strict=True)}
@@ -126,12 +130,12 @@ class _Stage:
         if self.program.end is not None:
             self.gradients = self.run(self.program.end, "step", self.sums)
 
-    def _zeros(self, tensor: ProgramTensor) -> Locals:
-        """A tensor of its own per rank, since it is written into."""
+    def _unset(self, tensor: ProgramTensor) -> Locals:
+        """A tensor of its own per rank, since it is written into; what is not written spoils the sum."""
         mesh = self.program.mesh
         places = map(mesh.coordinate, range(mesh.num_devices))
         shapes = [local_shape(tensor.view, tensor.layout, mesh.shape, place) for place in places]
-        return [promoted(torch.zeros(shape, dtype=tensor.dtype), self.dtype) for shape in shapes]
+        return [promoted(torch.full(shape, math.nan, dtype=tensor.dtype), self.dtype) for shape in shapes]
 
     def _loss_tangent(self, shape: tuple[int, ...], dtype: torch.dtype, weight: float) -> Locals:
         return [torch.full(shape, weight, dtype=self.dtype or dtype)] * self.program.mesh.num_devices

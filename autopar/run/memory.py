@@ -68,7 +68,7 @@ def _run(
             for t, whole in zip(program.inputs, given, strict=True)
         ]
         resting = parameters  # they rest beside what is gathered of them
-        parameters, sums = executor.begin(resting), executor.zero_sums()
+        parameters, sums = executor.begin(resting), executor.new_sums()
         resident = memory.live_bytes
         memory.reset_peak()
         results, saved = executor.forward(parameters, buffers, inputs, keep=train)

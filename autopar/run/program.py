@@ -4,8 +4,8 @@ The forward graph takes the local parameters, buffers and inputs, and returns on
 mutated buffers, then the saved values. The backward graph takes the saved values and a tangent per output that has one (the
 loss; what crosses to the stage after) and returns one gradient per parameter that has one, each in the parameter's storage
 layout, then one per input that has one (what crosses from the stage before), as the input lies. Where gradients accumulate over
-microbatches, it takes their sums after the tangents, adds to each in place and returns it, and `begin` and `end` come before the
-first and after the last microbatch of a step.
+microbatches, it takes their sums after the tangents, adds to each in place (the first microbatch that counts writes it:
+`autopar.kernels.sums.FIRST`) and returns it, and `begin` and `end` come before the first and after the last microbatch of a step.
 
 Nodes are aten ops, the functions of `autopar.ops`, and the steps of `autopar.kernels.collectives`, which name mesh axes
 by index; `autopar.run` binds these to process groups, the lockstep interpreter runs them over a list of virtual ranks.

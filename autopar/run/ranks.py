@@ -34,15 +34,30 @@ def by_first(action: Callable[[], Any], where: str, remedy: str) -> Any:
     Raises:
         RuntimeStateError: on all ranks, where it raises on the first.
     """
-    result = error = None
-    if rank() == 0:
-        try:
-            result = action()
-        except RuntimeStateError as refusal:
-            error = refusal.what, refusal.remedy
-        except Exception as reason:  # the others wait: they must learn of whatever it is
-            error = f"{type(reason).__name__}: {reason}", remedy
-    result, error = of_all((result, error))[0]
+    return _said(of_all(_outcome(action, remedy) if rank() == 0 else None)[0], where)
+
+
+def by_all(action: Callable[[], Any], where: str, remedy: str) -> list[Any]:
+    """What `action` returns on each rank, by rank.
+
+    Raises:
+        RuntimeStateError: on all ranks, where it raises on one.
+    """
+    return [_said(outcome, f"{where} (rank {number})") for number, outcome in enumerate(of_all(_outcome(action, remedy)))]
+
+
+def _outcome(action: Callable[[], Any], remedy: str) -> tuple[Any, tuple[str, str] | None]:
+    """What it returns, and what it refuses, with what to do."""
+    try:
+        return action(), None
+    except RuntimeStateError as refusal:
+        return None, (refusal.what, refusal.remedy)
+    except Exception as reason:  # the others wait: they must learn of whatever it is
+        return None, (f"{type(reason).__name__}: {reason}", remedy)
+
+
+def _said(outcome: tuple[Any, tuple[str, str] | None], where: str) -> Any:
+    result, error = outcome
     if error is not None:
         raise RuntimeStateError(error[0], where=where, remedy=error[1])
     return result

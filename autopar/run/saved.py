@@ -2,19 +2,19 @@
 
 A checkpoint is a folder that torch.distributed.checkpoint writes: the full model and its optimizer's state under the model's names,
 whatever layouts and stages they rested in, so that another plan, another mesh or another number of processes loads its own parts.
-Beside it stand `plan.json` and `autopar.json`, which says of which step it is. It is written under another name and renamed when all
-ranks' parts are there: a folder that bears a checkpoint's name is whole.
+Beside it stand `plan.json` and `autopar.json`, which says of which step it is, and what the checksum of each file is. It is written under
+another name and renamed when all ranks' parts are there: a folder that bears a checkpoint's name is whole, unless it was damaged since.
+Each says which run saved it, by which a run sees that another one saves into its folder (`saved_runs`).
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,15 @@ from torch.optim import Optimizer
 
 from autopar.errors import RuntimeStateError, size_text
 from autopar.run.holder import Holder
-from autopar.run.ranks import by_first, num_ranks, of_all, rank
+from autopar.run.ranks import by_all, by_first, num_ranks, of_all, rank
+from autopar.run.saved_files import ABOUT, FORMAT, SHARE, VERSION, Writer, about_text, checksums, read_about
+from autopar.run.saved_runs import check_alone, runs_of, this_run
 from autopar.run.saved_state import missing_files, read_others, read_state, state_of, states_of
 from autopar.version import VERSION as AUTOPAR_VERSION
 
 log = logging.getLogger("autopar")
-FORMAT, VERSION = "autopar-checkpoint", 1
 _NAME = re.compile(r"step_(\d{9,})")
 _SEEN_WITHIN_S, _PAUSE_S = 30.0, 0.5  # shared file systems show on one machine late what another wrote
-_SHARE = "put checkpoints into a folder that all machines share, by its whole path"
 
 
 class Checkpoints:
@@ -54,6 +54,7 @@ class Checkpoints:
         if keep < 1:
             raise RuntimeStateError(f"keep={keep} checkpoints", remedy="keep at least one")
         self.folder, self.keep = Path(folder), keep
+        self._known = runs_of(self._found())
 
     def steps(self) -> tuple[int, ...]:
         """The steps of which there are checkpoints; every rank calls it.
@@ -70,7 +71,7 @@ class Checkpoints:
         different = [number for number, steps in enumerate(seen) if steps != seen[0]]
         if different:
             what = f"ranks {different} do not see the checkpoints that rank 0 sees: {seen[different[0]]} against {seen[0]}"
-            raise RuntimeStateError(what, where=str(self.folder), remedy=_SHARE)
+            raise RuntimeStateError(what, where=str(self.folder), remedy=SHARE)
         return seen[0]  # type: ignore[no-any-return]
 
     def save(self, step: int, module: nn.Module, optimizer: Optimizer | None = None, **others: Any) -> Path:
@@ -84,29 +85,20 @@ class Checkpoints:
             The checkpoint's folder.
 
         Raises:
-            RuntimeStateError: on all ranks, where `module` is not compiled, the folder has later steps or is not shared, or it cannot be
-                written to. The checkpoints that are there stay.
+            RuntimeStateError: on all ranks, where `module` is not compiled, the folder has later steps or is not shared, another run saves
+                into it, or it cannot be written to. The checkpoints that are there stay.
         """
         if not isinstance(step, int) or step < 0:
             raise RuntimeStateError(f"step={step!r} is no number of steps", remedy="pass how many steps were made, from 0")
         holder, beside = _holder(module), states_of(others)
-        there = by_first(lambda: sorted(self._found()), str(self.folder), "see the reason")
-        if later := [n for n in there if n > step]:
-            what = f"step {step} is not saved beside later ones: {', '.join(map(str, later))}"
-            raise RuntimeStateError(what, where=str(self.folder), remedy="load before you train, remove those, or name another folder")
-        target = self._place(step)
-        writing = target.with_suffix(".part")
-        by_first(lambda: _fresh(writing), str(writing), "name a folder that can be written to")
-        self._seen_by_all(writing)
+        run = by_first(lambda: self._begun(step), str(self.folder), "name a folder that can be written to")
+        writing, state = self._part(step, run), state_of(holder, optimizer)
         try:
-            dcp.save(state_of(holder, optimizer), checkpoint_id=writing)
-        except dcp.api.CheckpointException as error:
-            what, free = f"step {step} was not saved: {_reasons(error)}", size_text(shutil.disk_usage(self.folder).free)
-            remedy = f"see the reason; {free} are free there. Earlier checkpoints are as they were"
-            raise RuntimeStateError(what, where=str(writing), remedy=remedy) from error
-        remedy = f"see the reason; {size_text(shutil.disk_usage(self.folder).free)} are free there"
-        by_first(lambda: self._finish(step, holder, writing, beside), str(writing), remedy)
-        return target
+            self._write(step, holder, writing, state, beside)
+        except RuntimeStateError:  # on all ranks; what it comes from may be another run, which removes what was begun
+            by_first(self._check_alone, str(self.folder), "see the reason")
+            raise
+        return self._place(step)
 
     def load(self, module: nn.Module, optimizer: Optimizer | None = None, **others: Any) -> int:
         """Go on from the newest checkpoint; every rank calls it, with arguments as of `save`.
@@ -115,15 +107,18 @@ class Checkpoints:
             After how many steps it was saved; 0 where there is none, and then nothing is changed.
 
         Raises:
-            RuntimeStateError: on all ranks, where it is of another model or optimizer, damaged, or some rank does not see it. Nothing is
-                changed then.
+            RuntimeStateError: on all ranks, where it is of another model or optimizer, some rank does not see it, or a file is not as it
+                was written: then it says which earlier one is whole. Nothing is changed.
         """
         steps = self.steps()
         if not steps:
             return 0
+        known = by_first(lambda: runs_of(self._found()), str(self.folder), "see the reason")
+        self._known = {step: run for step, run in known.items() if step in steps}  # one that is saved meanwhile is of a run that goes on
         holder, place = _holder(module), self._place(steps[-1])
-        before = f", and step {steps[-2]} is taken" if len(steps) > 1 else ""
-        about = by_first(lambda: _read(place), str(place), f"it is damaged: remove it{before}")
+        about, damage = read_about(place)
+        if damage:
+            raise RuntimeStateError(f"step {steps[-1]} is damaged: {damage}", where=str(place), remedy=self._remedy(steps))
         beside = read_others(place, others)
         left = (*read_state(place, holder, optimizer), *(name for name in beside if name not in others))
         for name, other in others.items():
@@ -136,8 +131,23 @@ class Checkpoints:
                 log.warning("saved there and not asked for: %s", ", ".join(left))
         return steps[-1]
 
+    def _remedy(self, steps: Sequence[int]) -> str:
+        """What to do where the newest of these is damaged; every rank calls it."""
+        for number, step in enumerate(reversed(steps[:-1]), start=1):
+            try:
+                damage = read_about(self._place(step))[1]
+            except RuntimeStateError as refusal:
+                damage = refusal.what
+            if not damage:
+                others = f" and {', '.join(map(str, steps[-number:-1]))}, damaged too" if number > 1 else ""
+                return f"remove it{others}: step {step} is whole, and is taken then"
+        return "remove it to begin anew: " + ("no earlier one is whole" if len(steps) > 1 else "there is no earlier one")
+
     def _place(self, step: int) -> Path:
         return self.folder / f"step_{step:09d}"
+
+    def _part(self, step: int, run: str) -> Path:
+        return self._place(step).with_suffix(f".{run}.part")
 
     def _found(self) -> dict[int, Path]:
         if not self.folder.is_dir():
@@ -154,28 +164,71 @@ class Checkpoints:
             else:
                 before.rename(target)
 
-    def _finish(self, step: int, holder: Holder, writing: Path, beside: Mapping[str, Any]) -> None:
-        """Name the checkpoint, then remove those that are too many, and what was begun before and not ended."""
+    def _check_alone(self) -> None:
+        check_alone(self._known, self._found())
+
+    def _begun(self, step: int) -> str:
+        """Make an empty folder to write into, where this run may save that step; the run, of which it is."""
+        found = self._found()
+        check_alone(self._known, found)
+        if later := [n for n in sorted(found) if n > step]:
+            what = f"step {step} is not saved beside later ones: {', '.join(map(str, later))}"
+            raise RuntimeStateError(what, remedy="load before you train, remove those, or name another folder")
+        writing = self._part(step, this_run())
+        if writing.exists():
+            shutil.rmtree(writing)
+        writing.mkdir(parents=True)
+        return this_run()
+
+    def _write(self, step: int, holder: Holder, writing: Path, state: dict[str, Any], beside: Mapping[str, Any]) -> None:
+        """Every rank its part, and what the first writes beside."""
+        self._seen_by_all(writing)
+        writer = Writer(writing)
+        try:
+            dcp.save(state, storage_writer=writer)
+        except dcp.api.CheckpointException as error:
+            what, free = f"step {step} was not saved: {_reasons(error)}", size_text(shutil.disk_usage(self.folder).free)
+            remedy = f"see the reason; {free} are free there. Earlier checkpoints are as they were"
+            raise RuntimeStateError(what, where=str(writing), remedy=remedy) from error
+        remedy = f"see the reason; {size_text(shutil.disk_usage(self.folder).free)} are free there"
+        sums = {name: of for each in by_all(lambda: checksums(writing, writer.written), str(writing), remedy) for name, of in each.items()}
+        by_first(lambda: self._finish(step, holder, writing, beside, sums), str(writing), remedy)
+
+    def _finish(self, step: int, holder: Holder, writing: Path, beside: Mapping[str, Any], sums: Mapping[str, int]) -> None:
+        """Name the checkpoint, whose other files have these checksums; remove those that are too many, and what was begun and not ended."""
         if missing := missing_files(writing):
-            raise RuntimeStateError(f"step {step} is not whole: {', '.join(missing[:3])} of other ranks are not there", remedy=_SHARE)
-        plan, target = getattr(holder, "plan", None), self._place(step)
+            raise RuntimeStateError(f"step {step} is not whole: {', '.join(missing[:3])} of other ranks are not there", remedy=SHARE)
+        plan = getattr(holder, "plan", None)
         about = {
             "format": FORMAT, "version": VERSION, "step": step, "mesh": "" if plan is None else str(plan.mesh),
             "plan": "" if plan is None else plan.hash, "random_state": holder.random_state, "world_size": num_ranks(),
-            "autopar": AUTOPAR_VERSION, "torch": torch.__version__,
+            "run": this_run(), "autopar": AUTOPAR_VERSION, "torch": torch.__version__,
         }  # fmt: skip
         _written(writing / "others.pt", lambda path: torch.save(dict(beside), path))
-        _written(writing / "autopar.json", lambda path: path.write_text(json.dumps(about, indent=1) + "\n"))
         if plan is not None:
             _written(writing / "plan.json", plan.save)
-        before = target.with_suffix(".old")
-        if target.exists():  # saved again: the one that is whole is put back (`_repair`) where this ends before the other has its name
-            target.rename(before)
-        writing.rename(target)
+        own = checksums(writing, [each.name for each in writing.iterdir() if each.name not in sums])
+        _written(writing / ABOUT, lambda path: path.write_text(about_text({**about, "files": {**sums, **own}})))
+        before = self._named(step, writing)
         found = self._found()
         begun = (each for each in self.folder.glob("step_*.part") if (match := _NAME.match(each.name)) and int(match[1]) <= step)
         for old in (before, *begun, *(found[n] for n in sorted(found)[: -self.keep])):
             shutil.rmtree(old, ignore_errors=True)
+
+    def _named(self, step: int, writing: Path) -> Path:
+        """Give the checkpoint its name; where one that bore it is now, if any did."""
+        found, target = self._found(), self._place(step)
+        check_alone(self._known, found)
+        before = target.with_suffix(".old")
+        if step in found:  # saved again: the one that is whole is put back (`_repair`) where this ends before the other has its name
+            target.rename(before)
+            try:
+                check_alone(self._known, {step: before})
+            except RuntimeStateError:
+                self._repair()
+                raise
+        writing.rename(target)  # fails where another run has saved that step by now
+        return before
 
     def _seen_by_all(self, place: Path) -> None:
         deadline = time.monotonic() + _SEEN_WITHIN_S
@@ -183,7 +236,7 @@ class Checkpoints:
             time.sleep(_PAUSE_S)
         blind = [number for number, sees in enumerate(of_all(place.is_dir())) if not sees]
         if blind:
-            raise RuntimeStateError(f"ranks {blind} do not see the folder that rank 0 made", where=str(place), remedy=_SHARE)
+            raise RuntimeStateError(f"ranks {blind} do not see the folder that rank 0 made", where=str(place), remedy=SHARE)
 
 
 def _holder(module: nn.Module) -> Holder:
@@ -193,26 +246,6 @@ def _holder(module: nn.Module) -> Holder:
         what = f"{type(module).__name__} is not compiled, or was not called yet"
         raise RuntimeStateError(what, remedy="pass what autopar.compile(model, example_inputs=batch) returned")
     return found
-
-
-def _fresh(place: Path) -> None:
-    """An empty folder."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if place.exists():
-        shutil.rmtree(place)
-    place.mkdir()
-
-
-def _read(place: Path) -> Mapping[str, Any]:
-    """What `autopar.json` says, once all other files are there as well."""
-    about = json.loads((place / "autopar.json").read_text())
-    if about.get("format") != FORMAT or about.get("version") != VERSION:
-        what = f"the checkpoint is of format {about.get('format')!r}, version {about.get('version')!r}"
-        raise RuntimeStateError(what, remedy=f"this autopar reads {FORMAT!r}, version {VERSION}")
-    torch.load(place / "others.pt", weights_only=True)
-    if missing := missing_files(place):
-        raise OSError(f"{', '.join(missing[:3])} is not there, or cut off")
-    return about  # type: ignore[no-any-return]
 
 
 def _written(path: Path, write: Callable[[Path], object]) -> None:

@@ -49,7 +49,8 @@ class StageWork:
         self._buffers, self._parts, self._weights, self._keep = buffers, parts, weights, keep
         with torch.no_grad():
             self._parameters = self.executor.begin(parameters)
-        self._sums = self.executor.zero_sums() if keep else []
+        self._sums = self.executor.new_sums() if keep else []
+        self._added = False
         self._gradients: list[Tensor] = []
         self.outputs: dict[str, list[Tensor]] = {t.name: [] for t in self.program.outputs if not t.crosses and t.name in wanted}
         self._forget()
@@ -69,6 +70,8 @@ class StageWork:
     def finish(self) -> list[Tensor]:
         """After a step: one gradient per parameter that has one. Lets go of everything."""
         sums, gradients = self._sums, self._gradients
+        for total in () if self._added else sums:  # nothing counted in any microbatch
+            total.zero_()
         self.clear()
         with torch.no_grad():
             return self.executor.end(sums) if sums else gradients
@@ -128,7 +131,8 @@ class StageWork:
         ]
         del arrived
         with torch.no_grad():
-            results = self.executor.backward(self._saved.pop(number), tangents, self._sums)
+            results = self.executor.backward(self._saved.pop(number), tangents, self._sums, first=not self._added and bool(self._sums))
+            self._added = True
             self._returning[number] = [g.contiguous() for g in results[self._trained :]]
             del results[self._trained :]
             self._gradients = [] if self._sums else _apart(results)

@@ -25,6 +25,7 @@ from autopar.verification.case import Case, PlainModelError
 from autopar.verification.comparison import Results, compare, floor_share_of, floor_share_with, tolerance_of, tolerance_with
 from autopar.verification.diagnosis import diagnose
 from autopar.verification.report import Verification
+from autopar.verification.zeros import scale_of_zeros
 
 
 def verify_program(
@@ -92,8 +93,12 @@ def _judge(case: Case, ran: Lockstep, plain: Results, lower: Mapping[str, torch.
     ours, strict = Results(ran.outputs, ran.buffers, ran.gradients), tolerance_of(case.computed)
     limit = tolerance if tolerance is not None else max(strict, tolerance_with(lower.values()))
     share = floor_share_of(case.computed)
-    errors = compare(ours, plain, max(share, floor_share_with(lower.values())))
-    traced = compare(ours, case.run_traced(), share).worst if lower and case.num_draws_apart == 1 else None
+    wide = max(share, floor_share_with(lower.values()))
+    errors, scale = compare(ours, plain, wide), 0.0
+    if max(errors.gradients.values(), default=0.0) > limit:
+        scale = scale_of_zeros(case, plain, limit * wide)
+        errors = compare(ours, plain, wide, scale)
+    traced = compare(ours, case.run_traced(), share, scale).worst if lower and case.num_draws_apart == 1 else None
     return Verification(
         ok=errors.worst <= limit and (traced is None or traced <= strict),
         tolerance=limit,

@@ -3,7 +3,7 @@
 The error of a tensor a against its reference b is max|a − b| / max(max|b|, floor). Some gradients are truly zero (of a key
 projection's bias: softmax does not see it) and hold only rounding noise; so the floor of a gradient is a share of the largest
 magnitude among all gradients. With tolerance t and share f an error below t · f of that magnitude passes: in float64
-1e-13 of the largest gradient.
+1e-13 of the largest gradient. Where all are truly zero see `autopar.verification.zeros`.
 """
 
 from __future__ import annotations
@@ -65,21 +65,21 @@ class Errors:
         return max((*self.outputs.values(), *self.buffers.values(), *self.gradients.values()))
 
 
-def compare(ours: Results, reference: Results, share: float) -> Errors:
+def compare(ours: Results, reference: Results, share: float, scale: float = 0.0) -> Errors:
     """Errors of everything that `reference` has; a gradient that `ours` does not have counts as zeros.
 
     Args:
-        share: the gradients' floor as a share of the largest magnitude among them.
+        share: the gradients' floor as a share of the largest magnitude among them, or of `scale` if that is larger.
     """
     return Errors(
-        _relative(ours.outputs, reference.outputs, 0.0),
-        _relative(ours.buffers, reference.buffers, 0.0),
-        _relative(ours.gradients, reference.gradients, share),
+        _relative(ours.outputs, reference.outputs, 0.0, 0.0),
+        _relative(ours.buffers, reference.buffers, 0.0, 0.0),
+        _relative(ours.gradients, reference.gradients, share, scale),
     )
 
 
-def _relative(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], share: float) -> dict[str, float]:
-    floor = share * max((magnitude(x) for x in reference.values()), default=0.0)
+def _relative(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], share: float, scale: float) -> dict[str, float]:
+    floor = share * max((scale, *(magnitude(x) for x in reference.values())))
     return {name: relative_error(ours.get(name), wanted, floor) for name, wanted in reference.items()}
 
 

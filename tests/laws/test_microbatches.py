@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -13,14 +14,18 @@ from torch.nn import functional as F
 import autopar
 from autopar import random_ops
 from autopar.analysis.microbatches import Microbatching, microbatching
+from autopar.api.planning import plan_model
 from autopar.api.tracing import microbatch_of, trace_part
 from autopar.capture import Trace, capture
 from autopar.capture.execute import execute
 from autopar.capture.trees import flatten_call
 from autopar.emit.staged import _count
 from autopar.errors import AutoparError, ConstraintError, CoupledError
+from autopar.kernels.collectives import fake_groups
 from autopar.mesh import Mesh
-from autopar.run.program import Microbatches
+from autopar.run.executor import Executor
+from autopar.run.program import Microbatches, StagedProgram
+from autopar.run.stage_work import StageWork
 from benchmarks import zoo
 
 NUM = 4
@@ -211,3 +216,46 @@ def test_a_microbatch_in_which_nothing_counts_adds_nothing(loss: Any) -> None:
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(pm.get_parameter(name).grad.full_tensor(), parameter.grad)
     assert autopar.verify(pm.plan, model, whole).ok
+
+
+def nan_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of gradients begin with what would spoil them."""
+    plain = Executor.new_sums
+    monkeypatch.setattr(Executor, "new_sums", lambda self: [total.fill_(math.nan) for total in plain(self)])
+
+
+@pytest.mark.parametrize("ignored", [(), (0,), (0, 1), (1, 3), (0, 1, 2, 3)], ids=str)
+def test_the_first_microbatch_that_counts_writes_the_sums_whatever_was_in_them(
+    ignored: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nan_sums(monkeypatch)
+    torch.manual_seed(0)
+    model = Head(lambda z, y: F.cross_entropy(z, y))
+    data = {"x": torch.randn(8, 3), "y": torch.randint(0, 5, (8,))}
+    pm = autopar.compile(copy.deepcopy(model), Mesh(1), example_inputs=data, num_microbatches=NUM)
+    for scale in (1.0, -2.0):
+        labels = data["y"].clone()
+        for number in ignored:
+            labels[2 * number : 2 * number + 2] = -100
+        given = {"x": data["x"] * scale, "y": labels}
+        for each in (pm, model):
+            each.zero_grad()
+            each(**given)["loss"].backward()
+        for name, parameter in model.named_parameters():
+            ours = pm.get_parameter(name).grad.full_tensor()
+            torch.testing.assert_close(ours, torch.zeros_like(parameter) if len(ignored) == NUM else parameter.grad)
+
+
+def test_gradients_are_zero_where_no_microbatch_weighs_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    nan_sums(monkeypatch)
+    made = plan_model(Head(F.mse_loss), Mesh(1), example_inputs=batch(), hardware="cpu-gloo", num_microbatches=NUM)[1]
+    assert isinstance(made.program, StagedProgram)
+    (stage,) = made.program.stages
+    work = StageWork(stage, Executor(stage, fake_groups(stage.mesh), outputs="local"), torch.device("cpu"))
+    parts = [{name: x[2 * n : 2 * n + 2] for name, x in batch().items()} for n in range(NUM)]
+    work.begin([], [torch.randn(t.shape) for t in stage.parameters], [], parts, [0.0] * NUM, keep=True)
+    for number in range(NUM):
+        work.forward(number)
+        work.backward(number)
+    gradients = work.finish()
+    assert len(gradients) == 2 and not any(g.any() for g in gradients)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,19 @@ def test_a_folder_that_ranks_do_not_share_is_refused_on_all_of_them(tmp_path: Pa
         assert "ranks [1] do not see the checkpoints that rank 0 sees: (1,) against ()" in each["rank 1 sees it"]
         assert "ranks [1] do not see the folder that rank 0 made" in each["saved apart"] and "all machines share" in each["saved apart"]
         assert "Error" in each["a file"] and "can be written to" in each["a file"]
+
+
+def test_a_damaged_file_of_any_rank_is_refused_on_all_of_them(tmp_path: Path) -> None:
+    first, second = run_processes(2, WORKER, "damaged", str(tmp_path))
+    assert first == second
+    assert "step 0 is damaged: __0_0.distcp is not as it was written" in first[0] and "there is no earlier one" in first[0]
+    assert "step 1 is damaged: __1_0.distcp is not as it was written" in first[1] and "no earlier one is whole" in first[1]
+
+
+def test_of_two_runs_that_begin_in_one_folder_at_once_one_goes_on_and_all_ranks_of_the_other_are_told(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        both = list(pool.map(lambda name: run_processes(2, WORKER, "beside", str(tmp_path), name), ("first", "second")))
+    (ended, same), (went_on, _) = sorted(both, key=lambda ranks: int(ranks[0]["saved"]))
+    assert ended == same and "another run saves into this folder, too: step" in ended["said"] and "end the other" in ended["said"]
+    assert ended["saved"] == 0 and went_on["saved"] == 3
+    assert went_on["damage"] == "" and set(went_on["run"]) == {2, 3} and len(set(went_on["run"].values())) == 1

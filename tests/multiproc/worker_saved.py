@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 import autopar
 from autopar.errors import RuntimeStateError
-from autopar.run import saved
+from autopar.run import saved, saved_files, saved_runs
 from benchmarks.common import load_profile
 from benchmarks.zoo import build
 
@@ -59,6 +60,42 @@ def blind(rank: int, folder: str) -> dict[str, str]:
         "saved apart": _refusal(lambda: autopar.Checkpoints(own).save(2, module)),
         "a file": _refusal(lambda: autopar.Checkpoints(no_folder).save(2, module)),
     }
+
+
+def damaged(rank: int, folder: str) -> list[str]:
+    """What loading says of a bit that is flipped in each rank's own file, one after the other."""
+    model, batch = build("gpt2")
+    module = autopar.compile(model, example_inputs=batch, hardware="cpu-gloo")
+    checkpoints = autopar.Checkpoints(folder)
+    said = []
+    for writer in range(torch.distributed.get_world_size()):
+        place = checkpoints.save(writer, module)
+        torch.distributed.barrier()
+        if rank == 0:
+            with (place / f"__{writer}_0.distcp").open("r+b") as file:
+                file.seek(-9, 2)
+                byte = file.read(1)[0]
+                file.seek(-9, 2)
+                file.write(bytes([byte ^ 64]))
+        torch.distributed.barrier()
+        said.append(_refusal(lambda: checkpoints.load(module)))
+    return said
+
+
+def beside(rank: int, folder: str, name: str) -> dict[str, Any]:
+    """One of two runs that begin in one folder at once: how many steps it saved, and what then ended it."""
+    model, batch = build("gpt2")
+    module = autopar.compile(model, example_inputs=batch, hardware="cpu-gloo")
+    checkpoints = autopar.Checkpoints(Path(folder) / "shared")
+    assert checkpoints.load(module) == 0
+    (Path(folder) / f"{name}.{rank}").touch()
+    while len(list(Path(folder).glob("*.?"))) < 4:
+        time.sleep(0.001)
+    for step in range(1, 4):
+        if said := _refusal(lambda step=step: checkpoints.save(step, module)):  # type: ignore[misc]
+            return {"saved": step - 1, "said": said}
+    damage = saved_files.read_about(checkpoints._place(3))[1]
+    return {"saved": 3, "said": "", "run": saved_runs.runs_of(checkpoints._found()), "damage": damage}
 
 
 def _refusal(action: Callable[[], object]) -> str:

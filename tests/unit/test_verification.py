@@ -361,3 +361,69 @@ class Squared(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.net(x).square().mean()
         return loss
+
+
+class Blind(nn.Module):
+    """A loss that sees none of its parameters, in some way."""
+
+    WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "softmax": lambda z: z.softmax(-1).sum(),
+        "softmax of many": lambda z: (1000 * z).softmax(-1).mean(),
+        "in float32": lambda z: z.float().softmax(-1).sum(),
+        "centred": lambda z: (z - z.mean(-1, keepdim=True)).sum() + 1,
+        "layer norm": lambda z: nn.functional.layer_norm(z, z.shape[-1:]).sum() + 1,
+        "dead": lambda z: (z - 100).relu().sum() + 1,
+        "multiplied by zero": lambda z: (z * 0).sum() + 1,
+    }
+
+    def __init__(self, way: str, factor: float = 1.0) -> None:
+        super().__init__()
+        self.up, self.down, self.way, self.factor = nn.Linear(8, 16), nn.Linear(16, 8), self.WAYS[way], factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.way(self.down(self.up(x).tanh())) * self.factor
+
+
+def planned_blind(model: nn.Module) -> tuple[tuple[torch.Tensor], Trace, Planned]:
+    torch.manual_seed(0)
+    batch = (torch.randn(12, 8),)
+    trace = capture(model, batch)
+    return batch, trace, make_plan(trace, MESH, H100, PlanOptions(constraints=(autopar.constraints.tensor_parallel("1d", axes="tensor"),)))
+
+
+@pytest.mark.parametrize("way", Blind.WAYS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_gradients_that_are_all_zero_are_measured_by_what_they_are_added_up_of(way: str, dtype: torch.dtype) -> None:
+    model = Blind(way)
+    batch, trace, made = planned_blind(model)
+    assert verify_program(trace, made.program, model, batch, {}, dtype=dtype).ok
+
+
+@pytest.mark.parametrize("way", ["softmax", "centred", "layer norm"])
+@pytest.mark.parametrize("share", [1.0, 1e-6])
+def test_where_gradients_should_all_be_zero_one_that_is_not_is_found(way: str, share: float) -> None:
+    model = Blind(way)
+    batch, trace, made = planned_blind(model)
+    change_first_gradient(made.program, torch.ops.aten.add.Tensor, share)
+    with pytest.raises(VerificationError):
+        verify_program(trace, made.program, model, batch, {})
+
+
+def change_first_gradient(program: Program, op: Any, number: float) -> None:
+    output = next(iter(reversed(program.backward.graph.nodes)))
+    first, *others = output.args[0]
+    with program.backward.graph.inserting_before(output):
+        output.args = ((program.backward.graph.call_function(op, (first, number)), *others),)
+    program.backward.recompile()
+
+
+@pytest.mark.parametrize("factor", [1e-15, 1e-25])
+def test_true_gradients_however_small_are_not_taken_for_zeros(factor: float) -> None:
+    torch.manual_seed(0)
+    model = Blind("dead", factor)
+    model.way = lambda z: z.square().sum()
+    batch, trace, made = planned_blind(model)
+    assert verify_program(trace, made.program, model, batch, {}).ok
+    change_first_gradient(made.program, torch.ops.aten.mul.Tensor, 1.001)
+    with pytest.raises(VerificationError):
+        verify_program(trace, made.program, model, batch, {})

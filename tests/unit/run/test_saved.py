@@ -12,6 +12,10 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import RuntimeStateError
+from autopar.run import saved as saved_in
+from autopar.run import saved_runs
+from autopar.run.saved_files import read_about
+from autopar.run.saved_runs import runs_of
 
 BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
 
@@ -183,21 +187,131 @@ def test_a_kill_between_two_names_loses_nothing(saved: tuple[Path, float], monke
     assert autopar.Checkpoints(folder).load(module, optimizer) == 3 and step(module, optimizer) == wanted
 
 
+class Run:
+    """A run of its own, as in a process of its own, that saves a model with one value in it."""
+
+    def __init__(self, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.name, self._patch, self.module, self.checkpoints = name, monkeypatch, compiled(), autopar.Checkpoints(folder, keep=5)
+
+    def load(self) -> int:
+        return self.checkpoints.load(self.module)
+
+    def save(self, at: int) -> Path:
+        with torch.no_grad(), self._patch.context() as patch:
+            for module in (saved_in, saved_runs):
+                patch.setattr(module, "this_run", lambda: self.name)
+            next(self.module.parameters()).fill_(len(self.name))
+            return self.checkpoints.save(at, self.module)
+
+    def is_of(self, place: Path) -> bool:
+        """Whether a checkpoint is whole, and what this run saves."""
+        return read_about(place)[1] == "" and runs_of({0: place}) == {0: self.name}
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_of_two_runs_in_one_folder_that_which_saves_later_is_refused(tmp_path: Path, loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Run("first", tmp_path, monkeypatch)
+    first.save(1)
+    second = Run("second run", tmp_path, monkeypatch)
+    assert not loads or second.load() == 1
+    place = second.save(2)
+    for at in (2, 3, 1):
+        with pytest.raises(RuntimeStateError, match="another run saves into this folder, too: step 2 is of second run, this run is first"):
+            first.save(at)
+    assert second.is_of(place) and first.is_of(tmp_path / "step_000000001")
+    second.save(3)
+    assert first.load() == 3 and first.save(4).is_dir(), "the one that loads goes on after the other"
+    with pytest.raises(RuntimeStateError, match="step 4 is of first"):
+        second.save(4)
+
+
+def test_a_run_goes_on_after_one_that_died_and_may_save_its_last_step_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Run("first", tmp_path, monkeypatch).save(1)
+    (tmp_path / "step_000000002.first.part").mkdir()
+    second = Run("second run", tmp_path, monkeypatch)
+    assert second.load() == 1
+    assert second.is_of(second.save(1)) and second.is_of(second.save(2)) and not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("when", ["before its parts", "before its name"])
+@pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
+def test_of_two_runs_that_save_a_step_at_once_one_does(tmp_path: Path, when: str, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Run("first", tmp_path, monkeypatch), Run("second run", tmp_path, monkeypatch)
+    if again:
+        first.save(1)
+        assert first.load() == second.load() == 1
+    owner, name = (saved_in.dcp, "save") if when == "before its parts" else (Path, "rename")
+    plain, begun = getattr(owner, name), []
+
+    def meanwhile(*args: Any, **kwargs: Any) -> Any:
+        if not begun and (name == "save" or args[0].is_dir()):
+            begun.append(True)
+            second.save(1)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, meanwhile)
+    with pytest.raises(RuntimeStateError, match="step 1 is of second run, this run is first"):
+        first.save(1)
+    assert second.is_of(tmp_path / "step_000000001") and second.save(2).is_dir()
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("file", ["autopar.json", "others.pt", ".metadata", "__0_0.distcp"])
-@pytest.mark.parametrize("damage", [Path.unlink, cut], ids=["gone", "cut"])
+def flip(path: Path, at: int | None = None) -> None:
+    """One bit, by default in the middle."""
+    content = bytearray(path.read_bytes())
+    at = len(content) // 2 if at is None else at
+    content[at] ^= 1 << at % 8
+    path.write_bytes(content)
+
+
+FILES = ("autopar.json", "others.pt", "plan.json", ".metadata", "__0_0.distcp")
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", [Path.unlink, cut, flip], ids=["gone", "cut", "flipped"])
 def test_a_damaged_checkpoint_is_refused_with_what_else_there_is(saved: tuple[Path, float], file: str, damage: Any) -> None:
     folder, _ = saved
     damage(folder / "step_000000003" / file)
     module = compiled()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
     before = values(module)
-    with pytest.raises(RuntimeStateError, match=r"step_000000003(.|\n)*remove it, and step 2 is taken"):
+    words = rf"step 3 is damaged: {file} (.|\n)*step_000000003(.|\n)*remove it: step 2 is whole, and is taken then"
+    with pytest.raises(RuntimeStateError, match=words):
         autopar.Checkpoints(folder).load(module, optimizer)
     assert all(torch.equal(before[name], value) for name, value in values(module).items()) and not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("damaged", "remedy"),
+    [((3, 2), "remove it and 2, damaged too: step 1 is whole, and is taken then"), ((3, 2, 1), "to begin anew: no earlier one is whole")],
+)
+def test_of_several_damaged_checkpoints_the_newest_whole_one_is_named(tmp_path: Path, damaged: tuple[int, ...], remedy: str) -> None:
+    module, checkpoints = compiled(), autopar.Checkpoints(tmp_path, keep=3)
+    for n in (1, 2, 3):
+        checkpoints.save(n, module)
+    for n in damaged:
+        flip(tmp_path / f"step_{n:09d}" / "__0_0.distcp")
+    with pytest.raises(RuntimeStateError, match=remedy):
+        checkpoints.load(module)
+
+
+def test_a_bit_that_is_flipped_anywhere_is_found(saved: tuple[Path, float]) -> None:
+    place = saved[0] / "step_000000003"
+    assert read_about(place)[1] == ""
+    for file in FILES:
+        size, whole = (place / file).stat().st_size, (place / file).read_bytes()
+        for at in range(0, size, 1 if file == "autopar.json" else 1 + size // 20):
+            flip(place / file, at)
+            try:
+                damage = read_about(place)[1]
+            except RuntimeStateError as refusal:  # in the words that say of which format it is
+                damage = refusal.what if file == "autopar.json" else ""
+            assert damage, f"byte {at} of {file}"
+            (place / file).write_bytes(whole)
+    assert read_about(place)[1] == ""
 
 
 def test_what_was_saved_and_is_not_asked_for_is_told(saved: tuple[Path, float], caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
@@ -224,7 +338,7 @@ def test_what_could_not_be_read_back_is_not_saved(saved: tuple[Path, float]) -> 
     with pytest.raises(RuntimeStateError, match="the state of 'draws' is nothing that a checkpoint is read back with"):
         autopar.Checkpoints(folder).save(4, compiled(), draws=Drawing())
     (folder.parent / "file").touch()
-    with pytest.raises(RuntimeStateError, match=r"FileExistsError(.|\n)*can be written to"):
+    with pytest.raises(RuntimeStateError, match=r"NotADirectoryError(.|\n)*can be written to"):
         autopar.Checkpoints(folder.parent / "file").save(4, compiled())
     module = compiled()
     autopar.Checkpoints(folder.parent / "alone").save(1, module)
