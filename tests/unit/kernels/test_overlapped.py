@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import KernelError
-from autopar.kernels import bound, chunked, library, overlapped, providers
+from autopar.kernels import bound, chunked, fused, library, overlapped, providers
 from autopar.kernels.collectives import AxisGroup
 from autopar.kernels.equations import check_chunked, multiply_into, result_shape
 from autopar.kernels.peers import HostThreads, VirtualRanks
@@ -154,6 +154,14 @@ def test_along_an_axis_of_size_one_there_is_only_the_product() -> None:
     assert torch.equal(y, dot("mk,kn->mn", x, w))
     assert torch.equal(overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), 0, group, 2, dot), y)
     assert torch.equal(overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), 0, group, 2, dot, y), 2 * y)
+
+
+def test_a_step_has_the_bias_where_its_part_of_what_is_summed_over_is_the_first() -> None:
+    x, w, bias = whole_numbers((5, 3), 1), whole_numbers((3, 4), 2), whole_numbers((4,), 3)
+    for starts, added in (((), bias), ((0,), bias), ((0, 0), bias), ((3,), 0 * bias), ((0, 3), 0 * bias)):
+        _, y = fused.gather_bound(x, w, "mk,kn->mn", 0, 0, 1, "", 0, 2, bias, starts)
+        part = fused.scatter_bound(x, w, None, "mk,kn->mn", 0, 1, "", 0, 2, bias, starts)
+        assert torch.equal(y, x @ w + added) and torch.equal(part, y)
 
 
 def test_a_fake_group_has_the_shapes_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
