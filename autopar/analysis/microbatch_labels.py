@@ -21,7 +21,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from autopar import random_ops
+from autopar import ops, random_ops
 from autopar.errors import CoupledError
 from autopar.layout import Layout, Strategy
 from autopar.rules import AxisOption, Call, axis_options, call_of, localize, operands_of, where_of
@@ -133,6 +133,8 @@ def _special(node: fx.Node, call: Call, part: Call, reads: list[Label], num: int
     average = next((r for r in reads if r.is_average), None)
     if average is not None and alike and (call.target in _SUMS or call.target is aten._to_copy.default):
         return (average,) if all(r in (average, WHOLE) for r in reads) else None
+    if average is not None and alike and call.target is ops.dot and set(reads[:2]) == {WHOLE, average}:
+        return (average,) if reads[2:] == [WHOLE] else None  # else the rule says what it is
     return None
 
 

@@ -26,12 +26,12 @@ class Normed(NamedTuple):
 
 
 def normed_after(product: fx.Node) -> Normed | None:
-    """Of a product of forward that only a sum reads, that sum and the first norm of it; None where there is none that
+    """Of a product of forward, without a bias, that only a sum reads, that sum and the first norm of it; None where there is none that
     `autopar.kernels.normed_scatter` does: with a weight, computed in at least float32 and rounded as the sum is. Of two products of one
     sum the last one has the norm.
     """
     total = next(iter(product.users), product)
-    if not _is_read_once(product) or not _adds(total, product):
+    if not _is_read_once(product) or len(product.args) > 3 or not _adds(total, product):
         return None
     if any(_is_read_once(x) and product < x for x in total.all_input_nodes):  # nodes stand in an order
         return None

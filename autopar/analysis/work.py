@@ -208,9 +208,9 @@ def _is_causal(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 def _dot_flops(args: Sequence[Any], inputs: Infos, outputs: Infos) -> int:
-    """``dot(equation, a, b)``: one multiply-add per point of the space that all letters span."""
+    """``dot(equation, a, b, bias)``: one multiply-add per point of the space that all letters span; a bias begins the sum."""
     terms = args[0].split("->")[0].replace(" ", "").split(",")
-    sizes = {letter: size for term, info in zip(terms, inputs, strict=True) for letter, size in zip(term, info.shape, strict=True)}
+    sizes = {letter: size for term, info in zip(terms, inputs[:2], strict=True) for letter, size in zip(term, info.shape, strict=True)}
     return 2 * math.prod(sizes.values())
 
 

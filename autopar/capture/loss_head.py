@@ -118,6 +118,7 @@ def _head(gradient: fx.Node) -> Head:
     logits, m, s, labels, factor = gradient.args
     at = logits.meta["module"] or "the model"
     _expect(logits.target is ops.dot, f"the logits of {at} are made by {logits.name}, not by a linear layer alone")
+    _expect(len(logits.args) == 3, f"the linear layer that makes the logits of {at} has a bias")
     _expect(dtype_of(logits) != torch.float16, f"gradients of {at} in float16 could overflow before they are scaled")
     readers = {m, s, gradient, *(n for n in logits.users if n.target is ops.pick)}
     others = [n for n in logits.users if n not in readers]

@@ -51,6 +51,8 @@ class NormWalk:
         made, out = self.facts.nodes[self.product].meta["val"], norm.meta["val"]
         dtype, wide = made.dtype, _WIDE.get(made.dtype, torch.float32)
         alike = all(isinstance(x, fx.Node) and (x.meta["val"].shape, x.meta["val"].dtype) == (made.shape, dtype) for x in total.args)
+        if len(self.facts.nodes[self.product].args) > 3:
+            yield "its product has a bias"
         if total.kwargs or len(total.args) != 2 or total.args[0] is total.args[1] or not alike:
             yield "it is added to what is not like it"
         of_total = squares.target is ops.square_sum and squares.args == (total, wide)

@@ -78,6 +78,9 @@ class KernelWalk:
         if found is None or chosen is None or self.facts.nodes[found.key].target is not ops.dot:
             yield f"{kernel.node} is no product at its end"
             return
+        if found.operand > 1:
+            yield f"{kernel.node} has it as its bias, which is no factor"
+            return
         yield from self._at_end(tensor, step, steps, found, chosen)
         if found.operand < 0 and found.key != tensor.key:
             yield from self._added(tensor, step, found)
@@ -137,11 +140,9 @@ class KernelWalk:
             return
         if chosen.inputs[product.operand] != step.target:
             yield "the product reads it in another layout"
-        factors = operands_of(node)
-        other = factors[1 - product.operand]
-        made_in = self._made_in(other)
-        if made_in and (made_in, node.meta["phase"]) != ("forward", "backward"):
-            yield "the other factor may not be there when it is read first"
+        others = [other for number, other in enumerate(operands_of(node)) if number != product.operand]
+        if any(made_in and (made_in, node.meta["phase"]) != ("forward", "backward") for made_in in map(self._made_in, others)):
+            yield "what else the product reads may not be there when it is read first"
 
     def _crossed(self, key: tuple[str, int]) -> bool:
         """Whether a tensor comes from another stage."""

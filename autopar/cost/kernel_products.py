@@ -91,11 +91,11 @@ def _heads(classes: ClusterClass) -> Iterator[tuple[int, Strategy]]:
 
 
 def factor_of(cluster: Cluster, ref: Ref) -> int | None:
-    """Which factor of the cluster's product a tensor is, if nothing else in the cluster reads it."""
+    """Which factor of the cluster's product a tensor is, if nothing else in the cluster reads it; a bias is none."""
     head = cluster.members[0]
     at = [i for i, read in enumerate(head.reads) if read == ref]
     alone = head.call.target is ops.dot and len(at) == 1 and not any(ref in m.reads for m in cluster.members[1:])
-    return at[0] if alone else None
+    return at[0] if alone and at[0] < 2 else None
 
 
 def makes(cluster: Cluster, ref: Ref, target: Callable[..., object]) -> bool:

@@ -34,6 +34,7 @@ from autopar.hardware import HardwareProfile
 from autopar.kernels import equations
 from autopar.kernels.chunked import Shards
 from autopar.layout import Strategy
+from autopar.ops.products import bias_term
 from autopar.rules import Call, TensorInfo
 
 NAMES = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
@@ -79,12 +80,15 @@ class Site:
 
     def infos(self, num: int = 1) -> tuple[list[TensorInfo], list[TensorInfo]]:
         """What one of `num` chunks of the product reads and makes."""
-        terms = terms_of(self.call)
-        letter = terms[2][self.result_dim]
-        tensors = zip((*self.call.inputs, *self.call.outputs), (*self.strategy.inputs, *self.strategy.outputs), terms, strict=True)
+        *terms, result = terms_of(self.call)
+        letter = result[self.result_dim]
+        terms += [bias_term(str(self.call.args[0]), len(info.shape)) for info in self.call.inputs[2:]]
+        tensors = zip(
+            (*self.call.inputs, *self.call.outputs), (*self.strategy.inputs, *self.strategy.outputs), (*terms, result), strict=True
+        )
         local = [(local_info(info, layout, self.mesh_shape), term) for info, layout, term in tensors]
         cut = [TensorInfo(tuple(-(-n // num) if at == letter else n for at, n in zip(t, i.shape, strict=True)), i.dtype) for i, t in local]
-        return cut[:2], cut[2:]
+        return cut[:-1], cut[-1:]
 
     def region(self, operand: int, dim: int, num_chunks: int) -> Region:
         """What it shares with its peers, on some axis, for a tensor whose `dim` moves.
@@ -93,7 +97,7 @@ class Site:
             operand: which factor is gathered; 2 for the result, which is scattered.
         """
         reads, makes = self.infos()
-        info = (*reads, *makes)[operand]
+        info = (*reads[:2], *makes)[operand]
         return Region(NAMES[self.kind], Shards.of(info.shape, dim, info.dtype, self.size, num_chunks))
 
     def seconds(self, profile: HardwareProfile, num: int = 1) -> float:

@@ -210,9 +210,10 @@ class _Offers:
         if product.factor is None and arc.collective.dtype != str(head.call.outputs[0].dtype).removeprefix("torch."):
             return "its sums are reduced in another dtype"
         if product.factor is not None:
-            made_in = self.phases.get(head.reads[1 - product.factor][0])
-            if made_in is not None and not (made_in == "forward" and self.phases[head.node] == "backward"):
-                return "its other factor may not be there when this is read first"
+            for number, (other, _) in enumerate(head.reads):
+                made_in = self.phases.get(other) if number != product.factor else None
+                if made_in is not None and not (made_in == "forward" and self.phases[head.node] == "backward"):
+                    return f"its {'other factor' if number < 2 else 'bias'} may not be there when this is read first"
         graph = self.problem.values[self.problem.variants[v].value].graph
         info = head.call.outputs[0] if product.factor is None else head.call.inputs[product.factor]
         split = graph.layouts[arc.dst if product.factor is None else arc.src]

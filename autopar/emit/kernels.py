@@ -19,13 +19,14 @@ from autopar.analysis.normed import NORMED, normed_after
 from autopar.analysis.sums import product_added
 from autopar.collective import Collective
 from autopar.emit.choices import PlanIndex, TensorKey
+from autopar.emit.localize import local_call
 from autopar.errors import EmissionError
 from autopar.kernels import fused
 from autopar.kernels.chunked import Shards
 from autopar.layout import Layout, Strategy, local_shape
 from autopar.mesh import Mesh
 from autopar.plans import Communication, InKernel
-from autopar.rules import operands_of, where_of
+from autopar.rules import call_of, operands_of, where_of
 from autopar.strategies import pattern_of
 
 Ref = tuple[str, int]  # trace node name, result index
@@ -139,9 +140,9 @@ def _scattering(phase: Phase, made: fx.Node, strategy: Strategy, again: bool) ->
 def _gather(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], operand: int, step: Communication) -> None:
     c, ref = step.collective, refs[operand]
     layouts = [step.source if i == operand else layout for i, layout in enumerate(strategy.inputs)]
-    a, b = (phase.get(each, layout, node.meta["key"]) for each, layout in zip(refs, layouts, strict=True))
-    args = (a, b, node.args[0], operand, c.dim, c.axis, _kernel(step).num_chunks)
-    both = _call(phase, fused.all_gather_matmul, args, node, ref, step)
+    operands = [phase.get(each, layout, node.meta["key"]) for each, layout in zip(refs, layouts, strict=True)]
+    args = (*operands[:2], node.args[0], operand, c.dim, c.axis, _kernel(step).num_chunks)
+    both = _call(phase, fused.all_gather_matmul, args, node, ref, step, _bias(phase, node, strategy, operands))
     whole, product = (phase.graph.call_function(operator.getitem, (both, i)) for i in range(2))
     source = phase.job.nodes[ref[0]].meta.get("source", "")
     whole.meta.update(key=f"{phase.job.key(ref)[0]}/{c.kind}", module=step.module, phase=phase.phase, source=source)
@@ -157,12 +158,18 @@ def _scatter(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref
         (addend,) = (phase.get(ref, layout, node.meta["key"]) for ref, layout in others)
         strategy = phase.job.index.chosen[product.meta["key"]]
         refs = [(x.name, 0) for x in operands_of(product)]
-    a, b = (phase.get(ref, layout, product.meta["key"]) for ref, layout in zip(refs, strategy.inputs, strict=True))
-    args = (a, b, addend, product.args[0], c.dim, c.axis, _kernel(step).num_chunks)
-    here = _call(phase, fused.matmul_reduce_scatter, args, product, (node.name, 0), step)
+    operands = [phase.get(ref, layout, product.meta["key"]) for ref, layout in zip(refs, strategy.inputs, strict=True)]
+    args = (*operands[:2], addend, product.args[0], c.dim, c.axis, _kernel(step).num_chunks)
+    here = _call(phase, fused.matmul_reduce_scatter, args, product, (node.name, 0), step, _bias(phase, product, strategy, operands))
     if product is not node:
         here.meta["kernel"] = replace(here.meta["kernel"], others=(node.meta["key"],))
     phase.define((node.name, 0), step.target, here)
+
+
+def _bias(phase: Phase, product: fx.Node, strategy: Strategy, operands: Sequence[fx.Node]) -> dict[str, Any]:
+    """The bias of a product and who adds it, as keywords; nothing where there is none."""
+    _, (*_, bias), named = local_call(phase.graph, call_of(product), strategy, phase.job.mesh.shape, operands)
+    return {"bias": bias, **named} if len(operands) > 2 else {}
 
 
 def _norm(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], place: int, step: Communication) -> None:
@@ -188,9 +195,17 @@ def _norm(phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], 
         phase.define_results(made, part, chosen[made.meta["key"]])
 
 
-def _call(phase: Phase, target: Callable[..., Any], args: tuple[Any, ...], node: fx.Node, moved: Ref, step: Communication) -> fx.Node:
+def _call(
+    phase: Phase,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    node: fx.Node,
+    moved: Ref,
+    step: Communication,
+    named: dict[str, Any] | None = None,
+) -> fx.Node:
     kernel, key = _kernel(step), phase.job.key(moved)[0]
-    here = phase.graph.call_function(target, args)
+    here = phase.graph.call_function(target, args, named)
     here.meta.update(key=node.meta["key"], module=node.meta["module"], phase=phase.phase, source=node.meta.get("source", ""))
     here.meta["recomputed"] = kernel.again
     c, sizes = step.collective, phase.job.mesh.shape

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from autopar.ops.products import bias_term, dot
+
 T = TypeVar("T")
 
 
@@ -51,19 +53,30 @@ def _as_mm(equation: str) -> tuple[bool, int, bool] | None:
     return None
 
 
-def multiply_into(equation: str, a: Tensor, b: Tensor, out: Tensor) -> None:
-    """``out = a · b``: written by the vendor's matmul itself where that can be, else copied."""
+def multiply(equation: str, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """``a · b``, with a bias as `autopar.ops.dot` adds it."""
+    return torch.einsum(equation, a, b) if bias is None else dot(equation, a, b, bias)
+
+
+def multiply_into(equation: str, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """``out = a · b``, with a bias: written by the vendor's matmul itself where that can be, else copied."""
     form = _as_mm(equation)
     if form is None or not (a.is_contiguous() and b.is_contiguous() and out.is_contiguous()):
-        out.copy_(torch.einsum(equation, a, b))
+        out.copy_(multiply(equation, a, b, bias))
         return
     swapped, num_rows, transposed = form
     first, second = (b, a) if swapped else (a, b)
     num_inner = first.dim() - num_rows
     rows, inner = first.shape[:num_rows].numel(), first.shape[num_rows:].numel()
-    columns = (second.shape[: second.dim() - num_inner] if transposed else second.shape[num_inner:]).numel()
+    own = second.shape[: second.dim() - num_inner] if transposed else second.shape[num_inner:]
+    columns = own.numel()
     factor = second.view(columns, inner).t() if transposed else second.view(inner, columns)
-    torch.mm(first.view(rows, inner), factor, out=out.view(rows, columns))
+    if bias is None:
+        torch.mm(first.view(rows, inner), factor, out=out.view(rows, columns))
+    elif bias.shape == own:
+        torch.addmm(bias.reshape(columns), first.view(rows, inner), factor, out=out.view(rows, columns))
+    else:
+        out.copy_(dot(equation, a, b, bias))
 
 
 def result_shape(equation: str, a: Tensor, b: Tensor) -> list[Any]:
@@ -76,6 +89,11 @@ def result_shape(equation: str, a: Tensor, b: Tensor) -> list[Any]:
 def in_order(which: int, mine: T, other: T) -> tuple[T, T]:
     """The operands as the equation names them."""
     return (mine, other) if which == 0 else (other, mine)
+
+
+def cut_bias(bias: Tensor | None, equation: str, letter: str, begin: int, length: int) -> Tensor | None:
+    """Of a bias what `cut` leaves of a result."""
+    return None if bias is None else cut([bias_term(equation, bias.dim())], [bias], letter, begin, length)[0]
 
 
 def cut(terms: Sequence[str], tensors: Sequence[Tensor], letter: str, begin: int, length: int) -> list[Tensor]:

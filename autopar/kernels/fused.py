@@ -9,7 +9,7 @@ both ways, so that one after the other takes no more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,24 +22,49 @@ from autopar.kernels.normed_scatter import dot_reduce_add_rmsnorm
 from autopar.kernels.overlapped import all_gather_dot, dot_reduce_scatter
 
 
-def all_gather_matmul(a: Tensor, b: Tensor, equation: str, operand: int, dim: int, axis: int, num_chunks: int) -> tuple[Tensor, Tensor]:
+def all_gather_matmul(
+    a: Tensor,
+    b: Tensor,
+    equation: str,
+    operand: int,
+    dim: int,
+    axis: int,
+    num_chunks: int,
+    bias: Tensor | None = None,
+    starts: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:
     """A factor of a product, gathered, and the product.
 
     Args:
         a, b: its factors; `operand` (0 or 1) says which of them is split along `dim` on the axis.
         num_chunks: in which each rank's part goes.
+        bias, starts: of the product.
 
     Returns:
         The whole factor, and ``ops.dot(equation, …)`` of it.
     """
     group = collectives.group_of(axis)
-    return gather_bound(a, b, equation, operand, dim, group.size, group.name, group.coordinate, num_chunks)
+    return gather_bound(a, b, equation, operand, dim, group.size, group.name, group.coordinate, num_chunks, bias, starts)
 
 
-def matmul_reduce_scatter(a: Tensor, b: Tensor, addend: Tensor | None, equation: str, dim: int, axis: int, num_chunks: int) -> Tensor:
-    """This rank's part along `dim` of a product's result, to which each rank's `addend` is added, summed over the ranks of the axis."""
+def matmul_reduce_scatter(
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor | None,
+    equation: str,
+    dim: int,
+    axis: int,
+    num_chunks: int,
+    bias: Tensor | None = None,
+    starts: Sequence[int] = (),
+) -> Tensor:
+    """This rank's part along `dim` of a product's result, to which each rank's `addend` is added, summed over the ranks of the axis.
+
+    Args:
+        bias, starts: of the product, as of ``ops.dot``.
+    """
     group = collectives.group_of(axis)
-    return scatter_bound(a, b, addend, equation, dim, group.size, group.name, group.coordinate, num_chunks)
+    return scatter_bound(a, b, addend, equation, dim, group.size, group.name, group.coordinate, num_chunks, bias, starts)
 
 
 def matmul_reduce_add_rmsnorm(
@@ -68,17 +93,39 @@ def matmul_reduce_add_rmsnorm(
 
 
 def gather_bound(
-    a: Tensor, b: Tensor, equation: str, operand: int, dim: int, size: int, name: str, coordinate: int, num_chunks: int
+    a: Tensor,
+    b: Tensor,
+    equation: str,
+    operand: int,
+    dim: int,
+    size: int,
+    name: str,
+    coordinate: int,
+    num_chunks: int,
+    bias: Tensor | None = None,
+    starts: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """As `all_gather_matmul`, in a process group."""
-    return all_gather_dot(equation, (a, b), operand, dim, collectives.AxisGroup(name, size, coordinate), num_chunks, ops.dot)
+    group = collectives.AxisGroup(name, size, coordinate)
+    return all_gather_dot(equation, (a, b), operand, dim, group, num_chunks, ops.dot, bias=None if any(starts) else bias)
 
 
 def scatter_bound(
-    a: Tensor, b: Tensor, addend: Tensor | None, equation: str, dim: int, size: int, name: str, coordinate: int, num_chunks: int
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor | None,
+    equation: str,
+    dim: int,
+    size: int,
+    name: str,
+    coordinate: int,
+    num_chunks: int,
+    bias: Tensor | None = None,
+    starts: Sequence[int] = (),
 ) -> Tensor:
     """As `matmul_reduce_scatter`, in a process group."""
-    return dot_reduce_scatter(equation, (a, b), dim, collectives.AxisGroup(name, size, coordinate), num_chunks, ops.dot, addend)
+    group = collectives.AxisGroup(name, size, coordinate)
+    return dot_reduce_scatter(equation, (a, b), dim, group, num_chunks, ops.dot, addend, None if any(starts) else bias)
 
 
 def norm_bound(

@@ -27,7 +27,8 @@ from autopar.kernels import bound, library, normed
 from autopar.kernels.chunked import Scatter, Shards, scatter
 from autopar.kernels.collectives import AxisGroup
 from autopar.kernels.equations import check_chunked, result_shape, terms_of
-from autopar.kernels.overlapped import Dot, scattered_gradients, scattering
+from autopar.kernels.overlapped import Dot, scattering
+from autopar.kernels.overlapped_gradients import scattered_gradients
 from autopar.kernels.providers import APART, counts_memory, peers_of, runs_kernels, say_once
 from autopar.layout import part_range
 
@@ -73,7 +74,7 @@ def dot_reduce_add_rmsnorm(
         return torch.ops.autopar.matmul_reduce_add_rmsnorm(*operands, residual, weight, equation, *place, *settings)
     if group.size > 1 and counts_memory(group):
         _alone(equation, *operands, residual, weight, dim, group, *settings)
-    y = residual + bound.reduce_scatter(dot(equation, *operands), dim, "sum", group.size, group.name, group.coordinate)
+    y = residual + bound.reduce_scatter(dot(equation, *operands, None), dim, "sum", group.size, group.name, group.coordinate)
     squares = ops.square_sum(y, dtype)
     return y, squares, ops.rms_norm(y, squares, weight, n, eps, dtype, rounded, out)
 

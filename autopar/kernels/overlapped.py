@@ -7,7 +7,8 @@ shorter); it is in the result, so that the product can be taken chunk by chunk a
     all_gather_matmul      operand `which` comes as this rank's shard → that operand, gathered, and the product, whole on every rank
     matmul_reduce_scatter  all ranks' products are added up → this rank's shard of the sum, along `dim` of the result
 
-The functions that end in ``_reference`` define them, over the list of all ranks' operands. Each op's gradient is the other op.
+The functions that end in ``_reference`` define them, over the list of all ranks' operands. Each op's gradient is the other op. A product
+may have a bias, as of `autopar.ops.dot`: a rank's own, so that of partial sums one rank's product has it and the others' have none.
 
 `all_gather_dot` and `dot_reduce_scatter` choose: the op, with kernels of `autopar_csrc`, where the group's ranks reach each other's
 memory (`autopar.kernels.providers`); else the collective and the product one after the other, which the log says once.
@@ -25,7 +26,6 @@ decomposition's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,12 +33,18 @@ from torch import Tensor
 from autopar.kernels import bound
 from autopar.kernels.chunked import REDUCIBLE, Gather, Scatter, Shards, gather, scatter
 from autopar.kernels.collectives import AxisGroup
-from autopar.kernels.equations import check_chunked, cut, in_order, multiply_into, result_shape, terms_of
+from autopar.kernels.equations import check_chunked, cut, cut_bias, in_order, multiply, multiply_into, result_shape, terms_of
+from autopar.kernels.overlapped_gradients import (
+    all_gather_matmul_backward,
+    keep_gathered,
+    keep_operands,
+    matmul_reduce_scatter_backward,
+)
 from autopar.kernels.providers import APART, counts_memory, peers_of, runs_kernels, say_once
 from autopar.kernels.sums import sum_dtype
 from autopar.layout import part_range
 
-Dot = Callable[[str, Tensor, Tensor], Tensor]
+Dot = Callable[[str, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def all_gather_dot(
@@ -50,8 +56,9 @@ def all_gather_dot(
     num_chunks: int,
     dot: Dot,
     length: int | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Operand `which`, gathered along its `dim`, and the product with the other one.
+    """Operand `which`, gathered along its `dim`, and the product with the other one, and with a bias.
 
     Args:
         operands: in the order of the equation; operand `which` is this rank's shard.
@@ -65,19 +72,26 @@ def all_gather_dot(
     check_chunked(equation, terms_of(equation)[which][dim], num_chunks)
     shard, other = operands[which], operands[1 - which]
     if group.size == 1:
-        return shard, dot(equation, *operands)
+        return shard, dot(equation, *operands, bias)
     if not runs_kernels(group, shard.device):
         if counts_memory(group):
-            _gather_alone(equation, shard, other, which, dim, group, length)
+            _gather_alone(equation, shard, other, which, dim, group, length, bias)
         whole = bound.all_gather(shard, dim, group.size, group.name, length)
-        return whole, dot(equation, *in_order(which, whole, other))
+        return whole, dot(equation, *in_order(which, whole, other), bias)
     whole_length = shard.shape[dim] * group.size if length is None else length
     settings = equation, which, dim, whole_length, group.size, group.name, group.coordinate, num_chunks
-    return torch.ops.autopar.all_gather_matmul(shard, other, *settings)
+    return torch.ops.autopar.all_gather_matmul(shard, other, *settings, bias)
 
 
 def dot_reduce_scatter(
-    equation: str, operands: tuple[Tensor, Tensor], dim: int, group: AxisGroup, num_chunks: int, dot: Dot, addend: Tensor | None = None
+    equation: str,
+    operands: tuple[Tensor, Tensor],
+    dim: int,
+    group: AxisGroup,
+    num_chunks: int,
+    dot: Dot,
+    addend: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """This rank's part, along `dim` of the result, of the sum of all ranks' products.
 
@@ -85,15 +99,15 @@ def dot_reduce_scatter(
     Arguments and errors as of `all_gather_dot`.
 
     Args:
-        addend: what this rank's product is added to first, like the product.
+        addend: what this rank's product is added to first, like the product. bias: of this rank's product.
     """
     check_chunked(equation, terms_of(equation)[2][dim], num_chunks)
     if group.size > 1 and runs_kernels(group, operands[0].device):
         settings = equation, dim, group.size, group.name, group.coordinate, num_chunks
-        return torch.ops.autopar.matmul_reduce_scatter(*operands, addend, *settings)
+        return torch.ops.autopar.matmul_reduce_scatter(*operands, addend, *settings, bias)
     if group.size > 1 and counts_memory(group) and operands[0].dtype in REDUCIBLE:
-        _scatter_alone(equation, *operands, addend, dim, group)
-    product = dot(equation, *operands)
+        _scatter_alone(equation, *operands, addend, dim, group, bias)
+    product = dot(equation, *operands, bias)
     if addend is not None:
         product = addend + product
     return product if group.size == 1 else bound.reduce_scatter(product, dim, "sum", group.size, group.name, group.coordinate)
@@ -103,16 +117,27 @@ def dot_reduce_scatter(
 
 
 def all_gather_matmul_reference(
-    equation: str, shards: Sequence[Tensor], others: Sequence[Tensor], which: int, dim: int
+    equation: str, shards: Sequence[Tensor], others: Sequence[Tensor], which: int, dim: int, biases: Sequence[Tensor | None] = ()
 ) -> list[tuple[Tensor, Tensor]]:
-    """The definition: of every rank, the shards joined in order of the ranks, and the product with its other operand."""
+    """The definition: of every rank, the shards joined in order of the ranks, and the product with its other operand and its bias."""
     whole = torch.cat(list(shards), dim)
-    return [(whole, torch.einsum(equation, *in_order(which, whole, other))) for other in others]
+    pairs = zip(others, biases or [None] * len(others), strict=True)
+    return [(whole, multiply(equation, *in_order(which, whole, other), bias)) for other, bias in pairs]
 
 
 @torch.library.custom_op("autopar::all_gather_matmul", mutates_args=())
 def all_gather_matmul(
-    x: Tensor, other: Tensor, equation: str, which: int, dim: int, length: int, size: int, name: str, coordinate: int, num_chunks: int
+    x: Tensor,
+    other: Tensor,
+    equation: str,
+    which: int,
+    dim: int,
+    length: int,
+    size: int,
+    name: str,
+    coordinate: int,
+    num_chunks: int,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gathered operand and the product; `x` is this rank's shard of operand `which`, `length` long in all along its `dim`."""
     group = AxisGroup(name, size, coordinate)
@@ -123,13 +148,15 @@ def all_gather_matmul(
         if size > 1:
             say_once(group, APART, reason)
         whole = x.clone() if size == 1 else bound.all_gather(x, dim, size, name, length)
-        return whole, torch.einsum(equation, *in_order(which, whole, other)).contiguous()
-    job, y = gathering(equation, x, other, which, dim, shape)
+        return whole, multiply(equation, *in_order(which, whole, other), bias).contiguous()
+    job, y = gathering(equation, x, other, which, dim, shape, bias)
     gather(peers, Shards.of(shape, dim, x.dtype, size, num_chunks), {coordinate: job})
     return job.gathered, y
 
 
-def gathering(equation: str, shard: Tensor, other: Tensor, which: int, dim: int, shape: Sequence[int]) -> tuple[Gather, Tensor]:
+def gathering(
+    equation: str, shard: Tensor, other: Tensor, which: int, dim: int, shape: Sequence[int], bias: Tensor | None = None
+) -> tuple[Gather, Tensor]:
     """A rank's part in all_gather_matmul, and the tensor that will hold its product; `shape` is that of the gathered operand."""
     gathered = shard.new_empty(shape)
     y = shard.new_empty(result_shape(equation, *in_order(which, gathered, other)))
@@ -138,16 +165,18 @@ def gathering(equation: str, shard: Tensor, other: Tensor, which: int, dim: int,
 
     def consume(begin: int, rows: int) -> None:
         left, right, out = cut(terms, (*in_order(which, gathered, other), y), letter, begin, rows)
-        multiply_into(equation, left, right, out)
+        multiply_into(equation, left, right, out, cut_bias(bias, equation, letter, begin, rows))
 
     return Gather(shard, gathered, consume), y
 
 
-def _gather_alone(equation: str, x: Tensor, other: Tensor, which: int, dim: int, group: AxisGroup, length: int | None) -> None:
+def _gather_alone(
+    equation: str, x: Tensor, other: Tensor, which: int, dim: int, group: AxisGroup, length: int | None, bias: Tensor | None = None
+) -> None:
     """Allocate what a rank does in all_gather_matmul beside what it shares: of all chunks its own rows, taken at once, need the most."""
     length = x.shape[dim] * group.size if length is None else length
     shape = [*x.shape[:dim], length, *x.shape[dim + 1 :]]
-    job, _product = gathering(equation, x.contiguous(), other.contiguous(), which, dim, shape)
+    job, _product = gathering(equation, x.contiguous(), other.contiguous(), which, dim, shape, bias)
     job.consume(*part_range(length, (group.size,), (group.coordinate,)))
 
 
@@ -155,11 +184,15 @@ def _gather_alone(equation: str, x: Tensor, other: Tensor, which: int, dim: int,
 
 
 def matmul_reduce_scatter_reference(
-    equation: str, pairs: Sequence[tuple[Tensor, Tensor]], dim: int, addends: Sequence[Tensor] | None = None
+    equation: str,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    dim: int,
+    addends: Sequence[Tensor] | None = None,
+    biases: Sequence[Tensor | None] = (),
 ) -> list[Tensor]:
-    """The definition: the ranks' products (and addends, in the products' dtype) added one by one in order of the ranks, in fp32 or a
-    wider dtype, cast back, and split along `dim`."""
-    parts = [torch.einsum(equation, a, b) for a, b in pairs]
+    """The definition: the ranks' products with their biases (and addends, in the products' dtype) added one by one in order of the ranks,
+    in fp32 or a wider dtype, cast back, and split along `dim`."""
+    parts = [multiply(equation, a, b, bias) for (a, b), bias in zip(pairs, biases or [None] * len(pairs), strict=True)]
     if addends is not None:
         parts = [part + addend for part, addend in zip(parts, addends, strict=True)]
     return [
@@ -179,7 +212,16 @@ def addin_order(parts: Sequence[Tensor]) -> Tensor:
 
 @torch.library.custom_op("autopar::matmul_reduce_scatter", mutates_args=())
 def matmul_reduce_scatter(
-    a: Tensor, b: Tensor, addend: Tensor | None, equation: str, dim: int, size: int, name: str, coordinate: int, num_chunks: int
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor | None,
+    equation: str,
+    dim: int,
+    size: int,
+    name: str,
+    coordinate: int,
+    num_chunks: int,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """This rank's part along `dim` of the sum of all ranks' products; each rank's `addend`, if any, is added to its product."""
     group = AxisGroup(name, size, coordinate)
@@ -190,15 +232,17 @@ def matmul_reduce_scatter(
     if size == 1 or peers is None:
         if size > 1:
             say_once(group, APART, reason)
-        product = torch.einsum(equation, a, b)
+        product = multiply(equation, a, b, bias)
         product = product if addend is None else product + addend
         return product.contiguous() if size == 1 else bound.reduce_scatter(product, dim, "sum", size, name, coordinate)
-    job, shape = scattering(equation, a, b, addend, dim, size, coordinate)
+    job, shape = scattering(equation, a, b, addend, dim, size, coordinate, bias)
     scatter(peers, Shards.of(shape, dim, a.dtype, size, num_chunks), dim, {coordinate: job})
     return job.out
 
 
-def scattering(equation: str, a: Tensor, b: Tensor, addend: Tensor | None, dim: int, size: int, rank: int) -> tuple[Scatter, list[int]]:
+def scattering(
+    equation: str, a: Tensor, b: Tensor, addend: Tensor | None, dim: int, size: int, rank: int, bias: Tensor | None = None
+) -> tuple[Scatter, list[int]]:
     """A rank's part in matmul_reduce_scatter, and the shape of its whole product."""
     shape = result_shape(equation, a, b)
     terms = terms_of(equation)
@@ -206,7 +250,7 @@ def scattering(equation: str, a: Tensor, b: Tensor, addend: Tensor | None, dim: 
 
     def produce(begin: int, rows: int, out: Tensor) -> None:
         left, right = cut(terms[:2], (a, b), letter, begin, rows)
-        multiply_into(equation, left, right, out)
+        multiply_into(equation, left, right, out, cut_bias(bias, equation, letter, begin, rows))
         if addend is not None:
             out.add_(addend.narrow(dim, begin, rows))
 
@@ -214,18 +258,30 @@ def scattering(equation: str, a: Tensor, b: Tensor, addend: Tensor | None, dim: 
     return Scatter(a.new_empty(shape), a.new_empty([*shape[:dim], own, *shape[dim + 1 :]]), produce), shape
 
 
-def _scatter_alone(equation: str, a: Tensor, b: Tensor, addend: Tensor | None, dim: int, group: AxisGroup) -> None:
+def _scatter_alone(
+    equation: str, a: Tensor, b: Tensor, addend: Tensor | None, dim: int, group: AxisGroup, bias: Tensor | None = None
+) -> None:
     """As `_gather_alone`, in matmul_reduce_scatter; the product of the own rows goes to memory that is shared."""
-    job, shape = scattering(equation, a.contiguous(), b.contiguous(), addend, dim, group.size, group.coordinate)
+    job, shape = scattering(equation, a.contiguous(), b.contiguous(), addend, dim, group.size, group.coordinate, bias)
     job.produce(*part_range(shape[dim], (group.size,), (group.coordinate,)), job.out)
 
 
-# --- on fake tensors, and backward -------------------------------------------------------------------------------------------------------
+# --- on fake tensors, and backward (`overlapped_gradients`) ------------------------------------------------------------------------------
 
 
 @all_gather_matmul.register_fake
 def _(
-    x: Tensor, other: Tensor, equation: str, which: int, dim: int, length: int, size: int, name: str, coordinate: int, num_chunks: int
+    x: Tensor,
+    other: Tensor,
+    equation: str,
+    which: int,
+    dim: int,
+    length: int,
+    size: int,
+    name: str,
+    coordinate: int,
+    num_chunks: int,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     whole = x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
     return whole, x.new_empty(result_shape(equation, *in_order(which, whole, other)))
@@ -233,67 +289,21 @@ def _(
 
 @matmul_reduce_scatter.register_fake
 def _(
-    a: Tensor, b: Tensor, addend: Tensor | None, equation: str, dim: int, size: int, name: str, coordinate: int, num_chunks: int
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor | None,
+    equation: str,
+    dim: int,
+    size: int,
+    name: str,
+    coordinate: int,
+    num_chunks: int,
+    bias: Tensor | None = None,
 ) -> Tensor:
     shape = result_shape(equation, a, b)
     shape[dim] = part_range(shape[dim], (size,), (coordinate,))[1]
     return a.new_empty(shape)
 
 
-def _keep_gathered(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, other, *ctx.settings = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(other, output[0])
-
-
-def _all_gather_matmul_backward(ctx: Any, d_whole: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    """dx = reduce_scatter(dy · other + d_whole), d_other = gathered · dy."""
-    other, whole = ctx.saved_tensors
-    equation, which, dim, _, size, name, coordinate, num_chunks = ctx.settings
-    terms = terms_of(equation)
-    mine, theirs, result = terms[which], terms[1 - which], terms[2]
-    if dy is None:
-        dy = whole.new_zeros(result_shape(equation, *in_order(which, whole, other)))
-    dx = d_other = None
-    if ctx.needs_input_grad[0]:
-        settings = f"{result},{theirs}->{mine}", dim, size, name, coordinate, num_chunks
-        dx = torch.ops.autopar.matmul_reduce_scatter(dy, other, d_whole, *settings)
-    if ctx.needs_input_grad[1]:
-        d_other = torch.einsum(f"{mine},{result}->{theirs}", whole, dy)
-    return dx, d_other, *(None,) * 8
-
-
-def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, _, *ctx.settings = inputs
-    ctx.save_for_backward(a, b)
-
-
-def _matmul_reduce_scatter_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """d_addend = the gathered gradient."""
-    d_operands, g = scattered_gradients(dy, ctx.saved_tensors, ctx.settings, ctx.needs_input_grad)
-    return *d_operands, g if ctx.needs_input_grad[2] else None, *(None,) * 6
-
-
-def scattered_gradients(
-    dy: Tensor, operands: tuple[Tensor, Tensor], settings: Sequence[Any], needed: Sequence[bool]
-) -> tuple[tuple[Tensor | None, Tensor | None], Tensor]:
-    """Gradients of a scattered product's operands, where they are needed, and the gathered gradient g of the product.
-
-    Of the operand that has the sharded letter it is g · the other one, as g comes.
-
-    Args:
-        dy: of this rank's part. settings: equation, dim, size, name, coordinate and num_chunks of the product. needed: of both operands.
-    """
-    equation, dim, size, name, coordinate, num_chunks = settings
-    terms = terms_of(equation)
-    first = 0 if terms[2][dim] in terms[0] else 1  # the operand whose gradient can be taken in chunks
-    mine, theirs, result = terms[first], terms[1 - first], terms[2]
-    length = operands[first].shape[mine.index(result[dim])]
-    gathered = f"{result},{theirs}->{mine}", 0, dim, length, size, name, coordinate, num_chunks
-    g, d_mine = torch.ops.autopar.all_gather_matmul(dy, operands[1 - first], *gathered)
-    d_theirs = torch.einsum(f"{mine},{result}->{theirs}", operands[first], g) if needed[1 - first] else None
-    return in_order(first, d_mine, d_theirs), g
-
-
-all_gather_matmul.register_autograd(_all_gather_matmul_backward, setup_context=_keep_gathered)
-matmul_reduce_scatter.register_autograd(_matmul_reduce_scatter_backward, setup_context=_keep_operands)
+all_gather_matmul.register_autograd(all_gather_matmul_backward, setup_context=keep_gathered)
+matmul_reduce_scatter.register_autograd(matmul_reduce_scatter_backward, setup_context=keep_operands)

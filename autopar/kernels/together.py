@@ -20,27 +20,42 @@ def shards_of(x: Tensor, dim: int, size: int) -> list[Tensor]:
 
 
 def gather_all(
-    peers: Peers, equation: str, shards: Sequence[Tensor], others: Sequence[Tensor], which: int, dim: int, length: int, num_chunks: int
+    peers: Peers,
+    equation: str,
+    shards: Sequence[Tensor],
+    others: Sequence[Tensor],
+    which: int,
+    dim: int,
+    length: int,
+    num_chunks: int,
+    biases: Sequence[Tensor | None] = (),
 ) -> list[tuple[Tensor, Tensor]]:
     """all_gather_matmul: of every rank the gathered operand and the product. Arguments as of `overlapped.all_gather_dot`, by rank."""
     shape = [*shards[0].shape[:dim], length, *shards[0].shape[dim + 1 :]]
     jobs: dict[int, Gather] = {}
     products = []
-    for rank, (shard, other) in enumerate(zip(shards, others, strict=True)):
-        jobs[rank], y = gathering(equation, shard, other, which, dim, shape)
+    for rank, (shard, other, bias) in enumerate(zip(shards, others, biases or [None] * len(shards), strict=True)):
+        jobs[rank], y = gathering(equation, shard, other, which, dim, shape, bias)
         products.append(y)
     gather(peers, Shards.of(shape, dim, shards[0].dtype, peers.size, num_chunks), jobs)
     return [(jobs[rank].gathered, products[rank]) for rank in range(peers.size)]
 
 
 def scatter_all(
-    peers: Peers, equation: str, pairs: Sequence[tuple[Tensor, Tensor]], dim: int, num_chunks: int, addends: Sequence[Tensor | None] = ()
+    peers: Peers,
+    equation: str,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    dim: int,
+    num_chunks: int,
+    addends: Sequence[Tensor | None] = (),
+    biases: Sequence[Tensor | None] = (),
 ) -> list[Tensor]:
     """matmul_reduce_scatter: of every rank its part of the sum."""
     jobs: dict[int, Scatter] = {}
     shape: list[int] = []
-    for rank, ((a, b), addend) in enumerate(zip(pairs, addends or [None] * len(pairs), strict=True)):
-        jobs[rank], shape = scattering(equation, a, b, addend, dim, peers.size, rank)
+    none = [None] * len(pairs)
+    for rank, ((a, b), addend, bias) in enumerate(zip(pairs, addends or none, biases or none, strict=True)):
+        jobs[rank], shape = scattering(equation, a, b, addend, dim, peers.size, rank, bias)
     scatter(peers, Shards.of(shape, dim, pairs[0][0].dtype, peers.size, num_chunks), dim, jobs)
     return [jobs[rank].out for rank in range(peers.size)]
 

@@ -1,7 +1,15 @@
-"""Products of two tensors on dims that stay apart."""
+"""Products of two tensors on dims that stay apart, and a bias with them.
+
+A linear layer with a bias is one product, as torch's `addmm` is: the bias is added before the result is rounded, and in no pass of its own.
+So in 16 bits it gives what the layer gives, and takes what the layer takes. Where what is summed over is split between ranks, each makes
+a partial sum, and the bias belongs to the sum once: the rank that has the first part adds it, the others do not. To add it after the sum
+would be a pass more; a layout in which one rank has the bias and others zeros would have to be made. As it is all have it whole, as they
+would to add it after, and each knows where its part begins.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -48,10 +56,15 @@ def _dot_plan(equation: str) -> _Dot:
     )
 
 
-def dot(equation: str, a: Tensor, b: Tensor) -> Tensor:
+def dot(equation: str, a: Tensor, b: Tensor, bias: Tensor | None = None, starts: Sequence[int] = ()) -> Tensor:
     """Product of two tensors by Einstein's convention, ``dot("bsk,nk->bsn", x, weight)``; contiguous in the output's order.
 
-    Each letter is in two of the three terms or in all of them. One `mm` or `bmm`; contiguous operands are not copied.
+    Each letter is in two of the three terms or in all of them. One `mm` or `bmm`, with a bias `addmm` or `baddbmm`; contiguous operands are
+    not copied.
+
+    Args:
+        bias: is added; its dims are the last of the result's.
+        starts: where this part of what is summed over begins, along each dim of it that is split; the bias is added where that is 0 in all.
     """
     # a compiler traces through the cache's own function: it folds the equation into constants
     plan = _dot_plan.__wrapped__(equation) if torch.compiler.is_compiling() else _dot_plan(equation)
@@ -59,10 +72,23 @@ def dot(equation: str, a: Tensor, b: Tensor) -> Tensor:
     first, second = first.permute(plan.first), second.permute(plan.second)
     batch, rows = first.shape[: plan.num_batch], first.shape[plan.num_batch : plan.num_batch + plan.num_rows]
     inner, columns = first.shape[plan.num_batch + plan.num_rows :], second.shape[plan.num_batch + plan.num_inner :]
-    shapes = (rows.numel(), inner.numel()), (inner.numel(), columns.numel())
-    if batch:
-        product = torch.bmm(first.reshape(batch.numel(), *shapes[0]), second.reshape(batch.numel(), *shapes[1]))
+    several = (batch.numel(),) if batch else ()
+    first, second = first.reshape(*several, rows.numel(), inner.numel()), second.reshape(*several, inner.numel(), columns.numel())
+    natural = (*batch, *rows, *columns)
+    if bias is None or any(starts):
+        product = torch.bmm(first, second) if batch else torch.mm(first, second)
+    elif plan.result is None and bias.shape == columns and not batch:  # torch fuses one that has a single dim
+        product = torch.addmm(bias.reshape(-1), first, second)
     else:
-        product = torch.mm(first.reshape(shapes[0]), second.reshape(shapes[1]))
-    product = product.view((*batch, *rows, *columns))
+        order = plan.result or range(len(natural))
+        spread = bias.expand([natural[dim] for dim in order]).permute([*map(list(order).index, range(len(natural)))])
+        spread = spread.reshape(*several, rows.numel(), columns.numel())
+        product = torch.baddbmm(spread, first, second) if batch else torch.addmm(spread, first, second)
+    product = product.view(natural)
     return product if plan.result is None else product.permute(plan.result).contiguous()
+
+
+def bias_term(equation: str, num_dims: int) -> str:
+    """The letters of a bias of so many dims."""
+    result = equation.partition("->")[2].strip()
+    return result[len(result) - num_dims :]

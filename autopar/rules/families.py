@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from autopar.ops.products import bias_term
 from autopar.rules.call import Call, Operand, argument, slots
 from autopar.rules.notation import WHOLE, AxisOption, Factors, Term, parse
 
@@ -47,9 +48,12 @@ def pointwise(linear: tuple[tuple[int, ...], ...] = ()) -> Family:
 
 
 def dot(call: Call) -> Factors:
-    """`autopar.ops.dot`: its equation is the rule."""
+    """`autopar.ops.dot`: its equation is the rule. A bias is whole where what is summed over is split (`localization` says who adds it)."""
     left, _, right = call.args[0].replace(" ", "").partition("->")
-    return Factors(tuple(map(tuple, left.split(","))), (tuple(right),), linear=((0,), (1,)))
+    factors = tuple(map(tuple, left.split(",")))
+    if len(call.inputs) == 2:
+        return Factors(factors, (tuple(right),), linear=((0,), (1,)))
+    return Factors((*factors, tuple(bias_term(call.args[0], len(call.inputs[2].shape)))), (tuple(right),), linear=((0, 2), (1, 2)))
 
 
 def reduction(reduce_op: str = "sum", linear: bool = False, whole: bool = False) -> Family:

@@ -88,6 +88,17 @@ def _embedding_backward(site: Site) -> Local:
     return site.change(num_rows=site.output_shape()[0], start=site.start(layout, site.call.outputs[0].shape[0], 0))
 
 
+def _dot(site: Site) -> Local:
+    """Parts of what is summed over know where they begin, where there is a bias: the first of them adds it."""
+    if len(site.call.inputs) == 2:
+        return same(site)
+    factors, _, result = site.call.args[0].partition("->")
+    layout, shape = site.strategy.inputs[0], site.call.inputs[0].shape
+    left = factors.partition(",")[0].strip()
+    inner = [dim for dim, letter in enumerate(left) if letter not in result and layout.splitters(dim)]
+    return site.change(starts=tuple(site.start(layout, shape[dim], dim) for dim in inner)) if inner else same(site)
+
+
 def _mean(site: Site) -> Local:
     call, shape = site.call, site.call.inputs[0].shape
     reduced = dims_of(argument(call, "dim"), len(shape))
@@ -134,6 +145,7 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = {
     **{op: _size("input_sizes") for op in (aten.unfold_backward.default, aten.diagonal_backward.default)},
     **{op: _size("input_size") for op in RESIZE_GRADIENTS},
     **{op: _mean for op in (aten.mean.dim, aten.mean.default)},
+    ops.dot: _dot,
     ops.attention: _attention(0),
     ops.attention_backward: _attention(1),
     ops.embedding: _start(0, 0, sized=True),

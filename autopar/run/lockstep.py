@@ -238,7 +238,10 @@ class Ranks:
 
     def _run_kernel(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
         operands = [env[x] if isinstance(x, fx.Node) else None for x in node.args[:_TENSORS]]
-        return run_kernel(node, operands, partial(self._moved, phase, node), partial(tree_map, partial(promoted_dtype, dtype=self.dtype)))
+        named = [fx.node.map_arg(dict(node.kwargs), partial(_of_rank, env, rank)) for rank in self.ranks]
+        biases = [None if any(given.get("starts", ())) else given.get("bias") for given in named]
+        in_dtype = partial(tree_map, partial(promoted_dtype, dtype=self.dtype))
+        return run_kernel(node, operands, biases, partial(self._moved, phase, node), in_dtype)
 
     def _run_dispatched(self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
         """Experts with their tokens, of all ranks of an axis together; recorded are the rows that were expected."""

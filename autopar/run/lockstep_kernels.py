@@ -17,25 +17,29 @@ Moved = Callable[[Kind, ByRank, Sequence[Any]], ByRank]
 """What a collective, by its settings, makes of tensors by rank."""
 
 
-def run_kernel(node: fx.Node, operands: Sequence[ByRank | None], moved: Moved, in_dtype: Callable[[Any], Any]) -> ByRank:
+def run_kernel(
+    node: fx.Node, operands: Sequence[ByRank | None], biases: ByRank, moved: Moved, in_dtype: Callable[[Any], Any]
+) -> ByRank:
     """What a kernel's node makes, by rank; product and collective give what they would alone.
 
     Args:
-        operands: of the node, by rank, as far as they are tensors, in order. in_dtype: a dtype that is asked for → the one to compute in.
+        operands: of the node, by rank, as far as they are tensors, in order. biases: of each rank's product, None where it has none.
+        in_dtype: a dtype that is asked for → the one to compute in.
     """
     a, b, *others = operands
     assert a is not None and b is not None, "the factors of a product"
     if node.target is matmul_reduce_add_rmsnorm:
         equation, dim, axis, _, n, eps, *dtypes = node.args[4:]
-        return _normed(moved("reduce_scatter", _products(str(equation), a, b), (dim, "sum", axis)), others, n, eps, in_dtype(dtypes))
+        parts = moved("reduce_scatter", _products(str(equation), a, b, biases), (dim, "sum", axis))
+        return _normed(parts, others, n, eps, in_dtype(dtypes))
     *settings, axis, _ = node.args[2:]
     if KERNELS[node.target] == "all_gather":  # type: ignore[index]
         equation, operand, dim = settings
         factors = [a, b]
         factors[operand] = whole = moved("all_gather", factors[operand], (dim, axis))  # type: ignore[index, call-overload]
-        return list(zip(whole, _products(str(equation), *factors), strict=True))
+        return list(zip(whole, _products(str(equation), factors[0], factors[1], biases), strict=True))
     _, equation, dim = settings
-    products = _products(str(equation), a, b)
+    products = _products(str(equation), a, b, biases)
     if others and others[0] is not None:
         products = [x + product for x, product in zip(others[0], products, strict=True)]
     return moved("reduce_scatter", products, (dim, "sum", axis))
@@ -53,11 +57,11 @@ def _normed(parts: ByRank, others: Sequence[ByRank | None], n: Any, eps: Any, dt
     return results
 
 
-def _products(equation: str, a: ByRank, b: ByRank) -> ByRank:
-    """Ranks with the very same factors share theirs."""
-    found: dict[tuple[int, int], Any] = {}
-    pairs = list(zip(a, b, strict=True))
-    for left, right in pairs:
-        if (id(left), id(right)) not in found:
-            found[id(left), id(right)] = ops.dot(equation, left, right)
-    return [found[id(left), id(right)] for left, right in pairs]
+def _products(equation: str, a: ByRank, b: ByRank, biases: ByRank) -> ByRank:
+    """Ranks with the very same factors, and bias, share theirs."""
+    found: dict[tuple[int, ...], Any] = {}
+    each = list(zip(a, b, biases, strict=True))
+    for operands in each:
+        if tuple(map(id, operands)) not in found:
+            found[tuple(map(id, operands))] = ops.dot(equation, *operands)
+    return [found[tuple(map(id, operands))] for operands in each]

@@ -90,7 +90,7 @@ def product_of(graph: Read, node: fx.Node) -> tuple[Ref, Ref] | None:
     """(activation, weight) of a forward product of the two, or None."""
     if node.target is not ops.dot or node.meta["phase"] != "forward":
         return None
-    first, second = graph.reads[node.name]
+    first, second = graph.reads[node.name][:2]
     if graph.is_weight(first[0]):
         first, second = second, first
     return (first, second) if graph.is_weight(second[0]) and first[0] in graph.on_batch else None

@@ -44,14 +44,17 @@ class Sharing:
         norms = node.target is matmul_reduce_add_rmsnorm
         a, b, *settings, axis, num_chunks = node.args[:8] if norms else node.args
         result: list[Any] = [None] * len(ranks.ranks)
+        bias, starts = node.kwargs.get("bias"), node.kwargs.get("starts", ())
         for number, group in enumerate(ranks.mesh.groups(int(axis))):  # type: ignore[arg-type]
             peers = self.peers.setdefault((int(axis), number), VirtualRanks(len(group)))  # type: ignore[arg-type]
             pairs = [(env[a][rank].contiguous(), env[b][rank].contiguous()) for rank in group]  # type: ignore[index]
+            begins = [bias is not None and not any(env[start][rank] for start in starts) for rank in group]  # type: ignore[index, union-attr]
+            biases = [env[bias][rank] if own else None for rank, own in zip(group, begins, strict=True)]  # type: ignore[index]
             if KERNELS[node.target] == "all_gather":  # type: ignore[index]
                 which, dim = (int(n) for n in settings[1:])  # type: ignore[arg-type]
                 shards, others = [p[which] for p in pairs], [p[1 - which] for p in pairs]
                 length = shards[0].shape[dim] * len(group)
-                made: Sequence[Any] = gather_all(peers, str(settings[0]), shards, others, which, dim, length, int(num_chunks))  # type: ignore[arg-type]
+                made: Sequence[Any] = gather_all(peers, str(settings[0]), shards, others, which, dim, length, int(num_chunks), biases)  # type: ignore[arg-type]
             elif norms:
                 residual, weight, equation, dim = settings
                 residuals, weights = ([env[x][rank] for rank in group] for x in (residual, weight))  # type: ignore[index]
@@ -60,7 +63,7 @@ class Sharing:
             else:
                 addend, equation, dim = settings
                 addends = [] if addend is None else [env[addend][rank] for rank in group]  # type: ignore[index]
-                made = scatter_all(peers, str(equation), pairs, int(dim), int(num_chunks), addends)  # type: ignore[arg-type]
+                made = scatter_all(peers, str(equation), pairs, int(dim), int(num_chunks), addends, biases)  # type: ignore[arg-type]
             for rank, each in zip(group, made, strict=True):
                 result[rank] = each
         return result
@@ -101,29 +104,35 @@ CASES = [
 
 
 @needs_kernels
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize(("equation", "left", "right", "which", "dim"), CASES)
 def test_what_lives_in_a_gathering_kernel_is_what_a_fake_group_counts(
-    equation: str, left: tuple[int, ...], right: tuple[int, ...], which: int, dim: int, num_chunks: int
+    equation: str, left: tuple[int, ...], right: tuple[int, ...], which: int, dim: int, num_chunks: int, biased: bool
 ) -> None:
     size, (a, b) = 3, (torch.randn(left), torch.randn(right))
+    bias = torch.randn(torch.einsum(equation, a, b).shape[-1]) if biased else None
     shards, others = shards_of((a, b)[which], dim, size), [(a, b)[1 - which]] * size
     peers = VirtualRanks(size)
     with LiveBytes() as memory:
-        made = gather_all(peers, equation, shards, others, which, dim, (a, b)[which].shape[dim], num_chunks)
+        memory.register([bias])
+        made = gather_all(peers, equation, shards, others, which, dim, (a, b)[which].shape[dim], num_chunks, [bias] * size)
     shared = sum(x.untyped_storage().nbytes() for r in peers._regions.values() for x in (*r.data, *r.flags))
     results = sum(x.nbytes for x in made[0])
     one = memory.peak_bytes - shared - (size - 1) * results  # ranks take their turns
     group, operands = AxisGroup("", size, 0), (shards[0], others[0]) if which == 0 else (others[0], shards[0])
     with FakeTensorMode() as mode:
-        fake = tuple(mode.from_tensor(x) for x in operands)
+        fake, added = tuple(mode.from_tensor(x) for x in operands), None if bias is None else mode.from_tensor(bias)
         with LiveBytes() as alone:
-            overlapped._gather_alone(equation, fake[which], fake[1 - which], which, dim, group, None)
+            alone.register([added])
+            overlapped._gather_alone(equation, fake[which], fake[1 - which], which, dim, group, None, added)
         with LiveBytes() as counted:
-            overlapped.all_gather_dot(equation, fake, which, dim, group, num_chunks, dot)
+            counted.register([added])
+            overlapped.all_gather_dot(equation, fake, which, dim, group, num_chunks, dot, None, added)
         with LiveBytes() as apart:
+            apart.register([added])
             whole = overlapped.bound.all_gather(fake[which], dim, size, "")
-            dot(equation, *overlapped.in_order(which, whole, fake[1 - which]))
+            dot(equation, *overlapped.in_order(which, whole, fake[1 - which]), added)
     assert alone.peak_bytes == one
     assert counted.peak_bytes == max(alone.peak_bytes, apart.peak_bytes)
 

@@ -59,9 +59,10 @@ def test_all_gather_matmul_is_its_reference_to_the_last_bit(provider: str, size:
                 operands = whole_numbers(left, 1), whole_numbers(right, 2)
                 shards = shards_of(operands[which], dim, size)
                 others = [operands[1 - which] + rank for rank in range(size)]
-                found = gather_all(peers, equation, shards, others, which, dim, operands[which].shape[dim], num_chunks)
+                biases = biases_of(equation, left, right, size) if num_chunks == 2 else []
+                found = gather_all(peers, equation, shards, others, which, dim, operands[which].shape[dim], num_chunks, biases)
                 for (whole, y), (expected, product) in zip(
-                    found, all_gather_matmul_reference(equation, shards, others, which, dim), strict=True
+                    found, all_gather_matmul_reference(equation, shards, others, which, dim, biases), strict=True
                 ):
                     assert torch.equal(whole, expected)
                     assert torch.equal(y, product)
@@ -74,9 +75,24 @@ def test_matmul_reduce_scatter_is_its_reference_to_the_last_bit(provider: str, s
         for equation, left, right, dim in SCATTERED:
             for num_chunks in (1, 2, 3):
                 pairs = [(whole_numbers(left, 2 * rank), whole_numbers(right, 2 * rank + 1)) for rank in range(size)]
-                found = scatter_all(peers, equation, pairs, dim, num_chunks)
-                for part, expected in zip(found, matmul_reduce_scatter_reference(equation, pairs, dim), strict=True):
+                biases = biases_of(equation, left, right, size) if num_chunks == 2 else []
+                found = scatter_all(peers, equation, pairs, dim, num_chunks, (), biases)
+                for part, expected in zip(found, matmul_reduce_scatter_reference(equation, pairs, dim, None, biases), strict=True):
                     assert torch.equal(part, expected)
+
+
+def biases_of(equation: str, left: Sequence[int], right: Sequence[int], size: int) -> list[Tensor | None]:
+    """A bias of each rank's own, of the result's last dim; every third rank has none."""
+    letter = equation[-1]
+    sizes = dict(zip(equation.partition("->")[0].replace(",", ""), (*left, *right), strict=True))
+    return [None if rank % 3 == 2 else whole_numbers((sizes[letter],), 40 + rank) for rank in range(size)]
+
+
+def test_a_bias_is_rounded_with_its_product_in_every_chunk() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w, bias = (torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in ((12, 64), (24, 64), (24,)))
+    for _, y in gather_all(VirtualRanks(2), "mk,nk->mn", shards_of(x, 0, 2), [w] * 2, 0, 0, 12, 2, [bias] * 2):
+        assert_rounded(y, [(torch.cat([x, torch.ones(12, 1)], 1), torch.cat([w, bias[:, None]], 1).t())])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -391,6 +391,8 @@ def _gathering(wrong: Callable[[Any], Local]) -> Callable[[Any], Local]:
 
 
 MISPLACED: Mapping[str, tuple[Any, Callable[[Any], Local]]] = {
+    "a bias that every rank adds": (ops.dot, lambda site: _change(site)),
+    "a bias that no rank adds": (ops.dot, lambda site: _change(site, starts=(1,)) if _split(site) else _change(site)),
     "a mask that every rank draws alike": (random_ops.keep_mask, _unplaced_draw),
     "a draw placed in a whole of the wrong size": (random_ops.uniform, _shrunk_draw),
     "a vocabulary whose parts all start at 0": (ops.embedding, _numbered_from(0, 0, lambda site, at: 0, True)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,11 @@ def test_dot_is_einsum_and_contiguous(equation: str) -> None:
 @pytest.mark.parametrize("equation", ["bsk,nk->bsn", "bsn,nk->bsk", "bsn,bsk->nk", "bsd,dte->bste", "bste,dte->bsd", "bsd,bste->dte"])
 def test_dot_is_one_product_and_copies_nothing_of_contiguous_operands(equation: str) -> None:
     a, b = _operands(equation)
+    assert ran_by(lambda: ops.dot(equation, a, b)) == [torch.ops.aten.mm]
+
+
+def ran_by(call: Callable[[], Tensor]) -> list[Any]:
+    """The ops that a call runs, but for views."""
     ran = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -58,9 +64,39 @@ def test_dot_is_one_product_and_copies_nothing_of_contiguous_operands(equation: 
             return func(*args, **(kwargs or {}))
 
     with Watch():
-        ops.dot(equation, a, b)
+        call()
     aten = torch.ops.aten
-    assert [op for op in ran if op not in (aten.permute, aten.view, aten.t, aten.transpose)] == [aten.mm]
+    return [op for op in ran if op not in (aten.permute, aten.view, aten.t, aten.transpose)]
+
+
+@pytest.mark.parametrize("num_dims", [0, 1, 2])
+@pytest.mark.parametrize("equation", [e for e in EQUATIONS if len(e.partition("->")[2]) > 1])
+def test_a_bias_has_the_last_dims_of_the_result_and_is_added_once_where_what_is_summed_over_begins(equation: str, num_dims: int) -> None:
+    a, b = _operands(equation)
+    expected = torch.einsum(equation, a, b)
+    bias = torch.randn(expected.shape[expected.dim() - num_dims :], dtype=torch.float64)
+    result = ops.dot(equation, a, b, bias)
+    torch.testing.assert_close(result, expected + bias, rtol=1e-12, atol=1e-12)
+    assert result.is_contiguous()
+    assert torch.equal(ops.dot(equation, a, b, bias, (0, 0)), result)
+    assert torch.equal(ops.dot(equation, a, b, bias, (0, 3)), ops.dot(equation, a, b))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 5, 6)])
+def test_a_product_with_a_bias_is_torch_s_linear_to_the_last_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight, bias = (torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype) for size in (shape, (7, 6), (7,)))
+    letters = "bs"[2 - (len(shape) - 1) :]
+    made = ops.dot(f"{letters}k,nk->{letters}n", x, weight, bias)
+    assert torch.equal(made, torch.nn.functional.linear(x, weight, bias))
+    assert dtype == torch.float32 or not torch.equal(made, ops.dot(f"{letters}k,nk->{letters}n", x, weight) + bias), "rounded once"
+
+
+@pytest.mark.parametrize("equation", ["bsk,nk->bsn", "bsd,dte->bste", "mk,kn->mn"])
+def test_a_bias_takes_no_op_of_its_own(equation: str) -> None:
+    a, b = _operands(equation)
+    bias = torch.randn([SIZES[letter] for letter in equation.partition("->")[2] if letter not in "bsm"], dtype=torch.float64)
+    assert ran_by(lambda: ops.dot(equation, a, b, bias)) == [torch.ops.aten.addmm]
 
 
 @pytest.mark.parametrize("equation", ["bsk,nk->bn", "bkz,nk->bn"])

@@ -23,7 +23,8 @@ from autopar.capture.graphs import aten, calls, emit, shape_of, sweep
 class _Site:
     """One fused projection.
 
-    `value` is the product (plus bias) of last dim `num_parts * size`; `joined` are its gradients, concatenated parts.
+    `value` is the product, with its `bias` or that added to it, of last dim `num_parts * size`; `joined` are its gradients, concatenated
+    parts.
     """
 
     product: fx.Node
@@ -87,7 +88,10 @@ def _site(split: fx.Node) -> _Site | None:
         product, bias = value.args
     if num_parts is None or product.target is not ops.dot or any(len(node.users) > 1 for node in {product, value}):
         return None
-    equation, x, weight = product.args
+    equation, x, weight, *own = product.args
+    if own and value is not product:
+        return None
+    bias = own[0] if own else bias
     left = equation.split(",")[0]
     if weight.op != "placeholder" or equation[-1] in left:
         return None

@@ -2,7 +2,9 @@
 
 ATen flattens batch and sequence around every product: ``view → mm → view``. A tensor that is sharded over batch and
 sequence has no plain layout once they are merged, so each ``mm``, ``addmm`` and ``bmm`` becomes `autopar.ops.dot` on what
-is behind the views and transposes of its operands, and a sum reads behind them too. Views back to the flattened shape
+is behind the views and transposes of its operands, and a sum reads behind them too. The bias of an ``addmm`` stays with its product
+(`autopar.ops.products` says why); one that torch adds apart, as it does after a product of more dims in memory of another order, is
+rounded apart by the model, and so it is here. Views back to the flattened shape
 that nobody needs disappear in cleaning.
 """
 
@@ -80,7 +82,7 @@ def _without_copies(node: fx.Node) -> fx.Node:
 
 
 def unflatten_products(graph: fx.Graph) -> None:
-    """Every ``mm``, ``bmm`` and plain ``addmm`` becomes `dot`; addmm's bias becomes an addition."""
+    """Every ``mm``, ``bmm`` and plain ``addmm`` becomes `dot`, an addmm's bias its bias; one that is broadcast becomes an addition."""
     for node in calls(graph, aten.mm.default, aten.bmm.default, aten.addmm.default):
         with graph.inserting_before(node):
             result = _addmm(node) if node.target is aten.addmm.default else _product(node, *node.args)
@@ -124,14 +126,16 @@ def _addmm(node: fx.Node) -> fx.Node | None:
     bias, left, right = node.args
     if node.kwargs or len(shape_of(bias)) > 1:
         return None
+    if shape_of(bias) == shape_of(node)[1:]:
+        return _product(node, left, right, bias)
     product = _product(node, left, right)
     if shape_of(product)[-1:] != shape_of(node)[-1:]:
         product = view(node, product, shape_of(node))
     return emit(node, aten.add.Tensor, (product, bias), shape_of(product))
 
 
-def _product(node: fx.Node, left: fx.Node, right: fx.Node) -> fx.Node:
-    """`dot` of what is behind both operands; its result has their unflattened dims."""
+def _product(node: fx.Node, left: fx.Node, right: fx.Node, bias: fx.Node | None = None) -> fx.Node:
+    """`dot` of what is behind both operands, and a bias of its columns; its result has their unflattened dims."""
     a, b = behind(left), behind(right)
     batch = len(a.groups) - 2
     for left_dim, right_dim in [*((dim, dim) for dim in range(batch)), (batch + 1, batch)]:
@@ -145,7 +149,8 @@ def _product(node: fx.Node, left: fx.Node, right: fx.Node) -> fx.Node:
     kept = [terms[dim] for group in a.groups[: batch + 1] for dim in group] + [other[dim] for dim in b.groups[batch + 1]]
     sizes = {terms[d]: n for d, n in enumerate(shape_of(a.source))} | {other[d]: n for d, n in enumerate(shape_of(b.source))}
     equation = f"{_term(terms)},{_term(other)}->{''.join(kept)}"
-    return emit(node, ops.dot, (equation, a.source, b.source), [sizes[letter] for letter in kept], dtype=dtype_of(node))
+    further = () if bias is None else (view(node, bias, b.sizes(batch + 1)),)
+    return emit(node, ops.dot, (equation, a.source, b.source, *further), [sizes[letter] for letter in kept], dtype=dtype_of(node))
 
 
 def _term(letters: dict[int, str]) -> str:

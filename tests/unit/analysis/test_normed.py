@@ -84,6 +84,12 @@ def in_backward(m: Model) -> fx.Node:
     return product
 
 
+def with_a_bias(m: Model) -> fx.Node:
+    product = m.call(ops.dot, "mk,kn->mn", m.tensor(ROWS, INNER), m.tensor(INNER, WIDTH), m.tensor(WIDTH))
+    m.norm(m.add(product, m.tensor(ROWS, WIDTH)), m.tensor(WIDTH))
+    return product
+
+
 def doubled(m: Model) -> fx.Node:
     product = m.product()
     m.norm(m.add(product, product), m.tensor(WIDTH))
@@ -130,8 +136,8 @@ def computed_in_less(m: Model) -> fx.Node:
 
 
 NONE = (
-    read_twice, in_backward, doubled, over_rows, without_weight, weight_of_another_dtype, weight_that_is_made_later, not_normed,
-    computed_in_less,
+    read_twice, in_backward, doubled, with_a_bias, over_rows, without_weight, weight_of_another_dtype, weight_that_is_made_later,
+    not_normed, computed_in_less,
 )  # fmt: skip
 
 

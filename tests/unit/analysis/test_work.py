@@ -63,6 +63,13 @@ def test_a_dot_counts_every_letter_once() -> None:
     assert found.flops == 2 * 2 * 3 * 5 * 7 * 11
 
 
+def test_the_bias_of_a_dot_is_read_in_the_same_pass_and_begins_its_sums() -> None:
+    factors, made = infos((2, 3, 5), (7, 5), dtype=torch.bfloat16), infos((2, 3, 7), dtype=torch.bfloat16)
+    apart = work(ops.dot, ("bsd,nd->bsn",), {}, factors, made)
+    found = work(ops.dot, ("bsd,nd->bsn",), {}, [*factors, Info((7,), torch.bfloat16)], made)
+    assert found == Work(apart.flops, apart.bytes + 2 * 7, "matmul")
+
+
 def test_attention_counts_both_products_and_causal_half_of_the_square() -> None:
     q, k, v, out, lse = infos((2, 8, 16, 4), (2, 2, 32, 4), (2, 2, 32, 6), (2, 8, 16, 6), (2, 8, 16))
     full = work(ops.attention, (0, 1, 2, None, False, 0.5), {}, [q, k, v], [out, lse])

@@ -119,7 +119,7 @@ def test_the_loss_alone_leaves_none_for_other_outputs() -> None:
 
 
 REFUSED: dict[str, tuple[nn.Module, str]] = {
-    "a bias": (Head(plain, bias=True), "not by a linear layer alone"),
+    "a bias": (Head(plain, bias=True), "the linear layer that makes the logits of head has a bias"),
     "capped logits": (Head(lambda x, y: plain(30 * torch.tanh(x / 30), y)), "not by a linear layer alone"),
     "weights of rows": (
         Head(lambda x, y: (functional.cross_entropy(x.flatten(0, -2), y.flatten(), reduction="none") * torch.arange(10.0)).mean()),

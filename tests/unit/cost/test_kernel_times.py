@@ -30,8 +30,8 @@ def profile(share: float | None = 0.5) -> HardwareProfile:
     return replace(made, memory_bandwidth_bytes_per_s=BYTES_PER_S, memory_efficiency=even, hash=f"{share}")
 
 
-def site(*, normed: bool) -> Site:
-    """A product of [64, 16] and [16, 32], of which each of 4 ranks has a partial sum, and the norm after it."""
+def site(*, normed: bool, biased: bool = False) -> Site:
+    """A product of [64, 16] and [16, 32], with or without a bias, of which each of 4 ranks has a partial sum, and the norm after it."""
     graph = fx.Graph()
 
     def tensor(name: str, *shape: int) -> fx.Node:
@@ -44,14 +44,14 @@ def site(*, normed: bool) -> Site:
         node.meta["val"] = target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))  # type: ignore[operator]
         return node
 
-    product = call(ops.dot, "mk,kn->mn", tensor("a", ROWS, 16), tensor("b", 16, WIDTH))
+    product = call(ops.dot, "mk,kn->mn", tensor("a", ROWS, 16), tensor("b", 16, WIDTH), *([tensor("bias", WIDTH)] if biased else []))
     total = call(torch.ops.aten.add.Tensor, tensor("residual", *shape_of(product)), product)
     squares = call(ops.square_sum, total, torch.float32)
     norm = call(ops.rms_norm, total, squares, tensor("weight", WIDTH), WIDTH, 1e-6, torch.float32, torch.float32, torch.float32)
     after: tuple[tuple[Call, Strategy], ...] = (
         (call_of(total), Strategy((S, S), (S,))), (call_of(squares), Strategy((S,), (S,))), (call_of(norm), Strategy((S, S, R), (S,))),
     )  # fmt: skip
-    split = Strategy((Layout.parse("S(1)"), Layout.parse("S(0)")), (P,))
+    split = Strategy((Layout.parse("S(1)"), Layout.parse("S(0)"), *([R] if biased else [])), (P,))
     return Site(call_of(product), split, (SIZE,), "reduce_scatter", SIZE, 0, False, after if normed else ())
 
 
@@ -64,6 +64,16 @@ def test_a_norm_saves_what_all_of_it_takes_apart_less_one_pass_over_what_came_th
     assert chunks == same
     assert normed_s == pytest.approx(plain_s + expected_s) if expected_s > 0 else normed_s == 0.0
     assert (expected_s > 0) == (share > 0.5), "one slow pass takes longer than several fast ones"
+
+
+@pytest.mark.parametrize("num", [1, 4])
+def test_a_bias_is_read_with_each_chunk_and_is_no_part_of_what_moves(num: int) -> None:
+    plain, biased = site(normed=False), site(normed=False, biased=True)
+    reads, makes = biased.infos(num)
+    assert [info.shape for info in (*reads, *makes)] == [(ROWS // num, 4), (4, WIDTH), (WIDTH,), (ROWS // num, WIDTH)]
+    assert biased.region(2, 0, 1) == plain.region(2, 0, 1) and biased.region(0, 0, 1) == plain.region(0, 0, 1)
+    fast = replace(profile(), peak_flops_per_s=dict.fromkeys(profile().peak_flops_per_s, 1e15), hash="fast")
+    assert biased.seconds(fast, num) - plain.seconds(fast, num) == pytest.approx(4 * WIDTH / BYTES_PER_S)
 
 
 def test_no_more_is_saved_than_the_collective_takes_and_nothing_without_a_figure() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import KernelError
-from autopar.kernels import bound, chunked, library, overlapped, providers
+from autopar.kernels import bound, chunked, fused, library, overlapped, providers
 from autopar.kernels.collectives import AxisGroup
 from autopar.kernels.equations import check_chunked, multiply_into, result_shape
 from autopar.kernels.peers import HostThreads, VirtualRanks
@@ -42,12 +42,14 @@ def debug(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # --- operators ---------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("equation", "which", "dim"), [("mk,kn->mn", 0, 0), ("bsk,nk->bsn", 0, 1), ("nk,sk->sn", 1, 0)])
-def test_torch_accepts_all_gather_matmul(equation: str, which: int, dim: int) -> None:
+def test_torch_accepts_all_gather_matmul(equation: str, which: int, dim: int, with_bias: bool) -> None:
     sizes = {"m": 5, "k": 3, "n": 4, "b": 2, "s": 6}
     terms = equation.split("->")[0].split(",")
     x, other = (torch.randn([sizes[letter] for letter in term], requires_grad=True) for term in (terms[which], terms[1 - which]))
-    torch.library.opcheck(GATHER, (x, other, equation, which, dim, x.shape[dim], 1, "", 0, 2))
+    bias = (torch.randn(4, requires_grad=True),) if with_bias else ()
+    torch.library.opcheck(GATHER, (x, other, equation, which, dim, x.shape[dim], 1, "", 0, 2, *bias))
 
 
 @pytest.mark.parametrize("with_addend", [False, True])
@@ -56,7 +58,8 @@ def test_torch_accepts_matmul_reduce_scatter(equation: str, dim: int, with_adden
     sizes = {"m": 5, "k": 3, "n": 4, "b": 2, "s": 6}
     left, right, result = (torch.randn([sizes[letter] for letter in term]) for term in equation.replace("->", ",").split(","))
     addend = result.requires_grad_() if with_addend else None
-    torch.library.opcheck(SCATTER, (left.requires_grad_(), right.requires_grad_(), addend, equation, dim, 1, "", 0, 2))
+    bias = () if with_addend else (torch.randn(4, requires_grad=True),)
+    torch.library.opcheck(SCATTER, (left.requires_grad_(), right.requires_grad_(), addend, equation, dim, 1, "", 0, 2, *bias))
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -79,21 +82,22 @@ def test_gradients_of_all_gather_matmul_are_those_of_the_reference(
     operands = whole_numbers(left, 1), whole_numbers(right, 2)
     shards = [shard.requires_grad_() for shard in shards_of(operands[which], dim, size)]
     others = [(operands[1 - which] + rank).requires_grad_() for rank in range(size)]
-    length = operands[which].shape[dim]
+    length, width = operands[which].shape[dim], result_shape(equation, *operands)[-1]
+    biases = [whole_numbers((width,), 50 + rank).requires_grad_() for rank in range(size)]
 
     def loss(rank: int, whole: Tensor, y: Tensor) -> Tensor:
         return (y * whole_numbers(y.shape, 7 + rank)).sum() + (whole * whole_numbers(whole.shape, 17 + rank)).sum()
 
     def run(rank: int) -> tuple[Tensor, ...]:
-        outputs = GATHER(shards[rank], others[rank], equation, which, dim, length, size, "gradients", rank, 2)
-        return torch.autograd.grad(loss(rank, *outputs), (shards[rank], others[rank]))
+        outputs = GATHER(shards[rank], others[rank], equation, which, dim, length, size, "gradients", rank, 2, biases[rank])
+        return torch.autograd.grad(loss(rank, *outputs), (shards[rank], others[rank], biases[rank]))
 
     with HostThreads(size) as peers, providers.provided("gradients", peers):
         found = peers.each(run)
-    reference = overlapped.all_gather_matmul_reference(equation, shards, others, which, dim)
+    reference = overlapped.all_gather_matmul_reference(equation, shards, others, which, dim, biases)
     total = sum((loss(rank, *outputs) for rank, outputs in enumerate(reference)), torch.zeros(()))
-    expected = torch.autograd.grad(total, [*shards, *others])
-    assert all(torch.equal(a, b) for a, b in zip([f[0] for f in found] + [f[1] for f in found], expected, strict=True))
+    expected = torch.autograd.grad(total, [*shards, *others, *biases])
+    assert all(torch.equal(a, b) for a, b in zip([f[i] for i in range(3) for f in found], expected, strict=True))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -106,16 +110,17 @@ def test_gradients_of_matmul_reduce_scatter_are_those_of_the_reference(
     pairs = [(whole_numbers(left, rank).requires_grad_(), whole_numbers(right, 9 + rank).requires_grad_()) for rank in range(size)]
     shape = result_shape(equation, *pairs[0])
     addends = [whole_numbers(shape, 20 + rank).requires_grad_() for rank in range(size)]
+    biases = [whole_numbers(shape[-1:], 50 + rank).requires_grad_() for rank in range(size)]
 
     def run(rank: int) -> tuple[Tensor, ...]:
-        y = SCATTER(*pairs[rank], addends[rank], equation, dim, size, "gradients", rank, 2)
-        return torch.autograd.grad((y * whole_numbers(y.shape, 30 + rank)).sum(), (*pairs[rank], addends[rank]))
+        y = SCATTER(*pairs[rank], addends[rank], equation, dim, size, "gradients", rank, 2, biases[rank])
+        return torch.autograd.grad((y * whole_numbers(y.shape, 30 + rank)).sum(), (*pairs[rank], addends[rank], biases[rank]))
 
     with HostThreads(size) as peers, providers.provided("gradients", peers):
         found = peers.each(run)
-    parts = overlapped.matmul_reduce_scatter_reference(equation, pairs, dim, addends)
+    parts = overlapped.matmul_reduce_scatter_reference(equation, pairs, dim, addends, biases)
     total = sum(((part * whole_numbers(part.shape, 30 + rank)).sum() for rank, part in enumerate(parts)), torch.zeros(()))
-    expected = torch.autograd.grad(total, [x for pair, addend in zip(pairs, addends, strict=True) for x in (*pair, addend)])
+    expected = torch.autograd.grad(total, [x for pair, *more in zip(pairs, addends, biases, strict=True) for x in (*pair, *more)])
     assert all(torch.equal(a, b) for a, b in zip([x for f in found for x in f], expected, strict=True))
 
 
@@ -149,6 +154,14 @@ def test_along_an_axis_of_size_one_there_is_only_the_product() -> None:
     assert torch.equal(y, dot("mk,kn->mn", x, w))
     assert torch.equal(overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), 0, group, 2, dot), y)
     assert torch.equal(overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), 0, group, 2, dot, y), 2 * y)
+
+
+def test_a_step_has_the_bias_where_its_part_of_what_is_summed_over_is_the_first() -> None:
+    x, w, bias = whole_numbers((5, 3), 1), whole_numbers((3, 4), 2), whole_numbers((4,), 3)
+    for starts, added in (((), bias), ((0,), bias), ((0, 0), bias), ((3,), 0 * bias), ((0, 3), 0 * bias)):
+        _, y = fused.gather_bound(x, w, "mk,kn->mn", 0, 0, 1, "", 0, 2, bias, starts)
+        part = fused.scatter_bound(x, w, None, "mk,kn->mn", 0, 1, "", 0, 2, bias, starts)
+        assert torch.equal(y, x @ w + added) and torch.equal(part, y)
 
 
 def test_a_fake_group_has_the_shapes_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -238,6 +251,9 @@ def test_a_product_is_written_where_it_belongs(equation: str) -> None:
     for out in (torch.zeros(expected.shape), torch.zeros(*expected.shape, 2)[..., 0]):  # the second one is not contiguous
         multiply_into(equation, left, right, out)
         assert torch.equal(out, expected)
+        for bias in (whole_numbers(expected.shape[-1:], 3), whole_numbers((), 4)):
+            multiply_into(equation, left, right, out, bias)
+            assert torch.equal(out, expected + bias)
 
 
 def test_a_product_cannot_be_cut_along_what_is_summed_or_into_nothing() -> None:

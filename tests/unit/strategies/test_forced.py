@@ -45,8 +45,13 @@ def test_a_forced_weight_is_read_so_in_forward_and_in_backward_and_others_stay_f
 
 def test_a_forced_bias_is_read_so() -> None:
     choices = forced(layout("layers.*.up", bias="R S(0)")).node_choices()
-    adds = [s for key, s in choices.items() if key.startswith("layers.0.up/add") and "/forward/" in key]
-    assert "R S(0)" in {str(x) for s in adds for x in s.inputs}
+    assert str(choices["layers.0.up/dot/forward/0"].inputs[2]) == "R S(0)"
+
+
+def test_a_bias_that_is_to_be_split_where_its_product_is_to_make_partial_sums_is_refused() -> None:
+    message = r"no strategy(.|\n)*layers\.0\.down/dot/forward/0 as '(R S\(1\)|R S\(0\))'(.|\n)*with the other constraints"
+    with pytest.raises(ConstraintError, match=message):
+        forced(layout("layers.0.down", weight="R S(1)", bias="R S(0)"))
 
 
 def test_a_forced_storage_is_where_the_parameter_rests_with_its_gradient() -> None:

@@ -65,7 +65,7 @@ def planned(trace: Trace, constraint: Constraint, mesh: Mesh) -> Planned:
 
 
 def test_of_a_chain_of_two_the_first_is_split_by_columns_and_the_last_by_rows() -> None:
-    assert products(traced(Block())) == {"up": "R S(0) S(1)", "down": "S(1) S(1) R"}
+    assert products(traced(Block())) == {"up": "R S(0) S(0) S(1)", "down": "S(1) S(1) R R"}, "the last one's bias is whole"
 
 
 def test_what_a_norm_stands_between_stays_whole_and_so_does_what_ends_in_the_loss() -> None:
@@ -97,7 +97,7 @@ def test_linears_that_stay_whole_for_an_op_are_named_with_it_in_the_log(caplog: 
 
 def test_a_head_of_fewer_classes_than_features_stays_whole() -> None:
     model, batch = zoo_small.vit(num_layers=1)
-    assert products(capture(model, (), batch))["classifier"] == "R R R"
+    assert products(capture(model, (), batch))["classifier"] == "R R R R"
 
 
 def test_keys_of_one_head_stay_whole_where_queries_of_several_are_split() -> None:
