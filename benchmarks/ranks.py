@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -73,6 +74,7 @@ def _collect(processes: list[Any], answers: Any, deadline: float, told: Callable
 def _main(
     rank: int, num_ranks: int, store: str, answers: Any, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # else each collection walks all that the process before had imported, and copies its pages
     try:
         os.environ.update(environment)  # as it is now; the process that it is forked from may be older
         import torch

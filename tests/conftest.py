@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
 import shared_captures  # noqa: E402
+import stored_captures  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +37,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--fresh-captures"):
         os.environ[shared_captures.FRESH] = "1"
+    if stored_captures.FOLDER not in os.environ:  # pytest-xdist's workers find it there
+        folder = tempfile.TemporaryDirectory()
+        os.environ[stored_captures.FOLDER] = folder.name
+        config.add_cleanup(lambda: _forget(folder))
+
+
+def _forget(captures: tempfile.TemporaryDirectory[str]) -> None:
+    os.environ.pop(stored_captures.FOLDER)
+    captures.cleanup()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -44,6 +44,7 @@ PLANS: dict[str, tuple[str, Mesh, PlanOptions]] = {
     "norms, data and tensor": ("narrow", SQUARE, PlanOptions(gap=0.1, constraints=(fsdp("data"),))),
 }  # fmt: skip
 NORMED = tuple(name for name in PLANS if name.startswith("norms"))
+QUICK = tuple(name for name in PLANS if name != "wide")  # that takes longer than all others together
 
 
 def profile_of(name: str) -> HardwareProfile:
@@ -84,10 +85,10 @@ def test_every_rank_computes_what_the_model_does(name: str) -> None:
 
 
 def test_among_these_plans_both_kernels_stand_in_both_phases_and_one_runs_again() -> None:
-    seen = {(c.kernel.name, c.phase, c.kernel.again) for name in PLANS if name not in NORMED for c in kernels(planned(name)) if c.kernel}
+    seen = {(c.kernel.name, c.phase, c.kernel.again) for name in QUICK if name not in NORMED for c in kernels(planned(name)) if c.kernel}
     assert {(name, phase) for name, phase, _ in seen} == {(n, p) for n in SLOW.kernels for p in ("forward", "backward")}
     assert any(again for _, _, again in seen)
-    assert {c.kernel.num_chunks for name in PLANS for c in kernels(planned(name)) if c.kernel} != {1}
+    assert {c.kernel.num_chunks for name in QUICK for c in kernels(planned(name)) if c.kernel} != {1}
 
 
 def test_where_a_gradient_is_a_sum_of_products_the_last_of_them_scatters_the_sum() -> None:

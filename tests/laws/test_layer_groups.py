@@ -144,7 +144,12 @@ def test_it_is_certified_and_not_without_its_groups() -> None:
 def test_it_is_read_back_as_it_was_written() -> None:
     plan = grouped().plan
     assert Plan.loads(plan.dumps()) == plan
-    assert Plan.loads(plan.dumps()).dumps() == plan.dumps() == planned().plan.dumps()
+    assert Plan.loads(plan.dumps()).dumps() == plan.dumps()
+
+
+@pytest.mark.slow  # as plans without groups are, which always runs
+def test_it_is_the_same_each_time() -> None:
+    assert grouped().plan.dumps() == planned().plan.dumps()
 
 
 @pytest.mark.parametrize("cuts", [(), (3, 3), (5, 2)])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import shared_captures
+import stored_captures
 import torch
 import zoo_small
 from same_trace import assert_same_trace, differs
@@ -23,7 +25,7 @@ def captures() -> None:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry for each model that was traced; captures are shared while the test runs."""
+    """One entry for each model that was traced; captures are shared while the test runs, in this process only."""
     seen: list[str] = []
 
     def counted(model: nn.Module, *rest: Any) -> Any:
@@ -31,6 +33,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return capturing_itself(model, *rest)
 
     capturing_itself = shared_captures._captured
+    monkeypatch.delenv(stored_captures.FOLDER)
     monkeypatch.setattr(shared_captures, "_captured", counted)
     monkeypatch.setattr(shared_captures, "_kept", type(shared_captures._kept)())
     monkeypatch.setattr(capturing, "_captured", shared_captures.captured)
@@ -136,3 +139,48 @@ def test_another_call_is_another_capture(traced: list[str]) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         capture(model, (x,))
     assert len(traced) == len(calls) + 2
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral", "vit"])
+def test_what_another_process_has_written_is_what_a_fresh_capture_is(
+    traced: list[str], kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(stored_captures.FOLDER, str(tmp_path))
+    model, batch = getattr(zoo_small, kind)()
+    fresh = capture(model, (), batch)
+    shared_captures._kept.clear()  # as in another process
+    read = capture(model, (), batch)
+    assert len(traced) == 1
+    assert_same_trace(fresh, read)
+    assert [n.name for n in fresh.graph.nodes] == [n.name for n in read.graph.nodes]
+    assert (fresh.folding, fresh.precision) == (read.folding, read.precision)
+    assert _sharing(fresh) == _sharing(read)
+    assert stored_captures.dumps(fresh) == stored_captures.dumps(read)
+
+
+def _sharing(trace: Any) -> list[int]:
+    """For each tensor the number of its storage, in the order in which they first come."""
+    numbers: dict[int, int] = {}
+    values = [n.meta["val"] for n in trace.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    return [numbers.setdefault(value.untyped_storage()._cdata, len(numbers)) for value in values]
+
+
+def test_a_model_that_differs_has_other_words_and_what_has_none_is_traced_by_each_process(
+    traced: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def words(change: Callable[[Any], Any] = lambda m: None, kind: type[nn.Module] = Scaled) -> str:
+        return "\n".join(stored_captures._words(shared_captures.look(_model(change, kind))))
+
+    assert words() == words()
+    assert len({words(), words(kind=Further), *(words(change) for change in CHANGES.values())}) == 2 + len(CHANGES)
+    monkeypatch.setenv(stored_captures.FOLDER, str(tmp_path))
+
+    class Hidden(Scaled):
+        """Of no name that another process would find."""
+
+    with pytest.raises(stored_captures.Untold):
+        words(kind=Hidden)
+    for _ in range(2):
+        shared_captures._kept.clear()
+        capture(_model(kind=Hidden), (torch.ones(2, 4),))
+    assert len(traced) == 2 and not list(tmp_path.iterdir())

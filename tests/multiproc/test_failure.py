@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import shared_captures
 import torch.distributed as dist
+import zoo_small
 from harness import run_processes
+
+from autopar.capture import capture
 
 pytestmark = pytest.mark.multiproc
 
@@ -36,3 +40,20 @@ def compiled(rank: int) -> float:
     mine["loss"].backward()
     theirs["loss"].backward()
     return max(error(mine["loss"], theirs["loss"]), error(mine["logits"], theirs["logits"]), worst(parallel, plain, gradients=True))
+
+
+def test_what_this_process_has_captured_its_ranks_do_not_trace() -> None:
+    nodes = captured(0)
+    assert run_processes(2, __file__, "captured_untraced") == [nodes, nodes]
+
+
+def captured(rank: int) -> list[str]:
+    """Names of the nodes of a small model."""
+    model, batch = zoo_small.llama()
+    return [node.name for node in capture(model, (), batch).graph.nodes]
+
+
+def captured_untraced(rank: int) -> list[str]:
+    """The same where tracing fails."""
+    del shared_captures._captured
+    return captured(rank)

@@ -5,6 +5,8 @@ gets a copy with a graph of its own, so that a test which changes its graph chan
 written down in full by `look`: classes and plain attributes of all modules, shapes, dtypes, strides and ties of their tensors,
 the call, and `around` it. Whatever `look` does not know, as a closure over some state, makes the model one that is never shared.
 
+What this process has not captured, another of the same run of tests may have: `stored_captures`.
+
 Tests of capturing itself do not use this. ``pytest --fresh-captures`` turns it off everywhere.
 """
 
@@ -18,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from stored_captures import stored
 from torch import fx, nn
 
 from autopar.capture import Trace, capturing
@@ -26,6 +29,7 @@ FRESH = "AUTOPAR_TESTS_FRESH_CAPTURES"  # in the environment, so that spawned pr
 NUM_KEPT = 24
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, types.FunctionType, types.BuiltinFunctionType)
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
+_NOT_LOOKED_AT = ("_original_object_hash",)  # of a configuration: what it was, in a number that is another in each process
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _captured = capturing._captured
@@ -55,7 +59,7 @@ def captured(model: nn.Module, call: Any, fold: bool) -> Trace:
     except Unknown:
         return _captured(model, call, fold)
     if key not in _kept:
-        _kept[key] = _captured(model, call, fold)
+        _kept[key] = stored(key, lambda: _captured(model, call, fold))
         if len(_kept) > NUM_KEPT:
             _kept.popitem(last=False)
     _kept.move_to_end(key)
@@ -123,5 +127,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return type(value), tuple((_plain(key), _plain(item)) for key, item in value.items())
     if type(value).__module__.startswith("transformers.") and hasattr(value, "to_dict"):  # configurations
-        return type(value), _plain(vars(value))
+        return type(value), _plain({name: held for name, held in vars(value).items() if name not in _NOT_LOOKED_AT})
     raise Unknown(f"{type(value)}")
