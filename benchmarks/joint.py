@@ -24,13 +24,14 @@ from typing import Any
 import torch
 
 from autopar.capture import Trace, capture
+from autopar.choices import Choices
 from autopar.cost.price import price
 from autopar.cost.priced import Priced, Source
 from autopar.errors import InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions
-from autopar.problem import Choices, Problem, Value
+from autopar.problem import Problem, Value
 from autopar.solve import choices_or_least
 from autopar.strategies import classes_of
 from benchmarks import tables

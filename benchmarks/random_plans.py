@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from autopar.capture import Trace, capture
+from autopar.choices import Choices
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.emit import emit
@@ -24,7 +25,7 @@ from autopar.mesh import Mesh
 from autopar.planning.assembly import assemble, fingerprint
 from autopar.planning.draft import Draft
 from autopar.plans import Plan
-from autopar.problem import Choices, Op, Problem
+from autopar.problem import Op, Problem
 from autopar.run.memory import trace_peak
 from autopar.run.program import Program
 from autopar.solve import Evaluation, evaluate, solve

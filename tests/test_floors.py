@@ -20,8 +20,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "version", "units", "typed", "garbage", "ambient"),
     ("mesh", "hardware", "hf", "halo", "streams", "terminal"),
     ("layout", "collective"),
-    ("redistribute", "random_ops", "norm_ops", "ops"),
-    ("problem",),  # speaks of the layout graphs of redistribute
+    ("layout_graph", "choices", "random_ops", "norm_ops", "ops"),
+    ("redistribute",),
+    ("problem",),
     ("plans", "constraints", "capture", "rules", "solve", "kernels"),
     ("analysis", "run", "breakdown", "stages"),
     ("strategies",),  # merges nodes by what analysis says of them

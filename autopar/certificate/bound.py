@@ -52,8 +52,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.layout_graph import LayoutGraph
 from autopar.problem import Problem
-from autopar.redistribute import LayoutGraph
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -44,8 +44,8 @@ from autopar.certificate.reduced import Flags, Floats, Ints, beyond_worth, ends_
 from autopar.collective import HOST_KINDS
 from autopar.cost.kernels import in_any_stage
 from autopar.cost.priced import Crossing, Priced
+from autopar.layout_graph import LayoutGraph, all_layouts
 from autopar.problem import Value, at_best
-from autopar.redistribute import LayoutGraph, all_layouts
 from autopar.stages.placing import Placing
 from autopar.strategies import Forced, Ref
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.redistribute import LayoutGraph
+from autopar.layout_graph import LayoutGraph
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -17,8 +17,8 @@ from autopar.cost.uncast import Uncast, is_made_there
 from autopar.hardware import HardwareProfile
 from autopar.kernels.sums import sum_dtype
 from autopar.layout import Layout, Strategy
+from autopar.layout_graph import local_bytes
 from autopar.problem import Op, OpStrategy
-from autopar.redistribute import local_bytes
 
 
 @dataclass(frozen=True, slots=True)

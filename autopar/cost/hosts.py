@@ -9,7 +9,7 @@ from dataclasses import replace
 from autopar.collective import Collective
 from autopar.errors import HardwareError
 from autopar.hardware import HardwareProfile
-from autopar.redistribute import LayoutGraph, host_copy
+from autopar.layout_graph import LayoutGraph, host_copy
 from autopar.rules import TensorInfo
 from autopar.strategies import Forced
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from autopar.analysis.work import is_view
 from autopar.layout import Layout
-from autopar.redistribute import LayoutGraph
+from autopar.layout_graph import LayoutGraph
 from autopar.strategies import Cluster, ClusterClass, Forced, Ref
 
 

@@ -22,14 +22,15 @@ from autopar import ops
 from autopar.analysis.normed import normed_after
 from autopar.analysis.sums import product_added, products_added
 from autopar.capture.trace import Trace
+from autopar.choices import Choices
 from autopar.cost.kernel_products import NormedSum, Place, Product, Sum, factor_of, makes
 from autopar.cost.kernel_times import ADDITION, NAMES, TAIL, Region, Site, saved, terms_of
 from autopar.cost.priced import Priced, Source
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
+from autopar.layout_graph import Arc
 from autopar.mesh import Mesh
-from autopar.problem import Choices, Hidden, Kernel, Kernels, Problem
-from autopar.redistribute import Arc
+from autopar.problem import Hidden, Kernel, Kernels, Problem
 from autopar.rules import Call, operands_of
 from autopar.solve import is_early
 from autopar.strategies import ClusterClass, ClusterStrategy, pattern_of

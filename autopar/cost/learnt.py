@@ -9,9 +9,10 @@ from typing import NamedTuple
 from torch import fx
 
 from autopar.analysis.in_place import has_own_memory
+from autopar.choices import Choices
 from autopar.cost.moments import Liveness
 from autopar.cost.widening import WIDENED
-from autopar.problem import Choices, Moment
+from autopar.problem import Moment
 from autopar.run.memory import NodePeak
 from autopar.solve import evaluated
 

@@ -28,9 +28,9 @@ from autopar.cost.times import call_time, own_collectives, price_collectives
 from autopar.cost.uncast import Uncast, left_uncast
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
+from autopar.layout_graph import LayoutGraph, all_layouts, layout_graph, local_bytes
 from autopar.mesh import Mesh
 from autopar.problem import Op, OpKind, OpStrategy, Phase, Problem, Use, Value, Variant
-from autopar.redistribute import LayoutGraph, all_layouts, layout_graph, local_bytes
 from autopar.rules import TensorInfo
 from autopar.run.parameters import storable
 from autopar.strategies import ClusterClass, ClusterStrategy, Forced, Ref, group_of

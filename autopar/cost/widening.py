@@ -1,13 +1,13 @@
 """Partial sums that are reduced in a wider dtype than their own: while they are widened both copies are there.
 
-Gradients of 16-bit parameters are reduced in fp32 (`autopar.redistribute.layout_graph`), as soon as they are made. A reduction need not be
+Gradients of 16-bit parameters are reduced in fp32 (`autopar.layout_graph`), as soon as they are made. A reduction need not be
 the first step: what is replicated on another axis may be cut there before.
 """
 
 from __future__ import annotations
 
+from autopar.layout_graph import LayoutGraph
 from autopar.problem import Problem, Value
-from autopar.redistribute import LayoutGraph
 
 WIDENED = "/widen"
 """Ends the name of a moment at which what a node made is widened, as it ends the key of the node that does that."""

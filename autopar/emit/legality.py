@@ -18,9 +18,9 @@ from autopar.emit.choices import PlanIndex, TensorKey, input_key, output_key, pa
 from autopar.errors import PlanError, Where
 from autopar.kernels.sums import sum_dtype
 from autopar.layout import Layout, Strategy
+from autopar.layout_graph import neighbours
 from autopar.mesh import Mesh
 from autopar.plans import Communication
-from autopar.redistribute import neighbours
 from autopar.rules import call_of, is_strategy, own_moves, where_of
 from autopar.rules.own import OWN
 

@@ -13,7 +13,8 @@ from enum import IntEnum
 
 from torch import fx
 
-from autopar.problem import Choices, Problem
+from autopar.choices import Choices
+from autopar.problem import Problem
 from autopar.run.program import Program, ProgramTensor
 from autopar.run.rank_memory import ChunkMemory
 from autopar.run.stage_memory import SIMULATED, StagePeak

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
+from autopar.choices import Choices, Multipliers
 from autopar.constraints import Pipelined
 from autopar.cost.priced import Crossing, Priced
 from autopar.errors import ConstraintError
@@ -18,7 +19,6 @@ from autopar.planning.options import PlanOptions
 from autopar.planning.over_cuts import Least
 from autopar.planning.units import Unit
 from autopar.plans import Fingerprint
-from autopar.problem import Choices, Multipliers
 from autopar.solve import Evaluation
 from autopar.stages import Cut, CutPoint
 from autopar.version import VERSION

@@ -13,11 +13,11 @@ from autopar.cost.held import held_of, offered_as, own_time_s
 from autopar.cost.priced import OPTIMIZERS, Source
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, storage_key
 from autopar.kernels.sums import sum_dtype
+from autopar.layout_graph import local_bytes
 from autopar.planning.communications import communications, of_kernels
 from autopar.planning.draft import FIELD, Draft, all_keys, tensor_patterns
 from autopar.planning.timeline import crossing_times, own_time, step_time, timeline
 from autopar.plans import KERNELS_BUFFERS, Entry, Fingerprint, Kept, NodeChoice, Plan, Prediction, Proof
-from autopar.redistribute import local_bytes
 from autopar.rules import is_discovered, is_fallback
 from autopar.rules.call import op_name
 from autopar.solve import Evaluation

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from autopar.capture.trace import Trace
+from autopar.choices import Choices
 from autopar.constraints import Megatron
 from autopar.constraints.elsewhere import held_to
 from autopar.cost.price import price
@@ -32,7 +33,6 @@ from autopar.planning.sharing import Sharing
 from autopar.planning.steps import step_of
 from autopar.planning.tried import Tried
 from autopar.plans import Overlap, Pipeline, Plan
-from autopar.problem import Choices
 from autopar.run.parameters import storable
 from autopar.stages import Cut, cut
 from autopar.strategies import Forced, classes_of, resolve

@@ -13,9 +13,9 @@ from autopar.cost.priced import Priced
 from autopar.cost.routes import ROUTE, savings, why_not
 from autopar.cost.times import own_collectives
 from autopar.emit.choices import storage_key
+from autopar.layout_graph import Arc
 from autopar.planning.draft import FIELD, Draft, all_keys, tensor_patterns
 from autopar.plans import Communication, InKernel
-from autopar.redistribute import Arc
 from autopar.rules import EXCHANGES
 from autopar.solve import Taken
 from autopar.strategies import pattern_of

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.capture.trace import Trace
+from autopar.choices import Choices
 from autopar.cost.priced import Priced
 from autopar.emit.choices import placeholder_keys
 from autopar.mesh import Mesh
 from autopar.plans import RunnerUp
-from autopar.problem import Choices
 from autopar.solve import Evaluation
 from autopar.strategies import Ref, pattern_of
 

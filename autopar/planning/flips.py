@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.capture.trace import Parameter, Trace
+from autopar.choices import Choices
 from autopar.collective import faster
 from autopar.cost.held import StepMoves, held_of
 from autopar.cost.priced import Priced
@@ -27,7 +28,7 @@ from autopar.planning.options import PlanOptions
 from autopar.planning.repricing import decisions, problems_of
 from autopar.planning.runner_up import local_load, variants_by_op
 from autopar.plans import COMPUTE, FARTHEST, Flip, Plan, load_of
-from autopar.problem import Choices, Hidden, Kernel, Kernels, OpStrategy, Problem
+from autopar.problem import Hidden, Kernel, Kernels, OpStrategy, Problem
 from autopar.streams import Balance
 
 _STEP = 2**0.5  # of the outward search for a factor at which the runner-up is no dearer

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from autopar.choices import Choices
 from autopar.cost.priced import Priced, Source
-from autopar.problem import Choices
 from autopar.strategies import Starts, layer_of
 
 _CUTS = 2  # of a list

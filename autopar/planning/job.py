@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.capture.trace import Trace
+from autopar.choices import Choices, Multipliers
 from autopar.cost.moments import Liveness
 from autopar.cost.priced import Priced
 from autopar.emit import emit
@@ -37,7 +38,7 @@ from autopar.planning.peaks import Peaks, Schedule
 from autopar.planning.smallest import light, preferred, refusal
 from autopar.planning.tried import TooSlow, Tried
 from autopar.plans import Fingerprint
-from autopar.problem import Choices, Multipliers, Problem
+from autopar.problem import Problem
 from autopar.solve import Least, choices_or_least, evaluated, quickest, within
 from autopar.strategies import Starts
 from autopar.streams import ON_COMPUTE, Balance

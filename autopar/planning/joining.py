@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from autopar.capture.trace import Trace
 from autopar.constraints import INTERLEAVED, Pipelined
 from autopar.emit import emit_staged
+from autopar.layout_graph import local_bytes
 from autopar.planning.asked import Asked, Whole
 from autopar.planning.assembly import BY_ITSELF
 from autopar.planning.clock import Clock
@@ -17,7 +18,6 @@ from autopar.planning.search import Planned
 from autopar.planning.sharing import Sharing
 from autopar.planning.steps import simulated_step_of, slowest_rank, step_of
 from autopar.plans import Crossed, Pipeline, Plan, Prediction, Proof
-from autopar.redistribute import local_bytes
 from autopar.stages import Cut
 
 COVERS: tuple[str, ...] = (

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from autopar.choices import Choices
 from autopar.cost.learnt import by_trace_node, explained, over_budget
 from autopar.cost.moments import Liveness
 from autopar.cost.widening import WIDENED
-from autopar.problem import Choices, Moment
+from autopar.problem import Moment
 from autopar.run.memory import NodePeak
 
 

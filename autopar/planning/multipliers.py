@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from autopar.choices import Multipliers
 from autopar.cost.widening import WIDENED
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys
 from autopar.planning.draft import Draft
 from autopar.plans import Potential, Proof, Version
-from autopar.problem import Multipliers
 
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
 

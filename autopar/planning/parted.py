@@ -51,12 +51,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.choices import Multipliers
 from autopar.cost.priced import Crossing
+from autopar.layout_graph import all_layouts
 from autopar.planning.instances import Instance, Instances, Read
 from autopar.planning.over_cuts import Pair, Parts, front, joined
 from autopar.planning.worths import Floats, Worths
-from autopar.problem import Kernel, Kernels, Multipliers
-from autopar.redistribute import all_layouts
+from autopar.problem import Kernel, Kernels
 from autopar.strategies import Ref
 
 

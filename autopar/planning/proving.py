@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from autopar.capture.trace import Trace
+from autopar.choices import Multipliers
 from autopar.cost.kernels import in_any_stage
 from autopar.cost.priced import Crossing, Priced
 from autopar.planning.instances import Instances
@@ -13,7 +14,7 @@ from autopar.planning.over_cuts import Least, Parts, least_step
 from autopar.planning.parted import Parting
 from autopar.planning.spreading import spread
 from autopar.planning.unit_programs import UnitPrograms
-from autopar.problem import Multipliers, at_best
+from autopar.problem import at_best
 from autopar.solve.relaxed import relaxed
 from autopar.stages import Seams
 from autopar.stages.placing import Placing

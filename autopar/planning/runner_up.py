@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autopar.choices import Choices
 from autopar.plans import RunnerUp
-from autopar.problem import Choices, Problem
+from autopar.problem import Problem
 from autopar.solve import evaluated, op_load, routed_load, variant_load, within
 from autopar.streams import Load
 

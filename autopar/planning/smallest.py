@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import TypeVar
 
 from autopar.capture.trace import Trace
+from autopar.choices import Choices
 from autopar.cost.moments import Liveness
 from autopar.cost.priced import Priced
 from autopar.cost.surely import surely
 from autopar.errors import InfeasibleError, size_text
 from autopar.planning.tried import Tried
-from autopar.problem import Choices, Problem
+from autopar.problem import Problem
 from autopar.solve import REMEDY, Least, Lightest, within
 
 T = TypeVar("T")

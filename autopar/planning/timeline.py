@@ -14,10 +14,11 @@ from dataclasses import replace
 from torch import fx
 
 from autopar.capture.trace import Trace
+from autopar.choices import Choices
 from autopar.cost.priced import Priced
 from autopar.emit.simulation import simulated
 from autopar.plans import Plan, Prediction
-from autopar.problem import Choices, OpStrategy
+from autopar.problem import OpStrategy
 from autopar.run.program import Program
 from autopar.solve import Evaluation
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.capture.trace import Trace
+from autopar.choices import Choices
 from autopar.cost.priced import Priced
 from autopar.errors import ConstraintError
-from autopar.problem import Choices
 from autopar.solve import Evaluation
 from autopar.stages.placing import Placing
 from autopar.streams import ON_COMPUTE

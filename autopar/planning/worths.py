@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.choices import Multipliers
+from autopar.layout_graph import LayoutGraph
 from autopar.planning.instances import Instances, Read
-from autopar.problem import Multipliers, Value
-from autopar.redistribute import LayoutGraph
+from autopar.problem import Value
 from autopar.solve.prices import arc_loads
 from autopar.strategies import Ref
 from autopar.streams import ON_COMPUTE

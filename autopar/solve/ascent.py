@@ -26,8 +26,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from autopar.problem import Multipliers, Phase, Problem, at_best
-from autopar.redistribute import LayoutGraph
+from autopar.choices import Multipliers
+from autopar.layout_graph import LayoutGraph
+from autopar.problem import Phase, Problem, at_best
 from autopar.solve.illegal import refusal
 from autopar.solve.paths import useful_arcs
 from autopar.solve.potentials import Decision, Floats, Group, Ints, Reader, Side

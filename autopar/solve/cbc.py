@@ -11,7 +11,8 @@ import warnings
 
 import pulp
 
-from autopar.problem import Choices, Problem
+from autopar.choices import Choices
+from autopar.problem import Problem
 from autopar.solve.evaluate import evaluate
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.hiding import Excess

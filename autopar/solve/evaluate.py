@@ -17,11 +17,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from autopar.choices import Choices
 from autopar.collective import Collective, Kind
 from autopar.errors import LayoutError
 from autopar.layout import Layout
-from autopar.problem import Choices, Problem, Slack, Use, Value
-from autopar.redistribute import Arc, LayoutGraph, cheapest_tree
+from autopar.layout_graph import Arc, LayoutGraph
+from autopar.problem import Problem, Slack, Use, Value
+from autopar.redistribute import cheapest_tree
 from autopar.solve.memory import budget_rows
 from autopar.solve.prices import arc_loads, is_early, op_load, routed_load, tree_costs
 from autopar.solve.slack import slacks

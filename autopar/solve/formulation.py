@@ -45,8 +45,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.layout_graph import LayoutGraph
 from autopar.problem import Use
-from autopar.redistribute import LayoutGraph
 from autopar.solve.kernel_rows import UNSEEN, KernelRows, RowKey
 from autopar.solve.memory import BudgetRow
 from autopar.solve.model import AT_LEAST, AT_MOST, EQUAL, Column, Costs, Terms

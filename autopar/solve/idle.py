@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.problem import Choices, Problem
+from autopar.choices import Choices
+from autopar.problem import Problem
 from autopar.solve.evaluate import Evaluation, evaluate, evaluated
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.problem import Choices, Problem
+from autopar.choices import Choices
+from autopar.problem import Problem
 from autopar.solve.engine import Engine, Relaxation
 from autopar.solve.evaluate import evaluate
 from autopar.solve.formulation import Formulation

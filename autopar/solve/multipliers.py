@@ -20,7 +20,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.problem import Multipliers, Problem
+from autopar.choices import Multipliers
+from autopar.problem import Problem
 from autopar.solve.engine import Engine, proof
 from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, KEEP, SCALE, SHARE, Formulation
 from autopar.solve.kernel_rows import ARC, PRODUCT

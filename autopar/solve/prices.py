@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from autopar.collective import HOST_KINDS
+from autopar.layout_graph import Arc
 from autopar.problem import Phase, Problem
-from autopar.redistribute import Arc
 from autopar.streams import ON_COMPUTE, Load, work
 
 _TIE = 1e-9  # share of its time that an arc costs beside its price: of equally cheap trees the quicker is taken

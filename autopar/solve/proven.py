@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.problem import Multipliers
+from autopar.choices import Multipliers
 from autopar.solve.engine import Engine, Relaxation
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.incoming import Incoming

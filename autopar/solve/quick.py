@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.choices import Choices, Multipliers
 from autopar.errors import LayoutError
-from autopar.problem import Choices, Multipliers, Problem
+from autopar.problem import Problem
 from autopar.solve.ascent import Ascent
 from autopar.solve.decided import decided
 from autopar.solve.evaluate import evaluate, fits

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopar.problem import Kernel, Multipliers, Problem, Use, at_best
-from autopar.redistribute import LayoutGraph
+from autopar.choices import Multipliers
+from autopar.layout_graph import LayoutGraph
+from autopar.problem import Kernel, Problem, Use, at_best
 from autopar.solve.engine import Engine
 from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, SCALE, Formulation
 from autopar.solve.model import AT_MOST, EQUAL, Column, Terms

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from autopar.choices import Choices
 from autopar.errors import LayoutError
-from autopar.problem import Choices, Problem
+from autopar.problem import Problem
 from autopar.solve.ascent import Ascent
 from autopar.solve.beginning import Beginning
 from autopar.solve.climbing import LARGE, SMALL, Climb

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from autopar.layout_graph import Arc
 from autopar.problem import Slack
-from autopar.redistribute import Arc
 
 
 def slacks(arcs: Sequence[Arc], at_hand: Collection[int], waited_for: Collection[int]) -> tuple[Slack, ...]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from autopar.choices import Choices
 from autopar.errors import InfeasibleError, size_text
-from autopar.problem import Choices, Problem
+from autopar.problem import Problem
 from autopar.solve.cbc import solve_with_cbc
 from autopar.solve.idle import without_idle
 from autopar.solve.illegal import refusal

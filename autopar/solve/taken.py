@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+from autopar.layout_graph import Arc, LayoutGraph
 from autopar.problem import Hidden, Kernel, Problem
-from autopar.redistribute import Arc, LayoutGraph
 from autopar.solve.prices import saved_load
 from autopar.streams import Load
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from autopar.layout_graph import LayoutGraph
 from autopar.problem import Problem
-from autopar.redistribute import LayoutGraph
 from autopar.solve.model import Column, Terms
 
 Demand = dict[int, Terms]  # layout → variables

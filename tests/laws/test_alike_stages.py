@@ -10,10 +10,11 @@ import torch
 
 import autopar
 from autopar.api.planning import plan_model
+from autopar.choices import Choices
 from autopar.constraints import fsdp, pipeline
 from autopar.planning import Planned, job, peaks
 from autopar.planning.alike import Alike, Effort, form_of
-from autopar.problem import Choices, Problem
+from autopar.problem import Problem
 from autopar.run.program import StagedProgram
 from autopar.run.stage_memory import trace_stage_peak
 from benchmarks import zoo

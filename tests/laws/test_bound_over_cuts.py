@@ -20,12 +20,14 @@ from autopar.api.tracing import trace_part
 from autopar.capture import Trace, capture
 from autopar.certificate import over_cuts
 from autopar.certificate.cut_search import least_over_cuts
+from autopar.choices import Multipliers
 from autopar.cost import price as pricing
 from autopar.cost.kernels import in_any_stage
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
+from autopar.layout_graph import all_layouts
 from autopar.planning.instances import Instances
 from autopar.planning.over_cuts import Parts, least_step
 from autopar.planning.parted import Parting
@@ -33,8 +35,7 @@ from autopar.planning.proving import parted
 from autopar.planning.schedules import step_time
 from autopar.planning.spreading import spread
 from autopar.planning.unit_programs import UnitPrograms
-from autopar.problem import Kernels, Multipliers
-from autopar.redistribute import all_layouts
+from autopar.problem import Kernels
 from autopar.solve import solve
 from autopar.solve.relaxed import relaxed
 from autopar.stages import Cut, cut, seams, usable_points

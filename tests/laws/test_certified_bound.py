@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.certificate.bound import MemoryRow, Prices, Versions, lower_bound
+from autopar.choices import Multipliers
 from autopar.layout import Layout, Strategy
-from autopar.problem import Multipliers, Op, OpStrategy, Problem, Use, Value, Variant
-from autopar.redistribute import layout_graph
+from autopar.layout_graph import layout_graph
+from autopar.problem import Op, OpStrategy, Problem, Use, Value, Variant
 from autopar.solve import evaluate, solve
 from autopar.solve.engine import Engine
 from autopar.solve.formulation import SCALE, Formulation

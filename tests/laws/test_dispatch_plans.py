@@ -25,6 +25,7 @@ from autopar import ops
 from autopar.api.planning import plan_model
 from autopar.capture import capture
 from autopar.certificate import certify
+from autopar.choices import Choices
 from autopar.collective import faster
 from autopar.constraints import expert_parallel
 from autopar.emit import emit
@@ -37,7 +38,7 @@ from autopar.planning.options import PlanOptions
 from autopar.planning.repricing import decisions, problems_of, repriced
 from autopar.planning.runner_up import local_load, variants_by_op
 from autopar.plans import COMPUTE, Communication, Plan
-from autopar.problem import Choices, OpStrategy
+from autopar.problem import OpStrategy
 from autopar.run.lockstep import run_lockstep
 
 H100 = HardwareProfile.load("h100-sxm")

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.certificate.bound import lower_bound
-from autopar.problem import Hidden, Kernel, Multipliers, Problem
-from autopar.redistribute import Arc, LayoutGraph
+from autopar.choices import Multipliers
+from autopar.layout_graph import Arc, LayoutGraph
+from autopar.problem import Hidden, Kernel, Problem
 from autopar.solve import evaluate, solve
 from tests.laws.test_certified_bound import changed, proven
 from tests.laws.test_solver_oracles import LINE, A, B, BruteForce, problem, runs_beside

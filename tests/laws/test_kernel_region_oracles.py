@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.certificate.bound import lower_bound
+from autopar.choices import Choices, Multipliers
 from autopar.errors import InfeasibleError
-from autopar.problem import Choices, Hidden, Multipliers, Problem
+from autopar.problem import Hidden, Problem
 from autopar.solve import evaluate, evaluated, least_budget, solve
 from autopar.solve.memory import budget_rows
 from tests.laws.test_certified_bound import changed, row

@@ -12,6 +12,7 @@ from torch import nn
 
 import autopar
 from autopar.capture import Trace, capture
+from autopar.choices import Choices
 from autopar.cost.moments import Liveness
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
@@ -20,7 +21,6 @@ from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, job, make_plan
 from autopar.plans import Plan
-from autopar.problem import Choices
 from autopar.run.memory import trace_peak
 from autopar.solve import choices_or_least, solve
 from autopar.strategies import Forced, Starts, apart, classes_of

@@ -18,11 +18,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.choices import Choices
 from autopar.collective import HOST_KINDS, Collective
 from autopar.errors import InfeasibleError, LayoutError
 from autopar.layout import Layout, Strategy
-from autopar.problem import Choices, Moment, Op, OpKind, OpStrategy, Phase, Problem, Use, Value, Variant
-from autopar.redistribute import all_layouts, layout_graph, local_bytes
+from autopar.layout_graph import all_layouts, layout_graph, local_bytes
+from autopar.problem import Moment, Op, OpKind, OpStrategy, Phase, Problem, Use, Value, Variant
 from autopar.solve import Evaluation, Least, Lightest, choices_or_least, climbing, evaluate, least_budget, search, solve
 from autopar.solve.formulation import SCALE
 

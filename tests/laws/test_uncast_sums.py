@@ -36,10 +36,10 @@ from autopar.hardware import HardwareProfile
 from autopar.kernels.collectives import fake_groups
 from autopar.kernels.sums import add_to
 from autopar.layout import Layout, local_shape
+from autopar.layout_graph import neighbours
 from autopar.mesh import Mesh
 from autopar.planning import Planned
 from autopar.plans import Plan
-from autopar.redistribute import neighbours
 from autopar.run.executor import Executor
 from autopar.run.live import LiveBytes
 from autopar.run.lockstep_staged import run_staged

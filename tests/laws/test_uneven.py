@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
+from autopar.layout_graph import local_bytes, neighbours
 from autopar.mesh import Mesh
-from autopar.redistribute import local_bytes, neighbours
 from autopar.run.lockstep import run_lockstep
 from autopar.run.memory import trace_peak
 from autopar.verification import verify_program

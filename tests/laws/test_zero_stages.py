@@ -31,10 +31,10 @@ from autopar.errors import ConstraintError, LayoutError, VerificationError
 from autopar.hardware import HardwareProfile
 from autopar.kernels.sums import add_to
 from autopar.layout import Layout, local_shape
+from autopar.layout_graph import all_layouts
 from autopar.mesh import Mesh
 from autopar.planning import Planned
 from autopar.plans import Plan
-from autopar.redistribute import all_layouts
 from autopar.run.lockstep import Ranks
 from autopar.run.lockstep_staged import run_staged
 from autopar.run.program import StagedProgram

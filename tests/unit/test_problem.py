@@ -9,11 +9,12 @@ import zoo_small
 
 from autopar.capture import capture
 from autopar.capture.trace import Trace
+from autopar.choices import Choices
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
-from autopar.problem import Choices, Problem
+from autopar.problem import Problem
 from autopar.strategies import classes_of
 
 MESH = Mesh({"a": 2, "b": 2})

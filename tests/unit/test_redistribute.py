@@ -13,20 +13,9 @@ from torch.distributed.tensor import Partial, Shard
 from autopar.collective import Collective
 from autopar.errors import LayoutError
 from autopar.layout import Layout, local_shape, part_range
+from autopar.layout_graph import Arc, LayoutGraph, all_layouts, layout_graph, local_bytes, neighbours
 from autopar.mesh import Mesh
-from autopar.redistribute import (
-    Arc,
-    LayoutGraph,
-    Step,
-    _chain,
-    _steiner,
-    all_layouts,
-    cheapest_chain,
-    cheapest_tree,
-    layout_graph,
-    local_bytes,
-    neighbours,
-)
+from autopar.redistribute import Step, _chain, _steiner, cheapest_chain, cheapest_tree
 from autopar.run.splitting import split
 
 FLOAT = torch.float64

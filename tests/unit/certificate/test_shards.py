@@ -11,7 +11,7 @@ import torch
 from autopar.certificate.shards import held_bytes, led_to, local_lengths
 from autopar.halo import Halo
 from autopar.layout import Layout, local_shape
-from autopar.redistribute import all_layouts, local_bytes, neighbours
+from autopar.layout_graph import all_layouts, local_bytes, neighbours
 
 CASES = [((8, 4), (2, 2)), ((7, 6), (2,)), ((8, 12, 3), (2, 3)), ((16, 8), (2, 2, 2)), ((6, 4), (2, 1))]
 PARTIAL = {1: ["P", "P(max)"], 2: ["P R", "P P", "S(0) P", "P(max) S(1)"], 3: ["P P R", "S(1) P P"]}

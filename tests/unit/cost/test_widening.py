@@ -5,8 +5,8 @@ from __future__ import annotations
 from autopar.collective import Collective
 from autopar.cost.widening import widened_bytes
 from autopar.layout import Layout, Strategy
+from autopar.layout_graph import Arc, LayoutGraph
 from autopar.problem import Op, OpStrategy, Problem, Use, Value, Variant
-from autopar.redistribute import Arc, LayoutGraph
 
 P, S, R = (Layout.parse(text) for text in ("P", "S(0)", "R"))
 NUM_BYTES = 64  # of the sum, in 16 bits

@@ -11,6 +11,7 @@ import torch
 from mlp import traced
 
 from autopar.capture.trace import Trace
+from autopar.choices import Choices
 from autopar.constraints import layout
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
@@ -24,7 +25,7 @@ from autopar.planning.job import Job
 from autopar.planning.peaks import Peaks
 from autopar.planning.runner_up import runner_ups
 from autopar.planning.search import whole_job
-from autopar.problem import Choices, Problem
+from autopar.problem import Problem
 from autopar.run.memory import trace_peak
 from autopar.run.program import Program
 from autopar.solve import Least, evaluate, solve

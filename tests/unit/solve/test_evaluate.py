@@ -10,8 +10,8 @@ import torch
 from autopar.collective import Collective
 from autopar.errors import LayoutError
 from autopar.layout import Layout, Strategy
+from autopar.layout_graph import LayoutGraph, layout_graph
 from autopar.problem import Moment, Op, OpStrategy, Problem, Use, Value, Variant
-from autopar.redistribute import LayoutGraph, layout_graph
 from autopar.solve import evaluate, fits, variant_load
 from autopar.solve.memory import GRADIENT_ROW, KEPT_ROW, budget_rows
 

@@ -8,8 +8,8 @@ import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout, Strategy
+from autopar.layout_graph import LayoutGraph
 from autopar.problem import Problem
-from autopar.redistribute import LayoutGraph
 from autopar.solve import climbing, quick, search, solve
 from autopar.solve.ascent import Ascent
 from tests.laws.test_solver_oracles import GRADIENT, A, problem
