@@ -69,7 +69,7 @@ class Value:
     @property
     def num_versions(self) -> int:
         """In how many layouts it may be kept until backward, at most."""
-        return len(self.graph.layouts if self.keepable is None else self.keepable) * (2 if self.away_s else 1)
+        return len(self.graph.layouts if self.keepable is None else self.keepable)
 
     def away(self, layout: int) -> float:
         """Seconds of storing it, and of fetching it; infinite where it may not be."""
