@@ -45,6 +45,7 @@ _FEW = (500, 1000, 2000)  # columns of restricted programs that come before a tr
 _ROUNDS = 12
 _HUGE = 100_000  # columns: from here on a balance that will do ends the sifting, and all budget rows at once take too long
 _RELAXATIONS = 2  # of a tree, per node that a search may have
+_FAR = 0.05  # relative distance of plan and relaxation from which on mixtures are told, though none unmixed is better
 _SHORT_TREE = 40  # relaxations of one that is to better a plan, not to prove it
 
 
@@ -143,7 +144,7 @@ class Search:
             self.best, bound_s=bound, free_bound_s=min(self.proven.free / SCALE, bound), num_variables=self.program.num_variables,
             num_constraints=self.program.num_constraints + len(self.extra.active), solver="highs",
             memory_price_s_per_byte=self.proven.price_s_per_byte, stats={k: float(n) for k, n in stats.items()},
-            multipliers=self.proven.multipliers(), mixed={} if self.is_close() else self.proven.mixed,
+            multipliers=self.proven.multipliers(), mixed=self.proven.mixed if self._is_far() else {},
             unfinished=self._will_do() and not self.is_close(),
         )  # fmt: skip
 
@@ -285,6 +286,10 @@ class Search:
 
     def is_close(self) -> bool:
         return self.best is not None and self.best_s * SCALE * (1 - self.gap) <= self.proven.bound
+
+    def _is_far(self) -> bool:
+        """Whether equal ops that decide apart could be much better: the search has not closed the gap, or has only by not mixing them."""
+        return not self.is_close() or self.best_s * SCALE * (1 - max(self.gap, _FAR)) > self.proven.relaxed
 
     def _named(self, values: Floats) -> dict[str, float]:
         return dict(zip(self.engine.names, values.tolist(), strict=True))

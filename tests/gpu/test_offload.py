@@ -1,0 +1,67 @@
+"""On a GPU what lies on the host comes and goes as it is, beside compute, and training with it follows the plain model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import zoo_small
+from hosts import quick_hosts
+from native import needs_gpu
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.constraints import offload
+from autopar.kernels import host
+from autopar.mesh import Mesh
+
+pytestmark = [pytest.mark.gpu, needs_gpu]
+ONE = Mesh.parse("d=1")
+
+
+@pytest.fixture(autouse=True)
+def own_group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_what_is_stored_and_fetched_is_what_it_was_though_its_memory_is_used_again(dtype: torch.dtype) -> None:
+    for num in (1, 1000, 1 << 24):
+        x = torch.arange(num, device="cuda").to(dtype)
+        expected = x.clone()
+        started = host.start_store(x, "cuda")
+        stored = host.finish_store(started, "cuda")
+        x.zero_()  # after the copy, since the current stream has waited for it
+        fetched = host.fetch(stored, "cuda")
+        del stored
+        torch.empty(num, dtype=dtype, pin_memory=True).fill_(1)
+        assert torch.equal(fetched, expected) and host.is_on_host(host.store(expected, "cuda"))
+
+
+def test_training_with_parameters_and_activations_on_the_host_follows_the_plain_model_in_less_memory() -> None:
+    model, batch = zoo_small.gpt2(num_layers=4)
+    plain, batch = copy.deepcopy(model).cuda(), {name: x.cuda() for name, x in batch.items()}
+    free = autopar.plan(model, ONE, example_inputs=batch, hardware=quick_hosts())
+    within = int(0.5 * free.prediction.peak_bytes)
+    plan = autopar.plan(model, ONE, example_inputs=batch, hardware=quick_hosts(), constraints=(offload(),), memory_bytes=within)
+    assert {"parameters", "activations"} <= plan.prediction.host_bytes.keys()
+    ours = autopar.compile(model.cuda(), ONE, example_inputs=batch, plan=plan)
+    there = [p for p in ours.parameters() if isinstance(p, DTensor) and not p.to_local().is_cuda]
+    assert there and all(p.to_local().is_pinned() for p in there)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True) for m in (ours, plain)]
+    for _ in range(5):
+        losses = [m(**batch).loss for m in (ours, plain)]
+        for loss in losses:
+            loss.backward()
+        norms = [ours.clip_grad_norm_(0.5), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)]
+        torch.testing.assert_close(losses[0].detach(), losses[1].detach(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(norms[0], norms[1], rtol=1e-4, atol=0)
+        assert all(p.grad is not None and not p.grad.to_local().is_cuda for p in there)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
