@@ -71,7 +71,12 @@ def _resting(part: Part, num_axes: int) -> tuple[str, ...]:
 
 
 def _codes(part: Part, num_axes: int) -> tuple[str, ...]:
-    return tuple(str(_main_weight(part).storage).split()) if part.weights else ("",) * num_axes
+    """The storage layout, a code per axis; the last says if that is on the hosts."""
+    if not part.weights:
+        return ("",) * num_axes
+    storage = _main_weight(part).storage
+    *first, last = str(storage.on_device()).split()
+    return (*first, f"{last} host" if storage.host else last)
 
 
 def _main_weight(part: Part) -> Any:

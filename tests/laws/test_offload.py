@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from autopar.errors import ConstraintError, HardwareError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.plans import Plan
+from autopar.report import report
 from autopar.run.memory import trace_peak
 
 ONE, SQUARE = Mesh(1), Mesh({"a": 2, "b": 2})
@@ -51,7 +53,7 @@ def holds(kind: str, plan: Plan, hardware: HardwareProfile | str = "h100-sxm") -
 
 
 @pytest.mark.parametrize(("kind", "mesh"), [("gpt2", SQUARE), ("llama", ONE)], ids=str)
-def test_what_fits_no_device_is_planned_with_hosts(kind: str, mesh: Mesh) -> None:
+def test_what_fits_no_device_is_planned_with_hosts(kind: str, mesh: Mesh, tmp_path: Path) -> None:
     rests = planned(kind, ONE).prediction.memory_bytes
     budget = int(0.8 * (rests["parameters"] + rests["optimizer"])) // mesh.num_devices  # less than what would have to rest
     plan = planned(kind, mesh, asked.offload(), memory_bytes=budget)
@@ -59,6 +61,10 @@ def test_what_fits_no_device_is_planned_with_hosts(kind: str, mesh: Mesh) -> Non
     assert {"parameters", "optimizer", "gradients"} <= plan.prediction.host_bytes.keys()
     holds(kind, plan)
     assert any("on the host" in line for line in autopar.explain(plan).summary())
+    assert "R host" in str(autopar.explain(plan)) or "S(0) host" in str(autopar.explain(plan))
+    written = tmp_path / "plan.png"
+    report(plan, written)
+    assert written.stat().st_size
 
 
 @pytest.mark.parametrize("mesh", [ONE, SQUARE], ids=str)
