@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from autopar.problem import Moment, Problem
 
@@ -34,7 +35,7 @@ class BudgetRow:
 
     def size(
         self, static_bytes: int, strategies: Sequence[int], recomputed: Mapping[int, int], held_bytes: Mapping[int, int],
-        stored_bytes: Mapping[int, int],
+        stored_bytes: Mapping[int, int] = MappingProxyType({}),
     ) -> int:  # fmt: skip
         """Left side for given static bytes, strategies, recomputation, and bytes per instance of each variant that are kept, and stored."""
         kept = sum(num * held_bytes.get(v, 0) for v, num in self.held) + sum(num * stored_bytes.get(v, 0) for v, num in self.fetched)

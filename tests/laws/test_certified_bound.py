@@ -30,8 +30,8 @@ from autopar.solve.rows import Rows
 from autopar.solve.search import Search
 from tests.laws.test_solver_oracles import AMPLE, LINE, SHAPE, SQUARE, Case, front, problem
 
-CASES = (Case(0, LINE, True), Case(1, LINE), Case(0, SQUARE))
-BESIDE = (Case(1, LINE, True, 0.4), Case(0, LINE, slowdown=0.4), Case(2, LINE, slowdown=0.0))
+CASES = (Case(0, LINE, True), Case(1, LINE), Case(0, SQUARE), Case(0, LINE, True, hosts=1.0))
+BESIDE = (Case(1, LINE, True, 0.4), Case(0, LINE, slowdown=0.4), Case(2, LINE, slowdown=0.0), Case(1, LINE, True, 0.4, hosts=1.0))
 
 
 def row(row: BudgetRow, worth_s: float) -> MemoryRow:

@@ -29,7 +29,10 @@ from tests.laws.test_certified_bound import proven
 from tests.laws.test_kernel_oracles import best_s, with_kernels
 from tests.laws.test_solver_oracles import LINE, SQUARE, Case, front
 
-CASES = [*(Case(seed, LINE) for seed in range(6)), *(Case(seed, SQUARE) for seed in range(3)), Case(1, LINE, slowdown=0.4)]
+CASES = [
+    *(Case(seed, LINE) for seed in range(6)), *(Case(seed, SQUARE) for seed in range(3)),
+    Case(1, LINE, slowdown=0.4), Case(1, LINE, slowdown=0.4, hosts=1.0),
+]  # fmt: skip
 BALANCES: tuple[Balance, ...] = (ON_COMPUTE, (0.5, 0.2))
 NAMES = ("gpt2", "llama")
 

@@ -52,16 +52,16 @@ def holds(kind: str, plan: Plan, hardware: HardwareProfile | str = "h100-sxm") -
     assert autopar.verify(again, model, batch, tolerance=TOLERANCE).max_error < TOLERANCE
 
 
-@pytest.mark.parametrize(("kind", "mesh"), [("gpt2", SQUARE), ("llama", ONE)], ids=str)
-def test_what_fits_no_device_is_planned_with_hosts(kind: str, mesh: Mesh, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_what_fits_no_device_is_planned_with_hosts(kind: str, tmp_path: Path) -> None:
     rests = planned(kind, ONE).prediction.memory_bytes
-    budget = int(0.8 * (rests["parameters"] + rests["optimizer"])) // mesh.num_devices  # less than what would have to rest
-    plan = planned(kind, mesh, asked.offload(), memory_bytes=budget)
+    budget = rests["parameters"] + rests["optimizer"] - 1  # less than what would have to rest
+    plan = planned(kind, ONE, asked.offload(), memory_bytes=budget)
     assert plan.prediction.peak_bytes <= budget
     assert {"parameters", "optimizer", "gradients"} <= plan.prediction.host_bytes.keys()
     holds(kind, plan)
     assert any("on the host" in line for line in autopar.explain(plan).summary())
-    assert "R host" in str(autopar.explain(plan)) or "S(0) host" in str(autopar.explain(plan))
+    assert "R host" in str(autopar.explain(plan))
     written = tmp_path / "plan.png"
     report(plan, written)
     assert written.stat().st_size
@@ -107,7 +107,7 @@ WAYS: dict[str, tuple[Sequence[Constraint], dict[str, Any]]] = {
     "sharded in microbatches": ((asked.layout("*", storage="S(0) S(0) host"),), {"num_microbatches": 2}),
     "in stages": ((asked.pipeline("a", microbatches=2), asked.layout("*", storage="S(0) host")), {}),
     "chosen in interleaved stages": ((asked.pipeline("a", microbatches=2, schedule="interleaved_1f1b"), asked.offload()), {}),
-    "chosen beside stage 1": ((asked.megatron(dp=4, zero=1, microbatches=2), asked.offload()), {}),
+    "chosen beside stage 1": ((asked.megatron(dp=2, tp=2, zero=1, microbatches=2), asked.offload()), {}),
 }
 
 
