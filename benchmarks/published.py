@@ -1,8 +1,9 @@
 """Are steps of runs that others published as long as predicted? Their plans, forced, on their clusters' profiles, without a GPU.
 
 The data, and what is assumed where sources are silent, are in `benchmarks.runs`. Nothing is fitted to these runs, but that `h100-sxm` puts
-its matmul efficiency between the best shape and the best of DGX Cloud's steps. `predicted_s` is of the emitted program, as plans tell it.
-With ``--free`` also the time of the plan that the planner would choose for the same model, batch and cluster.
+its matmul efficiency between the best shape and the best of DGX Cloud's steps; `benchmarks.calibrate` says what a fit
+would do. `predicted_s` is of the emitted program, as plans tell it. With ``--free`` also the time of the plan that the planner would choose
+for the same model, batch and cluster.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from autopar import hf
 from autopar.api.planning import plan_call
+from autopar.api.tracing import as_planned, planned_part
 from autopar.constraints import Constraint, pipeline
 from autopar.errors import InfeasibleError
+from autopar.hardware import HardwareProfile
 from autopar.planning import PlanOptions
+from autopar.planning.repricing import repriced
 from autopar.plans import Plan
 from benchmarks import tables
 from benchmarks.common import ROOT, Row, console_of, run_rows
@@ -31,6 +36,7 @@ from benchmarks.runs.comparison import draw, published_table, summarize
 SAMPLE: Mapping[str, int] = {"MosaicML": 3, "InternEvo": 2, "DGX Cloud": 9, "tr11": 7, "nanotron": 3}
 """Of a source every so many-th run is planned by default: its runs are much alike, and those in many stages take minutes."""
 FIGURE = ROOT / "benchmarks" / "results" / "published.png"
+SLOWER = 0.8  # of the matmuls' efficiency: what `matmul_s` is told from
 COLUMNS = (
     "row_id", "framework", "gpu", "batch", "seq", "predicted_s", "measured_s", "ratio", "predicted_peak_bytes", "measured_peak_bytes",
     "free_plan_s", "skipped",
@@ -48,23 +54,38 @@ def row(spec: dict[str, str], mesh: str, free: bool) -> Row:
         "ok": True, "error": None, "skipped": None,
     }  # fmt: skip
     try:
-        plan = _planned(setup, setup.constraints, setup.memory_bytes)
+        plan, matmul_s = _planned(setup, setup.constraints, setup.memory_bytes)
     except InfeasibleError as error:
         return {**shared, "skipped": f"no plan of this kind fits: {str(error).splitlines()[0]}"}
     predicted_s = plan.prediction.simulated_s or plan.prediction.step_s
-    found = {"predicted_s": predicted_s, "predicted_peak_bytes": plan.prediction.peak_bytes, "gap": plan.proof.gap}
+    found = {
+        "predicted_s": predicted_s, "predicted_peak_bytes": plan.prediction.peak_bytes, "gap": plan.proof.gap,
+        "matmul_s": matmul_s, "matmul_efficiency": setup.profile.efficiency["matmul"]["bfloat16"],
+        "compute_share": plan.prediction.compute_s / predicted_s,
+    }  # fmt: skip
     if run.step_s:
         found["ratio"] = predicted_s / run.step_s
     if free:
-        chosen = _planned(setup, (pipeline(),), None)
+        chosen, _ = _planned(setup, (pipeline(),), None)
         found["free_plan_s"] = chosen.prediction.simulated_s or chosen.prediction.step_s
     return {**shared, **found}
 
 
-def _planned(setup: Setup, constraints: Sequence[Constraint], memory_bytes: int | None) -> Plan:
+def _planned(setup: Setup, constraints: Sequence[Constraint], memory_bytes: int | None) -> tuple[Plan, float]:
+    """The plan, and how many seconds of its step are those of matmuls."""
     model, batch = hf.build(setup.spec, batch=setup.batch, seq=setup.seq, dtype=torch.float32, device="meta")
     options = PlanOptions(memory_bytes=memory_bytes, constraints=tuple(constraints), precision="bf16", outputs="loss", gap=0.02)
-    return plan_call(model, setup.mesh, (), batch, setup.profile, options)[1].plan
+    trace, planned = plan_call(model, setup.mesh, (), batch, setup.profile, options)
+    plan = planned.plan
+    part = as_planned(trace, plan) if plan.pipeline is None else planned_part(plan, model, trace, (), batch)[0]
+    slower_s = repriced(plan, part, plan.mesh, with_matmuls(setup.profile, SLOWER), options)
+    return plan, (slower_s - plan.prediction.step_s) / (1 / SLOWER - 1)
+
+
+def with_matmuls(profile: HardwareProfile, factor: float) -> HardwareProfile:
+    """The profile with so much of its efficiency of matmuls."""
+    slower = {dtype: share * factor for dtype, share in profile.efficiency["matmul"].items()}
+    return replace(profile, efficiency={**profile.efficiency, "matmul": slower}, hash=f"{profile.hash}-matmul-{factor:g}")
 
 
 def main(arguments: list[str]) -> int:

@@ -52,12 +52,20 @@ def _per_token(rows: Sequence[Row], scale: float) -> list[list[float]]:
     return [[scale * row[name] / num for row, num in zip(rows, tokens, strict=True)] for name in ("predicted_s", "measured_s")]
 
 
+def near(ratios: Sequence[float], share: float) -> float:
+    """How many of them are within so much of 1, as a share."""
+    return sum(abs(math.log(ratio)) <= math.log(1 + share) for ratio in ratios) / len(ratios)
+
+
+def order_of(rows: Sequence[Row]) -> str:
+    """The rank correlation of predicted and measured time per token and device; of one or two runs nothing."""
+    return f"{spearman(*_per_token(rows, 1.0)):.2f}" if len(rows) > 2 else ""
+
+
 def _cells(source: str, gpu: str, rows: Sequence[Row]) -> tuple[str, ...]:
     ratios = sorted(row["ratio"] for row in rows)
-    near = [sum(abs(math.log(ratio)) <= math.log(1 + share) for ratio in ratios) / len(ratios) for share in (0.1, 0.25)]
-    alike = f"{spearman(*_per_token(rows, 1.0)):.2f}" if len(rows) > 2 else ""
     words = f"{statistics.median(ratios):.2f}", f"{ratios[0]:.2f}", f"{ratios[-1]:.2f}"
-    return source, gpu, str(len(rows)), *words, *(f"{share:.0%}" for share in near), alike
+    return source, gpu, str(len(rows)), *words, *(f"{near(ratios, share):.0%}" for share in (0.1, 0.25)), order_of(rows)
 
 
 def draw(rows: Sequence[Row], path: str) -> None:

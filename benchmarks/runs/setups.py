@@ -7,6 +7,7 @@ What sources do not state is assumed, alike for all their runs:
   Core on, and in nanotron, whose mode is said to be a reduce-scatter;
 - "selective" recomputation is the framework's own choice of ops: what runs again is left to the planner, within the device's memory, as
   it is where nothing is said; BigScience's runs checkpoint whole layers, which their formula of flops counts;
+- attention takes what the kernel of its time took (`ATTENTION`), else what the profile says, which is of FlashAttention-2 and later;
 - MPT is a GPT-2 of its sizes (its linears have no biases, its positions no table), InternLM a Llama;
 - ranks in Megatron's order: tensor axis innermost, then context, data, stages; what of data parallelism lies within a node is an axis of
   its own, as NCCL's rings go through all devices of a node before they leave it.
@@ -31,6 +32,14 @@ NODE_GBITS: Mapping[str, float] = {
     "4x100Gb RoCE per node": 400.0, "Jean Zay": 400.0, "400Gbps per node": 400.0, "800Gbps per node": 800.0,
 }  # fmt: skip
 """Gb/s between nodes, where that is not what the profile's eight NICs give; Jean Zay's nodes of A100s have four Omni-Path 100 NICs."""
+ATTENTION: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "llm-foundry": {"a100": (0.40, 0.30), "h100": (0.40 * 0.35 / 0.73, 0.30 * 0.35 / 0.73)},
+}  # fmt: skip
+"""Framework → chip → share of the peak that its attention reached, forward and backward, where that is not what the profile assumes.
+
+llm-foundry's benchmarks ran `attn_impl: triton`, the default of scripts/train/benchmarking/submit_benchmarks.py (mosaicml/llm-foundry) that
+sweep.sh leaves, on H100s at v0.0.4 with torch 2.0.1 and CUDA 11.8: the first FlashAttention, 30 to 50 % of an A100's peak forward, 25 to 35 % backward (Dao, "FlashAttention-2", 2023, section 1; here the middle). On
+an H100 it is taken to lose as FlashAttention-2 does, from 73 % there to 35 % (Shah et al., "FlashAttention-3", 2024, abstract)."""
 _GPT, _LLAMA, _NEMOTRON = "gpt2", "llama", "nemotron"
 _FAMILIES: tuple[tuple[str, str], ...] = (
     ("nemotron4", _NEMOTRON), ("nemo megatron", _GPT), ("llama", _LLAMA), ("internlm", _LLAMA), ("mpt-", _GPT), ("gpt ", _GPT),
@@ -129,7 +138,7 @@ def _zero(run: Run) -> int:
 
 
 def _profile(run: Run) -> HardwareProfile:
-    profile = HardwareProfile.load(PROFILES[run.gpu])
+    profile = _with_attention(run, HardwareProfile.load(PROFILES[run.gpu]))
     gbits = NODE_GBITS.get(run.interconnect)
     if gbits is None:
         return profile
@@ -137,6 +146,15 @@ def _profile(run: Run) -> HardwareProfile:
     full_gbits = {"h100-sxm": 3200.0, "h200-sxm": 3200.0}.get(profile.name, 1600.0)
     slower = replace(inter, bandwidth_bytes_per_s=inter.bandwidth_bytes_per_s * gbits / full_gbits, curves={})
     return replace(profile, links={**profile.links, "inter": slower}, hash=f"{profile.hash}-{gbits:g}")
+
+
+def _with_attention(run: Run, profile: HardwareProfile) -> HardwareProfile:
+    framework = next((name for name in ATTENTION if run.framework.startswith(name)), None)
+    if framework is None:
+        return profile
+    reached = dict(zip(("attention", "attention_backward"), ATTENTION[framework][profile.name.partition("-")[0]], strict=True))
+    changed = {kind: dict.fromkeys(profile.efficiency[kind], share) for kind, share in reached.items()}
+    return replace(profile, efficiency={**profile.efficiency, **changed}, hash=f"{profile.hash}-{framework}")
 
 
 def _family(run: Run) -> str | None:

@@ -166,7 +166,7 @@ def with_least(program: Program, plan: Plan) -> tuple[Program, Overlap]:
 
 def test_early_steps_hold_no_more_than_they_may_and_a_program_says_how_much_that_is() -> None:
     ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")
-    plan, program = random_plan(ready, 1)
+    plan, program = random_plan(ready, 2)
     _, free = with_least(program, beside(plan))
     assert min(free.forward_bytes, free.backward_bytes) > 0
     plain_peak = trace_peak(program).peak_bytes

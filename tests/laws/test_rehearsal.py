@@ -29,7 +29,7 @@ from autopar.run.stage_memory import trace_stage_peak
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.random_plans import prepare, random_plan
 
-CASES = [("gpt2", "a=2,b=2", 0), ("llama", "a=2,b=2", 1), ("bert", "3", 2), ("vit", "2", 3)]
+CASES = [("gpt2", "a=2,b=2", 0), ("llama", "a=2,b=2", 1), ("bert", "3", 2), ("vit", "2", 4)]
 
 
 def plainly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from autopar import hf
 from autopar.constraints import speak_of
+from autopar.hardware import HardwareProfile
 from benchmarks import tables
 from benchmarks.published import main, row
 from benchmarks.runs import RUNS, Run, setup_of, why_skipped
@@ -61,6 +62,16 @@ def test_slower_networks_than_the_profile_has_are_slower() -> None:
     eight, four = setup_of(run_of("p0415")).profile, setup_of(run_of("p0791")).profile
     assert eight.links["inter"].bandwidth_bytes_per_s > 3.9 * four.links["inter"].bandwidth_bytes_per_s
     assert setup_of(run_of("p0563")).profile.links["intra"] == four.links["intra"]
+
+
+def test_attention_of_a_framework_takes_what_its_kernel_took() -> None:
+    """llm-foundry's first FlashAttention on both chips; InternEvo's as the profile has it."""
+    for row_id, shares in (("p0373", (0.40, 0.30)), ("p0237", (0.1918, 0.1438)), ("p0563", (0.55, 0.44))):
+        profile = setup_of(run_of(row_id)).profile
+        reached = [profile.efficiency[kind]["bfloat16"] for kind in ("attention", "attention_backward")]
+        assert reached == pytest.approx(shares, rel=1e-3), row_id
+    foundry, plain = setup_of(run_of("p0373")).profile, HardwareProfile.load("a100-sxm-40gb")
+    assert foundry != plain and foundry.efficiency["matmul"] == plain.efficiency["matmul"]
 
 
 @pytest.mark.parametrize(

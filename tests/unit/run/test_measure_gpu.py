@@ -113,9 +113,10 @@ def test_a_measured_gpu_is_a_profile_that_loads_as_local_and_prices_ops(gpu: Pat
 def test_its_links_are_word_for_word_those_of_its_chip_and_all_else_was_measured(gpu: Path) -> None:
     profile, base = measure("cuda"), HardwareProfile.load("h200-sxm")
     assert "links, and what they cost compute, are those of h200-sxm" in profile.description
-    taken = {path for path in profile.figures if path.startswith(("links.", "overlap_slowdown"))}
+    taken = {path for path in profile.figures if path.startswith(("links.", "overlap_slowdown", "host."))}
     assert taken and all(profile.figures[path] == base.figures[path] for path in taken)
-    assert (profile.links, profile.overlap_slowdown, profile.kernels) == (base.links, base.overlap_slowdown, base.kernels)
+    names = ("links", "overlap_slowdown", "kernels", "host")
+    assert [getattr(profile, name) for name in names] == [getattr(base, name) for name in names]
     for path in profile.figures.keys() - taken:
         assert profile.figures[path].source.startswith('measured by autopar.run.measure.measure(device="cuda"): NVIDIA H200'), path
 
