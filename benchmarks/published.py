@@ -1,9 +1,9 @@
 """Are steps of runs that others published as long as predicted? Their plans, forced, on their clusters' profiles, without a GPU.
 
 The data, and what is assumed where sources are silent, are in `benchmarks.runs`. Nothing is fitted to these runs, but that `h100-sxm` puts
-its matmul efficiency between the best shape and the best of DGX Cloud's steps; `benchmarks.calibrate` says what a fit
-would do. `predicted_s` is of the emitted program, as plans tell it. With ``--free`` also the time of the plan that the planner would choose
-for the same model, batch and cluster.
+its matmul efficiency between the best shape and the best of DGX Cloud's steps; `benchmarks.calibrate` says what a fit would do.
+`predicted_s` is of the emitted program, as plans tell it, `matmul_s` what of it matmuls take. With ``--free`` also the time of the plan
+that the planner would choose for the same model, batch and cluster.
 """
 
 from __future__ import annotations

@@ -36,10 +36,11 @@ ATTENTION: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "llm-foundry": {"a100": (0.40, 0.30), "h100": (0.40 * 0.35 / 0.73, 0.30 * 0.35 / 0.73)},
 }  # fmt: skip
 """Framework → chip → share of the peak that its attention reached, forward and backward, where that is not what the profile assumes.
-llm-foundry's benchmarks ran `attn_impl: triton`, the default of scripts/train/benchmarking/submit_benchmarks.py (mosaicml/llm-foundry)
-that sweep.sh leaves, on H100s at v0.0.4 with torch 2.0.1 and CUDA 11.8: the first FlashAttention, 30 to 50 % of an A100's peak forward,
-25 to 35 % backward (Dao, "FlashAttention-2", 2023, section 1; here the middle). On an H100 it is taken to lose as FlashAttention-2 does,
-from 73 % there to 35 % (Shah et al., "FlashAttention-3", 2024, abstract)."""
+
+llm-foundry's benchmarks ran `attn_impl: triton`, the default of scripts/train/benchmarking/submit_benchmarks.py (mosaicml/llm-foundry) that
+sweep.sh leaves, on H100s at v0.0.4 with torch 2.0.1 and CUDA 11.8: the first FlashAttention, 30 to 50 % of an A100's peak forward, 25 to
+35 % backward (Dao, "FlashAttention-2", 2023, section 1; here the middle). On an H100 it is taken to lose as FlashAttention-2 does, from
+73 % to 35 % (Shah et al., "FlashAttention-3", 2024, abstract)."""
 _GPT, _LLAMA, _NEMOTRON = "gpt2", "llama", "nemotron"
 _FAMILIES: tuple[tuple[str, str], ...] = (
     ("nemotron4", _NEMOTRON), ("nemo megatron", _GPT), ("llama", _LLAMA), ("internlm", _LLAMA), ("mpt-", _GPT), ("gpt ", _GPT),
