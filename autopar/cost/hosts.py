@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autopar.collective import Collective
+from autopar.constraints import Offloaded
 from autopar.errors import HardwareError
 from autopar.hardware import HardwareProfile
 from autopar.layout_graph import LayoutGraph, host_copy
@@ -46,6 +47,8 @@ def away(
 
 def shared_by(forced: Forced, profile: HardwareProfile, num_stages: int) -> Forced:
     """What is forced on each of so many stages of a device: they share its part of the host evenly."""
-    if forced.offload is None or num_stages == 1:
+    whole = host_budget(forced, profile)
+    if not whole or num_stages == 1:
         return forced
-    return replace(forced, offload=replace(forced.offload, host_bytes=max(host_budget(forced, profile) // num_stages, 1)))
+    asked = forced.offload or Offloaded(parameters=False, activations=False, host_bytes=None)  # of what layouts force there
+    return replace(forced, offload=replace(asked, host_bytes=max(whole // num_stages, 1)))

@@ -74,7 +74,7 @@ class Phase:
             if node in narrowed:
                 self.copied.add(node)
                 read = self.graph.call_function(_cast, (here,), {"dtype": narrowed[node]})
-                read.meta.update(here.meta, key=key + CAST)
+                read.meta.update(here.meta, key=key + CAST, on_host=chosen[key].outputs[0].host)
             self.define((node, 0), chosen[key].outputs[0], read)
 
     def tangents(self) -> list[fx.Node]:

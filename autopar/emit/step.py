@@ -82,6 +82,7 @@ class _Graph:
     def _passed(self, node: fx.Node, each: _Passing) -> fx.Node:
         if each.p.is_narrowed and not each.result:
             node = self._cast(node, each.p.compute_dtype, each.p.name, CAST)
+            node.meta["on_host"] = each.source.host
         for step in reversed(self._chain(each)):
             c, meta = step.collective, node.meta
             call, args = CALLS[c.kind](c, step.target)

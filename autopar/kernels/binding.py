@@ -59,9 +59,19 @@ def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup], device: str 
             starts = dispatched.starts_of(split, axis, tuple(groups))  # type: ignore[arg-type]
             settings = dispatched.settings_of(groups[axis], routed)  # type: ignore[index,arg-type]
             node.target, node.args = dispatched.BOUND[node.target], (*operands, starts, most, *settings)
+        elif device == "cuda" and node.meta.get("on_host"):
+            node.kwargs = {**node.kwargs, "pin_memory": True}  # else copies from it are not beside anything
         elif device is not None and node.kwargs.get("device") is not None:
             node.kwargs = {**node.kwargs, "device": torch.device(device)}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in (host.store, host.finish_store):
+            node.args = (*node.args, _is_read_by_host(node))
     return fx.GraphModule(graph_module, graph)
+
+
+def _is_read_by_host(stored: fx.Node) -> bool:
+    """Whether an op on the host reads what is stored: its copy may not have come yet."""
+    return any(user.op == "call_function" and user.target not in (host.fetch, host.start_fetch) for user in stored.users)
 
 
 def _bind_step(node: fx.Node, groups: Sequence[AxisGroup]) -> None:

@@ -2,7 +2,8 @@
 
 On a GPU the host's copy is in page-locked memory, and copies run beside compute, on a stream of their own for each direction: `start_…`
 issues one, after all that the current stream was given before, and `finish_…` has the current stream wait for it. The host itself may read
-what was stored once that stream is done (`autopar.run.executor`). On the CPU a copy is a copy, and the host's memory is the device's.
+what was stored once that stream is done (`autopar.run.executor`), or where it was said that it does (`autopar.kernels.binding`). On the CPU
+a copy is a copy, and the host's memory is the device's. torch rounds page-locked blocks up to powers of two, which no budget counts.
 
 Whoever counts a device's memory has to know what is on the host: `is_on_host` does, of tensors that were made by `empty` or told by
 `put_on_host`, and, while `autopar.run.live` counts, of what is made of nothing else.
@@ -58,12 +59,12 @@ def making() -> Iterator[None]:
 def empty(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
     """Uninitialised memory of the host, page-locked where a GPU is to reach it."""
     with making():
-        return put_on_host(torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned))
+        return put_on_host(torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned))
 
 
-def store(x: Tensor, device: str = "cpu") -> Tensor:
-    """A copy on the host."""
-    return finish_store(start_store(x, device), device)
+def store(x: Tensor, device: str = "cpu", read: bool = False) -> Tensor:
+    """A copy on the host; `read`: which the host itself reads next, so that it waits for the copy."""
+    return finish_store(start_store(x, device), device, read)
 
 
 def fetch(x: Tensor, device: str = "cpu") -> Tensor:
@@ -72,16 +73,19 @@ def fetch(x: Tensor, device: str = "cpu") -> Tensor:
 
 
 def start_store(x: Tensor, device: str = "cpu") -> Started:
-    x = x.contiguous()
+    x = x.resolve_conj().resolve_neg().contiguous()
     come = empty(x.shape, x.dtype, pinned=device == "cuda")
     return [come, x, _copied(come, x, x.device, "store")]
 
 
-def finish_store(started: Started, device: str = "cpu") -> Tensor:
+def finish_store(started: Started, device: str = "cpu", read: bool = False) -> Tensor:
+    if read and started[-1] is not None:
+        started[-1].synchronize()
     return _awaited(started)
 
 
 def start_fetch(x: Tensor, device: str = "cpu") -> Started:
+    x = x.resolve_conj().resolve_neg()
     come = torch.empty(x.shape, dtype=x.dtype, device=device)
     return [come, x, _copied(come, x, come.device, "fetch")]
 
@@ -99,7 +103,8 @@ def _copied(come: Tensor, sent: Tensor, device: torch.device, way: str) -> torch
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         come.copy_(sent, non_blocking=True)
-        return stream.record_event()
+    (come if come.is_cuda else sent).record_stream(stream)  # should an error let go of it before it is awaited
+    return stream.record_event()
 
 
 def _awaited(started: Started) -> Tensor:

@@ -79,6 +79,8 @@ class Executor:
         operands = [*parameters, *buffers_in, *map(self._localize, inputs, range(len(inputs)))]
         del buffers_in
         results = list(self._graph("forward" if keep else "inference")(operands))
+        if not keep:
+            self._let_hosts_write()
         num_outputs, num_mutated = len(self.program.outputs), len(self._mutated)
         saved = results[num_outputs + num_mutated :]
         for position, value in zip(self._mutated, results[num_outputs : num_outputs + num_mutated], strict=True):
@@ -123,6 +125,11 @@ class Executor:
         """After the last microbatch: gradients as parameters rest, from their sums; `sums` is emptied."""
         assert self.program.end is not None, "the program accumulates"
         return self._settled(list(self._graph("end")(sums)))
+
+    def _let_hosts_write(self) -> None:
+        """Parameters on the host may change from here on: what a GPU fetches of them has come. Gradients say so where backward follows."""
+        if self.device.type == "cuda" and any(t.layout.host for t in self.program.parameters):
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _settled(self, gradients: list[Tensor]) -> list[Tensor]:
         """Gradients that the host may read: those on their way there from a GPU have come."""

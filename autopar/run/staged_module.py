@@ -199,11 +199,13 @@ class StagedModule(Holder):
         """The first rank that holds a parameter adds up all parts of its gradient, in order, and sends the sum back."""
         for name, ranks in sorted(self._shared.items()):
             assert self._group is not None, "several ranks have a group"
-            mine = gradients[name]
+            there = gradients[name]
+            mine = there.to(self.device_mesh.device_type)  # a gradient on the host does not go to others from there
             owner, others = dist.get_global_rank(self._group, ranks[0]), ranks[1:]
             if self.rank != ranks[0]:
                 dist.send(mine, owner, self._group)
                 dist.recv(mine, owner, self._group)
+                _write_back(there, mine)
                 continue
             for other in others:
                 part = torch.empty_like(mine)
@@ -211,6 +213,7 @@ class StagedModule(Holder):
                 mine.add_(part)
             for other in others:
                 dist.send(mine, dist.get_global_rank(self._group, other), self._group)
+            _write_back(there, mine)
 
     def _spread(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All outputs on all stages."""
@@ -259,3 +262,9 @@ class _Published(torch.autograd.Function):
             for gradient in gradients:
                 gradient.mul_(factor)
         return (None, None, None, *ctx.module._wrapped(gradients))
+
+
+def _write_back(there: Tensor, mine: Tensor) -> None:
+    """What was exchanged on the device, into the gradient that lies elsewhere."""
+    if there is not mine:
+        there.copy_(mine)

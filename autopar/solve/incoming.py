@@ -14,7 +14,7 @@ from autopar.solve.engine import Engine
 from autopar.solve.evaluate import Evaluation
 from autopar.solve.formulation import Formulation
 from autopar.solve.hiding import Excess
-from autopar.solve.memory import BudgetRow, budget_rows
+from autopar.solve.memory import BudgetRow, budget_rows, unsure_bytes
 from autopar.solve.rows import Columns, Floats, Rows
 from autopar.streams import PHASES
 
@@ -58,14 +58,14 @@ class Incoming:
     @property
     def reserves(self) -> bool:
         """Whether a row that is in holds something back."""
-        return any(self.rows[r].reserve_bytes for r in self.budget)
+        return any(unsure_bytes(self.program.problem, self.rows[r]) for r in self.budget)
 
     def over(self, evaluation: Evaluation) -> list[int] | None:
         """Rows that a plan over the budget brings in, the worst first, none where some that it breaks is in; None where it fits."""
         over = {r: size - self.program.problem.budget_bytes for r, size in enumerate(evaluation.resting_bytes)}
         broken = [r for r, size in over.items() if size > 0]
         if not broken:
-            return None
+            return None if evaluation.host_bytes <= self.program.problem.host_budget_bytes else []  # row (19) is in from the start
         return [] if set(broken) & set(self.active) else sorted(broken, key=lambda r: -over[r])[:_NEW]
 
     def outlasted(self, evaluation: Evaluation) -> list[int]:

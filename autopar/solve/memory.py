@@ -8,11 +8,13 @@
 With f microbatches in flight, f − 1 of them are held in full in (8), and f in (6); where gradients are added to sums, these are held in
 all three, and a gradient goes as soon as it is added.
 
-Without reserves each row counts only what is live for certain, so that no plan whose peak fits is cut off.
+Without reserves, and what is back from the hosts, each row counts only what is live for certain, so that no plan whose peak fits is
+cut off.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -52,6 +54,13 @@ class BudgetRow:
                 size = op.count * strategy.static_bytes + sum(sizes[s] for sizes in live.get(n, ()))
                 if size:
                     yield n, s, size
+
+
+def unsure_bytes(problem: Problem, row: BudgetRow) -> int:
+    """At most so much of a row's left side need not live there, under some plan: its reserve, and what would be back from the hosts."""
+    values = {v: problem.values[problem.variants[v].value] for v, _ in row.fetched}
+    back = {v: sum(size for size, s in zip(x.graph.bytes, x.away_s, strict=True) if s < math.inf) for v, x in values.items()}
+    return row.reserve_bytes + sum(num * back[v] for v, num in row.fetched)
 
 
 def budget_rows(problem: Problem) -> tuple[BudgetRow, ...]:

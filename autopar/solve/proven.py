@@ -12,6 +12,7 @@ from autopar.solve.engine import Engine, Relaxation
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.incoming import Incoming
 from autopar.solve.live import Point
+from autopar.solve.memory import unsure_bytes
 from autopar.solve.mixing import mixed
 from autopar.solve.multipliers import multipliers, quickest
 from autopar.solve.quick import Quick
@@ -67,7 +68,7 @@ class Proven:
             duals: of budget rows.
         """
         prices = np.array([*duals.values()]) / max(self.program.problem.budget_bytes, 1)
-        reserves = [self.extra.rows[r].reserve_bytes for r in duals]
+        reserves = [unsure_bytes(self.program.problem, self.extra.rows[r]) for r in duals]
         if point.bound > self.relaxed:
             self.relaxed, self.prices, self.balance = point.bound, dict(duals), balance
             self.duals = point.duals[: len(self.program.keys) + len(self.program.tighter)]

@@ -178,7 +178,7 @@ def test_what_is_priced_is_what_is_emitted_and_run_and_counts_again_where_it_run
     again = {("backward", False)} if share < 1 else set()
     assert {(c.phase, "experts_backward" in c.node) for c in own(made.plan)} == {("forward", False), ("backward", True), *again}
     found, num = made.plan.prediction, {(e.phase, e.again_s > 0) for e in made.plan.entries if "experts/forward" in e.key}
-    assert num == {("forward", share < 1)}
+    assert ("forward", True) in num if share < 1 else num == {("forward", False)}, "of two layers one may be enough"
     assert sum(len(c.instances) * c.time_s for c in made.plan.communications) == pytest.approx(found.communication_s)
     assert any(phase == "forward" and kind == "communication" for _, phase, kind, *_ in found.timeline)
     values = dict(model.named_parameters())

@@ -72,7 +72,7 @@ def test_a_bias_is_read_with_each_chunk_and_is_no_part_of_what_moves(num: int) -
     reads, makes = biased.infos(num)
     assert [info.shape for info in (*reads, *makes)] == [(ROWS // num, 4), (4, WIDTH), (WIDTH,), (ROWS // num, WIDTH)]
     assert biased.region(2, 0, 1) == plain.region(2, 0, 1) and biased.region(0, 0, 1) == plain.region(0, 0, 1)
-    fast = replace(profile(), peak_flops_per_s=dict.fromkeys(profile().peak_flops_per_s, 1e15), hash="fast")
+    fast = replace(profile(), peak_flops_per_s=dict.fromkeys(profile().peak_flops_per_s, 1e15), hash="fast for a bias")
     assert biased.seconds(fast, num) - plain.seconds(fast, num) == pytest.approx(4 * WIDTH / BYTES_PER_S)
 
 
