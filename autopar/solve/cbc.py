@@ -17,7 +17,7 @@ from autopar.solve.evaluate import evaluate
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.hiding import Excess
 from autopar.solve.illegal import refusal
-from autopar.solve.memory import budget_rows
+from autopar.solve.memory import budget_rows, unsure_bytes
 from autopar.solve.model import Model
 
 _ROUNDS = 8
@@ -58,7 +58,7 @@ def solve_with_cbc(problem: Problem, gap: float, max_nodes: int, time_limit_s: f
         if not broken:
             # CBC through PuLP does not report its bound: what it proved is the gap it stopped at
             bound = min(pulp.value(model.objective) / SCALE * (1.0 - gap), evaluation.objective_s)
-            free = bound if not any(rows[r].reserve_bytes for r in active) else 0.0
+            free = bound if not any(unsure_bytes(problem, rows[r]) for r in active) else 0.0
             return Choices(
                 strategies, recomputed, evaluation.kept, evaluation.objective_s, bound, free, program.num_variables,
                 program.num_constraints, "cbc", regions=allowed,
