@@ -327,3 +327,16 @@ def test_a_price_of_memory_takes_the_budget_and_gives_the_least_bytes() -> None:
     assert lower_bound(p, {}, [MemoryRow({}, {}, 2.0)]) == pytest.approx(expected)
     assert lower_bound(p, {}, [MemoryRow({}, {}, -2.0)]) == pytest.approx(free)
     assert KEPT_ROW == "start of backward", "the certificate knows rows by their names"
+
+
+@pytest.mark.parametrize("case", [Case(0, LINE, hosts=1.0), Case(1, SQUARE, hosts=1.0)], ids=str)
+def test_with_hosts_arithmetic_proves_what_the_search_says_and_no_more_than_the_best(case: Case) -> None:
+    """At the prices of tight budgets, where waiting on a host costs less than the memory it leaves."""
+    priced = 0
+    for budget, best in front(case):
+        p = replace(case.problem(budget), moments=())
+        known = solve(p, gap=0.0).multipliers
+        if known is not None and known.memory_s:
+            priced += 1
+            assert proven(p, known) == pytest.approx(known.bound_s, rel=1e-4) and proven(p, known) <= best * (1 + 1e-6)
+    assert priced
