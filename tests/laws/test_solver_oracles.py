@@ -343,7 +343,7 @@ def test_with_hosts_the_step_and_the_bound_enclose_the_best_of_all_plans_within_
         assert found.multipliers is None or found.multipliers.bound_s <= best * (1 + 1e-6)
         assert found.gap <= 1e-6 or case.hosts != 1.0
         stored += there
-    assert stored, "under some budget the best has something wait on the hosts"
+    assert stored or case not in HOSTED, "under some budget the best has something wait on the hosts"
 
 
 @pytest.mark.parametrize("sifted_from", [0, 50_000])
