@@ -44,6 +44,7 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.plans import Plan
 from autopar.run.saved import Checkpoints
+from autopar.run.weights import load_weights, save_weights, weights_on_meta
 from autopar.version import VERSION as __version__
 
 __all__ = [
@@ -60,7 +61,10 @@ __all__ = [
     "diff",
     "explain",
     "flips",
+    "load_weights",
     "plan",
+    "save_weights",
     "verify",
+    "weights_on_meta",
     "what_if",
 ]

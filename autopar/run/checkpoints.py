@@ -47,11 +47,11 @@ class CheckpointTensor(DTensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
             ChunkStorageMetadata(offsets=torch.Size(run[0] for run in box), sizes=torch.Size(run[2] for run in box))
-            for box in self._boxes()
+            for box in self.boxes()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for box in self._boxes():
+        for box in self.boxes():
             if torch.Size(run[0] for run in box) == index.offset:
                 local = self.to_local()
                 for dim, (_, start, length) in enumerate(box):
@@ -59,8 +59,8 @@ class CheckpointTensor(DTensor):
                 return local
         raise KeyError(f"no part of {index.fqn} begins at {index.offset}")
 
-    def _boxes(self) -> list[tuple[Run, ...]]:
-        """The boxes of the full tensor that lie here."""
+    def boxes(self) -> list[tuple[Run, ...]]:
+        """The boxes of the full tensor that lie here, a run per dim."""
         return list(itertools.product(*(self._runs(dim) for dim in range(self.dim()))))
 
     def _runs(self, dim: int) -> list[Run]:

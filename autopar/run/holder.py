@@ -20,6 +20,7 @@ from autopar.run.equal import share_weights
 from autopar.run.optimizers import watch_optimizers
 from autopar.run.parameters import Storage
 from autopar.run.program import ProgramTensor
+from autopar.run.unset import Unset
 
 
 class Holder(nn.Module):
@@ -57,13 +58,15 @@ class Holder(nn.Module):
         self._register(model, {name: t for t in tensors for name in (t.name, *t.aliases)}, elsewhere)
         if any(t.name == random_ops.STATE for t in tensors):
             self.register_buffer(random_ops.STATE, self._first_state(), persistent=False)
+        self._unset = Unset({name: self.stored(name) for name in self._names_on_meta(model)})
         self.training = model.training
         self.register_state_dict_post_hook(_state_dict_hook)
         self.register_load_state_dict_pre_hook(_load_state_dict_hook)
         watch_optimizers(self.parameters())
 
     def _check_call(self) -> None:
-        """Raises RuntimeStateError in a mode, or under an autocast, that the program was not made for."""
+        """Raises RuntimeStateError in a mode, or under an autocast, that the program was not made for, or while weights are missing."""
+        self.check_values()
         if self._captured_mode is not None and self.training != self._captured_mode:
             raise RuntimeStateError(
                 f"the program was made in {'train' if self._captured_mode else 'eval'} mode, which this model computes differently",
@@ -75,6 +78,10 @@ class Holder(nn.Module):
                 f"called under {now}, compiled under {self._made_under}: a program's casts are its own",
                 remedy="compile and call the model under the same torch.autocast, or use it inside the model's forward",
             )
+
+    def check_values(self) -> None:
+        """Raises RuntimeStateError where parameters or buffers were on meta and have been given no values."""
+        self._unset.check(self.stored)
 
     def _trains(self, parameters: Iterable[Tensor], tensors: Iterable[ProgramTensor]) -> bool:
         """Whether one of these parameters gets a gradient.
@@ -139,6 +146,12 @@ class Holder(nn.Module):
                 stored, self._names[prefix + name] = made[id(buffer)]
                 self._container(path).register_buffer(name, stored, persistent=name not in module._non_persistent_buffers_set)
 
+    def _names_on_meta(self, model: nn.Module) -> list[str]:
+        """Of what is held here; but for saved booleans, of which nothing says whether they were read (`autopar.run.unset`)."""
+        on_meta = {name: x for name, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta and name in self._names}
+        saved = self.state_dict()
+        return [name for name, x in on_meta.items() if x.dtype != torch.bool or name not in saved]
+
     def _container(self, path: str) -> nn.Module:
         module: nn.Module = self
         for name in path.split(".") if path else ():
@@ -173,10 +186,32 @@ class Holder(nn.Module):
             )
         return self._storages.setdefault(tensor.name, Storage.of(tensor, self.device_mesh))
 
-    def _stored(self, name: str) -> Tensor:
+    def same_names(self) -> dict[str, list[str]]:
+        """Of each parameter and buffer the name that the program has for it → all that the model has for it, of those in its state dict."""
+        found: dict[str, list[str]] = {}
+        for name in self.state_dict():
+            if name in self._names:
+                found.setdefault(self._names[name], []).append(name)
+        return found
+
+    def stored(self, name: str) -> Tensor:
+        """What bears a name of the model."""
         path, _, leaf = name.rpartition(".")
         stored: Tensor = getattr(self.get_submodule(path), leaf)
         return stored
+
+
+def holder_of(module: nn.Module) -> Holder:
+    """The compiled module; of one that was planned at its first call, what stands behind it.
+
+    Raises:
+        RuntimeStateError: where it is none.
+    """
+    found = module if isinstance(module, Holder) else module._modules.get("module")
+    if not isinstance(found, Holder):
+        what = f"{type(module).__name__} is not compiled, or was not called yet"
+        raise RuntimeStateError(what, remedy="pass what autopar.compile(model, example_inputs=batch) returned")
+    return found
 
 
 def _state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -191,5 +226,5 @@ def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *_
         value, storage = state.get(prefix + name), module._storages[stored]
         if isinstance(value, DTensor) or not isinstance(value, Tensor) or tuple(value.shape) != storage.tensor.shape:
             continue
-        if isinstance(module._stored(name), DTensor):
+        if isinstance(module.stored(name), DTensor):
             state[prefix + name] = storage.distribute(value.to(storage.tensor.dtype))

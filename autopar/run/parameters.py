@@ -31,6 +31,7 @@ from autopar.layout import Layout, local_shape
 from autopar.run.device_mesh import joined_axes
 from autopar.run.program import ProgramTensor
 from autopar.run.splitting import local_part
+from autopar.run.unset import blank
 
 
 def stored_dims(shape: Sequence[int], view: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -157,19 +158,21 @@ class Storage:
         return Storage(tensor, devices, joined_axes(devices, at.axes), at.placements, local, stored)
 
     def distribute(self, full: Tensor) -> DTensor:
-        """This rank's part of a full tensor, copied to where it rests; uninitialised where `full` is on meta."""
+        """This rank's part of a full tensor, copied to where it rests; blank (`autopar.run.unset`) where `full` is on meta."""
         if self.tensor.layout.host:
             return self.wrap(self._on_host(full))
         device = torch.device(self.devices.device_type, _device_index(self.devices))
         if full.is_meta:
-            return self.wrap(torch.empty(self.stored_shape, dtype=full.dtype, device=device))
+            return self.wrap(blank(torch.empty(self.stored_shape, dtype=full.dtype, device=device)))
         part = local_part(full, self.tensor.layout, tuple(self.devices.shape), self.tensor.view, self.devices.get_coordinate() or ())
         return self.wrap(part.detach().to(device).clone(memory_format=torch.contiguous_format))
 
     def _on_host(self, full: Tensor) -> Tensor:
         """This rank's part in the host's memory, page-locked where a GPU fetches it."""
         local = host.empty(self.stored_shape, full.dtype, pinned=self.devices.device_type == "cuda")
-        if not full.is_meta:
+        if full.is_meta:
+            blank(local)
+        else:
             part = local_part(full, self.tensor.layout, tuple(self.devices.shape), self.tensor.view, self.devices.get_coordinate() or ())
             local.copy_(part.detach().reshape(self.stored_shape))
         return local

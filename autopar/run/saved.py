@@ -19,21 +19,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim import Optimizer
 
 from autopar.errors import RuntimeStateError, size_text
-from autopar.run.holder import Holder
+from autopar.run.holder import Holder, holder_of
 from autopar.run.ranks import by_all, by_first, num_ranks, of_all, rank
-from autopar.run.saved_files import ABOUT, FORMAT, SHARE, VERSION, Writer, about_text, checksums, read_about
+from autopar.run.saved_files import (
+    ABOUT,
+    FORMAT,
+    PAUSE_S,
+    SEEN_WITHIN_S,
+    SHARE,
+    VERSION,
+    Writer,
+    about_text,
+    checksums,
+    read_about,
+    save_parts,
+    seen_by_all,
+)
 from autopar.run.saved_runs import check_alone, runs_of, this_run
-from autopar.run.saved_state import missing_files, read_others, read_state, state_of, states_of
+from autopar.run.saved_state import keys_of_model, missing_files, read_others, read_state, state_of, states_of
+from autopar.run.weights import MAX_FILE_BYTES, export
 from autopar.version import VERSION as AUTOPAR_VERSION
 
 log = logging.getLogger("autopar")
 _NAME = re.compile(r"step_(\d{9,})")
-_SEEN_WITHIN_S, _PAUSE_S = 30.0, 0.5  # shared file systems show on one machine late what another wrote
+_SEEN_WITHIN_S = SEEN_WITHIN_S
 
 
 class Checkpoints:
@@ -63,11 +76,11 @@ class Checkpoints:
             RuntimeStateError: where ranks see others.
         """
         by_first(self._repair, str(self.folder), "see the reason")
-        for _ in range(int(_SEEN_WITHIN_S / _PAUSE_S)):
+        for _ in range(int(_SEEN_WITHIN_S / PAUSE_S)):
             seen = of_all(tuple(sorted(self._found())))
             if len(set(seen)) == 1:
                 break
-            time.sleep(_PAUSE_S)
+            time.sleep(PAUSE_S)
         different = [number for number, steps in enumerate(seen) if steps != seen[0]]
         if different:
             what = f"ranks {different} do not see the checkpoints that rank 0 sees: {seen[different[0]]} against {seen[0]}"
@@ -90,7 +103,8 @@ class Checkpoints:
         """
         if not isinstance(step, int) or step < 0:
             raise RuntimeStateError(f"step={step!r} is no number of steps", remedy="pass how many steps were made, from 0")
-        holder, beside = _holder(module), states_of(others)
+        holder, beside = holder_of(module), states_of(others)
+        holder.check_values()
         run = by_first(lambda: self._begun(step), str(self.folder), "name a folder that can be written to")
         writing, state = self._part(step, run), state_of(holder, optimizer)
         try:
@@ -115,7 +129,7 @@ class Checkpoints:
             return 0
         known = by_first(lambda: runs_of(self._found()), str(self.folder), "see the reason")
         self._known = {step: run for step, run in known.items() if step in steps}  # one that is saved meanwhile is of a run that goes on
-        holder, place = _holder(module), self._place(steps[-1])
+        holder, place = holder_of(module), self._place(steps[-1])
         about, damage = read_about(place)
         if damage:
             raise RuntimeStateError(f"step {steps[-1]} is damaged: {damage}", where=str(place), remedy=self._remedy(steps))
@@ -130,6 +144,33 @@ class Checkpoints:
             if left:
                 log.warning("saved there and not asked for: %s", ", ".join(left))
         return steps[-1]
+
+    def export(
+        self, folder: str | Path, *, step: int | None = None, dtype: torch.dtype | None = None, max_file_bytes: int = MAX_FILE_BYTES
+    ) -> int:
+        """Write the weights of a checkpoint as safetensors, which ``from_pretrained`` reads. Every rank calls it, or one process alone,
+        which needs no mesh and no GPU.
+
+        Args:
+            step: of which; by default the newest. folder, dtype, max_file_bytes: as of `autopar.save_weights`.
+
+        Returns:
+            The step.
+
+        Raises:
+            RuntimeStateError: on all ranks, where there is no such checkpoint, it is damaged, or the folder cannot be written to.
+        """
+        steps = self.steps()
+        if not steps or step not in (None, *steps):
+            what = "there is no checkpoint" if step is None else f"there is no checkpoint of step {step}"
+            remedy = f"there are steps {', '.join(map(str, steps))}" if steps else "name the folder that Checkpoints saved into"
+            raise RuntimeStateError(what, where=str(self.folder), remedy=remedy)
+        place = self._place(steps[-1] if step is None else step)
+        about, damage = read_about(place)
+        if damage:
+            raise RuntimeStateError(f"{place.name} is damaged: {damage}", where=str(place), remedy="export another step")
+        export(place, keys_of_model(place, about.get("tied", {})), Path(folder), dtype, max_file_bytes)
+        return int(about["step"])
 
     def _remedy(self, steps: Sequence[int]) -> str:
         """What to do where the newest of these is damaged; every rank calls it."""
@@ -182,27 +223,26 @@ class Checkpoints:
 
     def _write(self, step: int, holder: Holder, writing: Path, state: dict[str, Any], beside: Mapping[str, Any]) -> None:
         """Every rank its part, and what the first writes beside."""
-        self._seen_by_all(writing)
+        seen_by_all(writing, _SEEN_WITHIN_S)
         writer = Writer(writing)
-        try:
-            dcp.save(state, storage_writer=writer)
-        except dcp.api.CheckpointException as error:
-            what, free = f"step {step} was not saved: {_reasons(error)}", size_text(shutil.disk_usage(self.folder).free)
-            remedy = f"see the reason; {free} are free there. Earlier checkpoints are as they were"
-            raise RuntimeStateError(what, where=str(writing), remedy=remedy) from error
+        save_parts(state, writer, f"step {step}", "Earlier checkpoints are as they were")
         remedy = f"see the reason; {size_text(shutil.disk_usage(self.folder).free)} are free there"
+        tied = {name: names[0] for each in of_all(holder.same_names()) for names in each.values() for name in names[1:]}
         sums = {name: of for each in by_all(lambda: checksums(writing, writer.written), str(writing), remedy) for name, of in each.items()}
-        by_first(lambda: self._finish(step, holder, writing, beside, sums), str(writing), remedy)
+        by_first(lambda: self._finish(step, holder, writing, beside, tied, sums), str(writing), remedy)
 
-    def _finish(self, step: int, holder: Holder, writing: Path, beside: Mapping[str, Any], sums: Mapping[str, int]) -> None:
-        """Name the checkpoint, whose other files have these checksums; remove those that are too many, and what was begun and not ended."""
+    def _finish(
+        self, step: int, holder: Holder, writing: Path, beside: Mapping[str, Any], tied: Mapping[str, str], sums: Mapping[str, int]
+    ) -> None:
+        """Name the checkpoint, whose other files have these checksums, and in which some names mean what others do; remove those that are
+        too many, and what was begun and not ended."""
         if missing := missing_files(writing):
             raise RuntimeStateError(f"step {step} is not whole: {', '.join(missing[:3])} of other ranks are not there", remedy=SHARE)
         plan = getattr(holder, "plan", None)
         about = {
             "format": FORMAT, "version": VERSION, "step": step, "mesh": "" if plan is None else str(plan.mesh),
             "plan": "" if plan is None else plan.hash, "random_state": holder.random_state, "world_size": num_ranks(),
-            "run": this_run(), "autopar": AUTOPAR_VERSION, "torch": torch.__version__,
+            "run": this_run(), "tied": dict(tied), "autopar": AUTOPAR_VERSION, "torch": torch.__version__,
         }  # fmt: skip
         _written(writing / "others.pt", lambda path: torch.save(dict(beside), path))
         if plan is not None:
@@ -230,23 +270,6 @@ class Checkpoints:
         writing.rename(target)  # fails where another run has saved that step by now
         return before
 
-    def _seen_by_all(self, place: Path) -> None:
-        deadline = time.monotonic() + _SEEN_WITHIN_S
-        while not place.is_dir() and time.monotonic() < deadline:
-            time.sleep(_PAUSE_S)
-        blind = [number for number, sees in enumerate(of_all(place.is_dir())) if not sees]
-        if blind:
-            raise RuntimeStateError(f"ranks {blind} do not see the folder that rank 0 made", where=str(place), remedy=SHARE)
-
-
-def _holder(module: nn.Module) -> Holder:
-    """The compiled module; of one that was planned at its first call, what stands behind it."""
-    found = module if isinstance(module, Holder) else module._modules.get("module")
-    if not isinstance(found, Holder):
-        what = f"{type(module).__name__} is not compiled, or was not called yet"
-        raise RuntimeStateError(what, remedy="pass what autopar.compile(model, example_inputs=batch) returned")
-    return found
-
 
 def _written(path: Path, write: Callable[[Path], object]) -> None:
     """A file that is on the disk, too."""
@@ -254,7 +277,3 @@ def _written(path: Path, write: Callable[[Path], object]) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
-
-def _reasons(error: Any) -> str:
-    """What each rank that failed says, once."""
-    return "; ".join(dict.fromkeys(str(failure[0]) for failure in error.failures.values()))

@@ -7,22 +7,26 @@ quarter of what BLAKE2 takes. Each rank sums up the files that it wrote; those t
 from __future__ import annotations
 
 import json
+import shutil
+import time
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from autopar.errors import RuntimeStateError
-from autopar.run.ranks import by_all, by_first, num_ranks, rank
+from autopar.errors import RuntimeStateError, size_text
+from autopar.run.ranks import by_all, by_first, num_ranks, of_all, rank
 
 FORMAT, VERSION = "autopar-checkpoint", 2
 ABOUT = "autopar.json"
 SHARE = "put checkpoints into a folder that all machines share, by its whole path"
+SEEN_WITHIN_S, PAUSE_S = 30.0, 0.5  # shared file systems show on one machine late what another wrote
 _CHUNK_BYTES = 2**22
 
 
@@ -37,6 +41,37 @@ class Writer(FileSystemWriter):
         future = super().write_data(plan, planner)
         self.written = tuple(sorted({result.storage_data.relative_path for result in future.wait()}))
         return future
+
+
+def save_parts(state: dict[str, Any], writer: FileSystemWriter, what: str, kept: str) -> None:
+    """Every rank its part, by torch.distributed.checkpoint.
+
+    Args:
+        what: is saved. kept: what has not changed where it fails.
+
+    Raises:
+        RuntimeStateError: on all ranks, saying why it failed on which.
+    """
+    try:
+        dcp.save(state, storage_writer=writer)
+    except dcp.api.CheckpointException as error:
+        reasons = "; ".join(dict.fromkeys(str(failure[0]) for failure in error.failures.values()))  # each once
+        remedy = f"see the reason; {size_text(shutil.disk_usage(writer.path).free)} are free there. {kept}"
+        raise RuntimeStateError(f"{what} was not saved: {reasons}", where=str(writer.path), remedy=remedy) from error
+
+
+def seen_by_all(place: Path, within_s: float) -> None:
+    """Wait until all ranks see a folder that the first made.
+
+    Raises:
+        RuntimeStateError: on all ranks, where some do not within that time.
+    """
+    deadline = time.monotonic() + within_s
+    while not place.is_dir() and time.monotonic() < deadline:
+        time.sleep(PAUSE_S)
+    blind = [number for number, sees in enumerate(of_all(place.is_dir())) if not sees]
+    if blind:
+        raise RuntimeStateError(f"ranks {blind} do not see the folder that rank 0 made", where=str(place), remedy=SHARE)
 
 
 def checksums(place: Path, names: Iterable[str]) -> dict[str, int]:

@@ -25,7 +25,7 @@ from autopar.run.holder import Holder
 from autopar.run.ranks import of_all
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-_STATE = "optimizer.state."
+_MODEL, _STATE = "model.", "optimizer.state."
 
 
 def state_of(holder: Holder, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -107,8 +107,14 @@ def missing_files(place: Path) -> list[str]:
     return sorted(name for name, end in ends.items() if not (place / name).is_file() or (place / name).stat().st_size < end)
 
 
+def keys_of_model(place: Path, tied: Mapping[str, str]) -> dict[str, str]:
+    """Names of a checkpoint's parameters and buffers, of each one, and their keys in it."""
+    keys = (key for key in FileSystemReader(place).read_metadata().state_dict_metadata if key.startswith(_MODEL))
+    return {name: key for key in keys if (name := key.removeprefix(_MODEL)) not in tied}
+
+
 def _model_state(holder: Holder) -> dict[str, Any]:
-    return {f"model.{name}": value for name, value in holder.state_dict().items()}
+    return {_MODEL + name: value for name, value in holder.state_dict().items()}
 
 
 def _optimizer_state(holder: Holder, optimizer: Optimizer) -> dict[str, Any]:
@@ -157,8 +163,8 @@ def _check_same(wanted: Mapping[str, Any], saved: Metadata, place: Path) -> None
             wrong.append(f"{name} of the {kind} is not in it")
         elif isinstance(there, TensorStorageMetadata) and isinstance(value, Tensor) and there.size != value.shape:
             wrong.append(f"{name} is {tuple(there.size)} in it, {tuple(value.shape)} here")
-    here = set().union(*of_all({key for key in wanted if key.startswith("model.")}))
-    beyond = [key.removeprefix("model.") for key in known if key.startswith("model.") and key not in here]
+    here = set().union(*of_all({key for key in wanted if key.startswith(_MODEL)}))
+    beyond = [key.removeprefix(_MODEL) for key in known if key.startswith(_MODEL) and key not in here]
     wrong += [f"{name} of its model is not in this one" for name in beyond]
     found = [(rank, lines) for rank, lines in enumerate(of_all(wrong)) if lines]
     if found:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import autopar
@@ -240,7 +241,7 @@ def test_of_two_runs_that_save_a_step_at_once_one_does(tmp_path: Path, when: str
     if again:
         first.save(1)
         assert first.load() == second.load() == 1
-    owner, name = (saved_in.dcp, "save") if when == "before its parts" else (Path, "rename")
+    owner, name = (dcp, "save") if when == "before its parts" else (Path, "rename")
     plain, begun = getattr(owner, name), []
 
     def meanwhile(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The command line: ``autopar plan|explain|diff|check|verify|what-if|profile|report|run``.
+"""The command line: ``autopar plan|explain|diff|check|verify|what-if|profile|report|export|run``.
 
 `plan`, `explain`, `diff`, `check` and `report` need no process group and no GPU. What autopar refuses is printed without a traceback,
 and the command exits with 1.
@@ -6,29 +6,30 @@ and the command exits with 1.
 
 from __future__ import annotations
 
-import sys
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
-import torch
 import typer
 
-from autopar import constraints, hf
-from autopar.api import as_call, check, flips, verify, what_if
+from autopar import constraints
+from autopar.api import as_call, check, verify, what_if
 from autopar.api.arguments import read_mesh
 from autopar.api.planning import plan_call
+from autopar.cli.models import DTYPES, Batch, Dtype, Flips, Function, Hf, ModelName, Module, Seq, built, read_dtype, say_if_none, turning_of
 from autopar.constraints.pipelines import SCHEDULES
 from autopar.errors import AutoparError, PlanError
 from autopar.explanation import diff, explain
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions
-from autopar.plans import NO_FLIP, Flip, Plan
+from autopar.plans import Plan
 from autopar.run.executor import Outputs
 from autopar.run.launching import launch
-from autopar.terminal import PHASES, complain, parse_size, progress, say, show
+from autopar.run.saved import Checkpoints
+from autopar.terminal import PHASES, parse_size, progress, say, show
 from autopar.units import seconds
 
 app = typer.Typer(
@@ -37,22 +38,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Plan how a PyTorch model runs on many devices, and run it so.",
 )
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
+_TOLD = 0.01  # share of all seconds, from which on those of plans that were not taken are told
 PlanFile = Annotated[Path, typer.Argument(help="A plan, as `autopar plan --out` writes it.")]
-Hf = Annotated[
-    str | None, typer.Option("--hf", metavar="TYPE[/AutoClass]:JSON", help="A Hugging Face configuration, built and not downloaded.")
-]
-ModelName = Annotated[str | None, typer.Option("--model", metavar="NAME", help=f"A known size: {', '.join(hf.KNOWN)}.")]
-Module = Annotated[str | None, typer.Option("--module", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch).")]
-Function = Annotated[
-    str | None, typer.Option("--function", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch), for --flips.")
-]
-Flips = Annotated[int, typer.Option(min=0, help="Of so many close choices, in each stage, say at which change of the hardware they turn.")]
-_BATCH, _DTYPE = 8, "bfloat16"
-Batch = Annotated[int | None, typer.Option(min=1, help=f"Global batch in samples; {_BATCH} unless given. Of --module the function says.")]
-Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")]
-Dtype = Annotated[str | None, typer.Option(help=f"One of {', '.join(_DTYPES)}; {_DTYPE} unless given. Of --module the function says.")]
 
 
 @app.command("plan")
@@ -95,13 +82,13 @@ def plan_command(
         parse_size(memory), optimizer, asked, strict, gap, num_microbatches=microbatches or "auto", outputs=cast(Outputs, outputs),
         precision=precision,
     )
-    start = time.perf_counter()
+    clock = _Clock()
     with progress("building the model") as tell:
-        network, example = _build(hf, model, module, batch, seq, dtype, "meta")
+        network, example = built(hf, model, module, batch, seq, dtype, "meta")
         tell("capturing")
         args, kwargs = as_call(example)
-        _, planned = plan_call(network, axes, args, kwargs, profile, options, progress=lambda p: tell(PHASES.get(p, p)))
-    phases = {"capture": time.perf_counter() - start - sum(planned.seconds.values()), **planned.seconds}
+        _, planned = plan_call(network, axes, args, kwargs, profile, options, progress=lambda p: tell(clock.at(p)))
+    phases = clock.phases(planned.seconds)
     for line in explain(planned.plan).summary():
         say(line)
     say(f"planned in {seconds(sum(phases.values()))}: {', '.join(f'{phase} {seconds(value)}' for phase, value in phases.items())}")
@@ -124,10 +111,10 @@ def explain_command(
 ) -> None:
     """What a plan does and costs, module by module, and why not otherwise; with --flips and the model also what would turn choices."""
     loaded = Plan.load(plan)
-    turning = _turning(loaded, flips, hf, model, function, batch, seq, dtype)
+    turning = turning_of(loaded, flips, hf, model, function, batch, seq, dtype)
     found = explain(loaded, module=module, flips=turning)
     show(found)
-    _say_if_none(flips, turning)
+    say_if_none(flips, turning)
     if turning and not found.flips:
         say(f"of the {len(turning)} choices that would turn none is in {module!r}: leave --module out to see them")
 
@@ -152,7 +139,7 @@ def check_command(
     """Certify a plan without a solver: legality, every collective, memory, time, and the bound by arithmetic alone."""
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = _build(hf, model, module, batch, seq, dtype, "meta")
+        network, example = built(hf, model, module, batch, seq, dtype, "meta")
         tell("deriving every claim anew")
         found = check(loaded, network, example, hardware=hardware)
     say(str(found))
@@ -173,7 +160,7 @@ def verify_command(
     """Run all ranks of a plan in this process, in float64, and compare loss, outputs and every gradient with the plain model."""
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = _build(hf, model, module, batch, seq, dtype, "cpu")
+        network, example = built(hf, model, module, batch, seq, dtype, "cpu")
         tell(f"running {loaded.mesh.num_devices} ranks")
         found = verify(loaded, network, example)
     say(str(found))
@@ -197,12 +184,12 @@ def what_if_command(
     """What a plan would take on other hardware, and how much a plan made there would gain."""
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = _build(hf, model, module, batch, seq, dtype, "meta")
+        network, example = built(hf, model, module, batch, seq, dtype, "meta")
         tell(f"planning for {hardware or loaded.fingerprint.profile}")
         there = None if mesh is None else Mesh.parse(mesh)
         found = what_if(loaded, network, example, hardware=hardware, mesh=there, num_flips=flips)
     say(str(found))
-    _say_if_none(flips, found.flips)
+    say_if_none(flips, found.flips)
 
 
 @app.command("profile")
@@ -236,9 +223,23 @@ def report_command(
     from autopar.report import report
 
     loaded = Plan.load(plan)
-    turning = _turning(loaded, flips, hf, model, module, batch, seq, dtype)
+    turning = turning_of(loaded, flips, hf, model, module, batch, seq, dtype)
     say(f"written to {report(loaded, out_file, flips=turning)}")
-    _say_if_none(flips, turning)
+    say_if_none(flips, turning)
+
+
+@app.command("export")
+def export_command(
+    checkpoints: Annotated[Path, typer.Argument(help="A folder that autopar.Checkpoints saved into.")],
+    folder: Annotated[Path, typer.Argument(help="Where the weights are written.")],
+    step: Annotated[int | None, typer.Option(min=0, help="Of which checkpoint; by default the newest.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"Of what is written: {', '.join(DTYPES)}; by default its own.")] = None,
+    max_file: Annotated[str, typer.Option(metavar="SIZE", help="Of a file; where there is more, there are several with an index.")] = "5GB",
+) -> None:
+    """Write the weights of a checkpoint as safetensors, which from_pretrained reads: no mesh, no GPU."""
+    with progress("putting the parts together"):
+        done = Checkpoints(checkpoints).export(folder, step=step, dtype=read_dtype(dtype), max_file_bytes=parse_size(max_file) or 1)
+    say(f"the weights after step {done} are in {folder}")
 
 
 @app.command("run", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
@@ -254,6 +255,26 @@ def run_command(
     launch(script, context.args, num_processes=num_processes, nodes=nodes, meet=meet, restarts=restarts)
 
 
+class _Clock:
+    """What planning took, by phase."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._captured = math.inf
+
+    def at(self, phase: str) -> str:
+        """A phase that begins, in words."""
+        self._captured = min(self._captured, time.perf_counter() - self._start)
+        return PHASES.get(phase, phase)
+
+    def phases(self, of_plan: Mapping[str, float]) -> dict[str, float]:
+        """Seconds of all; where plans were tried that are not the one, what they took."""
+        total_s = time.perf_counter() - self._start
+        captured_s = min(self._captured, total_s)
+        others_s = max(total_s - captured_s - sum(of_plan.values()), 0.0)
+        return {"capture": captured_s, **of_plan, **({"plans not taken": others_s} if others_s > _TOLD * total_s else {})}
+
+
 def _stages(axis: str | None, microbatches: int | None, schedule: str | None, chunks: int | None) -> tuple[constraints.Pipelined, ...]:
     """The pipeline that is asked for, if any."""
     if axis is not None:
@@ -266,58 +287,8 @@ def _stages(axis: str | None, microbatches: int | None, schedule: str | None, ch
     return ()
 
 
-def _turning(
-    plan: Plan, num: int, config: str | None, name: str | None, function: str | None, batch: int | None, seq: int | None, dtype: str | None
-) -> tuple[Flip, ...]:
-    """What would turn close choices; nothing where that is not asked for."""
-    if not num:
-        return ()
-    if (config, name, function) == (None, None, None):
-        what = "what would turn choices cannot be told without the model"
-        raise AutoparError(what, remedy="pass --hf or --model, or a function: --function of explain, --module of report")
-    with progress("building the model") as tell:
-        network, example = _build(config, name, function, batch, seq, dtype, "meta")
-        tell("pricing other hardware")
-        return flips(plan, network, example, most=num)
-
-
-def _say_if_none(num: int, found: Sequence[Flip]) -> None:
-    """That nothing turns the choices that were asked about, if so."""
-    if num and not found:
-        say(NO_FLIP)
-
-
-def _build(
-    config: str | None, name: str | None, module: str | None, batch: int | None, seq: int | None, dtype: str | None, device: str
-) -> tuple[torch.nn.Module, Any]:
-    given = [option for option in (config, name, module) if option is not None]
-    if len(given) != 1:
-        raise AutoparError(f"{len(given)} models are named", remedy="pass one of --hf, --model and --module")
-    if module is not None:
-        ignored = [option for option, value in (("--batch", batch), ("--seq", seq), ("--dtype", dtype)) if value is not None]
-        if ignored:
-            raise AutoparError(f"{' and '.join(ignored)} with --module: its function makes the batch", remedy="change what it returns")
-        return hf.load_function(module)
-    batch, dtype = _BATCH if batch is None else batch, dtype or _DTYPE
-    if dtype not in _DTYPES:
-        raise AutoparError(f"dtype {dtype!r} is not known", remedy=f"pass one of {', '.join(_DTYPES)}")
-    try:
-        return hf.build(given[0], dtype=_DTYPES[dtype], device=device, batch=batch, seq=seq)
-    except ModuleNotFoundError as error:
-        raise AutoparError(f"{error.name} is not installed", remedy='pip install "autopar[hf]", or pass --module') from error
-
-
 def _save(plan: Plan, path: Path) -> None:
     try:
         plan.save(path)
     except OSError as error:
         raise PlanError(f"cannot write the plan: {error.strerror}", where=str(path), remedy="check the path") from error
-
-
-def main() -> None:
-    """Run the command line; errors of autopar are told without a traceback."""
-    try:
-        app()
-    except AutoparError as error:
-        complain(str(error))
-        sys.exit(1)

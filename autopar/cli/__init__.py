@@ -1,0 +1,20 @@
+"""The command line; `commands` has what each does."""
+
+from __future__ import annotations
+
+import sys
+
+from autopar.cli.commands import app
+from autopar.errors import AutoparError
+from autopar.terminal import complain
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """Run the command line; errors of autopar are told without a traceback."""
+    try:
+        app()
+    except AutoparError as error:
+        complain(str(error))
+        sys.exit(1)

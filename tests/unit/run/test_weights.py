@@ -1,0 +1,254 @@
+"""Weights in and out as safetensors on one process, models without weights, and that nothing runs before it has its values."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import autopar
+from autopar import cli
+from autopar.errors import RuntimeStateError
+
+BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
+
+
+class Net(nn.Module):
+    """Tied weights, a saved buffer of integers, and buffers that no file holds."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, width), nn.Linear(8, width), nn.Linear(width, 1)
+        self.second.weight = self.first.weight
+        self.register_buffer("seen", torch.tensor([3, 4]))
+        self.register_buffer("scale", torch.full((width,), 2.0), persistent=False)
+        self.register_buffer("mask", torch.ones(width, dtype=torch.bool), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x) + self.second(x)) * self.scale * self.mask
+        return (self.last(hidden) * self.seen[0]).pow(2).mean()
+
+
+def plain(seed: int = 0, width: int = 8) -> Net:
+    torch.manual_seed(seed)
+    return Net(width)
+
+
+def compiled(model: nn.Module) -> Any:
+    return autopar.compile(model, example_inputs=BATCH, hardware="cpu-gloo")
+
+
+def without_values() -> Any:
+    with autopar.weights_on_meta():
+        return compiled(Net())
+
+
+def state(module: nn.Module) -> dict[str, Tensor]:
+    return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).clone() for name, x in module.state_dict().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Weights of seed 1 in several files."""
+    autopar.save_weights(compiled(plain(1)), tmp_path / "weights", max_file_bytes=100)
+    return tmp_path / "weights"
+
+
+def test_weights_go_out_in_several_files_with_an_index_and_in_again(folder: Path) -> None:
+    names = {each.name for each in folder.iterdir()}
+    assert "model.safetensors.index.json" in names and "model-00001-of-00003.safetensors" in names and len(names) == 4
+    module = without_values()
+    assert autopar.load_weights(module, folder) == ()
+    assert same(state(module), plain(1).state_dict())
+    assert module(**BATCH).item() == pytest.approx(plain(1)(**BATCH).item(), rel=1e-6)
+
+
+def test_what_is_tied_is_written_once_and_read_under_any_of_its_names(folder: Path, tmp_path: Path) -> None:
+    written = {name for each in folder.glob("*.safetensors") for name in load_file(each)}
+    assert written == {"first.weight", "first.bias", "second.bias", "last.weight", "last.bias", "seen"}
+    here = dict(plain(2).state_dict())
+    del here["first.weight"]
+    save_file(here, tmp_path / "other.safetensors")
+    module = without_values()
+    autopar.load_weights(module, tmp_path / "other.safetensors")
+    assert torch.equal(state(module)["first.weight"], plain(2).first.weight)
+
+
+def test_weights_take_the_place_of_those_that_were_there_and_of_nothing_else(folder: Path) -> None:
+    for other in ("config.json", "model_ema.safetensors"):
+        (folder / other).write_text("{}")
+    autopar.save_weights(compiled(plain(2)), folder, dtype=torch.bfloat16)
+    assert {each.name for each in folder.iterdir()} == {"config.json", "model_ema.safetensors", "model.safetensors"}
+    found = load_file(folder / "model.safetensors")
+    assert torch.equal(found["last.weight"], plain(2).last.weight.bfloat16()) and found["seen"].dtype == torch.int64
+    module = without_values()
+    autopar.load_weights(module, folder)
+    assert torch.equal(state(module)["last.weight"], plain(2).last.weight.bfloat16().float())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_transformers_reads_what_is_written_and_what_it_writes_is_read(kind: str, tmp_path: Path) -> None:
+    sizes = {"gpt2": {"n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 16}, "llama": {
+        "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "intermediate_size": 32,
+    }}  # fmt: skip
+    config = AutoConfig.for_model(kind, vocab_size=32, bos_token_id=1, eos_token_id=2, **sizes[kind])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="4KB")
+    with autopar.weights_on_meta():
+        empty = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.arange(32).reshape(4, 8)
+    batch = {"input_ids": ids, "labels": ids}
+    module: Any = autopar.compile(empty, example_inputs=batch, hardware="cpu-gloo", outputs="loss")
+    autopar.load_weights(module, tmp_path / "theirs")
+    assert module(**batch).loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-5)
+    autopar.save_weights(module, tmp_path / "ours")
+    config.save_pretrained(tmp_path / "ours")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert same(again.state_dict(), model.state_dict())
+
+
+def test_names_that_differ_are_mapped_and_what_is_missing_may_stay(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_file({"encoder." + name: x for name, x in plain(3).state_dict().items() if name != "second.weight"}, tmp_path / "x.safetensors")
+    module = compiled(plain(0))
+    autopar.load_weights(module, tmp_path / "x.safetensors", rename="encoder.{}".format)
+    assert same(state(module), plain(3).state_dict())
+    save_file({"last.weight": plain(4).last.weight.detach(), "head.weight": torch.ones(2)}, tmp_path / "x.safetensors")
+    missing = autopar.load_weights(module, tmp_path / "x.safetensors", strict=False)
+    assert set(missing) == {"seen", "first.weight", "first.bias", "second.bias", "last.bias"} and len(missing) == 5
+    assert same(state(module), {**plain(3).state_dict(), "last.weight": plain(4).last.weight})
+    assert "1 weights are in the files, and not in the model: head.weight" in caplog.text
+    assert f"5 weights are not in the files, and left as they are: {', '.join(missing[:3])}, …" in caplog.text
+
+
+def _of(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], Path]:
+    def write(place: Path) -> Path:
+        here = {name: x for name, x in plain(1).state_dict().items() if name != "second.weight"}
+        change(here)
+        save_file(here, place / "model.safetensors")
+        return place
+
+    return write
+
+
+def _text(name: str, text: str) -> Callable[[Path], Path]:
+    def write(place: Path) -> Path:
+        (place / name).write_text(text)
+        return place
+
+    return write
+
+
+def _two(place: Path) -> Path:
+    for name in "ab":
+        save_file({"x": torch.ones(1)}, place / f"{name}.safetensors")
+    return place
+
+
+def _index_of_nothing(place: Path) -> Path:
+    _of(lambda here: None)(place).joinpath("model.safetensors").rename(place / "one.safetensors")
+    return _text("model.safetensors.index.json", '{"weight_map": {"x": "one.safetensors"}}')(place)
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (_of(lambda here: here.pop("last.bias")), r"do not fit the model: last.bias is not there[\s\S]*rename="),
+        (_of(lambda here: here.update({"seen": torch.ones(2)})), r"seen is F32 there, torch.int64 here"),
+        (_of(lambda here: here.update({"last.bias": torch.ones(2)})), r"last.bias is \(2,\) there, \(1,\) here"),
+        (_of(lambda here: here.update({"last.bias": torch.ones(1, dtype=torch.float8_e4m3fn)})), r"last.bias is F8_E4M3 there"),
+        (_text("pytorch_model.bin", "x"), r"pickles alone \(pytorch_model.bin\)"),
+        (_text("model.safetensors", "x"), r"cannot be read"),
+        (_text("model.safetensors.index.json", "[]"), r"the index cannot be read"),
+        (_text("model.safetensors.index.json", '{"weight_map": {"x": "gone.safetensors"}}'), r"gone.safetensors"),
+        (_index_of_nothing, r"the index says that 'x' is in a file that does not hold it"),
+        (_two, r"there are several: a.safetensors, b.safetensors"),
+        (lambda place: place, r"no .safetensors files"),
+        (lambda place: place / "nowhere", r"there are no weights"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_or_cannot_be_read_is_refused_and_nothing_changes(
+    write: Callable[[Path], Path], words: str, tmp_path: Path
+) -> None:
+    module = compiled(plain(0))
+    with pytest.raises(RuntimeStateError, match=words):
+        autopar.load_weights(module, write(tmp_path))
+    assert same(state(module), plain(0).state_dict())
+
+
+def test_models_that_are_built_on_meta_have_buffers_and_what_is_tied_stays_one() -> None:
+    with autopar.weights_on_meta():
+        model = Net()
+    assert model.first.weight.is_meta and model.first.weight is model.second.weight and not model.scale.is_meta  # type: ignore[union-attr]
+    with pytest.raises(ZeroDivisionError), autopar.weights_on_meta():
+        raise ZeroDivisionError
+    assert not Net().first.weight.is_meta
+
+
+WAYS: dict[str, Callable[[Any, Path], object]] = {
+    "full tensors": lambda module, place: module.load_state_dict(plain(1).state_dict()),
+    "in place": lambda module, place: dcp.load({"model": module.state_dict()}, checkpoint_id=place / "dcp"),
+    "a checkpoint": lambda module, place: autopar.Checkpoints(place / "run").load(module),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_without_values_neither_runs_nor_is_saved_until_it_is_given_them(way: str, tmp_path: Path) -> None:
+    source = compiled(plain(1))
+    autopar.Checkpoints(tmp_path / "run").save(1, source)
+    dcp.save({"model": source.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    module = without_values()
+    for refused in (lambda: module(**BATCH), lambda: autopar.save_weights(module, tmp_path / "x")):
+        with pytest.raises(RuntimeStateError, match=r"'first\.weight' was on meta, and has not been given values since, nor have 4 others"):
+            refused()
+    with pytest.raises(RuntimeStateError, match="was on meta"):
+        autopar.Checkpoints(tmp_path / "other").save(1, module)
+    WAYS[way](module, tmp_path)
+    assert module(**BATCH).item() == pytest.approx(source(**BATCH).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["scale", "mask", "seen"])
+def test_a_buffer_without_values_is_noticed_whatever_its_dtype(name: str) -> None:
+    model = plain(1)
+    values = model.get_buffer(name).clone()
+    model._buffers[name] = values.to("meta")
+    module = compiled(model)
+    with pytest.raises(RuntimeStateError, match=f"'{name}' was on meta"):
+        module(**BATCH)
+    module.get_buffer(name).copy_(values)
+    assert module(**BATCH).item() == pytest.approx(plain(1)(**BATCH).item(), rel=1e-6)
+
+
+def test_a_checkpoint_is_exported_without_a_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = autopar.Checkpoints(tmp_path / "run")
+    for step in (1, 2):
+        checkpoints.save(step, compiled(plain(step)))
+    assert checkpoints.export(tmp_path / "one", step=1) == 1
+    found = load_file(tmp_path / "one" / "model.safetensors")
+    assert same({**found, "second.weight": found["first.weight"]}, plain(1).state_dict())
+    monkeypatch.setattr(sys, "argv", ["autopar", "export", str(tmp_path / "run"), str(tmp_path / "two"), "--dtype", "bfloat16"])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert not exit_.value.code and "after step 2" in capsys.readouterr().out.replace("\n", " ")
+    assert torch.equal(load_file(tmp_path / "two" / "model.safetensors")["last.weight"], plain(2).last.weight.bfloat16())
+    with pytest.raises(RuntimeStateError, match=r"no checkpoint of step 3[\s\S]*steps 1, 2"):
+        checkpoints.export(tmp_path / "three", step=3)
+    data = next((tmp_path / "run" / "step_000000002").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-9] + b"x" * 9)
+    with pytest.raises(RuntimeStateError, match="step_000000002 is damaged"):
+        checkpoints.export(tmp_path / "three")
+    assert not (tmp_path / "three").exists()
