@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,18 +15,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.api.arguments import Example, Launched, MeshLike, as_call, as_mesh, is_shape_of, is_unshaped, launched
+from autopar.api.further import Structure, asked_of, shapes_of, storage_of
 from autopar.api.planning import check_fits, plan_told
 from autopar.api.tracing import program_of, traced
 from autopar.capture import Trace
-from autopar.errors import AutoparError, PlanError, RuntimeStateError
+from autopar.errors import AutoparError, ConstraintError, PlanError, RuntimeStateError
 from autopar.hardware import HardwareProfile
 from autopar.planning import Planned, PlanOptions
 from autopar.plans import Plan
-from autopar.run.device_mesh import device_mesh
+from autopar.run.device_mesh import agree, device_mesh
 from autopar.run.executor import Backend, Batch, Outputs
+from autopar.run.holder import Holder
 from autopar.run.module import ParallelModule
 from autopar.run.program import Program, StagedProgram
 from autopar.run.staged_module import StagedModule
+from autopar.run.variants import Variants
 
 log = logging.getLogger("autopar")
 
@@ -96,7 +100,8 @@ class _Order:
     plan: Plan | str | Path | None
     hardware: str | Path | HardwareProfile | None
     build: Mapping[str, Any]
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] | PlanOptions
+    otherwise: PlanOptions | None = None  # where a constraint cannot hold
 
 
 _OF_THE_MODULE = ("clip_grad_norm_", "input_layouts", "sampler", "program", "plan", "device_mesh", "manual_seed", "random_state")
@@ -169,7 +174,9 @@ class Deferred(nn.Module):
 
 
 @torch.inference_mode(mode=False)  # parameters that are made in it could never be trained
-def _build(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParallelModule | StagedModule:
+def _build(
+    order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any], shared: Holder | None = None
+) -> ParallelModule | StagedModule:
     mesh = order.mesh
     kind = _device_type(order.model)
     devices = mesh if isinstance(mesh, DeviceMesh) else device_mesh(as_mesh(mesh), kind)
@@ -177,9 +184,28 @@ def _build(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> P
     if is_unshaped(mesh):  # its shape is the plan's
         devices = device_mesh(plan.mesh, kind)
     build: Callable[..., ParallelModule | StagedModule] = StagedModule if isinstance(program, StagedProgram) else ParallelModule
-    module = build(program, devices, order.model, **order.build)
+    module = build(program, devices, order.model, **order.build, shared=shared)
     object.__setattr__(module, "plan", plan)
+    if shared is None:
+        module.variants = Variants(partial(_variant, order, Structure.of(order.model), module, devices))
     return module
+
+
+def _variant(
+    order: _Order, structure: Structure, module: ParallelModule | StagedModule, devices: DeviceMesh, training: bool,
+    args: tuple[Any, ...], kwargs: dict[str, Any],
+) -> ParallelModule | StagedModule:  # fmt: skip
+    """A program for another mode or a batch of other shapes, over the module's parameters."""
+    agree(f"{'train' if training else 'eval'} mode, {shapes_of(args, kwargs)}", "batch or mode", devices)
+    plan: Plan = module.plan
+    hardware = order.hardware or plan.fingerprint.profile
+    profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware)
+    options, otherwise = asked_of(plan, profile, storage_of(module))
+    with torch.enable_grad():
+        further = _Order(structure.in_mode(training), devices, None, profile, order.build, options, otherwise)
+        made = _build(further, args, kwargs, module)
+    made.train(training)
+    return made
 
 
 def _device_type(model: nn.Module) -> str:
@@ -213,8 +239,15 @@ def _check_outputs(plan: Plan, outputs: Outputs) -> None:
 
 def _plan_here(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Trace, Planned]:
     log.info("planning for mesh %s", as_mesh(order.mesh))
-    chosen = {"batch": order.build["batch"], "outputs": order.build["outputs"], **order.options}
-    return plan_told(order.model, order.mesh, args, kwargs, order.hardware, chosen)
+    options = order.options
+    chosen = options if isinstance(options, PlanOptions) else {"batch": order.build["batch"], "outputs": order.build["outputs"], **options}
+    try:
+        return plan_told(order.model, order.mesh, args, kwargs, order.hardware, chosen)
+    except ConstraintError as error:
+        if order.otherwise is None:
+            raise
+        log.warning("for this call constraints on layouts are left out, since they cannot hold: %s", error.what)
+        return plan_told(order.model, order.mesh, args, kwargs, order.hardware, order.otherwise)
 
 
 def _from_rank_zero(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:

@@ -12,9 +12,9 @@ from torch import nn
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh
 from autopar.api.planning import check_fits, plan_told
+from autopar.api.recorded import options_of
 from autopar.api.tracing import as_planned, planned_part, traced
 from autopar.capture import Trace
-from autopar.constraints import read_constraint
 from autopar.constraints.elsewhere import elsewhere
 from autopar.errors import PlanError
 from autopar.garbage import collected_seldom
@@ -120,7 +120,7 @@ def what_if(
     there = plan.mesh if mesh is None else as_mesh(mesh)
     trace = traced(model, args, kwargs, plan.options.get("precision"))
     check_fits(plan, trace, plan.mesh)
-    options, part = _options(plan, profile, memory_bytes), _part(plan, model, trace, args, kwargs)
+    options, part = options_of(plan, profile, memory_bytes), _part(plan, model, trace, args, kwargs)
     if there.axes == plan.mesh.axes:
         step_s, peak_bytes = repriced(plan, part, there, profile, options), plan.prediction.peak_bytes
     else:
@@ -159,7 +159,7 @@ def flips(
     trace = traced(model, args, kwargs, plan.options.get("precision"))
     check_fits(plan, trace, plan.mesh)
     part = _part(plan, model, trace, args, kwargs)
-    return all_flips(plan, part, plan.mesh, profile, _options(plan, profile, None), most=most)
+    return all_flips(plan, part, plan.mesh, profile, options_of(plan, profile, None), most=most)
 
 
 def _part(plan: Plan, model: nn.Module, trace: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
@@ -177,23 +177,3 @@ def _elsewhere(plan: Plan, mesh: Mesh, options: PlanOptions) -> PlanOptions:
     stages = plan.pipeline.axis if plan.pipeline else ""
     constraints = elsewhere(options.constraints, without_stages(plan, plan.mesh), without_stages(plan, mesh), stages)
     return replace(options, constraints=constraints)
-
-
-def _options(plan: Plan, profile: HardwareProfile, memory_bytes: int | None) -> PlanOptions:
-    recorded: Mapping[str, Any] = plan.options
-    names = ("optimizer", "strict", "gap", "num_microbatches", "batch", "outputs", "loss_rows", "precision")
-    words = {name: recorded[name] for name in names if name in recorded}
-    constraints = tuple(read_constraint(c) for c in recorded.get("constraints", ()))
-    budget = memory_bytes or (recorded.get("memory_bytes") if _is_asked(plan, profile) else None)
-    return PlanOptions(memory_bytes=budget, constraints=constraints, **words)
-
-
-def _is_asked(plan: Plan, profile: HardwareProfile) -> bool:
-    """Whether the plan's budget goes with it: it is for this profile, or its own profile would have given another one."""
-    mark = plan.fingerprint
-    if mark.profile_hash == profile.hash:
-        return True
-    if mark.profile not in HardwareProfile.names():
-        return False
-    own = HardwareProfile.load(mark.profile)
-    return mark.profile_hash == own.hash and plan.options.get("memory_bytes") != PlanOptions().budget(own)

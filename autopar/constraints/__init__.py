@@ -2,7 +2,7 @@
 
 `layout` forces layouts by module pattern. `ddp`, `fsdp`, `tensor_parallel`, `context_parallel`, `expert_parallel` and `megatron` name
 whole plans of the field on some mesh axes, for any model; the axes that they leave stay the planner's. `pipeline` cuts the model into
-stages along an axis. `offload` lets the planner use the hosts' memory.
+stages along an axis. `offload` lets the planner use the hosts' memory. `rests_as` lets parameters rest as they do in another plan.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from autopar.constraints.offloading import Offloaded, offload
 from autopar.constraints.parallel import Parallelism, axes_of, context_parallel, ddp, expert_parallel, fsdp, tensor_parallel
 from autopar.constraints.pipelines import AUTO, INTERLEAVED, SCHEDULES, Pipelined, pipeline
 from autopar.constraints.reading import read_constraint
+from autopar.constraints.resting import Resting, rests_as
 from autopar.constraints.together import Constraint, check, check_number, parallelisms, pipeline_in, speak_of
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Parallelism",
     "Pipelined",
     "Recompute",
+    "Resting",
     "axes_of",
     "check",
     "check_number",
@@ -41,6 +43,7 @@ __all__ = [
     "pipeline",
     "pipeline_in",
     "read_constraint",
+    "rests_as",
     "speak_of",
     "tensor_parallel",
 ]

@@ -15,6 +15,7 @@ from autopar.constraints.megatron import Megatron, parts_of
 from autopar.constraints.offloading import Offloaded
 from autopar.constraints.parallel import Parallelism
 from autopar.constraints.pipelines import Pipelined
+from autopar.constraints.resting import Resting
 from autopar.constraints.together import Constraint, parallelisms
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
@@ -32,13 +33,13 @@ def elsewhere(constraints: Iterable[Constraint], before: Mesh, there: Mesh, stag
     return tuple(moved for c in constraints if (moved := _moved(c, before, there, stages)) is not None)
 
 
-def held_to(constraints: Iterable[Constraint], before: Mesh, there: Mesh) -> tuple[LayoutConstraint | Parallelism | Offloaded, ...]:
+def held_to(constraints: Iterable[Constraint], before: Mesh, there: Mesh) -> tuple[Constraint, ...]:
     """What they ask of layouts on another mesh, over the axes that they were for alone; arguments and errors as of `elsewhere`."""
     constraints = tuple(constraints)
-    layouts = (_layouts(c, before, there) for c in constraints if isinstance(c, LayoutConstraint))
+    layouts = (_moved(c, before, there, "") for c in constraints if isinstance(c, LayoutConstraint | Resting))
     named = (_named(c, there) for c in parallelisms(constraints, before))
     offloaded = (c for c in constraints if isinstance(c, Offloaded))
-    return (*layouts, *(c for c in named if c is not None), *offloaded)
+    return (*(c for c in (*layouts, *named) if c is not None), *offloaded)
 
 
 def axes_from(before: Mesh, there: Mesh) -> tuple[int | None, ...]:
@@ -50,6 +51,9 @@ def axes_from(before: Mesh, there: Mesh) -> tuple[int | None, ...]:
 def _moved(constraint: Constraint, before: Mesh, there: Mesh, stages: str) -> Constraint | None:
     if isinstance(constraint, LayoutConstraint):
         return _layouts(constraint, before, there)
+    if isinstance(constraint, Resting):
+        axes = axes_from(before, there)
+        return Resting(tuple((name, at.over(axes)) for name, at in constraint.storage))
     if isinstance(constraint, Megatron):
         return replace(_megatron(constraint, before, there), pp=stages or 1)
     if isinstance(constraint, Pipelined | Offloaded):

@@ -10,6 +10,7 @@ from autopar.constraints.megatron import megatron
 from autopar.constraints.offloading import offload
 from autopar.constraints.parallel import Axes, Parallelism, PlanName, tensor_parallel
 from autopar.constraints.pipelines import pipeline
+from autopar.constraints.resting import rests_as
 from autopar.constraints.together import Constraint
 from autopar.errors import AutoparError, ConstraintError
 
@@ -39,6 +40,8 @@ def _named(data: Mapping[str, Any]) -> Constraint:
     if data["plan"] in ("pipeline", "offload"):
         make = pipeline if data["plan"] == "pipeline" else offload
         return make(**{str(name): value for name, value in data.items() if name != "plan"})
+    if data["plan"] == "rests_as":
+        return rests_as(data["storage"])
     if data["plan"] not in get_args(PlanName) or not {"plan", "axes", "sequence"} >= data.keys():
         raise ConstraintError(f"no plan is named {data['plan']!r}")
     axes = None if data["axes"] is None else tuple(data["axes"])

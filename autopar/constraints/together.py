@@ -11,10 +11,11 @@ from autopar.constraints.megatron import Megatron, parts_of, stage_axis
 from autopar.constraints.offloading import Offloaded
 from autopar.constraints.parallel import Parallelism, axes_of
 from autopar.constraints.pipelines import INTERLEAVED, Pipelined
+from autopar.constraints.resting import Resting
 from autopar.errors import ConstraintError, MeshError
 from autopar.mesh import Mesh
 
-Constraint = LayoutConstraint | Parallelism | Megatron | Pipelined | Offloaded
+Constraint = LayoutConstraint | Parallelism | Megatron | Pipelined | Offloaded | Resting
 
 
 def pipeline_in(constraints: Iterable[Constraint], mesh: Mesh) -> Pipelined | None:
@@ -86,7 +87,7 @@ def parallelisms(constraints: Iterable[Constraint], mesh: Mesh) -> Iterator[Para
     """
     claimed: dict[str, tuple[Constraint, Parallelism]] = {}
     for constraint in constraints:
-        if isinstance(constraint, LayoutConstraint | Pipelined | Offloaded):
+        if isinstance(constraint, LayoutConstraint | Pipelined | Offloaded | Resting):
             continue
         for plan in parts_of(constraint, mesh) if isinstance(constraint, Megatron) else (constraint,):
             names = tuple(mesh.names[axis] for axis in axes_of(plan, mesh))

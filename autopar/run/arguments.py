@@ -19,6 +19,7 @@ from autopar.kernels.collectives import Groups
 from autopar.layout import local_shape
 from autopar.run.equal import check_batch
 from autopar.run.program import Program, ProgramTensor, StagedProgram
+from autopar.run.variants import Misfit
 
 
 class Arguments:
@@ -39,6 +40,7 @@ class Arguments:
     ) -> None:
         self._spec, self._signature, self._device_type, self._settings = program.in_spec, signature, device_type, program.settings
         self._is_whole, self._is_checked = batch == "global", False
+        self._remedy = _REMEDY if self._is_whole else _OF_PARTS
         args, kwargs = pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec)
         self._paths = [path.split(".", 1)[1] for path in _paths((args, kwargs))]
         self._canonical_spec, self._order = None, list(range(self._spec.num_leaves))
@@ -52,9 +54,40 @@ class Arguments:
         """The program's input tensors, in its order. Of the first batch that every rank passes whole it is made sure that it is the same.
 
         Raises:
-            RuntimeStateError: where structure, shape, dtype, device or an argument that is no tensor differs from what the
-                program was made for; where ranks of the mesh `devices` pass different batches.
+            Misfit: where structure, shape or dtype differs from what the program was made for.
+            RuntimeStateError: where the device, or an argument that is no tensor does; where ranks of the mesh `devices` pass different
+                batches.
         """
+        tensors = self._tensors(args, kwargs)
+        if self._is_whole and not self._is_checked:
+            check_batch([tensor.name for _, tensor, _ in self._inputs], tensors, devices)
+            self._is_checked = True
+        return tensors
+
+    def fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the program was made for such arguments."""
+        try:
+            self._tensors(args, kwargs)
+        except Misfit:
+            return False
+        return True
+
+    def as_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with tensors of the whole batch in place of this rank's parts, whose values are none.
+
+        Raises:
+            Misfit: as `tensors`; of parts alone nothing tells the whole.
+        """
+        if self._is_whole:
+            return args, kwargs
+        self._tensors(args, kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        parts = {id(self._leaves(args, kwargs)[position]): tensor for position, tensor, _ in self._inputs}
+        whole = [torch.empty(parts[id(x)].shape, dtype=x.dtype, device=x.device) if id(x) in parts else x for x in leaves]
+        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(whole, spec)
+        return found
+
+    def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         leaves = self._leaves(args, kwargs)
         for position, made_for in self._settings.items():
             if not _same_setting(leaves[position], made_for):
@@ -66,12 +99,11 @@ class Arguments:
         for position, tensor, shape in self._inputs:
             value = leaves[position]
             if not isinstance(value, Tensor):
-                raise RuntimeStateError(f"argument {tensor.name!r} is {type(value).__name__}, not a tensor", remedy=_REMEDY)
+                raise Misfit(f"argument {tensor.name!r} is {type(value).__name__}, not a tensor", remedy=self._remedy)
             if tuple(value.shape) != shape or value.dtype != tensor.dtype:
-                raise RuntimeStateError(
-                    f"argument {tensor.name!r} is {value.dtype} {tuple(value.shape)}, the program takes {tensor.dtype} {shape}",
-                    remedy=_REMEDY,
-                )
+                part = "" if self._is_whole else f", this rank's part of {tensor.shape}"
+                what = f"argument {tensor.name!r} is {value.dtype} {tuple(value.shape)}, the program takes {tensor.dtype} {shape}{part}"
+                raise Misfit(what, remedy=self._remedy)
             if value.device.type != self._device_type:
                 raise RuntimeStateError(
                     f"argument {tensor.name!r} is on {value.device}, the mesh on {self._device_type}",
@@ -83,9 +115,6 @@ class Arguments:
                     remedy="detach it, or make what computes it a part of the model",
                 )
             tensors.append(value)
-        if self._is_whole and not self._is_checked:
-            check_batch([tensor.name for _, tensor, _ in self._inputs], tensors, devices)
-            self._is_checked = True
         return tensors
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
@@ -98,7 +127,7 @@ class Arguments:
             if spec == self._canonical_spec:
                 return [value for _, value in sorted(zip(self._order, reordered, strict=True), key=lambda pair: pair[0])]
         got = [path.split(".", 1)[1] for path in _paths((args, kwargs))]
-        raise RuntimeStateError(f"called with arguments {got}, the program was made for {self._paths}", remedy=_REMEDY)
+        raise Misfit(f"called with arguments {got}, the program was made for {self._paths}", remedy=self._remedy)
 
     def _canonical(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Arguments by the names of the signature, None where they do not fit it."""
@@ -124,7 +153,8 @@ def _shown(value: Any) -> str:
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_REMEDY = "call it as in example_inputs, with a batch of the same shapes and dtypes; compile again for another batch"
+_REMEDY = "call it as in example_inputs, with a batch of the same shapes and dtypes"
+_OF_PARTS = 'example_inputs are the whole batch, of which with batch="local" each rank passes its part (pm.input_layouts): pass such parts'
 
 
 class Results:

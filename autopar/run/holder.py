@@ -14,6 +14,7 @@ from autopar import random_ops
 from autopar.ambient import autocast_around
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.layout import Layout
+from autopar.run.arguments import Arguments
 from autopar.run.checkpoints import checkpointable
 from autopar.run.device_mesh import first_rank_says
 from autopar.run.equal import share_weights
@@ -21,6 +22,7 @@ from autopar.run.optimizers import watch_optimizers
 from autopar.run.parameters import Storage
 from autopar.run.program import ProgramTensor
 from autopar.run.unset import Unset
+from autopar.run.variants import Misfit, OtherMode, Variant, Variants
 
 
 class Holder(nn.Module):
@@ -33,10 +35,17 @@ class Holder(nn.Module):
         world: the whole mesh, where `devices` is a part of it.
         elsewhere: names that only other ranks' programs read, which are not held here. What no program reads is held replicated.
         both_modes: whether the program serves train and eval alike; else a call in the other mode is an error.
+        shared: a module of the same model, whose parameters and buffers this one takes as its own.
+
+    Attributes:
+        variants: of other modes and shapes, where there may be some.
 
     Raises:
         MeshError: where a parameter is on a device of another kind. RuntimeStateError: where the model is not the program's.
     """
+
+    _arguments: Arguments
+    _unset: Unset
 
     def __init__(
         self,
@@ -47,31 +56,57 @@ class Holder(nn.Module):
         world: DeviceMesh | None = None,
         *,
         both_modes: bool = False,
+        shared: Holder | None = None,
     ) -> None:
         super().__init__()
+        self.variants: Variants | None = None
         self._captured_mode, self._made_under = None if both_modes else model.training, autocast_around(devices.device_type)
         self.device_mesh, self._world = devices, world or devices
         self._num_axes = len(devices.shape)
         self._storages = {t.name: Storage.of(t, devices) for t in tensors}
         self._names: dict[str, str] = {}
-        share_weights(model, self._world)
-        self._register(model, {name: t for t in tensors for name in (t.name, *t.aliases)}, elsewhere)
+        if shared is None:
+            share_weights(model, self._world)
+        self._register(model, {name: t for t in tensors for name in (t.name, *t.aliases)}, elsewhere, shared)
         if any(t.name == random_ops.STATE for t in tensors):
-            self.register_buffer(random_ops.STATE, self._first_state(), persistent=False)
-        self._unset = Unset({name: self.stored(name) for name in self._names_on_meta(model)})
+            known = None if shared is None else shared._drawn_from()
+            self.register_buffer(random_ops.STATE, self._first_state() if known is None else known, persistent=False)
+        self._unset = Unset({name: self.stored(name) for name in self._names_on_meta(model)}) if shared is None else shared._unset
         self.training = model.training
         self.register_state_dict_post_hook(_state_dict_hook)
         self.register_load_state_dict_pre_hook(_load_state_dict_hook)
         watch_optimizers(self.parameters())
 
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
+        """Whether the program was made for such a call in that mode."""
+        return self._captured_mode in (None, training) and self._arguments.fit(args, kwargs)
+
+    def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: DeviceMesh) -> list[Tensor] | Misfit:
+        """The program's inputs, or why it was not made for the call. Raises RuntimeStateError as `_check_call` and `Arguments.tensors`."""
+        try:
+            self._check_call()
+            return self._arguments.tensors(args, kwargs, devices)
+        except Misfit as misfit:
+            return misfit
+
+    def _elsewhere(self, misfit: Misfit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns where this program was not made for the call."""
+        if self.variants is None:
+            raise misfit
+        variant = self.variants.find(self.training, args, kwargs, lambda: self._arguments.as_whole(args, kwargs), misfit)
+        self._set_up(variant)
+        return variant(*args, **kwargs)
+
+    def _set_up(self, variant: Variant) -> None:
+        """What the user set here holds there, too."""
+
     def _check_call(self) -> None:
-        """Raises RuntimeStateError in a mode, or under an autocast, that the program was not made for, or while weights are missing."""
+        """Raises Misfit in a mode, RuntimeStateError under an autocast, that the program was not made for, or while weights are missing."""
         self.check_values()
         if self._captured_mode is not None and self.training != self._captured_mode:
-            raise RuntimeStateError(
-                f"the program was made in {'train' if self._captured_mode else 'eval'} mode, which this model computes differently",
-                remedy="compile the model once in each mode",
-            )
+            mode = "train" if self._captured_mode else "eval"
+            what = f"the program was made in {mode} mode, which this model computes differently"
+            raise OtherMode(what, remedy="compile the model once in each mode")
         now = autocast_around(self.device_mesh.device_type)
         if now != self._made_under:
             raise RuntimeStateError(
@@ -104,8 +139,9 @@ class Holder(nn.Module):
         Dropout and all else that is random in the model follows from this seed, the number of calls since, and each
         element's place in the whole tensor: neither the layout nor the number of ranks matters.
         """
-        if random_ops.STATE in self._buffers:
-            self.get_buffer(random_ops.STATE).copy_(random_ops.initial_state(seed))
+        state = self._drawn_from()
+        if state is not None:
+            state.copy_(random_ops.initial_state(seed))
 
     @property
     def random_state(self) -> int | None:
@@ -113,36 +149,49 @@ class Holder(nn.Module):
 
         ``pm.random_state = value`` sets it, on every rank alike.
         """
-        return int(self.get_buffer(random_ops.STATE)) if random_ops.STATE in self._buffers else None
+        state = self._drawn_from()
+        return None if state is None else int(state)
 
     @random_state.setter
     def random_state(self, state: int) -> None:
-        if random_ops.STATE not in self._buffers:
+        drawn_from = self._drawn_from()
+        if drawn_from is None:
             raise RuntimeStateError("the model draws no random numbers: it has no random state")
-        self.get_buffer(random_ops.STATE).fill_(state)
+        drawn_from.fill_(state)
+
+    def _drawn_from(self) -> Tensor | None:
+        """What random numbers follow from: one for all programs of the module, of which the first that draws some makes it."""
+        variants = () if self.variants is None else self.variants.known
+        found = (module._buffers.get(random_ops.STATE) for module in (self, *variants) if isinstance(module, Holder))
+        return next((state for state in found if state is not None), None)
 
     def _first_state(self) -> Tensor:
         """That of torch's seed on the mesh's first rank."""
         seed = first_rank_says(torch.initial_seed(), self._world)
         return random_ops.initial_state(seed).to(self.device_mesh.device_type)
 
-    def _register(self, model: nn.Module, known: Mapping[str, ProgramTensor], elsewhere: Collection[str]) -> None:
-        """Parameters and buffers under the model's names, in its order; tied ones are one object."""
+    def _register(
+        self, model: nn.Module, known: Mapping[str, ProgramTensor], elsewhere: Collection[str], shared: Holder | None
+    ) -> None:
+        """Parameters and buffers under the model's names, in its order; tied ones are one object. `shared` has them already."""
         made: dict[int, tuple[Any, str]] = {}
+        if shared is not None:  # what no program of this model reads is where it is already
+            named = {name for of in (model.named_parameters, model.named_buffers) for name, _ in of(remove_duplicate=False)}
+            elsewhere = {*elsewhere, *(name for name in named if name not in shared._names and name not in known)}
         for path, module in model.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 if prefix + name in elsewhere:
                     continue
                 if id(parameter) not in made:
-                    made[id(parameter)] = self._parameter(prefix + name, parameter, known)
+                    made[id(parameter)] = self._parameter(prefix + name, parameter, known, shared)
                 stored, self._names[prefix + name] = made[id(parameter)]
                 self._container(path).register_parameter(name, stored)
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 if prefix + name in elsewhere:
                     continue
                 if id(buffer) not in made:
-                    made[id(buffer)] = self._buffer(prefix + name, buffer, known)
+                    made[id(buffer)] = self._buffer(prefix + name, buffer, known, shared)
                 stored, self._names[prefix + name] = made[id(buffer)]
                 self._container(path).register_buffer(name, stored, persistent=name not in module._non_persistent_buffers_set)
 
@@ -160,15 +209,33 @@ class Holder(nn.Module):
             module = module.get_submodule(name)
         return module
 
-    def _parameter(self, name: str, full: nn.Parameter, known: Mapping[str, ProgramTensor]) -> tuple[nn.Parameter, str]:
+    def _parameter(
+        self, name: str, full: nn.Parameter, known: Mapping[str, ProgramTensor], shared: Holder | None
+    ) -> tuple[nn.Parameter, str]:
         storage = self._storage(name, full, known)
+        if shared is not None:
+            shared.check_same(name, storage)
+            return shared.get_parameter(name), storage.tensor.name
         return nn.Parameter(storage.distribute(full.detach()), requires_grad=full.requires_grad), storage.tensor.name
 
-    def _buffer(self, name: str, full: Tensor, known: Mapping[str, ProgramTensor]) -> tuple[Tensor, str]:
+    def _buffer(self, name: str, full: Tensor, known: Mapping[str, ProgramTensor], shared: Holder | None) -> tuple[Tensor, str]:
         """A replicated buffer is a plain tensor, a sharded one a DTensor."""
         storage = self._storage(name, full, known)
+        if shared is not None:
+            shared.check_same(name, storage)
+            return shared.get_buffer(name), storage.tensor.name
         stored = storage.distribute(full.detach())
         return (stored.to_local() if storage.tensor.layout.is_replicated else stored), storage.tensor.name
+
+    def check_same(self, name: str, other: Storage) -> None:
+        """Raises RuntimeStateError where what bears that name here is not here, or does not rest as `other` says."""
+        own = self._storages.get(self._names.get(name, ""))
+        if own is None or (own.placements, own.stored_shape, own.tensor.layout.host) != (
+            other.placements, other.stored_shape, other.tensor.layout.host
+        ):  # fmt: skip
+            here = "on another stage" if own is None else f"as {own.tensor.layout}"
+            what = f"{name!r} rests {here}, and a program for the other mode, or another batch, has it as {other.tensor.layout}"
+            raise RuntimeStateError(what, remedy="compile the model for that call, and load_state_dict into it")
 
     def _storage(self, name: str, full: Tensor, known: Mapping[str, ProgramTensor]) -> Storage:
         """How it is stored; what the program does not read is replicated."""
@@ -193,6 +260,10 @@ class Holder(nn.Module):
             if name in self._names:
                 found.setdefault(self._names[name], []).append(name)
         return found
+
+    def resting(self, name: str) -> Layout:
+        """How what bears a name of the model rests, over the dims that graphs see."""
+        return self._storages[self._names[name]].tensor.layout
 
     def stored(self, name: str) -> Tensor:
         """What bears a name of the model."""

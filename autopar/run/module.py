@@ -27,6 +27,7 @@ from autopar.run.executor import Backend, Batch, Executor, Outputs
 from autopar.run.holder import Holder
 from autopar.run.parameters import Storage
 from autopar.run.program import Program
+from autopar.run.variants import Misfit
 from autopar.run.watched import Watched
 
 
@@ -39,6 +40,7 @@ class ParallelModule(Holder):
         outputs: ``"full"`` gathers outputs, ``"local"`` returns this rank's part, ``"dtensor"`` a DTensor. The loss is
             always whole.
         both_modes: whether the graph serves train and eval alike; else a call in the other mode is an error.
+        shared: a module of the same model, whose parameters and buffers this one takes as its own.
 
     Raises:
         MeshError: where the program was made for another mesh, or a parameter is on a device of another kind.
@@ -55,12 +57,13 @@ class ParallelModule(Holder):
         outputs: Outputs = "full",
         backend: Backend = "eager",
         both_modes: bool = False,
+        shared: Holder | None = None,
     ) -> None:
         if mesh_of(devices).shape != program.mesh.shape:
             raise MeshError(f"the program is for mesh {program.mesh}, not {mesh_of(devices)}", remedy="plan for the mesh that is there")
         agree(program.plan_hash, "plan", devices)
         groups = groups_of(devices)
-        super().__init__((*program.parameters, *program.buffers), devices, model, both_modes=both_modes)
+        super().__init__((*program.parameters, *program.buffers), devices, model, both_modes=both_modes, shared=shared)
         self.program, self._outputs = program, outputs
         self._presented = [Storage.of(t, devices) for t in program.outputs]
         self._executor = Executor(program, groups, backend=backend, batch=batch, outputs=outputs, device=devices.device_type)
@@ -72,10 +75,11 @@ class ParallelModule(Holder):
         """What the model returns.
 
         Raises:
-            RuntimeStateError: on arguments, a mode or parameters that the program was not made for.
+            RuntimeStateError: on arguments, a mode or parameters that neither the program nor another of `variants` is made for.
         """
-        self._check_call()
-        inputs = self._arguments.tensors(args, kwargs, self.device_mesh)
+        inputs = self._taken(args, kwargs, self.device_mesh)
+        if isinstance(inputs, Misfit):
+            return self._elsewhere(inputs, args, kwargs)
         parameters = [self.get_parameter(t.name) for t in self.program.parameters]
         trained = torch.is_grad_enabled() and self._loss is not None and self._trains(parameters, self.program.parameters)
         watched = Watched()

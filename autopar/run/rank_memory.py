@@ -21,7 +21,7 @@ from autopar.run.memory import LiveBytes
 from autopar.run.orders import Action
 from autopar.run.program import Program
 from autopar.run.stage_memory import put_together, stage_work
-from autopar.run.stage_work import StageWork
+from autopar.run.stage_work import StageWork, outputs_kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def chunk_memory(program: Program, outputs: Outputs) -> ChunkMemory:
             memory.register((*tensors, *(x for part in parts for x in part.values())))
             found = _Measured(work, memory)
             num = len(program.parameters)
-            collected = {t.name for t in program.outputs if outputs == "full" or t.is_loss}
+            collected = {t.name for t in outputs_kept(program, outputs, num_microbatches=2)}
             for _ in range(2):  # what a graph makes once is there the second time
                 measured = found.step(tensors[:num], tensors[num:], parts, collected)
     names = [t.name for t in (*program.parameters, *program.buffers)]

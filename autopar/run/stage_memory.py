@@ -21,7 +21,7 @@ from autopar.run.executor import Outputs
 from autopar.run.live import LiveBytes
 from autopar.run.program import Program
 from autopar.run.rehearsal import Rehearsal
-from autopar.run.stage_work import StageWork
+from autopar.run.stage_work import StageWork, outputs_kept
 
 SIMULATED = 2  # microbatches in flight
 
@@ -55,7 +55,7 @@ def trace_stage_peak(program: Program, schedule: str, num_in_flight: int, num_mi
             batch_bytes = memory.live_bytes  # the user's: parts are views of the batch
             memory.register(tensors)
             parameters, buffers = tensors[: len(program.parameters)], tensors[len(program.parameters) :]
-            collected = {t.name for t in program.outputs if outputs == "full" or t.is_loss}
+            collected = {t.name for t in outputs_kept(program, outputs, num_microbatches)}
             work.begin((), parameters, buffers, parts, [1.0] * num, keep=True)
             held = _held(work, memory, sends=schedule == "gpipe")
             work.clear()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.layout import local_shape
-from autopar.run.executor import Executor
+from autopar.run.executor import Executor, Outputs
 from autopar.run.program import Program, ProgramTensor
 
 
@@ -140,6 +140,13 @@ class StageWork:
     def _empty(self, tensor: ProgramTensor) -> Tensor:
         shape = local_shape(tensor.view, tensor.layout, self.program.mesh.shape, self._coordinate)
         return torch.empty(shape, dtype=tensor.dtype, device=self.device)
+
+
+def outputs_kept(program: Program, outputs: Outputs, num_microbatches: int) -> tuple[ProgramTensor, ...]:
+    """Which of a stage's outputs a call returns: all with ``"full"``, and of one stage's one microbatch, whose parts are those of the whole
+    batch; else the loss."""
+    is_whole = num_microbatches == 1 and not any(t.crosses for t in (*program.inputs, *program.outputs))
+    return tuple(t for t in program.outputs if not t.crosses and (is_whole or outputs == "full" or t.is_loss))
 
 
 def _apart(gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -1,10 +1,11 @@
 """`StagedModule`: a pipeline's stages on this rank, or one stage that works through microbatches, as an ordinary `nn.Module`.
 
 A call takes the whole batch and runs the schedule, forward and backward of all microbatches; what it returns is what the model returns for
-the batch, on every rank: with ``outputs="full"`` every output, else the loss and None for the others, since parts of microbatches
-have no place in a whole tensor. `loss.backward()` then publishes the gradients that are there already. The loss is the one differentiable
-output, and what comes after it must be linear: `loss_scale` is what the losses are multiplied with before backward, and
-``(loss * pm.loss_scale).backward()`` publishes scaled gradients. Losses that are computed outside the model cannot be backpropagated.
+the batch, on every rank: with ``outputs="full"``, or of one stage in one microbatch, every output, else the loss and None for the others,
+since parts of microbatches have no place in a whole tensor. `loss.backward()` then publishes the gradients that are there already. The loss
+is the one differentiable output, and what comes after it must be linear: `loss_scale` is what the losses are multiplied with before
+backward, and ``(loss * pm.loss_scale).backward()`` publishes scaled gradients. Losses that are computed outside the model cannot be
+backpropagated.
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ from autopar.run.device_mesh import agree, groups_of, mesh_of, stage_devices
 from autopar.run.executor import Backend, Batch, Executor, Outputs
 from autopar.run.holder import Holder
 from autopar.run.interleaving import Interleaving
+from autopar.run.parameters import Storage
 from autopar.run.program import Program, ProgramTensor, StagedProgram
-from autopar.run.stage_work import StageWork
+from autopar.run.ranks import rank
+from autopar.run.stage_work import StageWork, outputs_kept
 from autopar.run.stage_worker import StageWorker
+from autopar.run.variants import Misfit, Variant
 
 log = logging.getLogger("autopar")
 _SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -64,6 +68,7 @@ class StagedModule(Holder):
         outputs: Outputs = "full",
         backend: Backend = "eager",
         both_modes: bool = False,
+        shared: Holder | None = None,
     ) -> None:
         if mesh_of(devices).shape != program.mesh.shape:
             raise MeshError(f"the program is for mesh {program.mesh}, not {mesh_of(devices)}", remedy="plan for the mesh that is there")
@@ -77,11 +82,13 @@ class StagedModule(Holder):
         held = {t.name: t for stage in stages.values() for t in (*stage.parameters, *stage.buffers)}
         here = {name for t in held.values() for name in (t.name, *t.aliases)}
         every = {name for s in program.stages for t in (*s.parameters, *s.buffers) for name in (t.name, *t.aliases)}
-        super().__init__(tuple(held.values()), own, model, elsewhere=every - here, world=devices, both_modes=both_modes)
+        super().__init__(tuple(held.values()), own, model, elsewhere=every - here, world=devices, both_modes=both_modes, shared=shared)
         self.program, self.loss_scale = program, 1.0
         self.world_mesh, self._group = devices, group
         groups = groups_of(own)
-        self._kept = [t for t in program.outputs if outputs == "full" or t.is_loss]
+        kept = [t for stage in program.stages for t in outputs_kept(stage, outputs, program.microbatches.num)]
+        self._kept = [t for t in program.outputs if t.name in {each.name for each in kept}]
+        self._presented = {t.name: Storage.of(t, own) for t in kept if outputs == "dtensor" and not t.is_loss}
         self._works: dict[int, StageWork] = {}
         for number, stage in stages.items():
             executor = Executor(stage, groups, backend=backend, batch=batch, outputs=outputs, device=devices.device_type)
@@ -94,10 +101,11 @@ class StagedModule(Holder):
         count = program.microbatches.count
         self._how = replace(program.microbatches, count=None if count is None else bind(count, groups, devices.device_type))
         left_out = [t.name for t in program.outputs if t not in self._kept]
-        if outputs not in ("full", "loss") and left_out:
+        if outputs not in ("full", "loss") and left_out and rank() == 0:
             log.warning(
-                "of %d outputs beside the loss, %r the first, calls return None, since microbatches have no place in a whole tensor: "
-                'pass outputs="full" for them, or outputs="loss" if they are not wanted', len(left_out), left_out[0],
+                "calls return the loss, and None for %s: they are made in %s, whose parts have no place in a distributed tensor; pass "
+                'outputs="full" to have them put together, or outputs="loss" if they are not wanted', ", ".join(left_out[:3]),
+                f"{program.microbatches.num} microbatches" if program.microbatches.num > 1 else "the last stage",
             )  # fmt: skip
         holders = {name: tuple(dict.fromkeys(s % self._num_ranks for s in held_by)) for name, held_by in program.shared.items()}
         self._shared = {name: ranks for name, ranks in holders.items() if self.rank in ranks and len(ranks) > 1 and name in trained}
@@ -108,8 +116,9 @@ class StagedModule(Holder):
         Raises:
             RuntimeStateError: on arguments, a mode or parameters that the program was not made for.
         """
-        self._check_call()
-        values = self._arguments.tensors(args, kwargs, self.world_mesh)
+        values = self._taken(args, kwargs, self.world_mesh)
+        if isinstance(values, Misfit):
+            return self._elsewhere(values, args, kwargs)
         how = self._how
         parts = how.split({t.name: x for t, x in zip(self.program.inputs, values, strict=True)})
         parameters = [self.get_parameter(t.name) for t in self._held]
@@ -120,7 +129,13 @@ class StagedModule(Holder):
             outputs, gradients = self._step(parts, weights, parameters, keep=trained)
         if trained:
             outputs[how.loss] = _Published.apply(self, outputs[how.loss], gradients, *parameters)
+        for name, storage in self._presented.items():
+            outputs[name] = storage.wrap(outputs[name])
         return self._results.build([outputs.get(t.name) for t in self.program.outputs])
+
+    def _set_up(self, variant: Variant) -> None:
+        if isinstance(variant, StagedModule):
+            variant.loss_scale = self.loss_scale
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model, all stages, is at most `max_norm`; returns the norm before.

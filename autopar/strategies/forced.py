@@ -16,7 +16,7 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from autopar.capture.trace import Parameter, Trace
-from autopar.constraints import KINDS, Constraint, LayoutConstraint, Megatron, Offloaded, Recompute, parallelisms
+from autopar.constraints import KINDS, Constraint, LayoutConstraint, Megatron, Offloaded, Recompute, Resting, parallelisms
 from autopar.errors import ConstraintError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -94,6 +94,8 @@ def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forc
     slots: dict[str, list[Slot]] = {}
     storage: dict[str, Layout] = {}
     for constraint in constraints:
+        if isinstance(constraint, Resting):
+            storage |= _as_elsewhere(trace, constraint)
         if not isinstance(constraint, LayoutConstraint):
             continue
         for kind in KINDS:
@@ -177,6 +179,22 @@ def _storage(trace: Trace, constraint: LayoutConstraint) -> Iterable[tuple[str, 
             module, _, last = name.rpartition(".")
             if constraint.storage is not None and last == "weight" and constraint.matches(module):
                 yield p.name, view_layout(constraint.storage, p)
+
+
+def _as_elsewhere(trace: Trace, constraint: Resting) -> dict[str, Layout]:
+    """How parameters are to rest, each under the name that it has here.
+
+    Raises:
+        ConstraintError: where one has no such layout.
+    """
+    layouts = dict(constraint.storage)
+    found = {p.name: layouts[name] for p in trace.parameters for name in (*p.aliases, p.name) if name in layouts}
+    for p in trace.parameters:
+        dims = [at.dim for at in found[p.name].placements if isinstance(at, Shard)] if p.name in found else []
+        if dims and max(dims) >= len(p.view):
+            what = f"{p.name} is to rest as {found[p.name]}, and is seen as {p.view}"
+            raise ConstraintError(what, remedy="name layouts of a plan of the same model")
+    return found
 
 
 def _activations(trace: Trace, constraint: LayoutConstraint, kind: str) -> Iterable[tuple[str, Slot]]:

@@ -1,0 +1,110 @@
+"""What further programs of a compiled module are planned from: its structure, what was asked of its plan, and how its parameters rest."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from autopar.api.recorded import options_of
+from autopar.constraints import Constraint, Megatron, Offloaded, Pipelined, Resting, pipeline, rests_as
+from autopar.errors import RuntimeStateError
+from autopar.hardware import HardwareProfile
+from autopar.layout import Layout
+from autopar.planning import PlanOptions
+from autopar.plans import Plan
+from autopar.run.module import ParallelModule
+from autopar.run.program import StagedProgram
+from autopar.run.staged_module import StagedModule
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A model without values, in either mode.
+
+    Attributes:
+        modes: module path → whether it was in training mode when the model was compiled.
+        refusal: why there is none, where the model cannot be copied.
+    """
+
+    model: nn.Module | None
+    modes: Mapping[str, bool]
+    refusal: str = ""
+
+    @staticmethod
+    def of(model: nn.Module) -> Structure:
+        """A copy whose parameters and buffers are on meta."""
+        memo: dict[int, Any] = {}
+        for parameter in model.parameters():
+            memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        for buffer in model.buffers():
+            memo.setdefault(id(buffer), buffer.detach().to("meta"))
+        modes = {path: module.training for path, module in model.named_modules()}
+        try:
+            return Structure(copy.deepcopy(model, memo), modes)
+        except Exception as error:  # whatever a module's attributes raise: it is said where a copy would be needed
+            return Structure(None, modes, f"{type(error).__name__}: {error}")
+
+    def in_mode(self, training: bool) -> nn.Module:
+        """The model in a mode; in that in which it was compiled every module as it was then.
+
+        Raises:
+            RuntimeStateError: where there is no copy.
+        """
+        if self.model is None:
+            what = f"the model cannot be copied ({self.refusal}), so that another mode, or a batch of other shapes, is not planned for"
+            raise RuntimeStateError(what, remedy="compile the model for that call, and load_state_dict into it; or pad the batch")
+        self.model.train(training)
+        if training == self.modes[""]:
+            for path, module in self.model.named_modules():
+                module.training = self.modes[path]
+        return self.model
+
+
+def asked_of(plan: Plan, profile: HardwareProfile, storage: Mapping[str, Layout]) -> tuple[PlanOptions, PlanOptions]:
+    """The options of a further plan: as the first plan's, and, where a constraint cannot hold for that call, without what names layouts.
+
+    Args:
+        storage: how every parameter rests.
+    """
+    options = options_of(plan, profile, None)
+    kept = [c for c in options.constraints if not isinstance(c, Pipelined | Resting)]
+    stages = _stages(plan)
+    kept = [replace(c, microbatches=None) if isinstance(c, Megatron) else c for c in kept]
+    few: tuple[Constraint, ...] = (rests_as(storage), *(c for c in kept if isinstance(c, Offloaded)), *stages)
+    all_of_them = (rests_as(storage), *kept, *(() if any(isinstance(c, Megatron) and c.pp != 1 for c in kept) else stages))
+    free = replace(options, num_microbatches="auto", loss_rows="auto", constraints=())
+    return replace(free, constraints=all_of_them), replace(free, constraints=few)
+
+
+def storage_of(module: ParallelModule | StagedModule) -> dict[str, Layout]:
+    """How each parameter rests, of all stages; those that no program reads are whole."""
+    program = module.program
+    stages = program.stages if isinstance(program, StagedProgram) else (program,)
+    held = {name: module.resting(name) for name, _ in module.named_parameters()}
+    return held | {t.name: t.layout for stage in stages for t in stage.parameters}
+
+
+def _stages(plan: Plan) -> tuple[Pipelined, ...]:
+    """The same cuts."""
+    made = plan.pipeline
+    if made is None or not made.axis:
+        return ()
+    chunks = made.num_chunks
+    schedule = made.schedule if chunks > 1 or made.num_microbatches > 1 else "1f1b"
+    cuts = made.modules
+    return (pipeline(made.axis, schedule=schedule, cuts=cuts, independent=made.independent, chunks=chunks if chunks > 1 else None),)
+
+
+def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """A call in words: what all ranks are to agree on."""
+    leaves, spec = tree_flatten(tree_map(_shape, (args, dict(kwargs))))
+    return f"{leaves} {spec}"
+
+
+def _shape(leaf: Any) -> str:
+    return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)

@@ -1,0 +1,39 @@
+"""On several processes, too, calls of other shapes and in the other mode compute what the plain model does, over the same parameters."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from harness import run_processes
+from worker_variants import CALLS, PLANS, batch_of, model_of, train
+
+pytestmark = pytest.mark.multiproc
+WORKER = str(Path(__file__).parent / "worker_variants.py")
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[float]:
+    model = model_of()
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.5))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_epoch_of_several_shapes_with_evaluation_follows_the_plain_model(plan: str, wanted: list[float]) -> None:
+    told = run_processes(math.prod(PLANS[plan][1].values()), WORKER, "epoch", plan)
+    for each in told:
+        assert each["losses"] == pytest.approx(wanted, rel=2e-5)
+        assert each["programs"] == len(set(CALLS)) + 1 and each["same"]
+    assert abs(wanted[0] / wanted[-2] - 1) > 1e-3, "it learns"
+
+
+def test_ranks_that_pass_batches_of_different_shapes_are_told_so() -> None:
+    first, second = run_processes(2, WORKER, "apart")
+    assert first == second and "ranks [1] have another batch or mode than rank 0" in first
+
+
+def test_a_batch_that_the_constraints_cannot_hold_for_is_computed_without_them() -> None:
+    found = run_processes(2, WORKER, "unable")
+    assert found == pytest.approx([model_of()(**batch_of(1, 16)).loss.item()] * 2, rel=1e-5)

@@ -1,0 +1,161 @@
+"""Calls that the first program was not made for: the other mode, other shapes; each is planned once, over the same parameters."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import RuntimeStateError
+from autopar.run import variants
+
+
+class Net(nn.Module):
+    """A mode makes a difference in it, and it draws random numbers in training."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, y: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        found = self.last(self.dropout(torch.relu(self.norm(self.first(x))))) * scale
+        return nn.functional.cross_entropy(found, y), found
+
+
+def batch(samples: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(samples, 8, generator=generator), "y": torch.randint(0, 4, (samples,), generator=generator)}
+
+
+def pair(dropout: float = 0.0, **options: Any) -> tuple[Net, Any]:
+    torch.manual_seed(0)
+    plain = Net(dropout)
+    return plain, autopar.compile(copy.deepcopy(plain), example_inputs=batch(8), hardware="cpu-gloo", **{"outputs": "full"} | options)
+
+
+def test_an_epoch_with_a_smaller_last_batch_and_evaluation_is_the_plain_models() -> None:
+    plain, module = pair()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, module)]
+    seen: list[list[float]] = [[], []]
+    for epoch in range(2):
+        for each, optimizer, losses in zip((plain, module), optimizers, seen, strict=True):
+            each.train()
+            for number, samples in enumerate((8, 8, 3)):
+                loss, _ = each(**batch(samples, 10 * epoch + number))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            each.eval()
+            with torch.no_grad():
+                loss, found = each(**batch(5, 99))
+            losses += [loss.item(), found.sum().item()]
+    assert seen[1] == pytest.approx(seen[0], rel=1e-5)
+    assert len(module.variants.known) == 2, "each kind of call is planned once"
+    assert module.state_dict().keys() == plain.state_dict().keys()
+    for name, wanted in plain.state_dict().items():
+        if name != "first.bias":  # its gradient is rounding alone
+            torch.testing.assert_close(_full(module.state_dict()[name]), wanted)
+    assert {id(p) for p in module.parameters()} == {id(p) for m in module.variants.known for p in m.parameters()}
+
+
+def test_gradients_of_calls_of_several_shapes_add_up() -> None:
+    plain, module = pair()
+    for each in (plain, module):
+        for samples in (8, 5):
+            each(**batch(samples))[0].backward()
+    torch.testing.assert_close(_full(module.last.weight.grad), plain.last.weight.grad)
+
+
+def test_random_numbers_go_on_over_all_programs_and_belong_into_a_checkpoint() -> None:
+    _, module = pair(0.5)
+    module.manual_seed(3)
+    first = [module(**batch(n))[0].item() for n in (8, 5, 8, 5)]
+    after = module.random_state
+    module.manual_seed(3)
+    assert [module(**batch(n))[0].item() for n in (8, 5, 8, 5)] == first and module.random_state == after
+    assert len(set(first)) == 4
+    _, quiet = pair(0.5)
+    quiet.eval()
+    quiet(**batch(8))
+    assert quiet.random_state is not None and "autopar_random_state" not in quiet.state_dict()
+
+
+def test_one_that_was_compiled_in_eval_mode_is_trained_too() -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    module: Any = autopar.compile(copy.deepcopy(plain).eval(), example_inputs=batch(8), hardware="cpu-gloo", outputs="full")
+    with torch.no_grad():
+        assert module(**batch(8))[0].item() == pytest.approx(copy.deepcopy(plain).eval()(**batch(8))[0].item(), rel=1e-6)
+        module.train()
+    loss, wanted = module(**batch(8))[0], plain(**batch(8))[0]
+    loss.backward()
+    wanted.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    torch.testing.assert_close(_full(module.last.weight.grad), plain.last.weight.grad)
+
+
+def test_a_part_that_was_frozen_in_eval_mode_stays_so_for_batches_of_other_shapes() -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    plain.norm.eval()
+    module: Any = autopar.compile(copy.deepcopy(plain), example_inputs=batch(8), hardware="cpu-gloo", outputs="full")
+    assert module(**batch(5))[0].item() == pytest.approx(plain(**batch(5))[0].item(), rel=1e-6)
+
+
+def test_parts_of_a_batch_tell_the_other_mode_and_no_other_shape() -> None:
+    plain, module = pair(batch="local", outputs="local")
+    module.eval()
+    assert module(**batch(8))[0].item() == pytest.approx(plain.eval()(**batch(8))[0].item(), rel=1e-6)
+    with pytest.raises(RuntimeStateError, match=r"\(5, 8\).* the program takes torch.float32 \(8, 8\), this rank's part of \(8, 8\)"):
+        module(**batch(5))
+
+
+def test_what_is_no_tensor_stays_fixed() -> None:
+    _, module = pair()
+    with pytest.raises(RuntimeStateError, match=r"called with arguments|what is no tensor is fixed"):
+        module(**batch(8), scale=2.0)
+        module(**batch(8), scale=3.0)
+
+
+def test_there_are_not_any_number_of_programs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    _, module = pair()
+    monkeypatch.setattr(variants, "MOST", 1)
+    with caplog.at_level(logging.WARNING):
+        module(**batch(5))
+    assert "argument 'x' is torch.float32 (5, 8), the program takes torch.float32 (8, 8): planning for this call, too" in caplog.text
+    module(**batch(5, 1))
+    with pytest.raises(RuntimeStateError, match=r"\(6, 8\)[\s\S]* 1 other modes and shapes already[\s\S]*drop_last"):
+        module(**batch(6))
+
+
+def test_a_model_that_cannot_be_copied_says_so_when_it_would_have_to_be() -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    plain.lock = threading.Lock()  # type: ignore[assignment]
+    module: Any = autopar.compile(plain, example_inputs=batch(8), hardware="cpu-gloo")
+    module(**batch(8))
+    with pytest.raises(RuntimeStateError, match=r"cannot be copied \(TypeError: cannot pickle '_thread.lock' object\)"):
+        module(**batch(5))
+
+
+def test_the_scale_of_losses_holds_in_all_programs() -> None:
+    plain, module = pair(num_microbatches=1, constraints=[autopar.constraints.pipeline("gpu", microbatches=1)])
+    module.loss_scale = 64.0
+    for samples in (8, 5):
+        (module(**batch(samples))[0] * module.loss_scale).backward()
+        plain(**batch(samples))[0].backward()
+    torch.testing.assert_close(_full(module.last.weight.grad) / 64.0, plain.last.weight.grad)
+    assert all(each.loss_scale == 64.0 for each in module.variants.known)
+
+
+def _full(tensor: Any) -> Tensor:
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
