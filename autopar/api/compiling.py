@@ -56,7 +56,7 @@ def compile(
         plan: a plan or its file, made by `plan` for this model and mesh.
         backend: ``"eager"`` or ``"inductor"``.
         batch: ``"global"``: every rank passes the same batch and takes its part; ``"local"``: each passes its part.
-        outputs: what is not the loss comes detached, as ``"dtensor"`` (nothing is moved: ``.full_tensor()`` gathers),
+        outputs: what is not the loss, through which backward is refused, comes as ``"dtensor"`` (``.full_tensor()`` gathers one),
             ``"full"`` (gathered at once), ``"local"`` (this rank's part), or, with ``"loss"``, not at all (None): then the logits of
             a language model need not be there at once, and the planner may compute its loss some rows at a time. In several
             microbatches only ``"full"`` gives them: parts of microbatches have no place in a whole tensor.

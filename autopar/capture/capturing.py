@@ -217,10 +217,13 @@ class _Border:
         leaves = self.raw.out_leaves
         tangent = next(node.name for kind, node in self.nodes.items() if kind[0] == "tangent")
         outputs = tuple(
-            Output(leaves[kind[1]][0], *_border(final[position]), kind[1] == self.raw.loss, tangent if kind[1] == self.raw.loss else "")
+            Output(
+                leaves[kind[1]][0], *_border(final[position]), kind[1] == self.raw.loss, tangent if kind[1] == self.raw.loss else "",
+                requires_grad=leaves[kind[1]][1].requires_grad,
+            )
             for kind, position in positions.items()
             if kind[0] == "output"
-        )
+        )  # fmt: skip
         return Trace(
             graph=self.graph,
             parameters=entries["parameter"],

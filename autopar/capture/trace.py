@@ -83,7 +83,7 @@ class Output:
         path: its path in the returned structure; the key of the node that makes it where it crosses.
         node: the node that makes it. is_loss: whether it is the model's loss.
         tangent: name of its tangent's placeholder, ``""`` where it has none.
-        crosses: whether it goes to the stage after.
+        crosses: whether it goes to the stage after. requires_grad: whether the plain model's has a gradient.
     """
 
     path: str
@@ -93,6 +93,7 @@ class Output:
     is_loss: bool
     tangent: str = ""
     crosses: bool = False
+    requires_grad: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def _program(job: Job, plan: Plan, forward: Phase, backward: Phase, num_saved: i
     outputs = tuple(
         ProgramTensor(
             o.path, o.shape, o.shape, o.dtype, chosen[output_key(o.path)].inputs[0],
-            has_gradient=bool(o.tangent), is_loss=o.is_loss, crosses=o.crosses,
+            has_gradient=bool(o.tangent), is_loss=o.is_loss, crosses=o.crosses, requires_grad=o.requires_grad,
         )
         for o in trace.outputs
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,17 @@ from autopar.errors import MeshError, RuntimeStateError
 from autopar.layout import Layout
 from autopar.run.arguments import Arguments
 from autopar.run.checkpoints import checkpointable
-from autopar.run.device_mesh import first_rank_says
+from autopar.run.drawing import Drawing
 from autopar.run.equal import share_weights
-from autopar.run.optimizers import watch_optimizers
+from autopar.run.optimizers import watch_optimizers, watch_replaced
 from autopar.run.parameters import Storage
+from autopar.run.part import Part, Standing
 from autopar.run.program import ProgramTensor
 from autopar.run.unset import Unset
 from autopar.run.variants import Misfit, OtherMode, Variant, Variants
 
 
-class Holder(nn.Module):
+class Holder(Drawing):
     """Parameters as DTensors, buffers, and their state dict, under the model's names.
 
     Args:
@@ -76,6 +77,13 @@ class Holder(nn.Module):
         self.register_state_dict_post_hook(_state_dict_hook)
         self.register_load_state_dict_pre_hook(_load_state_dict_hook)
         watch_optimizers(self.parameters())
+        if shared is None:
+            watch_replaced(model.parameters())
+
+    def _stand_for_all(self, model: nn.Module) -> None:
+        """Show plain attributes of all modules; last, since what this module has of its own goes before."""
+        for path, module in model.named_modules(remove_duplicate=False):
+            self._container(path).stand_for(module)
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
         """Whether the program was made for such a call in that mode."""
@@ -133,43 +141,6 @@ class Holder(nn.Module):
                 )
         return any(p.requires_grad and t.has_gradient for p, t in pairs)
 
-    def manual_seed(self, seed: int) -> None:
-        """Begin anew with the random numbers of `seed`, which must be the same on every rank.
-
-        Dropout and all else that is random in the model follows from this seed, the number of calls since, and each
-        element's place in the whole tensor: neither the layout nor the number of ranks matters.
-        """
-        state = self._drawn_from()
-        if state is not None:
-            state.copy_(random_ops.initial_state(seed))
-
-    @property
-    def random_state(self) -> int | None:
-        """The state before the next call; None where the model draws nothing. Save it with a checkpoint to go on as before.
-
-        ``pm.random_state = value`` sets it, on every rank alike.
-        """
-        state = self._drawn_from()
-        return None if state is None else int(state)
-
-    @random_state.setter
-    def random_state(self, state: int) -> None:
-        drawn_from = self._drawn_from()
-        if drawn_from is None:
-            raise RuntimeStateError("the model draws no random numbers: it has no random state")
-        drawn_from.fill_(state)
-
-    def _drawn_from(self) -> Tensor | None:
-        """What random numbers follow from: one for all programs of the module, of which the first that draws some makes it."""
-        variants = () if self.variants is None else self.variants.known
-        found = (module._buffers.get(random_ops.STATE) for module in (self, *variants) if isinstance(module, Holder))
-        return next((state for state in found if state is not None), None)
-
-    def _first_state(self) -> Tensor:
-        """That of torch's seed on the mesh's first rank."""
-        seed = first_rank_says(torch.initial_seed(), self._world)
-        return random_ops.initial_state(seed).to(self.device_mesh.device_type)
-
     def _register(
         self, model: nn.Module, known: Mapping[str, ProgramTensor], elsewhere: Collection[str], shared: Holder | None
     ) -> None:
@@ -201,12 +172,12 @@ class Holder(nn.Module):
         saved = self.state_dict()
         return [name for name, x in on_meta.items() if x.dtype != torch.bool or name not in saved]
 
-    def _container(self, path: str) -> nn.Module:
-        module: nn.Module = self
+    def _container(self, path: str) -> Standing:
+        module: Standing = self
         for name in path.split(".") if path else ():
             if name not in module._modules:
-                module.add_module(name, nn.Module())
-            module = module.get_submodule(name)
+                module.add_module(name, Part())
+            module = cast(Standing, module.get_submodule(name))
         return module
 
     def _parameter(

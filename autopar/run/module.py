@@ -1,7 +1,7 @@
 """`ParallelModule`: an emitted program as an ordinary `nn.Module`.
 
 Parameters are DTensors under their original names. A call runs the forward graph and returns what the model returns; the
-loss is the one differentiable output. `loss.backward()` runs the backward graph once and puts each gradient, a DTensor in
+loss is the one output that backward goes through. `loss.backward()` runs the backward graph once and puts each gradient, a DTensor in
 the storage layout, where autograd puts gradients. No autograd runs inside the graphs.
 """
 
@@ -27,6 +27,7 @@ from autopar.run.executor import Backend, Batch, Executor, Outputs
 from autopar.run.holder import Holder
 from autopar.run.parameters import Storage
 from autopar.run.program import Program
+from autopar.run.refused import refusing
 from autopar.run.variants import Misfit
 from autopar.run.watched import Watched
 
@@ -70,6 +71,7 @@ class ParallelModule(Holder):
         self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
         self._results = Results(program)
         self._loss = next((i for i, t in enumerate(program.outputs) if t.is_loss), None)
+        self._stand_for_all(model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns.
@@ -87,6 +89,9 @@ class ParallelModule(Holder):
             _Step.apply(self, watched, inputs, *parameters) if trained else self._run(inputs, parameters, watched, keep=False)[0]
         )
         shown = [self._present(r, s) for r, s in zip(results, self._presented, strict=True)]
+        if self._loss is not None:
+            pairs = zip(self.program.outputs, shown, strict=True)
+            shown = [refusing(t.name, x, shown[self._loss]) if t.requires_grad and not t.is_loss else x for t, x in pairs]
         watched.follow(zip(self._names_of("output"), shown, strict=True))
         return self._results.build(shown)
 

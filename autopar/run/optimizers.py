@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import RuntimeStateError
 from autopar.run.checkpoints import checkpointable
@@ -24,6 +25,7 @@ REFUSED = {
     "SparseAdam": "gradients are dense",
 }
 _MARK = "_autopar_parameter"
+_REPLACED = WeakIdKeyDictionary()  # parameters of plain models that were compiled
 _hook: list[RemovableHandle] = []
 
 
@@ -51,9 +53,23 @@ def watch_optimizers(parameters: Iterable[Tensor]) -> None:
         _hook.append(register_optimizer_step_pre_hook(_before_step))
 
 
+def watch_replaced(parameters: Iterable[Tensor]) -> None:
+    """Refuse steps of optimizers that hold these and no gradient: they are of a plain model, whose compiled one is trained."""
+    for parameter in parameters:
+        _REPLACED[parameter] = True
+
+
+def _check_replaced(optimizer: Optimizer) -> None:
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p in _REPLACED for p in held) and all(p.grad is None for p in held):
+        what = "the optimizer holds parameters of the plain model, which have no gradients: those of the compiled one are others"
+        raise RuntimeStateError(what, remedy="build it after autopar.compile, of pm.parameters()")
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if getattr(optimizer, _MARK, False):
         return
+    _check_replaced(optimizer)
     if any(getattr(p, _MARK, False) for group in optimizer.param_groups for p in group["params"]):
         check_optimizer(optimizer)
         optimizer.register_state_dict_post_hook(lambda _, state: {**state, "state": checkpointable(state["state"])})

@@ -14,7 +14,7 @@ by index; `autopar.run` binds these to process groups, the lockstep interpreter 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class ProgramTensor:
         shape: global shape as the user knows it.
         view: global shape in the graph (see `autopar.capture.trace.Parameter.view`); equal to `shape` for inputs and outputs.
         layout: layout over the dims of `view`. For parameters this is the storage layout; for sums of gradients that of the sum.
+        requires_grad: whether it is trained; of outputs, whether the plain model's has a gradient.
         has_gradient: whether the backward graph returns its gradient; for outputs, whether it takes its tangent.
         is_loss: outputs only.
         crosses: whether it comes from the stage before, or goes to the stage after; always local.
@@ -178,7 +179,8 @@ class StagedProgram:
     def outputs(self) -> tuple[ProgramTensor, ...]:
         """The whole batch's outputs."""
         dims = {path: dim if kind == "split" else -1 for path, (kind, dim) in self.microbatches.outputs.items()}
-        return tuple(self._whole(o.path, o.shape, o.dtype, dims[o.path]) for o in self.trace.outputs)
+        outputs = ((o, self._whole(o.path, o.shape, o.dtype, dims[o.path])) for o in self.trace.outputs)
+        return tuple(replace(whole, requires_grad=o.requires_grad) for o, whole in outputs)
 
     def _whole(self, path: str, shape: tuple[int, ...], dtype: torch.dtype, dim: int) -> ProgramTensor:
         whole = tuple(size * self.microbatches.num if d == dim else size for d, size in enumerate(shape))

@@ -35,6 +35,7 @@ from autopar.run.interleaving import Interleaving
 from autopar.run.parameters import Storage
 from autopar.run.program import Program, ProgramTensor, StagedProgram
 from autopar.run.ranks import rank
+from autopar.run.refused import refusing
 from autopar.run.stage_work import StageWork, outputs_kept
 from autopar.run.stage_worker import StageWorker
 from autopar.run.variants import Misfit, Variant
@@ -109,6 +110,7 @@ class StagedModule(Holder):
             )  # fmt: skip
         holders = {name: tuple(dict.fromkeys(s % self._num_ranks for s in held_by)) for name, held_by in program.shared.items()}
         self._shared = {name: ranks for name, ranks in holders.items() if self.rank in ranks and len(ranks) > 1 and name in trained}
+        self._stand_for_all(model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch; with gradients enabled, backward has run.
@@ -131,6 +133,9 @@ class StagedModule(Holder):
             outputs[how.loss] = _Published.apply(self, outputs[how.loss], gradients, *parameters)
         for name, storage in self._presented.items():
             outputs[name] = storage.wrap(outputs[name])
+        for tensor in self._kept:
+            if tensor.requires_grad and not tensor.is_loss:
+                outputs[tensor.name] = refusing(tensor.name, outputs[tensor.name], outputs[how.loss])
         return self._results.build([outputs.get(t.name) for t in self.program.outputs])
 
     def _set_up(self, variant: Variant) -> None:

@@ -40,7 +40,8 @@ class Watched:
     def follow(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Watch DTensors, too, whose local tensor is watched under the same name: they count changes of their own."""
         known = {name for name, _, _ in self._tensors}
-        self._tensors += [(name, tensor, tensor._version) for name, tensor in named if isinstance(tensor, DTensor) and name in known]
+        followed = ((name, tensor) for name, tensor in named if isinstance(tensor, DTensor) and name in known)
+        self._tensors += [(name, tensor.detach(), tensor._version) for name, tensor in followed]
 
     def check(self) -> None:
         """Watch no longer.

@@ -1,0 +1,62 @@
+"""What random numbers of a compiled module follow from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar import random_ops
+from autopar.errors import RuntimeStateError
+from autopar.run.device_mesh import first_rank_says
+from autopar.run.part import Standing
+from autopar.run.variants import Variants
+
+
+class Drawing(Standing):
+    """One state for all programs of a module: each call goes on from where the one before ended.
+
+    Attributes:
+        variants: programs of other modes and shapes, where there may be some.
+    """
+
+    device_mesh: DeviceMesh
+    variants: Variants | None
+    _world: DeviceMesh
+
+    def manual_seed(self, seed: int) -> None:
+        """Begin anew with the random numbers of `seed`, which must be the same on every rank.
+
+        Dropout and all else that is random in the model follows from this seed, the number of calls since, and each
+        element's place in the whole tensor: neither the layout nor the number of ranks matters.
+        """
+        state = self._drawn_from()
+        if state is not None:
+            state.copy_(random_ops.initial_state(seed))
+
+    @property
+    def random_state(self) -> int | None:
+        """The state before the next call; None where the model draws nothing. Save it with a checkpoint to go on as before.
+
+        ``pm.random_state = value`` sets it, on every rank alike.
+        """
+        state = self._drawn_from()
+        return None if state is None else int(state)
+
+    @random_state.setter
+    def random_state(self, state: int) -> None:
+        drawn_from = self._drawn_from()
+        if drawn_from is None:
+            raise RuntimeStateError("the model draws no random numbers: it has no random state")
+        drawn_from.fill_(state)
+
+    def _drawn_from(self) -> Tensor | None:
+        """What random numbers follow from: one for all programs of the module, of which the first that draws some makes it."""
+        variants = () if self.variants is None else self.variants.known
+        found = (module._buffers.get(random_ops.STATE) for module in (self, *variants) if isinstance(module, Drawing))
+        return next((state for state in found if state is not None), None)
+
+    def _first_state(self) -> Tensor:
+        """That of torch's seed on the mesh's first rank."""
+        seed = first_rank_says(torch.initial_seed(), self._world)
+        return random_ops.initial_state(seed).to(self.device_mesh.device_type)

@@ -1,0 +1,96 @@
+"""What would train something else than the user means is refused where it happens."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import RuntimeStateError
+
+BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
+
+
+class Net(nn.Module):
+    """Two losses, and outputs with and without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.drop = 2.0, nn.Dropout(0.0)
+        self.program, self.plan, self.loss_scale = "a name", "that the compiled module", "has too"
+        self.body, self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.drop(torch.tanh(self.body(x))) * self.factor
+        scores = self.two(hidden)
+        return {"loss": self.one(hidden).pow(2).mean(), "other": scores.mean(), "scores": scores, "best": scores.detach(), "which": scores > 0}
+
+
+def pair(**options: Any) -> tuple[Net, Any]:
+    torch.manual_seed(0)
+    plain = Net()
+    return plain, autopar.compile(copy.deepcopy(plain), example_inputs=BATCH, hardware="cpu-gloo", **options)
+
+
+@pytest.mark.parametrize("outputs", ["full", "dtensor"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("name", ["other", "scores"])
+def test_backward_through_another_output_than_the_loss_is_refused(outputs: str, microbatches: int, name: str) -> None:
+    if microbatches == 2 and outputs == "dtensor":
+        return  # it has none
+    _, module = pair(outputs=outputs, num_microbatches=microbatches)
+    found = module(**BATCH)
+    with pytest.raises(RuntimeStateError, match=f"backward goes through the output '{name}'"):
+        (found["loss"] + found[name].sum()).backward()
+
+
+@pytest.mark.parametrize("outputs", ["full", "dtensor"])
+def test_outputs_require_a_gradient_where_the_plain_models_do_and_change_nothing_else(outputs: str) -> None:
+    plain, module = pair(outputs=outputs)
+    wanted, found = plain(**BATCH), module(**BATCH)
+    assert {name: x.requires_grad for name, x in found.items()} == {name: x.requires_grad for name, x in wanted.items()}
+    found["scores"].detach().add_(0.0)
+    found["loss"].backward()
+    wanted["loss"].backward()
+    torch.testing.assert_close(module.body.weight.grad.full_tensor(), plain.body.weight.grad)
+    with torch.no_grad():
+        assert not any(x.requires_grad for x in module(**BATCH).values())
+
+
+def test_an_optimizer_that_was_built_before_is_refused_and_one_that_trains_the_plain_model_is_not() -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    before = torch.optim.AdamW(plain.parameters())
+    module: Any = autopar.compile(plain, example_inputs=BATCH, hardware="cpu-gloo")
+    module(**BATCH)["loss"].backward()
+    with pytest.raises(RuntimeStateError, match=r"holds parameters of the plain model[\s\S]*pm\.parameters"):
+        before.step()
+    plain(**BATCH)["loss"].backward()
+    before.step()
+    torch.optim.AdamW(module.parameters()).step()
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_hooks_that_would_never_be_called_are_refused(kind: str) -> None:
+    _, module = pair()
+    with pytest.raises(RuntimeStateError, match="would never be called"):
+        getattr(module.body, f"register_{kind}")(print)
+    with pytest.raises(RuntimeStateError, match="not called by itself"):
+        module.body(BATCH["x"])
+    getattr(module, f"register_{kind}")(lambda *_: None)  # the whole is called
+
+
+def test_plain_attributes_are_shown_and_those_that_the_program_has_for_good_are_not_set() -> None:
+    _, module = pair()
+    assert module.factor == 2.0 and module.drop.p == 0.0 and module.body.in_features == 8
+    for part, name in ((module, "factor"), (module.drop, "p")):
+        with pytest.raises(RuntimeStateError, match=f"'{name}' cannot be set: what the model computes was captured"):
+            setattr(part, name, 3.0)
+    module.note = "whatever else"
+    assert module.note == "whatever else" and module.factor == 2.0
+    with pytest.raises(AttributeError, match="nothing"):
+        module.nothing  # noqa: B018
