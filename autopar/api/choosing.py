@@ -215,7 +215,7 @@ class Chooser:
                 log.info("the batch is not cut into microbatches: %s", error.what)
                 break
             else:
-                log.warning("%s; in %d microbatches, one after another, it fits: %s", refusal.what, num, found.plan)
+                log.warning("planned in %d microbatches, one after another, since all at once %s", num, refusal.what)
                 return found
         raise refusal
 

@@ -22,12 +22,13 @@ from autopar.capture import Trace
 from autopar.errors import AutoparError, ConstraintError, PlanError, RuntimeStateError
 from autopar.hardware import HardwareProfile
 from autopar.planning import Planned, PlanOptions
-from autopar.plans import Plan
+from autopar.plans import Plan, idle_axes
 from autopar.run.device_mesh import agree, device_mesh
 from autopar.run.executor import Backend, Batch, Outputs
 from autopar.run.holder import Holder
 from autopar.run.module import ParallelModule
 from autopar.run.program import Program, StagedProgram
+from autopar.run.ranks import rank
 from autopar.run.staged_module import StagedModule
 from autopar.run.variants import Variants
 
@@ -187,6 +188,12 @@ def _build(
     module = build(program, devices, order.model, **order.build, shared=shared)
     object.__setattr__(module, "plan", plan)
     if shared is None:
+        idle = idle_axes(plan)
+        if idle and rank() == 0:
+            log.warning(
+                "along %s every device does the same work: on %s no plan was found that shares it and is faster; a plan by name shares it "
+                "all the same (constraints=[autopar.constraints.fsdp()])", " and ".join(idle), plan.fingerprint.profile,
+            )  # fmt: skip
         module.variants = Variants(partial(_variant, order, Structure.of(order.model), module, devices))
     return module
 

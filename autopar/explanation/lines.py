@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.plans import RESTING, Plan
+from autopar.plans import RESTING, Plan, idle_axes
 from autopar.units import seconds, share, size
 
 _SAME = 1e-4  # of the objective: bounds that are no farther apart are told as one
@@ -39,6 +39,15 @@ def beside(plan: Plan) -> Iterator[str]:
     )
     less = ", and less where the step's own peak leaves less" if overlap.forward_room or overlap.backward_room else ""
     yield f"early steps hold at most {size(overlap.forward_bytes)} in forward, {size(overlap.backward_bytes)} in backward{less}"
+
+
+def idle(plan: Plan) -> Iterator[str]:
+    """Along which axes nothing is shared, if so."""
+    if names := idle_axes(plan):
+        yield (
+            f"along {' and '.join(names)} every device does the same work: no plan that was found and shares it takes less time "
+            f"on {plan.fingerprint.profile}"
+        )
 
 
 def num_kernels(plan: Plan) -> int:

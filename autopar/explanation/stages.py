@@ -16,7 +16,19 @@ from rich.text import Text
 
 from autopar.breakdown import CROSSING, Part, breakdown, in_words
 from autopar.explanation.buckets import in_buckets
-from autopar.explanation.lines import as_emitted, at_best, covered, made_for, memory, num_kernels, objective, of_dispatch, of_loss, on_hosts
+from autopar.explanation.lines import (
+    as_emitted,
+    at_best,
+    covered,
+    idle,
+    made_for,
+    memory,
+    num_kernels,
+    objective,
+    of_dispatch,
+    of_loss,
+    on_hosts,
+)
 from autopar.explanation.prices import Worth
 from autopar.explanation.rendering import Readable, table
 from autopar.explanation.whole import Explanation
@@ -133,6 +145,7 @@ class StagedExplanation(Readable):
         yield made_for(plan)
         how = self._schedule() if pipeline.axis else f"{pipeline.num_microbatches} microbatches, one after another"
         yield f"step {seconds(plan.prediction.step_s)}: {how}{as_emitted(plan)}"
+        yield from idle(plan)
         yield f"peak {memory(plan)}"
         yield from on_hosts(plan)
         yield at_best(plan)

@@ -13,7 +13,19 @@ from autopar.breakdown import CROSSING, INPUTS, Part, Transfer, in_words, label
 from autopar.collective import HOST_KINDS
 from autopar.explanation.buckets import buckets_of, in_buckets
 from autopar.explanation.kernels import kernels_considered
-from autopar.explanation.lines import as_emitted, at_best, beside, covered, made_for, memory, objective, of_dispatch, of_loss, on_hosts
+from autopar.explanation.lines import (
+    as_emitted,
+    at_best,
+    beside,
+    covered,
+    idle,
+    made_for,
+    memory,
+    objective,
+    of_dispatch,
+    of_loss,
+    on_hosts,
+)
 from autopar.explanation.prices import Worth, longer_step_s
 from autopar.explanation.rendering import Readable, table
 from autopar.layout import Layout
@@ -114,6 +126,7 @@ class Explanation(Readable):
         at_once = f", {seconds(saved_s)} saved by doing both at once" if saved_s > _ROUNDING * prediction.serial_s else ""
         parts = f"compute {seconds(prediction.compute_s)}, communication {seconds(prediction.communication_s)}{at_once}"
         yield f"step {seconds(prediction.step_s)}: {parts}{as_emitted(plan)}"
+        yield from idle(plan)
         yield f"peak {memory(plan)}"
         yield from on_hosts(plan)
         yield at_best(plan)

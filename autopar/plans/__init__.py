@@ -2,6 +2,7 @@
 
 from autopar.plans.bucket import BUCKETED, Bucket, Member
 from autopar.plans.flip import COMPUTE, FARTHEST, NO_FLIP, Flip
+from autopar.plans.idle import idle_axes
 from autopar.plans.load import forward_load, load_of, moved_load
 from autopar.plans.overlap import Overlap, Piece
 from autopar.plans.parts import (
@@ -51,6 +52,7 @@ __all__ = [
     "RunnerUp",
     "Version",
     "forward_load",
+    "idle_axes",
     "load_of",
     "moved_load",
 ]

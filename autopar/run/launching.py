@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
 from autopar.errors import AutoparError
 
 
@@ -47,4 +49,9 @@ def launch(
     if most:  # else, as of torch 2.13, the first machine says once where its store is, and whoever joins later waits for it in vain
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     sys.argv = ["torchrun", *where, f"--max-restarts={restarts}", f"--nproc-per-node={num_processes}", str(script), *arguments]
-    runpy.run_module("torch.distributed.run", run_name="__main__")
+    try:
+        runpy.run_module("torch.distributed.run", run_name="__main__")
+    except ChildFailedError as error:  # each process has told its own; what follows here is torchrun's
+        first, failure = error.get_first_failure()
+        what = f"the script failed, on rank {first} first, which ended with {failure.exitcode}"
+        raise AutoparError(what, where=str(script), remedy="see that rank's own error above") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -71,3 +72,13 @@ def test_the_mesh_is_by_default_all_that_was_started(
             monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
     assert launched() == shape
+
+
+def test_where_the_script_fails_torchruns_own_traceback_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("raise ValueError('as the user wrote it')\n")
+    command = [sys.executable, "-m", "autopar", "run", "-n", "2", str(path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 1 and "as the user wrote it" in found.stderr
+    assert "the script failed, on rank " in found.stderr.replace("\n", " ") and "ChildFailedError" not in found.stderr
+    assert "typer" not in found.stderr

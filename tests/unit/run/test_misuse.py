@@ -27,7 +27,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         hidden = self.drop(torch.tanh(self.body(x))) * self.factor
         scores = self.two(hidden)
-        return {"loss": self.one(hidden).pow(2).mean(), "other": scores.mean(), "scores": scores, "best": scores.detach(), "which": scores > 0}
+        more = {"best": scores.detach(), "which": scores > 0}
+        return {"loss": self.one(hidden).pow(2).mean(), "other": scores.mean(), "scores": scores, **more}
 
 
 def pair(**options: Any) -> tuple[Net, Any]:
