@@ -139,11 +139,11 @@ class Case:
             parameter.data = self._narrowed(parameter.data)
         watch = _LowerDtypes(self.computed)
         args, kwargs = tree_map(lambda x: self._narrowed(self._promoted(x)), (args, dict(kwargs)))
-        draws = PositionalDraws(state)
+        draws, own_eps = PositionalDraws(state), OwnEps(self.own)  # made before anything is watched: it norms a number to know
         with without_caches(plain), torch.enable_grad(), self._refused_by_kernels():
             drawn = draws if self.num_draws else nullcontext()
             with self._autocast() as outside:
-                with drawn, watch, OwnEps(self.own):  # the draws themselves are not watched
+                with drawn, watch, own_eps:  # the draws themselves are not watched
                     returned = plain(*args, **kwargs)
                 outputs = dict(flatten_with_paths(returned)[0])
                 with outside():  # as users are to run it

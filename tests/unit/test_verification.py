@@ -25,7 +25,7 @@ from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, make_plan
 from autopar.run.lockstep import run_lockstep
 from autopar.run.program import Program
-from autopar.verification import Verification, relative_error, verify_program
+from autopar.verification import Verification, own_eps, relative_error, verify_program
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "support")]
@@ -70,6 +70,11 @@ def failure(case: Built, program: Program) -> str:
     return str(caught.value)
 
 
+class Squares(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.pow(2).mean()
+
+
 def test_an_equal_program_passes_and_the_report_names_its_worst_tensor(gpt2: Built) -> None:
     model, batch, trace, planned = gpt2
     before = {name: p.clone() for name, p in model.state_dict().items()}
@@ -97,6 +102,14 @@ def test_a_model_without_float32_parts_is_held_to_1e_9() -> None:
     found = verify_program(trace, planned.program, model, (), batch)
     assert (found.lower_parts, found.traced, found.tolerance) == ((), None, 1e-9)
     assert found.max_error < 1e-12
+
+
+def test_so_it_is_the_first_time_in_a_process() -> None:
+    own_eps._eps_of.cache_clear()
+    model, batch = nn.Sequential(nn.Linear(4, 4), Squares()), (torch.randn(8, 4),)
+    plan = autopar.plan(model, Mesh({"gpu": 2}), example_inputs=batch, hardware="cpu-gloo")
+    found = autopar.verify(plan, model, batch)
+    assert found.ok and found.tolerance == 1e-9 and found.lower_parts == ()
 
 
 def test_bfloat16_weights_and_integer_inputs_are_compared_in_float64() -> None:
