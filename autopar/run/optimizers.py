@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -66,11 +67,22 @@ def _check_replaced(optimizer: Optimizer) -> None:
         raise RuntimeStateError(what, remedy="build it after autopar.compile, of pm.parameters()")
 
 
+def _check_state(optimizer: Optimizer) -> None:
+    """Raises RuntimeStateError where whole tensors stand beside distributed parameters, as the state of a plain model's optimizer does."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            alike = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
+            if isinstance(parameter, DTensor) and alike and not isinstance(value, DTensor):
+                what = f"the optimizer's state {name!r} is whole, and its parameter is distributed: it is of a plain model's optimizer"
+                raise RuntimeStateError(what, remedy="load state that autopar.Checkpoints saved, or begin without state")
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if getattr(optimizer, _MARK, False):
         return
     _check_replaced(optimizer)
     if any(getattr(p, _MARK, False) for group in optimizer.param_groups for p in group["params"]):
         check_optimizer(optimizer)
+        _check_state(optimizer)
         optimizer.register_state_dict_post_hook(lambda _, state: {**state, "state": checkpointable(state["state"])})
         setattr(optimizer, _MARK, True)  # others may be given parameters later

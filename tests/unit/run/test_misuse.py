@@ -75,6 +75,18 @@ def test_an_optimizer_that_was_built_before_is_refused_and_one_that_trains_the_p
     torch.optim.AdamW(module.parameters()).step()
 
 
+def test_whole_state_of_a_plain_models_optimizer_is_refused() -> None:
+    plain, module = pair()
+    optimizers = [torch.optim.AdamW(m.parameters()) for m in (plain, module)]
+    for model, optimizer in zip((plain, module), optimizers, strict=True):
+        model(**BATCH)["loss"].backward()
+        if model is plain:
+            optimizer.step()
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    with pytest.raises(RuntimeStateError, match=r"state 'exp_avg' is whole[\s\S]*Checkpoints"):
+        optimizers[1].step()
+
+
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
 def test_hooks_that_would_never_be_called_are_refused(kind: str) -> None:
     _, module = pair()
