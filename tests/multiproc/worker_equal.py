@@ -46,6 +46,7 @@ def run(rank: int) -> dict[str, Any]:
         facts[name] = {"loss": loss, "told": told.lines, "expected": _loss(rank, first, batch)}
         facts[name] |= {"held": {key: x.tolist() for key, x in held.items()}, "own": {key: x.tolist() for key, x in first.items()}}
         facts[name]["refusal"] = _refusal(model, batch, constraints, rank)
+        facts[name]["later"] = _refusal(model, batch, constraints, rank, after=3)
     return facts
 
 
@@ -64,9 +65,11 @@ def _loss(rank: int, state: dict[str, torch.Tensor], batch: torch.Tensor) -> flo
     return plain(batch).item() if rank == 0 else float("nan")
 
 
-def _refusal(model: nn.Module, batch: torch.Tensor, constraints: Any, rank: int) -> str:
-    """What a first batch that differs between ranks is refused with."""
+def _refusal(model: nn.Module, batch: torch.Tensor, constraints: Any, rank: int, *, after: int = 0) -> str:
+    """What a batch that differs between ranks is refused with, after so many that do not."""
     made = autopar.compile(model, autopar.Mesh({"gpu": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=constraints)
+    for _ in range(after):
+        made(batch)
     try:
         made(batch if rank == 0 else batch.flip(0))
     except RuntimeStateError as error:
