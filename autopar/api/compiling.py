@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.api.arguments import Example, Launched, MeshLike, as_call, as_mesh, is_shape_of, is_unshaped, launched
-from autopar.api.further import Structure, asked_of, shapes_of, storage_of
+from autopar.api.further import UNLIMITED, Structure, asked_of, forward_bytes, shapes_of, storage_of
 from autopar.api.planning import check_fits, plan_told
 from autopar.api.tracing import program_of, traced
 from autopar.capture import Trace
@@ -103,6 +103,7 @@ class _Order:
     build: Mapping[str, Any]
     options: Mapping[str, Any] | PlanOptions
     otherwise: PlanOptions | None = None  # where a constraint cannot hold
+    only_forward: bool = False  # no backward follows
 
 
 _OF_THE_MODULE = ("clip_grad_norm_", "input_layouts", "sampler", "program", "plan", "device_mesh", "manual_seed", "random_state")
@@ -208,10 +209,12 @@ def _variant(
     hardware = order.hardware or plan.fingerprint.profile
     profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware)
     options, otherwise = asked_of(plan, profile, storage_of(module))
+    only_forward = not torch.is_grad_enabled() and not (plan.pipeline is not None and plan.pipeline.axis)  # stages are planned for steps
     with torch.enable_grad():
-        further = _Order(structure.in_mode(training), devices, None, profile, order.build, options, otherwise)
+        further = _Order(structure.in_mode(training), devices, None, profile, order.build, options, otherwise, only_forward)
         made = _build(further, args, kwargs, module)
     made.train(training)
+    made.only_forward = made.plan.options["memory_bytes"] == UNLIMITED
     return made
 
 
@@ -247,14 +250,27 @@ def _check_outputs(plan: Plan, outputs: Outputs) -> None:
 def _plan_here(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Trace, Planned]:
     log.info("planning for mesh %s", as_mesh(order.mesh))
     options = order.options
-    chosen = options if isinstance(options, PlanOptions) else {"batch": order.build["batch"], "outputs": order.build["outputs"], **options}
-    try:
+    if not isinstance(options, PlanOptions):
+        chosen = {"batch": order.build["batch"], "outputs": order.build["outputs"], **options}
         return plan_told(order.model, order.mesh, args, kwargs, order.hardware, chosen)
+    try:
+        return _plan_further(order, options, args, kwargs)
     except ConstraintError as error:
         if order.otherwise is None:
             raise
         log.warning("for this call constraints on layouts are left out, since they cannot hold: %s", error.what)
-        return plan_told(order.model, order.mesh, args, kwargs, order.hardware, order.otherwise)
+        return _plan_further(order, order.otherwise, args, kwargs)
+
+
+def _plan_further(order: _Order, options: PlanOptions, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Trace, Planned]:
+    """The plan of a variant; of a forward alone the fastest, where its forward fits, whatever a step would take."""
+    if order.only_forward:
+        free = replace(options, memory_bytes=UNLIMITED, num_microbatches=1)
+        trace, planned = plan_told(order.model, order.mesh, args, kwargs, order.hardware, free)
+        assert isinstance(order.hardware, HardwareProfile), "a variant is planned for a profile"
+        if forward_bytes(planned) <= options.budget(order.hardware):
+            return trace, planned
+    return plan_told(order.model, order.mesh, args, kwargs, order.hardware, options)
 
 
 def _from_rank_zero(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,11 +16,15 @@ from autopar.constraints import Constraint, Megatron, Offloaded, Pipelined, Rest
 from autopar.errors import RuntimeStateError
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
-from autopar.planning import PlanOptions
+from autopar.planning import Planned, PlanOptions
 from autopar.plans import Plan
+from autopar.run.memory import trace_peak
 from autopar.run.module import ParallelModule
 from autopar.run.program import StagedProgram
 from autopar.run.staged_module import StagedModule
+
+UNLIMITED = 2**60
+"""Bytes of a budget that limits nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,16 @@ def _stages(plan: Plan) -> tuple[Pipelined, ...]:
     schedule = made.schedule if chunks > 1 or made.num_microbatches > 1 else "1f1b"
     cuts = made.modules
     return (pipeline(made.axis, schedule=schedule, cuts=cuts, independent=made.independent, chunks=chunks if chunks > 1 else None),)
+
+
+def forward_bytes(planned: Planned) -> float:
+    """Peak of a forward after which no backward comes, beside the optimizer's state; infinite of stages, which are planned for steps."""
+    program, plan = planned.program, planned.plan
+    if isinstance(program, StagedProgram):
+        return math.inf
+    asked: Mapping[str, Any] = plan.options
+    peak = trace_peak(program, batch=asked["batch"], outputs=asked["outputs"], train=False)
+    return peak.peak_bytes + plan.prediction.memory_bytes.get("optimizer", 0)
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

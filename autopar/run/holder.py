@@ -39,7 +39,7 @@ class Holder(Drawing):
         shared: a module of the same model, whose parameters and buffers this one takes as its own.
 
     Attributes:
-        variants: of other modes and shapes, where there may be some.
+        variants: of other modes and shapes, where there may be some. only_forward: whether memory was planned for a forward alone.
 
     Raises:
         MeshError: where a parameter is on a device of another kind. RuntimeStateError: where the model is not the program's.
@@ -61,6 +61,7 @@ class Holder(Drawing):
     ) -> None:
         super().__init__()
         self.variants: Variants | None = None
+        self.only_forward = False
         self._captured_mode, self._made_under = None if both_modes else model.training, autocast_around(devices.device_type)
         self.device_mesh, self._world = devices, world or devices
         self._num_axes = len(devices.shape)
@@ -86,8 +87,9 @@ class Holder(Drawing):
             self._container(path).stand_for(module)
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
-        """Whether the program was made for such a call in that mode."""
-        return self._captured_mode in (None, training) and self._arguments.fit(args, kwargs)
+        """Whether the program was made for such a call in that mode, and for a backward, where one may follow."""
+        fits = self._captured_mode in (None, training) and self._arguments.fit(args, kwargs)
+        return fits and not (self.only_forward and torch.is_grad_enabled())
 
     def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: DeviceMesh) -> list[Tensor] | Misfit:
         """The program's inputs, or why it was not made for the call. Raises RuntimeStateError as `_check_call` and `Arguments.tensors`."""

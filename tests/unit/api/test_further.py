@@ -110,6 +110,27 @@ def test_a_part_that_was_frozen_in_eval_mode_stays_so_for_batches_of_other_shape
     assert module(**batch(5))[0].item() == pytest.approx(plain(**batch(5))[0].item(), rel=1e-6)
 
 
+def test_evaluation_may_take_larger_batches_than_training_has_memory_for() -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    step = autopar.plan(copy.deepcopy(plain), 1, example_inputs=batch(8), hardware="cpu-gloo").prediction.peak_bytes
+    within = step + 2000
+    module: Any = autopar.compile(
+        copy.deepcopy(plain), 1, example_inputs=batch(8), hardware="cpu-gloo", outputs="full", memory_bytes=within, num_microbatches=1
+    )
+    module.eval()
+    plain.eval()
+    with torch.no_grad():
+        found, wanted = module(**batch(24)), plain(**batch(24))
+    torch.testing.assert_close(found[1], wanted[1])
+    (alone,) = module.variants.known
+    assert alone.only_forward and alone.plan.prediction.peak_bytes > within, "a step would not fit"
+    with pytest.raises(autopar.AutoparError, match="fits"):
+        for samples in (24, 200):  # with a backward it is another program, in microbatches as far as these help
+            module(**batch(samples))
+    assert not any(each.only_forward for each in module.variants.known[1:])
+
+
 def test_parts_of_a_batch_tell_the_other_mode_and_no_other_shape() -> None:
     plain, module = pair(batch="local", outputs="local")
     module.eval()
