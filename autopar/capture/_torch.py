@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch import fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.output_graph import OutputGraph
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -36,6 +37,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from autopar.capture._transformers import model_loggers, transformers_under_capture
 from autopar.capture.activations import join_activations
+from autopar.capture.attributes import Notes, noting, settled
 from autopar.capture.gpu_autocast import gpu_autocast, tell_of_disabled
 from autopar.capture.mixed import as_kernels_give
 from autopar.capture.norms import join_norms
@@ -44,6 +46,7 @@ from autopar.capture.precision import narrowed
 from autopar.capture.raw_graphs import drop_checks, plain_copy
 from autopar.capture.refusals import as_capture_error, quiet, refuse_miscompiled
 from autopar.capture.ties import Aliases, aliases_of
+from autopar.capture.trace import ModuleAttribute
 from autopar.capture.trees import flatten_call, flatten_with_paths, unflatten
 from autopar.errors import CaptureError
 
@@ -63,6 +66,7 @@ class RawJoint:
         results: (kind, name or flat index) per result; kind is output, gradient, mutation or none.
         loss: flat position of the loss in the returned structure.
         in_leaves: flat (path, value) of (args, kwargs); out_leaves: of the returned structure, tensors fake.
+        attributes: plain values that forward looked at. unkept: attributes that forward writes and a program does not.
     """
 
     graph: fx.Graph
@@ -74,6 +78,8 @@ class RawJoint:
     in_spec: Any
     out_leaves: tuple[tuple[str, Any], ...]
     out_spec: Any
+    attributes: tuple[ModuleAttribute, ...]
+    unkept: tuple[str, ...]
 
 
 def new_fake_mode() -> FakeMode:
@@ -160,7 +166,8 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # a recurrent layer is no op of CPUs alone
         stack.enter_context(call.mode)
         try:
-            captured = dynamo_graph_capture_for_export(model)(*call.args, **call.kwargs)
+            captured, notes = _captured(model, call)
+            unkept = settled(notes, lambda: _captured(model, call)[1], lambda tensor: _fake(tensor, call.mode, None))
             refuse_miscompiled(captured.graph)
             tell_of_disabled(captured.graph)
             drop_checks(captured.graph)
@@ -184,7 +191,17 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             in_spec=call.in_spec,
             out_leaves=out_leaves,
             out_spec=out_spec,
+            attributes=notes.constants,
+            unkept=unkept,
         )
+
+
+def _captured(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
+    """Dynamo's graph, and what it noted of the model's attributes."""
+    notes: list[Notes] = []
+    with mock.patch.object(OutputGraph, "cleanup", noting(OutputGraph.cleanup, notes)):
+        captured = dynamo_graph_capture_for_export(model)(*call.args, **call.kwargs)
+    return captured, notes[-1]
 
 
 def _fake(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch import fx, nn
 from autopar import random_ops
 from autopar.capture._torch import Prepared, RawJoint, prepared, raw_joint
 from autopar.capture._transformers import branches_of_eager
+from autopar.capture.attributes import of_the_model, tell_of_unkept
 from autopar.capture.execute import propagate
 from autopar.capture.folding import NotFoldable, Run, Shortened, capture_shortened, renumbered, repeat
 from autopar.capture.graphs import dtype_of, emit, is_tensor, shape_of, sweep
@@ -54,15 +55,21 @@ def capture(
     refuse_unseen(model)
     refuse_overlaps(model)
     with collected_seldom(), prepared(model, args, dict(kwargs or {}), precision) as call:
-        try:
-            return _captured(model, call, fold)
-        except CaptureError as refusal:
-            with branches_of_eager(model) as others:
-                if not others:
-                    raise
-                with contextlib.suppress(CaptureError):
-                    return _captured(model, call, fold)
-            raise refusal from refusal.__cause__
+        trace = _captured_somehow(model, call, fold)
+    return replace(trace, attributes=of_the_model(trace.attributes, model))
+
+
+def _captured_somehow(model: nn.Module, call: Prepared, fold: bool) -> Trace:
+    """With the branches that a transformers model takes under tracing, or else with those that eager takes."""
+    try:
+        return _captured(model, call, fold)
+    except CaptureError as refusal:
+        with branches_of_eager(model) as others:
+            if not others:
+                raise
+            with contextlib.suppress(CaptureError):
+                return _captured(model, call, fold)
+        raise refusal from refusal.__cause__
 
 
 def _captured(model: nn.Module, call: Prepared, fold: bool) -> Trace:
@@ -83,6 +90,7 @@ def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None, c
         NotFoldable: they cannot be repeated.
     """
     graph = raw.graph
+    tell_of_unkept(raw.unkept)
     label(graph)
     refuse_float8(graph)
     if shortened is not None:
@@ -236,6 +244,7 @@ class _Border:
             constants={position: leaf for position, (_, leaf) in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
             settings={position: leaf for position, (_, leaf) in enumerate(self.raw.in_leaves) if not isinstance(leaf, torch.Tensor)},
             fingerprint=_fingerprint(self.graph, entries["parameter"] + entries["buffer"]),
+            attributes=self.raw.attributes,
         )
 
     def _parameters(

@@ -23,6 +23,7 @@ _REMEDIES = {
     "data-dependent": "the value of a tensor decides the control flow: use torch.where, or pass the choice as a Python value",
     "logging": "remove the log call from forward, or guard it with `if not torch.compiler.is_compiling()`",
     "Dynamic control flow": "the value of a tensor decides the control flow: use torch.where, or pass the choice as a Python value",
+    "entirely functional graph": "make a tensor that forward changes in place a buffer: self.register_buffer(name, tensor) in __init__",
     "item()": "do not read a tensor's value in forward (`.item()`, `int(x)`): compute it before and pass it as a Python value",
 }
 _MISCOMPILED = ("multilabel_margin_loss",)
@@ -36,6 +37,11 @@ def user_line(stack: str) -> str:
         if not match["file"].startswith((_TORCH, _HERE)) and not match["file"].startswith("<"):
             return f"{match['file']}:{match['line']}: {match['code'].strip()}"
     return ""
+
+
+def is_torchs(file: str) -> bool:
+    """Whether a source file is torch's own."""
+    return file.startswith(_TORCH)
 
 
 def as_capture_error(error: BaseException) -> CaptureError:

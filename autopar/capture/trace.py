@@ -97,6 +97,20 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleAttribute:
+    """A plain Python value that forward looked at, and that the graph holds as a constant.
+
+    Attributes:
+        path: of the module, ``""`` for the model itself. name: of the attribute, from there on: ``beta``, ``config.hidden_size``.
+        value: an int, float, bool, str or None, as it was at the capture.
+    """
+
+    path: str
+    name: str
+    value: int | float | bool | str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Folding:
     """Which layers were captured a few at a time and repeated, or why none were.
 
@@ -126,6 +140,8 @@ class Trace:
         fingerprint: hash of model structure, shapes and dtypes.
         folding: how repeated layers were captured; the graph is the same either way.
         precision: what wider floating parameters and inputs are read in, where that was asked for.
+        attributes: plain values of the model's modules, and of what these hold, that forward looked at (`training` left out); of layers
+            that were repeated, the values of the layer that was captured in their place.
     """
 
     graph: fx.Graph
@@ -141,6 +157,7 @@ class Trace:
     fingerprint: str
     folding: Folding = Folding()
     precision: torch.dtype | None = None
+    attributes: tuple[ModuleAttribute, ...] = ()
 
     @property
     def differentiable(self) -> tuple[Output, ...]:

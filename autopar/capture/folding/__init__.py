@@ -14,8 +14,8 @@ unit repeated (`compare`); and in the joint graph the interior units are alike a
 from __future__ import annotations
 
 from autopar.capture.folding.entries import NotFoldable
-from autopar.capture.folding.repeating import renumbered, repeat
+from autopar.capture.folding.repeating import attributes_repeated, renumbered, repeat
 from autopar.capture.folding.runs import Run
 from autopar.capture.folding.shortened import Shortened, capture_shortened
 
-__all__ = ["NotFoldable", "Run", "Shortened", "capture_shortened", "renumbered", "repeat"]
+__all__ = ["NotFoldable", "Run", "Shortened", "attributes_repeated", "capture_shortened", "renumbered", "repeat"]

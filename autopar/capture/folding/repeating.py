@@ -7,13 +7,15 @@ copies go between; then unit `two` and the backward of unit `one` read their new
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from autopar.capture.folding.runs import Run
 from autopar.capture.folding.units import Border, Kind, Ref, Step, Units, pattern_of
+from autopar.capture.trace import ModuleAttribute
 
 
 def renumbered(path: str, kept: Mapping[str, Sequence[int]]) -> str:
@@ -24,6 +26,18 @@ def renumbered(path: str, kept: Mapping[str, Sequence[int]]) -> str:
         if index:
             return f"{prefix}{positions[int(index[0])]}{path[len(prefix) + index.end() :]}"
     return path
+
+
+def attributes_repeated(attributes: Iterable[ModuleAttribute], run: Run) -> tuple[ModuleAttribute, ...]:
+    """Those of the full model: each layer that a shortened one lacks reads what its like, of the first unit, does."""
+    prefix, found = f"{run.path}." if run.path else "", tuple(attributes)
+    added = []
+    for position in run.removed:
+        like = run.start + (position - run.start) % run.period
+        for each in found:
+            if f"{each.path}.".startswith(f"{prefix}{like}."):
+                added.append(replace(each, path=f"{prefix}{position}{each.path[len(f'{prefix}{like}') :]}"))
+    return found + tuple(added)
 
 
 def repeat(run: Run, graph: fx.Graph, placeholders: Border, results: Border) -> tuple[Border, Border]:

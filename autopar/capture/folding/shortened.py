@@ -13,7 +13,7 @@ from autopar.capture._torch import Prepared, RawJoint, raw_joint
 from autopar.capture.folding.checking import compare, tag, tell
 from autopar.capture.folding.cutting import cut, preserved
 from autopar.capture.folding.entries import NotFoldable
-from autopar.capture.folding.repeating import renumbered
+from autopar.capture.folding.repeating import attributes_repeated, renumbered
 from autopar.capture.folding.runs import Run, find_runs
 from autopar.errors import CaptureError
 
@@ -49,7 +49,11 @@ def capture_shortened(model: nn.Module, call: Prepared) -> Shortened:
         except CaptureError as error:
             raise NotFoldable(f"the shortened model cannot be captured: {error.what}") from error
     names = [tuple(_renamed(entry, kept) for entry in entries) for entries in (raw.placeholders, raw.results)]
-    return Shortened(replace(raw, placeholders=names[0], results=names[1]), runs, kept)
+    attributes = tuple(replace(each, path=renumbered(each.path, kept)) for each in raw.attributes)
+    for run in runs:
+        attributes = attributes_repeated(attributes, run)
+    unkept = tuple(renumbered(name, kept) for name in raw.unkept)
+    return Shortened(replace(raw, placeholders=names[0], results=names[1], attributes=attributes, unkept=unkept), runs, kept)
 
 
 def _check(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> bool:
