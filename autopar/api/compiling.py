@@ -195,23 +195,23 @@ def _build(
                 "along %s every device does the same work: on %s no plan was found that shares it and is faster; a plan by name shares it "
                 "all the same (constraints=[autopar.constraints.fsdp()])", " and ".join(idle), plan.fingerprint.profile,
             )  # fmt: skip
-        module.variants = Variants(partial(_variant, order, Structure.of(order.model), module, devices))
+        module.variants = Variants(partial(_variant, order.build, order.hardware, Structure.of(order.model), devices))
     return module
 
 
 def _variant(
-    order: _Order, structure: Structure, module: ParallelModule | StagedModule, devices: DeviceMesh, training: bool,
-    args: tuple[Any, ...], kwargs: dict[str, Any],
+    build: Mapping[str, Any], asked: str | Path | HardwareProfile | None, structure: Structure, devices: DeviceMesh,
+    module: ParallelModule | StagedModule, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> ParallelModule | StagedModule:  # fmt: skip
     """A program for another mode or a batch of other shapes, over the module's parameters."""
     agree(f"{'train' if training else 'eval'} mode, {shapes_of(args, kwargs)}", "batch or mode", devices)
     plan: Plan = module.plan
-    hardware = order.hardware or plan.fingerprint.profile
+    hardware = asked or plan.fingerprint.profile
     profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware)
     options, otherwise = asked_of(plan, profile, storage_of(module))
     only_forward = not torch.is_grad_enabled() and not (plan.pipeline is not None and plan.pipeline.axis)  # stages are planned for steps
     with torch.enable_grad():
-        further = _Order(structure.in_mode(training), devices, None, profile, order.build, options, otherwise, only_forward)
+        further = _Order(structure.in_mode(training), devices, None, profile, build, options, otherwise, only_forward)
         made = _build(further, args, kwargs, module)
     made.train(training)
     made.only_forward = made.plan.options["memory_bytes"] == UNLIMITED

@@ -86,4 +86,5 @@ def _program(job: Job, plan: Plan, forward: Phase, backward: Phase, num_saved: i
         collectives=tuple(job.emitted),
         plan_hash=plan.hash,
         settings=trace.settings,
+        attributes=trace.attributes,
     )

@@ -12,12 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from autopar import random_ops
 from autopar.ambient import autocast_around
+from autopar.capture.trace import ModuleAttribute
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.layout import Layout
 from autopar.run.arguments import Arguments
 from autopar.run.checkpoints import checkpointable
 from autopar.run.drawing import Drawing
 from autopar.run.equal import share_weights
+from autopar.run.frozen import Frozen
 from autopar.run.optimizers import watch_optimizers, watch_replaced
 from autopar.run.parameters import Storage
 from autopar.run.part import Part, Standing
@@ -73,6 +75,7 @@ class Holder(Drawing):
         if any(t.name == random_ops.STATE for t in tensors):
             known = None if shared is None else shared._drawn_from()
             self.register_buffer(random_ops.STATE, self._first_state() if known is None else known, persistent=False)
+        self._frozen: Frozen | None = None
         self._unset = Unset({name: self.stored(name) for name in self._names_on_meta(model)}) if shared is None else shared._unset
         self.training = model.training
         self.register_state_dict_post_hook(_state_dict_hook)
@@ -81,8 +84,10 @@ class Holder(Drawing):
         if shared is None:
             watch_replaced(model.parameters())
 
-    def _stand_for_all(self, model: nn.Module) -> None:
-        """Show plain attributes of all modules; last, since what this module has of its own goes before."""
+    def _stand_for_all(self, model: nn.Module, attributes: Iterable[ModuleAttribute]) -> None:
+        """Show plain attributes of all modules, and watch those that the program has as constants; last, since what this module has of its
+        own goes before."""
+        self._frozen = Frozen(model, attributes)
         for path, module in model.named_modules(remove_duplicate=False):
             self._container(path).stand_for(module)
 
@@ -103,7 +108,7 @@ class Holder(Drawing):
         """What the model returns where this program was not made for the call."""
         if self.variants is None:
             raise misfit
-        variant = self.variants.find(self.training, args, kwargs, lambda: self._arguments.as_whole(args, kwargs), misfit)
+        variant = self.variants.find(self, self.training, args, kwargs, lambda: self._arguments.as_whole(args, kwargs), misfit)
         self._set_up(variant)
         return variant(*args, **kwargs)
 
@@ -113,6 +118,8 @@ class Holder(Drawing):
     def _check_call(self) -> None:
         """Raises Misfit in a mode, RuntimeStateError under an autocast, that the program was not made for, or while weights are missing."""
         self.check_values()
+        if self._frozen is not None:
+            self._frozen.check()
         if self._captured_mode is not None and self.training != self._captured_mode:
             mode = "train" if self._captured_mode else "eval"
             what = f"the program was made in {mode} mode, which this model computes differently"

@@ -71,7 +71,7 @@ class ParallelModule(Holder):
         self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
         self._results = Results(program)
         self._loss = next((i for i, t in enumerate(program.outputs) if t.is_loss), None)
-        self._stand_for_all(model)
+        self._stand_for_all(model, program.attributes)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.trace import Trace
+from autopar.capture.trace import ModuleAttribute, Trace
 from autopar.errors import RuntimeStateError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -62,7 +62,7 @@ class Program:
         backward: placeholders in the order saved values, tangents.
         num_saved: how many of the forward's last results are saved for backward.
         mutated: names of the buffers whose new values follow the outputs, in order.
-        in_spec, out_spec, constants, settings: as in `autopar.capture.trace.Trace`.
+        in_spec, out_spec, constants, settings, attributes: as in `autopar.capture.trace.Trace`.
         collectives: every emitted collective with the node it feeds: (phase, node key, Collective) tuples.
         accumulates: whether gradients accumulate over the microbatches of a step. Then:
         begin: from parameters as they rest to what forward takes. end: from sums to gradients as parameters rest.
@@ -84,6 +84,7 @@ class Program:
     collectives: tuple[tuple[str, str, Any], ...]
     plan_hash: str = ""
     settings: Mapping[int, Any] = field(default_factory=dict)
+    attributes: tuple[ModuleAttribute, ...] = ()
     accumulates: bool = False
     begin: fx.GraphModule | None = None
     end: fx.GraphModule | None = None
@@ -201,3 +202,7 @@ class StagedProgram:
     @property
     def settings(self) -> Mapping[int, Any]:
         return self.trace.settings
+
+    @property
+    def attributes(self) -> tuple[ModuleAttribute, ...]:
+        return self.trace.attributes

@@ -110,7 +110,7 @@ class StagedModule(Holder):
             )  # fmt: skip
         holders = {name: tuple(dict.fromkeys(s % self._num_ranks for s in held_by)) for name, held_by in program.shared.items()}
         self._shared = {name: ranks for name, ranks in holders.items() if self.rank in ranks and len(ranks) > 1 and name in trained}
-        self._stand_for_all(model)
+        self._stand_for_all(model, program.attributes)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch; with gradients enabled, backward has run.

@@ -38,8 +38,8 @@ class Variant(Protocol):
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-Make = Callable[[bool, tuple[Any, ...], dict[str, Any]], Variant]
-"""From the mode and a call with the whole batch to the module that takes it; all ranks call it alike."""
+Make = Callable[[Any, bool, tuple[Any, ...], dict[str, Any]], Variant]
+"""From a module, the mode and a call with the whole batch to the module that takes it; all ranks call it alike."""
 
 
 class Variants:
@@ -49,10 +49,13 @@ class Variants:
         self._make = make
         self.known: list[Variant] = []
 
-    def find(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Callable[[], Call], misfit: Misfit) -> Variant:
+    def find(
+        self, module: Any, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Callable[[], Call], misfit: Misfit
+    ) -> Variant:
         """The module that takes a call in that mode.
 
         Args:
+            module: which these are variants of. They do not hold it, so that it goes with its last user.
             whole: the call with the whole batch. misfit: why the module itself does not take it.
 
         Raises:
@@ -67,6 +70,6 @@ class Variants:
         if rank() == 0:
             level = logging.INFO if isinstance(misfit, OtherMode) else logging.WARNING
             log.log(level, "%s: planning for this call, too; what is made for it is kept", misfit.what)
-        made = self._make(training, *whole())
+        made = self._make(module, training, *whole())
         self.known.append(made)
         return made

@@ -218,8 +218,9 @@ def measured(parallel: ParallelModule, values: list[Tensor]) -> tuple[int, set[i
     """
     gc.disable()  # a reference cycle must not be cleaned up behind the test's back
     peaks, left = set(), set()
-    parallel(values[0], target=values[1])["loss"].backward()  # the first batch is compared between ranks, which is no part of a step
-    parallel.zero_grad()
+    for _ in range(16):  # calls 1, 2, 4, 8 and 16 compare batches between ranks, which is no part of a step
+        parallel(values[0], target=values[1])["loss"].backward()
+        parallel.zero_grad()
     with LiveBytes() as live:
         live.register([*parallel.parameters(), *parallel.buffers(), *values])
         resident = live.live_bytes

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -180,3 +182,18 @@ def test_the_scale_of_losses_holds_in_all_programs() -> None:
 def _full(tensor: Any) -> Tensor:
     found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found
+
+
+def test_neither_the_plain_model_nor_the_compiled_one_is_held_for_further_programs() -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    module: Any = autopar.compile(plain, example_inputs=batch(8), hardware="cpu-gloo")
+    module(**batch(5))
+    gc.collect()
+    gc.disable()
+    try:
+        held = [weakref.ref(each) for each in (plain, module, next(module.parameters()))]
+        del plain, module
+        assert [each() for each in held] == [None, None, None]
+    finally:
+        gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -107,3 +108,23 @@ def test_plain_attributes_are_shown_and_those_that_the_program_has_for_good_are_
     assert module.note == "whatever else" and module.factor == 2.0
     with pytest.raises(AttributeError, match="nothing"):
         module.nothing  # noqa: B018
+
+
+def test_an_attribute_that_is_set_on_the_plain_model_after_it_was_compiled_is_refused_while_it_is_there() -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    plain.unread = 1.0  # type: ignore[assignment]
+    module: Any = autopar.compile(plain, example_inputs=BATCH, hardware="cpu-gloo")
+    plain.unread = 2.0  # type: ignore[assignment]
+    loss = module(**BATCH)["loss"].item()
+    plain.factor = 3.0
+    with pytest.raises(RuntimeStateError, match=r"the model's factor is 3\.0, and was 2\.0 when the model was captured[\s\S]*buffer"):
+        module(**BATCH)
+    plain.factor = 2.0
+    assert module(**BATCH)["loss"].item() == loss
+    plain.drop.p = 0.5
+    with pytest.raises(RuntimeStateError, match=r"the model's drop\.p is 0\.5"):
+        module(**BATCH)
+    del plain
+    gc.collect()
+    assert module(**BATCH)["loss"].item() == loss
