@@ -32,7 +32,7 @@ _SHAPES = (
     "or take a fixed number of rows (`scores.topk(capacity)` and `x[index]`)"
 )
 _DEFAULT_REMEDY = "the model must be one graph under torch.compile(fullgraph=True): try that to see the same refusal in torch's words"
-_BEHIND_DYNAMO = "write the line otherwise: the op cannot be run on tensors that have shapes and no values; if the plain model runs, report it"
+_BEHIND_DYNAMO = "write the line otherwise: torch cannot run it on tensors that have shapes and no values; if the model runs, report it"
 
 
 @functools.lru_cache(maxsize=4096)
