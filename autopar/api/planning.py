@@ -44,7 +44,8 @@ def plan_call(
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[Trace, Planned]:
     """Capture ``model(*args, **kwargs)`` and plan it: the trace, and the plan with its program and phase times."""
-    refuse_wrapped(model)  # before its parameters are asked for
+    if isinstance(model, nn.Module):  # what is none is refused below
+        refuse_wrapped(model)
     hardware = hardware or default_hardware(runs_on(model, mesh))
     profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware)
     if isinstance(options, PlanOptions):
