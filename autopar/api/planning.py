@@ -16,7 +16,7 @@ from autopar.api.arguments import Example, MeshLike, as_call, as_constraints, as
 from autopar.api.choosing import Chooser
 from autopar.api.shaping import best_shape, shapes, shapes_in_three
 from autopar.api.shortage import instead
-from autopar.api.tracing import as_planned, program_of, staged_trace, traced
+from autopar.api.tracing import as_planned, program_of, refuse_wrapped, staged_trace, traced
 from autopar.capture import Trace
 from autopar.capture.loss_head import loss_alone
 from autopar.certificate import Certificate, certify, certify_staged
@@ -44,6 +44,8 @@ def plan_call(
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[Trace, Planned]:
     """Capture ``model(*args, **kwargs)`` and plan it: the trace, and the plan with its program and phase times."""
+    if isinstance(model, nn.Module):  # what is none is refused below
+        refuse_wrapped(model)
     hardware = hardware or default_hardware(runs_on(model, mesh))
     profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware)
     if isinstance(options, PlanOptions):

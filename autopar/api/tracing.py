@@ -8,24 +8,49 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.analysis.microbatches import Microbatching, for_single_samples, microbatching
 from autopar.capture import Trace, capture
 from autopar.capture.loss_head import loss_alone, loss_by_rows
 from autopar.emit import emit, emit_staged
-from autopar.errors import CaptureError, ConstraintError, CoupledError
+from autopar.errors import CaptureError, ConstraintError, CoupledError, Where
 from autopar.planning.options import PRECISIONS
 from autopar.plans import Pipeline, Plan
 from autopar.run.program import Program, StagedProgram
 from autopar.stages import Cut, cut
 
+_WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], precision: str | None) -> Trace:
-    """The captured call, in the precision that a plan is asked for in (`PlanOptions.precision`)."""
+    """The captured call, in the precision that a plan is asked for in (`PlanOptions.precision`).
+
+    Raises:
+        CaptureError: also where the model is parallel or compiled already.
+    """
+    refuse_wrapped(model)
     return capture(model, args, kwargs, precision=None if precision is None else PRECISIONS[precision])
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise CaptureError where something made the model parallel, or compiled it, before: it takes a plain module to start from."""
+    if hasattr(model, "_orig_mod"):
+        raise _wrapped(model, "", "the result of torch.compile", "pass the plain module, which torch.compile was given (`model._orig_mod`)")
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("autopar."):
+            raise _wrapped(module, name, "compiled by autopar already", "pass the plain module, which autopar.compile was given")
+        if isinstance(module, _WRAPPERS):
+            raise _wrapped(module, name, "made parallel by torch already", "pass the plain module, which was wrapped (`model.module`)")
+        if isinstance(module, FSDPModule):
+            raise _wrapped(module, name, "sharded by torch already", "pass the plain module, without fully_shard")
+
+
+def _wrapped(module: nn.Module, name: str, what: str, remedy: str) -> CaptureError:
+    return CaptureError(f"the model is {what}: {type(module).__name__}", where=Where(module=name), remedy=remedy)
 
 
 def as_planned(trace: Trace, plan: Plan) -> Trace:

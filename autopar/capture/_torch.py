@@ -37,10 +37,11 @@ from torch.utils._mode_utils import no_dispatch
 
 from autopar.capture._transformers import model_loggers, transformers_under_capture
 from autopar.capture.activations import join_activations
-from autopar.capture.attributes import Notes, noting, settled
+from autopar.capture.attributes import settled
 from autopar.capture.gpu_autocast import gpu_autocast, tell_of_disabled
 from autopar.capture.mixed import as_kernels_give
 from autopar.capture.norms import join_norms
+from autopar.capture.notes import Notes, noting
 from autopar.capture.outputs import loss_leaf
 from autopar.capture.precision import narrowed
 from autopar.capture.raw_graphs import drop_checks, plain_copy

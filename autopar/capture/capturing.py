@@ -14,12 +14,13 @@ from torch import fx, nn
 from autopar import random_ops
 from autopar.capture._torch import Prepared, RawJoint, prepared, raw_joint
 from autopar.capture._transformers import branches_of_eager
-from autopar.capture.attributes import of_the_model, tell_of_unkept
+from autopar.capture.attributes import tell_of_unkept
 from autopar.capture.execute import propagate
 from autopar.capture.folding import NotFoldable, Run, Shortened, capture_shortened, renumbered, repeat
 from autopar.capture.graphs import dtype_of, emit, is_tensor, shape_of, sweep
 from autopar.capture.labels import assign_keys, label
 from autopar.capture.mixed import settle_dtypes
+from autopar.capture.notes import of_the_model
 from autopar.capture.passes import PASSES
 from autopar.capture.passes.clean import inline_constants
 from autopar.capture.passes.random import next_state, number_draws, replace_random

@@ -27,7 +27,12 @@ _REMEDIES = {
     "item()": "do not read a tensor's value in forward (`.item()`, `int(x)`): compute it before and pass it as a Python value",
 }
 _MISCOMPILED = ("multilabel_margin_loss",)
+_SHAPES = (
+    "keep shapes fixed: compute for all rows and multiply by a mask (`y + expert(x) * picked.unsqueeze(-1)`, torch.where(mask, x, 0)), "
+    "or take a fixed number of rows (`scores.topk(capacity)` and `x[index]`)"
+)
 _DEFAULT_REMEDY = "the model must be one graph under torch.compile(fullgraph=True): try that to see the same refusal in torch's words"
+_BEHIND_DYNAMO = "write the line otherwise: torch cannot run it on tensors that have shapes and no values; if the model runs, report it"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -46,13 +51,22 @@ def is_torchs(file: str) -> bool:
 
 def as_capture_error(error: BaseException) -> CaptureError:
     """`error`, raised by torch while it captured, as a CaptureError with the user's line."""
-    what = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    what = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
     text = str(error)
-    raised = _RAISED.search(text)
-    what = f"{what.strip()}: {raised[1] or raised[2]}" if raised else what
-    remedy = next((remedy for mark, remedy in _REMEDIES.items() if mark.lower() in text.lower()), _DEFAULT_REMEDY)
     source = user_line("".join(_frames(error))) or user_line(text)
-    return CaptureError(f"the model cannot be captured as one graph: {what.strip()}", where=Where(source=source), remedy=remedy)
+    kind = type(error).__name__  # torch's classes for these are private
+    if kind == "DynamicOutputShapeException" or "dynamic shape operator" in text.lower():
+        op = what if kind == "DynamicOutputShapeException" else ""
+        said = "the shape of a result depends on the values of a tensor, and a program has fixed shapes"
+        return CaptureError(said, where=Where(op=op, source=source), remedy=_SHAPES)
+    raised = _RAISED.search(text)
+    what = f"{what}: {raised[1] or raised[2]}" if raised else what
+    default = _DEFAULT_REMEDY if type(error).__module__.startswith("torch._dynamo") else _BEHIND_DYNAMO
+    remedy = next((remedy for mark, remedy in _REMEDIES.items() if mark.lower() in text.lower()), default)
+    if kind == "DataDependentOutputException":
+        what = f"forward reads the value of a tensor ({what})"
+        remedy = _REMEDIES["item()"]
+    return CaptureError(f"the model cannot be captured as one graph: {what}", where=Where(source=source), remedy=remedy)
 
 
 def _frames(error: BaseException) -> Iterable[str]:

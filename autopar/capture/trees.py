@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
+
+from autopar.errors import CaptureError
 
 
 def leaves_of(tree: Any) -> list[Any]:
     """The leaves of a nested structure, in order."""
+    see_into_dataclasses(tree)
     return pytree.tree_leaves(tree)
+
+
+def see_into_dataclasses(tree: Any) -> None:
+    """Register the classes of dataclasses in `tree` that hold tensors with torch (`torch.export.register_dataclass`), once for the process.
+
+    Raises:
+        CaptureError: one cannot be made again from its fields.
+    """
+    while unseen := {type(leaf) for leaf in pytree.tree_leaves(tree) if _is_dataclass(leaf) and _holds_tensors(leaf)}:
+        for kind in unseen:
+            taken = list(inspect.signature(kind).parameters)
+            if sorted(taken) != sorted(field.name for field in fields(kind)):
+                raise CaptureError(
+                    f"the dataclass {kind.__name__} goes into or comes out of the model, and cannot be made again from its fields alone",
+                    remedy="let all of its fields, and nothing else, be arguments of its __init__ (no init=False, no InitVar)",
+                )
+            torch.export.register_dataclass(kind)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def _holds_tensors(value: Any) -> bool:
+    held = pytree.tree_leaves([getattr(value, field.name, None) for field in fields(value)])
+    return any(isinstance(leaf, torch.Tensor) or (_is_dataclass(leaf) and _holds_tensors(leaf)) for leaf in held)
 
 
 def flatten_with_paths(tree: Any) -> tuple[tuple[tuple[str, Any], ...], Any]:
     """Leaves of `tree` with their paths (``logits``, ``past.0``), and its spec."""
+    see_into_dataclasses(tree)
     pairs, spec = pytree.tree_flatten_with_path(tree)
     return tuple((".".join(_step(step) for step in path), leaf) for path, leaf in pairs), spec
 

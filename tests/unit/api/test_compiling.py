@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 import zoo_small
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from autopar.api import as_mesh, compile, plan
 from autopar.api.arguments import read_mesh
 from autopar.api.tracing import batch_size
 from autopar.constraints import ddp
-from autopar.errors import AutoparError, ConstraintError, MeshError, PlanError, RuntimeStateError
+from autopar.errors import AutoparError, CaptureError, ConstraintError, MeshError, PlanError, RuntimeStateError
 from autopar.mesh import Mesh
 from autopar.plans import Plan
 
@@ -29,6 +30,36 @@ def no_process_group_left() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+class Squares(nn.Linear):
+    """A linear that returns its loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "says"),
+    [
+        (lambda model, x: compile(model, 1, example_inputs=x), "compiled by autopar already: ParallelModule"),
+        (lambda model, x: compile(model, 1), "compiled by autopar already: Deferred"),
+        (lambda model, x: torch.compile(model, backend="eager"), "the result of torch.compile: OptimizedModule"),
+        (lambda model, x: nn.DataParallel(model), "made parallel by torch already: DataParallel"),
+        (lambda model, x: nn.parallel.DistributedDataParallel(model), "made parallel by torch already: DistributedDataParallel"),
+        (lambda model, x: fully_shard(model), "sharded by torch already: FSDPSquares"),
+    ],
+    ids=["compile", "compile at the first call", "torch.compile", "DataParallel", "DDP", "fully_shard"],
+)
+def test_a_model_that_is_parallel_or_compiled_already_is_refused_at_once(wrap: Any, says: str) -> None:
+    x = torch.randn(4, 6)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    wrapped = wrap(Squares(6, 6), x)
+    with pytest.raises(CaptureError, match=says) as refusal:
+        plan(wrapped, 2, example_inputs=x)
+    assert "pass the plain module" in refusal.value.remedy
+    with pytest.raises(AutoparError, match=says if "Deferred" not in says else "before the first call"):
+        compile(wrapped, 1, example_inputs=x)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "vit"])

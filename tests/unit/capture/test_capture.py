@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import time
 from types import ModuleType
 from typing import Any
 
@@ -314,6 +315,54 @@ def test_control_flow_on_values_is_refused_with_the_line() -> None:
         capture(_net(returns=returns), _batch())
     assert "if hidden.sum() > 0" in str(refusal.value)
     assert "torch.where" in refusal.value.remedy
+
+
+class Routed(nn.Module):
+    """Experts that take the rows that pick them, or (`masked`) all rows, those of others with weight 0."""
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 3), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.masked = masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, picks = self.gate(x).softmax(-1).topk(2)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if self.masked:
+                result = result + expert(x) * (weights * (picks == number)).sum(-1, keepdim=True)
+            else:
+                rows, which = torch.where(picks == number)
+                result = result.index_add(0, rows, expert(x[rows]) * weights[rows, which, None])
+        return result.pow(2).mean()
+
+
+def test_a_shape_that_depends_on_values_is_refused_with_op_and_line_and_the_way_out_computes_the_same() -> None:
+    loop, x = Routed(masked=False).double(), _batch()[0]
+    with pytest.raises(CaptureError) as refusal:
+        capture(loop, (x,))
+    for part in ("depends on the values of a tensor", "op aten.nonzero.default", "rows, which = torch.where(picks == number)"):
+        assert part in str(refusal.value)
+    assert "multiply by a mask" in refusal.value.remedy and "fullgraph" not in str(refusal.value)
+    masked = Routed(masked=True).double()
+    masked.load_state_dict(loop.state_dict())
+    outputs, _ = _run(capture(masked, (x,)), masked, x)
+    torch.testing.assert_close(outputs[0], loop(x).detach())
+
+
+@pytest.mark.parametrize(
+    ("returns", "says"),
+    [
+        (lambda hidden, loss: loss * hidden.sum().item(), "do not read a tensor's value"),
+        (lambda hidden, loss: hidden[hidden > 0].sum(), "multiply by a mask"),
+        (lambda hidden, loss: loss * time.time(), "fullgraph=True"),
+    ],
+    ids=["item", "a mask as index", "an error that torch finds too"],
+)
+def test_the_way_out_of_a_refusal_is_one_of_its_own_cause(returns: Any, says: str) -> None:
+    with pytest.raises(CaptureError) as refusal:
+        capture(_net(returns=returns), _batch())
+    assert says in refusal.value.remedy
 
 
 @pytest.mark.parametrize(

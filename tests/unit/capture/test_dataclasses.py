@@ -1,0 +1,92 @@
+"""Plain dataclasses as what a model takes and returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.capture import capture, execute
+from autopar.capture.trees import unflatten
+from autopar.errors import CaptureError
+
+
+@dataclass
+class Batch:
+    """What goes in."""
+
+    x: Tensor
+    y: Tensor
+    factor: int = 2
+
+
+@dataclass
+class Parts:
+    """Part of what comes out."""
+
+    hidden: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What comes out."""
+
+    logits: Tensor
+    loss: Tensor
+    number: int
+    parts: Parts | None = None
+    missing: Any = None
+
+
+@dataclass
+class Derived:
+    """A dataclass that makes one of its fields itself."""
+
+    loss: Tensor
+    double: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.double = self.loss * 2
+
+
+class Classifier(nn.Module):
+    """Two linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 4)
+
+    def forward(self, batch: Batch) -> Result:
+        hidden = self.first(batch.x)
+        logits = self.second(hidden)
+        return Result(logits, F.cross_entropy(logits, batch.y) * batch.factor, 3, Parts([hidden, hidden * 2]))
+
+
+def test_dataclasses_go_in_and_come_out_by_their_fields_and_as_they_were() -> None:
+    model, batch = Classifier(), Batch(torch.randn(3, 6), torch.tensor([0, 2, 3]))
+    trace = capture(model, (batch,))
+    assert [entry.path for entry in trace.inputs] == ["0.x", "0.y"]
+    assert {entry.path for entry in trace.outputs} == {"logits", "loss", "parts.hidden.0", "parts.hidden.1"}
+    assert [entry.path for entry in trace.outputs if entry.is_loss] == ["loss"]
+    outputs, gradients, _ = execute(trace, dict(model.named_parameters()), {}, (batch.x, batch.y))
+    expected = model(batch)
+    expected.loss.backward()
+    tensors = {entry.path: value for entry, value in zip(trace.outputs, outputs, strict=True)}
+    leaves = [tensors[path] for path in ("logits", "loss")] + [trace.constants[2], *(tensors[f"parts.hidden.{i}"] for i in (0, 1))]
+    made = unflatten(leaves, trace.out_spec)
+    assert type(made) is Result and type(made.parts) is Parts and made.number == 3 and made.missing is None
+    torch.testing.assert_close([made.loss, made.logits, *made.parts.hidden], [expected.loss, expected.logits, *expected.parts.hidden])  # type: ignore[union-attr]
+    torch.testing.assert_close(gradients, {name: parameter.grad for name, parameter in model.named_parameters()})
+
+
+def test_a_dataclass_that_its_fields_do_not_make_again_is_refused() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return Derived(super().forward(x).sum())
+
+    with pytest.raises(CaptureError, match=r"the dataclass Derived(.|\n)*init=False"):
+        capture(Doubled(6, 4), (torch.randn(3, 6),))
