@@ -168,7 +168,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         stack.enter_context(call.mode)
         try:
             captured, notes = _captured(model, call)
-            unkept = settled(notes, lambda: _captured(model, call)[1], lambda tensor: _fake(tensor, call.mode, None))
+            unkept = settled(notes, lambda: _captured_again(model, call), lambda tensor: _fake(tensor, call.mode, None))
             refuse_miscompiled(captured.graph)
             tell_of_disabled(captured.graph)
             drop_checks(captured.graph)
@@ -180,6 +180,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             raise
         except Exception as error:  # torch raises many unrelated classes here; every one is a refusal to capture
             raise as_capture_error(error) from error
+        _let_go(captured)
         module = joint.graph_module
         names = [node.target for node in module.graph.nodes if node.op == "get_attr"]
         return RawJoint(
@@ -203,6 +204,20 @@ def _captured(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
     with mock.patch.object(OutputGraph, "cleanup", noting(OutputGraph.cleanup, notes)):
         captured = dynamo_graph_capture_for_export(model)(*call.args, **call.kwargs)
     return captured, notes[-1]
+
+
+def _captured_again(model: nn.Module, call: Prepared) -> Notes:
+    captured, notes = _captured(model, call)
+    _let_go(captured)
+    return notes
+
+
+def _let_go(captured: Any) -> None:
+    """Let Dynamo's graph go of the model, whose weights it would keep: torch (2.13) never lets go of the graph."""
+    for part in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten):
+        vars(part).clear()
+    for held in (captured._modules, captured._parameters, captured._buffers):
+        held.clear()
 
 
 def _fake(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None) -> torch.Tensor:
