@@ -20,7 +20,8 @@ from autopar.errors import ConstraintError
 from autopar.layout import REPLICATE
 from autopar.rules import AxisOption, where_of
 from autopar.strategies.reading import Read
-from autopar.strategies.spreading import Policy, Row, Spread, Walk
+from autopar.strategies.samples import SampleWalk
+from autopar.strategies.spreading import Policy, Row, Spread
 
 BY_EXPERTS = Shard(0)
 _WEIGHTS = {ops.experts: 3, ops.experts_backward: 4}  # the operand that is up's weight; down's is next, tokens are three before
@@ -54,7 +55,7 @@ def by_experts(graph: Read, plan: Parallelism, policy: Policy, sizes: Sequence[i
     return found
 
 
-class _ExpertWalk(Walk):
+class _ExpertWalk(SampleWalk):
     def __init__(self, graph: Read, policy: Policy, tokens: str) -> None:
         super().__init__(graph, policy)
         self.tokens = tokens

@@ -83,7 +83,7 @@ class Spread:
         sources: per split tensor. contracted, scored: sources of what ended in a product, in a cross entropy.
         apart: nodes that read an operand otherwise than it is made.
         weights: names of weights that rest as they are read, of what else is data parallelism.
-        gathering: nodes that read split tensors whole and make nothing split, since they cannot compute on a part.
+        gathering: nodes that read split tensors whole since they cannot compute on a part; along a sequence those that make nothing split.
         failure: where the walk stopped, if it did.
     """
 
