@@ -59,6 +59,19 @@ class Routed(nn.Module):
         return F.mse_loss(self.out(x), y) + load.pow(2).mean()
 
 
+class Placed(nn.Module):
+    """Places are looked up for each sample, and each is asked for one of its tokens, the last that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Parameter(torch.randn(WIDTH, HIDDEN)), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        places = torch.arange(WIDTH).unsqueeze(0).repeat(len(x), 1)
+        tokens = torch.tanh(self.table[places] + x.unsqueeze(-1))
+        return F.mse_loss(self.out(tokens[torch.arange(len(x)), y.argmax(-1)]), y)
+
+
 class Alone(Turned):
     """Samples do not depend on each other."""
 
@@ -83,7 +96,7 @@ def moved(plan: autopar.Plan, kind: str) -> Counter[int]:
     return Counter(max(c.bytes, c.output_bytes(plan.mesh.shape[0])) // 4 for c in found)
 
 
-@pytest.mark.parametrize("kind", COUPLED)
+@pytest.mark.parametrize("kind", [*COUPLED, Placed])
 @pytest.mark.parametrize("mesh", [LINE, THREE], ids=str)
 @pytest.mark.parametrize("forced", [ddp(), fsdp()], ids=str)
 def test_what_couples_samples_computes_what_the_model_does(kind: type[nn.Module], mesh: Mesh, forced: Constraint) -> None:
@@ -105,8 +118,11 @@ def test_the_plan_and_the_log_name_the_op(kind: type[nn.Module], caplog: pytest.
     assert any(record.message == said[0] and record.levelno == logging.WARNING for record in caplog.records)
 
 
-def test_of_a_model_whose_samples_are_alone_nothing_is_gathered_nor_said(caplog: pytest.LogCaptureFixture) -> None:
-    plan = planned(Alone, LINE, ddp())[0]
+@pytest.mark.parametrize("kind", [Alone, Placed])
+def test_of_a_model_whose_samples_are_alone_nothing_is_gathered_nor_said(
+    kind: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = planned(kind, LINE, ddp())[0]
     assert not moved(plan, "all_gather")
     assert not any(SAYS in line for line in (*plan.proof.covers, *(record.message for record in caplog.records)))
 
