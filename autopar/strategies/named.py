@@ -32,7 +32,7 @@ from autopar.strategies.context import along_sequence
 from autopar.strategies.experts import by_experts
 from autopar.strategies.grids import SIDES, walk_sides
 from autopar.strategies.reading import Read, product_of, read
-from autopar.strategies.samples import SampleWalk, notes_on
+from autopar.strategies.samples import SampleWalk, check_batch, notes_on
 from autopar.strategies.sequence import with_sequence
 from autopar.strategies.spreading import Policy, Row, Spread, spread
 
@@ -125,20 +125,20 @@ def _spreads(graph: Read, plan: Parallelism, mesh: Mesh) -> dict[int, Spread]:
     if not axes:
         return {}
     if plan.kind is None or plan.kind not in SIDES:
-        if plan.name.startswith("expert_parallel"):
+        if not plan.kind and plan.name != "context_parallel":
             return dict.fromkeys(axes, _data_parallel(graph, plan, [mesh.shape[axis] for axis in axes]))
-        walk = _tensor_parallel if plan.kind else _context_parallel if plan.name == "context_parallel" else _data_parallel
-        found = walk(graph, plan)
+        found = (_tensor_parallel if plan.kind else _context_parallel)(graph, plan)
         if plan.sequence:
             found = with_sequence(graph, plan, found)
             if found.failure is not None:
                 _refuse(graph, plan, found.failure.node, _of_sequence(graph, found))
         return dict.fromkeys(axes, found)
-    samples, sides = _data_parallel(graph, plan), walk_sides(graph, plan)
+    named = dict(zip(plan.axes or (), SIDES[plan.kind], strict=True))
+    of_samples = [mesh.shape[axis] for axis in axes if named[mesh.names[axis]] is None]
+    samples, sides = _data_parallel(graph, plan, of_samples), walk_sides(graph, plan)
     for found in sides.values():
         if found.failure is not None:
             _refuse(graph, plan, found.failure.node, "it reads no split of what the ops before it make in parts")
-    named = dict(zip(plan.axes or (), SIDES[plan.kind], strict=True))
     return {axis: sides[side] if (side := named[mesh.names[axis]]) else samples for axis in axes}
 
 
@@ -159,16 +159,18 @@ def _alternatives(p: Parameter, rest: Sequence[frozenset[Placement] | None], axe
     return tuple(tuple(dims if axis in some else allowed for axis, allowed in enumerate(rest)) for some, dims in choices)
 
 
-def _data_parallel(graph: Read, plan: Parallelism, experts: Sequence[int] = ()) -> Spread:
-    """Every input is split over its dim 0, and all that follows from them; experts over axes of the sizes that are given, if any are."""
+def _data_parallel(graph: Read, plan: Parallelism, sizes: Sequence[int]) -> Spread:
+    """Every input is split over its dim 0, on axes of these sizes, and all that follows from them; of expert parallelism experts, too."""
     inputs = [i for i in graph.trace.inputs if i.shape]
     batch = inputs[0].shape[0] if inputs else 0
     split = {i.node: Shard(0) for i in inputs if i.shape[0] == batch and batch > 1}
     if not split:
         what = f"{plan}: no input has a batch to split; its dim 0 would be it"
         raise ConstraintError(what, remedy="plan with more than one sample in the batch, or without the constraint")
+    check_batch(plan, batch, sizes)
     policy = Policy(split, slices=True)
-    found = by_experts(graph, plan, policy, experts) if experts else SampleWalk(graph, policy).run()
+    experts = plan.name.startswith("expert_parallel")
+    found = by_experts(graph, plan, policy, batch, sizes) if experts else SampleWalk(graph, policy, batch, sizes).run()
     if found.failure is not None:
         _refuse(graph, plan, found.failure.node, "the batch is split over it, and it has no way to compute on a part of the batch")
     return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -68,7 +69,7 @@ def beside_chains(graph: Read, chains: Spread, along: Spread) -> Spread:
         rows[name] = row if split or adds or name in of_loss else along.rows.get(name, row)
     apart = read_otherwise(graph, rows)
     gathering = {name for name in along.gathering if rows.get(name) == along.rows.get(name)}
-    return Spread(rows, chains.labels, chains.sources, chains.contracted, chains.scored, apart, chains.weights, gathering, along.failure)
+    return replace(chains, rows=rows, apart=apart, gathering=gathering, failure=along.failure)
 
 
 def _contracts(node: fx.Node, row: Row) -> bool:

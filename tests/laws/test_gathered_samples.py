@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.constraints import Constraint, ddp, fsdp, megatron
+from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 
 B, WIDTH, HIDDEN, KINDS = 6, 12, 20, 4
@@ -72,6 +73,20 @@ class Placed(nn.Module):
         return F.mse_loss(self.out(tokens[torch.arange(len(x)), y.argmax(-1)]), y)
 
 
+class Joined(nn.Module):
+    """Attention of torch's own with a mask of each sample, which joins samples with heads, and a view of all tokens together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.Linear(1, HIDDEN), nn.Linear(HIDDEN, 1)
+        self.attention = nn.MultiheadAttention(HIDDEN, 2, batch_first=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        tokens = self.up(x.unsqueeze(-1))
+        mixed, _ = self.attention(tokens, tokens, tokens, key_padding_mask=y > 1, need_weights=False)
+        return F.mse_loss(self.out((tokens + mixed).view(-1, HIDDEN)).view(len(x), -1), x)
+
+
 class Alone(Turned):
     """Samples do not depend on each other."""
 
@@ -83,10 +98,10 @@ COUPLED: dict[type[nn.Module], str] = {Contrasted: "/dot", Turned: "/flip", Rout
 
 
 @cache
-def planned(kind: type[nn.Module], mesh: Mesh, forced: Constraint) -> tuple[autopar.Plan, nn.Module, dict[str, Tensor]]:
+def planned(kind: type[nn.Module], mesh: Mesh, forced: Constraint, num: int = B) -> tuple[autopar.Plan, nn.Module, dict[str, Tensor]]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model, batch = kind(), {"x": torch.randn(B, WIDTH), "y": torch.randn(B, WIDTH)}
+        model, batch = kind(), {"x": torch.randn(num, WIDTH), "y": torch.randn(num, WIDTH)}
     return autopar.plan(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=(forced,)), model, batch
 
 
@@ -102,6 +117,25 @@ def moved(plan: autopar.Plan, kind: str) -> Counter[int]:
 def test_what_couples_samples_computes_what_the_model_does(kind: type[nn.Module], mesh: Mesh, forced: Constraint) -> None:
     plan, model, batch = planned(kind, mesh, forced)
     assert autopar.verify(plan, model, batch).ok and autopar.check(plan, model, batch).ok
+
+
+@pytest.mark.parametrize("kind", [Joined, Contrasted, Placed])
+@pytest.mark.parametrize("forced", [ddp(), fsdp()], ids=str)
+def test_a_batch_that_does_not_divide_is_gathered_for_what_joins_samples_with_others(kind: type[nn.Module], forced: Constraint) -> None:
+    plan, model, batch = planned(kind, THREE, forced, 8)
+    assert autopar.verify(plan, model, batch).ok and autopar.check(plan, model, batch).ok
+    said = [line for line in plan.proof.covers if SAYS in line]
+    assert len(said) == (kind is not Placed)
+    if kind is Joined:
+        assert "/view" in said[0] and "8 samples in 3 parts" in said[0]
+        assert not any(SAYS in line for line in planned(kind, THREE, forced)[0].proof.covers), "of six nothing is"
+
+
+@pytest.mark.parametrize(("num", "mesh", "why"), [(4, THREE, "leave 1 of them"), (2, THREE, "leave 1 of them"), (6, SQUARE, "are even")])
+def test_a_batch_that_has_no_part_for_each_device_is_refused_and_told_what_it_needs(num: int, mesh: Mesh, why: str) -> None:
+    with pytest.raises(ConstraintError, match=f"a batch of {num} cannot be split.*{why}") as caught:
+        planned(Alone, mesh, ddp(), num)
+    assert f"a multiple of {mesh.num_devices}" in caught.value.remedy
 
 
 def test_so_it_does_beside_tensor_parallelism() -> None:

@@ -130,15 +130,14 @@ def test_heads_that_the_axes_do_not_divide_are_refused_by_the_op_that_makes_them
         planned(capture(model, (), batch), TENSOR, Mesh(4))
 
 
-def test_a_batch_smaller_than_the_axes_is_refused_by_the_first_op_that_reads_it() -> None:
-    message = r"ddp\(axes=\['gpu'\]\) cannot hold: up/dot/forward/0 has a tensor of shape \(4, 8\), whose dim 0 would be in 8 parts"
-    with pytest.raises(ConstraintError, match=message):
+def test_a_batch_smaller_than_the_axes_is_refused() -> None:
+    with pytest.raises(ConstraintError, match=r"ddp\(axes=\['gpu'\]\) cannot hold: a batch of 4 cannot be split over 8 devices"):
         planned(traced(Block()), constraints.ddp(), Mesh(8))
     with pytest.raises(ConstraintError, match=r"no input has a batch to split"):
         planned(traced(Block(), 1, 8), constraints.ddp(), Mesh(2))
 
 
-def test_an_op_that_mixes_samples_and_has_no_rule_for_it_refuses_data_parallelism() -> None:
+def test_an_op_that_mixes_samples_and_has_no_rule_for_it_gets_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
     class Sorted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -147,11 +146,8 @@ def test_an_op_that_mixes_samples_and_has_no_rule_for_it_refuses_data_parallelis
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.net(x).sort(dim=0).values[0].mean()
 
-    message = (
-        r"ddp\(axes=\['gpu'\]\) cannot hold: /sort\S*/forward/0 refuses, the batch is split over it(.|\n)*op aten\.sort(.|\n)*test_named"
-    )
-    with pytest.raises(ConstraintError, match=message):
-        planned(traced(Sorted()), constraints.ddp(), Mesh(2))
+    planned(traced(Sorted()), constraints.ddp(), Mesh(2))
+    assert caplog.messages[-1].startswith("ddp(axes=['gpu']) gathers samples for what cannot compute on a part of the batch: /sort")
 
 
 def test_a_mask_comes_whole_rather_than_that_it_is_gathered() -> None:
