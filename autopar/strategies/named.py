@@ -160,17 +160,17 @@ def _alternatives(p: Parameter, rest: Sequence[frozenset[Placement] | None], axe
 
 
 def _data_parallel(graph: Read, plan: Parallelism, sizes: Sequence[int]) -> Spread:
-    """Every input is split over its dim 0, on axes of these sizes, and all that follows from them; of expert parallelism experts, too."""
+    """Every input is split over its dim 0, on axes of these sizes, and all that follows from them; experts, too, where asked for."""
     inputs = [i for i in graph.trace.inputs if i.shape]
     batch = inputs[0].shape[0] if inputs else 0
     split = {i.node: Shard(0) for i in inputs if i.shape[0] == batch and batch > 1}
     if not split:
         what = f"{plan}: no input has a batch to split; its dim 0 would be it"
         raise ConstraintError(what, remedy="plan with more than one sample in the batch, or without the constraint")
-    check_batch(plan, batch, sizes)
     policy = Policy(split, slices=True)
     experts = plan.name.startswith("expert_parallel")
     found = by_experts(graph, plan, policy, batch, sizes) if experts else SampleWalk(graph, policy, batch, sizes).run()
+    check_batch(plan, batch, sizes)  # what experts need, they have said
     if found.failure is not None:
         _refuse(graph, plan, found.failure.node, "the batch is split over it, and it has no way to compute on a part of the batch")
     return found
@@ -250,7 +250,7 @@ def _try_next(graph: Read, nodes: Sequence[fx.Node], tried: _Columns, blamed: fr
         if tried.dims.get(pattern):
             tried.dims[pattern].pop(0)
             changed = True
-        else:  # split because its weight is a table that is split
+        if not tried.dims.get(pattern):  # a table would be split for look-ups and, in its gradient, whole for the product
             weights = {product_of(graph, n)[1] for n in nodes if graph.pattern(n) == pattern}  # type: ignore[index]
             changed |= bool(weights & tried.tables.keys())
             tried.tables = {ref: label for ref, label in tried.tables.items() if ref not in weights}
