@@ -71,8 +71,11 @@ def ddp(axes: Axes | None = None) -> Parallelism:
     scattered, reduced and gathered, as the planner likes. A gradient that is read through a lookup is summed before it: positions, a
     relative bias. Beside these the loss, and what the model itself sums over its batch.
 
+    An op that couples samples, as a contrastive loss, has gathered as little of what it reads as lets it make its own part, or else all
+    of it. The log and what the plan says of its bound (`Plan.proof.covers`) name such ops.
+
     Raises (when a model is planned):
-        ConstraintError: naming the first op that cannot be split over the batch, or not into so many parts.
+        ConstraintError: naming the first op that cannot be split over the batch into so many parts.
     """
     return Parallelism("ddp", names_of(axes))
 

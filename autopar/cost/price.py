@@ -327,7 +327,7 @@ def price(
     )  # fmt: skip
     problem = with_kernels(trace, problem, builder.sources, mesh, profile)
     problem = with_routes(problem, builder.sources, mesh.shape, moves.price, profile)
-    return Priced(problem, tuple(builder.sources), tuple(refs), optimizer, moves, profile, forced.starts)
+    return Priced(problem, tuple(builder.sources), tuple(refs), optimizer, moves, profile, forced.starts, forced.named.notes)
 
 
 def _output_nodes(trace: Trace) -> list[fx.Node]:

@@ -70,6 +70,7 @@ class Priced:
         moves: collectives of parameters at the begin and the end of a step of several microbatches.
         starts: groups of layers that decide for themselves (`autopar.strategies.groups`).
         profile: at whose figures.
+        notes: what named plans do that their names do not say.
     """
 
     problem: Problem
@@ -79,3 +80,4 @@ class Priced:
     moves: StepMoves
     profile: HardwareProfile
     starts: Starts = field(default_factory=dict)
+    notes: tuple[str, ...] = ()

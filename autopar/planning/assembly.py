@@ -73,7 +73,8 @@ def covers_of(draft: Draft) -> tuple[str, ...]:
     starts = draft.priced.starts
     strategies = (s for op in draft.priced.problem.ops if op.kind == "compute" for s in op.strategies)
     hosts = (_HOSTS,) if draft.priced.problem.host_budget_bytes else ()
-    last = (*hosts, *((_BALANCED,) if any(s.communication_s for s in strategies) else ()), of_kernels(draft.priced))
+    balanced = (_BALANCED,) if any(s.communication_s for s in strategies) else ()
+    last = (*hosts, *balanced, of_kernels(draft.priced), *draft.priced.notes)
     if not starts:
         return *COVERS, *last
     apart = f"{_ALIKE} within each group of layers: {'; '.join(_groups(layers, cuts) for layers, cuts in starts.items())}"

@@ -109,7 +109,7 @@ def _proof(asked: Asked, whole: Whole, objective: float, plans: Sequence[Plan], 
     own = plans[0].proof if len(plans) == 1 else None
     bound, certified = (own.bound_s * asked.how.num, own.certified_bound_s * asked.how.num) if own else (whole.least.step_s,) * 2
     covers = _covers(asked.wish, one=own is not None)
-    covers += (of_kernels(whole.priced),) if asked.profile.kernels else ()
+    covers += ((of_kernels(whole.priced),) if asked.profile.kernels else ()) + whole.priced.notes
     bound, searched = min(bound, objective), min(own.searched_bound_s * asked.how.num, objective) if own else 0.0
     proof = Proof(
         objective, bound, (objective - bound) / objective if objective else 0.0,

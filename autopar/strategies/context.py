@@ -11,6 +11,7 @@ at all, such as a view that joins it with the batch: that op reads all whole, an
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from torch import fx
 from torch.distributed.tensor import Partial, Shard
@@ -19,7 +20,7 @@ from autopar.layout import REPLICATE
 from autopar.rules import AxisOption
 from autopar.strategies.clusters import Ref
 from autopar.strategies.reading import Read
-from autopar.strategies.spreading import Policy, Spread, Walk
+from autopar.strategies.spreading import Policy, Row, Spread, Walk
 
 
 def along_sequence(graph: Read, *, gathers: bool = False) -> Spread | None:
@@ -32,6 +33,16 @@ def along_sequence(graph: Read, *, gathers: bool = False) -> Spread | None:
     length = max(lengths, key=lambda n: (lengths.count(n), n))
     policy = Policy({i.node: Shard(1) for i in inputs if i.shape[1] == length}, slices=True)
     return ContextWalk(graph, policy, gathers=gathers).run()
+
+
+def read_otherwise(graph: Read, rows: Mapping[str, Row]) -> set[str]:
+    """The nodes that read an operand otherwise than it is made."""
+    found = set()
+    for name, row in rows.items():
+        made = ((label, rows[ref[0]].outputs[ref[1]]) for ref, label in zip(graph.reads[name], row.inputs, strict=True) if ref[0] in rows)
+        if any(None not in (label, other) and label != other for label, other in made):
+            found.add(name)
+    return found
 
 
 class ContextWalk(Walk):
@@ -81,5 +92,7 @@ class ContextWalk(Walk):
         return sum(math.prod(self._shape(ref)) for ref in gathered), len(gathered)
 
     def _shape(self, ref: Ref) -> tuple[int, ...]:
+        """() of a result that is None."""
         value = self.graph.trace.node(ref[0]).meta["val"]
-        return tuple((value[ref[1]] if isinstance(value, tuple | list) else value).shape)
+        value = value[ref[1]] if isinstance(value, tuple | list) else value
+        return () if value is None else tuple(value.shape)

@@ -20,14 +20,15 @@ from autopar.errors import ConstraintError
 from autopar.layout import REPLICATE
 from autopar.rules import AxisOption, where_of
 from autopar.strategies.reading import Read
-from autopar.strategies.spreading import Policy, Row, Spread, Walk
+from autopar.strategies.samples import SampleWalk
+from autopar.strategies.spreading import Policy, Row, Spread
 
 BY_EXPERTS = Shard(0)
 _WEIGHTS = {ops.experts: 3, ops.experts_backward: 4}  # the operand that is up's weight; down's is next, tokens are three before
 
 
-def by_experts(graph: Read, plan: Parallelism, policy: Policy, sizes: Sequence[int]) -> Spread:
-    """How tensors lie where the batch and the experts are split over axes of these sizes.
+def by_experts(graph: Read, plan: Parallelism, policy: Policy, batch: int, sizes: Sequence[int]) -> Spread:
+    """How tensors lie where the batch, of so many samples, and the experts are split over axes of these sizes.
 
     Raises:
         ConstraintError: where the model has no experts that are one op, their number does not divide, or tokens are to be dispatched over
@@ -45,7 +46,7 @@ def by_experts(graph: Read, plan: Parallelism, policy: Policy, sizes: Sequence[i
         if num % math.prod(sizes):
             what = f"{plan} cannot hold: {node.meta['key']} refuses, its {num} experts are no multiple of {math.prod(sizes)} devices"
             raise ConstraintError(what, where=where_of(node), remedy="name axes whose sizes divide the number of experts")
-    found = _ExpertWalk(graph, policy, plan.tokens).run()
+    found = _ExpertWalk(graph, policy, batch, sizes, plan.tokens).run()
     left = [ref for node in nodes for ref in graph.reads[node.name][_WEIGHTS[node.target] :][:2]]
     while left:
         ref = left.pop()
@@ -54,9 +55,9 @@ def by_experts(graph: Read, plan: Parallelism, policy: Policy, sizes: Sequence[i
     return found
 
 
-class _ExpertWalk(Walk):
-    def __init__(self, graph: Read, policy: Policy, tokens: str) -> None:
-        super().__init__(graph, policy)
+class _ExpertWalk(SampleWalk):
+    def __init__(self, graph: Read, policy: Policy, batch: int, sizes: Sequence[int], tokens: str) -> None:
+        super().__init__(graph, policy, batch, sizes)
         self.tokens = tokens
 
     def _choose(self, node: fx.Node) -> AxisOption | None:

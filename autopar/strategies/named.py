@@ -1,11 +1,11 @@
 """The named plans (`autopar.constraints`) on a trace: which label every tensor has on which axis, and how parameters may rest.
 
-Data parallelism starts from the batch, dim 0 of the inputs. Tensor parallelism starts from weights: at first every product of a
-whole activation and a weight is split by columns, and every large enough table by rows; where a split tensor is read by an op that
-does not read it as it lies (a norm, a sum with the residual stream), or is read by none, the products that are to blame try another
-dim of their weight, then stay whole; and the walk begins again. Equal products of repeated layers are judged together. A norm over a
-split dim reads it whole, or shows in backward at the latest: what it sums there is whole, and meets what is split. What stays whole for an
-op is logged.
+Data parallelism starts from the batch, dim 0 of the inputs (`autopar.strategies.samples`). Tensor parallelism starts from weights: at first
+every product of a whole activation and a weight is split by columns, and every large enough table by rows; where a split tensor is read by
+an op that does not read it as it lies (a norm, a sum with the residual stream), or is read by none, the products that are to blame try
+another dim of their weight, then stay whole; and the walk begins again. Equal products of repeated layers are judged together. A norm over
+a split dim reads it whole, or shows in backward at the latest: what it sums there is whole, and meets what is split. What stays whole for
+an op is logged.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from autopar.strategies.context import along_sequence
 from autopar.strategies.experts import by_experts
 from autopar.strategies.grids import SIDES, walk_sides
 from autopar.strategies.reading import Read, product_of, read
+from autopar.strategies.samples import SampleWalk, check_batch, notes_on
 from autopar.strategies.sequence import with_sequence
 from autopar.strategies.spreading import Policy, Row, Spread, spread
 
@@ -51,6 +52,7 @@ class Named:
         apart: nodes that read an operand otherwise than it is made.
         zero: per axis of data parallelism ZeRO's stage, 0 where parameters rest whole.
         parted: parameter name → axes of data parallelism over which it is read in parts: experts.
+        notes: what plans do that their names do not say, a sentence each.
     """
 
     rows: Mapping[str, tuple[tuple[int, Row], ...]] = field(default_factory=dict)
@@ -61,6 +63,7 @@ class Named:
     apart: frozenset[str] = frozenset()
     zero: Mapping[int, int] = field(default_factory=dict)
     parted: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def stages_of(self, parameter: str) -> Mapping[int, int]:
         """`zero`, and 3 where the parameter is read in parts: it is neither gathered nor summed there."""
@@ -90,8 +93,10 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
     apart: set[str] = set()
     zero: dict[int, int] = {}
     parted: dict[str, set[int]] = {}
+    notes: dict[str, None] = {}
     for plan in plans:
         for axis, found in _spreads(graph, plan, mesh).items():
+            notes |= dict.fromkeys(notes_on(plan, graph, found))
             words[axis] = str(plan)
             grid += [axis] if plan.kind in SIDES else []
             apart |= found.apart
@@ -109,7 +114,9 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
     sorted_rows = {name: tuple(sorted(r, key=lambda x: x[0])) for name, r in rows.items()}
     parts = {name: frozenset(axes) for name, axes in parted.items()}
     gathered = {name: frozenset(axes).intersection(grid) for name, axes in sharded.items()}
-    return Named(sorted_rows, allowed, tuple(words), tuple(grid), gathered, frozenset(apart), zero, parts)
+    for note in notes:
+        log.warning(note)
+    return Named(sorted_rows, allowed, tuple(words), tuple(grid), gathered, frozenset(apart), zero, parts, tuple(notes))
 
 
 def _spreads(graph: Read, plan: Parallelism, mesh: Mesh) -> dict[int, Spread]:
@@ -118,20 +125,20 @@ def _spreads(graph: Read, plan: Parallelism, mesh: Mesh) -> dict[int, Spread]:
     if not axes:
         return {}
     if plan.kind is None or plan.kind not in SIDES:
-        if plan.name.startswith("expert_parallel"):
+        if not plan.kind and plan.name != "context_parallel":
             return dict.fromkeys(axes, _data_parallel(graph, plan, [mesh.shape[axis] for axis in axes]))
-        walk = _tensor_parallel if plan.kind else _context_parallel if plan.name == "context_parallel" else _data_parallel
-        found = walk(graph, plan)
+        found = (_tensor_parallel if plan.kind else _context_parallel)(graph, plan)
         if plan.sequence:
             found = with_sequence(graph, plan, found)
             if found.failure is not None:
                 _refuse(graph, plan, found.failure.node, _of_sequence(graph, found))
         return dict.fromkeys(axes, found)
-    samples, sides = _data_parallel(graph, plan), walk_sides(graph, plan)
+    named = dict(zip(plan.axes or (), SIDES[plan.kind], strict=True))
+    of_samples = [mesh.shape[axis] for axis in axes if named[mesh.names[axis]] is None]
+    samples, sides = _data_parallel(graph, plan, of_samples), walk_sides(graph, plan)
     for found in sides.values():
         if found.failure is not None:
             _refuse(graph, plan, found.failure.node, "it reads no split of what the ops before it make in parts")
-    named = dict(zip(plan.axes or (), SIDES[plan.kind], strict=True))
     return {axis: sides[side] if (side := named[mesh.names[axis]]) else samples for axis in axes}
 
 
@@ -152,8 +159,8 @@ def _alternatives(p: Parameter, rest: Sequence[frozenset[Placement] | None], axe
     return tuple(tuple(dims if axis in some else allowed for axis, allowed in enumerate(rest)) for some, dims in choices)
 
 
-def _data_parallel(graph: Read, plan: Parallelism, experts: Sequence[int] = ()) -> Spread:
-    """Every input is split over its dim 0, and all that follows from them; experts over axes of the sizes that are given, if any are."""
+def _data_parallel(graph: Read, plan: Parallelism, sizes: Sequence[int]) -> Spread:
+    """Every input is split over its dim 0, on axes of these sizes, and all that follows from them; experts, too, where asked for."""
     inputs = [i for i in graph.trace.inputs if i.shape]
     batch = inputs[0].shape[0] if inputs else 0
     split = {i.node: Shard(0) for i in inputs if i.shape[0] == batch and batch > 1}
@@ -161,7 +168,9 @@ def _data_parallel(graph: Read, plan: Parallelism, experts: Sequence[int] = ()) 
         what = f"{plan}: no input has a batch to split; its dim 0 would be it"
         raise ConstraintError(what, remedy="plan with more than one sample in the batch, or without the constraint")
     policy = Policy(split, slices=True)
-    found = by_experts(graph, plan, policy, experts) if experts else spread(graph, policy)
+    experts = plan.name.startswith("expert_parallel")
+    found = by_experts(graph, plan, policy, batch, sizes) if experts else SampleWalk(graph, policy, batch, sizes).run()
+    check_batch(plan, batch, sizes)  # what experts need, they have said
     if found.failure is not None:
         _refuse(graph, plan, found.failure.node, "the batch is split over it, and it has no way to compute on a part of the batch")
     return found
@@ -241,7 +250,7 @@ def _try_next(graph: Read, nodes: Sequence[fx.Node], tried: _Columns, blamed: fr
         if tried.dims.get(pattern):
             tried.dims[pattern].pop(0)
             changed = True
-        else:  # split because its weight is a table that is split
+        if not tried.dims.get(pattern):  # a table would be split for look-ups and, in its gradient, whole for the product
             weights = {product_of(graph, n)[1] for n in nodes if graph.pattern(n) == pattern}  # type: ignore[index]
             changed |= bool(weights & tried.tables.keys())
             tried.tables = {ref: label for ref, label in tried.tables.items() if ref not in weights}

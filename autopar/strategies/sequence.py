@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -21,7 +22,7 @@ from torch.distributed.tensor import Shard
 from autopar.constraints import Parallelism
 from autopar.errors import ConstraintError
 from autopar.strategies.clusters import HEADS, Ref
-from autopar.strategies.context import along_sequence
+from autopar.strategies.context import along_sequence, read_otherwise
 from autopar.strategies.reading import Read
 from autopar.strategies.spreading import LOSS_SUMS, Row, Spread
 
@@ -66,17 +67,11 @@ def beside_chains(graph: Read, chains: Spread, along: Spread) -> Spread:
         if adds or (split and _contracts(node, row)):
             sums |= {(name, i) for i in range(len(row.outputs))}
         rows[name] = row if split or adds or name in of_loss else along.rows.get(name, row)
-    apart = {name for name, row in rows.items() if _reads_otherwise(graph, name, row, rows)}
+    apart = read_otherwise(graph, rows)
     gathering = {name for name in along.gathering if rows.get(name) == along.rows.get(name)}
-    return Spread(rows, chains.labels, chains.sources, chains.contracted, chains.scored, apart, chains.weights, gathering, along.failure)
+    return replace(chains, rows=rows, apart=apart, gathering=gathering, failure=along.failure)
 
 
 def _contracts(node: fx.Node, row: Row) -> bool:
     """Whether it makes partial sums."""
     return node.target in HEADS and not any(isinstance(label, Shard) for label in row.outputs)
-
-
-def _reads_otherwise(graph: Read, name: str, row: Row, rows: dict[str, Row]) -> bool:
-    """Whether the node reads an operand otherwise than it is made."""
-    made = ((label, rows[ref[0]].outputs[ref[1]]) for ref, label in zip(graph.reads[name], row.inputs, strict=True) if ref[0] in rows)
-    return any(None not in (label, other) and label != other for label, other in made)

@@ -83,8 +83,8 @@ class Spread:
         sources: per split tensor. contracted, scored: sources of what ended in a product, in a cross entropy.
         apart: nodes that read an operand otherwise than it is made.
         weights: names of weights that rest as they are read, of what else is data parallelism.
-        gathering: nodes that read split tensors whole and make nothing split, since they cannot compute on a part.
-        failure: where the walk stopped, if it did.
+        gathering: nodes that read split tensors whole since they cannot compute on a part; along a sequence those that make nothing split.
+        uneven: how the batch is split, in words, where it is unevenly. failure: where the walk stopped, if it did.
     """
 
     rows: dict[str, Row] = field(default_factory=dict)
@@ -95,6 +95,7 @@ class Spread:
     apart: set[str] = field(default_factory=set)
     weights: set[str] = field(default_factory=set)
     gathering: set[str] = field(default_factory=set)
+    uneven: str = ""
     failure: Failure | None = None
 
 

@@ -20,6 +20,7 @@ from autopar.capture.passes.likelihood import split_likelihood
 from autopar.capture.passes.linears import unflatten_products, unflatten_sums
 from autopar.capture.passes.lookups import replace_bags, replace_masked_rows
 from autopar.capture.passes.loss import split_cross_entropy
+from autopar.capture.passes.positions import replace_positions
 from autopar.capture.passes.rejoin import rejoin
 from autopar.capture.passes.rms_norm import split_rms_norms
 
@@ -29,6 +30,7 @@ PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (
     ("embeddings", replace_embeddings),
     ("bags", replace_bags),
     ("masked rows", replace_masked_rows),
+    ("positions", replace_positions),
     ("attention", replace_attention),
     ("batch norms", split_batch_norm),
     ("root-mean-square norms", split_rms_norms),

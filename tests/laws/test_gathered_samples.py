@@ -1,0 +1,177 @@
+"""Law: where an op couples samples, data parallelism by name gathers what that op reads of the others, says so, and numbers are right."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.constraints import Constraint, ddp, fsdp, megatron
+from autopar.errors import ConstraintError
+from autopar.mesh import Mesh
+
+B, WIDTH, HIDDEN, KINDS = 6, 12, 20, 4
+LINE, THREE, SQUARE = Mesh(2), Mesh(3), Mesh({"data": 2, "tensor": 2})
+SAYS = "gathers samples for what cannot compute on a part of the batch"
+
+
+class Contrasted(nn.Module):
+    """Pairs of samples, each to be nearest its own partner of all in the batch, both ways (Radford et al., 2021, figure 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)) for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        a, b = F.normalize(self.a(x), dim=-1), F.normalize(self.b(y), dim=-1)
+        logits = self.scale.exp() * a @ b.t()
+        target = torch.arange(len(x))
+        return (F.cross_entropy(logits, target) + F.cross_entropy(logits.t(), target)) / 2
+
+
+class Turned(nn.Module):
+    """Each sample is mixed with another of the batch, as in a manifold mixup (Verma et al., 2019), and goes on alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x).flip(0))).pow(2).mean() + y.mean()
+
+
+class Routed(nn.Module):
+    """What routers count of picks, with what each weighs, in one sum over all samples (Fedus et al., 2021, section 2.2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.out = nn.Linear(WIDTH, KINDS), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        gates, picks = self.router(x).softmax(-1).topk(2)
+        load = torch.zeros(KINDS).scatter_add(0, picks.reshape(-1), gates.reshape(-1))
+        return F.mse_loss(self.out(x), y) + load.pow(2).mean()
+
+
+class Placed(nn.Module):
+    """Places are looked up for each sample, and each is asked for one of its tokens, the last that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Parameter(torch.randn(WIDTH, HIDDEN)), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        places = torch.arange(WIDTH).unsqueeze(0).repeat(len(x), 1)
+        tokens = torch.tanh(self.table[places] + x.unsqueeze(-1))
+        return F.mse_loss(self.out(tokens[torch.arange(len(x)), y.argmax(-1)]), y)
+
+
+class Joined(nn.Module):
+    """Attention of torch's own with a mask of each sample, which joins samples with heads, and a view of all tokens together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.Linear(1, HIDDEN), nn.Linear(HIDDEN, 1)
+        self.attention = nn.MultiheadAttention(HIDDEN, 2, batch_first=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        tokens = self.up(x.unsqueeze(-1))
+        mixed, _ = self.attention(tokens, tokens, tokens, key_padding_mask=y > 1, need_weights=False)
+        return F.mse_loss(self.out((tokens + mixed).view(-1, HIDDEN)).view(len(x), -1), x)
+
+
+class Alone(Turned):
+    """Samples do not depend on each other."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.last(torch.tanh(self.first(x))), y)
+
+
+COUPLED: dict[type[nn.Module], str] = {Contrasted: "/dot", Turned: "/flip", Routed: "/scatter_add"}
+
+
+@cache
+def planned(kind: type[nn.Module], mesh: Mesh, forced: Constraint, num: int = B) -> tuple[autopar.Plan, nn.Module, dict[str, Tensor]]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, batch = kind(), {"x": torch.randn(num, WIDTH), "y": torch.randn(num, WIDTH)}
+    return autopar.plan(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=(forced,)), model, batch
+
+
+def moved(plan: autopar.Plan, kind: str) -> Counter[int]:
+    """Elements of the whole that collectives of a kind gather, by how many do."""
+    found = [step.collective for _, step in plan.steps() if step.collective.kind == kind]
+    return Counter(max(c.bytes, c.output_bytes(plan.mesh.shape[0])) // 4 for c in found)
+
+
+@pytest.mark.parametrize("kind", [*COUPLED, Placed])
+@pytest.mark.parametrize("mesh", [LINE, THREE], ids=str)
+@pytest.mark.parametrize("forced", [ddp(), fsdp()], ids=str)
+def test_what_couples_samples_computes_what_the_model_does(kind: type[nn.Module], mesh: Mesh, forced: Constraint) -> None:
+    plan, model, batch = planned(kind, mesh, forced)
+    assert autopar.verify(plan, model, batch).ok and autopar.check(plan, model, batch).ok
+
+
+@pytest.mark.parametrize("kind", [Joined, Contrasted, Placed])
+@pytest.mark.parametrize("forced", [ddp(), fsdp()], ids=str)
+def test_a_batch_that_does_not_divide_is_gathered_for_what_joins_samples_with_others(kind: type[nn.Module], forced: Constraint) -> None:
+    plan, model, batch = planned(kind, THREE, forced, 8)
+    assert autopar.verify(plan, model, batch).ok and autopar.check(plan, model, batch).ok
+    said = [line for line in plan.proof.covers if SAYS in line]
+    assert len(said) == (kind is not Placed)
+    if kind is Joined:
+        assert "/view" in said[0] and "8 samples in 3 parts" in said[0]
+        assert not any(SAYS in line for line in planned(kind, THREE, forced)[0].proof.covers), "of six nothing is"
+
+
+@pytest.mark.parametrize(("num", "mesh", "why"), [(4, THREE, "leave 1 of them"), (2, THREE, "leave 1 of them"), (6, SQUARE, "are even")])
+def test_a_batch_that_has_no_part_for_each_device_is_refused_and_told_what_it_needs(num: int, mesh: Mesh, why: str) -> None:
+    with pytest.raises(ConstraintError, match=f"a batch of {num} cannot be split.*{why}") as caught:
+        planned(Alone, mesh, ddp(), num)
+    assert f"a multiple of {mesh.num_devices}" in caught.value.remedy
+
+
+def test_so_it_does_beside_tensor_parallelism() -> None:
+    plan, model, batch = planned(Contrasted, SQUARE, megatron(tp=2, dp=2, zero=3))
+    assert autopar.verify(plan, model, batch).ok and autopar.check(plan, model, batch).ok
+
+
+@pytest.mark.parametrize("kind", COUPLED)
+def test_the_plan_and_the_log_name_the_op(kind: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+    planned.cache_clear()
+    plan = planned(kind, LINE, ddp())[0]
+    said = [line for line in plan.proof.covers if SAYS in line]
+    assert len(said) == 1 and said[0].startswith("ddp") and COUPLED[kind] in said[0]
+    assert any(record.message == said[0] and record.levelno == logging.WARNING for record in caplog.records)
+
+
+@pytest.mark.parametrize("kind", [Alone, Placed])
+def test_of_a_model_whose_samples_are_alone_nothing_is_gathered_nor_said(
+    kind: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = planned(kind, LINE, ddp())[0]
+    assert not moved(plan, "all_gather")
+    assert not any(SAYS in line for line in (*plan.proof.covers, *(record.message for record in caplog.records)))
+
+
+def test_a_contrastive_loss_gathers_embeddings_and_scores_rows() -> None:
+    """One side's embeddings in forward and again or still in backward, the other's for their gradient: never the scores, B² of them."""
+    plan = planned(Contrasted, LINE, ddp())[0]
+    gathered = moved(plan, "all_gather")
+    assert gathered and set(gathered) == {B * WIDTH} and gathered.total() <= 3
+    scores = [n.strategy for e in plan.entries if e.phase == "forward" for n in e.nodes if n.node == "/dot/forward/0"]
+    assert [(*map(str, s.inputs), str(s.outputs[0])) for s in scores] == [("S(0)", "R", "S(0)")]
+    assert moved(plan, "reduce_scatter") == {B * WIDTH: 1}, "the gathered side's gradient"
+
+
+def test_behind_an_op_that_needs_all_samples_each_device_goes_on_with_its_own() -> None:
+    plan = planned(Turned, LINE, ddp())[0]
+    dots = [n.strategy for e in plan.entries if e.phase == "forward" for n in e.nodes if "/dot/" in n.node]
+    assert len(dots) == 2 and all(str(s.inputs[0]) == str(s.outputs[0]) == "S(0)" for s in dots)
