@@ -216,8 +216,7 @@ def _let_go(captured: Any) -> None:
     """Let Dynamo's graph go of the model, whose weights it would keep: torch (2.13) never lets go of the graph."""
     for part in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten):
         vars(part).clear()
-    for held in (captured._modules, captured._parameters, captured._buffers):
-        held.clear()
+    vars(captured).update({"_modules": {}, "_parameters": {}, "_buffers": {}})  # in their place: the model's own may be among them
 
 
 def _fake(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -311,3 +313,21 @@ def test_plain_values_that_forward_reads_are_listed_as_the_user_has_them_and_no_
         expected |= {(here, "gamma"): 1.5, (here, "number"): number, (f"{here}.drop", "p"): 0.25, (f"{here}.drop", "inplace"): False}
     assert {(each.path, each.name): each.value for each in trace.attributes} == expected
     assert len(trace.attributes) == len(expected)
+
+
+def test_a_capture_keeps_nothing_of_the_model_alive() -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.drop = nn.Linear(4, 4), nn.Dropout(0.0)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            found = self.drop(self.layer(x))
+            return {"loss": found.pow(2).mean(), "found": found}
+
+    model = Small()
+    held = [weakref.ref(each) for each in (model, model.layer, model.layer.weight)]
+    trace = capture(model, (torch.randn(2, 4),))
+    del model
+    gc.collect()
+    assert [each() for each in held] == [None, None, None] and trace.parameters
