@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.api.arguments import Example, Launched, MeshLike, as_call, as_mesh, is_shape_of, is_unshaped, launched
 from autopar.api.further import UNLIMITED, Structure, asked_of, forward_bytes, shapes_of, storage_of
 from autopar.api.planning import check_fits, plan_told
-from autopar.api.tracing import program_of, traced
+from autopar.api.tracing import program_of, refuse_wrapped, traced
 from autopar.capture import Trace
 from autopar.errors import AutoparError, ConstraintError, PlanError, RuntimeStateError
 from autopar.hardware import HardwareProfile
@@ -66,6 +66,8 @@ def compile(
     Raises:
         as `plan`; PlanError where the plan is for another model or mesh and says what differs, or options are passed beside it.
     """
+    if isinstance(model, nn.Module):
+        refuse_wrapped(model)
     _check_options(plan, hardware, {"backend": backend, "batch": batch, "outputs": outputs}, options)
     if example_inputs is None and batch == "local":
         raise RuntimeStateError('batch="local" needs example_inputs', remedy="pass the global batch; its values are not read")
