@@ -54,7 +54,7 @@ def compile(
     Args:
         mesh: by default all processes of the job, nodes × processes of each, which the planner shapes.
         example_inputs: the global batch. Without it, planning happens at the first call, and the parameters exist from then on.
-        plan: a plan or its file, made by `plan` for this model and mesh.
+        plan: a plan or its file, made by `plan` for this model and mesh. `hardware` beside it is what further calls are planned for.
         backend: ``"eager"`` or ``"inductor"``.
         batch: ``"global"``: every rank passes the same batch and takes its part; ``"local"``: each passes its part.
         outputs: what is not the loss, through which backward is refused, comes as ``"dtensor"`` (``.full_tensor()`` gathers one),
@@ -88,9 +88,8 @@ def _check_options(plan: object, hardware: object, build: Mapping[str, Any], opt
     unknown = [name for name in options if name not in known]
     if unknown:
         raise AutoparError(f"compile has no option {unknown[0]!r}", remedy=f"its options are {', '.join((*build, 'hardware', *known))}")
-    beside = [*options, *(["hardware"] if hardware is not None else [])]
-    if plan is not None and beside:
-        what = f"{' and '.join(beside)} beside plan=: the plan was made with options of its own"
+    if plan is not None and options:
+        what = f"{' and '.join(options)} beside plan=: the plan was made with options of its own"
         raise PlanError(what, remedy="leave them out, or leave out the plan")
 
 
@@ -108,7 +107,10 @@ class _Order:
     only_forward: bool = False  # no backward follows
 
 
-_OF_THE_MODULE = ("clip_grad_norm_", "input_layouts", "sampler", "program", "plan", "device_mesh", "manual_seed", "random_state")
+_OF_THE_MODULE = (
+    "clip_grad_norm_", "loss_scale", "variants", "input_layouts", "sampler", "program", "plan", "device_mesh", "manual_seed",
+    "random_state",
+)  # fmt: skip
 
 
 class Deferred(nn.Module):
@@ -122,7 +124,8 @@ class Deferred(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Plan at the first call, then run."""
         if self._waiting is not None:
-            self._waiting.model.train(self.training)
+            if self.training != self._waiting.model.training:
+                self._waiting.model.train(self.training)
             self.module = _build(self._waiting, args, kwargs)
             object.__setattr__(self, "_waiting", None)
         return self.module(*args, **kwargs)
@@ -158,11 +161,13 @@ class Deferred(nn.Module):
         except AttributeError:
             if name in _OF_THE_MODULE:
                 return getattr(self._ready(name), name)
+            if self.__dict__.get("_waiting", self) is None:
+                return getattr(self.module, name)
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "random_state":
-            self._ready(name).random_state = value
+        if name in ("random_state", "loss_scale"):
+            setattr(self._ready(name), name, value)
         else:
             super().__setattr__(name, value)
 
@@ -208,12 +213,11 @@ def _variant(
     """A program for another mode or a batch of other shapes, over the module's parameters."""
     agree(f"{'train' if training else 'eval'} mode, {shapes_of(args, kwargs)}", "batch or mode", devices)
     plan: Plan = module.plan
-    hardware = asked or plan.fingerprint.profile
-    profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware)
-    options, otherwise = asked_of(plan, profile, storage_of(module))
+    hardware = asked or plan.fingerprint.profile  # read where it is planned, on one rank
+    options, otherwise = asked_of(plan, storage_of(module))
     only_forward = not torch.is_grad_enabled() and not (plan.pipeline is not None and plan.pipeline.axis)  # stages are planned for steps
     with torch.enable_grad():
-        further = _Order(structure.in_mode(training), devices, None, profile, build, options, otherwise, only_forward)
+        further = _Order(structure.in_mode(training), devices, None, hardware, build, options, otherwise, only_forward)
         made = _build(further, args, kwargs, module)
     made.train(training)
     made.only_forward = made.plan.options["memory_bytes"] == UNLIMITED
@@ -269,8 +273,8 @@ def _plan_further(order: _Order, options: PlanOptions, args: tuple[Any, ...], kw
     if order.only_forward:
         free = replace(options, memory_bytes=UNLIMITED, num_microbatches=1)
         trace, planned = plan_told(order.model, order.mesh, args, kwargs, order.hardware, free)
-        assert isinstance(order.hardware, HardwareProfile), "a variant is planned for a profile"
-        if forward_bytes(planned) <= options.budget(order.hardware):
+        assert options.memory_bytes is not None, "a plan records its budget"
+        if forward_bytes(planned) <= options.memory_bytes:
             return trace, planned
     return plan_told(order.model, order.mesh, args, kwargs, order.hardware, options)
 

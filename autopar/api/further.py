@@ -11,10 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from autopar.api.recorded import options_of
+from autopar.api.recorded import recorded
 from autopar.constraints import Constraint, Megatron, Offloaded, Pipelined, Resting, pipeline, rests_as
 from autopar.errors import RuntimeStateError
-from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.planning import Planned, PlanOptions
 from autopar.plans import Plan
@@ -70,13 +69,13 @@ class Structure:
         return self.model
 
 
-def asked_of(plan: Plan, profile: HardwareProfile, storage: Mapping[str, Layout]) -> tuple[PlanOptions, PlanOptions]:
+def asked_of(plan: Plan, storage: Mapping[str, Layout]) -> tuple[PlanOptions, PlanOptions]:
     """The options of a further plan: as the first plan's, and, where a constraint cannot hold for that call, without what names layouts.
 
     Args:
         storage: how every parameter rests.
     """
-    options = options_of(plan, profile, None)
+    options = recorded(plan)
     kept = [c for c in options.constraints if not isinstance(c, Pipelined | Resting)]
     stages = _stages(plan)
     kept = [replace(c, microbatches=None) if isinstance(c, Megatron) else c for c in kept]
@@ -122,4 +121,6 @@ def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 def _shape(leaf: Any) -> str:
-    return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype} {tuple(leaf.shape)}"
+    return repr(leaf) if isinstance(leaf, int | float | complex | str | bytes | None) else type(leaf).__name__  # others differ by address

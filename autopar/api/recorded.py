@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from autopar.constraints import read_constraint
@@ -20,12 +21,17 @@ def options_of(plan: Plan, profile: HardwareProfile, memory_bytes: int | None) -
     Raises:
         ConstraintError: where a constraint cannot be read.
     """
-    recorded: Mapping[str, Any] = plan.options
+    options = recorded(plan)
+    return replace(options, memory_bytes=memory_bytes or (options.memory_bytes if _is_asked(plan, profile) else None))
+
+
+def recorded(plan: Plan) -> PlanOptions:
+    """The same on the profile that the plan was made for: with its budget."""
+    known: Mapping[str, Any] = plan.options
     names = ("optimizer", "strict", "gap", "num_microbatches", "batch", "outputs", "loss_rows", "precision")
-    words = {name: recorded[name] for name in names if name in recorded}
-    constraints = tuple(read_constraint(c) for c in recorded.get("constraints", ()))
-    budget = memory_bytes or (recorded.get("memory_bytes") if _is_asked(plan, profile) else None)
-    return PlanOptions(memory_bytes=budget, constraints=constraints, **words)
+    words = {name: known[name] for name in names if name in known}
+    constraints = tuple(read_constraint(c) for c in known.get("constraints", ()))
+    return PlanOptions(memory_bytes=known.get("memory_bytes"), constraints=constraints, **words)
 
 
 def _is_asked(plan: Plan, profile: HardwareProfile) -> bool:

@@ -181,6 +181,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         except Exception as error:  # torch raises many unrelated classes here; every one is a refusal to capture
             raise as_capture_error(error) from error
         _let_go(captured)
+        written = {(write.place.path, write.place.name) for write in notes.writes}  # a setting that is guessed is no constant
         module = joint.graph_module
         names = [node.target for node in module.graph.nodes if node.op == "get_attr"]
         return RawJoint(
@@ -193,7 +194,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             in_spec=call.in_spec,
             out_leaves=out_leaves,
             out_spec=out_spec,
-            attributes=notes.constants,
+            attributes=tuple(each for each in notes.constants if (each.path, each.name) not in written),
             unkept=unkept,
         )
 
@@ -214,9 +215,8 @@ def _captured_again(model: nn.Module, call: Prepared) -> Notes:
 
 def _let_go(captured: Any) -> None:
     """Let Dynamo's graph go of the model, whose weights it would keep: torch (2.13) never lets go of the graph."""
-    for part in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten):
+    for part in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten, captured):
         vars(part).clear()
-    vars(captured).update({"_modules": {}, "_parameters": {}, "_buffers": {}})  # in their place: the model's own may be among them
 
 
 def _fake(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None) -> torch.Tensor:

@@ -93,7 +93,8 @@ class Arguments:
         leaves = self._leaves(args, kwargs)
         for position, made_for in self._settings.items():
             if not _same_setting(leaves[position], made_for):
-                raise RuntimeStateError(
+                kind = Misfit if isinstance(leaves[position], Tensor) else RuntimeStateError  # each value would take a program of its own
+                raise kind(
                     f"argument {self._paths[position]!r} is {_shown(leaves[position])}, the program was made for {_shown(made_for)}",
                     remedy="what is no tensor is fixed when the program is made: compile once for each value",
                 )

@@ -23,6 +23,7 @@ class Drawing(Standing):
     device_mesh: DeviceMesh
     variants: Variants | None
     _world: DeviceMesh
+    _pending: int | None = None
 
     def manual_seed(self, seed: int) -> None:
         """Begin anew with the random numbers of `seed`, which must be the same on every rank.
@@ -30,9 +31,7 @@ class Drawing(Standing):
         Dropout and all else that is random in the model follows from this seed, the number of calls since, and each
         element's place in the whole tensor: neither the layout nor the number of ranks matters.
         """
-        state = self._drawn_from()
-        if state is not None:
-            state.copy_(random_ops.initial_state(seed))
+        self._set(random_ops.initial_state(seed))
 
     @property
     def random_state(self) -> int | None:
@@ -41,14 +40,28 @@ class Drawing(Standing):
         ``pm.random_state = value`` sets it, on every rank alike.
         """
         state = self._drawn_from()
-        return None if state is None else int(state)
+        return self._pending if state is None else int(state)
 
     @random_state.setter
     def random_state(self, state: int) -> None:
+        if self._drawn_from() is None and self.variants is None:
+            raise RuntimeStateError("the model draws no random numbers: it has no random state")
+        self._set(state)
+
+    def _set(self, state: int | Tensor) -> None:
+        """Go on from a state; where no program draws yet, one that does later begins with it."""
         drawn_from = self._drawn_from()
         if drawn_from is None:
-            raise RuntimeStateError("the model draws no random numbers: it has no random state")
-        drawn_from.fill_(state)
+            self.__dict__["_pending"] = int(state)
+        else:
+            drawn_from.fill_(int(state))
+
+    def _state_to_draw_from(self) -> Tensor | None:
+        """That of all programs, for one that draws, too; None where none draws and none was set."""
+        known = self._drawn_from()
+        if known is None and self._pending is not None:
+            return random_ops.initial_state(0).fill_(self._pending).to(self.device_mesh.device_type)
+        return known
 
     def _drawn_from(self) -> Tensor | None:
         """What random numbers follow from: one for all programs of the module, of which the first that draws some makes it."""

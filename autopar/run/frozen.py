@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import re
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
 from autopar.capture.trace import ModuleAttribute
 from autopar.errors import RuntimeStateError
+from autopar.run.part import Standing
 
 _STEP = re.compile(r"\.?(\w+)|\[([^\[\]]+)\]")
 _GONE = object()
@@ -26,10 +27,14 @@ class Frozen:
         steps = [(each, weakref.ref(module), _steps(each.name)) for each, module in held]
         self._attributes = [(each, module, names) for each, module, names in steps if _same(_value(module(), names), each.value)]
 
-    def check(self) -> None:
-        """Raises RuntimeStateError where the user has set one on the model since."""
+    def check(self, part: Callable[[str], Standing]) -> None:
+        """Raises RuntimeStateError where the user has set one since, on the model or, where that is gone, on what the compiled one shows.
+
+        Args:
+            part: what stands for a module in the compiled one.
+        """
         for each, module, names in self._attributes:
-            now = _value(module(), names)
+            now = _value(module(), names) if module() is not None else _value(part(each.path).shown, (("", names[0][0]), *names[1:]))
             if now is not _GONE and not _same(now, each.value):
                 name = f"{each.path}.{each.name}".lstrip(".")
                 raise RuntimeStateError(

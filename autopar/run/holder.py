@@ -24,6 +24,7 @@ from autopar.run.optimizers import watch_optimizers, watch_replaced
 from autopar.run.parameters import Storage
 from autopar.run.part import Part, Standing
 from autopar.run.program import ProgramTensor
+from autopar.run.ranks import by_all, of_all
 from autopar.run.unset import Unset
 from autopar.run.variants import Misfit, OtherMode, Variant, Variants
 
@@ -73,10 +74,13 @@ class Holder(Drawing):
             share_weights(model, self._world)
         self._register(model, {name: t for t in tensors for name in (t.name, *t.aliases)}, elsewhere, shared)
         if any(t.name == random_ops.STATE for t in tensors):
-            known = None if shared is None else shared._drawn_from()
+            known = None if shared is None else shared._state_to_draw_from()
             self.register_buffer(random_ops.STATE, self._first_state() if known is None else known, persistent=False)
         self._frozen: Frozen | None = None
-        self._unset = Unset({name: self.stored(name) for name in self._names_on_meta(model)}) if shared is None else shared._unset
+        on_meta = self._names_on_meta(model) if shared is None else []
+        self._unset = Unset({name: self.stored(name) for name in on_meta})
+        told = of_all(bool(on_meta)) if shared is None and self._world.size() > 1 else [bool(on_meta)]
+        self._awaits_values = any(told)  # of all ranks, since looking at it is collective
         self.training = model.training
         self.register_state_dict_post_hook(_state_dict_hook)
         self.register_load_state_dict_pre_hook(_load_state_dict_hook)
@@ -90,6 +94,12 @@ class Holder(Drawing):
         self._frozen = Frozen(model, attributes)
         for path, module in model.named_modules(remove_duplicate=False):
             self._container(path).stand_for(module)
+
+    def train(self, mode: bool = True) -> Holder:
+        """Set the mode of the whole."""
+        for module in self.modules():
+            module.training = mode
+        return self
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
         """Whether the program was made for such a call in that mode, and for a backward, where one may follow."""
@@ -113,13 +123,19 @@ class Holder(Drawing):
         return variant(*args, **kwargs)
 
     def _set_up(self, variant: Variant) -> None:
-        """What the user set here holds there, too."""
+        """What the user set here holds there, too: tensors that were put in the place of others."""
+        if not isinstance(variant, Holder):
+            return
+        for path, there in variant.named_modules():
+            here = self.get_submodule(path)
+            for mine, theirs in ((here._parameters, there._parameters), (here._buffers, there._buffers)):
+                theirs.update({name: mine[name] for name in theirs if name in mine and mine[name] is not theirs[name]})
 
     def _check_call(self) -> None:
         """Raises Misfit in a mode, RuntimeStateError under an autocast, that the program was not made for, or while weights are missing."""
         self.check_values()
         if self._frozen is not None:
-            self._frozen.check()
+            self._frozen.check(self._container)
         if self._captured_mode is not None and self.training != self._captured_mode:
             mode = "train" if self._captured_mode else "eval"
             what = f"the program was made in {mode} mode, which this model computes differently"
@@ -132,8 +148,14 @@ class Holder(Drawing):
             )
 
     def check_values(self) -> None:
-        """Raises RuntimeStateError where parameters or buffers were on meta and have been given no values."""
-        self._unset.check(self.stored)
+        """Raises RuntimeStateError where parameters or buffers, of any rank, were on meta and have been given no values."""
+        if not self._awaits_values:
+            return
+        if self._world.size() == 1:
+            self._unset.check(self.stored)
+        else:
+            by_all(lambda: self._unset.check(self.stored), "the compiled module", "see the reason")
+        self._awaits_values = False
 
     def _trains(self, parameters: Iterable[Tensor], tensors: Iterable[ProgramTensor]) -> bool:
         """Whether one of these parameters gets a gradient.

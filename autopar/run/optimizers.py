@@ -5,7 +5,7 @@ The table was made by running two steps of each on sharded, strided and replicat
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -70,9 +70,11 @@ def _check_replaced(optimizer: Optimizer) -> None:
 def _check_state(optimizer: Optimizer) -> None:
     """Raises RuntimeStateError where whole tensors stand beside distributed parameters, as the state of a plain model's optimizer does."""
     for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, DTensor) or not isinstance(state, Mapping):
+            continue
         for name, value in state.items():
             alike = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
-            if isinstance(parameter, DTensor) and alike and not isinstance(value, DTensor):
+            if alike and not isinstance(value, DTensor):
                 what = f"the optimizer's state {name!r} is whole, and its parameter is distributed: it is of a plain model's optimizer"
                 raise RuntimeStateError(what, remedy="load state that autopar.Checkpoints saved, or begin without state")
 

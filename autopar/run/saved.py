@@ -137,7 +137,7 @@ class Checkpoints:
         left = (*read_state(place, holder, optimizer), *(name for name in beside if name not in others))
         for name, other in others.items():
             other.load_state_dict(beside[name])
-        if about["random_state"] is not None and holder.random_state is not None:
+        if about["random_state"] is not None and (holder.random_state is not None or holder.variants is not None):
             holder.random_state = about["random_state"]
         if rank() == 0:
             log.warning("going on after step %d, saved on mesh %s", steps[-1], about["mesh"])

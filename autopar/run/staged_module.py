@@ -139,6 +139,7 @@ class StagedModule(Holder):
         return self._results.build([outputs.get(t.name) for t in self.program.outputs])
 
     def _set_up(self, variant: Variant) -> None:
+        super()._set_up(variant)
         if isinstance(variant, StagedModule):
             variant.loss_scale = self.loss_scale
 

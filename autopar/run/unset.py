@@ -59,7 +59,7 @@ def _mark(dtype: torch.dtype) -> float | int | None:
 
 def _is_blank(tensor: Tensor, changes: int) -> bool:
     local, mark = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach(), _mark(tensor.dtype)
-    if mark is None:
+    if mark is None or tensor._version != changes:
         return tensor._version == changes
     found = local.isnan() if isinstance(mark, float) else local == mark
     return local.numel() > 0 and bool(found.all())

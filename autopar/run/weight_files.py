@@ -168,6 +168,8 @@ def put_in_place(written: Path, folder: Path, files: Mapping[str, Sequence[str]]
     """Move what was written into a folder, with its index, in the place of the weights that were there."""
     earlier = [each for each in folder.glob(f"*{SUFFIX}") if _OURS.fullmatch(each.name) and each.name not in files]
     index = folder / f"{_NAME}{INDEX_SUFFIX}"
+    if earlier or any((folder / name).exists() for name in files):
+        index.unlink(missing_ok=True)  # so that what is there meanwhile is no model of which some files are old
     for name in files:
         (written / name).replace(folder / name)
     if len(files) > 1:

@@ -158,7 +158,7 @@ def _writing_into(folder: Path) -> Iterator[Path]:
 
 def put_together(place: Path, keys: Mapping[str, str], folder: Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
     """Whole tensors of what torch.distributed.checkpoint wrote, in files; each rank writes some of these."""
-    known = FileSystemReader(place).read_metadata().state_dict_metadata
+    known = by_first(lambda: FileSystemReader(place).read_metadata().state_dict_metadata, str(place), "see the reason")
     written, facts = folder / _PART, {name: known[key] for name, key in keys.items()}
     dtypes = {name: _written_in(fact.properties.dtype, dtype) for name, fact in facts.items() if isinstance(fact, TensorStorageMetadata)}
     sizes = {name: math.prod(facts[name].size) * of.itemsize for name, of in dtypes.items()}

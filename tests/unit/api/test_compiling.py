@@ -58,7 +58,7 @@ def test_a_model_that_is_parallel_or_compiled_already_is_refused_at_once(wrap: A
     with pytest.raises(CaptureError, match=says) as refusal:
         plan(wrapped, 2, example_inputs=x)
     assert "pass the plain module" in refusal.value.remedy
-    with pytest.raises(AutoparError, match=says if "Deferred" not in says else "before the first call"):
+    with pytest.raises(AutoparError, match=says):
         compile(wrapped, 1, example_inputs=x)
 
 
@@ -195,8 +195,8 @@ def test_an_argument_that_is_no_tensor_is_fixed_when_the_program_is_made() -> No
     assert module(**values).isfinite()
     with pytest.raises(RuntimeStateError, match=r"argument 'scale' is 3\.0, the program was made for 2\.0"):
         module(**{**values, "scale": 3.0})
-    with pytest.raises(RuntimeStateError, match="argument 'mask' is Tensor, the program was made for None"):
-        module(**{**values, "mask": torch.ones(2, 4)})
+    masked = module(**{**values, "mask": torch.zeros(2, 4)})  # which another program takes
+    assert masked.item() == 0.0 and module(**values).item() > 0.0
 
 
 def test_an_input_that_requires_a_gradient_is_refused_rather_than_left_without_one() -> None:
@@ -259,7 +259,7 @@ def test_backward_reads_a_buffer_as_it_was_before_forward_changed_it() -> None:
         ({"memmory_bytes": 3}, "compile has no option 'memmory_bytes'\n.*memory_bytes"),
         ({"outputs": "fulll"}, "outputs='fulll' is not known\n.*pass one of full, local, dtensor, loss"),
         ({"backend": "aot"}, "backend='aot' is not known"),
-        ({"plan": "plan.json", "constraints": (ddp(),), "hardware": "h100-sxm"}, "constraints and hardware beside plan="),
+        ({"plan": "plan.json", "constraints": (ddp(),), "hardware": "h100-sxm"}, "constraints beside plan="),
     ],
     ids=["a slip", "outputs", "backend", "options beside a plan"],
 )

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import autopar
 from autopar.errors import RuntimeStateError
+from autopar.hardware import HardwareProfile
 from autopar.run import variants
 
 
@@ -197,3 +199,75 @@ def test_neither_the_plain_model_nor_the_compiled_one_is_held_for_further_progra
         assert [each() for each in held] == [None, None, None]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("how", ["buffer", "assign"])
+def test_tensors_that_take_the_place_of_others_do_so_in_all_programs(how: str) -> None:
+    plain, module = pair()
+    other = copy.deepcopy(plain)
+    with torch.no_grad():
+        module.eval()(**batch(8))
+        other.norm.running_mean += 1.0
+        other.last.weight.mul_(2.0)
+        if how == "buffer":
+            other.last.weight.div_(2.0)
+            module.norm.running_mean = other.norm.running_mean.clone()
+        else:
+            state = {name: _like(module.state_dict()[name], x) for name, x in other.state_dict().items()}
+            module.load_state_dict(state, assign=True)
+        assert module(**batch(8))[0].item() == pytest.approx(other.eval()(**batch(8))[0].item(), rel=1e-6)
+
+
+def test_a_seed_that_is_set_before_anything_draws_holds_from_the_first_that_does() -> None:
+    def losses(begin: bool) -> list[float]:
+        torch.manual_seed(0)
+        made: Any = autopar.compile(Net(0.5).train(begin), example_inputs=batch(8), hardware="cpu-gloo", outputs="full")
+        made.manual_seed(7)
+        kept = made.random_state
+        made.train()
+        return [kept, *(made(**batch(8))[0].item() for _ in range(2))]
+
+    assert losses(begin=False) == losses(begin=True)
+
+
+def test_another_plain_argument_in_one_program_is_no_refusal_of_another() -> None:
+    torch.manual_seed(0)
+
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+            found = self.layer(x)
+            return found.pow(2).mean() if y is None else nn.functional.cross_entropy(found, y)
+
+    plain = Optional()
+    module: Any = autopar.compile(copy.deepcopy(plain), example_inputs=batch(8), hardware="cpu-gloo")
+    for args in ((batch(8)["x"], None), (batch(5)["x"], None), (batch(5)["x"], batch(5)["y"]), (batch(8)["x"], batch(8)["y"])):
+        assert module(*args).item() == pytest.approx(plain(*args).item(), rel=1e-6)
+
+
+def test_a_plan_of_a_profile_that_has_no_name_here_takes_the_profile_again_for_further_calls() -> None:
+    mine = HardwareProfile.from_json({**HardwareProfile.read("cpu-gloo"), "name": "mine"})
+    plain, _ = pair()
+    plan = autopar.plan(plain, 1, example_inputs=batch(8), hardware=mine)
+    module: Any = autopar.compile(copy.deepcopy(plain), 1, example_inputs=batch(8), plan=plan, hardware=mine)
+    assert module(**batch(5))[0].item() == pytest.approx(plain(**batch(5))[0].item(), rel=1e-6)
+    without: Any = autopar.compile(copy.deepcopy(plain), 1, example_inputs=batch(8), plan=plan)
+    with pytest.raises(autopar.AutoparError, match="no hardware profile 'mine'"):
+        without(**batch(5))
+
+
+def test_a_deferred_module_keeps_the_modes_of_parts_and_shows_what_the_compiled_one_does() -> None:
+    torch.manual_seed(0)
+    plain = Net(0.5)
+    plain.dropout.eval()
+    module: Any = autopar.compile(plain, hardware="cpu-gloo")
+    losses = [module(**batch(8))[0].item() for _ in range(2)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and not plain.dropout.training
+    assert module.dropout.p == 0.5 and module.variants is not None
+
+
+def _like(held: Any, full: Tensor) -> Any:
+    return distribute_tensor(full, held.device_mesh, held.placements) if isinstance(held, DTensor) else full.clone()

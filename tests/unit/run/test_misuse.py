@@ -21,12 +21,13 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.factor, self.drop = 2.0, nn.Dropout(0.0)
+        self.factor, self.drop, self.settings = 2.0, nn.Dropout(0.0), {"factor": 1.0}
+        self.bound = self.forward
         self.program, self.plan, self.loss_scale = "a name", "that the compiled module", "has too"
         self.body, self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        hidden = self.drop(torch.tanh(self.body(x))) * self.factor
+        hidden = self.drop(torch.tanh(self.body(x))) * self.factor * self.settings["factor"]
         scores = self.two(hidden)
         more = {"best": scores.detach(), "which": scores > 0}
         return {"loss": self.one(hidden).pow(2).mean(), "other": scores.mean(), "scores": scores, **more}
@@ -128,3 +129,44 @@ def test_an_attribute_that_is_set_on_the_plain_model_after_it_was_compiled_is_re
     del plain
     gc.collect()
     assert module(**BATCH)["loss"].item() == loss
+    module.settings["factor"] = 4.0
+    with pytest.raises(RuntimeStateError, match="settings"):
+        module(**BATCH)
+
+
+def test_the_mode_of_a_part_is_set_on_the_plain_model_alone() -> None:
+    _, module = pair()
+    for set_mode in (module.drop.eval, module.body.train):
+        with pytest.raises(RuntimeStateError, match="mode of a part"):
+            set_mode()
+    assert not module.eval().drop.training and module.train().drop.training
+
+
+def test_a_setting_that_forward_guesses_is_no_constant_that_was_changed() -> None:
+    class Guessing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.kind = nn.Linear(8, 1), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.kind is None:
+                self.kind = "mean"  # type: ignore[assignment]
+            return self.layer(x).pow(2).mean()
+
+    plain = Guessing()
+    module: Any = autopar.compile(plain, example_inputs=BATCH, hardware="cpu-gloo")
+    assert plain(**BATCH).item() == pytest.approx(module(**BATCH).item(), rel=1e-6)
+    assert plain.kind == "mean" and module(**BATCH).item() == pytest.approx(plain(**BATCH).item(), rel=1e-6)
+
+
+def test_neither_a_bound_method_nor_what_hides_modules_is_shown_or_held() -> None:
+    plain, module = pair()
+    assert not hasattr(module, "bound") and hasattr(plain, "bound")
+
+
+def test_optimizers_with_state_of_their_own_kind_pass() -> None:
+    _, module = pair()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.state["calls"] = 0  # type: ignore[index]
+    module(**BATCH)["loss"].backward()
+    optimizer.step()

@@ -252,3 +252,31 @@ def test_a_checkpoint_is_exported_without_a_mesh(
     with pytest.raises(RuntimeStateError, match="step_000000002 is damaged"):
         checkpoints.export(tmp_path / "three")
     assert not (tmp_path / "three").exists()
+
+
+def test_numbers_that_happen_to_be_the_mark_of_none_are_values_once_they_were_given() -> None:
+    model = plain(1)
+    wanted = {**model.state_dict(), "seen": torch.full((2,), torch.iinfo(torch.int64).min)}
+    with autopar.weights_on_meta():
+        empty = Net()
+    empty._buffers["seen"] = torch.zeros(2, dtype=torch.int64, device="meta")
+    module = compiled(empty)
+    module.load_state_dict(wanted)
+    module(**BATCH)
+
+
+def test_while_weights_take_the_place_of_others_what_is_there_is_no_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, moved = Path.replace, list[Path]()
+
+    def breaks(self: Path, target: Path) -> Path:
+        if moved:
+            raise OSError("the disk is full")
+        moved.append(self)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", breaks)
+    with pytest.raises(RuntimeStateError, match="the disk is full"):
+        autopar.save_weights(compiled(plain(2)), folder, max_file_bytes=100)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeStateError, match="there are several"):
+        autopar.load_weights(compiled(plain(0)), folder)
