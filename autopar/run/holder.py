@@ -93,7 +93,9 @@ class Holder(Drawing):
         own goes before."""
         self._frozen = Frozen(model, attributes)
         for path, module in model.named_modules(remove_duplicate=False):
-            self._container(path).stand_for(module)
+            part = self._container(path)
+            part.stand_for(module)
+            part.training = module.training
 
     def train(self, mode: bool = True) -> Holder:
         """Set the mode of the whole."""
