@@ -14,7 +14,7 @@ import autopar
 from autopar import random_ops
 from autopar.capture import capture
 from autopar.capture.execute import execute
-from autopar.errors import CaptureError, RuntimeStateError
+from autopar.errors import CaptureError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.run.lockstep import run_lockstep
@@ -81,11 +81,11 @@ def test_each_step_draws_anew_and_a_seed_begins_again() -> None:
     assert random_ops.STATE not in pm.state_dict()
 
 
-def test_a_model_that_draws_nothing_has_no_state() -> None:
+def test_a_model_that_draws_nothing_has_no_state_but_the_one_that_is_set() -> None:
     pm = autopar.compile(nn.Sequential(nn.Linear(4, 4), nn.Flatten(0), nn.LayerNorm(16), Mean()), 1, example_inputs=(torch.ones(4, 4),))
     assert pm.random_state is None
-    with pytest.raises(RuntimeStateError, match="draws no random numbers"):
-        pm.random_state = 3
+    pm.random_state = 3  # a program of another mode may draw: it would begin with this
+    assert pm.random_state == 3
 
 
 class Mean(nn.Module):
