@@ -15,14 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.api.arguments import Example, Launched, MeshLike, as_call, as_mesh, is_shape_of, is_unshaped, launched
-from autopar.api.further import UNLIMITED, Structure, asked_of, forward_bytes, shapes_of, storage_of
+from autopar.api.further import Structure, asked_of, forward_bytes, shapes_of, storage_of
 from autopar.api.planning import check_fits, plan_told
 from autopar.api.tracing import program_of, refuse_wrapped, traced
 from autopar.capture import Trace
 from autopar.errors import AutoparError, ConstraintError, PlanError, RuntimeStateError
+from autopar.explanation.lines import idle
 from autopar.hardware import HardwareProfile
 from autopar.planning import Planned, PlanOptions
-from autopar.plans import Plan, idle_axes
+from autopar.planning.options import UNLIMITED
+from autopar.plans import Plan
 from autopar.run.device_mesh import agree, device_mesh
 from autopar.run.executor import Backend, Batch, Outputs
 from autopar.run.holder import Holder
@@ -102,9 +104,21 @@ class _Order:
     plan: Plan | str | Path | None
     hardware: str | Path | HardwareProfile | None
     build: Mapping[str, Any]
-    options: Mapping[str, Any] | PlanOptions
-    otherwise: PlanOptions | None = None  # where a constraint cannot hold
-    only_forward: bool = False  # no backward follows
+    options: Mapping[str, Any]
+    further: _Further | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Further:
+    """How a further program is planned, in place of `_Order.options`; `otherwise` where a constraint cannot hold.
+
+    Attributes:
+        only_forward: whether no backward follows.
+    """
+
+    asked: PlanOptions
+    otherwise: PlanOptions
+    only_forward: bool
 
 
 _OF_THE_MODULE = (
@@ -196,12 +210,8 @@ def _build(
     module = build(program, devices, order.model, **order.build, shared=shared)
     object.__setattr__(module, "plan", plan)
     if shared is None:
-        idle = idle_axes(plan)
-        if idle and rank() == 0:
-            log.warning(
-                "along %s every device does the same work: on %s no plan was found that shares it and is faster; a plan by name shares it "
-                "all the same (constraints=[autopar.constraints.fsdp()])", " and ".join(idle), plan.fingerprint.profile,
-            )  # fmt: skip
+        for line in idle(plan) if rank() == 0 else ():
+            log.warning("%s; a plan by name shares it all the same (constraints=[autopar.constraints.fsdp()])", line)
         module.variants = Variants(partial(_variant, order.build, order.hardware, Structure.of(order.model), devices))
     return module
 
@@ -214,11 +224,11 @@ def _variant(
     agree(f"{'train' if training else 'eval'} mode, {shapes_of(args, kwargs)}", "batch or mode", devices)
     plan: Plan = module.plan
     hardware = asked or plan.fingerprint.profile  # read where it is planned, on one rank
-    options, otherwise = asked_of(plan, storage_of(module))
+    asked_again, otherwise = asked_of(plan, storage_of(module))
     only_forward = not torch.is_grad_enabled() and not (plan.pipeline is not None and plan.pipeline.axis)  # stages are planned for steps
     with torch.enable_grad():
-        further = _Order(structure.in_mode(training), devices, None, hardware, build, options, otherwise, only_forward)
-        made = _build(further, args, kwargs, module)
+        further = _Further(asked_again, otherwise, only_forward)
+        made = _build(_Order(structure.in_mode(training), devices, None, hardware, build, {}, further), args, kwargs, module)
     made.train(training)
     made.only_forward = made.plan.options["memory_bytes"] == UNLIMITED
     return made
@@ -255,22 +265,22 @@ def _check_outputs(plan: Plan, outputs: Outputs) -> None:
 
 def _plan_here(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Trace, Planned]:
     log.info("planning for mesh %s", as_mesh(order.mesh))
-    options = order.options
-    if not isinstance(options, PlanOptions):
-        chosen = {"batch": order.build["batch"], "outputs": order.build["outputs"], **options}
+    further = order.further
+    if further is None:
+        chosen = {"batch": order.build["batch"], "outputs": order.build["outputs"], **order.options}
         return plan_told(order.model, order.mesh, args, kwargs, order.hardware, chosen)
     try:
-        return _plan_further(order, options, args, kwargs)
+        return _plan_further(order, further.asked, args, kwargs, only_forward=further.only_forward)
     except ConstraintError as error:
-        if order.otherwise is None:
-            raise
         log.warning("for this call constraints on layouts are left out, since they cannot hold: %s", error.what)
-        return _plan_further(order, order.otherwise, args, kwargs)
+        return _plan_further(order, further.otherwise, args, kwargs, only_forward=further.only_forward)
 
 
-def _plan_further(order: _Order, options: PlanOptions, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Trace, Planned]:
+def _plan_further(
+    order: _Order, options: PlanOptions, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, only_forward: bool
+) -> tuple[Trace, Planned]:
     """The plan of a variant; of a forward alone the fastest, where its forward fits, whatever a step would take."""
-    if order.only_forward:
+    if only_forward:
         free = replace(options, memory_bytes=UNLIMITED, num_microbatches=1)
         trace, planned = plan_told(order.model, order.mesh, args, kwargs, order.hardware, free)
         assert options.memory_bytes is not None, "a plan records its budget"

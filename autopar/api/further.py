@@ -22,9 +22,6 @@ from autopar.run.module import ParallelModule
 from autopar.run.program import StagedProgram
 from autopar.run.staged_module import StagedModule
 
-UNLIMITED = 2**60
-"""Bytes of a budget that limits nothing."""
-
 
 @dataclass(frozen=True, slots=True)
 class Structure:

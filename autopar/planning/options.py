@@ -18,6 +18,8 @@ from autopar.run.executor import Batch, Outputs
 SOLVERS = ("highs", "cbc")
 PRECISIONS = {"bf16": torch.bfloat16}
 """What parameters may be read in where they rest in a wider dtype. fp16 is none: its loss would have to be scaled."""
+UNLIMITED = 2**60
+"""Bytes of a budget that limits nothing."""
 RESERVED_SHARE = 0.1  # of the device's memory, left to the allocator, kernels' workspaces and communication buffers
 
 

@@ -25,7 +25,7 @@ from autopar.errors import PlanError
 from autopar.hardware import HardwareProfile
 from autopar.layout import Strategy
 from autopar.mesh import Mesh
-from autopar.planning.options import PlanOptions
+from autopar.planning.options import UNLIMITED, PlanOptions
 from autopar.planning.schedules import scheduled_time
 from autopar.plans import Communication, Plan, moved_load
 from autopar.rules import call_of, operands_of
@@ -34,7 +34,6 @@ from autopar.strategies import Forced, classes_of, resolve
 from autopar.streams import Load, work
 
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
-_NO_LIMIT = 2**60  # what fits does not bear on what it takes
 
 
 def repriced(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions) -> float:
@@ -149,7 +148,7 @@ def _priced(
     """Of a trace of a step, or of one of `num` microbatches."""
     classes = classes_of(trace, mesh.shape, forced)
     return price(
-        trace, classes, mesh, profile, budget_bytes=_NO_LIMIT, optimizer=options.optimizer, forced=forced, crossing=crossing,
+        trace, classes, mesh, profile, budget_bytes=UNLIMITED, optimizer=options.optimizer, forced=forced, crossing=crossing,
         num_microbatches=num,
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cost.price import price
 from autopar.planning.asked import Asked
+from autopar.planning.options import UNLIMITED
 from autopar.planning.smallest import proven_bytes
 from autopar.planning.units import Unit, balanced
 from autopar.run.orders import num_in_flight
@@ -15,13 +16,12 @@ from autopar.stages import CutPoint, cut
 from autopar.strategies import Forced, classes_of
 
 _MOST = 40  # stages whose problems are looked at; beyond, what rests bounds all cuts
-_NO_LIMIT = 2**60
 
 
 def light_cuts(units: Sequence[Unit], in_flight: Sequence[int]) -> tuple[int, ...]:
     """Cuts whose neediest stage needs little, as indices of units."""
     sizes = [replace(u, time_s=float(u.static_bytes + max(in_flight) * u.kept_bytes)) for u in units]
-    return balanced(sizes, in_flight, _NO_LIMIT)
+    return balanced(sizes, in_flight, UNLIMITED)
 
 
 @dataclass
@@ -66,7 +66,7 @@ class StageSizes:
             stage = cut(asked.part, positions).stages[1 if first else 0] if positions else asked.part
             classes = classes_of(stage, asked.left.shape, self.forced)
             priced = price(
-                stage, classes, asked.left, asked.profile, budget_bytes=_NO_LIMIT, optimizer=asked.options.optimizer, forced=self.forced,
+                stage, classes, asked.left, asked.profile, budget_bytes=UNLIMITED, optimizer=asked.options.optimizer, forced=self.forced,
                 crossing=asked.crossing, num_microbatches=asked.how.num, num_in_flight=flying,
             )  # fmt: skip
             self._known[key] = proven_bytes(stage, priced, asked.options.time_limit_s)
@@ -77,7 +77,7 @@ class StageSizes:
         asked = self.asked
         classes = classes_of(asked.part, asked.left.shape, self.forced)
         priced = price(
-            asked.part, classes, asked.left, asked.profile, budget_bytes=_NO_LIMIT, optimizer=asked.options.optimizer, forced=self.forced,
+            asked.part, classes, asked.left, asked.profile, budget_bytes=UNLIMITED, optimizer=asked.options.optimizer, forced=self.forced,
             num_microbatches=asked.how.num,
         )  # fmt: skip
         parameters = [op for op, source in zip(priced.problem.ops, priced.sources, strict=True) if source.kind == "parameter"]

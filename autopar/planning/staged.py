@@ -30,7 +30,7 @@ from autopar.planning.clock import Clock, Progress
 from autopar.planning.conflicts import with_conflict_of_stages
 from autopar.planning.job import Job
 from autopar.planning.joining import joined
-from autopar.planning.options import PlanOptions
+from autopar.planning.options import UNLIMITED, PlanOptions
 from autopar.planning.over_cuts import Least
 from autopar.planning.proving import Pipelines, Proven, parted, proven
 from autopar.planning.schedules import least_time
@@ -49,7 +49,6 @@ from autopar.strategies import Forced, Starts, apart, classes_of, frozen_starts,
 log = logging.getLogger("autopar")
 _ROUNDS = 3  # of cutting anew
 _CLOSER = 4  # times closer than asked for the whole is solved, since its bound is that of all cuts
-_NO_LIMIT = 2**60
 
 
 @dataclass
@@ -141,7 +140,7 @@ class StagedSearch:
             classes = classes_of(asked.part, asked.left.shape, forced)
         with self.clock.phase("price"):
             priced = price(
-                asked.part, classes, asked.left, asked.profile, budget_bytes=_NO_LIMIT, optimizer=asked.options.optimizer,
+                asked.part, classes, asked.left, asked.profile, budget_bytes=UNLIMITED, optimizer=asked.options.optimizer,
                 forced=forced, num_microbatches=asked.how.num, exposed=sewn.exposed,
             )  # fmt: skip
         with self.clock.phase("solve"):

@@ -25,6 +25,7 @@ class Frozen:
         modules = dict(model.named_modules(remove_duplicate=False))
         held = [(each, modules[each.path]) for each in attributes if each.path in modules]
         steps = [(each, weakref.ref(module), _steps(each.name)) for each, module in held]
+        # What is not there as it was captured is not the user's to set: a value that a capture puts there for a while.
         self._attributes = [(each, module, names) for each, module, names in steps if _same(_value(module(), names), each.value)]
 
     def check(self, part: Callable[[str], Standing]) -> None:

@@ -258,12 +258,13 @@ class Holder(Drawing):
         return self._storages.setdefault(tensor.name, Storage.of(tensor, self.device_mesh))
 
     def same_names(self) -> dict[str, list[str]]:
-        """Of each parameter and buffer the name that the program has for it → all that the model has for it, of those in its state dict."""
+        """Of each parameter and buffer the name that the program has for it → all that the model has for it, that one first, of those in
+        its state dict."""
         found: dict[str, list[str]] = {}
         for name in self.state_dict():
             if name in self._names:
                 found.setdefault(self._names[name], []).append(name)
-        return found
+        return {owner: sorted(names, key=lambda name: name != owner) for owner, names in found.items()}
 
     def resting(self, name: str) -> Layout:
         """How what bears a name of the model rests, over the dims that graphs see."""

@@ -46,7 +46,6 @@ from autopar.version import VERSION as AUTOPAR_VERSION
 
 log = logging.getLogger("autopar")
 _NAME = re.compile(r"step_(\d{9,})")
-_SEEN_WITHIN_S = SEEN_WITHIN_S
 
 
 class Checkpoints:
@@ -76,7 +75,7 @@ class Checkpoints:
             RuntimeStateError: where ranks see others.
         """
         by_first(self._repair, str(self.folder), "see the reason")
-        for _ in range(int(_SEEN_WITHIN_S / PAUSE_S)):
+        for _ in range(int(SEEN_WITHIN_S / PAUSE_S)):
             seen = of_all(tuple(sorted(self._found())))
             if len(set(seen)) == 1:
                 break
@@ -223,7 +222,7 @@ class Checkpoints:
 
     def _write(self, step: int, holder: Holder, writing: Path, state: dict[str, Any], beside: Mapping[str, Any]) -> None:
         """Every rank its part, and what the first writes beside."""
-        seen_by_all(writing, _SEEN_WITHIN_S)
+        seen_by_all(writing, SEEN_WITHIN_S)
         writer = Writer(writing)
         save_parts(state, writer, f"step {step}", "Earlier checkpoints are as they were")
         remedy = f"see the reason; {size_text(shutil.disk_usage(self.folder).free)} are free there"

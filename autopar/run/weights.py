@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -43,7 +43,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @contextmanager
 def weights_on_meta() -> Iterator[None]:
-    """Models that are built here have their parameters on meta: they take no memory and no time, and are for planning, or get their values
+    """Models that are built here have their parameters on meta, each from when a module has it. They are for planning, or get their values
     once they are compiled (`load_weights`). Buffers are made as ever, since no file holds those that are not saved.
 
         with autopar.weights_on_meta():
@@ -118,10 +118,9 @@ def save_weights(
     holder, into = holder_of(module), Path(folder)
     holder.check_values()
     with _writing_into(into) as written:
-        owners = {owner: names for each in of_all(holder.same_names()) for owner, names in each.items()}
-        keys = {owner if owner in names else names[0]: owner for owner, names in owners.items()}
-        state = holder.state_dict()
-        save_parts({owner: state[names[0]] for owner, names in holder.same_names().items()}, FileSystemWriter(written), "the model", _KEPT)
+        here, state = {names[0] for names in holder.same_names().values()}, holder.state_dict()  # of tied ones one
+        keys = {name: name for names in of_all(here) for name in sorted(names)}
+        save_parts({name: x for name, x in state.items() if name in here}, FileSystemWriter(written), "the model", _KEPT)
         put_together(written, keys, into, dtype, max_file_bytes)
 
 
@@ -159,8 +158,8 @@ def _writing_into(folder: Path) -> Iterator[Path]:
 def put_together(place: Path, keys: Mapping[str, str], folder: Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
     """Whole tensors of what torch.distributed.checkpoint wrote, in files; each rank writes some of these."""
     known = by_first(lambda: FileSystemReader(place).read_metadata().state_dict_metadata, str(place), "see the reason")
-    written, facts = folder / _PART, {name: known[key] for name, key in keys.items()}
-    dtypes = {name: _written_in(fact.properties.dtype, dtype) for name, fact in facts.items() if isinstance(fact, TensorStorageMetadata)}
+    written, facts = folder / _PART, {name: cast(TensorStorageMetadata, known[key]) for name, key in keys.items()}
+    dtypes = {name: _written_in(fact.properties.dtype, dtype) for name, fact in facts.items()}
     sizes = {name: math.prod(facts[name].size) * of.itemsize for name, of in dtypes.items()}
     files = in_files(sizes, max_file_bytes)
 

@@ -48,7 +48,7 @@ def run(rank: int, folder: str, steps: int, stages: bool = False) -> dict[str, A
 
 def blind(rank: int, folder: str) -> dict[str, str]:
     """Ranks that do not see one folder, as where machines do not share it, and one that cannot be written to; what each way ends in."""
-    saved._SEEN_WITHIN_S = 1.0
+    saved.SEEN_WITHIN_S = 1.0
     model, batch = build("gpt2")
     module = autopar.compile(model, example_inputs=batch, hardware="cpu-gloo")
     shared, own = Path(folder) / "shared", Path(folder) / f"of rank {rank}"

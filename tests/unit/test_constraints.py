@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 import autopar
 from autopar.constraints import (
@@ -23,6 +24,7 @@ from autopar.constraints import (
     pipeline,
     pipeline_in,
     read_constraint,
+    rests_as,
     tensor_parallel,
 )
 from autopar.errors import ConstraintError, LayoutError
@@ -240,3 +242,20 @@ def test_what_a_plan_records_is_read_back(asked: Constraint) -> None:
 def test_what_is_no_record_of_a_constraint_is_refused(record: Any) -> None:
     with pytest.raises(ConstraintError, match="is no record of a constraint"):
         read_constraint(record)
+
+
+def test_parameters_rest_as_they_are_asked_to_by_name_and_a_layout_that_one_cannot_have_is_refused() -> None:
+    model, batch = torch.nn.Sequential(torch.nn.Linear(8, 8), Squares()), (torch.randn(8, 8),)
+    asked = rests_as({"0.weight": "S(1)", "0.bias": "R"})
+    plan = autopar.plan(model, Mesh({"gpu": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=[asked])
+    rests = {key: choice.outputs[0] for key, choice in plan.node_choices().items() if key.endswith("/parameter")}
+    assert {key.removesuffix("/parameter"): str(at) for key, at in rests.items()} == {"0.weight": "S(1)", "0.bias": "R"}
+    with pytest.raises(ConstraintError, match=r"0\.bias is to rest as S\(1\), and is seen as \(8,\)"):
+        autopar.plan(
+            model, Mesh({"gpu": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=[rests_as({"0.bias": "S(1)"})]
+        )
+
+
+class Squares(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.pow(2).mean()

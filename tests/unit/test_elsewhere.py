@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.constraints import Constraint, ddp, fsdp, layout, megatron, parallelisms, pipeline, read_constraint, tensor_parallel
+from autopar.constraints import Constraint, ddp, fsdp, layout, megatron, parallelisms, pipeline, read_constraint, rests_as, tensor_parallel
 from autopar.constraints.elsewhere import axes_from, elsewhere, held_to
 from autopar.errors import ConstraintError
 from autopar.layout import Layout
@@ -75,3 +75,12 @@ def test_axes_that_megatron_leaves_free_are_in_its_record_and_claimed_by_no_part
     assert "free" not in megatron(tp=4).to_json()
     with pytest.raises(ConstraintError, match="no axes of mesh data=2,tensor=4 make 2 devices"):
         list(parallelisms([megatron(tp=2, free="data")], BEFORE))
+
+
+def test_how_parameters_rest_is_read_back_and_goes_to_the_axes_of_the_same_names() -> None:
+    asked = rests_as({"a.weight": "S(0) R", "b.weight": Layout.parse("R S(1) host")})
+    assert read_constraint(asked.to_json()) == asked and str(asked) == "rests_as(<2 parameters>)"
+    before, there = Mesh({"node": 2, "gpu": 4}), Mesh({"gpu": 4, "node": 2})
+    (moved,) = elsewhere((asked,), before, there, "")
+    assert moved == rests_as({"a.weight": "R S(0)", "b.weight": "S(1) R host"})
+    assert held_to((asked,), before, there) == (moved,)

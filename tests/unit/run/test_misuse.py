@@ -168,5 +168,7 @@ def test_optimizers_with_state_of_their_own_kind_pass() -> None:
     _, module = pair()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     optimizer.state["calls"] = 0  # type: ignore[index]
+    before = module.body.weight.full_tensor().clone()
     module(**BATCH)["loss"].backward()
     optimizer.step()
+    assert not torch.equal(module.body.weight.full_tensor(), before)
