@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.api.arguments import Example, Launched, MeshLike, as_call, as_mesh, is_shape_of, is_unshaped, launched
-from autopar.api.further import Structure, asked_of, forward_bytes, shapes_of, storage_of
+from autopar.api.further import Structure, asked_of, beside_the_optimizer, shapes_of, storage_of
 from autopar.api.planning import check_fits, plan_told
-from autopar.api.tracing import program_of, refuse_wrapped, traced
+from autopar.api.tracing import program_of, refuse_wrapped, traced_for
 from autopar.capture import Trace
 from autopar.errors import AutoparError, ConstraintError, PlanError, RuntimeStateError
 from autopar.explanation.lines import idle
 from autopar.hardware import HardwareProfile
 from autopar.planning import Planned, PlanOptions
-from autopar.planning.options import UNLIMITED
 from autopar.plans import Plan
 from autopar.run.device_mesh import agree, device_mesh
 from autopar.run.executor import Backend, Batch, Outputs
@@ -45,7 +44,7 @@ def compile(
     plan: Plan | str | Path | None = None,
     backend: Backend = "eager",
     batch: Batch = "global",
-    outputs: Outputs = "dtensor",
+    outputs: Outputs = "auto",
     hardware: str | Path | HardwareProfile | None = None,
     **options: Any,
 ) -> ParallelModule | StagedModule | Deferred:
@@ -59,10 +58,12 @@ def compile(
         plan: a plan or its file, made by `plan` for this model and mesh. `hardware` beside it is what further calls are planned for.
         backend: ``"eager"`` or ``"inductor"``.
         batch: ``"global"``: every rank passes the same batch and takes its part; ``"local"``: each passes its part.
-        outputs: what is not the loss, through which backward is refused, comes as ``"dtensor"`` (``.full_tensor()`` gathers one),
-            ``"full"`` (gathered at once), ``"local"`` (this rank's part), or, with ``"loss"``, not at all (None): then the logits of
-            a language model need not be there at once, and the planner may compute its loss some rows at a time. In several
-            microbatches only ``"full"`` gives them: parts of microbatches have no place in a whole tensor.
+        outputs: what is not the loss comes as ``"dtensor"`` (``.full_tensor()`` gathers one), ``"full"`` (whole on every rank), ``"local"``
+            (this rank's part), or, with ``"loss"``, not at all (None): then the logits of a language model need not be there at once,
+            and the planner may compute its loss some rows at a time. ``"auto"``: ``"dtensor"`` beside a loss, else ``"full"``. In
+            several microbatches only ``"full"`` gives them: parts of microbatches have no place in a whole tensor. Of a model that
+            returns a loss, backward goes through that alone; else through whatever the user computes of the outputs, on every rank
+            the same: with ``"local"`` the gradient that comes back is taken for this rank's part of the whole loss' gradient.
         hardware, options: as in `plan`; `time_limit_s` is there per solve, of which planning makes several.
 
     Raises:
@@ -110,15 +111,10 @@ class _Order:
 
 @dataclass(frozen=True, slots=True)
 class _Further:
-    """How a further program is planned, in place of `_Order.options`; `otherwise` where a constraint cannot hold.
-
-    Attributes:
-        only_forward: whether no backward follows.
-    """
+    """How a further program is planned, in place of `_Order.options`; `otherwise` where a constraint cannot hold."""
 
     asked: PlanOptions
     otherwise: PlanOptions
-    only_forward: bool
 
 
 _OF_THE_MODULE = (
@@ -207,7 +203,8 @@ def _build(
     if is_unshaped(mesh):  # its shape is the plan's
         devices = device_mesh(plan.mesh, kind)
     build: Callable[..., ParallelModule | StagedModule] = StagedModule if isinstance(program, StagedProgram) else ParallelModule
-    module = build(program, devices, order.model, **order.build, shared=shared)
+    wanted = order.build["outputs"] if order.build["outputs"] != "auto" else plan.options.get("outputs", "dtensor")
+    module = build(program, devices, order.model, **{**order.build, "outputs": wanted}, shared=shared)
     object.__setattr__(module, "plan", plan)
     if shared is None:
         for line in idle(plan) if rank() == 0 else ():
@@ -224,13 +221,16 @@ def _variant(
     agree(f"{'train' if training else 'eval'} mode, {shapes_of(args, kwargs)}", "batch or mode", devices)
     plan: Plan = module.plan
     hardware = asked or plan.fingerprint.profile  # read where it is planned, on one rank
-    asked_again, otherwise = asked_of(plan, storage_of(module))
     only_forward = not torch.is_grad_enabled() and not (plan.pipeline is not None and plan.pipeline.axis)  # stages are planned for steps
+    asked_again, otherwise = (
+        replace(options, outputs=build["outputs"], **(beside_the_optimizer(plan, options) if only_forward else {}))
+        for options in asked_of(plan, storage_of(module))
+    )
     with torch.enable_grad():
-        further = _Further(asked_again, otherwise, only_forward)
-        made = _build(_Order(structure.in_mode(training), devices, None, hardware, build, {}, further), args, kwargs, module)
+        order = _Order(structure.in_mode(training), devices, None, hardware, build, {}, _Further(asked_again, otherwise))
+        made = _build(order, args, kwargs, module)
     made.train(training)
-    made.only_forward = made.plan.options["memory_bytes"] == UNLIMITED
+    made.only_forward = only_forward and not plan.options.get("inference", False)
     return made
 
 
@@ -251,14 +251,14 @@ def _plan_together(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, An
         return planned.plan, planned.program
     if plan is None:
         plan = _from_rank_zero(order, args, kwargs)
-    trace = traced(order.model, args, kwargs, plan.options.get("precision"))
+    trace = traced_for(plan, order.model, args, kwargs)
     check_fits(plan, trace, plan.mesh if is_unshaped(order.mesh) and is_shape_of(plan.mesh, order.mesh) else as_mesh(order.mesh))
     return plan, program_of(plan, order.model, trace, args, kwargs)
 
 
 def _check_outputs(plan: Plan, outputs: Outputs) -> None:
     made_for = plan.options.get("outputs", "dtensor")
-    if outputs != made_for and "loss" in (outputs, made_for):
+    if outputs not in (made_for, "auto") and "loss" in (outputs, made_for):
         what = f"the plan was made for outputs={made_for!r}, this is outputs={outputs!r}"
         raise PlanError(what, remedy=f"pass outputs={made_for!r}, or plan again")
 
@@ -270,23 +270,10 @@ def _plan_here(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         chosen = {"batch": order.build["batch"], "outputs": order.build["outputs"], **order.options}
         return plan_told(order.model, order.mesh, args, kwargs, order.hardware, chosen)
     try:
-        return _plan_further(order, further.asked, args, kwargs, only_forward=further.only_forward)
+        return plan_told(order.model, order.mesh, args, kwargs, order.hardware, further.asked)
     except ConstraintError as error:
         log.warning("for this call constraints on layouts are left out, since they cannot hold: %s", error.what)
-        return _plan_further(order, further.otherwise, args, kwargs, only_forward=further.only_forward)
-
-
-def _plan_further(
-    order: _Order, options: PlanOptions, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, only_forward: bool
-) -> tuple[Trace, Planned]:
-    """The plan of a variant; of a forward alone the fastest, where its forward fits, whatever a step would take."""
-    if only_forward:
-        free = replace(options, memory_bytes=UNLIMITED, num_microbatches=1)
-        trace, planned = plan_told(order.model, order.mesh, args, kwargs, order.hardware, free)
-        assert options.memory_bytes is not None, "a plan records its budget"
-        if forward_bytes(planned) <= options.memory_bytes:
-            return trace, planned
-    return plan_told(order.model, order.mesh, args, kwargs, order.hardware, options)
+        return plan_told(order.model, order.mesh, args, kwargs, order.hardware, further.otherwise)
 
 
 def _from_rank_zero(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +14,8 @@ from autopar.api.recorded import recorded
 from autopar.constraints import Constraint, Megatron, Offloaded, Pipelined, Resting, pipeline, rests_as
 from autopar.errors import RuntimeStateError
 from autopar.layout import Layout
-from autopar.planning import Planned, PlanOptions
+from autopar.planning import PlanOptions
 from autopar.plans import Plan
-from autopar.run.memory import trace_peak
 from autopar.run.module import ParallelModule
 from autopar.run.program import StagedProgram
 from autopar.run.staged_module import StagedModule
@@ -101,14 +99,11 @@ def _stages(plan: Plan) -> tuple[Pipelined, ...]:
     return (pipeline(made.axis, schedule=schedule, cuts=cuts, independent=made.independent, chunks=chunks if chunks > 1 else None),)
 
 
-def forward_bytes(planned: Planned) -> float:
-    """Peak of a forward after which no backward comes, beside the optimizer's state; infinite of stages, which are planned for steps."""
-    program, plan = planned.program, planned.plan
-    if isinstance(program, StagedProgram):
-        return math.inf
-    asked: Mapping[str, Any] = plan.options
-    peak = trace_peak(program, batch=asked["batch"], outputs=asked["outputs"], train=False)
-    return peak.peak_bytes + plan.prediction.memory_bytes.get("optimizer", 0)
+def beside_the_optimizer(plan: Plan, options: PlanOptions) -> dict[str, Any]:
+    """What changes of the options where no backward follows: forward alone, beside the optimizer's state, in one piece."""
+    assert options.memory_bytes is not None, "a plan records its budget"
+    state = plan.prediction.memory_bytes.get("optimizer", 0)
+    return {"inference": True, "memory_bytes": max(options.memory_bytes - state, 1), "num_microbatches": 1}
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

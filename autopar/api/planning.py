@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +17,8 @@ from autopar.api.arguments import Example, MeshLike, as_call, as_constraints, as
 from autopar.api.choosing import Chooser
 from autopar.api.shaping import best_shape, shapes, shapes_in_three
 from autopar.api.shortage import instead
-from autopar.api.tracing import as_planned, program_of, refuse_wrapped, staged_trace, traced
+from autopar.api.tracing import as_planned, as_wanted, program_of, refuse_wrapped, settled, staged_trace, traced, traced_for
 from autopar.capture import Trace
-from autopar.capture.loss_head import loss_alone
 from autopar.certificate import Certificate, certify, certify_staged
 from autopar.constraints import Constraint, speak_of
 from autopar.errors import InfeasibleError, PlanError
@@ -51,10 +51,12 @@ def plan_call(
     if isinstance(options, PlanOptions):
         chosen = options
     else:
-        chosen = PlanOptions(**{**options, "constraints": as_constraints(options.get("constraints", ()))})
-    trace = traced(model, args, kwargs, chosen.precision)
-    if chosen.outputs == "loss":
-        trace = loss_alone(trace)
+        chosen = PlanOptions(**{"outputs": "auto", **options, "constraints": as_constraints(options.get("constraints", ()))})
+    trace = traced(model, args, kwargs, chosen.precision, inference=chosen.inference)
+    if not trace.differentiable and not chosen.inference:
+        log.warning("nothing that the model returns has a gradient: planned for inference, without gradients and optimizer state")
+    chosen = replace(chosen, inference=not trace.differentiable, outputs=settled(chosen.outputs, trace))
+    trace = as_wanted(trace, chosen.outputs)
     captured: dict[int, Trace] = {}
 
     def chooser(shape: Mesh) -> Chooser:
@@ -101,8 +103,9 @@ def plan(
     num_microbatches: int | Literal["auto"] = "auto",
     loss_rows: int | Literal["auto"] = "auto",
     precision: Literal["bf16"] | None = None,
+    inference: bool = False,
     batch: Batch = "global",
-    outputs: Outputs = "dtensor",
+    outputs: Outputs = "auto",
 ) -> Plan:
     """Plan a model for a mesh. Needs no GPU and no process group; the weights may be on meta.
 
@@ -131,6 +134,7 @@ def plan(
         precision: ``"bf16"``: parameters rest as they are, with their gradients and optimizer state, and are gathered and computed with
             in bf16, as the model's floating inputs are; buffers stay as they are. Gradients are summed in the parameters' own dtype. None:
             the model's own dtypes, or what `torch.autocast` around this call makes of them.
+        inference: forward alone is planned, without gradients and optimizer state. So it is where no parameter requires a gradient.
         batch, outputs: as in `compile`.
 
     Raises:
@@ -139,7 +143,7 @@ def plan(
     return plan_model(
         model, mesh, example_inputs=example_inputs, hardware=hardware, memory_bytes=memory_bytes, optimizer=optimizer,
         constraints=constraints, strict=strict, gap=gap, time_limit_s=time_limit_s, batch=batch, outputs=outputs,
-        num_microbatches=num_microbatches, loss_rows=loss_rows, precision=precision,
+        num_microbatches=num_microbatches, loss_rows=loss_rows, precision=precision, inference=inference,
     )[1].plan  # fmt: skip
 
 
@@ -189,7 +193,7 @@ def verify(
         PlanError: where the plan is for another model.
     """
     args, kwargs = as_call(batch)
-    trace = traced(model, args, kwargs, plan.options.get("precision"))
+    trace = traced_for(plan, model, args, kwargs)
     check_fits(plan, trace, plan.mesh)
     reference = as_planned(trace, plan)
     return verify_program(reference, program_of(plan, model, trace, args, kwargs), model, args, kwargs, dtype=dtype, tolerance=tolerance)
@@ -210,7 +214,7 @@ def check(plan: Plan, model: nn.Module, batch: Example, *, hardware: str | Path 
     """
     profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or plan.fingerprint.profile)
     args, kwargs = as_call(batch)
-    trace = traced(model, args, kwargs, plan.options.get("precision"))
+    trace = traced_for(plan, model, args, kwargs)
     if plan.pipeline is None:
         return certify(as_planned(trace, plan), plan, profile)
     part, how, made = staged_trace(plan, model, trace, args, kwargs)

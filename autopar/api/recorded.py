@@ -28,7 +28,7 @@ def options_of(plan: Plan, profile: HardwareProfile, memory_bytes: int | None) -
 def recorded(plan: Plan) -> PlanOptions:
     """The same on the profile that the plan was made for: with its budget."""
     known: Mapping[str, Any] = plan.options
-    names = ("optimizer", "strict", "gap", "num_microbatches", "batch", "outputs", "loss_rows", "precision")
+    names = ("optimizer", "strict", "gap", "num_microbatches", "batch", "outputs", "loss_rows", "precision", "inference")
     words = {name: known[name] for name in names if name in known}
     constraints = tuple(read_constraint(c) for c in known.get("constraints", ()))
     return PlanOptions(memory_bytes=known.get("memory_bytes"), constraints=constraints, **words)

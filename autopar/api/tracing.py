@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.analysis.microbatches import Microbatching, for_single_samples, microbatching
 from autopar.capture import Trace, capture
-from autopar.capture.loss_head import loss_alone, loss_by_rows
+from autopar.capture.loss_head import loss_alone, loss_by_rows, outputs_whole
 from autopar.emit import emit, emit_staged
 from autopar.errors import CaptureError, ConstraintError, CoupledError, Where
 from autopar.planning.options import PRECISIONS
 from autopar.plans import Pipeline, Plan
+from autopar.run.executor import Outputs
 from autopar.run.program import Program, StagedProgram
 from autopar.stages import Cut, cut
 
@@ -26,14 +27,21 @@ _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], precision: str | None) -> Trace:
-    """The captured call, in the precision that a plan is asked for in (`PlanOptions.precision`).
+def traced(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], precision: str | None, *, inference: bool = False
+) -> Trace:
+    """The captured call, in the precision that a plan is asked for in (`PlanOptions`), and with a backward unless it is for inference.
 
     Raises:
         CaptureError: also where the model is parallel or compiled already.
     """
     refuse_wrapped(model)
-    return capture(model, args, kwargs, precision=None if precision is None else PRECISIONS[precision])
+    return capture(model, args, kwargs, precision=None if precision is None else PRECISIONS[precision], inference=inference)
+
+
+def traced_for(plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
+    """The captured call in the precision and for the use that a plan was asked for; else as it is. Raises as `traced`."""
+    return traced(model, args, kwargs, plan.options.get("precision"), inference=plan.options.get("inference", False))
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -53,9 +61,19 @@ def _wrapped(module: nn.Module, name: str, what: str, remedy: str) -> CaptureErr
     return CaptureError(f"the model is {what}: {type(module).__name__}", where=Where(module=name), remedy=remedy)
 
 
+def settled(outputs: Outputs, trace: Trace) -> Outputs:
+    """How outputs come: by default whole where they are what a call is for, and where they lie beside a loss."""
+    return ("full" if trace.loss is None else "dtensor") if outputs == "auto" else outputs
+
+
+def as_wanted(trace: Trace, outputs: Outputs) -> Trace:
+    """The captured call with what is wanted of its outputs: the loss alone, or all of them whole, or as they lie."""
+    return loss_alone(trace) if outputs == "loss" else outputs_whole(trace) if outputs == "full" else trace
+
+
 def as_planned(trace: Trace, plan: Plan) -> Trace:
-    """The captured call as a plan is for it: with the loss alone, and with its loss by rows, where the plan says so."""
-    return by_rows(loss_alone(trace) if plan.options.get("outputs") == "loss" else trace, plan.loss_rows)
+    """The captured call as a plan is for it: with the outputs that are wanted, and with its loss by rows, where the plan says so."""
+    return by_rows(as_wanted(trace, plan.options.get("outputs", "dtensor")), plan.loss_rows)
 
 
 def by_rows(trace: Trace, rows: int) -> Trace:
@@ -108,13 +126,15 @@ def trace_part(
     """The trace of one microbatch, and how `num` of them make the batch.
 
     Args:
-        whole: with the loss alone, where only that is wanted; then the microbatch's is, too.
+        whole: with the outputs that are wanted; those of the microbatch are, too.
         precision: of the plan that it is for.
         known: traces of calls on so many samples, which this adds to.
 
     Raises:
-        ConstraintError: where the batch does not divide. CoupledError: where samples depend on each other.
+        ConstraintError: where the batch does not divide, or backward does not begin in the model. CoupledError: where samples depend on
+            each other.
     """
+    _check_begins(whole)
     known = {} if known is None else known
     known.setdefault(batch_size(args, kwargs), whole)
 
@@ -122,7 +142,8 @@ def trace_part(
         samples = batch_size(*call)
         if samples not in known:
             known[samples] = _of_parts(model, *call, precision)
-        return loss_alone(known[samples]) if all(o.is_loss for o in whole.outputs) else known[samples]
+        alone, everywhere = all(o.is_loss for o in whole.outputs), all(o.whole for o in whole.outputs)
+        return as_wanted(known[samples], "full" if everywhere else "loss" if alone else "dtensor")
 
     if num > 1 and batch_size(args, kwargs) == num:
         four, two = (captured(_of_samples(args, kwargs, samples)) for samples in (4, 2))
@@ -131,6 +152,16 @@ def trace_part(
         return part, for_single_samples(like, two, part, num)
     part = captured(microbatch_of(args, kwargs, num))
     return part, microbatching(whole, part, num, independent=independent)
+
+
+def _check_begins(whole: Trace) -> None:
+    """Raise ConstraintError where a step has no backward that follows from the call alone: microbatches and stages work one through it."""
+    if whole.loss is None:
+        what = "the model returns no loss: backward waits for one that is computed outside of it, from the whole batch"
+        raise ConstraintError(what, remedy="let forward compute and return the loss, or plan one microbatch without pipeline stages")
+    if not whole.loss.tangent:
+        what = "nothing has a gradient: forward alone is planned in one piece"
+        raise ConstraintError(what, remedy="plan one microbatch without pipeline stages")
 
 
 def _of_parts(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], precision: str | None) -> Trace:
@@ -182,7 +213,7 @@ def planned_part(
 ) -> tuple[Trace, Microbatching]:
     """The trace of one microbatch as a plan with a pipeline is for it, and how microbatches make the batch."""
     pipeline = _pipeline(plan)
-    alone = loss_alone(whole) if plan.options.get("outputs") == "loss" else whole
+    alone = as_wanted(whole, plan.options.get("outputs", "dtensor"))
     num, asked = pipeline.num_microbatches, plan.options.get("precision")
     part, how = trace_part(model, alone, args, kwargs, num, precision=asked, independent=pipeline.independent)
     return by_rows(part, plan.loss_rows), how

@@ -13,7 +13,7 @@ from torch import nn
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh
 from autopar.api.planning import check_fits, plan_told
 from autopar.api.recorded import options_of
-from autopar.api.tracing import as_planned, planned_part, traced
+from autopar.api.tracing import as_planned, planned_part, traced_for
 from autopar.capture import Trace
 from autopar.constraints.elsewhere import elsewhere
 from autopar.errors import PlanError
@@ -118,7 +118,7 @@ def what_if(
     args, kwargs = as_call(batch)
     profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or plan.fingerprint.profile)
     there = plan.mesh if mesh is None else as_mesh(mesh)
-    trace = traced(model, args, kwargs, plan.options.get("precision"))
+    trace = traced_for(plan, model, args, kwargs)
     check_fits(plan, trace, plan.mesh)
     options, part = options_of(plan, profile, memory_bytes), _part(plan, model, trace, args, kwargs)
     if there.axes == plan.mesh.axes:
@@ -156,7 +156,7 @@ def flips(
     if profile.hash != plan.fingerprint.profile_hash:
         what = f"the plan was made for another profile than this {profile.name}"
         raise PlanError(what, remedy="pass the one that it was made for as hardware=, or ask autopar.what_if about this one")
-    trace = traced(model, args, kwargs, plan.options.get("precision"))
+    trace = traced_for(plan, model, args, kwargs)
     check_fits(plan, trace, plan.mesh)
     part = _part(plan, model, trace, args, kwargs)
     return all_flips(plan, part, plan.mesh, profile, options_of(plan, profile, None), most=most)

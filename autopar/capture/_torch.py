@@ -1,9 +1,9 @@
 """The only file of capture that leans on torch's private modules: a model in, a raw joint graph out.
 
-`prepared` makes the model and its arguments fake. `raw_joint` captures with Dynamo, makes the loss the one
-differentiable result, and lets AOTAutograd trace forward and backward together. Everything runs on FakeTensors on the
-cpu, whatever device the weights are on: a fake ``meta`` model silently loses its backward, and fake ``cuda`` tensors
-need a CUDA build.
+`prepared` makes the model and its arguments fake. `raw_joint` captures with Dynamo, detaches the results that no backward goes through
+(`autopar.capture.outputs`), and lets AOTAutograd trace forward and backward together, or forward alone where nothing has a gradient.
+Everything runs on FakeTensors on the cpu, whatever device the weights are on: a fake ``meta`` model silently loses its backward, and
+fake ``cuda`` tensors need a CUDA build.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from autopar.capture.gpu_autocast import gpu_autocast, tell_of_disabled
 from autopar.capture.mixed import as_kernels_give
 from autopar.capture.norms import join_norms
 from autopar.capture.notes import Notes, noting
-from autopar.capture.outputs import loss_leaf
+from autopar.capture.outputs import Differentiated, differentiated
 from autopar.capture.precision import narrowed
 from autopar.capture.raw_graphs import drop_checks, plain_copy
 from autopar.capture.refusals import as_capture_error, quiet, refuse_miscompiled
@@ -63,9 +63,9 @@ class RawJoint:
     Attributes:
         graph: ATen nodes; its output is one flat list.
         constants: tensors that `get_attr` nodes name.
-        placeholders: (kind, name or flat index) per placeholder; kind is parameter, buffer, input or tangent.
+        placeholders: (kind, name or flat index) per placeholder; kind is parameter, buffer, input or tangent (of the result there).
         results: (kind, name or flat index) per result; kind is output, gradient, mutation or none.
-        loss: flat position of the loss in the returned structure.
+        loss: flat position of the loss in the returned structure, None where there is none.
         in_leaves: flat (path, value) of (args, kwargs); out_leaves: of the returned structure, tensors fake.
         attributes: plain values that forward looked at. unkept: attributes that forward writes and a program does not.
     """
@@ -74,7 +74,7 @@ class RawJoint:
     constants: dict[str, torch.Tensor]
     placeholders: tuple[tuple[str, Any], ...]
     results: tuple[tuple[str, Any], ...]
-    loss: int
+    loss: int | None
     in_leaves: tuple[tuple[str, Any], ...]
     in_spec: Any
     out_leaves: tuple[tuple[str, Any], ...]
@@ -117,7 +117,7 @@ class Prepared:
 
     Attributes:
         precision: what wider floating parameters and inputs are read in. stored: such a parameter's name → its own dtype.
-        on_gpu: whether a tensor of the model or the call is on a GPU.
+        on_gpu: whether a tensor of the model or the call is on a GPU. inference: whether nothing has a gradient, whatever the model says.
     """
 
     mode: FakeMode
@@ -129,14 +129,18 @@ class Prepared:
     precision: torch.dtype | None
     stored: Mapping[str, torch.dtype]
     on_gpu: bool
+    inference: bool
 
 
 @contextlib.contextmanager
-def prepared(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: torch.dtype | None = None) -> Iterator[Prepared]:
+def prepared(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: torch.dtype | None = None, *, inference: bool = False
+) -> Iterator[Prepared]:
     """Make `model` and a call of it fake for a while; afterwards the model is as before.
 
     Args:
         precision: the dtype that wider floating parameters and inputs have meanwhile.
+        inference: whether no parameter requires a gradient meanwhile.
     """
     mode = new_fake_mode()
     in_leaves, in_spec = flatten_call(args, kwargs)
@@ -146,16 +150,20 @@ def prepared(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pr
     named = model.named_parameters(remove_duplicate=False)
     stored = {name: p.dtype for name, p in named if narrowed(p.dtype, precision) != p.dtype}
     on_gpu = any(getattr(held, "is_cuda", False) for held in (*model.parameters(), *model.buffers(), *(leaf for _, leaf in in_leaves)))
-    with _fake_weights(model, mode, precision), transformers_under_capture(model, args, kwargs), torch.enable_grad():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_fake_weights(model, mode, precision, frozen=inference))
+        stack.enter_context(transformers_under_capture(model, args, kwargs))
+        stack.enter_context(torch.set_grad_enabled(not inference))
+        stack.enter_context(_ops_of_training())
         aliases = aliases_of(model)  # captured, a tensor is another object
-        yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec, aliases, precision, stored, on_gpu)
+        yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec, aliases, precision, stored, on_gpu, inference)
 
 
 def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
     """Capture forward and backward of a prepared call.
 
     Raises:
-        CaptureError: the model has no loss, or Dynamo or AOTAutograd cannot trace it.
+        CaptureError: Dynamo or AOTAutograd cannot trace the model.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(gpu_autocast(call.on_gpu))
@@ -174,7 +182,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             drop_checks(captured.graph)
             join_activations(captured.graph)
             join_norms(captured.graph)
-            out_leaves, out_spec, loss = _only_the_loss_differentiable(captured, (*call.args, *call.kwargs.values()))
+            out_leaves, out_spec, found = _others_detached(captured, (*call.args, *call.kwargs.values()))
             joint = aot_export_joint_with_descriptors(stack, captured, call.args, call.kwargs)
         except CaptureError:
             raise
@@ -189,7 +197,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             constants={name: getattr(module, name) for name in names},
             placeholders=tuple(_placeholder_kind(node.meta["desc"]) for node in module.graph.nodes if node.op == "placeholder"),
             results=tuple(_result_kind(desc) for desc in next(iter(reversed(module.graph.nodes))).meta["desc"]),
-            loss=loss,
+            loss=found.loss,
             in_leaves=call.in_leaves,
             in_spec=call.in_spec,
             out_leaves=out_leaves,
@@ -225,7 +233,7 @@ def _fake(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None) -
 
 
 @contextlib.contextmanager
-def _fake_weights(model: nn.Module, mode: FakeMode, precision: torch.dtype | None) -> Iterator[None]:
+def _fake_weights(model: nn.Module, mode: FakeMode, precision: torch.dtype | None, *, frozen: bool) -> Iterator[None]:
     """Swap every parameter and buffer for a fake one on the cpu, tied ones for one; put the user's own back at the end."""
     swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     fakes: dict[int, torch.Tensor] = {}
@@ -236,7 +244,7 @@ def _fake_weights(model: nn.Module, mode: FakeMode, precision: torch.dtype | Non
                     if tensor is None:
                         continue
                     if id(tensor) not in fakes:
-                        fakes[id(tensor)] = _fake_weight(tensor, mode, precision)
+                        fakes[id(tensor)] = _fake_weight(tensor, mode, precision).requires_grad_(tensor.requires_grad and not frozen)
                     swapped.append((held, name, tensor))
                     held[name] = fakes[id(tensor)]
         yield
@@ -251,6 +259,17 @@ def _fake_weight(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | 
     sample = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")  # a storage for each
     fake = fake_like(sample, torch.device("cpu"), mode)
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+@contextlib.contextmanager
+def _ops_of_training() -> Iterator[None]:
+    """Without the fused ops that torch's transformer layers take where nothing has a gradient: they compute what the others do."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _call_again(model: nn.Module, call: Prepared) -> None:
@@ -280,10 +299,10 @@ def _knows_builtins(captured: Any) -> None:
         part.f_globals = {**vars(builtins), **part.f_globals}
 
 
-def _only_the_loss_differentiable(captured: Any, inputs: tuple[Any, ...]) -> tuple[tuple[tuple[str, Any], ...], Any, int]:
-    """Make the Dynamo graph return the flat leaves of the model's return value, all but the loss detached.
+def _others_detached(captured: Any, inputs: tuple[Any, ...]) -> tuple[tuple[tuple[str, Any], ...], Any, Differentiated]:
+    """Make the Dynamo graph return the flat leaves of the model's return value, detached but for those that backward goes through.
 
-    A copy behind each detach keeps AOTAutograd from treating results as views of each other; cleaning removes both.
+    Copies keep AOTAutograd from treating results as views of each other; cleaning removes them, and what detaches.
     """
     graph: fx.Graph = captured.graph
     output = next(iter(reversed(graph.nodes)))
@@ -294,7 +313,7 @@ def _only_the_loss_differentiable(captured: Any, inputs: tuple[Any, ...]) -> tup
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     results.update({id(value): node for value, node in zip(flat_inputs, arguments, strict=True) if id(value) not in results})
     leaves, spec = flatten_with_paths(captured._dynamo_bytecode_unflatten(values, inputs))
-    loss = loss_leaf(captured._dynamo_bytecode_unflatten(values, inputs), leaves)
+    found = differentiated(captured._dynamo_bytecode_unflatten(values, inputs), leaves)
     returned: list[Any] = []
     with graph.inserting_before(output):
         for position, (path, leaf) in enumerate(leaves):
@@ -307,12 +326,12 @@ def _only_the_loss_differentiable(captured: Any, inputs: tuple[Any, ...]) -> tup
                     remedy="return only results of the forward, not stored tensors",
                 )
             node = results[id(leaf)]
-            if position != loss:
-                node = graph.call_method("clone", (graph.call_method("detach", (node,)),))
-            returned.append(node)
+            if position not in found.positions:
+                node = graph.call_method("detach", (node,))
+            returned.append(node if position == found.loss else graph.call_method("clone", (node,)))
     output.args = (tuple(returned),)
     graph._codegen.dynamo_bytecode_unflatten = lambda results, _inputs: results
-    return leaves, spec, loss
+    return leaves, spec, found
 
 
 def _placeholder_kind(desc: Any) -> tuple[str, Any]:

@@ -39,8 +39,9 @@ def capture(
     *,
     fold: bool = True,
     precision: torch.dtype | None = None,
+    inference: bool = False,
 ) -> Trace:
-    """The joint forward and backward graph of `model(*args, **kwargs)`, in normal form.
+    """The joint forward and backward graph of `model(*args, **kwargs)`, in normal form; forward alone where nothing has a gradient.
 
     The model may be on any device, ``meta`` included, and is left as it was. The batch gives shapes and dtypes only.
 
@@ -48,14 +49,14 @@ def capture(
         fold: capture equal layers a few at a time, and repeat them in the graph; the result is the same. Where it cannot be
             done the model is captured in full, and the trace's `folding` says why.
         precision: what wider floating parameters and inputs are read in (`autopar.capture.precision`).
+        inference: forward alone, though parameters may require gradients.
 
     Raises:
-        CaptureError: the model has no loss, draws random numbers that no op of autopar draws, or is not one graph; it names
-            the user's line.
+        CaptureError: the model draws random numbers that no op of autopar draws, or is not one graph; it names the user's line.
     """
     refuse_unseen(model)
     refuse_overlaps(model)
-    with collected_seldom(), prepared(model, args, dict(kwargs or {}), precision) as call:
+    with collected_seldom(), prepared(model, args, dict(kwargs or {}), precision, inference=inference) as call:
         trace = _captured_somehow(model, call, fold)
     return replace(trace, attributes=of_the_model(trace.attributes, model))
 
@@ -125,6 +126,7 @@ class _Border:
 
     def __init__(self, raw: RawJoint, call: Prepared) -> None:
         self.raw, self.aliases, self.graph, self.stored = raw, dict(call.aliases), raw.graph, dict(call.stored)
+        self.inference = call.inference
         self.first = {name: first for first, others in call.aliases.items() for name in (first, *others)}
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         self.nodes: dict[tuple[str, Any], fx.Node] = {}
@@ -224,10 +226,10 @@ class _Border:
         paths = dict(enumerate(path for path, _ in self.raw.in_leaves))
         inputs = tuple(Input(paths[kind[1]], *_border(node)) for kind, node in self.nodes.items() if kind[0] == "input")
         leaves = self.raw.out_leaves
-        tangent = next(node.name for kind, node in self.nodes.items() if kind[0] == "tangent")
+        tangents = {name: node.name for (kind, name), node in self.nodes.items() if kind == "tangent"}
         outputs = tuple(
             Output(
-                leaves[kind[1]][0], *_border(final[position]), kind[1] == self.raw.loss, tangent if kind[1] == self.raw.loss else "",
+                leaves[kind[1]][0], *_border(final[position]), kind[1] == self.raw.loss, tangents.get(kind[1], ""),
                 requires_grad=leaves[kind[1]][1].requires_grad,
             )
             for kind, position in positions.items()
@@ -259,7 +261,7 @@ class _Border:
                 shape=tuple(tensors[name].shape),
                 view=shape_of(node),
                 dtype=self.stored.get(name, tensors[name].dtype),
-                requires_grad=tensors[name].requires_grad,
+                requires_grad=tensors[name].requires_grad and not self.inference,
                 gradient=positions.get(("gradient", name)),
                 compute_dtype=node.meta["val"].dtype,
             )

@@ -10,6 +10,7 @@ from torch import fx
 
 from autopar.ambient import as_written
 from autopar.capture._torch import new_fake_mode
+from autopar.capture.tangents import tangent_of
 from autopar.capture.trace import Parameter, Trace
 from autopar.errors import CaptureError, Where
 
@@ -83,7 +84,7 @@ def execute(
     Args:
         parameters, buffers: values by name, in the model's own shapes; further names are ignored.
         inputs: in the order of `trace.inputs`.
-        tangent: scalar that scales the loss; 1 by default.
+        tangent: scalar by which the loss, or what stands for one (`tangent_of`), is multiplied; 1 by default.
         dtype: compute in this dtype instead: floating tensors and the graph's own casts are changed to it, casts to complex
             numbers to those of its parts.
         observe: called with every node but the output, and its value.
@@ -92,12 +93,13 @@ def execute(
         The outputs in the order of `trace.outputs`, the gradients by parameter name in the model's own shapes, and the new
         values of mutated buffers by name.
     """
-    loss = next(output for output in trace.outputs if output.is_loss)
-    seed = torch.ones((), dtype=loss.dtype) if tangent is None else tangent
+    scale = 1.0 if tangent is None else float(tangent)
+    seeds = [tangent_of(o.path, o.shape, promoted_dtype(o.dtype, dtype), is_loss=o.is_loss, scale=scale) for o in trace.differentiable]
     read = [(parameters[entry.name], entry) for entry in trace.parameters]
+    device = next((x.device for x in (*inputs, *parameters.values())), torch.device("cpu"))
     values = [x.detach().reshape(entry.view).to(x.dtype if dtype else entry.compute_dtype) for x, entry in read]
     values += [buffers[entry.name].detach().reshape(entry.view) for entry in trace.buffers]
-    values += [*inputs, seed]
+    values += [*inputs, *(seed.to(device) for seed in seeds)]
     with as_written():
         results = _run(trace.graph, [promoted(value, dtype) for value in values], dtype, observe)
     outputs = tuple(results[: len(trace.outputs)])

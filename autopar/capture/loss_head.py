@@ -1,7 +1,7 @@
 """What a training loop leaves open about the end of a model: whether other outputs than the loss are wanted, and whether the logits of
 its cross entropy are ever there at once.
 
-`loss_alone` drops the other outputs. `loss_by_rows` replaces
+`loss_alone` drops the other outputs, `outputs_whole` has all of them on every rank. `loss_by_rows` replaces
 
 ::
 
@@ -30,7 +30,14 @@ from autopar.errors import CaptureError
 
 
 def loss_alone(trace: Trace) -> Trace:
-    """The trace of a call of which only the loss is wanted; None stands where the other outputs were."""
+    """The trace of a call of which only the loss is wanted; None stands where the other outputs were.
+
+    Raises:
+        CaptureError: where the model returns none.
+    """
+    if trace.loss is None:
+        found = ", ".join(o.path or "the result" for o in trace.outputs) or "no tensor"
+        raise CaptureError(f'outputs="loss", and the model returns no loss (it returns {found})', remedy='pass outputs="full"')
     dropped = {o.path for o in trace.outputs if not o.is_loss}
     if not dropped:
         return trace
@@ -51,6 +58,11 @@ def loss_alone(trace: Trace) -> Trace:
         trace, graph=graph, outputs=outputs, parameters=moved(trace.parameters), buffers=moved(trace.buffers),
         mutated={name: place[position] for name, position in trace.mutated.items()}, constants={**trace.constants, **nothing},
     )  # fmt: skip
+
+
+def outputs_whole(trace: Trace) -> Trace:
+    """The trace of a call of which every rank wants all outputs whole, as it does the loss."""
+    return replace(trace, outputs=tuple(replace(o, whole=True) for o in trace.outputs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,8 +82,9 @@ class Output:
     Attributes:
         path: its path in the returned structure; the key of the node that makes it where it crosses.
         node: the node that makes it. is_loss: whether it is the model's loss.
-        tangent: name of its tangent's placeholder, ``""`` where it has none.
+        tangent: name of its tangent's placeholder, ``""`` where it has none. Of a model without a loss, all that has a gradient has one.
         crosses: whether it goes to the stage after. requires_grad: whether the plain model's has a gradient.
+        whole: whether every rank wants all of it, as of the loss.
     """
 
     path: str
@@ -94,6 +95,12 @@ class Output:
     tangent: str = ""
     crosses: bool = False
     requires_grad: bool = False
+    whole: bool = False
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its tangent comes back as it left, from the stage after or from the user's own loss; that of the loss is replicated."""
+        return bool(self.tangent) and not self.is_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +165,11 @@ class Trace:
     folding: Folding = Folding()
     precision: torch.dtype | None = None
     attributes: tuple[ModuleAttribute, ...] = ()
+
+    @property
+    def loss(self) -> Output | None:
+        """The loss; None where the model returns none, or this is the trace of a stage before the last."""
+        return next((o for o in self.outputs if o.is_loss), None)
 
     @property
     def differentiable(self) -> tuple[Output, ...]:

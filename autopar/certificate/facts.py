@@ -65,10 +65,10 @@ class Facts:
         """Args: accumulates: whether a step has several microbatches, which get parameters in the dtype that they read."""
         named = {p.node: parameter_key(p.name) for p in trace.parameters}
         named |= {b.node: buffer_key(b.name) for b in trace.buffers} | {i.node: input_key(i.path) for i in trace.inputs}
-        tangents = {o.tangent: output_key(o.path) if o.crosses else input_key("tangent") for o in trace.differentiable}
+        tangents = {o.tangent: output_key(o.path) if o.is_answered else input_key("tangent") for o in trace.differentiable}
         named |= tangents
         passing = {i.node for i in trace.inputs if i.crosses}  # held like what forward makes
-        returning = {o.tangent for o in trace.differentiable if o.crosses}
+        returning = {o.tangent for o in trace.differentiable if o.is_answered}
         nodes = {n.meta["key"]: n for n in trace.graph.nodes if n.op == "call_function"}
         names = named | {node.name: key for key, node in nodes.items()}
         readers: dict[tuple[str, int], list[Reader]] = {}

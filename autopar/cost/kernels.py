@@ -58,7 +58,7 @@ class _Offers:
         self.heads = {cluster.members[0].node: i for i, cluster in clusters}
         self.phases = {name: n.meta["phase"] for name, n in self.nodes.items() if n.op == "call_function"}
         self.phases |= {i.node: "forward" for i in self.trace.inputs if i.crosses}
-        self.phases |= {o.tangent: "backward" for o in self.trace.outputs if o.crosses and o.tangent}
+        self.phases |= {o.tangent: "backward" for o in self.trace.outputs if o.is_answered}
 
     def all(self) -> Kernels:
         """By variant and phase."""

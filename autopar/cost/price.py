@@ -116,7 +116,7 @@ class _Builder:
             self._placeholder("input", i.path, i.node, TensorInfo(i.shape, i.dtype), self._arriving(i), crosses=i.crosses)
             if i.gradient is not None:
                 self.read((gradients[i.gradient].name, 0), len(self.ops) - 1, 0, "backward")
-        for loss in (o for o in self.trace.differentiable if not o.crosses):
+        for loss in (o for o in self.trace.differentiable if o.is_loss):
             tangent = (OpStrategy(Strategy((), (replicated,)), 0.0),)
             self._placeholder("input", "tangent", loss.tangent, TensorInfo(loss.shape, loss.dtype), tangent, phase="backward")
 
@@ -133,7 +133,9 @@ class _Builder:
         return tuple(strategies)
 
     def _crossing(self, border: Input | Output) -> Iterable[Layout]:
-        """The layouts in which a tensor may cross: the one that is asked for, else all."""
+        """The layouts in which a tensor may cross, or leave and come back: the one that is asked for, else all."""
+        if isinstance(border, Output) and border.whole:
+            return (Layout.replicated(len(self.mesh.axes)),)
         wanted = self.crossing.layouts.get(border.path)
         return all_layouts(border.shape, self.mesh.shape) if wanted is None else (wanted,)
 
@@ -193,13 +195,13 @@ class _Builder:
 
     def outputs(self) -> None:
         """The loss is wanted whole; other outputs in any layout without partial sums; new buffer values replicated. The tangent of
-        an output that crosses arrives in the layout in which the output left."""
+        any other output than the loss arrives in the layout in which the output left."""
         replicated = Layout.replicated(len(self.mesh.axes))
         nodes = _output_nodes(self.trace)
-        for o in self.trace.outputs:
-            if o.crosses:
-                self._leaving(o)
-        wanted = [(o.path, nodes[i].name, o.is_loss) for i, o in enumerate(self.trace.outputs) if not o.crosses]
+        leaving = [o for o in self.trace.outputs if o.crosses or o.is_answered]
+        for o in leaving:
+            self._leaving(o)
+        wanted = [(o.path, nodes[i].name, o.is_loss or o.whole) for i, o in enumerate(self.trace.outputs) if o not in leaving]
         wanted += [(name, nodes[i].name, True) for name, i in self.trace.mutated.items()]
         for path, node, whole in wanted:
             layouts = (replicated,) if whole else all_layouts(self.infos[node, 0].shape, self.mesh.shape)
@@ -210,10 +212,10 @@ class _Builder:
     def _leaving(self, o: Output) -> None:
         strategies = []
         for layout in self._crossing(o):
-            arrives_s = self.crossing.time_s(local_bytes(o.shape, o.dtype, layout, self.mesh.shape)) if o.tangent else 0.0
+            arrives_s = self.crossing.time_s(local_bytes(o.shape, o.dtype, layout, self.mesh.shape)) if o.crosses and o.tangent else 0.0
             layouts = Strategy((layout,), (layout,) if o.tangent else ())
             strategies.append(OpStrategy(layouts, arrives_s, communication_s=arrives_s))
-        source = Source("output", (o.path,), (o.node,), crosses=True)
+        source = Source("output", (o.path,), (o.node,), crosses=o.crosses)
         index = self.add(Op(o.path, "output", "forward", 1, (), tuple(strategies)), source)
         self.read((o.node, 0), index, 0, "forward")
         if o.tangent:
@@ -236,7 +238,7 @@ class _Builder:
             ref = next((r for r in refs_here if r[0] in self.exposed), refs_here[0])
             graph = self._layout_graph(op, result, ref, {u for uses in by_uses for u in uses}, price)
             copied = self.sources[op].copies
-            resident = self.sources[op].kind != "compute" and not self.sources[op].crosses and not copied
+            resident = self.sources[op].kind not in ("compute", "output") and not self.sources[op].crosses and not copied
             key = f"{self.ops[op].key}#{result}"
             phase: Phase = "backward" if self.ops[op].kind == "output" else self.ops[op].phase
             readers = [use for uses in by_uses for use in uses if use.phase == "forward"]

@@ -2,7 +2,7 @@
 
 Keys. Compute nodes have the trace's own keys; placeholders and outputs are keyed by what the user calls them:
 ``NAME/parameter``, ``NAME/buffer``, ``PATH/input``, ``PATH/output``. What crosses between stages lies as its gradient does: the
-decision on an input that crosses is also on its gradient, that on an output that crosses also on its tangent.
+decision on an input that crosses is also on its gradient, that on an output other than the loss also on its tangent.
 
 ``NAME/parameter`` is what a microbatch reads, and how its gradient is added up. Where a parameter rests otherwise between steps,
 ``NAME/storage`` says how; of that key, result 0 moves at the begin of a step to what microbatches read, and result 1, the sum of
@@ -48,7 +48,7 @@ def placeholder_keys(trace: Trace) -> dict[str, str]:
     keys = {p.node: parameter_key(p.name) for p in trace.parameters}
     keys |= {b.node: buffer_key(b.name) for b in trace.buffers}
     keys |= {i.node: input_key(i.path) for i in trace.inputs}
-    return keys | {o.tangent: output_key(o.path) if o.crosses else input_key("tangent") for o in trace.differentiable}
+    return keys | {o.tangent: output_key(o.path) if o.is_answered else input_key("tangent") for o in trace.differentiable}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,12 @@ _EITHER = ("activations", "gradients")  # activations are gone when the last gra
 
 
 def made_for(plan: Plan) -> str:
-    """Model, mesh, hardware and optimizer."""
+    """Model, mesh, hardware, and optimizer or that there is none."""
     model = plan.fingerprint.model_name or "model"
     optimizer, precision = plan.options.get("optimizer", "none"), plan.options.get("precision")
     read = f", parameters read in {precision}" if precision else ""
-    return f"{model} on mesh {plan.mesh} ({plan.mesh.num_devices} devices), {plan.fingerprint.profile}, optimizer {optimizer}{read}"
+    use = "inference" if plan.options.get("inference") else f"optimizer {optimizer}"
+    return f"{model} on mesh {plan.mesh} ({plan.mesh.num_devices} devices), {plan.fingerprint.profile}, {use}{read}"
 
 
 def beside(plan: Plan) -> Iterator[str]:

@@ -38,7 +38,7 @@ class PlanOptions:
         num_microbatches: into how many microbatches a step's batch is cut, or ``"auto"``.
         loss_rows: rows of a cross entropy's logits that there are at a time on a device, 0 for all, or ``"auto"``.
         precision: ``"bf16"``: what wider floating parameters and inputs are read in; None: what the model computes in by itself.
-        batch, outputs: as in `autopar.compile`; they bear on the peak.
+        inference: whether forward alone is planned. batch, outputs: as in `autopar.compile`; they bear on the peak.
     """
 
     memory_bytes: int | None = None
@@ -51,6 +51,7 @@ class PlanOptions:
     num_microbatches: int | Literal["auto"] = "auto"
     loss_rows: int | Literal["auto"] = "auto"
     precision: str | None = None
+    inference: bool = False
     batch: Batch = "global"
     outputs: Outputs = "dtensor"
 
@@ -96,6 +97,7 @@ class PlanOptions:
             "num_microbatches": self.num_microbatches,
             "loss_rows": self.loss_rows,
             "precision": self.precision,
+            "inference": self.inference,
             "batch": self.batch,
             "outputs": self.outputs,
         }

@@ -31,7 +31,7 @@ from autopar.run.splitting import local_part
 
 Backend = Literal["eager", "inductor"]
 Batch = Literal["global", "local"]
-Outputs = Literal["full", "local", "dtensor", "loss"]
+Outputs = Literal["full", "local", "dtensor", "loss", "auto"]
 Boxed = Callable[[list[Any]], Any]
 
 

@@ -220,7 +220,8 @@ class Holder(Drawing):
         if shared is not None:
             shared.check_same(name, storage)
             return shared.get_parameter(name), storage.tensor.name
-        return nn.Parameter(storage.distribute(full.detach()), requires_grad=full.requires_grad), storage.tensor.name
+        trains = full.requires_grad and (name not in known or known[name].requires_grad)
+        return nn.Parameter(storage.distribute(full.detach()), requires_grad=trains), storage.tensor.name
 
     def _buffer(self, name: str, full: Tensor, known: Mapping[str, ProgramTensor], shared: Holder | None) -> tuple[Tensor, str]:
         """A replicated buffer is a plain tensor, a sharded one a DTensor."""

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from autopar.ambient import as_written
 from autopar.capture.execute import promoted, promoted_dtype
+from autopar.capture.tangents import tangent_of
 from autopar.collective import HOST_KINDS, Collective, Kind
 from autopar.errors import AutoparError, VerificationError
 from autopar.halo import Halo
@@ -81,7 +82,7 @@ def run_lockstep(
     Args:
         parameters, buffers: full tensors in their stored shapes, by name.
         inputs: full tensors by path, or in the order of ``program.inputs``.
-        tangent: gradient of the loss.
+        tangent: gradient of the loss; factor of what stands for one where the model has none (`autopar.capture.tangents`).
         dtype: promotes every floating tensor, and every floating dtype that a node names, to this one, and complex ones to its
             complex counterpart.
         observe: called with (phase, node, results by rank) after each node.
@@ -108,15 +109,15 @@ def run_lockstep(
         if trained:
             saved = results[len(results) - program.num_saved :]
             del results, operands
-            saved.append(_tangents(program, tangent, dtype))
+            device = next((x.device for x in values), torch.device("cpu"))
+            saved += [_tangent(t, program.mesh, tangent, dtype, device) for t in program.outputs if t.has_gradient]
             gradients = joined(program.backward, run(program.backward, "backward", saved), trained, program.mesh, tolerance)
     return Lockstep(outputs, gradients, new_buffers, tuple(run.records))
 
 
-def _tangents(program: Program, tangent: float, dtype: torch.dtype | None) -> list[Tensor]:
-    loss = next(t for t in program.outputs if t.is_loss)
-    one = promoted(torch.full(loss.shape, tangent, dtype=loss.dtype), dtype)
-    return [one] * program.mesh.num_devices
+def _tangent(border: ProgramTensor, mesh: Mesh, scale: float, dtype: torch.dtype | None, device: torch.device) -> list[Tensor]:
+    whole = tangent_of(border.name, border.shape, promoted_dtype(border.dtype, dtype), is_loss=border.is_loss, scale=scale)
+    return split(whole.to(device), border.layout, mesh, border.view)
 
 
 def joined(

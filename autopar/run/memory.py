@@ -40,6 +40,8 @@ def trace_peak(
 ) -> PeakMemory:
     """Predict the memory of a step by running it on fake tensors, as `ParallelModule` does on real ones.
 
+    Of a loss that the user computes of the outputs the gradients that come back are counted, not what computing it takes.
+
     Args:
         coordinate: the rank's place in the mesh, by default the origin.
         train: whether backward runs; else the forward of ``torch.no_grad()``.
@@ -76,11 +78,11 @@ def _run(
         gradients = []
         if train and any(t.has_gradient for t in (*program.parameters, *program.inputs)):
             # autograd, or the schedule, holds tangents until backward ends, and so does this name
-            tangents = [torch.ones_like(r) for r, t in zip(results, program.outputs, strict=True) if t.has_gradient]
+            tangents = [_empty(t, program, place) for t in program.outputs if t.has_gradient]
             gradients = executor.backward(saved, list(tangents), sums)
             del tangents
         final = memory.live_bytes - resident
-        del gradients, sums, resting
+        del gradients, sums, resting, results
     return PeakMemory(memory.peak_bytes, resident, kept, final)
 
 

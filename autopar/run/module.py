@@ -1,8 +1,8 @@
 """`ParallelModule`: an emitted program as an ordinary `nn.Module`.
 
-Parameters are DTensors under their original names. A call runs the forward graph and returns what the model returns; the
-loss is the one output that backward goes through. `loss.backward()` runs the backward graph once and puts each gradient, a DTensor in
-the storage layout, where autograd puts gradients. No autograd runs inside the graphs.
+Parameters are DTensors under their original names. A call runs the forward graph and returns what the model returns; backward goes
+through its loss alone, or, where it has none, through all outputs that have a gradient. `backward()` runs the backward graph once and
+puts each gradient, a DTensor in the storage layout, where autograd puts gradients. No autograd runs inside the graphs.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from autopar.run.holder import Holder
 from autopar.run.parameters import Storage
 from autopar.run.program import Program
 from autopar.run.refused import refusing
+from autopar.run.splitting import local_part
 from autopar.run.variants import Misfit
 from autopar.run.watched import Watched
 
@@ -70,7 +71,7 @@ class ParallelModule(Holder):
         self._executor = Executor(program, groups, backend=backend, batch=batch, outputs=outputs, device=devices.device_type)
         self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
         self._results = Results(program)
-        self._loss = next((i for i, t in enumerate(program.outputs) if t.is_loss), None)
+        self._loss = next((i for i, t in enumerate(program.outputs) if t.is_loss and t.has_gradient), None)
         self._stand_for_all(model, program.attributes)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,12 +84,11 @@ class ParallelModule(Holder):
         if isinstance(inputs, Misfit):
             return self._elsewhere(inputs, args, kwargs)
         parameters = [self.get_parameter(t.name) for t in self.program.parameters]
-        trained = torch.is_grad_enabled() and self._loss is not None and self._trains(parameters, self.program.parameters)
+        trained = torch.is_grad_enabled() and self._trains(parameters, self.program.parameters)
         watched = Watched()
-        results: Sequence[Tensor] = (
+        shown: Sequence[Tensor] = (
             _Step.apply(self, watched, inputs, *parameters) if trained else self._run(inputs, parameters, watched, keep=False)[0]
         )
-        shown = [self._present(r, s) for r, s in zip(results, self._presented, strict=True)]
         if self._loss is not None:
             pairs = zip(self.program.outputs, shown, strict=True)
             shown = [refusing(t.name, x, shown[self._loss]) if t.requires_grad and not t.is_loss else x for t, x in pairs]
@@ -130,7 +130,7 @@ class ParallelModule(Holder):
     def _run(
         self, inputs: list[Tensor], parameters: Sequence[Tensor], watched: Watched, *, keep: bool
     ) -> tuple[list[Tensor], list[Any]]:
-        """The outputs, and what backward needs; what of that the user holds is watched."""
+        """The outputs as they are shown, and what backward needs; what of that the user holds is watched."""
         program, buffers = self.program, [self.get_buffer(t.name) for t in self.program.buffers]
         with torch.no_grad(), torch.autocast(self.device_mesh.device_type, enabled=False):
             locals = [self._storages[t.name].local(p) for p, t in zip(parameters, program.parameters, strict=True)]
@@ -140,20 +140,35 @@ class ParallelModule(Holder):
             names = self._names_of("parameter", "buffer", "input", "output")
             watched.watch(zip(names, (*locals, *local_buffers, *inputs, *outputs), strict=True), saved)
             watched.follow(zip(names, (*parameters, *buffers), strict=False))
-        return outputs, saved
+        with torch.no_grad():
+            return [self._present(output, storage) for output, storage in zip(outputs, self._presented, strict=True)], saved
 
-    def _gradients(self, saved: list[Any], tangent: Tensor) -> tuple[DTensor | None, ...]:
-        """One per parameter of the program."""
+    def _gradients(self, saved: list[Any], tangents: Sequence[Tensor | None]) -> tuple[DTensor | None, ...]:
+        """One per parameter of the program; None stands for the tangent of an output that nothing was computed of."""
+        pairs = zip(self._presented, tangents, strict=True)
+        returning = [self._returned(tangent, storage) for storage, tangent in pairs if storage.tensor.has_gradient]
         with torch.autocast(self.device_mesh.device_type, enabled=False):  # the caller may be under it
-            gradients = iter(self._executor.backward(saved, [tangent]))
+            gradients = iter(self._executor.backward(saved, returning))
         return tuple(self._storages[t.name].wrap(next(gradients)) if t.has_gradient else None for t in self.program.parameters)
 
     def _names_of(self, *kinds: str) -> list[str]:
         """What users call the tensors of these kinds."""
-        return [f"{kind} {tensor.name!r}" for kind in kinds for tensor in getattr(self.program, f"{kind}s")]
+        named = ((kind, tensor.name) for kind in kinds for tensor in getattr(self.program, f"{kind}s"))
+        return [f"{kind} {name!r}" if name else "what the call returned" for kind, name in named]
 
     def _present(self, result: Tensor, storage: Storage) -> Tensor:
         return storage.wrap(result) if self._outputs == "dtensor" and not storage.tensor.is_loss else result
+
+    def _returned(self, tangent: Tensor | None, storage: Storage) -> Tensor:
+        """The tangent of an output as the backward graph takes it: this rank's part, in memory of its own order."""
+        if tangent is None:
+            return torch.zeros(storage.graph_shape, dtype=storage.tensor.dtype, device=self.device_mesh.device_type)
+        if isinstance(tangent, DTensor):
+            tangent = tangent.redistribute(storage.seen, storage.placements).to_local()
+        elif self._outputs != "local":
+            sizes, place = tuple(self.device_mesh.shape), self.device_mesh.get_coordinate() or ()
+            tangent = local_part(tangent, storage.tensor.layout, sizes, storage.tensor.view, place)
+        return tangent.contiguous()
 
 
 class _Step(torch.autograd.Function):
@@ -165,7 +180,7 @@ class _Step(torch.autograd.Function):
         # Not save_for_backward: backward takes the list and frees it value by value.
         ctx.module, ctx.saved, ctx.watched = module, saved, watched
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(output for index, output in enumerate(outputs) if index != module._loss))
+        ctx.mark_non_differentiable(*(x for x, border in zip(outputs, module.program.outputs, strict=True) if not border.has_gradient))
         return tuple(outputs)
 
     @staticmethod
@@ -178,6 +193,4 @@ class _Step(torch.autograd.Function):
                 remedy="call the module again before each backward; one call gives one backward",
             )
         ctx.watched.check()
-        tangent = tangents[ctx.module._loss]
-        assert tangent is not None, "only the loss is differentiable"
-        return (None, None, None, *ctx.module._gradients(saved, tangent))
+        return (None, None, None, *ctx.module._gradients(saved, tangents))

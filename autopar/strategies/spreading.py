@@ -113,10 +113,12 @@ class Walk:
 
     def run(self) -> Spread:
         self.labels.update({(name, 0): label for name, label in self.policy.inputs.items()})
-        self.labels.update({(o.tangent, 0): REPLICATE for o in self.graph.trace.differentiable})
         for ref, label in self.policy.weights.items():
             self.demand(ref, label)
+        phase = "forward"
         for node in self.graph.nodes.values():
+            if node.meta["phase"] != phase:
+                phase = self._turn_back()
             if node.name not in self.graph.on_batch or self._is_weight(node.name):
                 continue
             if self._is_free(node):
@@ -152,6 +154,13 @@ class Walk:
         for ref in self.graph.reads[name]:
             if ref[0] in self.graph.on_batch and self.found.rows.pop(ref[0], None) is not None:
                 self._release(ref[0])
+
+    def _turn_back(self) -> str:
+        """Tangents are read as what they are of was made, whole where that is a partial sum or the loss; the phase that begins."""
+        for o in self.graph.trace.differentiable:
+            made = self.labels.get((o.node, 0), REPLICATE)
+            self.labels[o.tangent, 0] = made if isinstance(made, Shard) and o.is_answered else REPLICATE
+        return "backward"
 
     def _settle_column(self, node: fx.Node) -> None:
         wanted, product = self.policy.columns.get(node.name), product_of(self.graph, node)

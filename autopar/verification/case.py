@@ -24,6 +24,7 @@ from autopar.capture._transformers import without_caches
 from autopar.capture.execute import execute, promoted
 from autopar.capture.gpu_autocast import gpu_autocast
 from autopar.capture.precision import narrowed
+from autopar.capture.tangents import tangent_of
 from autopar.capture.trees import flatten_call, flatten_with_paths, unflatten
 from autopar.errors import VerificationError
 from autopar.run.lockstep import Lockstep, Observer, run_lockstep
@@ -90,9 +91,9 @@ class Case:
         return 1 + max((node.kwargs["draw"] for node in self.trace.graph.nodes if "draw" in node.kwargs), default=-1)
 
     @property
-    def loss(self) -> str:
-        """The loss' output path."""
-        return next(o.path for o in self.trace.outputs if o.is_loss)
+    def loss(self) -> str | None:
+        """The loss' output path, None where there is none."""
+        return None if self.trace.loss is None else self.trace.loss.path
 
     @property
     def num_draws_apart(self) -> int:
@@ -140,20 +141,21 @@ class Case:
         watch = _LowerDtypes(self.computed)
         args, kwargs = tree_map(lambda x: self._narrowed(self._promoted(x)), (args, dict(kwargs)))
         draws, own_eps = PositionalDraws(state), OwnEps(self.own)  # made before anything is watched: it norms a number to know
-        with without_caches(plain), torch.enable_grad(), self._refused_by_kernels():
+        trained = bool(self.trace.differentiable)
+        with without_caches(plain), torch.set_grad_enabled(trained), self._refused_by_kernels():
             drawn = draws if self.num_draws else nullcontext()
             with self._autocast() as outside:
                 with drawn, watch, own_eps:  # the draws themselves are not watched
                     returned = plain(*args, **kwargs)
                 outputs = dict(flatten_with_paths(returned)[0])
                 with outside():  # as users are to run it
-                    outputs[self.loss].backward()
+                    self._backward(outputs)
         parameters = dict(plain.named_parameters(remove_duplicate=False))
         buffers = dict(plain.named_buffers(remove_duplicate=False))
         results = Results(
             {o.path: outputs[o.path].detach() for o in self.trace.outputs},
             {name: buffers[name].detach() for name in self.trace.mutated if name != random_ops.STATE},
-            {p.name: _gradient(parameters[p.name]) for p in self.trace.parameters if p.requires_grad},
+            {p.name: _gradient(parameters[p.name]) for p in self.trace.parameters if p.requires_grad and trained},
         )
         if draws.num_draws != self.num_draws:
             raise VerificationError(
@@ -178,6 +180,13 @@ class Case:
             where = f" with parameters in {self.own} and buffers as they are" if as_asked else ""
             remedy = "verify in a wider dtype: pass dtype=torch.float64" if as_asked else "verify in the model's own dtype: pass dtype=None"
             raise PlainModelError(f"the plain model fails{where}: {said}", remedy=remedy) from error
+
+    def _backward(self, outputs: Mapping[str, Any]) -> None:
+        """From the loss, or from what stands for the gradients of a user's loss."""
+        ends = [(outputs[o.path], o) for o in self.trace.differentiable]
+        tangents = [tangent_of(o.path, x.shape, x.dtype, is_loss=o.is_loss).to(x.device) for x, o in ends]
+        if ends:
+            torch.autograd.backward([x for x, _ in ends], tangents)
 
     def _autocast(self) -> AbstractContextManager[Callable[[], AbstractContextManager[Any]]]:
         """As in capture; on a GPU the model's own. Gives what makes a context outside of autocast."""

@@ -13,7 +13,8 @@ class Verification:
     Attributes:
         ok: whether every error is within its tolerance.
         tolerance: largest relative error allowed against the plain model. dtype: what was computed in.
-        loss: error of the loss. outputs, buffers, gradients: error by output path, buffer name, parameter name.
+        loss: error of the loss, None where the model returns none.
+        outputs, buffers, gradients: error by output path, buffer name, parameter name.
         lower_parts: ops that the plain model computes in a smaller dtype; where there are any, the tolerance is wider.
         traced: largest error against the traced graph where there are lower parts, else None.
         traced_tolerance: the limit of `traced`.
@@ -24,7 +25,7 @@ class Verification:
     ok: bool
     tolerance: float
     dtype: str
-    loss: float
+    loss: float | None
     outputs: Mapping[str, float]
     buffers: Mapping[str, float]
     gradients: Mapping[str, float]
@@ -37,7 +38,8 @@ class Verification:
     @property
     def rows(self) -> tuple[tuple[str, str, float], ...]:
         """(kind, name, error) of everything that was compared, the worst first."""
-        found = [("loss", "loss", self.loss), *(("output", n, e) for n, e in self.outputs.items())]
+        found = [("loss", "loss", self.loss)] if self.loss is not None else []
+        found += [("output", n, e) for n, e in self.outputs.items()]
         found += [("buffer", n, e) for n, e in self.buffers.items()] + [("gradient", n, e) for n, e in self.gradients.items()]
         return tuple(sorted(found, key=lambda row: -row[2]))
 
@@ -55,7 +57,7 @@ class Verification:
         lines = [
             f"{'equal' if self.ok else 'NOT equal'} to the plain model in {self.dtype}: largest relative error {self.max_error:.2e}"
             f" ({self.worst}), tolerance {self.tolerance:.0e}; {self.num_collectives} collectives",
-            f"  loss       {self.loss:.2e}",
+            *([f"  loss       {self.loss:.2e}"] if self.loss is not None else []),
         ]
         for kind, errors in (("outputs", self.outputs), ("buffers", self.buffers), ("gradients", self.gradients)):
             if errors:

@@ -11,14 +11,14 @@ from torch import Tensor
 from autopar.kernels import host
 from autopar.kernels.collectives import fake_groups
 from autopar.layout import local_shape
-from autopar.run.executor import Executor
+from autopar.run.executor import Executor, Outputs
 from autopar.run.live import LiveBytes
 from autopar.run.program import Program, ProgramTensor
 
 
-def measured_peak(program: Program, batch: Mapping[str, Any]) -> tuple[int, list[Tensor]]:
+def measured_peak(program: Program, batch: Mapping[str, Any], outputs: Outputs = "full", *, train: bool = True) -> tuple[int, list[Tensor]]:
     """Bytes, as `autopar.run.memory.trace_peak` predicts them, and the gradients."""
-    executor, memory = Executor(program, fake_groups(program.mesh)), LiveBytes()
+    executor, memory = Executor(program, fake_groups(program.mesh), outputs=outputs), LiveBytes()
 
     def local(tensors: tuple[ProgramTensor, ...]) -> list[Tensor]:
         shapes = [local_shape(t.view, t.layout, program.mesh.shape) for t in tensors]
@@ -28,7 +28,9 @@ def measured_peak(program: Program, batch: Mapping[str, Any]) -> tuple[int, list
         parameters, buffers = local(program.parameters), local(program.buffers)
         inputs = [batch[t.name].clone() for t in program.inputs]
         memory.reset_peak()
-        results, saved = executor.forward(parameters, buffers, inputs, keep=True)
+        results, saved = executor.forward(parameters, buffers, inputs, keep=train)
+        if not train:
+            return memory.peak_bytes, []
         tangents = [torch.ones_like(r) for r, t in zip(results, program.outputs, strict=True) if t.has_gradient]
         gradients = executor.backward(saved, list(tangents))
         return memory.peak_bytes, gradients

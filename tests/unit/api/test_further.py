@@ -128,7 +128,7 @@ def test_evaluation_may_take_larger_batches_than_training_has_memory_for() -> No
         found, wanted = module(**batch(24)), plain(**batch(24))
     torch.testing.assert_close(found[1], wanted[1])
     (alone,) = module.variants.known
-    assert alone.only_forward and alone.plan.prediction.peak_bytes > within, "a step would not fit"
+    assert alone.only_forward and alone.plan.options["inference"] and alone.plan.prediction.peak_bytes < within
     with pytest.raises(autopar.AutoparError, match="fits"):
         for samples in (24, 200):  # with a backward it is another program, in microbatches as far as these help
             module(**batch(samples))

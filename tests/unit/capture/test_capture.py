@@ -180,9 +180,9 @@ def test_the_model_is_as_before_and_captures_do_not_disturb_each_other() -> None
 
 
 def test_a_failed_capture_leaves_the_model_as_before() -> None:
-    model = _net(returns=lambda hidden, loss: hidden)
+    model = _net(returns=lambda hidden, loss: loss * hidden.sum().item())
     before = {name: id(tensor) for name, tensor in model.named_parameters()}
-    with pytest.raises(CaptureError, match="returns no loss"):
+    with pytest.raises(CaptureError, match="value"):
         capture(model, _batch())
     assert {name: id(tensor) for name, tensor in model.named_parameters()} == before
 
@@ -365,19 +365,15 @@ def test_the_way_out_of_a_refusal_is_one_of_its_own_cause(returns: Any, says: st
     assert says in refusal.value.remedy
 
 
-@pytest.mark.parametrize(
-    ("returns", "says"),
-    [
-        (lambda hidden, loss: hidden, "pass labels"),
-        (lambda hidden, loss: loss.detach(), "do not detach"),
-        (lambda hidden, loss: (loss * torch.tensor([2.0] * 20000)).sum(), "register_buffer"),
-    ],
-    ids=["no loss", "detached", "large constant"],
-)
-def test_what_cannot_be_trained_is_refused_with_a_remedy(returns: Any, says: str) -> None:
+def test_a_large_constant_is_refused_with_a_remedy() -> None:
     with pytest.raises(CaptureError) as refusal:
-        capture(_net(returns=returns), _batch())
-    assert says in refusal.value.remedy
+        capture(_net(returns=lambda hidden, loss: (loss * torch.tensor([2.0] * 20000)).sum()), _batch())
+    assert "register_buffer" in refusal.value.remedy
+
+
+def test_a_detached_loss_leaves_nothing_to_differentiate() -> None:
+    trace = capture(_net(returns=lambda hidden, loss: loss.detach()), _batch())
+    assert trace.loss is not None and not trace.differentiable and not any(p.gradient for p in trace.parameters)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_the_plan_records_what_bears_on_it_and_no_limit_in_seconds() -> None:
     recorded = options.to_json(H100)
     assert json.loads(json.dumps(recorded)) == recorded == {
         "memory_bytes": 7, "optimizer": "sgd", "constraints": [{"pattern": "up", "weight": "R"}], "strict": True, "gap": 0.5,
-        "num_microbatches": "auto", "loss_rows": "auto", "precision": None, "batch": "local", "outputs": "dtensor",
+        "num_microbatches": "auto", "loss_rows": "auto", "precision": None, "inference": False, "batch": "local", "outputs": "dtensor",
     }  # fmt: skip
     assert PlanOptions(time_limit_s=1.0).to_json(H100) == PlanOptions(time_limit_s=2.0).to_json(H100)
 

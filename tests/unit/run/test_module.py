@@ -193,8 +193,9 @@ def test_a_model_that_is_not_the_planned_one_is_refused(devices: DeviceMesh) -> 
 
 def test_a_program_without_a_loss_runs_forward_only(devices: DeviceMesh) -> None:
     target = program(1, 1)
-    outputs = tuple(replace(tensor, is_loss=False) for tensor in target.outputs)
-    assert not call(ParallelModule(replace(target, outputs=outputs), devices, Toy()))["loss"].requires_grad
+    outputs = tuple(replace(tensor, is_loss=False, has_gradient=False) for tensor in target.outputs)
+    parameters = tuple(replace(tensor, has_gradient=False) for tensor in target.parameters)
+    assert not call(ParallelModule(replace(target, outputs=outputs, parameters=parameters), devices, Toy()))["loss"].requires_grad
 
 
 def test_without_a_compiler_inductor_falls_back_to_eager_and_says_so(devices: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,140 @@
+"""Forward alone: plans without gradients and optimizer state compute what the plain model does, in less time and memory than a step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import no_loss
+import pytest
+import torch
+import zoo_small
+from measured import measured_peak
+from torch import nn
+
+import autopar
+from autopar import constraints as asked
+from autopar.api.planning import plan_model
+from autopar.capture import capture
+from autopar.constraints import Constraint
+from autopar.errors import ConstraintError, InfeasibleError
+from autopar.mesh import Mesh
+from autopar.planning import Planned
+from autopar.run.memory import trace_peak
+
+SQUARE = Mesh({"a": 2, "b": 2})
+TOLERANCE = 1e-6  # parts of the models compute in float32 themselves
+PLANS: dict[str, Sequence[Constraint]] = {
+    "free": (),
+    "fsdp": (asked.fsdp(),),
+    "heads": (asked.tensor_parallel("1d", axes="b"),),
+    "grid": (asked.tensor_parallel("2d", axes=("a", "b")),),
+}
+
+
+@cache
+def built(kind: str) -> tuple[nn.Module, dict[str, Any]]:
+    of = zoo_small if hasattr(zoo_small, kind) else no_loss
+    model, batch = getattr(of, kind)()
+    return model.eval(), batch
+
+
+@cache
+def planned(kind: str, plan: str, **options: Any) -> Planned:
+    model, batch = built(kind)
+    options = {"inference": True, "hardware": "cpu-gloo", **options}
+    return plan_model(model, SQUARE, example_inputs=batch, constraints=PLANS[plan], **options)[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("llama", "free"), ("llama", "heads"), ("gpt2", "fsdp"), ("gpt2", "grid"), ("convolutions", "free"), ("convolutions", "fsdp"),
+        ("bert", "heads"), ("several", "free"), ("several", "fsdp"), ("mixtral", "free"), ("vit", "fsdp"),
+    ],
+)  # fmt: skip
+def test_a_plan_of_forward_alone_is_the_plain_model(kind: str, plan: str) -> None:
+    model, batch = built(kind)
+    found = planned(kind, plan).plan
+    again = autopar.Plan.loads(found.dumps())
+    assert again == found and again.options["inference"]
+    certificate = autopar.check(again, model, batch)
+    assert certificate.ok, certificate.findings
+    verified = autopar.verify(again, model, batch, tolerance=TOLERANCE)
+    assert not verified.gradients and verified.outputs
+    assert "inference" in next(iter(autopar.explain(again).summary()))
+
+
+@pytest.mark.parametrize("kind", ["llama", "convolutions"])
+def test_there_is_no_backward_and_nothing_of_it_in_memory(kind: str) -> None:
+    model, batch = built(kind)
+    here = planned(kind, "fsdp")
+    step = plan_model(model, SQUARE, example_inputs=batch, constraints=PLANS["fsdp"], hardware="cpu-gloo")[1]
+    assert here.program.num_saved == 0 and not any(t.has_gradient for t in (*here.program.parameters, *here.program.outputs))
+    assert [n.op for n in here.program.backward.graph.nodes if n.op == "call_function"] == []
+    held = here.plan.prediction.memory_bytes
+    assert held.get("optimizer", 0) == held.get("gradients", 0) == 0 < held["parameters"] == step.plan.prediction.memory_bytes["parameters"]
+    assert here.plan.prediction.peak_bytes < step.plan.prediction.peak_bytes
+    assert here.plan.prediction.step_s < 0.6 * step.plan.prediction.step_s
+
+
+@pytest.mark.parametrize(("kind", "plan"), [("llama", "heads"), ("convolutions", "fsdp"), ("gpt2", "grid")])
+def test_the_peak_is_that_of_real_tensors(kind: str, plan: str) -> None:
+    program = planned(kind, plan).program
+    peak, _ = measured_peak(program, built(kind)[1], train=False)
+    assert trace_peak(program, train=False).peak_bytes == peak == trace_peak(program).peak_bytes
+
+
+def test_what_fits_no_step_fits_inference() -> None:
+    model, batch = built("llama")
+    within = 4 * sum(p.numel() for p in model.parameters())  # whole on one device, whose step holds four times as much
+    options = {"example_inputs": batch, "hardware": "cpu-gloo", "memory_bytes": int(1.5 * within), "outputs": "loss"}
+    assert autopar.plan(model, Mesh(1), inference=True, **options).prediction.memory_bytes["parameters"] == within
+    with pytest.raises(InfeasibleError):
+        autopar.plan(model, Mesh(1), num_microbatches=1, **options)
+
+
+def test_a_model_in_which_nothing_is_trained_is_planned_for_inference() -> None:
+    model, batch = built("gpt2")
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    plan = autopar.plan(frozen, SQUARE, example_inputs=batch, hardware="cpu-gloo")
+    assert plan.options["inference"]
+    asked_for = planned("gpt2", "free").plan
+    assert (plan.prediction.step_s, plan.prediction.peak_bytes) == (asked_for.prediction.step_s, asked_for.prediction.peak_bytes)
+
+
+def test_a_loss_alone_needs_no_logits_outside_of_the_program() -> None:
+    plan = planned("llama", "heads", outputs="loss")
+    assert [t.name for t in plan.program.outputs] == ["loss"]
+    assert autopar.verify(plan.plan, *built("llama"), tolerance=TOLERANCE).loss is not None
+
+
+@pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"constraints": (asked.pipeline("a"),)}])
+def test_microbatches_and_stages_are_for_steps(options: dict[str, Any]) -> None:
+    model, batch = built("llama")
+    with pytest.raises(ConstraintError, match="forward alone") as error:
+        autopar.plan(model, SQUARE, example_inputs=batch, hardware="cpu-gloo", inference=True, **options)
+    assert error.value.remedy
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_torchs_transformer_is_captured_in_the_ops_that_have_rules(grad: bool) -> None:
+    """With nothing to differentiate it would take fused ops of its own."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False).eval()
+    x = torch.randn(4, 6, 16)
+    with torch.set_grad_enabled(grad):
+        plan = autopar.plan(
+            layer, SQUARE, example_inputs=(x,), hardware="cpu-gloo", inference=True, strict=True, constraints=(asked.fsdp(),)
+        )
+        assert autopar.verify(plan, layer, (x,)).ok
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_the_models_flags_are_as_they_were() -> None:
+    model, batch = built("several")
+    trace = capture(model, (), batch, inference=True)
+    assert all(p.requires_grad for p in model.parameters())
+    assert not any(p.requires_grad or p.gradient for p in trace.parameters) and not trace.differentiable

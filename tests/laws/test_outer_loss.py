@@ -1,0 +1,170 @@
+"""A model that returns no loss: under every plan its outputs, and the gradients of whatever is computed of them, are the plain model's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import no_loss
+import pytest
+import torch
+from measured import measured_peak
+from torch import nn
+
+import autopar
+from autopar import constraints as asked
+from autopar.api.planning import plan_model
+from autopar.capture import capture
+from autopar.capture.tangents import tangent_of
+from autopar.constraints import Constraint
+from autopar.errors import AutoparError, CaptureError, ConstraintError, VerificationError
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.planning import Planned
+from autopar.run import lockstep
+from autopar.run.memory import trace_peak
+
+SQUARE, THREE = Mesh({"a": 2, "b": 2}), Mesh({"a": 3})
+TOLERANCE = 1e-6  # parts of the models compute in float32 themselves
+PLANS: dict[str, Sequence[Constraint]] = {
+    "free": (),
+    "ddp": (asked.ddp(),),
+    "fsdp": (asked.fsdp(),),
+    "heads": (asked.tensor_parallel("1d", axes="b"),),
+    "fsdp and heads": (asked.fsdp(axes="a"), asked.tensor_parallel("1d", axes="b")),
+}
+
+
+@cache
+def built(kind: str) -> tuple[nn.Module, dict[str, Any]]:
+    made: tuple[nn.Module, dict[str, Any]] = getattr(no_loss, kind)()
+    return made
+
+
+@cache
+def planned(kind: str, mesh: Mesh, plan: str, outputs: str = "auto") -> Planned:
+    model, batch = built(kind)
+    return plan_model(model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=PLANS[plan], outputs=outputs)[1]
+
+
+def holds(kind: str, found: Planned) -> None:
+    model, batch = built(kind)
+    again = autopar.Plan.loads(found.plan.dumps())
+    assert again == found.plan
+    certificate = autopar.check(again, model, batch)
+    assert certificate.ok, certificate.findings
+    verified = autopar.verify(again, model, batch, tolerance=TOLERANCE)
+    assert verified.loss is None and verified.gradients.keys() == dict(model.named_parameters()).keys() and verified.outputs
+
+
+@pytest.mark.parametrize("outputs", ["full", "dtensor"])
+@pytest.mark.parametrize("plan", ["free", "ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["several", "convolutions", "bert"])
+def test_plans_of_samples_are_the_plain_model(kind: str, plan: str, outputs: str) -> None:
+    holds(kind, planned(kind, SQUARE, plan, outputs))
+
+
+@pytest.mark.parametrize("outputs", ["full", "dtensor"])
+@pytest.mark.parametrize("plan", ["heads", "fsdp and heads"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_plans_of_heads_are_the_plain_model(kind: str, plan: str, outputs: str) -> None:
+    holds(kind, planned(kind, SQUARE, plan, outputs))
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_a_batch_that_does_not_divide_is_the_plain_model(plan: str) -> None:
+    holds("several", planned("several", THREE, plan, "dtensor"))
+
+
+def test_what_is_wanted_whole_is_gathered_by_the_program_and_priced() -> None:
+    whole, parts = planned("bert", SQUARE, "ddp"), planned("bert", SQUARE, "ddp", "dtensor")
+    assert whole.plan.options["outputs"] == "full"
+    assert [str(t.layout) for t in whole.program.outputs] == ["R R"]
+    assert [str(t.layout) for t in parts.program.outputs] != ["R R"]
+    gathered = [c.collective for c in whole.plan.communications if c.collective.kind == "all_gather"]
+    assert sum(c.size_in(SQUARE.shape) for c in gathered) > 0
+    assert whole.plan.prediction.communication_s > parts.plan.prediction.communication_s
+
+
+@pytest.mark.parametrize(("kind", "plan"), [("several", "ddp"), ("bert", "fsdp"), ("llama", "heads")])
+@pytest.mark.parametrize("outputs", ["full", "dtensor"])
+def test_the_peak_is_that_of_real_tensors(kind: str, plan: str, outputs: str) -> None:
+    program = planned(kind, SQUARE, plan, outputs).program
+    peak, gradients = measured_peak(program, built(kind)[1], "local")
+    assert trace_peak(program, outputs="local").peak_bytes == peak
+    assert len(gradients) == sum(t.has_gradient for t in program.parameters)
+
+
+def test_a_tangent_whose_rows_lie_elsewhere_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = built("several")
+    plan = planned("several", SQUARE, "fsdp", "dtensor").plan
+    monkeypatch.setattr(lockstep, "tangent_of", lambda *border, **how: tangent_of(*border, **how).roll(1, 0))
+    with pytest.raises(VerificationError):
+        autopar.verify(plan, model, batch)
+
+
+def test_what_stands_for_a_losss_gradient_is_always_the_same_and_never_constant() -> None:
+    first, again = (tangent_of("logits", (4, 3), torch.float64, is_loss=False) for _ in range(2))
+    assert torch.equal(first, again) and first.unique().numel() == 12
+    assert not torch.equal(first, tangent_of("other", (4, 3), torch.float64, is_loss=False))
+    assert tangent_of("loss", (), torch.float32, is_loss=True, scale=0.5).item() == 0.5
+    assert tangent_of("z", (2,), torch.complex64, is_loss=False).imag.abs().sum() > 0
+
+
+def test_all_that_has_a_gradient_is_differentiated_where_there_is_no_loss() -> None:
+    trace = capture(*built("several")[:1], (), built("several")[1])
+    assert trace.loss is None
+    assert [o.path for o in trace.differentiable] == ["out", "same", "flat", "weight", "total"]
+    assert all(o.is_answered == bool(o.tangent) for o in trace.outputs)
+
+
+def test_a_scalar_beside_is_the_loss_as_far_as_it_has_a_gradient() -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            found = self.linear(x)
+            return (found > 0).float().mean(), found
+
+    trace = capture(Counted(), (torch.randn(2, 4),))
+    assert trace.loss is None and [o.path for o in trace.differentiable] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal", "words"),
+    [
+        ({"num_microbatches": 2}, ConstraintError, "returns no loss"),
+        ({"constraints": (asked.pipeline("a"),)}, ConstraintError, "returns no loss"),
+        ({"outputs": "loss"}, CaptureError, "returns no loss"),
+    ],
+)
+def test_what_needs_the_loss_is_refused(options: dict[str, Any], refusal: type[AutoparError], words: str) -> None:
+    model, batch = built("bert")
+    with pytest.raises(refusal, match=words) as error:
+        autopar.plan(model, SQUARE, example_inputs=batch, hardware="cpu-gloo", **options)
+    assert error.value.remedy
+
+
+def test_where_nothing_fits_the_batch_is_not_cut() -> None:
+    model, batch = built("bert")
+    least = planned("bert", SQUARE, "fsdp").plan.prediction.memory_bytes["parameters"]
+    with pytest.raises(AutoparError, match="fit"):
+        autopar.plan(model, SQUARE, example_inputs=batch, hardware="cpu-gloo", memory_bytes=least)
+
+
+def test_a_certificate_sees_a_tangent_in_another_layout() -> None:
+    model, batch = built("several")
+    plan = planned("several", SQUARE, "ddp", "dtensor").plan
+
+    def moved(entry: Any) -> Any:
+        if entry.key != "out/output":
+            return entry
+        return replace(entry, nodes=tuple(replace(c, strategy=replace(c.strategy, outputs=(Layout.replicated(2),))) for c in entry.nodes))
+
+    entries = tuple(map(moved, plan.entries))
+    assert entries != plan.entries
+    assert not autopar.check(replace(plan, entries=entries), model, batch).ok

@@ -1,0 +1,28 @@
+"""On several processes, too, a loss that is computed of the outputs has the plain model's gradients, however the outputs come."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from harness import run_processes
+from worker_outer_loss import OUTPUTS, PLANS
+
+pytestmark = pytest.mark.multiproc
+WORKER = str(Path(__file__).parent / "worker_outer_loss.py")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_with_a_loss_outside_of_the_model_follows_the_plain_model(plan: str) -> None:
+    tolerance = 1e-6 if plan.startswith("llama") else 1e-12  # parts of it compute in float32 themselves
+    for told in run_processes(math.prod(PLANS[plan][1].values()), WORKER, "run", plan):
+        assert told.keys() == set(OUTPUTS)
+        for outputs, facts in told.items():
+            wanted, found = facts["losses"]
+            if outputs != "local":  # a rank's part of the loss is not the loss
+                assert found == pytest.approx(wanted, rel=tolerance)
+                assert facts["evaluated"] < tolerance
+            assert facts["parameters"] < tolerance and abs(facts["moved"]) > 1e-4
+            assert any(facts["parts"]) == (outputs != "auto" and plan != "llama heads")
+        assert facts["sharded"] or plan.endswith("ddp")

@@ -1,0 +1,97 @@
+"""Run by several processes: a loss of the outputs, computed by the user on every rank, beside the plain model's."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import no_loss
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar import constraints
+from autopar.layout import local_shape
+from autopar.run.splitting import local_part
+
+PLANS: dict[str, tuple[str, dict[str, int], tuple[Any, ...]]] = {
+    "several ddp": ("several", {"a": 2}, (constraints.ddp(),)),
+    "several fsdp uneven": ("several", {"a": 3}, (constraints.fsdp(),)),
+    "convolutions fsdp": ("convolutions", {"a": 2}, (constraints.fsdp(),)),
+    "llama heads": ("llama", {"a": 2}, (constraints.tensor_parallel("1d", axes="a"),)),
+    "llama grid": ("llama", {"a": 2, "b": 2}, (constraints.fsdp(axes="a"), constraints.tensor_parallel("1d", axes="b"))),
+}
+OUTPUTS = ("auto", "dtensor", "local")
+STEPS, LEARNING_RATE = 3, 0.1
+
+
+def run(rank: int, plan: str) -> dict[str, Any]:
+    """Per way in which outputs come: losses, the largest error of a parameter, and that of the outputs of an evaluation."""
+    return {outputs: follow(plan, outputs) for outputs in OUTPUTS}
+
+
+def follow(plan: str, outputs: str) -> dict[str, Any]:
+    kind, axes, asked = PLANS[plan]
+    plain, batch = getattr(no_loss, kind)()
+    plain = plain.double()
+    batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+    mesh = autopar.Mesh(axes)
+    options: dict[str, Any] = {"hardware": "cpu-gloo", "constraints": asked, "outputs": outputs}
+    module: Any = autopar.compile(copy.deepcopy(plain), mesh, example_inputs=batch, **options)
+    losses: list[list[float]] = [[], []]
+    for model, seen in zip((plain, module), losses, strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        for _ in range(STEPS):
+            found = _named(model(**batch))
+            in_parts = outputs == "local" and model is module
+            loss = _loss_of_parts(module, found) if in_parts else loss_of({name: _full(x) for name, x in found.items()})
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+    facts = {"losses": losses, "parts": [t.shape != _shape(module, t) for t in module.program.outputs]}
+    pairs = zip(module.parameters(), plain.parameters(), strict=True)
+    facts["parameters"] = max((p.full_tensor() - q).abs().max().item() for p, q in pairs)
+    facts["sharded"] = sum(not all(x.is_replicate() for x in p.placements) for p in module.parameters())
+    facts["moved"] = losses[0][0] - losses[0][-1]
+    if outputs != "local":
+        with torch.no_grad():
+            ours, theirs = _named(module.eval()(**batch)), _named(plain.eval()(**batch))
+        facts["evaluated"] = max((_full(ours[name]) - x).abs().max().item() for name, x in theirs.items())
+    return facts
+
+
+def loss_of(found: dict[str, Tensor]) -> Tensor:
+    """A number that every differentiable output has a part in; what is added up has a weight of its own per element."""
+    return torch.stack([(weights(name, x.shape).to(x) * x).sum() + x.pow(2).sum() / math.prod(x.shape) for name, x in found.items()]).sum()
+
+
+def weights(name: str, shape: Any) -> Tensor:
+    return torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64).reshape(tuple(shape)) / math.prod(shape)
+
+
+def _loss_of_parts(module: Any, found: dict[str, Tensor]) -> Tensor:
+    """The same of this rank's parts: what a part of the whole loss' gradient is, whatever the other ranks hold."""
+    terms = []
+    sizes, place = tuple(module.device_mesh.shape), module.device_mesh.get_coordinate()
+    for t in module.program.outputs:
+        if t.has_gradient:
+            mine = local_part(weights(t.name, t.shape), t.layout, sizes, t.view, place)
+            terms.append((mine * found[t.name]).sum() + found[t.name].pow(2).sum() / math.prod(t.shape))
+    return torch.stack(terms).sum()
+
+
+def _named(returned: Any) -> dict[str, Tensor]:
+    """Outputs that have a gradient, or would, by path."""
+    pairs = returned.items() if hasattr(returned, "items") else [("", returned)]
+    return {name: x for name, x in pairs if isinstance(x, Tensor) and x.is_floating_point()}
+
+
+def _full(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _shape(module: Any, tensor: Any) -> tuple[int, ...]:
+    return local_shape(tensor.shape, tensor.layout, tuple(module.device_mesh.shape), module.device_mesh.get_coordinate())

@@ -1,0 +1,63 @@
+"""Models that return no loss: what a user computes one of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import zoo_small
+from torch import Tensor, nn
+
+
+class Several(nn.Module):
+    """Returns one tensor twice, a view of it, a parameter, what has no gradient, and what needs a collective where rows are split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        hidden = torch.relu(self.first(x))
+        out = self.last(hidden)
+        flat = out.reshape(-1)
+        return {"out": out, "same": out, "flat": flat, "weight": self.last.weight, "best": out.argmax(-1), "total": hidden.sum(0), "n": 3}
+
+
+class Convolutions(nn.Module):
+    """A classifier with batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convolution = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.body = nn.Sequential(convolution, nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, image: Tensor) -> Tensor:
+        found: Tensor = self.head(self.body(image))
+        return found
+
+
+def several(samples: int = 8) -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    return Several(), {"x": torch.randn(samples, 8)}
+
+
+def convolutions(samples: int = 8) -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    return Convolutions(), {"image": torch.randn(samples, 3, 8, 8)}
+
+
+def llama() -> tuple[nn.Module, dict[str, Tensor]]:
+    return _unlabelled(*zoo_small.llama())
+
+
+def bert() -> tuple[nn.Module, dict[str, Tensor]]:
+    return _unlabelled(*zoo_small.bert())
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
+    return _unlabelled(*zoo_small.gpt2())
+
+
+def _unlabelled(model: nn.Module, batch: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+    return model, {name: x for name, x in batch.items() if name != "labels"}
