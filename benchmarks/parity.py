@@ -6,6 +6,9 @@ Mode ``gloo``: one process per device; the loss over 20 AdamW steps against the 
 ``--zoo`` checks the whole zoo in lockstep on meshes of 2, 3 and 4 devices (of 3, splits are uneven) and writes the README's table.
 ``--unseen`` checks a list of architectures outside the zoo, on one mesh, under the planner's plan and a random one.
 
+``--use outputs`` calls models without labels, and backward goes through all that they return; models whose labels have another name are left
+out. ``--use inference`` plans forward alone, in eval mode. Both in lockstep.
+
 ``--random N`` adds N random legal plans per model and mesh: the planner's own would avoid most layouts. Profiles named
 ``...-frictionless`` make communication cheap, so that even a tiny model's own plan is sharded.
 """
@@ -13,10 +16,12 @@ Mode ``gloo``: one process per device; the loss over 20 AdamW steps against the 
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from typing import Any
 
 import torch
+from torch import nn
 
 import autopar
 from autopar.mesh import Mesh
@@ -25,7 +30,7 @@ from autopar.plans import Plan
 from autopar.run.program import Program
 from autopar.verification import verify_program
 from benchmarks import tables
-from benchmarks.common import LIMIT_S, Row, failed, load_profile, parser, run_rows, specs_of
+from benchmarks.common import LIMIT_S, Row, console_of, failed, load_profile, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
 from benchmarks.random_plans import Prepared, prepare, random_plan
 from benchmarks.ranks import run_ranks
@@ -36,6 +41,7 @@ ZOO_RANDOM = 5
 UNSEEN_MESHES, UNSEEN_RANDOM = ("a=2,b=2",), 1
 UNSEEN_LIMIT_S = 300.0  # per model; what takes longer has failed
 COLUMNS = ("plan", "mode", "dtype", "tolerance", "max_rel_err", "traced_rel_err", "num_collectives", "note")
+LABELS = "labels"
 FLOAT32_PARTS = "model has float32 parts"
 STEPS, LEARNING_RATE = 20, 1e-3
 LOSS_TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
@@ -49,7 +55,9 @@ def make(prepared: Prepared, plan: str, name: str) -> tuple[Plan, Program]:
     return planned.plan, planned.stage_program()
 
 
-def row(spec: dict[str, Any], mesh: str, plans: list[str], mode: str, dtypes: list[str], batch: int, seq: int, hardware: str) -> list[Row]:
+def row(
+    spec: dict[str, Any], mesh: str, plans: list[str], mode: str, dtypes: list[str], batch: int, seq: int, hardware: str, use: str = "step"
+) -> list[Row]:
     """The rows of one model on one mesh: every plan in every dtype."""
     built, grid, profile = ModelSpec(**spec), Mesh.parse(mesh), load_profile(hardware)
     measure = _lockstep if mode == "lockstep" else _gloo
@@ -58,18 +66,38 @@ def row(spec: dict[str, Any], mesh: str, plans: list[str], mode: str, dtypes: li
         # lockstep promotes a model in float32, so that the plan is the one that would run
         kind: torch.dtype = torch.float32 if mode == "lockstep" else getattr(torch, dtype)
         model, data = built.build(batch=batch, seq=seq, dtype=kind)
-        prepared = prepare(model, data, grid, profile)
+        data = used(model, data, use)
+        prepared = prepare(model, data, grid, profile, inference=use == "inference")
         for plan in plans:
             try:
-                found = measure(built, prepared, *make(prepared, plan, built.name), dtype, batch, seq)
+                found = measure(built, prepared, *make(prepared, plan, built.name), dtype, batch, seq, use)
             except Exception as error:  # whatever it is, it is this plan's result
                 found = failed(error)
-            rows.append({"plan": plan, "dtype": dtype, "backend": "eager", "mode": mode, "hardware": hardware, **found})
+            rows.append({"plan": plan, "dtype": dtype, "backend": "eager", "mode": mode, "hardware": hardware, "use": use, **found})
     return rows
 
 
-def _lockstep(spec: ModelSpec, prepared: Prepared, plan: Plan, program: Program, dtype: str, batch: int, seq: int) -> Row:
+def used(model: nn.Module, data: dict[str, Any], use: str) -> dict[str, Any]:
+    """The batch of a call for that use; the model in the mode for it. Decoders that get their input from labels get it by itself."""
+    if use == "inference":
+        model.eval()
+    if use != "outputs":
+        return data
+    left = {name: x for name, x in data.items() if name != LABELS}
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        left.setdefault("decoder_input_ids", data[LABELS].clamp(min=0))
+    return left
+
+
+def may_lack_labels(model: nn.Module) -> bool:
+    """Whether its call may leave them out."""
+    entry = inspect.signature(model.forward).parameters.get(LABELS)
+    return entry is not None and entry.default is None
+
+
+def _lockstep(spec: ModelSpec, prepared: Prepared, plan: Plan, program: Program, dtype: str, batch: int, seq: int, use: str) -> Row:
     model, data = spec.build(batch=batch, seq=seq)
+    data = used(model, data, use)
     found = verify_program(prepared.trace, program, model, (), data, dtype=getattr(torch, dtype))
     return {
         "ok": found.ok,
@@ -83,7 +111,7 @@ def _lockstep(spec: ModelSpec, prepared: Prepared, plan: Plan, program: Program,
     }
 
 
-def _gloo(spec: ModelSpec, prepared: Prepared, plan: Plan, program: Program, dtype: str, batch: int, seq: int) -> Row:
+def _gloo(spec: ModelSpec, prepared: Prepared, plan: Plan, program: Program, dtype: str, batch: int, seq: int, use: str) -> Row:
     kind: torch.dtype = getattr(torch, dtype)
     model, data = spec.build(batch=batch, seq=seq, dtype=kind)
     lower = verify_program(prepared.trace, program, model, (), data).lower_parts if dtype == "float64" else ()
@@ -131,16 +159,22 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("--mode", choices=("lockstep", "gloo", "both"), help="default both; lockstep for --zoo and --unseen")
     flags.add_argument("--dtype", choices=("float64", "float32"), action="append", help="by default float64 in lockstep, both in gloo")
     flags.add_argument("--hardware", default="cpu-gloo-frictionless")
+    flags.add_argument("--use", choices=("step", "outputs", "inference"), default="step")
     options = flags.parse_args(arguments)
     zoo, unseen = options.zoo is not None, options.unseen is not None
-    mode = options.mode or ("lockstep" if zoo or unseen else "both")
+    mode = options.mode or ("lockstep" if zoo or unseen or options.use != "step" else "both")
+    if options.use != "step" and mode != "lockstep":
+        flags.error(f"--use {options.use} is compared in lockstep alone")
     default_meshes, default_random = (ZOO_MESHES, ZOO_RANDOM) if zoo else (UNSEEN_MESHES, UNSEEN_RANDOM) if unseen else (MESHES, 2)
     meshes = [str(Mesh.parse(mesh)) for mesh in options.mesh or default_meshes]
     num_random = default_random if options.random is None else options.random
     plans = ["planner", *(f"random-{seed}" for seed in range(num_random))]
-    shared = {"batch": options.batch, "seq": options.seq, "hardware": options.hardware}
+    shared = {"batch": options.batch, "seq": options.seq, "hardware": options.hardware, "use": options.use}
     cases = []
     for spec in specs_of(options):
+        if options.use == "outputs" and not may_lack_labels(spec.build(batch=options.batch, seq=options.seq, meta=True)[0]):
+            console_of().print(f"{spec.name} is not called without {LABELS!r}", markup=False)
+            continue
         for mesh in meshes:
             base = {"spec": spec.to_json(), "mesh": mesh, **shared}
             if mode != "gloo":
@@ -149,7 +183,8 @@ def main(arguments: list[str]) -> int:
                 # a random plan too, once: it has layouts that the planner avoids
                 cases.append({**base, "plans": ["planner"], "mode": "gloo", "dtypes": options.dtype or ["float64", "float32"]})
                 cases += [{**base, "plans": [p], "mode": "gloo", "dtypes": ["float64"]} for p in plans[1:2]]
-    whole_zoo, whole_list = options.zoo == [] and not options.mesh, options.unseen == [] and not zoo
+    trained = options.use == "step"
+    whole_zoo, whole_list = options.zoo == [] and not options.mesh and trained, options.unseen == [] and not zoo and trained
     results = options.json or (str(tables.ZOO_RESULTS) if whole_zoo else str(tables.UNSEEN_RESULTS) if whole_list else None)
     status = run_rows("parity", cases, COLUMNS, results, limit_s=UNSEEN_LIMIT_S if unseen else LIMIT_S)
     if whole_zoo and not options.json:

@@ -45,9 +45,9 @@ class Prepared:
     priced: Priced
 
 
-def prepare(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, profile: HardwareProfile) -> Prepared:
+def prepare(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, profile: HardwareProfile, *, inference: bool = False) -> Prepared:
     """Capture, enumerate and price, once for many plans."""
-    return prepared_trace(capture(model, (), batch), mesh, profile)
+    return prepared_trace(capture(model, (), batch, inference=inference), mesh, profile)
 
 
 def prepared_trace(trace: Trace, mesh: Mesh, profile: HardwareProfile) -> Prepared:

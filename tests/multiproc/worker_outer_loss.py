@@ -8,7 +8,7 @@ from typing import Any
 
 import no_loss
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import autopar
