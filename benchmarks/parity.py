@@ -6,8 +6,8 @@ Mode ``gloo``: one process per device; the loss over 20 AdamW steps against the 
 ``--zoo`` checks the whole zoo in lockstep on meshes of 2, 3 and 4 devices (of 3, splits are uneven) and writes the README's table.
 ``--unseen`` checks a list of architectures outside the zoo, on one mesh, under the planner's plan and a random one.
 
-``--use outputs`` calls models without labels, and backward goes through all that they return; models whose labels have another name are left
-out. ``--use inference`` plans forward alone, in eval mode. Both in lockstep.
+``--use outputs`` calls models without labels, and backward goes through all that they return; models that need labels are left out.
+``--use inference`` plans forward alone, in eval mode. Both in lockstep.
 
 ``--random N`` adds N random legal plans per model and mesh: the planner's own would avoid most layouts. Profiles named
 ``...-frictionless`` make communication cheap, so that even a tiny model's own plan is sharded.

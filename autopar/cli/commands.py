@@ -67,8 +67,9 @@ def plan_command(
     schedule: Annotated[str | None, typer.Option(help=f"Of the stages: {', '.join(SCHEDULES)} or {constraints.AUTO}.")] = None,
     chunks: Annotated[int | None, typer.Option(min=1, help=f"Stages per device of {constraints.INTERLEAVED}, 2 by default.")] = None,
     outputs: Annotated[
-        str, typer.Option(help="loss, if a step needs no other output: a language model's logits need never be there at once. Or dtensor.")
-    ] = "dtensor",
+        str, typer.Option(help="loss, if a step needs no other: a language model's logits need never be there at once. Or full, dtensor.")
+    ] = "auto",
+    inference: Annotated[bool, typer.Option("--inference", help="Forward alone: no gradients, no optimizer state.")] = False,
     precision: Annotated[
         str | None, typer.Option(help="bf16: what wider parameters, which rest as they are, are gathered and computed with in.")
     ] = None,
@@ -80,7 +81,7 @@ def plan_command(
     asked = (*_stages(pipeline, microbatches, schedule, chunks), *((constraints.offload(),) if offload else ()))
     options = PlanOptions(
         parse_size(memory), optimizer, asked, strict, gap, num_microbatches=microbatches or "auto", outputs=cast(Outputs, outputs),
-        precision=precision,
+        precision=precision, inference=inference,
     )
     clock = _Clock()
     with progress("building the model") as tell:
