@@ -21,7 +21,7 @@ from autopar.api.tracing import as_planned, as_wanted, program_of, refuse_wrappe
 from autopar.capture import Trace
 from autopar.certificate import Certificate, certify, certify_staged
 from autopar.constraints import Constraint, speak_of
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import ConstraintError, InfeasibleError, PlanError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions
@@ -55,6 +55,9 @@ def plan_call(
     trace = traced(model, args, kwargs, chosen.precision, inference=chosen.inference)
     if not trace.differentiable and not chosen.inference:
         log.warning("nothing that the model returns has a gradient: planned for inference, without gradients and optimizer state")
+    if trace.loss is None and trace.differentiable and chosen.batch == "local":
+        what = 'batch="local", and the model returns no loss: of each rank\'s own loss nothing says what part of the whole it is'
+        raise ConstraintError(what, remedy='pass batch="global", or let forward compute and return the loss')
     chosen = replace(chosen, inference=not trace.differentiable, outputs=settled(chosen.outputs, trace))
     trace = as_wanted(trace, chosen.outputs)
     captured: dict[int, Trace] = {}

@@ -12,7 +12,8 @@ import torch
 from torch import fx, nn
 
 from autopar import random_ops
-from autopar.capture._torch import Prepared, RawJoint, prepared, raw_joint
+from autopar.capture._torch.joint import RawJoint, raw_joint
+from autopar.capture._torch.preparing import Prepared, prepared
 from autopar.capture._transformers import branches_of_eager
 from autopar.capture.attributes import tell_of_unkept
 from autopar.capture.execute import propagate

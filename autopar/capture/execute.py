@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar.ambient import as_written
-from autopar.capture._torch import new_fake_mode
+from autopar.capture._torch.fakes import new_fake_mode
 from autopar.capture.tangents import tangent_of
 from autopar.capture.trace import Parameter, Trace
 from autopar.errors import CaptureError, Where

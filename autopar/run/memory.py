@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ambient import as_written
-from autopar.capture._torch import new_fake_mode
+from autopar.capture._torch.fakes import new_fake_mode
 from autopar.kernels import host
 from autopar.kernels.collectives import fake_groups
 from autopar.layout import local_shape

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autopar.ambient import as_written
-from autopar.capture._torch import new_fake_mode
+from autopar.capture._torch.fakes import new_fake_mode
 from autopar.run.executor import Outputs
 from autopar.run.memory import LiveBytes
 from autopar.run.orders import Action

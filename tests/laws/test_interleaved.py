@@ -14,7 +14,7 @@ from torch import Tensor
 
 import autopar
 from autopar.api.planning import plan_model
-from autopar.capture._torch import FakeTensorMode
+from autopar.capture._torch.fakes import FakeTensorMode
 from autopar.constraints import megatron, pipeline
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.planning import Planned

@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from autopar.capture import Trace
-from autopar.capture._torch import is_fake, new_fake_mode
+from autopar.capture._torch.fakes import is_fake, new_fake_mode
 
 FOLDER = "AUTOPAR_TESTS_CAPTURES"  # in the environment, so that started processes know it too
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from autopar.capture._torch import Prepared
+from autopar.capture._torch.preparing import Prepared
 from autopar.capture.folding.entries import NotFoldable, Story
 from autopar.capture.folding.runs import KEPT_FIRST, KEPT_LAST, Run
 from autopar.capture.folding.stream import Follower, Layer, Recorder, Stream, places, tag_inputs, tag_weights

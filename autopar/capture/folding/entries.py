@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture._torch import FakeMode, fake_like, is_fake, no_modes
+from autopar.capture._torch.fakes import FakeMode, fake_like, is_fake, no_modes
 
 
 class NotFoldable(Exception):

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture._torch import Prepared, RawJoint, raw_joint
+from autopar.capture._torch.joint import RawJoint, raw_joint
+from autopar.capture._torch.preparing import Prepared
 from autopar.capture.folding.checking import compare, tag, tell
 from autopar.capture.folding.cutting import cut, preserved
 from autopar.capture.folding.entries import NotFoldable

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture._torch import FakeMode, is_fake, no_modes
+from autopar.capture._torch.fakes import FakeMode, is_fake, no_modes
 from autopar.capture.folding.entries import Entry, NotFoldable, Story, recorded, remade
 from autopar.capture.folding.runs import KEPT_FIRST, KEPT_LAST, Run
 

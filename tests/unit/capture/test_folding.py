@@ -16,7 +16,7 @@ from same_trace import assert_same_trace, differs
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.capture._torch import prepared
+from autopar.capture._torch.preparing import prepared
 from autopar.capture.folding import NotFoldable, capture_shortened, shortened
 from autopar.capture.folding.runs import find_runs
 from autopar.errors import CaptureError

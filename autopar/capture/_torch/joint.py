@@ -1,10 +1,4 @@
-"""The only file of capture that leans on torch's private modules: a model in, a raw joint graph out.
-
-`prepared` makes the model and its arguments fake. `raw_joint` captures with Dynamo, detaches the results that no backward goes through
-(`autopar.capture.outputs`), and lets AOTAutograd trace forward and backward together, or forward alone where nothing has a gradient.
-Everything runs on FakeTensors on the cpu, whatever device the weights are on: a fake ``meta`` model silently loses its backward, and
-fake ``cuda`` tensors need a CUDA build.
-"""
+"""The joint graph of a prepared call, as Dynamo and AOTAutograd make it."""
 
 from __future__ import annotations
 
@@ -12,10 +6,8 @@ import builtins
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 from unittest import mock
 
 import torch
@@ -32,28 +24,24 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._mode_utils import no_dispatch
 
-from autopar.capture._transformers import model_loggers, transformers_under_capture
+from autopar.capture._torch.fakes import faked
+from autopar.capture._torch.preparing import Prepared
+from autopar.capture._transformers import model_loggers
 from autopar.capture.activations import join_activations
 from autopar.capture.attributes import settled
 from autopar.capture.gpu_autocast import gpu_autocast, tell_of_disabled
-from autopar.capture.mixed import as_kernels_give
 from autopar.capture.norms import join_norms
 from autopar.capture.notes import Notes, noting
 from autopar.capture.outputs import Differentiated, differentiated
-from autopar.capture.precision import narrowed
 from autopar.capture.raw_graphs import drop_checks, plain_copy
 from autopar.capture.refusals import as_capture_error, quiet, refuse_miscompiled
-from autopar.capture.ties import Aliases, aliases_of
 from autopar.capture.trace import ModuleAttribute
-from autopar.capture.trees import flatten_call, flatten_with_paths, unflatten
+from autopar.capture.trees import flatten_with_paths
 from autopar.errors import CaptureError
 
 # A number that differs from an earlier capture would otherwise become symbolic: captures must not depend on each other.
 _STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "specialize_int": True, "specialize_float": True}
-FakeMode: TypeAlias = FakeTensorMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,82 +71,6 @@ class RawJoint:
     unkept: tuple[str, ...]
 
 
-def new_fake_mode() -> FakeMode:
-    """A mode in which tensors have no data, and the shapes, strides and dtypes that kernels give them; others become such."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # Not a subclass, which higher-order operators would not know.
-    mode.dispatch = partial(_dispatched, mode, mode.dispatch)  # type: ignore[method-assign]
-    return mode
-
-
-def _dispatched(mode: FakeMode, dispatch: Callable[..., Any], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    result = dispatch(func, types, args, kwargs or {})
-    return as_kernels_give(func, args, kwargs or {}, result, lambda sample, device: fake_like(sample, device, mode))
-
-
-def is_fake(value: Any) -> bool:
-    """Whether `value` is a tensor of such a mode."""
-    return isinstance(value, FakeTensor)
-
-
-def fake_like(sample: torch.Tensor, device: torch.device, mode: FakeMode) -> torch.Tensor:
-    """A new fake tensor on `device`, which looks like `sample`, a plain one on meta, and shares its storage."""
-    return FakeTensor(mode, sample, device)
-
-
-def no_modes() -> contextlib.AbstractContextManager[None]:
-    """Plain tensors for a while, whatever modes are on."""
-    return no_dispatch()
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A call that can be captured: its arguments as fake tensors, beside the leaves they were made of.
-
-    Attributes:
-        precision: what wider floating parameters and inputs are read in. stored: such a parameter's name → its own dtype.
-        on_gpu: whether a tensor of the model or the call is on a GPU. inference: whether nothing has a gradient, whatever the model says.
-    """
-
-    mode: FakeMode
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    in_leaves: tuple[tuple[str, Any], ...]
-    in_spec: Any
-    aliases: Aliases
-    precision: torch.dtype | None
-    stored: Mapping[str, torch.dtype]
-    on_gpu: bool
-    inference: bool
-
-
-@contextlib.contextmanager
-def prepared(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: torch.dtype | None = None, *, inference: bool = False
-) -> Iterator[Prepared]:
-    """Make `model` and a call of it fake for a while; afterwards the model is as before.
-
-    Args:
-        precision: the dtype that wider floating parameters and inputs have meanwhile.
-        inference: whether no parameter requires a gradient meanwhile.
-    """
-    mode = new_fake_mode()
-    in_leaves, in_spec = flatten_call(args, kwargs)
-    # Each leaf gets its own fake tensor: Dynamo would merge equal objects (labels=ids), and the graph would read only one.
-    fakes = [_fake(leaf, mode, precision) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in in_leaves]
-    fake_args, fake_kwargs = unflatten(fakes, in_spec)
-    named = model.named_parameters(remove_duplicate=False)
-    stored = {name: p.dtype for name, p in named if narrowed(p.dtype, precision) != p.dtype}
-    on_gpu = any(getattr(held, "is_cuda", False) for held in (*model.parameters(), *model.buffers(), *(leaf for _, leaf in in_leaves)))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_fake_weights(model, mode, precision, frozen=inference))
-        stack.enter_context(transformers_under_capture(model, args, kwargs))
-        stack.enter_context(torch.set_grad_enabled(not inference))
-        stack.enter_context(_ops_of_training())
-        aliases = aliases_of(model)  # captured, a tensor is another object
-        yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec, aliases, precision, stored, on_gpu, inference)
-
-
 def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
     """Capture forward and backward of a prepared call.
 
@@ -176,7 +88,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         stack.enter_context(call.mode)
         try:
             captured, notes = _captured(model, call)
-            unkept = settled(notes, lambda: _captured_again(model, call), lambda tensor: _fake(tensor, call.mode, None))
+            unkept = settled(notes, lambda: _captured_again(model, call), lambda tensor: faked(tensor, call.mode, None))
             refuse_miscompiled(captured.graph)
             tell_of_disabled(captured.graph)
             drop_checks(captured.graph)
@@ -225,51 +137,6 @@ def _let_go(captured: Any) -> None:
     """Let Dynamo's graph go of the model, whose weights it would keep: torch (2.13) never lets go of the graph."""
     for part in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten, captured):
         vars(part).clear()
-
-
-def _fake(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None) -> torch.Tensor:
-    with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=narrowed(tensor.dtype, precision), device="cpu")
-
-
-@contextlib.contextmanager
-def _fake_weights(model: nn.Module, mode: FakeMode, precision: torch.dtype | None, *, frozen: bool) -> Iterator[None]:
-    """Swap every parameter and buffer for a fake one on the cpu, tied ones for one; put the user's own back at the end."""
-    swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    fakes: dict[int, torch.Tensor] = {}
-    try:
-        for module in model.modules():
-            for held in (module._parameters, module._buffers):
-                for name, tensor in held.items():
-                    if tensor is None:
-                        continue
-                    if id(tensor) not in fakes:
-                        fakes[id(tensor)] = _fake_weight(tensor, mode, precision).requires_grad_(tensor.requires_grad and not frozen)
-                    swapped.append((held, name, tensor))
-                    held[name] = fakes[id(tensor)]
-        yield
-    finally:
-        for held, name, tensor in swapped:
-            held[name] = tensor
-
-
-def _fake_weight(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None) -> torch.Tensor:
-    """A parameter in `precision`, where it is wider; buffers stay as they are."""
-    dtype = narrowed(tensor.dtype, precision) if isinstance(tensor, nn.Parameter) else tensor.dtype
-    sample = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")  # a storage for each
-    fake = fake_like(sample, torch.device("cpu"), mode)
-    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-
-
-@contextlib.contextmanager
-def _ops_of_training() -> Iterator[None]:
-    """Without the fused ops that torch's transformer layers take where nothing has a gradient: they compute what the others do."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _call_again(model: nn.Module, call: Prepared) -> None:

@@ -1,0 +1,51 @@
+"""Tensors that have shapes, strides and dtypes, and no data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+
+from autopar.capture.mixed import as_kernels_give
+from autopar.capture.precision import narrowed
+
+FakeMode: TypeAlias = FakeTensorMode
+
+
+def new_fake_mode() -> FakeMode:
+    """A mode in which tensors have no data, and the shapes, strides and dtypes that kernels give them; others become such."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # Not a subclass, which higher-order operators would not know.
+    mode.dispatch = partial(_dispatched, mode, mode.dispatch)  # type: ignore[method-assign]
+    return mode
+
+
+def _dispatched(mode: FakeMode, dispatch: Callable[..., Any], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    result = dispatch(func, types, args, kwargs or {})
+    return as_kernels_give(func, args, kwargs or {}, result, lambda sample, device: fake_like(sample, device, mode))
+
+
+def is_fake(value: Any) -> bool:
+    """Whether `value` is a tensor of such a mode."""
+    return isinstance(value, FakeTensor)
+
+
+def fake_like(sample: torch.Tensor, device: torch.device, mode: FakeMode) -> torch.Tensor:
+    """A new fake tensor on `device`, which looks like `sample`, a plain one on meta, and shares its storage."""
+    return FakeTensor(mode, sample, device)
+
+
+def no_modes() -> contextlib.AbstractContextManager[None]:
+    """Plain tensors for a while, whatever modes are on."""
+    return no_dispatch()
+
+
+def faked(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None) -> torch.Tensor:
+    """A new fake tensor on the cpu like a real one, floating ones no wider than `precision`."""
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=narrowed(tensor.dtype, precision), device="cpu")

@@ -1,0 +1,105 @@
+"""A model and a call of it, made fake for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture._torch.fakes import FakeMode, fake_like, faked, new_fake_mode
+from autopar.capture._transformers import transformers_under_capture
+from autopar.capture.precision import narrowed
+from autopar.capture.ties import Aliases, aliases_of
+from autopar.capture.trees import flatten_call, unflatten
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call that can be captured: its arguments as fake tensors, beside the leaves they were made of.
+
+    Attributes:
+        precision: what wider floating parameters and inputs are read in. stored: such a parameter's name → its own dtype.
+        on_gpu: whether a tensor of the model or the call is on a GPU. inference: whether nothing has a gradient, whatever the model says.
+    """
+
+    mode: FakeMode
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    in_leaves: tuple[tuple[str, Any], ...]
+    in_spec: Any
+    aliases: Aliases
+    precision: torch.dtype | None
+    stored: Mapping[str, torch.dtype]
+    on_gpu: bool
+    inference: bool
+
+
+@contextlib.contextmanager
+def prepared(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: torch.dtype | None = None, *, inference: bool = False
+) -> Iterator[Prepared]:
+    """Make `model` and a call of it fake for a while; afterwards the model is as before.
+
+    Args:
+        precision: the dtype that wider floating parameters and inputs have meanwhile.
+        inference: whether no parameter requires a gradient meanwhile.
+    """
+    mode = new_fake_mode()
+    in_leaves, in_spec = flatten_call(args, kwargs)
+    # Each leaf gets its own fake tensor: Dynamo would merge equal objects (labels=ids), and the graph would read only one.
+    fakes = [faked(leaf, mode, precision) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in in_leaves]
+    fake_args, fake_kwargs = unflatten(fakes, in_spec)
+    named = model.named_parameters(remove_duplicate=False)
+    stored = {name: p.dtype for name, p in named if narrowed(p.dtype, precision) != p.dtype}
+    on_gpu = any(getattr(held, "is_cuda", False) for held in (*model.parameters(), *model.buffers(), *(leaf for _, leaf in in_leaves)))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_fake_weights(model, mode, precision, frozen=inference))
+        stack.enter_context(transformers_under_capture(model, args, kwargs))
+        stack.enter_context(torch.set_grad_enabled(not inference))
+        stack.enter_context(_ops_of_training())
+        aliases = aliases_of(model)  # captured, a tensor is another object
+        yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec, aliases, precision, stored, on_gpu, inference)
+
+
+@contextlib.contextmanager
+def _fake_weights(model: nn.Module, mode: FakeMode, precision: torch.dtype | None, *, frozen: bool) -> Iterator[None]:
+    """Swap every parameter and buffer for a fake one on the cpu, tied ones for one; put the user's own back at the end."""
+    swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    fakes: dict[int, torch.Tensor] = {}
+    try:
+        for module in model.modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in fakes:
+                        fakes[id(tensor)] = _fake_weight(tensor, mode, precision).requires_grad_(tensor.requires_grad and not frozen)
+                    swapped.append((held, name, tensor))
+                    held[name] = fakes[id(tensor)]
+        yield
+    finally:
+        for held, name, tensor in swapped:
+            held[name] = tensor
+
+
+def _fake_weight(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None) -> torch.Tensor:
+    """A parameter in `precision`, where it is wider; buffers stay as they are."""
+    dtype = narrowed(tensor.dtype, precision) if isinstance(tensor, nn.Parameter) else tensor.dtype
+    sample = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")  # a storage for each
+    fake = fake_like(sample, torch.device("cpu"), mode)
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+@contextlib.contextmanager
+def _ops_of_training() -> Iterator[None]:
+    """Without the fused ops that torch's transformer layers take where nothing has a gradient: they compute what the others do."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
