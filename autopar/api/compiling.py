@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.api.arguments import Example, Launched, MeshLike, as_call, as_mesh, is_shape_of, is_unshaped, launched
 from autopar.api.further import Structure, asked_of, beside_the_optimizer, shapes_of, storage_of
 from autopar.api.planning import check_fits, plan_told
-from autopar.api.tracing import program_of, refuse_wrapped, traced_for
+from autopar.api.tracing import program_of, refuse_own_losses, refuse_wrapped, settled, traced_for
 from autopar.capture import Trace
-from autopar.errors import AutoparError, ConstraintError, PlanError, RuntimeStateError
+from autopar.errors import AutoparError, ConstraintError, InfeasibleError, PlanError, RuntimeStateError
 from autopar.explanation.lines import idle
 from autopar.hardware import HardwareProfile
 from autopar.planning import Planned, PlanOptions
@@ -111,10 +112,14 @@ class _Order:
 
 @dataclass(frozen=True, slots=True)
 class _Further:
-    """How a further program is planned, in place of `_Order.options`; `otherwise` where a constraint cannot hold."""
+    """How a further program is planned, in place of `_Order.options`.
 
-    asked: PlanOptions
-    otherwise: PlanOptions
+    Attributes:
+        tried: options, the next where one leaves no plan that fits. otherwise: the same where a constraint cannot hold.
+    """
+
+    tried: tuple[PlanOptions, ...]
+    otherwise: tuple[PlanOptions, ...]
 
 
 _OF_THE_MODULE = (
@@ -203,13 +208,15 @@ def _build(
     if is_unshaped(mesh):  # its shape is the plan's
         devices = device_mesh(plan.mesh, kind)
     build: Callable[..., ParallelModule | StagedModule] = StagedModule if isinstance(program, StagedProgram) else ParallelModule
-    wanted = order.build["outputs"] if order.build["outputs"] != "auto" else plan.options.get("outputs", "dtensor")
+    wanted = plan.options.get("outputs", "dtensor") if order.build["outputs"] == "auto" else order.build["outputs"]
     module = build(program, devices, order.model, **{**order.build, "outputs": wanted}, shared=shared)
     object.__setattr__(module, "plan", plan)
     if shared is None:
         for line in idle(plan) if rank() == 0 else ():
             log.warning("%s; a plan by name shares it all the same (constraints=[autopar.constraints.fsdp()])", line)
-        module.variants = Variants(partial(_variant, order.build, order.hardware, Structure.of(order.model), devices))
+        usual = wanted == settled("auto", any(t.is_loss for t in program.outputs))
+        further = order.build if usual else {**order.build, "outputs": wanted}
+        module.variants = Variants(partial(_variant, further, order.hardware, Structure.of(order.model), devices))
     return module
 
 
@@ -222,15 +229,14 @@ def _variant(
     plan: Plan = module.plan
     hardware = asked or plan.fingerprint.profile  # read where it is planned, on one rank
     only_forward = not torch.is_grad_enabled() and not (plan.pipeline is not None and plan.pipeline.axis)  # stages are planned for steps
-    asked_again, otherwise = (
-        replace(options, outputs=build["outputs"], **(beside_the_optimizer(plan, options) if only_forward else {}))
-        for options in asked_of(plan, storage_of(module))
-    )
+    asked_again, otherwise = (replace(options, outputs=build["outputs"]) for options in asked_of(plan, storage_of(module)))
+    further = _Further((asked_again,), (otherwise,))
+    if only_forward:  # where that does not fit, as a step, whose batch may be cut
+        further = _Further(*((beside_the_optimizer(plan, options), options) for options in (asked_again, otherwise)))
     with torch.enable_grad():
-        order = _Order(structure.in_mode(training), devices, None, hardware, build, {}, _Further(asked_again, otherwise))
-        made = _build(order, args, kwargs, module)
+        made = _build(_Order(structure.in_mode(training), devices, None, hardware, build, {}, further), args, kwargs, module)
     made.train(training)
-    made.only_forward = only_forward and not plan.options.get("inference", False)
+    made.only_forward = only_forward and made.plan.options["inference"] and not plan.options.get("inference", False)
     return made
 
 
@@ -252,6 +258,7 @@ def _plan_together(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, An
     if plan is None:
         plan = _from_rank_zero(order, args, kwargs)
     trace = traced_for(plan, order.model, args, kwargs)
+    refuse_own_losses(trace, order.build["batch"])
     check_fits(plan, trace, plan.mesh if is_unshaped(order.mesh) and is_shape_of(plan.mesh, order.mesh) else as_mesh(order.mesh))
     return plan, program_of(plan, order.model, trace, args, kwargs)
 
@@ -270,10 +277,20 @@ def _plan_here(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         chosen = {"batch": order.build["batch"], "outputs": order.build["outputs"], **order.options}
         return plan_told(order.model, order.mesh, args, kwargs, order.hardware, chosen)
     try:
-        return plan_told(order.model, order.mesh, args, kwargs, order.hardware, further.asked)
+        return _plan_further(order, further.tried, args, kwargs)
     except ConstraintError as error:
+        found = _plan_further(order, further.otherwise, args, kwargs)
         log.warning("for this call constraints on layouts are left out, since they cannot hold: %s", error.what)
-        return plan_told(order.model, order.mesh, args, kwargs, order.hardware, further.otherwise)
+        return found
+
+
+def _plan_further(
+    order: _Order, tried: Sequence[PlanOptions], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Trace, Planned]:
+    for options in tried[:-1]:
+        with contextlib.suppress(InfeasibleError):
+            return plan_told(order.model, order.mesh, args, kwargs, order.hardware, options, another=True)
+    return plan_told(order.model, order.mesh, args, kwargs, order.hardware, tried[-1], another=True)
 
 
 def _from_rank_zero(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:

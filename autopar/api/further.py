@@ -99,11 +99,11 @@ def _stages(plan: Plan) -> tuple[Pipelined, ...]:
     return (pipeline(made.axis, schedule=schedule, cuts=cuts, independent=made.independent, chunks=chunks if chunks > 1 else None),)
 
 
-def beside_the_optimizer(plan: Plan, options: PlanOptions) -> dict[str, Any]:
-    """What changes of the options where no backward follows: forward alone, beside the optimizer's state, in one piece."""
+def beside_the_optimizer(plan: Plan, options: PlanOptions) -> PlanOptions:
+    """The options where no backward follows: forward alone, beside the optimizer's state, in one piece."""
     assert options.memory_bytes is not None, "a plan records its budget"
     state = plan.prediction.memory_bytes.get("optimizer", 0)
-    return {"inference": True, "memory_bytes": max(options.memory_bytes - state, 1), "num_microbatches": 1}
+    return replace(options, inference=True, memory_bytes=max(options.memory_bytes - state, 1), num_microbatches=1)
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

@@ -17,11 +17,21 @@ from autopar.api.arguments import Example, MeshLike, as_call, as_constraints, as
 from autopar.api.choosing import Chooser
 from autopar.api.shaping import best_shape, shapes, shapes_in_three
 from autopar.api.shortage import instead
-from autopar.api.tracing import as_planned, as_wanted, program_of, refuse_wrapped, settled, staged_trace, traced, traced_for
+from autopar.api.tracing import (
+    as_planned,
+    as_wanted,
+    program_of,
+    refuse_own_losses,
+    refuse_wrapped,
+    settled,
+    staged_trace,
+    traced,
+    traced_for,
+)
 from autopar.capture import Trace
 from autopar.certificate import Certificate, certify, certify_staged
 from autopar.constraints import Constraint, speak_of
-from autopar.errors import ConstraintError, InfeasibleError, PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions
@@ -42,8 +52,13 @@ def plan_call(
     options: Mapping[str, Any] | PlanOptions,
     *,
     progress: Callable[[str], None] = lambda _: None,
+    another: bool = False,
 ) -> tuple[Trace, Planned]:
-    """Capture ``model(*args, **kwargs)`` and plan it: the trace, and the plan with its program and phase times."""
+    """Capture ``model(*args, **kwargs)`` and plan it: the trace, and the plan with its program and phase times.
+
+    Args:
+        another: whether it is another call of what was compiled; one without a loss has outputs all the same.
+    """
     if isinstance(model, nn.Module):  # what is none is refused below
         refuse_wrapped(model)
     hardware = hardware or default_hardware(runs_on(model, mesh))
@@ -55,10 +70,10 @@ def plan_call(
     trace = traced(model, args, kwargs, chosen.precision, inference=chosen.inference)
     if not trace.differentiable and not chosen.inference:
         log.warning("nothing that the model returns has a gradient: planned for inference, without gradients and optimizer state")
-    if trace.loss is None and trace.differentiable and chosen.batch == "local":
-        what = 'batch="local", and the model returns no loss: of each rank\'s own loss nothing says what part of the whole it is'
-        raise ConstraintError(what, remedy='pass batch="global", or let forward compute and return the loss')
-    chosen = replace(chosen, inference=not trace.differentiable, outputs=settled(chosen.outputs, trace))
+        trace = traced(model, args, kwargs, chosen.precision, inference=True)  # as the plan will be read
+    refuse_own_losses(trace, chosen.batch)
+    wanted = "auto" if another and chosen.outputs == "loss" and trace.loss is None else chosen.outputs
+    chosen = replace(chosen, inference=not trace.differentiable, outputs=settled(wanted, trace.loss is not None))
     trace = as_wanted(trace, chosen.outputs)
     captured: dict[int, Trace] = {}
 
@@ -85,10 +100,10 @@ def plan_model(
     return plan_told(model, mesh, *as_call(example_inputs), hardware, options)
 
 
-def plan_told(*call: Any) -> tuple[Trace, Planned]:
+def plan_told(*call: Any, another: bool = False) -> tuple[Trace, Planned]:
     """As `plan_call`; on a terminal, what takes long is said."""
     with progress_of_long("capturing the model") as tell:
-        return plan_call(*call, progress=lambda phase: tell(PHASES.get(phase, phase)))
+        return plan_call(*call, progress=lambda phase: tell(PHASES.get(phase, phase)), another=another)
 
 
 def plan(

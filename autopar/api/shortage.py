@@ -46,7 +46,10 @@ def instead(error: InfeasibleError, chooser: Chooser) -> Planned:
         tried = f"; {error.what}" if stages is not None and stages.axis else ""  # says which stage needs most
         what = between + shortage.asking(proven) + tried if between else error.what
     untried = "; stages were not tried: pass constraints=(autopar.constraints.pipeline(),)"
-    remedy = error.remedy + (untried if stages is None and chooser.mesh.num_devices > 1 else "")
+    trained = chooser.trace.loss is not None and bool(chooser.trace.differentiable)
+    untried = untried if trained else "; let forward return the loss: then microbatches and stages may help"
+    may_help = stages is None and chooser.mesh.num_devices > 1 and bool(chooser.trace.differentiable)
+    remedy = error.remedy + (untried if may_help else "")
     raise InfeasibleError(what, where=error.where, remedy=remedy, needed_bytes=smallest or error.needed_bytes) from error
 
 

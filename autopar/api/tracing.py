@@ -61,9 +61,16 @@ def _wrapped(module: nn.Module, name: str, what: str, remedy: str) -> CaptureErr
     return CaptureError(f"the model is {what}: {type(module).__name__}", where=Where(module=name), remedy=remedy)
 
 
-def settled(outputs: Outputs, trace: Trace) -> Outputs:
-    """How outputs come: by default whole where they are what a call is for, and where they lie beside a loss."""
-    return ("full" if trace.loss is None else "dtensor") if outputs == "auto" else outputs
+def settled(outputs: Outputs, has_loss: bool) -> Outputs:
+    """How outputs come: by default whole where they are what a call is for, and as they lie beside a loss."""
+    return ("dtensor" if has_loss else "full") if outputs == "auto" else outputs
+
+
+def refuse_own_losses(trace: Trace, batch: str) -> None:
+    """Raise ConstraintError where each rank would compute a loss of its own part of the batch."""
+    if batch == "local" and trace.loss is None and trace.differentiable:
+        what = 'batch="local", and the model returns no loss: of each rank\'s own loss nothing says what part of the whole it is'
+        raise ConstraintError(what, remedy='pass batch="global", or let forward compute and return the loss')
 
 
 def as_wanted(trace: Trace, outputs: Outputs) -> Trace:
@@ -156,12 +163,12 @@ def trace_part(
 
 def _check_begins(whole: Trace) -> None:
     """Raise ConstraintError where a step has no backward that follows from the call alone: microbatches and stages work one through it."""
+    if not whole.differentiable:
+        what = "nothing has a gradient: forward alone is planned in one piece"
+        raise ConstraintError(what, remedy="plan one microbatch without pipeline stages")
     if whole.loss is None:
         what = "the model returns no loss: backward waits for one that is computed outside of it, from the whole batch"
         raise ConstraintError(what, remedy="let forward compute and return the loss, or plan one microbatch without pipeline stages")
-    if not whole.loss.tangent:
-        what = "nothing has a gradient: forward alone is planned in one piece"
-        raise ConstraintError(what, remedy="plan one microbatch without pipeline stages")
 
 
 def _of_parts(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], precision: str | None) -> Trace:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +22,20 @@ class Differentiated:
     positions: tuple[int, ...]
 
 
-def differentiated(returned: Any, leaves: tuple[tuple[str, Any], ...]) -> Differentiated:
+def differentiated(returned: Any, leaves: tuple[tuple[str, Any], ...], computed: Callable[[torch.Tensor], bool]) -> Differentiated:
     """What backward goes through.
 
     The loss is the return value itself where it is a scalar, its ``loss`` entry or attribute, or the first scalar floating tensor of a
-    tuple, as far as it depends on a parameter that requires a gradient, or nothing does. `leaves` are the (path, value) pairs of
-    `returned`, in flat order.
+    tuple that parameters and the batch have a part in (the scale of logits, or a penalty on weights, is none), as far as it depends on a
+    parameter that requires a gradient, or nothing does.
+
+    Args:
+        returned, leaves: what the model returns, and its (path, value) pairs in flat order.
+        computed: whether a tensor depends on a parameter and on the batch.
     """
     tensors = {position: leaf for position, (_, leaf) in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
     having = tuple(position for position, leaf in tensors.items() if leaf.requires_grad)
-    candidates = {id(tensor) for tensor in _candidates(returned, leaves)}
+    candidates = {id(tensor) for tensor in _candidates(returned, leaves, computed)}
     for position in having or tensors:
         leaf = tensors[position]
         if id(leaf) in candidates and leaf.dim() == 0 and leaf.is_floating_point():
@@ -39,8 +43,11 @@ def differentiated(returned: Any, leaves: tuple[tuple[str, Any], ...]) -> Differ
     return Differentiated(None, having)
 
 
-def _candidates(returned: Any, leaves: tuple[tuple[str, Any], ...]) -> list[Any]:
+def _candidates(returned: Any, leaves: tuple[tuple[str, Any], ...], computed: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
     named = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
     if isinstance(named, torch.Tensor):
         return [named]
-    return [leaf for _, leaf in leaves] if isinstance(returned, torch.Tensor | tuple | list) else []
+    if isinstance(returned, torch.Tensor):
+        return [returned]
+    scalars = (leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() == 0)
+    return [leaf for leaf in scalars if computed(leaf)] if isinstance(returned, tuple | list) else []

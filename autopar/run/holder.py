@@ -170,7 +170,7 @@ class Holder(Drawing):
             if parameter.requires_grad and not tensor.requires_grad:
                 raise RuntimeStateError(
                     f"parameter {tensor.name!r} was frozen when the program was made and is not now",
-                    remedy="set requires_grad before autopar.compile",
+                    remedy="set requires_grad before autopar.compile, and compile for training (without inference=True)",
                 )
         return any(p.requires_grad and t.has_gradient for p, t in pairs)
 

@@ -71,6 +71,8 @@ class ParallelModule(Holder):
         self._executor = Executor(program, groups, backend=backend, batch=batch, outputs=outputs, device=devices.device_type)
         self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
         self._results = Results(program)
+        # in another mode what a trained model returns may have no gradient
+        self._may_train = shared is None or any(t.has_gradient for t in program.parameters)
         self._loss = next((i for i, t in enumerate(program.outputs) if t.is_loss and t.has_gradient), None)
         self._stand_for_all(model, program.attributes)
 
@@ -84,7 +86,7 @@ class ParallelModule(Holder):
         if isinstance(inputs, Misfit):
             return self._elsewhere(inputs, args, kwargs)
         parameters = [self.get_parameter(t.name) for t in self.program.parameters]
-        trained = torch.is_grad_enabled() and self._trains(parameters, self.program.parameters)
+        trained = torch.is_grad_enabled() and self._may_train and self._trains(parameters, self.program.parameters)
         watched = Watched()
         shown: Sequence[Tensor] = (
             _Step.apply(self, watched, inputs, *parameters) if trained else self._run(inputs, parameters, watched, keep=False)[0]

@@ -36,5 +36,6 @@ class _Refused(torch.autograd.Function):
     def backward(ctx: Any, tangent: Tensor) -> Any:
         raise RuntimeStateError(
             f"backward goes through the output {ctx.name!r}, and a program has the gradient of its loss alone",
-            remedy="add up in the model's forward what is to be differentiated, and return the sum as its loss; or detach this output",
+            remedy="add up in the model's forward what is to be differentiated, and return the sum as its loss; or return a dict without "
+            "an entry 'loss', of which any loss may be computed; or detach this output",
         )

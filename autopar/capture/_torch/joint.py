@@ -37,7 +37,7 @@ from autopar.capture.outputs import Differentiated, differentiated
 from autopar.capture.raw_graphs import drop_checks, plain_copy
 from autopar.capture.refusals import as_capture_error, quiet, refuse_miscompiled
 from autopar.capture.trace import ModuleAttribute
-from autopar.capture.trees import flatten_with_paths
+from autopar.capture.trees import flatten_with_paths, leaves_of
 from autopar.errors import CaptureError
 
 # A number that differs from an earlier capture would otherwise become symbolic: captures must not depend on each other.
@@ -180,7 +180,15 @@ def _others_detached(captured: Any, inputs: tuple[Any, ...]) -> tuple[tuple[tupl
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     results.update({id(value): node for value, node in zip(flat_inputs, arguments, strict=True) if id(value) not in results})
     leaves, spec = flatten_with_paths(captured._dynamo_bytecode_unflatten(values, inputs))
-    found = differentiated(captured._dynamo_bytecode_unflatten(values, inputs), leaves)
+    given = {id(leaf) for leaf in leaves_of(inputs)}
+    batch = {node for value, node in zip(flat_inputs, arguments, strict=True) if id(value) in given}
+
+    def computed(tensor: torch.Tensor) -> bool:
+        node = results.get(id(tensor))
+        sources = _sources(node) if node is not None else set()
+        return not sources.isdisjoint(batch) and any(isinstance(n.meta.get("example_value"), nn.Parameter) for n in sources)
+
+    found = differentiated(captured._dynamo_bytecode_unflatten(values, inputs), leaves, computed)
     returned: list[Any] = []
     with graph.inserting_before(output):
         for position, (path, leaf) in enumerate(leaves):
@@ -199,6 +207,16 @@ def _others_detached(captured: Any, inputs: tuple[Any, ...]) -> tuple[tuple[tupl
     output.args = (tuple(returned),)
     graph._codegen.dynamo_bytecode_unflatten = lambda results, _inputs: results
     return leaves, spec, found
+
+
+def _sources(node: fx.Node) -> set[fx.Node]:
+    """The placeholders that a node depends on."""
+    seen, stack = {node}, [node]
+    while stack:
+        new = set(stack.pop().all_input_nodes) - seen
+        seen |= new
+        stack += new
+    return {each for each in seen if each.op == "placeholder"}
 
 
 def _placeholder_kind(desc: Any) -> tuple[str, Any]:

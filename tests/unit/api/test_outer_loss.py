@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.errors import RuntimeStateError
+from autopar.errors import ConstraintError, InfeasibleError, RuntimeStateError
 
 
 def pair(kind: str = "several", **options: Any) -> tuple[nn.Module, Any, dict[str, Tensor]]:
@@ -170,3 +170,112 @@ def test_a_plan_is_for_the_use_that_it_was_made_for() -> None:
     plan = autopar.plan(plain, 1, example_inputs=batch, hardware="cpu-gloo", inference=True)
     module: Any = autopar.compile(copy.deepcopy(plain), 1, example_inputs=batch, plan=plan)
     assert not module(**batch)["out"].requires_grad
+
+
+class Embedder(nn.Module):
+    """As CLIP's: features, and the scale of logits, which is no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 4), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(x), self.scale.exp(), x.mean()
+
+
+def test_a_scale_and_a_statistic_of_the_batch_are_no_loss() -> None:
+    torch.manual_seed(0)
+    plain, x = Embedder(), torch.randn(6, 8)
+    module: Any = autopar.compile(copy.deepcopy(plain), example_inputs=(x,), hardware="cpu-gloo")
+    for model in (plain, module):
+        features, scale, _ = model(x)
+        nn.functional.cross_entropy(scale * features, torch.arange(6) % 4).backward()
+    check_gradients(plain, module)
+    with torch.no_grad():
+        features, scale, mean = module.eval()(x)
+    assert type(features) is type(scale) is type(mean) is Tensor
+
+
+class Detector(nn.Module):
+    """Trained it returns its loss, else what it found, which has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.linear(x)
+        return found.pow(2).mean() if self.training else found.argmax(-1)
+
+
+def test_what_returns_indices_in_eval_mode_is_planned_for_inference_and_the_plan_is_read_again() -> None:
+    torch.manual_seed(0)
+    plain, x = Detector(), torch.randn(6, 8)
+    plan = autopar.plan(copy.deepcopy(plain).eval(), autopar.Mesh(2), example_inputs=(x,), hardware="cpu-gloo")
+    assert plan.options["inference"] and autopar.check(plan, copy.deepcopy(plain).eval(), (x,)).ok
+    assert autopar.verify(plan, copy.deepcopy(plain).eval(), (x,)).ok
+    module: Any = autopar.compile(copy.deepcopy(plain), example_inputs=(x,), hardware="cpu-gloo")
+    module(x).backward()
+    module.eval()
+    plain.eval()
+    for _ in range(2):
+        assert torch.equal(module(x), plain(x))  # with gradients enabled, of which nothing has one
+    assert len(module.variants.known) == 1
+    module.train()(x).backward()
+
+
+class Wide(nn.Module):
+    """Small weights, and much between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.body(x), y)
+
+
+def test_a_module_in_microbatches_is_evaluated_in_microbatches_where_forward_alone_fits_no_more() -> None:
+    torch.manual_seed(0)
+    plain, batch = Wide(), {"x": torch.randn(256, 8), "y": torch.arange(256) % 4}
+    module: Any = autopar.compile(copy.deepcopy(plain), 1, example_inputs=batch, hardware="cpu-gloo", memory_bytes=240_000)
+    assert module.plan.pipeline is not None
+    module.eval()
+    with torch.no_grad():
+        assert module(**batch).item() == pytest.approx(plain(**batch).item(), rel=1e-5)
+        smaller = {name: x[:128] for name, x in batch.items()}
+        assert module(**smaller).item() == pytest.approx(plain(**smaller).item(), rel=1e-5)
+    assert [each.plan.pipeline is not None for each in module.variants.known][-1]
+
+
+@pytest.mark.parametrize("outputs", ["full", "local", "dtensor"])
+def test_beside_a_plan_outputs_come_as_it_says_in_every_call(outputs: str) -> None:
+    plain, batch = no_loss.several()
+    plan = autopar.plan(plain, 1, example_inputs=batch, hardware="cpu-gloo", outputs=outputs)
+    module: Any = autopar.compile(copy.deepcopy(plain), 1, example_inputs=batch, plan=plan)
+    first, second = (module(x=batch["x"][:samples])["out"] for samples in (8, 3))
+    assert type(first) is type(second) is (DTensor if outputs == "dtensor" else Tensor)
+
+
+def test_where_the_loss_alone_is_wanted_a_call_without_labels_returns_all_the_same() -> None:
+    plain, batch = zoo_small.bert()
+    module: Any = autopar.compile(copy.deepcopy(plain), example_inputs=batch, hardware="cpu-gloo", outputs="loss")
+    assert module(**batch).logits is None
+    asked = {name: x for name, x in batch.items() if name != "labels"}
+    with torch.no_grad():
+        torch.testing.assert_close(module(**asked).logits, plain(**asked).logits)
+
+
+def test_parts_of_a_batch_have_no_loss_of_their_own_beside_a_plan_either() -> None:
+    plain, batch = no_loss.several()
+    plan = autopar.plan(plain, 1, example_inputs=batch, hardware="cpu-gloo")
+    with pytest.raises(ConstraintError, match="each rank's own loss"):
+        autopar.compile(copy.deepcopy(plain), 1, example_inputs=batch, plan=plan, batch="local")
+
+
+@pytest.mark.parametrize(("options", "says"), [({}, "let forward return the loss"), ({"inference": True}, "")])
+def test_where_nothing_fits_no_stages_are_advised_that_there_cannot_be(options: dict[str, Any], says: str) -> None:
+    plain, batch = no_loss.several()
+    with pytest.raises(InfeasibleError) as error:
+        autopar.plan(plain, autopar.Mesh(2), example_inputs=batch, hardware="cpu-gloo", memory_bytes=600, **options)
+    assert says in error.value.remedy and "pipeline" not in error.value.remedy
