@@ -74,6 +74,28 @@ def check_batch(names: Sequence[str], values: Sequence[Tensor], devices: DeviceM
         )
 
 
+def check_tangents(returned: Sequence[tuple[str, Tensor | None]], devices: DeviceMesh) -> None:
+    """That what backward begins with is the same on all ranks: gradients of a loss that each of them computed of whole outputs.
+
+    Args:
+        returned: outputs by name, with the gradient of the loss by each, None where it has no part in the loss; an empty tensor where the
+            output is no whole one.
+
+    Raises:
+        RuntimeStateError: on every rank, naming what differs.
+    """
+    if devices.size() == 1 or dist.get_world_size() != devices.size():
+        return
+    every = _gathered([None if x is None else _digest(x) for _, x in returned], devices)
+    different = [name or "the result" for (name, _), *digests in zip(returned, *every, strict=True) if len(set(digests)) > 1]
+    if different:
+        raise RuntimeStateError(
+            f"ranks computed different losses of the same outputs: their gradients by {', '.join(different)} differ",
+            remedy="compute the same loss on every rank: of the same labels, and with the same seed where it draws random numbers; or let "
+            "the model compute its loss",
+        )
+
+
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()

@@ -28,6 +28,7 @@ from autopar.ops.in_place import functional_form
 from autopar.run.lazy_graph import LazyGraphModule
 from autopar.run.program import Program
 from autopar.run.splitting import local_part
+from autopar.run.unused import without
 
 Backend = Literal["eager", "inductor"]
 Batch = Literal["global", "local"]
@@ -94,11 +95,21 @@ class Executor:
             del local
         return results, saved
 
-    def backward(self, saved: list[Any], tangents: list[Tensor], sums: Sequence[Tensor] = (), *, first: bool = False) -> list[Tensor]:
+    def backward(
+        self,
+        saved: list[Any],
+        tangents: list[Tensor],
+        sums: Sequence[Tensor] = (),
+        *,
+        first: bool = False,
+        absent: frozenset[int] = frozenset(),
+    ) -> list[Tensor]:
         """One gradient per parameter that has one, then per input that has one, local as the graph sees it.
 
         Args:
             saved, tangents: emptied. One tangent per output that has one.
+            absent: places among the tangents of those that are none, for which zeros are passed; gradients that follow from these alone
+                are None.
             sums: where the program accumulates, one per parameter that has a gradient; added to, and returned as the gradients.
             first: whether nothing is in `sums` yet: they are written then.
         """
@@ -109,7 +120,7 @@ class Executor:
         saved += tangents
         saved += sums
         tangents.clear()
-        return self._settled(list(self._graph("first" if first else "backward")(saved)))
+        return self._settled(list(self._graph("first" if first else "backward", absent)(saved)))
 
     def begin(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Before the first microbatch: local parameters as `forward` takes them, from those that rest."""
@@ -133,7 +144,7 @@ class Executor:
 
     def _settled(self, gradients: list[Tensor]) -> list[Tensor]:
         """Gradients that the host may read: those on their way there from a GPU have come."""
-        if self.device.type == "cuda" and any(not x.is_cuda for x in gradients):
+        if self.device.type == "cuda" and any(x is not None and not x.is_cuda for x in gradients):
             torch.cuda.current_stream(self.device).synchronize()
         return gradients
 
@@ -144,16 +155,21 @@ class Executor:
         sizes, coordinate = [g.size for g in self.groups], [g.coordinate for g in self.groups]
         return local_part(x, border.layout, sizes, border.view, coordinate).contiguous()
 
-    def _graph(self, phase: str) -> Boxed:
-        if phase not in self._graphs:
-            bound = bind(self._source(phase), self.groups, self.device.type)
+    def _graph(self, phase: str, absent: frozenset[int] = frozenset()) -> Boxed:
+        key = f"{phase} without {sorted(absent)}" if absent else phase
+        if key not in self._graphs:
+            bound = bind(self._source(phase, absent), self.groups, self.device.type)
             if phase == "inference":
                 bound.graph = without_saved(bound.graph, self.program.num_saved)
-            self._graphs[phase] = boxed(bound) if self._backend == "eager" else _compiled(bound)
-        return self._graphs[phase]
+            self._graphs[key] = boxed(bound) if self._backend == "eager" else _compiled(bound)
+        return self._graphs[key]
 
-    def _source(self, phase: str) -> fx.GraphModule:
+    def _source(self, phase: str, absent: frozenset[int] = frozenset()) -> fx.GraphModule:
         program = self.program
+        if absent:
+            assert phase == "backward" and not program.accumulates, "microbatches have the model's own loss"
+            given = [node.target for node in program.backward.graph.nodes if node.op == "placeholder"][program.num_saved :]
+            return LazyGraphModule(program.backward, without(program.backward.graph, given, [given[place] for place in absent]))
         if phase == "first":
             return _writing(program.backward)
         source = {"backward": program.backward, "begin": program.begin, "end": program.end}.get(phase, program.forward)

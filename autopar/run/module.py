@@ -23,6 +23,7 @@ from autopar.layout import Layout
 from autopar.run.arguments import Arguments, Results
 from autopar.run.clipping import clip_grad_norm_
 from autopar.run.device_mesh import agree, groups_of, mesh_of
+from autopar.run.equal import check_tangents
 from autopar.run.executor import Backend, Batch, Executor, Outputs
 from autopar.run.holder import Holder
 from autopar.run.parameters import Storage
@@ -73,6 +74,7 @@ class ParallelModule(Holder):
         self._results = Results(program)
         # in another mode what a trained model returns may have no gradient
         self._may_train = shared is None or any(t.has_gradient for t in program.parameters)
+        self._num_backwards = 0
         self._loss = next((i for i, t in enumerate(program.outputs) if t.is_loss and t.has_gradient), None)
         self._stand_for_all(model, program.attributes)
 
@@ -147,11 +149,24 @@ class ParallelModule(Holder):
 
     def _gradients(self, saved: list[Any], tangents: Sequence[Tensor | None]) -> tuple[DTensor | None, ...]:
         """One per parameter of the program; None stands for the tangent of an output that nothing was computed of."""
-        pairs = zip(self._presented, tangents, strict=True)
-        returning = [self._returned(tangent, storage) for storage, tangent in pairs if storage.tensor.has_gradient]
+        pairs = [(s, x) for s, x in zip(self._presented, tangents, strict=True) if s.tensor.has_gradient]
+        self._check_returned(pairs)
+        returning = [self._returned(tangent, storage) for storage, tangent in pairs]
+        absent = frozenset(place for place, (_, tangent) in enumerate(pairs) if tangent is None)
         with torch.autocast(self.device_mesh.device_type, enabled=False):  # the caller may be under it
-            gradients = iter(self._executor.backward(saved, returning))
-        return tuple(self._storages[t.name].wrap(next(gradients)) if t.has_gradient else None for t in self.program.parameters)
+            gradients = iter(self._executor.backward(saved, returning, absent=absent))
+        found = [next(gradients) if t.has_gradient else None for t in self.program.parameters]
+        named = zip(self.program.parameters, found, strict=True)
+        return tuple(None if gradient is None else self._storages[t.name].wrap(gradient) for t, gradient in named)
+
+    def _check_returned(self, returned: Sequence[tuple[Storage, Tensor | None]]) -> None:
+        """That every rank computed the same loss of the outputs; looked at as batches are, in backwards 1, 2, 4, 8 and so on."""
+        if self._loss is not None:
+            return
+        self._num_backwards += 1
+        if self._num_backwards & (self._num_backwards - 1) == 0:
+            whole = self._outputs == "full"
+            check_tangents([(s.tensor.name, x if whole or x is None else torch.empty(0)) for s, x in returned], self.device_mesh)
 
     def _names_of(self, *kinds: str) -> list[str]:
         """What users call the tensors of these kinds."""

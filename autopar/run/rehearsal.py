@@ -44,7 +44,8 @@ class Rehearsal(Executor):
         super().__init__(program, groups, batch=batch, outputs=outputs)
         self._memory, self._seen = memory, seen
 
-    def _graph(self, phase: str) -> Callable[[list[Any]], list[Any]]:
+    def _graph(self, phase: str, absent: frozenset[int] = frozenset()) -> Callable[[list[Any]], list[Any]]:
+        assert not absent, "what is predicted is a step with all of its outputs"
         phase = "backward" if phase == "first" else phase  # writing a sum holds what adding to it does
         if phase not in self._graphs:
             graph = self._source(phase).graph

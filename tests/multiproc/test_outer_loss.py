@@ -26,3 +26,15 @@ def test_training_with_a_loss_outside_of_the_model_follows_the_plain_model(plan:
             assert facts["parameters"] < tolerance and abs(facts["moved"]) > 1e-4
             assert any(facts["parts"]) == (outputs != "auto" and plan != "llama heads")
         assert facts["sharded"] or plan.endswith("ddp")
+
+
+def test_parameters_that_a_loss_does_not_reach_have_no_gradient() -> None:
+    for told in run_processes(2, WORKER, "heads"):
+        first, both, second = told
+        assert first[0] == ["right.weight", "right.bias"] and both[0] == [] and second[0] == ["left.weight", "left.bias"]
+        assert all(error < 1e-12 for _, error in told)
+
+
+def test_ranks_that_compute_different_losses_are_told_so() -> None:
+    first, second = run_processes(2, WORKER, "apart")
+    assert first == second and "ranks computed different losses of the same outputs: their gradients by 0 differ" in first

@@ -8,11 +8,12 @@ from typing import Any
 
 import no_loss
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import constraints
+from autopar.errors import RuntimeStateError
 from autopar.layout import local_shape
 from autopar.run.splitting import local_part
 
@@ -95,3 +96,49 @@ def _full(x: Tensor) -> Tensor:
 
 def _shape(module: Any, tensor: Any) -> tuple[int, ...]:
     return local_shape(tensor.shape, tensor.layout, tuple(module.device_mesh.shape), module.device_mesh.get_coordinate())
+
+
+class Heads(nn.Module):
+    """Two heads, of which a loss may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.left, self.right = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.relu(self.body(x))
+        return self.left(hidden), self.right(hidden)
+
+
+def heads(rank: int) -> list[Any]:
+    """Errors of gradients with one head, both, and the other; parameters that have none."""
+    torch.manual_seed(0)
+    plain, x = Heads().double(), torch.randn(8, 8, dtype=torch.float64)
+    options: dict[str, Any] = {"hardware": "cpu-gloo", "constraints": (constraints.ddp(),)}
+    module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh({"a": 2}), example_inputs=(x,), **options)
+    told: list[Any] = []
+    for used in ((0,), (0, 1), (1,)):
+        for model in (plain, module):
+            model.zero_grad()
+            found = model(x)
+            torch.stack([found[place].pow(2).sum() for place in used]).sum().backward()
+        pairs = list(zip(module.named_parameters(), plain.parameters(), strict=True))
+        none = [name for (name, p), _ in pairs if p.grad is None]
+        assert none == [name for (name, _), q in pairs if q.grad is None]
+        errors = [(p.grad.full_tensor() - q.grad).abs().max().item() for (_, p), q in pairs if q.grad is not None]
+        told.append((none, max(errors)))
+    return told
+
+
+def apart(rank: int) -> str:
+    """What a loss that ranks compute differently is told."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 8)
+    module: Any = autopar.compile(Heads(), autopar.Mesh({"a": 2}), example_inputs=(x,), hardware="cpu-gloo")
+    left, _ = module(x)
+    torch.manual_seed(100 + rank)
+    try:
+        nn.functional.dropout(left).sum().backward()
+    except RuntimeStateError as error:
+        return str(error)
+    return ""
