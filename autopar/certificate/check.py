@@ -85,6 +85,8 @@ def notes(plan: Plan) -> Iterator[str]:
         yield f"planned with torch {plan.fingerprint.torch}, this is {here}"
     if plan.fingerprint.autopar != VERSION:
         yield f"planned with autopar {plan.fingerprint.autopar}, this is {VERSION}"
+    if plan.alone_s:
+        yield "how long unequal devices wait for the slowest is the planner's word, which nothing here proves"
 
 
 @dataclass

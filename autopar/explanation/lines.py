@@ -137,10 +137,11 @@ def unequal(plan: Plan) -> Iterator[str]:
         waiting.setdefault((name, alone_s), []).append(index)
     for (name, alone_s), indices in waiting.items():
         waits = max(1 - alone_s / max(plan.prediction.step_s, _LEAST), 0.0)
-        yield (
-            f"{mark.axis} {', '.join(map(str, indices))}, {name}, in lockstep with all others: a step of this plan would take "
-            f"{seconds(alone_s)} if all were alike, so these wait {share(waits)} of it"
-        )
+        which = f"{mark.axis} {', '.join(map(str, indices))}, {name}, in lockstep with all others"
+        if waits < _SAME:
+            yield f"{which}: these set the pace"
+        else:
+            yield f"{which}: a step of this plan would take {seconds(alone_s)} if all were like these, so they wait {share(waits)} of it"
 
 
 def _which(pipeline: Pipeline, rank: int) -> str:

@@ -19,6 +19,7 @@ from autopar.planning.options import PlanOptions
 from autopar.planning.over_cuts import Least
 from autopar.planning.units import Unit
 from autopar.plans import Fingerprint
+from autopar.run.orders import num_in_flight
 from autopar.solve import Evaluation
 from autopar.stages import Cut, CutPoint
 from autopar.version import VERSION
@@ -75,6 +76,11 @@ class Asked:
     def budgets(self) -> tuple[int, ...]:
         """Bytes of a device, per index along the axis."""
         return tuple(self.options.budget(self.profile_of(rank)) for rank in range(self.num_stages // self.wish.chunks))
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Per stage, microbatches whose kept values it holds."""
+        return tuple(num_in_flight(self.wish.schedule, self.num_stages, self.how.num, self.wish.chunks))
 
     def crossing(self, stage: int) -> Crossing:
         """Over the links to a stage's neighbours."""

@@ -46,7 +46,6 @@ def joined(
     asked: Asked,
     whole: Whole,
     cuts: Sequence[int],
-    flying: Sequence[int],
     stages: Sequence[Planned],
     made: Cut,
     sharing: Sharing,
@@ -55,7 +54,7 @@ def joined(
     """The plan of all stages.
 
     Args:
-        cuts: indices of the units that begin later stages. flying: microbatches in flight, per stage. stages: their plans.
+        cuts: indices of the units that begin later stages. stages: their plans.
     """
     plans = tuple(planned.plan for planned in stages)
     objective = step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks)
@@ -68,7 +67,7 @@ def joined(
     promised = (f"samples are independent by the user's promise, which rules do not show at {named}",) if named else ()
     pipeline = Pipeline(
         asked.axis, tuple(p.position for p in points), tuple(p.module for p in points), asked.how.num, asked.wish.schedule,
-        tuple(flying), asked.wish.independent, plans,
+        asked.in_flight, asked.wish.independent, plans,
         tuple(_crossed(asked, trace, planned) for trace, planned in zip(made.stages[:-1], stages, strict=False)),
         whole.on[0].priced.problem.accumulates,
         *((tuple(memory.peak_bytes for memory in ranks), tuple(sharing.budgets)) if shared else ((), ())),

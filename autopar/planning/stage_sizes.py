@@ -11,7 +11,6 @@ from autopar.planning.asked import Asked
 from autopar.planning.options import UNLIMITED
 from autopar.planning.smallest import Need, proven_bytes
 from autopar.planning.units import Unit, balanced
-from autopar.run.orders import num_in_flight
 from autopar.stages import CutPoint, cut
 from autopar.strategies import Forced, classes_of
 
@@ -78,8 +77,7 @@ class StageSizes:
     def _stage(self, first: int, end: int, number: int) -> Need:
         """What a stage of these units needs at least, whatever the layouts of what crosses."""
         asked, budgets = self.asked, self.asked.budgets
-        flying = num_in_flight(asked.wish.schedule, asked.num_stages, asked.how.num, asked.wish.chunks)[number]
-        profile, forced = asked.profile_of(number), self.forced[number]
+        flying, profile, forced = asked.in_flight[number], asked.profile_of(number), self.forced[number]
         key = first, end, flying, number % len(budgets) if len(asked.profiles) > 1 else 0
         if key not in self._known:
             positions = [self.points[border - 1].position for border in (first, end) if 0 < border <= len(self.points)]

@@ -134,3 +134,9 @@ def test_what_is_no_hardware_for_the_mesh_is_refused_with_what_to_do(case: str) 
     with pytest.raises(HardwareError) as refused:
         as_hardware(hardware, mesh)
     assert what in refused.value.what and remedy in refused.value.remedy
+
+
+def test_to_compile_for_unequal_devices_the_mesh_has_to_be_said() -> None:
+    model, batch = torch.nn.Linear(4, 4), {"input": torch.randn(4, 4)}
+    with pytest.raises(HardwareError, match="the shape of the mesh is the planner's choice"):
+        autopar.compile(model, example_inputs=batch, hardware={"stage": ["cpu-gloo"]})
