@@ -134,11 +134,10 @@ def plan(
         example_inputs: the global batch: a mapping of keywords, a sequence of positions, or one tensor. Values are not read.
         hardware: name of a profile (`HardwareProfile.names`), path of one, ``"local"``, or a profile; by default ``local``
             where this machine was measured for the kind of device that the weights are on, else the GPU that is there (unless they
-            are on a CPU), else ``cpu-gloo``. Of unequal devices a mapping from an axis of the mesh to one profile per index along it,
-            ``{"stage": ["h100-sxm", "a100-sxm-80gb"]}``: the stages of a pipeline along that axis (`autopar.constraints.pipeline`) are
-            each planned for their own devices, their times, links and memory, and cut accordingly; interleaved, stage k is on devices
-            k mod n. In every other plan all devices run one program in lockstep, at the pace of the slowest and with the memory of the
-            smallest, and `explain` says how long the others wait: no device is given more samples than another.
+            are on a CPU), else ``cpu-gloo``. Of unequal devices a mapping from an axis to one profile per index along it,
+            ``{"stage": ["h100-sxm", "a100-sxm-80gb"]}``: stages along it (`autopar.constraints.pipeline`) are each planned for their own,
+            k on those k mod n. All else is in lockstep, at the pace of the slowest, in the memory of the smallest; `explain` says how long
+            the others wait: none is given more samples than another.
         memory_bytes: budget per device; by default the profile's memory less 10 %.
         optimizer: whose state rests beside the parameters: ``adamw``, ``adam``, ``sgd``, ``momentum`` or ``none``.
         constraints: what is forced (`autopar.constraints`).
