@@ -84,6 +84,8 @@ def collective_time(collective: Collective, axis_size: int, link: str, profile: 
     Raises:
         HardwareError: where the profile has no such link, or says nothing of the host.
     """
+    if profile.parts:
+        return max(collective_time(collective, axis_size, link, part) for part in profile.parts)
     if collective.kind in HOST_KINDS:
         if profile.host is None:
             what = f"profile {profile.name!r} says nothing of the host's memory"
@@ -106,6 +108,8 @@ def collective_time(collective: Collective, axis_size: int, link: str, profile: 
 def bucket_time(collective: Collective, axis_size: int, link: str, profile: HardwareProfile) -> float:
     """Seconds of one collective on a bucket, with the two passes around it: `pack` reads and writes what goes in, `unpack` what comes
     out. Arguments and errors as of `collective_time`."""
+    if profile.parts:
+        return max(bucket_time(collective, axis_size, link, part) for part in profile.parts)
     passed_bytes = 2 * (collective.bytes + collective.output_bytes(axis_size))
     passes_s = passed_bytes / (profile.memory_bandwidth_bytes_per_s * profile.memory_efficiency["elementwise"])
     return collective_time(collective, axis_size, link, profile) + 2 * profile.launch_overhead_s + passes_s
@@ -118,6 +122,12 @@ def faster(link: Link, share: float) -> Link:
         for kind, by_num in link.curves.items()
     }
     return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * (1 + share), curves=curves)
+
+
+def with_faster(profile: HardwareProfile, link: str, share: float) -> HardwareProfile:
+    """The profile with one link that is `faster`; of the slowest of several profiles, that of each."""
+    parts = tuple(with_faster(part, link, share) for part in profile.parts)
+    return replace(profile, links={**profile.links, link: faster(profile.links[link], share)}, parts=parts)
 
 
 def _copied_bytes(collective: Collective, axis_size: int) -> int:

@@ -134,7 +134,7 @@ def _without_partial(op: Op) -> list[int]:
 def finish(prepared: Prepared, choices: Choices, evaluation: Evaluation, name: str) -> tuple[Plan, Program]:
     """The plan and program of choices."""
     trace, profile = prepared.trace, prepared.profile
-    mark = fingerprint(trace, name, profile.name, profile.hash, VERSION)
+    mark = fingerprint(trace, name, profile, VERSION)
     options = {"memory_bytes": AMPLE_BYTES, "optimizer": prepared.priced.optimizer, "batch": "global", "outputs": "dtensor"}
     draft = Draft(trace, prepared.mesh, prepared.priced, choices, evaluation, {})
     plan = assemble(draft, mark, options, 0.0)

@@ -36,6 +36,6 @@ def searched(
         InfeasibleError: where none was found.
     """
     budget = options.budget(profile)
-    mark = fingerprint(trace, "", profile.name, profile.hash, VERSION)
+    mark = fingerprint(trace, "", profile, VERSION)
     clock, recorded = Clock(lambda _: None), options.to_json(profile)
     return job(trace, mesh, pricing, options, clock, mark, recorded, budget, whole=whole).best_tried()

@@ -19,7 +19,7 @@ from autopar.capture.loss_head import heads_of
 from autopar.constraints import AUTO, INTERLEAVED, Pipelined, check, pipeline_in
 from autopar.errors import AutoparError, ConstraintError, CoupledError, InfeasibleError
 from autopar.garbage import collected_seldom
-from autopar.hardware import HardwareProfile
+from autopar.hardware import Hardware
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, TooSlow, make_plan, make_staged_plan
 from autopar.planning.clock import Progress
@@ -51,7 +51,7 @@ class Chooser:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     mesh: Mesh
-    profile: HardwareProfile
+    hardware: Hardware
     options: PlanOptions
     progress: Progress = lambda _: None
     captured: dict[int, Trace] = field(default_factory=dict)
@@ -228,7 +228,7 @@ class Chooser:
         options = self.unpiped()
         name = type(self.model).__name__
         trace = by_rows(self.trace, self.rows)
-        return self.marked(make_plan(trace, self.mesh, self.profile, options, model_name=name, progress=self.progress, limit_s=limit_s))
+        return self.marked(make_plan(trace, self.mesh, self.hardware, options, model_name=name, progress=self.progress, limit_s=limit_s))
 
     def unpiped(self) -> PlanOptions:
         """The options of a plan without stages."""
@@ -284,7 +284,7 @@ class Chooser:
             check_parts(len(cut_points(self.trace)) + 1, here.chunks * self._num_ranks(here))
         part, how = self.part(num, independent=here.independent)
         found = make_staged_plan(
-            self.trace, by_rows(part, self.rows), how, self.mesh, self.profile, self.options, here,
+            self.trace, by_rows(part, self.rows), how, self.mesh, self.hardware, self.options, here,
             model_name=type(self.model).__name__, limit_s=limit_s, progress=self.progress,
         )  # fmt: skip
         return self.marked(found)

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.api.arguments import Example, Launched, MeshLike, as_call, as_mesh, is_shape_of, is_unshaped, launched
 from autopar.api.further import Structure, asked_of, beside_the_optimizer, shapes_of, storage_of
+from autopar.api.hardware import HardwareLike, planned_for
 from autopar.api.planning import check_fits, plan_told
 from autopar.api.tracing import program_of, refuse_own_losses, refuse_wrapped, settled, traced_for
 from autopar.capture import Trace
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError, PlanError, RuntimeStateError
 from autopar.explanation.lines import idle
-from autopar.hardware import HardwareProfile
 from autopar.planning import Planned, PlanOptions
 from autopar.plans import Plan
 from autopar.run.device_mesh import agree, device_mesh
@@ -46,7 +46,7 @@ def compile(
     backend: Backend = "eager",
     batch: Batch = "global",
     outputs: Outputs = "auto",
-    hardware: str | Path | HardwareProfile | None = None,
+    hardware: HardwareLike | None = None,
     **options: Any,
 ) -> ParallelModule | StagedModule | Deferred:
     """Turn a model into a distributed one: plan (or take a plan), emit, and shard the parameters.
@@ -104,7 +104,7 @@ class _Order:
     model: nn.Module
     mesh: MeshLike
     plan: Plan | str | Path | None
-    hardware: str | Path | HardwareProfile | None
+    hardware: HardwareLike | None
     build: Mapping[str, Any]
     options: Mapping[str, Any]
     further: _Further | None = None
@@ -221,13 +221,13 @@ def _build(
 
 
 def _variant(
-    build: Mapping[str, Any], asked: str | Path | HardwareProfile | None, structure: Structure, devices: DeviceMesh,
+    build: Mapping[str, Any], asked: HardwareLike | None, structure: Structure, devices: DeviceMesh,
     module: ParallelModule | StagedModule, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> ParallelModule | StagedModule:  # fmt: skip
     """A program for another mode or a batch of other shapes, over the module's parameters."""
     agree(f"{'train' if training else 'eval'} mode, {shapes_of(args, kwargs)}", "batch or mode", devices)
     plan: Plan = module.plan
-    hardware = asked or plan.fingerprint.profile  # read where it is planned, on one rank
+    hardware = planned_for(plan) if asked is None else asked  # read where it is planned, on one rank
     only_forward = not torch.is_grad_enabled() and not (plan.pipeline is not None and plan.pipeline.axis)  # stages are planned for steps
     asked_again, otherwise = (replace(options, outputs=build["outputs"]) for options in asked_of(plan, storage_of(module)))
     further = _Further((asked_again,), (otherwise,))

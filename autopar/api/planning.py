@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,11 +14,13 @@ from torch import nn
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_constraints, as_mesh, default_hardware, is_unshaped, runs_on
 from autopar.api.choosing import Chooser
+from autopar.api.hardware import HardwareLike, as_hardware, of_plan
 from autopar.api.shaping import best_shape, shapes, shapes_in_three
 from autopar.api.shortage import instead
 from autopar.api.tracing import (
     as_planned,
     as_wanted,
+    by_rows,
     program_of,
     refuse_own_losses,
     refuse_wrapped,
@@ -28,11 +29,11 @@ from autopar.api.tracing import (
     traced,
     traced_for,
 )
+from autopar.api.waiting import with_waits
 from autopar.capture import Trace
 from autopar.certificate import Certificate, certify, certify_staged
 from autopar.constraints import Constraint, speak_of
 from autopar.errors import InfeasibleError, PlanError
-from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions
 from autopar.plans import Plan
@@ -48,7 +49,7 @@ def plan_call(
     mesh: MeshLike,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    hardware: str | Path | HardwareProfile | None,
+    hardware: HardwareLike | None,
     options: Mapping[str, Any] | PlanOptions,
     *,
     progress: Callable[[str], None] = lambda _: None,
@@ -61,8 +62,8 @@ def plan_call(
     """
     if isinstance(model, nn.Module):  # what is none is refused below
         refuse_wrapped(model)
-    hardware = hardware or default_hardware(runs_on(model, mesh))
-    profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware)
+    hardware = default_hardware(runs_on(model, mesh)) if hardware is None else hardware
+    devices = as_hardware(hardware, mesh)
     if isinstance(options, PlanOptions):
         chosen = options
     else:
@@ -78,10 +79,15 @@ def plan_call(
     captured: dict[int, Trace] = {}
 
     def chooser(shape: Mesh) -> Chooser:
-        return Chooser(model, trace, args, kwargs, shape, profile, chosen, progress, captured)
+        return Chooser(model, trace, args, kwargs, shape, devices, chosen, progress, captured)
 
     def fastest(shape: Mesh, limit_s: float) -> Planned:
         return chooser(shape).plan(limit_s)
+
+    def part_of(plan: Plan) -> Trace:
+        if plan.pipeline is None:
+            return by_rows(trace, plan.loss_rows)
+        return by_rows(chooser(plan.mesh).part(plan.pipeline.num_microbatches, independent=plan.pipeline.independent)[0], plan.loss_rows)
 
     meshes, further = (shapes(mesh), shapes_in_three(mesh)) if is_unshaped(mesh) else ((as_mesh(mesh),), ())
     try:
@@ -90,11 +96,11 @@ def plan_call(
         if len(meshes) > 1:
             raise
         found = instead(error, chooser(meshes[0]))
-    return trace, found.closer_proven()
+    return trace, with_waits(found.closer_proven(), devices, part_of)
 
 
 def plan_model(
-    model: nn.Module, mesh: MeshLike, *, example_inputs: Example, hardware: str | Path | HardwareProfile | None = None, **options: Any
+    model: nn.Module, mesh: MeshLike, *, example_inputs: Example, hardware: HardwareLike | None = None, **options: Any
 ) -> tuple[Trace, Planned]:
     """As `plan`, but also returns the trace, the program and the phase times."""
     return plan_told(model, mesh, *as_call(example_inputs), hardware, options)
@@ -111,7 +117,7 @@ def plan(
     mesh: MeshLike,
     *,
     example_inputs: Example,
-    hardware: str | Path | HardwareProfile | None = None,
+    hardware: HardwareLike | None = None,
     memory_bytes: int | None = None,
     optimizer: str = "adamw",
     constraints: Sequence[Constraint] = (),
@@ -134,7 +140,10 @@ def plan(
         example_inputs: the global batch: a mapping of keywords, a sequence of positions, or one tensor. Values are not read.
         hardware: name of a profile (`HardwareProfile.names`), path of one, ``"local"``, or a profile; by default ``local``
             where this machine was measured for the kind of device that the weights are on, else the GPU that is there (unless they
-            are on a CPU), else ``cpu-gloo``.
+            are on a CPU), else ``cpu-gloo``. Of unequal devices a mapping from an axis to one profile per index along it,
+            ``{"stage": ["h100-sxm", "a100-sxm-80gb"]}``: stages along it (`autopar.constraints.pipeline`) are each planned for their own,
+            k on those k mod n. All else is in lockstep, at the pace of the slowest, in the memory of the smallest; `explain` says how long
+            the others wait: none is given more samples than another.
         memory_bytes: budget per device; by default the profile's memory less 10 %.
         optimizer: whose state rests beside the parameters: ``adamw``, ``adam``, ``sgd``, ``momentum`` or ``none``.
         constraints: what is forced (`autopar.constraints`).
@@ -217,7 +226,7 @@ def verify(
     return verify_program(reference, program_of(plan, model, trace, args, kwargs), model, args, kwargs, dtype=dtype, tolerance=tolerance)
 
 
-def check(plan: Plan, model: nn.Module, batch: Example, *, hardware: str | Path | HardwareProfile | None = None) -> Certificate:
+def check(plan: Plan, model: nn.Module, batch: Example, *, hardware: HardwareLike | None = None) -> Certificate:
     """Certify a plan without a solver: that it is legal, costs and holds what it says, and is as close to the best as it says.
 
     Everything is derived anew from the model, whose weights may be on meta, and the profile; `verify` is what runs the plan.
@@ -230,10 +239,10 @@ def check(plan: Plan, model: nn.Module, batch: Example, *, hardware: str | Path 
         HardwareError: where the profile is not here under the name that the plan has: pass its path.
         ConstraintError, EmissionError: where the model cannot be cut as the plan says.
     """
-    profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or plan.fingerprint.profile)
+    devices = of_plan(plan, hardware)
     args, kwargs = as_call(batch)
     trace = traced_for(plan, model, args, kwargs)
     if plan.pipeline is None:
-        return certify(as_planned(trace, plan), plan, profile)
+        return certify(as_planned(trace, plan), plan, devices)
     part, how, made = staged_trace(plan, model, trace, args, kwargs)
-    return certify_staged(trace, part, made, how, plan, profile)
+    return certify_staged(trace, part, made, how, plan, devices)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,9 +16,9 @@ from autopar.errors import ConstraintError, InfeasibleError, size_text
 from autopar.planning import Planned
 from autopar.planning.clock import Clock
 from autopar.planning.conflicts import conflicting
-from autopar.planning.search import needs
+from autopar.planning.search import need_of, needs
 from autopar.planning.shortage import Kind, in_one_piece, in_stages
-from autopar.planning.smallest import preferred
+from autopar.planning.smallest import Need, preferred
 
 log = logging.getLogger("autopar")
 _MOST = 2  # kinds of plans, those with the least bounds, of which small ones are looked for
@@ -36,12 +35,12 @@ def instead(error: InfeasibleError, chooser: Chooser) -> Planned:
     shortage, clock = _Shortage(chooser), Clock(chooser.progress)
     with clock.phase("least"):
         proven, found = shortage.sizes()
-    smallest = 0 if found is None else found.plan.prediction.peak_bytes
-    if found is not None and smallest <= shortage.budget:
+    smallest = None if found is None else need_of(found.plan)
+    if found is not None and smallest is not None and smallest.fits:
         log.warning("%s; a plan of little memory does, which is not searched for speed: %s", error.what, found.plan)
         return found
     with clock.phase("conflict"):
-        between = _between(proven, smallest, shortage.budget)
+        between = _between(proven, smallest)
         stages = pipeline_in(chooser.options.constraints, chooser.mesh)
         tried = f"; {error.what}" if stages is not None and stages.axis else ""  # says which stage needs most
         what = between + shortage.asking(proven) + tried if between else error.what
@@ -50,17 +49,24 @@ def instead(error: InfeasibleError, chooser: Chooser) -> Planned:
     untried = untried if trained else "; let forward return the loss: then microbatches and stages may help"
     may_help = stages is None and chooser.mesh.num_devices > 1 and bool(chooser.trace.differentiable)
     remedy = error.remedy + (untried if may_help else "")
-    raise InfeasibleError(what, where=error.where, remedy=remedy, needed_bytes=smallest or error.needed_bytes) from error
+    needed = error.needed_bytes if smallest is None else smallest.num_bytes
+    raise InfeasibleError(what, where=error.where, remedy=remedy, needed_bytes=needed) from error
 
 
-def _between(proven: int, smallest: int, budget: int) -> str:
+def _between(proven: Need | None, smallest: Need | None) -> str:
     """What is known of the least memory that would do, as a refusal; nothing where nothing is."""
-    fits = "fits" if proven > budget else "was found that fits"
-    what = f"no plan {fits} into {size_text(budget)} per device"
-    least = f"{size_text(proven)} ({proven} bytes, proven for all that is tried)"
-    if smallest:
-        return f"{what}: the least that would do is between {least} and {size_text(smallest)} ({smallest} bytes, a plan that was found)"
-    return f"{what}: at least {least} is needed" if proven > budget else ""
+    if proven is None:
+        return ""
+    fits = "was found that fits" if proven.fits else "fits"
+    of = f" of {proven.where}" if proven.where else ""  # which of unequal devices are short
+    what = f"no plan {fits} into {size_text(proven.budget_bytes)} per device{of}"
+    least = f"{size_text(proven.num_bytes)} ({proven.num_bytes} bytes, proven for all that is tried)"
+    if smallest is not None:
+        small = f"{size_text(smallest.num_bytes)} ({smallest.num_bytes} bytes, a plan that was found)"
+        if smallest.where:
+            return f"{what}: at least {least} is needed; what was found needs {small} on {smallest.where}"
+        return f"{what}: the least that would do is between {least} and {small}"
+    return "" if proven.fits else f"{what}: at least {least} is needed"
 
 
 @dataclass
@@ -68,12 +74,7 @@ class _Shortage:
     """A call that does not fit."""
 
     chooser: Chooser
-    _proven: dict[tuple[Constraint, ...], float] = field(default_factory=dict)
-
-    @property
-    def budget(self) -> int:
-        """Bytes per device."""
-        return self.chooser.options.budget(self.chooser.profile)
+    _proven: dict[tuple[Constraint, ...], Need | None] = field(default_factory=dict)
 
     @property
     def asked(self) -> tuple[Constraint, ...]:
@@ -81,39 +82,45 @@ class _Shortage:
         num, constraints = self.chooser.options.num_microbatches, self.chooser.options.constraints
         return constraints if num == "auto" else (replace(ONE_STAGE, microbatches=num), *constraints)
 
-    def sizes(self) -> tuple[int, Planned | None]:
-        """What is proven of all plans under what is asked for, 0 where nothing is known, and one that needs little."""
-        kinds = sorted(self._kinds(self.asked), key=lambda kind: kind.proven_bytes)  # ties as they were tried
+    def sizes(self) -> tuple[Need | None, Planned | None]:
+        """What is proven of all plans under what is asked for, None where nothing is known, and one that needs little."""
+        kinds = sorted(self._kinds(self.asked), key=lambda kind: kind.proven.share)  # ties as they were tried
         if not kinds:
-            return 0, None
-        proven = kinds[0].proven_bytes
+            return None, None
+        proven = kinds[0].proven
         self._proven[self.asked] = proven
-        found = [planned for planned in (kind.lightest() for kind in kinds[: _MOST if proven <= self.budget else 1]) if planned is not None]
-        return proven, preferred(found, self.budget, needs)
+        found = [planned for planned in (kind.lightest() for kind in kinds[: _MOST if proven.fits else 1]) if planned is not None]
+        return proven, preferred(found, needs)
 
-    def asking(self, proven: int) -> str:
+    def asking(self, proven: Need | None) -> str:
         """What asks for more than there is; nothing where that is not proven, or where no plan at all needs less."""
         asked = self.asked
-        if not asked or proven <= self.budget or self._least_bytes(()) > self.budget:
+        if not asked or proven is None or proven.fits or not self._fits(()):
             return ""
 
         def hold(chosen: Sequence[Constraint]) -> None:
-            if self._least_bytes(chosen) > self.budget:
+            if not self._fits(chosen):
                 raise ConstraintError("it asks for more than there is")
 
         found = conflicting(asked, hold)
         rest = [c for c in asked if c not in found]
         names, without = " and ".join(map(in_words, found)), "it" if len(found) == 1 else "them"
-        least = size_text(self._least_bytes(rest))
+        need = self._least(rest)
+        least = size_text(need.num_bytes) if need else "nothing"
         ask = "asks" if len(found) == 1 else "together ask"
         return f"; {names} {ask} for more than there is: without {without} at least {least} is needed"
 
-    def _least_bytes(self, constraints: Sequence[Constraint]) -> float:
-        """Any plan under these constraints needs so much; infinite where there is none."""
+    def _least(self, constraints: Sequence[Constraint]) -> Need | None:
+        """Any plan under these constraints needs so much; None where there is none."""
         key = tuple(constraints)
         if key not in self._proven:
-            self._proven[key] = min((kind.proven_bytes for kind in self._kinds(key)), default=math.inf)
+            self._proven[key] = min((kind.proven for kind in self._kinds(key)), key=lambda need: need.share, default=None)
         return self._proven[key]
+
+    def _fits(self, constraints: Sequence[Constraint]) -> bool:
+        """Whether a plan under these constraints may."""
+        need = self._least(constraints)
+        return need is not None and need.fits
 
     def _kinds(self, constraints: Sequence[Constraint]) -> Iterator[Kind]:
         """What is tried under these constraints, as `Chooser.plan` does; without what they rule out."""
@@ -158,13 +165,13 @@ def _marked(chooser: Chooser, kind: Kind) -> Planned | None:
 
 def _of_one_piece(chooser: Chooser) -> Kind:
     trace, clock = by_rows(chooser.trace, chooser.rows), Clock(chooser.progress)
-    return in_one_piece(trace, chooser.mesh, chooser.profile, chooser.unpiped(), type(chooser.model).__name__, clock)
+    return in_one_piece(trace, chooser.mesh, chooser.hardware, chooser.unpiped(), type(chooser.model).__name__, clock)
 
 
 def _of_stages(chooser: Chooser, wish: Pipelined, num: int) -> Kind:
     here = replace(wish, schedule="1f1b" if wish.schedule == AUTO else wish.schedule)
     part, how = chooser.part(num, independent=here.independent)
     return in_stages(
-        chooser.trace, by_rows(part, chooser.rows), how, chooser.mesh, chooser.profile, chooser.options, here,
+        chooser.trace, by_rows(part, chooser.rows), how, chooser.mesh, chooser.hardware, chooser.options, here,
         type(chooser.model).__name__, Clock(chooser.progress),
     )  # fmt: skip

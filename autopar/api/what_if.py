@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh
+from autopar.api.hardware import HardwareLike, as_hardware, of_plan, planned_for
 from autopar.api.planning import check_fits, plan_told
 from autopar.api.recorded import options_of
 from autopar.api.tracing import as_planned, planned_part, traced_for
@@ -18,11 +18,11 @@ from autopar.capture import Trace
 from autopar.constraints.elsewhere import elsewhere
 from autopar.errors import PlanError
 from autopar.garbage import collected_seldom
-from autopar.hardware import HardwareProfile
+from autopar.hardware import Hardware, profile_of
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions
 from autopar.planning.axes import notes, without_stages
-from autopar.planning.carrying import carried
+from autopar.planning.carrying import Carried, carried
 from autopar.planning.flips import all_flips
 from autopar.planning.repricing import repriced
 from autopar.plans import Flip, Plan
@@ -35,7 +35,8 @@ class WhatIf:
 
     Attributes:
         plan: the plan. hardware: name of the other profile. step_s, peak_bytes: of the plan's decisions there.
-        best: the plan made there, with the same options. budget_bytes: per device there.
+        best: the plan made there, with the same options. budget_bytes: per device there; where stages' devices have other budgets, peak
+            and budget are those of the device that has least left.
         flips: the choices of `best` that the least change of the hardware would turn, where they were asked for.
         notes: what is to be known of axes that only one of the meshes has.
     """
@@ -88,7 +89,7 @@ def what_if(
     model: nn.Module,
     batch: Example,
     *,
-    hardware: str | Path | HardwareProfile | None = None,
+    hardware: HardwareLike | None = None,
     mesh: MeshLike | None = None,
     memory_bytes: int | None = None,
     num_flips: int = 0,
@@ -100,7 +101,7 @@ def what_if(
 
     Args:
         batch: the example inputs that the plan was made with.
-        hardware: name or path of a profile, or a profile; by default the plan's.
+        hardware: as in `plan`; by default the plan's.
         mesh: where links, axes or their sizes are others; by default the plan's. An axis is the plan's of the same name. One that is new
             repeats the same work; one that is not there has size 1, and so what the plan splits over it is whole. Stages stay as they
             are, so their axis keeps its size. What moves between the plan's layouts is the cheapest there.
@@ -116,27 +117,28 @@ def what_if(
         InfeasibleError: where no plan fits the other hardware.
     """
     args, kwargs = as_call(batch)
-    profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or plan.fingerprint.profile)
     there = plan.mesh if mesh is None else as_mesh(mesh)
+    devices = as_hardware(planned_for(plan) if hardware is None else hardware, there)
     trace = traced_for(plan, model, args, kwargs)
     check_fits(plan, trace, plan.mesh)
-    options, part = options_of(plan, profile, memory_bytes), _part(plan, model, trace, args, kwargs)
+    options, part = options_of(plan, devices, memory_bytes), _part(plan, model, trace, args, kwargs)
     if there.axes == plan.mesh.axes:
-        step_s, peak_bytes = repriced(plan, part, there, profile, options), plan.prediction.peak_bytes
+        peaks = plan.pipeline.peaks if plan.pipeline else (plan.prediction.peak_bytes,)
+        found = Carried(repriced(plan, part, there, devices, options), peaks)
     else:
-        found = carried(plan, part, there, profile, options, _bytes_of(trace))
-        step_s, peak_bytes = found.step_s, found.peak_bytes
-        options = _elsewhere(plan, there, options)
-    best = plan_told(model, there, args, kwargs, profile, options)[1].plan
+        found = carried(plan, part, there, devices, options, _bytes_of(trace))
+    peak_bytes, budget_bytes = _tightest(plan, found, devices, options)
+    options = options if there.axes == plan.mesh.axes else _elsewhere(plan, there, options)
+    best = plan_told(model, there, args, kwargs, devices, options)[1].plan
     turning: tuple[Flip, ...] = ()
     if num_flips:
-        turning = all_flips(best, _part(best, model, trace, args, kwargs), there, profile, options, most=num_flips)
-    return WhatIf(plan, profile.name, step_s, peak_bytes, best, options.budget(profile), turning, notes(plan, there))
+        turning = all_flips(best, _part(best, model, trace, args, kwargs), there, devices, options, most=num_flips)
+    return WhatIf(plan, devices.name, found.step_s, peak_bytes, best, budget_bytes, turning, notes(plan, there))
 
 
 @collected_seldom()
 def flips(
-    plan: Plan, model: nn.Module, batch: Example, *, most: int = 5, hardware: str | Path | HardwareProfile | None = None
+    plan: Plan, model: nn.Module, batch: Example, *, most: int = 5, hardware: HardwareLike | None = None
 ) -> tuple[Flip, ...]:
     """At which change of the hardware close choices of a plan turn, the least change first; `autopar.explain` shows them.
 
@@ -152,19 +154,26 @@ def flips(
         PlanError: where the plan is for another model or profile.
     """
     args, kwargs = as_call(batch)
-    profile = hardware if isinstance(hardware, HardwareProfile) else HardwareProfile.load(hardware or plan.fingerprint.profile)
-    if profile.hash != plan.fingerprint.profile_hash:
-        what = f"the plan was made for another profile than this {profile.name}"
+    devices = of_plan(plan, hardware)
+    if devices.hash != plan.fingerprint.profile_hash:
+        what = f"the plan was made for another profile than this {devices.name}"
         raise PlanError(what, remedy="pass the one that it was made for as hardware=, or ask autopar.what_if about this one")
     trace = traced_for(plan, model, args, kwargs)
     check_fits(plan, trace, plan.mesh)
     part = _part(plan, model, trace, args, kwargs)
-    return all_flips(plan, part, plan.mesh, profile, options_of(plan, profile, None), most=most)
+    return all_flips(plan, part, plan.mesh, devices, options_of(plan, devices, None), most=most)
 
 
 def _part(plan: Plan, model: nn.Module, trace: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
     """What a plan is for: the captured call, or one microbatch of it."""
     return as_planned(trace, plan) if plan.pipeline is None else planned_part(plan, model, trace, args, kwargs)[0]
+
+
+def _tightest(plan: Plan, found: Carried, devices: Hardware, options: PlanOptions) -> tuple[int, int]:
+    """Peak and budget of the device that has least left of what it has."""
+    axis = plan.pipeline.axis if plan.pipeline else ""
+    pairs = [(peak, options.budget(profile_of(devices, axis, rank))) for rank, peak in enumerate(found.peaks)]
+    return max(pairs, key=lambda pair: pair[0] / pair[1])
 
 
 def _bytes_of(trace: Trace) -> int:

@@ -31,30 +31,31 @@ from autopar.emit import emit, least_overlap, overlapped
 from autopar.emit.choices import storage_key
 from autopar.errors import AutoparError
 from autopar.garbage import collected_seldom
-from autopar.hardware import HardwareProfile
+from autopar.hardware import Hardware, HardwareProfile, Mixed, slowest
 from autopar.plans import KERNELS_BUFFERS, Overlap, Plan
 from autopar.version import VERSION
 
 
 @collected_seldom()
-def certify(trace: Trace, plan: Plan, profile: HardwareProfile, context: Context | None = None) -> Certificate:
+def certify(trace: Trace, plan: Plan, hardware: Hardware, context: Context | None = None) -> Certificate:
     """Check every claim of `plan`; what a claim rests on is checked before it, and where that fails the claim is left out.
 
     Args:
+        hardware: of unequal devices each claim holds at the pace of the slowest.
         context: of a pipeline's stage (`autopar.certificate.staged`); by default that of a plan without stages.
     """
     title = f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh} ({plan.mesh.num_devices} devices), {plan.fingerprint.profile}"
     claimed, proof = plan.prediction, plan.proof
     budget = plan.options.get("memory_bytes")
     report = Certificate(
-        title, tuple(identity(trace, plan, profile)), tuple(notes(plan)), claimed_step_s=claimed.step_s,
+        title, tuple(identity(trace, plan, hardware)), tuple(notes(plan)), claimed_step_s=claimed.step_s,
         claimed_peak_bytes=claimed.peak_bytes, budget_bytes=budget if isinstance(budget, int) else 0,
         objective_s=proof.objective_s, claimed_bound_s=proof.bound_s,
     )  # fmt: skip
     if not report.ok:
         return report
     try:
-        context = context or Context.of(trace, plan)
+        context, profile = context or Context.of(trace, plan), slowest(hardware)
         priced = context.problem(trace, plan, profile)
     except AutoparError as error:
         return replace(report, findings=(Finding("layouts", f"the problem cannot be stated: {error.what}"),))
@@ -62,14 +63,17 @@ def certify(trace: Trace, plan: Plan, profile: HardwareProfile, context: Context
     return _Job(trace, plan, profile, context, priced, facts, Claims.of(plan)).certificate(report)
 
 
-def identity(trace: Trace, plan: Plan, profile: HardwareProfile) -> Iterator[Finding]:
-    """Whether the plan is for this model and profile."""
+def identity(trace: Trace, plan: Plan, hardware: Hardware) -> Iterator[Finding]:
+    """Whether the plan is for this model and hardware."""
     mark = plan.fingerprint
     if mark.model != trace.fingerprint:
         yield Finding("model", f"the plan is for a model or batch of fingerprint {mark.model}, this is {trace.fingerprint}")
-    if mark.profile_hash != profile.hash:
-        what = f"the plan is for profile {mark.profile!r} of hash {mark.profile_hash}, this is {profile.name!r} of {profile.hash}"
+    if mark.profile_hash != hardware.hash:
+        what = f"the plan is for profile {mark.profile!r} of hash {mark.profile_hash}, this is {hardware.name!r} of {hardware.hash}"
         yield Finding("model", what)
+    axis, profiles = (hardware.axis, hardware.profiles) if isinstance(hardware, Mixed) else ("", ())
+    if (mark.axis, mark.profiles) != (axis, tuple((profile.name, profile.hash) for profile in profiles)):
+        yield Finding("model", f"the plan names other devices along an axis than {hardware.name!r}, which it says that it is for")
     if plan.options.get("optimizer") not in OPTIMIZERS:
         yield Finding("model", f"the plan is for optimizer {plan.options.get('optimizer')!r}, which is not known")
 
@@ -81,6 +85,8 @@ def notes(plan: Plan) -> Iterator[str]:
         yield f"planned with torch {plan.fingerprint.torch}, this is {here}"
     if plan.fingerprint.autopar != VERSION:
         yield f"planned with autopar {plan.fingerprint.autopar}, this is {VERSION}"
+    if plan.alone_s:
+        yield "how long unequal devices wait for the slowest is the planner's word, which nothing here proves"
 
 
 @dataclass

@@ -31,15 +31,17 @@ def cuts(part: Trace, made: Cut, pipeline: Pipeline) -> Iterator[Finding]:
 
 def budgets(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
     """Whether stages speak of no other options than the plan, and each was planned within a share of its memory."""
-    budget = int(plan.options.get("memory_bytes", 0))
     for number, stage in enumerate(pipeline.stages):
         for name, value in stage.options.items():
             if value != plan.options.get(name):
                 what = f"stage {number} is planned with {name}={value!r}, the plan with {plan.options.get(name)!r}"
                 yield Finding("memory" if name == "memory_bytes" else "model", what)
     for number, share in enumerate(pipeline.budgets):
-        if not 0 < share <= budget:
-            yield Finding("memory", f"stage {number} is planned within {share} bytes, which is no share of {budget}")
+        if not 0 < share <= plan.budget_of(number):
+            yield Finding("memory", f"stage {number} is planned within {share} bytes, which is no share of {plan.budget_of(number)}")
+    most = int(plan.options.get("memory_bytes", 0))
+    if pipeline.rank_budgets and max(pipeline.rank_budgets) != most:
+        yield Finding("memory", f"its ranks have {max(pipeline.rank_budgets)} bytes at most, not {most} as its options say")
 
 
 def _crossed(part: Trace, made: Cut, pipeline: Pipeline, number: int) -> dict[str, Crossed]:

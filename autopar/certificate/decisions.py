@@ -175,7 +175,8 @@ class Decisions:
         if (entry.kind == "input" and key != input_key("tangent")) or (key in self._crossing and layouts.outputs):
             tensor = self.facts.tensors[key, 0]  # of an output that crosses: what comes back for it
             size = held_bytes(tensor.shape, tensor.dtype, layouts.outputs[0], self.mesh.shape)
-            return self.context.crossing.time_s(size) if key in self._crossing else size / self.profile.memory_bandwidth_bytes_per_s
+            wire = self.context.crossing.before if entry.kind == "input" else self.context.crossing.behind
+            return wire.time_s(size) if key in self._crossing else size / self.profile.memory_bandwidth_bytes_per_s
         return 0.0
 
     def _cast_s(self, p: Parameter, rests: Layout) -> float:

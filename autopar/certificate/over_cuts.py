@@ -25,8 +25,9 @@ in L. With G the sum of π of the readers on the far side, these cost, for what 
 
 and for what backward makes, which goes the other way, G(L) behind and time to arrive − G(L) before. What collectives' reduced costs fall
 below 0 by is taken off where the tensor arrives as well, and on both sides with what they cost in stages that it crosses between. Any cut
-into S stages then takes (M − 1) · max τ + Σ τ with τ at least the sum of units and of what is at its two borders, in some layouts; the
-least over all is the bound. Of interleaved stages it is what follows from the least Σ τ (`autopar.certificate.interleaved.least_of_cuts`).
+into S stages, each at the prices and by the multipliers of its own devices, then takes (M − 1) · max τ + Σ τ with τ at least the sum of
+units and of what is at its two borders, in some layouts; the least over all is the bound. Of interleaved stages it is what follows from
+the least Σ τ (`autopar.certificate.interleaved.least_of_cuts`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from autopar.certificate.places import Place, Places
 from autopar.certificate.reduced import Flags, Floats, Ints, beyond_worth, ends_of, flags, in_full, led, raise_to_ends, weighted
 from autopar.collective import HOST_KINDS
 from autopar.cost.kernels import in_any_stage
-from autopar.cost.priced import Crossing, Priced
+from autopar.cost.priced import Priced, Wire
 from autopar.layout_graph import LayoutGraph, all_layouts
 from autopar.problem import Value, at_best
 from autopar.stages.placing import Placing
@@ -56,7 +57,7 @@ class Pipelines:
 
     Attributes:
         trace: of a microbatch. priced, forced: the problem of the whole, and what it was stated under. placing: at all places to cut.
-        exposed: nodes whose results may cross. mesh_shape, crossing: of a stage, and between stages.
+        exposed: nodes whose results may cross. mesh_shape: of a stage.
     """
 
     trace: Trace
@@ -66,7 +67,17 @@ class Pipelines:
     num_units: int
     exposed: frozenset[str]
     mesh_shape: tuple[int, ...]
-    crossing: Crossing
+
+
+@dataclass(frozen=True, slots=True)
+class Crosses:
+    """A tensor at a border that it may cross, forward or backward: per layout its bytes, and what it costs the stage that makes it, and the
+    one that it goes to, without the time of arriving."""
+
+    forward: bool
+    bytes: tuple[int, ...]
+    makes_s: tuple[float, ...]
+    reads_s: tuple[float, ...]
 
 
 @dataclass
@@ -75,6 +86,9 @@ class Unfolded:
 
     Args:
         prices: π. versions: μ, by variant and layout.
+
+    Attributes:
+        units: seconds. crosses: by border, what may cross there.
     """
 
     ways: Pipelines
@@ -84,7 +98,7 @@ class Unfolded:
     x: dict[Place, Floats] = field(default_factory=dict)
     again: dict[Place, Floats] = field(default_factory=dict)
     units: list[float] = field(default_factory=list)
-    borders: list[Pairs] = field(default_factory=list)
+    crosses: list[dict[Ref, Crosses]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         ways = self.ways
@@ -92,7 +106,7 @@ class Unfolded:
         self.places = Places.of(ways.trace, ways.priced, ways.placing, ways.forced)
         self._free = bool(ways.forced.named.grid) or ways.forced.recompute is not None
         self._shapes = {n.name: tuple(n.meta["val"].shape) for n in ways.trace.graph.nodes if n.name in ways.exposed}
-        self.units, self.borders = [0.0] * ways.num_units, [[(0.0, 0.0)] for _ in range(ways.num_units - 1)]
+        self.units, self.crosses = [0.0] * ways.num_units, [{} for _ in range(ways.num_units - 1)]
         self._at: dict[tuple[int, int, int, str, int], Ints] = {}
         self._kernels = in_any_stage(ways.trace, ways.priced, ways.mesh_shape, {p.op for p in self.places.again})
         for place, share in self.places.shares.items():
@@ -147,6 +161,21 @@ class Unfolded:
         if exposed and ref not in self.places.everywhere and len(makers) == 1:
             self._crossing(value, ref, makers[0].unit, reads, now, later, mu, losses)
 
+    def borders_to(self, behind: Unfolded, wire: Wire) -> list[Pairs]:
+        """The pairs at each border between a stage at these prices and the next, at its own, over a link."""
+        found: list[Pairs] = []
+        for mine, other in zip(self.crosses, behind.crosses, strict=True):
+            pairs: Pairs = [(0.0, 0.0)]
+            for ref, here in mine.items():
+                there = other[ref]
+                arrives = [wire.time_s(size) for size in here.bytes]
+                before = here.makes_s if here.forward else [s + a for s, a in zip(here.reads_s, arrives, strict=True)]
+                after = [s + a for s, a in zip(there.reads_s, arrives, strict=True)] if here.forward else there.makes_s
+                each = few(zip(before, after, strict=True))
+                pairs = few((a + c, b + d) for a, b in pairs for c, d in each)
+            found.append(pairs)
+        return found
+
     def _supplied(
         self, value: Value, makers: Sequence[Place], reads: Sequence[Sequence[Place]], now: Mapping[int, Floats],
         later: Mapping[int, Floats], kept: Flags, loss: float,
@@ -174,15 +203,11 @@ class Unfolded:
             gain = weighted(num, ((far[i], pi) for i, pi in now.items()))
             behind = weighted(num, ((far[i], pi) for i, pi in later.items()))
             before = weighted(num, ((len(reads[i]) - far[i], pi) for i, pi in later.items()))
-            pairs = []
-            for layout in all_layouts(self._shapes[ref[0]], self.ways.mesh_shape):
-                at = value.graph.index[layout]
-                arrives = self.ways.crossing.time_s(value.graph.bytes[at])
-                g, near = float(gain[at]), float(np.maximum(before - mu, 0.0)[at])
-                here, there = (g - near if forward else g) + more, arrives - g - (float(behind[at]) if forward else 0.0) + losses[True]
-                pairs.append((here, there) if forward else (there, here))
-            pairs = few(pairs)
-            self.borders[border - 1] = few((a + c, b + d) for a, b in self.borders[border - 1] for c, d in pairs)
+            at = [value.graph.index[layout] for layout in all_layouts(self._shapes[ref[0]], self.ways.mesh_shape)]
+            near = np.maximum(before - mu, 0.0) if forward else np.zeros(num)
+            makes, reads_s = gain - near + more, losses[True] - gain - (behind if forward else 0.0)
+            sizes = tuple(value.graph.bytes[n] for n in at)
+            self.crosses[border - 1][ref] = Crosses(forward, sizes, tuple(makes[at].tolist()), tuple(reads_s[at].tolist()))
 
     def _collectives(
         self, graph: LayoutGraph, exposed: bool, made: Flags, kept: Flags, wanted: Flags, now: Sequence[tuple[int, Floats]],

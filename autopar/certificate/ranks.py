@@ -13,7 +13,7 @@ from autopar.certificate.kernels import shared_forms
 from autopar.certificate.report import Finding
 from autopar.constraints import INTERLEAVED
 from autopar.cost.priced import OPTIMIZERS
-from autopar.hardware import HardwareProfile
+from autopar.hardware import Hardware, profile_of
 from autopar.plans import KERNELS_BUFFERS, Pipeline, Plan
 from autopar.run.orders import Action, interleaved, num_rounds
 from autopar.run.program import ProgramTensor, StagedProgram
@@ -36,18 +36,18 @@ def interleaves(pipeline: Pipeline) -> Iterator[Finding]:
         yield Finding("emission", f"{pipeline.num_microbatches} microbatches are no equal rounds over {len(pipeline.rank_bytes)} ranks")
 
 
-def shared_memory(plan: Plan, program: StagedProgram, traces: Sequence[Trace], profile: HardwareProfile) -> Iterator[Finding]:
+def shared_memory(plan: Plan, program: StagedProgram, traces: Sequence[Trace], hardware: Hardware) -> Iterator[Finding]:
     """Whether the stages of each rank, of these traces, hold together what is claimed, and fit into the budget."""
-    pipeline, budget = plan.pipeline, int(plan.options.get("memory_bytes", 0))
+    pipeline = plan.pipeline
     assert pipeline is not None, "the plan has stages"
-    several = bool(pipeline.rank_bytes)
-    forms = [shared_forms(t, stage, profile) for t, stage in zip(traces, pipeline.stages, strict=True)] if several else []
+    several = [*zip(traces, pipeline.stages, strict=True)] if pipeline.rank_bytes else []
+    forms = [shared_forms(t, stage, profile_of(hardware, pipeline.axis, number)) for number, (t, stage) in enumerate(several)]
     derived = [_rank(plan, pipeline, program, rank, forms) for rank in range(len(pipeline.rank_bytes))]
     for rank, (peak, _) in enumerate(derived):
         if peak != pipeline.rank_bytes[rank]:
             yield Finding("memory", f"the stages of rank {rank} hold {peak} bytes together, not {pipeline.rank_bytes[rank]}")
-        if peak > budget:
-            yield Finding("memory", f"the peak of rank {rank}, {peak} bytes, is over the budget of {budget}")
+        if peak > plan.budget_of(rank):
+            yield Finding("memory", f"the peak of rank {rank}, {peak} bytes, is over the budget of {plan.budget_of(rank)}")
     claimed = plan.prediction
     if derived and (claimed.peak_bytes, dict(claimed.memory_bytes)) != max(derived, key=lambda rank: rank[0]):
         yield Finding("memory", f"the fullest rank's peak is not {claimed.peak_bytes} bytes, or is made up otherwise")

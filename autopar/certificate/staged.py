@@ -8,6 +8,7 @@ many microbatches a schedule holds, that step, peak and gap follow from the stag
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,14 +25,14 @@ from autopar.certificate.over_cuts import Pipelines, Unfolded
 from autopar.certificate.proof import Stored, proven
 from autopar.certificate.ranks import actions_of, interleaves, shared_memory
 from autopar.certificate.report import Certificate, Finding, near
-from autopar.constraints import INTERLEAVED, Pipelined, read_constraint
+from autopar.constraints import INTERLEAVED, Constraint, Pipelined, read_constraint
 from autopar.cost.hosts import shared_by
 from autopar.cost.price import price
-from autopar.cost.priced import Crossing
+from autopar.cost.priced import Crossing, wire
 from autopar.emit import emit_staged
 from autopar.emit.choices import input_key, output_key, parameter_key, storage_key
 from autopar.errors import AutoparError, PlanError
-from autopar.hardware import HardwareProfile
+from autopar.hardware import Hardware, HardwareProfile, profile_of
 from autopar.layout import Layout, Strategy
 from autopar.plans import Pipeline, Plan
 from autopar.stages import Cut, seams, usable_points
@@ -39,17 +40,18 @@ from autopar.strategies import classes_of, resolve
 from autopar.units import seconds
 
 
-def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, plan: Plan, profile: HardwareProfile) -> Certificate:
+def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, plan: Plan, hardware: Hardware) -> Certificate:
     """Check every claim of a plan with a pipeline.
 
     Args:
         whole, part: the traces of the batch and of one microbatch. made: `part` in stages. how: how microbatches make the batch.
+        hardware: each stage is certified on its own devices.
     """
     pipeline = plan.pipeline
     assert pipeline is not None, "the plan has stages"
     report = Certificate(
         f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh} in {len(pipeline.stages)} stages, {plan.fingerprint.profile}",
-        tuple(identity(whole, plan, profile)), tuple(notes(plan)), claimed_step_s=plan.prediction.step_s,
+        tuple(identity(whole, plan, hardware)), tuple(notes(plan)), claimed_step_s=plan.prediction.step_s,
         claimed_peak_bytes=plan.prediction.peak_bytes, budget_bytes=int(plan.options.get("memory_bytes", 0)),
         objective_s=plan.proof.objective_s, claimed_bound_s=plan.proof.bound_s,
     )  # fmt: skip
@@ -59,25 +61,54 @@ def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, pla
         return report
     try:
         program = emit_staged(part, made, how, plan)
-        stages = _Stages(whole, part, made, plan, pipeline, profile).certificates()
+        stages = _Stages(whole, part, made, plan, pipeline, hardware).certificates()
     except AutoparError as error:
         return replace(report, findings=(Finding("emission", error.what, "" if error.where is None else str(error.where)),))
     found = [replace(f, what=f"stage {n}: {f.what}") for n, stage in enumerate(stages) for f in stage.findings]
     found += [*cuts(part, made, pipeline), *budgets(plan, pipeline), *_joined(plan, pipeline, made)]
-    found += shared_memory(plan, program, made.stages, profile)
-    bound_s, num = _bound_s(part, plan, pipeline, profile, stages, found)
+    found += shared_memory(plan, program, made.stages, hardware)
+    bound_s, num = _bound_s(part, plan, pipeline, hardware, stages, found)
     found += proven(plan.proof, bound_s)
     report = replace(report, findings=tuple(found), certified_bound_s=bound_s)
     return _summed(report, stages, pipeline, num)
 
 
 def _bound_s(
-    part: Trace, plan: Plan, pipeline: Pipeline, profile: HardwareProfile, stages: Sequence[Certificate], found: list[Finding]
+    part: Trace, plan: Plan, pipeline: Pipeline, hardware: Hardware, stages: Sequence[Certificate], found: list[Finding]
 ) -> tuple[float, int]:
     """What is proven of all plans with so many stages and microbatches, and by how many multipliers; findings are added."""
     if len(stages) == 1:
         return (stages[0].certified_bound_s or 0.0) * pipeline.num_microbatches, 0
     constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
+    points = usable_points(part)[0]
+    asked = [c.cuts for c in constraints if isinstance(c, Pipelined) and c.cuts is not None]
+    allowed = {i for i, point in enumerate(points, 1) if point.module in asked[0]} if asked else None
+    profiles = [profile_of(hardware, pipeline.axis, stage) for stage in range(len(stages))]
+    kinds = tuple(dict.fromkeys(profiles))
+    said = [profile.name for profile in kinds[1:]]
+    if [each.profile for each in plan.proof.on_profiles] != said:
+        found.append(Finding("bound", f"there are multipliers on {[each.profile for each in plan.proof.on_profiles]}, not on {said}"))
+        return 0.0, 0
+    proofs = [plan.proof, *(replace(plan.proof, potentials=p.potentials, versions=p.versions) for p in plan.proof.on_profiles)]
+    parts = {}
+    num = 0
+    for profile, proof in zip(kinds, proofs, strict=True):
+        unfolded, stored = _unfolded(part, replace(plan, proof=proof), pipeline, profile, constraints)
+        parts[profile], num = unfolded, num + stored.num_multipliers
+        found += stored.findings
+    taken = [parts[profile] for profile in profiles]
+    wires = [wire(pipeline.axis, plan.mesh, hardware, stage, stage + 1) for stage in range(len(stages) - 1)]
+    units = [each.units for each in taken]
+    borders = [before.borders_to(behind, link) for (before, behind), link in zip(itertools.pairwise(taken), wires, strict=True)]
+    if pipeline.schedule != INTERLEAVED:
+        return least_over_cuts(units, borders, pipeline.num_microbatches, allowed), num
+    return least_of_cuts(least_over_cuts(units, borders, 1, allowed), len(pipeline.rank_bytes), pipeline.num_microbatches), num
+
+
+def _unfolded(
+    part: Trace, plan: Plan, pipeline: Pipeline, profile: HardwareProfile, constraints: Sequence[Constraint]
+) -> tuple[Unfolded, Stored]:
+    """What the parts of a microbatch take at least on one kind of device, by the multipliers of the plan's proof."""
     mesh = plan.mesh.without(pipeline.axis)
     points, placing = usable_points(part)
     sewn = seams(part, placing)
@@ -88,16 +119,8 @@ def _bound_s(
         forced=forced, num_microbatches=pipeline.num_microbatches, exposed=sewn.exposed,
     )  # fmt: skip
     stored = Stored(part, plan, priced, Facts.of(part, accumulates=priced.problem.accumulates))
-    crossing = Crossing.along(pipeline.axis, plan.mesh, profile)
-    ways = Pipelines(part, priced, forced, placing, len(points) + 1, sewn.exposed, mesh.shape, crossing)
-    asked = [c.cuts for c in constraints if isinstance(c, Pipelined) and c.cuts is not None]
-    allowed = {i for i, point in enumerate(points, 1) if point.module in asked[0]} if asked else None
-    parts = Unfolded(ways, stored.prices(), {v: found.made for v, found in stored.versions().items()})
-    found += stored.findings
-    if pipeline.schedule != INTERLEAVED:
-        return least_over_cuts(parts.units, parts.borders, len(stages), pipeline.num_microbatches, allowed), stored.num_multipliers
-    one_s = least_over_cuts(parts.units, parts.borders, len(stages), 1, allowed)
-    return least_of_cuts(one_s, len(pipeline.rank_bytes), pipeline.num_microbatches), stored.num_multipliers
+    ways = Pipelines(part, priced, forced, placing, len(points) + 1, sewn.exposed, mesh.shape)
+    return Unfolded(ways, stored.prices(), {v: found.made for v, found in stored.versions().items()}), stored
 
 
 def held_at_most(schedule: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> int:
@@ -116,14 +139,13 @@ class _Stages:
     made: Cut
     plan: Plan
     pipeline: Pipeline
-    profile: HardwareProfile
+    hardware: Hardware
 
     def certificates(self) -> list[Certificate]:
         plan, pipeline = self.plan, self.pipeline
         constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
         mesh = plan.mesh.without(pipeline.axis) if pipeline.axis else plan.mesh
         forced = resolve(self.part, [c for c in constraints if not isinstance(c, Pipelined)], mesh)
-        forced = shared_by(forced, self.profile, pipeline.num_chunks)
         batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in self.whole.inputs)
         storage: dict[str, Layout] = dict(forced.storage)
         found = []
@@ -132,15 +154,21 @@ class _Stages:
             layouts = {i.path: chosen[input_key(i.path)].outputs[0] for i in trace.inputs if i.crosses}
             layouts |= {o.path: chosen[output_key(o.path)].inputs[0] for o in trace.outputs if o.crosses}
             flying = held_at_most(pipeline.schedule, number, len(pipeline.stages), pipeline.num_microbatches, pipeline.num_chunks)
-            crossing = replace(Crossing.along(pipeline.axis, plan.mesh, self.profile), layouts=layouts)
-            here, num = replace(forced, storage=dict(storage), starts=staged.starts), pipeline.num_microbatches
+            num = pipeline.num_microbatches
+            crossing = replace(Crossing.along(pipeline.axis, plan.mesh, self.hardware, number), layouts=layouts)
+            profile = profile_of(self.hardware, pipeline.axis, number)
+            here = replace(shared_by(forced, profile, pipeline.num_chunks), storage=dict(storage), starts=staged.starts)
             actions = actions_of(pipeline, number)
             context = Context(here, crossing, num, flying, pipeline.schedule, batch_bytes, number, actions)
             if pipeline.accumulates != context.accumulates:
                 what = f"with {num} microbatches gradients {'are' if context.accumulates else 'are not'} added to sums"
                 raise PlanError(f"{what}, and the plan says otherwise", remedy="plan again; the file was changed by hand")
-            options = {**plan.options, **({"memory_bytes": pipeline.budgets[number]} if pipeline.budgets else {})}
-            found.append(certify(trace, replace(staged, options=options), self.profile, context))
+            budget = pipeline.budgets[number] if pipeline.budgets else plan.budget_of(number)
+            certificate = certify(trace, replace(staged, options={**plan.options, "memory_bytes": budget}), profile, context)
+            if plan.budget_of(number) > profile.device_memory_bytes and pipeline.rank_budgets:
+                what = f"its devices, {profile.name}, have {profile.device_memory_bytes} bytes, not {plan.budget_of(number)}"
+                certificate = replace(certificate, findings=(*certificate.findings, Finding("memory", what)))
+            found.append(certificate)
             storage |= {p.name: _rests(chosen, p.name) for p in trace.parameters if p.name in self.made.shared}
         return found
 

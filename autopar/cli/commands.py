@@ -17,6 +17,7 @@ import typer
 from autopar import constraints
 from autopar.api import as_call, check, verify, what_if
 from autopar.api.arguments import read_mesh
+from autopar.api.hardware import as_hardware
 from autopar.api.planning import plan_call
 from autopar.cli.models import DTYPES, Batch, Dtype, Flips, Function, Hf, ModelName, Module, Seq, built, read_dtype, say_if_none, turning_of
 from autopar.constraints.pipelines import SCHEDULES
@@ -53,7 +54,9 @@ def plan_command(
     batch: Batch = None,
     seq: Seq = None,
     dtype: Dtype = None,
-    hardware: Annotated[str, typer.Option(help="Name or path of a hardware profile.")] = "h100-sxm",
+    hardware: Annotated[
+        str, typer.Option(help="Name or path of a hardware profile; of unequal devices, along an axis: stage=h100-sxm,a100-sxm-80gb.")
+    ] = "h100-sxm",
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Budget per device, as 72GiB; by default the device's less 10 %.")
     ] = None,
@@ -77,7 +80,8 @@ def plan_command(
     out_file: Annotated[Path | None, typer.Option("--out", help="Where the plan is written.")] = None,
 ) -> None:
     """Plan a model for a mesh: no GPU, no process group, weights on meta."""
-    axes, profile = read_mesh(mesh), HardwareProfile.load(hardware)
+    axes = read_mesh(mesh)
+    devices = as_hardware(hardware, axes)
     asked = (*_stages(pipeline, microbatches, schedule, chunks), *((constraints.offload(),) if offload else ()))
     options = PlanOptions(
         parse_size(memory), optimizer, asked, strict, gap, num_microbatches=microbatches or "auto", outputs=cast(Outputs, outputs),
@@ -88,7 +92,7 @@ def plan_command(
         network, example = built(hf, model, module, batch, seq, dtype, "meta")
         tell("capturing")
         args, kwargs = as_call(example)
-        _, planned = plan_call(network, axes, args, kwargs, profile, options, progress=lambda p: tell(clock.at(p)))
+        _, planned = plan_call(network, axes, args, kwargs, devices, options, progress=lambda p: tell(clock.at(p)))
     phases = clock.phases(planned.seconds)
     for line in explain(planned.plan).summary():
         say(line)

@@ -10,7 +10,7 @@ efficiency of the kind and o the launch overhead:
 (f + h) / (e P) is f over the peak at efficiency e · f / (f + h): a matmul of h flops runs at half the speed of a large one,
 because it does not fill the device. A complex product is four products of its parts. Where the profile has measured points of
 the kind (and dtype), their curve, which holds the overhead, replaces the formula; matmul and attention still take no less than
-an elementwise op over their bytes. The time falls in neither f nor b.
+an elementwise op over their bytes. The time falls in neither f nor b. The slowest of several profiles takes the longest of their times.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def compute_time(work: Work, dtype: torch.dtype | str, profile: HardwareProfile)
     """
     if work.kind == "view":
         return 0.0
+    if profile.parts:
+        return max(compute_time(work, dtype, part) for part in profile.parts)
     if dtype in _PARTS:  # a complex product is four of its parts
         work, dtype = replace(work, flops=4 * work.flops), _PARTS[dtype]
     flops_curve, s_per_flop, half, bytes_curve, s_per_byte, overhead = _rates(profile, work.kind, dtype)

@@ -126,7 +126,7 @@ class _Builder:
         for layout in self._crossing(i) if i.crosses else all_layouts(i.shape, self.mesh.shape):
             size = local_bytes(i.shape, i.dtype, layout, self.mesh.shape)
             if i.crosses:  # held like an activation, not like the batch
-                arrives_s, back = self.crossing.time_s(size), (layout,) if i.gradient is not None else ()
+                arrives_s, back = self.crossing.before.time_s(size), (layout,) if i.gradient is not None else ()
                 strategies.append(OpStrategy(Strategy(back, (layout,)), arrives_s, communication_s=arrives_s))
             else:
                 strategies.append(OpStrategy(Strategy((), (layout,)), size / self.profile.memory_bandwidth_bytes_per_s, size))
@@ -212,7 +212,8 @@ class _Builder:
     def _leaving(self, o: Output) -> None:
         strategies = []
         for layout in self._crossing(o):
-            arrives_s = self.crossing.time_s(local_bytes(o.shape, o.dtype, layout, self.mesh.shape)) if o.crosses and o.tangent else 0.0
+            crosses = o.crosses and o.tangent
+            arrives_s = self.crossing.behind.time_s(local_bytes(o.shape, o.dtype, layout, self.mesh.shape)) if crosses else 0.0
             layouts = Strategy((layout,), (layout,) if o.tangent else ())
             strategies.append(OpStrategy(layouts, arrives_s, communication_s=arrives_s))
         source = Source("output", (o.path,), (o.node,), crosses=o.crosses)

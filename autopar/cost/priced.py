@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.cost.held import StepMoves
-from autopar.hardware import HardwareProfile
+from autopar.hardware import Hardware, HardwareProfile, profile_of, slowest_link
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.problem import OpKind, Problem
@@ -37,27 +37,43 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Wire:
+    """The link between two neighbouring stages, one direction; by default it costs nothing."""
+
+    latency_s: float = 0.0
+    bandwidth_bytes_per_s: float = math.inf
+
+    def time_s(self, num_bytes: int) -> float:
+        """Of sending so many bytes to a neighbour, which waits for them."""
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
 class Crossing:
     """How tensors cross between stages.
 
     Attributes:
-        latency_s, bandwidth_bytes_per_s: of the link between neighbouring stages, one direction; the stage that receives waits.
+        before, behind: the links to the stage before, over which values arrive, and to the one behind, over which gradients return.
         layouts: path of what crosses → the layout it crosses in, where that is settled.
     """
 
-    latency_s: float = 0.0
-    bandwidth_bytes_per_s: float = math.inf
+    before: Wire = Wire()
+    behind: Wire = Wire()
     layouts: Mapping[str, Layout] = field(default_factory=dict)
 
     @staticmethod
-    def along(axis: str, mesh: Mesh, profile: HardwareProfile) -> Crossing:
-        """Over the link of a mesh axis; free where there is none, for a single stage."""
-        link = profile.links.get(mesh.link(mesh.names.index(axis))) if axis else None
-        return Crossing(link.latency_s, link.bandwidth_bytes_per_s) if link else Crossing()
+    def along(axis: str, mesh: Mesh, hardware: Hardware, stage: int = 0) -> Crossing:
+        """Over the link of a mesh axis, for one of the stages along it; free where there is none, for a single stage."""
+        return Crossing(wire(axis, mesh, hardware, max(stage - 1, 0), stage), wire(axis, mesh, hardware, stage, stage + 1))
 
-    def time_s(self, num_bytes: int) -> float:
-        """Of sending so many bytes to a neighbour."""
-        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+
+def wire(axis: str, mesh: Mesh, hardware: Hardware, *stages: int) -> Wire:
+    """Between stages along an axis: of unequal devices the worst of both ends. Free where there is no axis."""
+    if not axis:
+        return Wire()
+    name = mesh.link(mesh.names.index(axis))
+    link = slowest_link(profile_of(hardware, axis, stage).links[name] for stage in stages)
+    return Wire(link.latency_s, link.bandwidth_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)

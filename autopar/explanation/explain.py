@@ -9,12 +9,12 @@ from autopar.errors import PlanError
 from autopar.explanation.prices import Worth, worth
 from autopar.explanation.stages import StagedExplanation, sections_of
 from autopar.explanation.whole import Explanation
-from autopar.hardware import HardwareProfile
+from autopar.hardware import Hardware
 from autopar.plans import Flip, Plan
 
 
 def explain(
-    plan: Plan, *, module: str | None = None, profile: HardwareProfile | None = None, flips: Sequence[Flip] = ()
+    plan: Plan, *, module: str | None = None, profile: Hardware | None = None, flips: Sequence[Flip] = ()
 ) -> Explanation | StagedExplanation:
     """A readable account of a plan: time, memory, proof; per module its layouts, costs, and the best other choice. Of a plan with a
     pipeline also its schedule and what crosses between stages, then the same per stage.

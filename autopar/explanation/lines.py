@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.plans import RESTING, Plan, idle_axes
+from autopar.plans import RESTING, Pipeline, Plan, idle_axes
 from autopar.units import seconds, share, size
 
 _SAME = 1e-4  # of the objective: bounds that are no farther apart are told as one
+_LEAST = 1e-30  # seconds of a step, so that shares of it are numbers
 _EITHER = ("activations", "gradients")  # activations are gone when the last gradient is there
 
 
@@ -111,13 +112,46 @@ def covered(plan: Plan) -> Iterator[str]:
 
 def memory(plan: Plan) -> str:
     """The peak, and the kinds that make it up."""
-    memory, budget = plan.prediction.memory_bytes, plan.options.get("memory_bytes")
+    memory, budget = plan.prediction.memory_bytes, plan.budget_of(_fullest(plan))
     kinds = {kind: size(memory[kind]) for kind in (*RESTING, *_EITHER, "transient") if memory.get(kind)}
     resting = " + ".join(f"{kind} {kinds[kind]}" for kind in RESTING if kind in kinds)
     either = " or ".join(f"{kind} {kinds[kind]}" for kind in _EITHER if kind in kinds)
     passing = f"transient {kinds['transient']}" if "transient" in kinds else ""
     of = f" of {size(budget)}" if budget else ""
     return f"{size(plan.prediction.peak_bytes)}{of} per device: {' + '.join(filter(None, (resting, either, passing)))}"
+
+
+def unequal(plan: Plan) -> Iterator[str]:
+    """What devices that are not alike have to do and to wait for, and hold; nothing where all are alike."""
+    mark, pipeline = plan.fingerprint, plan.pipeline
+    if pipeline is not None and mark.axis and pipeline.axis == mark.axis:
+        for rank, (name, _) in enumerate(mark.profiles):
+            chunks = pipeline.stages[rank :: pipeline.num_ranks]
+            works_s = sum(chunk.prediction.step_s for chunk in chunks)
+            waits = 1 - pipeline.num_microbatches * works_s / max(plan.prediction.step_s, _LEAST)
+            held = f"{size(pipeline.peaks[rank])} of {size(plan.budget_of(rank))} at the peak"
+            yield f"{_which(pipeline, rank)}, {name}: {seconds(works_s)} a microbatch, waits {share(waits)} of the step; {held}"
+        return
+    waiting: dict[tuple[str, float], list[int]] = {}
+    for index, ((name, _), alone_s) in enumerate(zip(mark.profiles, plan.alone_s, strict=False)):
+        waiting.setdefault((name, alone_s), []).append(index)
+    for (name, alone_s), indices in waiting.items():
+        waits = max(1 - alone_s / max(plan.prediction.step_s, _LEAST), 0.0)
+        which = f"{mark.axis} {', '.join(map(str, indices))}, {name}, in lockstep with all others"
+        if waits < _SAME:
+            yield f"{which}: these set the pace"
+        else:
+            yield f"{which}: a step of this plan would take {seconds(alone_s)} if all were like these, so they wait {share(waits)} of it"
+
+
+def _which(pipeline: Pipeline, rank: int) -> str:
+    numbers = range(rank, len(pipeline.stages), pipeline.num_ranks)
+    return f"stage{'s' if len(numbers) > 1 else ''} {' and '.join(map(str, numbers))}"
+
+
+def _fullest(plan: Plan) -> int:
+    peaks = plan.pipeline.peaks if plan.pipeline else (0,)
+    return max(range(len(peaks)), key=peaks.__getitem__)
 
 
 def on_hosts(plan: Plan) -> Iterator[str]:

@@ -8,16 +8,17 @@ anew gains no less. What a faster link is, `autopar.collective.faster` says.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from autopar.collective import collective_time, faster
+from autopar.collective import collective_time, with_faster
+from autopar.cost.priced import Wire, wire
 from autopar.emit.choices import input_key, output_key
 from autopar.errors import PlanError
 from autopar.explanation.rendering import table
-from autopar.hardware import HardwareProfile
+from autopar.hardware import Hardware, HardwareProfile, Mixed, profile_of, slowest
 from autopar.mesh import Mesh
 from autopar.plans import Pipeline, Plan, load_of, moved_load
 from autopar.units import seconds
@@ -31,6 +32,7 @@ class LinkWorth:
     """One mesh axis: its link, the time of a step that the plan communicates over it, and what a GB/s more per device would save.
 
     Attributes:
+        devices: the kind of devices whose links it is about, where stages have several kinds; else empty.
         communication_s: of one step, on the stages' critical path: what the step would be shorter by if it took no time.
     """
 
@@ -39,6 +41,12 @@ class LinkWorth:
     bandwidth_bytes_per_s: float
     communication_s: float
     saved_s_per_gb_per_s: float
+    devices: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the axis, and of the devices where there are several kinds."""
+        return f"{self.axis} on {self.devices}" if self.devices else self.axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,7 @@ class Worth:
             yield Text(self.missing)
             return
         rows = [
-            (w.axis, w.link, f"{w.bandwidth_bytes_per_s / _GB:.4g} GB/s", seconds(w.communication_s), seconds(w.saved_s_per_gb_per_s))
+            (w.name, w.link, f"{w.bandwidth_bytes_per_s / _GB:.4g} GB/s", seconds(w.communication_s), seconds(w.saved_s_per_gb_per_s))
             for w in self.links
         ]
         if rows:
@@ -62,29 +70,43 @@ class Worth:
             yield from table(title, ("axis", "link", ">now", ">communicates", ">saved per GB/s more, at first"), rows)
 
 
-def worth(plan: Plan, profile: HardwareProfile | None = None) -> Worth:
-    """What a GB/s more on the link of each axis saves this plan.
+def worth(plan: Plan, hardware: Hardware | None = None) -> Worth:
+    """What a GB/s more on the link of each axis saves this plan; of stages on several kinds of devices, on each kind.
 
     Args:
-        profile: the one that the plan was made for; by default the shipped one of its name.
+        hardware: what the plan was made for; by default the shipped profiles of its names.
     """
-    name, known = plan.fingerprint.profile, plan.fingerprint.profile_hash
-    if profile is None and name not in HardwareProfile.names():
-        return Worth(missing=f"what faster links are worth is not known: profile {name} is not at hand")
-    profile = profile or HardwareProfile.load(name)
-    if profile.hash != known:
-        return Worth(missing=f"what faster links are worth is not known: profile {name} is not the one that the plan was made for")
-    return Worth(tuple(_of_axis(plan, axis, profile) for axis in plan.mesh.names if _size(plan.mesh, axis) > 1))
+    mark = plan.fingerprint
+    named = [name for name, _ in mark.profiles] or [mark.profile]
+    unknown = [name for name in named if name not in HardwareProfile.names()]
+    if hardware is None and unknown:
+        return Worth(missing=f"what faster links are worth is not known: profile {unknown[0]} is not at hand")
+    if hardware is None:
+        profiles = tuple(map(HardwareProfile.load, named))
+        hardware = Mixed(mark.axis, profiles) if mark.axis else profiles[0]
+    if hardware.hash != mark.profile_hash:
+        return Worth(missing=f"what faster links are worth is not known: profile {mark.profile} is not the one that the plan was made for")
+    num, along = (len(plan.pipeline.stages), plan.pipeline.axis) if plan.pipeline else (1, "")
+    kinds = tuple(dict.fromkeys(profile_of(hardware, along, stage) for stage in range(num)))
+    axes = [axis for axis in plan.mesh.names if _size(plan.mesh, axis) > 1]
+    return Worth(tuple(_of_axis(plan, axis, hardware, kind, several=len(kinds) > 1) for axis in axes for kind in kinds))
 
 
-def _of_axis(plan: Plan, axis: str, profile: HardwareProfile) -> LinkWorth:
+def _of_axis(plan: Plan, axis: str, hardware: Hardware, kind: HardwareProfile, *, several: bool) -> LinkWorth:
     name = plan.mesh.link(plan.mesh.names.index(axis))
-    link = profile.links[name]
-    quicker = replace(profile, links={**profile.links, name: faster(link, _SHARE)})
-    now, then, nothing = (_times(plan, axis, p) for p in (profile, quicker, None))
+    link = kind.links[name]
+    quicker = _with_faster(hardware, kind, name) if several else with_faster(kind, name, _SHARE)
+    now, then, nothing = _times(plan, axis, hardware), _times(plan, axis, quicker), _times(plan, axis, hardware, free=kind)
     saved_s = step_with(plan, now) - step_with(plan, then)
     per_gb = saved_s / (_SHARE * link.bandwidth_bytes_per_s / _GB)
-    return LinkWorth(axis, name, link.bandwidth_bytes_per_s, step_with(plan, now) - step_with(plan, nothing), per_gb)
+    moved_s = step_with(plan, now) - step_with(plan, nothing)
+    return LinkWorth(axis, name, link.bandwidth_bytes_per_s, moved_s, per_gb, kind.name if several else "")
+
+
+def _with_faster(hardware: Hardware, kind: HardwareProfile, link: str) -> Hardware:
+    """The same with one kind's link a little faster."""
+    assert isinstance(hardware, Mixed), "there are several kinds"
+    return Mixed(hardware.axis, tuple(with_faster(p, link, _SHARE) if p == kind else p for p in hardware.profiles))
 
 
 def step_with(plan: Plan, times: Sequence[float]) -> float:
@@ -110,13 +132,19 @@ def _busiest(pipeline: Pipeline, times: Sequence[float]) -> float:
     return max(sum(times[rank::num_ranks]) for rank in range(num_ranks))
 
 
-def _times(plan: Plan, axis: str, profile: HardwareProfile | None) -> list[float]:
-    """Times of the step, or of a microbatch per stage, where what is sent along `axis` is priced on `profile`; with None it is free."""
-    stages = plan.pipeline.stages if plan.pipeline else (plan,)
-    if plan.pipeline and axis == plan.pipeline.axis:
-        return [s.prediction.step_s - r + w for s, r, w in zip(stages, *_received(plan.pipeline, plan.mesh, profile), strict=True)]
-    num = plan.pipeline.num_microbatches if plan.pipeline else 1
-    return [stage.prediction.step_s - _shorter_s(stage, axis, profile, num) for stage in stages]
+def _times(plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile | None = None) -> list[float]:
+    """Times of the step, or of a microbatch per stage, where what is sent along `axis` is priced on its devices; on the kind `free` it is
+    free."""
+    if plan.pipeline is None:
+        profile = slowest(hardware)
+        return [plan.prediction.step_s - _shorter_s(plan, axis, None if profile == free else profile, 1)]
+    stages, along, num = plan.pipeline.stages, plan.pipeline.axis, plan.pipeline.num_microbatches
+    if axis == along:
+        received = zip(stages, *_received(plan.pipeline, plan.mesh, hardware, free), strict=True)
+        return [s.prediction.step_s - planned_s + priced_s for s, planned_s, priced_s in received]
+    profiles = [profile_of(hardware, along, number) for number in range(len(stages))]
+    shorter = [_shorter_s(stage, axis, None if p == free else p, num) for stage, p in zip(stages, profiles, strict=True)]
+    return [stage.prediction.step_s - shorter_s for stage, shorter_s in zip(stages, shorter, strict=True)]
 
 
 def _shorter_s(plan: Plan, axis: str, profile: HardwareProfile | None, num_microbatches: int) -> float:
@@ -135,16 +163,20 @@ def _shorter_s(plan: Plan, axis: str, profile: HardwareProfile | None, num_micro
     return load.least_s(slowdown) - changed.least_s(slowdown)
 
 
-def _received(pipeline: Pipeline, mesh: Mesh, profile: HardwareProfile | None) -> tuple[list[float], list[float]]:
-    """Per stage seconds of a microbatch that it receives, in the plan and on `profile`: forward from the stage before, gradients from
-    the one behind."""
-    link = profile.links[mesh.link(mesh.names.index(pipeline.axis))] if profile else None
+def _received(
+    pipeline: Pipeline, mesh: Mesh, hardware: Hardware, free: HardwareProfile | None = None
+) -> tuple[list[float], list[float]]:
+    """Per stage seconds of a microbatch that it receives, in the plan and on its devices: forward from the stage before, gradients from
+    the one behind; from and to the kind of devices `free` for nothing."""
+    wires = []
+    for first in range(len(pipeline.stages) - 1):
+        ends = [profile_of(hardware, pipeline.axis, end) for end in (first, first + 1)]
+        wires.append(Wire() if free in ends else wire(pipeline.axis, mesh, hardware, first, first + 1))
     before, after = [], []
     for number, stage in enumerate(pipeline.stages):
         arriving = pipeline.crossings[number - 1] if number else ()
         returning = [c for c in pipeline.crossings[number] if c.returns] if number < len(pipeline.crossings) else []
-        crossed = (*arriving, *returning)
-        after.append(sum(link.latency_s + c.bytes / link.bandwidth_bytes_per_s for c in crossed) if link else 0.0)
+        after.append(sum(wires[number - 1].time_s(c.bytes) for c in arriving) + sum(wires[number].time_s(c.bytes) for c in returning))
         times = {e.nodes[0].node.format(*i): e.time_s for e in stage.entries if e.kind in ("input", "output") for i in e.instances}
         keys = [*(input_key(c.node) for c in arriving), *(output_key(c.node) for c in returning)]
         for key in (key for key in keys if key not in times):

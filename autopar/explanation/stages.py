@@ -28,6 +28,7 @@ from autopar.explanation.lines import (
     of_dispatch,
     of_loss,
     on_hosts,
+    unequal,
 )
 from autopar.explanation.prices import Worth
 from autopar.explanation.rendering import Readable, table
@@ -132,6 +133,7 @@ class StagedExplanation(Readable):
         which = "rank" if pipeline.rank_bytes else "stage"
         fullest = max(range(len(peaks)), key=peaks.__getitem__)
         yield f"peak{f' of {which} {fullest}' if pipeline.axis else ''} {memory(plan)}"
+        yield from unequal(plan)
         yield from on_hosts(plan)
         yield from of_loss(plan)
         yield from of_dispatch(plan)
@@ -147,6 +149,7 @@ class StagedExplanation(Readable):
         yield f"step {seconds(plan.prediction.step_s)}: {how}{as_emitted(plan)}"
         yield from idle(plan)
         yield f"peak {memory(plan)}"
+        yield from unequal(plan)
         yield from on_hosts(plan)
         yield at_best(plan)
         yield from self._prices()

@@ -25,6 +25,7 @@ from autopar.explanation.lines import (
     of_dispatch,
     of_loss,
     on_hosts,
+    unequal,
 )
 from autopar.explanation.prices import Worth, longer_step_s
 from autopar.explanation.rendering import Readable, table
@@ -104,6 +105,7 @@ class Explanation(Readable):
         yield from beside(plan)
         yield from in_buckets((plan,), "step")
         yield f"peak {memory(plan)}"
+        yield from unequal(plan)
         yield from on_hosts(plan)
         yield from of_loss(plan)
         yield from of_dispatch(plan)
@@ -128,6 +130,7 @@ class Explanation(Readable):
         yield f"step {seconds(prediction.step_s)}: {parts}{as_emitted(plan)}"
         yield from idle(plan)
         yield f"peak {memory(plan)}"
+        yield from unequal(plan)
         yield from on_hosts(plan)
         yield at_best(plan)
         yield self._price()

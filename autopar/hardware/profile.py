@@ -52,6 +52,7 @@ class HardwareProfile:
         hash: fingerprint of the whole profile.
         device_type: kind of device that was measured, of `DEVICE_TYPES`; empty where the file does not say.
         host: what each device has of its host, for offload; None where the file does not say.
+        parts: the profiles of which it is the slowest at each op (`slowest_of`); a profile of one kind of device has none.
     """
 
     name: str
@@ -71,6 +72,7 @@ class HardwareProfile:
     hash: str
     device_type: str = ""
     host: Host | None = None
+    parts: tuple[HardwareProfile, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HardwareProfile) and self.hash == other.hash

@@ -11,7 +11,7 @@ from autopar.choices import Choices, Multipliers
 from autopar.constraints import Pipelined
 from autopar.cost.priced import Crossing, Priced
 from autopar.errors import ConstraintError
-from autopar.hardware import HardwareProfile
+from autopar.hardware import Hardware, HardwareProfile, profile_of
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.planning.assembly import fingerprint
@@ -19,6 +19,7 @@ from autopar.planning.options import PlanOptions
 from autopar.planning.over_cuts import Least
 from autopar.planning.units import Unit
 from autopar.plans import Fingerprint
+from autopar.run.orders import num_in_flight
 from autopar.solve import Evaluation
 from autopar.stages import Cut, CutPoint
 from autopar.version import VERSION
@@ -37,7 +38,7 @@ class Asked:
     how: Microbatching
     batch_bytes: int
     mesh: Mesh
-    profile: HardwareProfile
+    hardware: Hardware
     options: PlanOptions
     wish: Pipelined
     model_name: str
@@ -57,10 +58,33 @@ class Asked:
     def num_stages(self) -> int:
         return self.wish.chunks * (self.mesh.shape[self.mesh.names.index(self.axis)] if self.axis else 1)
 
+    def profile_of(self, stage: int) -> HardwareProfile:
+        """Of a stage's devices."""
+        return profile_of(self.hardware, self.axis, stage)
+
     @property
-    def crossing(self) -> Crossing:
-        """Over the link between neighbours."""
-        return Crossing.along(self.axis, self.mesh, self.profile)
+    def profiles(self) -> tuple[HardwareProfile, ...]:
+        """The kinds of devices, in the order in which stages have them."""
+        return tuple(dict.fromkeys(map(self.profile_of, range(self.num_stages))))
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """Per stage, which of the kinds its devices are."""
+        return tuple(self.profiles.index(self.profile_of(stage)) for stage in range(self.num_stages))
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Bytes of a device, per index along the axis."""
+        return tuple(self.options.budget(self.profile_of(rank)) for rank in range(self.num_stages // self.wish.chunks))
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Per stage, microbatches whose kept values it holds."""
+        return tuple(num_in_flight(self.wish.schedule, self.num_stages, self.how.num, self.wish.chunks))
+
+    def crossing(self, stage: int) -> Crossing:
+        """Over the links to a stage's neighbours."""
+        return Crossing.along(self.axis, self.mesh, self.hardware, stage)
 
     def cuts(self, points: Sequence[CutPoint]) -> tuple[int, ...]:
         """The cuts that the user asks for, as indices of units.
@@ -76,45 +100,65 @@ class Asked:
             raise ConstraintError(f"{self.wish}{wrong}", remedy=f"the model can be cut at {', '.join(modules)}")
         return tuple(sorted(modules[name] for name in wanted))
 
-    def mark(self, model: str) -> Fingerprint:
+    def mark(self, model: str, hardware: Hardware) -> Fingerprint:
         """Of a plan for a trace of this fingerprint."""
-        return replace(fingerprint(self.part, self.model_name, self.profile.name, self.profile.hash, VERSION), model=model)
+        return replace(fingerprint(self.part, self.model_name, hardware, VERSION), model=model)
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """The plan of one microbatch without stages and without a limit of memory.
+class OnKind:
+    """The plan of one microbatch without stages and without a limit of memory, on one kind of device.
 
     Attributes:
-        least, multipliers: what is proven of all cuts. closer: as of `autopar.planning.proving.Proven`, None where there are no cuts.
+        multipliers: of what is proven of all cuts, None where there are no cuts.
     """
 
     priced: Priced
     choices: Choices
     evaluation: Evaluation
-    points: tuple[CutPoint, ...]
     units: tuple[Unit, ...]
+    multipliers: Multipliers | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The plans of one microbatch without stages and without a limit of memory.
+
+    Attributes:
+        on: by kind of device. kinds: per stage, on which. least: what is proven of all cuts. closer: as of
+            `autopar.planning.proving.Proven`, None where there are no cuts.
+    """
+
+    on: tuple[OnKind, ...]
+    kinds: tuple[int, ...]
+    points: tuple[CutPoint, ...]
     least: Least
-    multipliers: Multipliers | None
     closer: Callable[[float], Least] | None = None
+
+    @property
+    def units(self) -> tuple[tuple[Unit, ...], ...]:
+        """Per stage, what each unit would take on its devices."""
+        return tuple(self.on[kind].units for kind in self.kinds)
 
 
 def crossing_layouts(whole: Whole, part: Trace, made: Cut) -> Mapping[str, Layout]:
-    """Per crossing value (by key) the layout of the fewest bytes among those that the plan of the whole makes of it.
+    """Per crossing value (by key) the layout of the fewest bytes among those that the plan of the whole makes of it, on the devices that
+    hand it on.
 
     Args:
         part: the trace that `whole` is the plan of, and that `made` cuts.
     """
-    variants = {name: v for v, refs in enumerate(whole.priced.refs) for name, _ in refs}
     keys = {n.name: n.meta["key"] for n in part.graph.nodes if n.op == "call_function"}
+    variants = [{name: v for v, refs in enumerate(on.priced.refs) for name, _ in refs} for on in whole.on]
     found: dict[str, Layout] = {}
-    for boundary in made.boundaries:
+    for boundary, kind in zip(made.boundaries, whole.kinds, strict=False):
+        on = whole.on[kind]
         for name in boundary.values:
-            v = variants.get(name)
+            v = variants[kind].get(name)
             if v is None:  # inside a cluster of the whole
                 continue
-            graph = whole.priced.problem.values[whole.priced.problem.variants[v].value].graph
-            moves = whole.evaluation.forward[v]
+            graph = on.priced.problem.values[on.priced.problem.variants[v].value].graph
+            moves = on.evaluation.forward[v]
             plain = [n for n in (*moves.sources, *moves.wanted) if not graph.layouts[n].has_partial and not graph.layouts[n].halos]
             if plain:
                 found[keys[name]] = graph.layouts[min(plain, key=lambda n: graph.bytes[n])]

@@ -12,6 +12,7 @@ from autopar.capture.trace import Trace
 from autopar.cost.held import held_of, offered_as, own_time_s
 from autopar.cost.priced import OPTIMIZERS, Source
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, storage_key
+from autopar.hardware import Hardware, Mixed
 from autopar.kernels.sums import sum_dtype
 from autopar.layout_graph import local_bytes
 from autopar.planning.communications import communications, of_kernels
@@ -211,6 +212,7 @@ def _on_hosts(draft: Draft) -> dict[str, int]:
     return {kind: size for kind, size in found.items() if size}
 
 
-def fingerprint(trace: Trace, model_name: str, profile_name: str, profile_hash: str, version: str) -> Fingerprint:
+def fingerprint(trace: Trace, model_name: str, hardware: Hardware, version: str) -> Fingerprint:
     """What the plan is made for."""
-    return Fingerprint(trace.fingerprint, model_name, profile_name, profile_hash, version, torch.__version__.split("+")[0])
+    mixed = (hardware.axis, tuple((p.name, p.hash) for p in hardware.profiles)) if isinstance(hardware, Mixed) else ("", ())
+    return Fingerprint(trace.fingerprint, model_name, hardware.name, hardware.hash, version, torch.__version__.split("+")[0], *mixed)

@@ -18,7 +18,7 @@ from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
 from autopar.emit.choices import input_key, parameter_key, placeholder_keys, storage_key
 from autopar.errors import PlanError
-from autopar.hardware import HardwareProfile
+from autopar.hardware import Hardware, HardwareProfile, profile_of, slowest
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.planning.alike import Alike
@@ -41,13 +41,18 @@ from autopar.strategies.softmax import around_softmax
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Seconds of a step, and bytes per device."""
+    """Seconds of a step, and bytes of a device, per index along the axis of stages; of a plan without stages, of each."""
 
     step_s: float
-    peak_bytes: int
+    peaks: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest device."""
+        return max(self.peaks)
 
 
-def carried(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, batch_bytes: int = 0) -> Carried:
+def carried(plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions, batch_bytes: int = 0) -> Carried:
     """What a plan takes and needs on another mesh.
 
     Args:
@@ -59,17 +64,17 @@ def carried(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, opti
         ConstraintError: where a constraint that the plan records cannot hold there.
     """
     there = on_axes(plan, mesh)
-    carrier = _Carrier(without_stages(plan, mesh), profile, options, _forced(plan, trace, mesh, options))
+    carrier = _Carrier(without_stages(plan, mesh), options, _forced(plan, trace, mesh, options))
     if plan.pipeline is None or there.pipeline is None:
-        tried = carrier.tried(_Piece(there, trace, options.budget(profile), any(c.kernel for c in plan.communications)))
-        return Carried(tried.time_s, tried.peak_bytes)
-    sharing = _sharing(plan, there.pipeline, profile, options, batch_bytes)
-    crossing = Crossing.along(there.pipeline.axis, mesh, profile)
-    planned = [
-        _planned(carrier.tried(piece, crossing, there.pipeline)) for piece in _pieces(plan.pipeline, there.pipeline, trace, sharing)
-    ]
+        profile = slowest(hardware)
+        tried = carrier.tried(_Piece(there, trace, profile, options.budget(profile), any(c.kernel for c in plan.communications)))
+        return Carried(tried.time_s, (tried.peak_bytes,))
+    sharing = _sharing(plan, there.pipeline, hardware, options, batch_bytes)
+    axis, planned = there.pipeline.axis, list[Planned]()
+    for number, piece in enumerate(_pieces(plan.pipeline, there.pipeline, trace, hardware, sharing)):
+        planned.append(_planned(carrier.tried(piece, Crossing.along(axis, mesh, hardware, number), there.pipeline)))
     step_s = step_of(there.pipeline.schedule, [each.plan for each in planned], there.pipeline.num_microbatches, there.pipeline.num_chunks)
-    return Carried(step_s, max(rank.peak_bytes for rank in sharing.ranks(planned)))
+    return Carried(step_s, tuple(rank.peak_bytes for rank in sharing.ranks(planned)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,7 @@ class _Piece:
 
     plan: Plan
     trace: Trace
+    profile: HardwareProfile
     budget: int
     has_kernels: bool
     schedule: Schedule | None = None
@@ -93,7 +99,6 @@ class _Carrier:
     """Where pieces are carried to: what each runs on, and what constraints force there."""
 
     mesh: Mesh
-    profile: HardwareProfile
     options: PlanOptions
     forced: Forced
     alike: Alike = field(default_factory=Alike)
@@ -104,7 +109,7 @@ class _Carrier:
         priced = self._priced(piece, crossing, 1 if pipeline is None else pipeline.num_microbatches)
         job = Job(
             piece.trace, self.mesh, lambda _: priced, self.options, Clock(lambda _: None), piece.plan.fingerprint,
-            self.options.to_json(self.profile), piece.budget, piece.schedule, alike=self.alike,
+            self.options.to_json(piece.profile), piece.budget, piece.schedule, alike=self.alike,
         )  # fmt: skip
         strategies, again = decisions(priced, piece.plan)
         regions = None if piece.has_kernels else frozenset[int]()
@@ -116,7 +121,7 @@ class _Carrier:
     def _priced(self, piece: _Piece, crossing: Crossing | None, num: int) -> Priced:
         forced = replace(self.forced, starts=piece.plan.starts, storage={**self.forced.storage, **_rests(piece, self.mesh)})
         return price(
-            piece.trace, classes_of(piece.trace, self.mesh.shape, forced), self.mesh, self.profile, budget_bytes=piece.budget,
+            piece.trace, classes_of(piece.trace, self.mesh.shape, forced), self.mesh, piece.profile, budget_bytes=piece.budget,
             optimizer=self.options.optimizer, forced=forced, crossing=crossing, num_microbatches=num, num_in_flight=piece.flying,
         )  # fmt: skip
 
@@ -129,23 +134,24 @@ def _forced(plan: Plan, trace: Trace, mesh: Mesh, options: PlanOptions) -> Force
     return replace(forced, recompute=again, softmax=around_softmax(trace) if again == "selective" else frozenset())
 
 
-def _sharing(plan: Plan, pipeline: Pipeline, profile: HardwareProfile, options: PlanOptions, batch_bytes: int) -> Sharing:
+def _sharing(plan: Plan, pipeline: Pipeline, hardware: Hardware, options: PlanOptions, batch_bytes: int) -> Sharing:
     """The memory of the stages' ranks; where these share it, each stage has the part of the budget there that it had in the plan."""
-    budget, flying = options.budget(profile), pipeline.num_in_flight
     num, chunks = len(pipeline.stages), pipeline.num_chunks
-    sharing = Sharing(num, chunks, flying, pipeline.num_microbatches, batch_bytes, budget, options, Alike())
-    recorded = plan.options["memory_bytes"]
-    sharing.budgets = [share * budget // recorded for share in pipeline.budgets] or sharing.budgets
+    budgets = [options.budget(profile_of(hardware, pipeline.axis, rank)) for rank in range(num // chunks)]
+    sharing = Sharing(num, chunks, pipeline.num_in_flight, pipeline.num_microbatches, batch_bytes, budgets, options, Alike())
+    shares = [share * budgets[n % len(budgets)] // plan.budget_of(n) for n, share in enumerate(pipeline.budgets)]
+    sharing.budgets = shares or sharing.budgets
     return sharing
 
 
-def _pieces(before: Pipeline, there: Pipeline, trace: Trace, sharing: Sharing) -> Iterator[_Piece]:
+def _pieces(before: Pipeline, there: Pipeline, trace: Trace, hardware: Hardware, sharing: Sharing) -> Iterator[_Piece]:
     """The stages."""
     made = cut(trace, there.positions) if there.positions else Cut((trace,), (), {})
     for number, (old, new, part) in enumerate(zip(before.stages, there.stages, made.stages, strict=True)):
         has_kernels = any(c.kernel for c in old.communications)
         schedule = sharing.schedule(there.schedule, number)
-        yield _Piece(new, part, sharing.budgets[number], has_kernels, schedule, there.num_in_flight[number])
+        profile = profile_of(hardware, there.axis, number)
+        yield _Piece(new, part, profile, sharing.budgets[number], has_kernels, schedule, there.num_in_flight[number])
 
 
 def _planned(tried: Tried) -> Planned:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 
 from autopar.capture.trace import Parameter, Trace
 from autopar.choices import Choices
-from autopar.collective import faster
+from autopar.collective import with_faster
 from autopar.cost.held import StepMoves, held_of
 from autopar.cost.priced import Priced
 from autopar.cost.times import own_collectives, price_collectives
-from autopar.hardware import HardwareProfile
+from autopar.hardware import Hardware, HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning.options import PlanOptions
 from autopar.planning.repricing import decisions, problems_of
@@ -35,15 +35,15 @@ _STEP = 2**0.5  # of the outward search for a factor at which the runner-up is n
 _PRECISION = 1e-4  # relative, of the factor
 
 
-def all_flips(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, *, most: int) -> tuple[Flip, ...]:
+def all_flips(plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions, *, most: int) -> tuple[Flip, ...]:
     """`flips` of a plan, or of each of its stages, the least change first.
 
     Args:
         trace: of the batch; of a plan with a pipeline, of one microbatch. options: those that the plan was made with.
     """
     found: list[Flip] = []
-    for number, part in enumerate(problems_of(plan, trace, mesh, profile, options)):
-        turning = flips(part.plan, part.trace, part.priced, part.mesh, profile, most=most, shared=part.shared)
+    for number, part in enumerate(problems_of(plan, trace, mesh, hardware, options)):
+        turning = flips(part.plan, part.trace, part.priced, part.mesh, part.priced.profile, most=most, shared=part.shared)
         found += (replace(flip, stage=None if plan.pipeline is None else number) for flip in turning)
     return tuple(sorted(found, key=lambda flip: abs(math.log(flip.factor))))
 
@@ -121,8 +121,7 @@ class _Local:
         if self.what == COMPUTE:
             faster_s = self._with_strategies(lambda _, s: replace(s, time_s=(s.time_s - s.communication_s) / factor + s.communication_s))
             return replace(faster_s, kernels=self._saving(lambda h, _: h.saved_s / max(factor, 1.0)))
-        links = {**self.profile.links, self.what: faster(self.profile.links[self.what], factor - 1)}
-        price = price_collectives(self.mesh, replace(self.profile, links=links))
+        price = price_collectives(self.mesh, with_faster(self.profile, self.what, factor - 1))
         moves = replace(self.priced.moves, price=price)
         values = list(problem.values)
         for v in {problem.variants[v].value for v in self.touched}:

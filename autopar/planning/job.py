@@ -35,7 +35,7 @@ from autopar.planning.multipliers import certified
 from autopar.planning.options import PlanOptions
 from autopar.planning.ordering import Ordering
 from autopar.planning.peaks import Peaks, Schedule
-from autopar.planning.smallest import light, preferred, refusal
+from autopar.planning.smallest import Need, light, preferred, refusal
 from autopar.planning.tried import TooSlow, Tried
 from autopar.plans import Fingerprint
 from autopar.problem import Problem
@@ -122,7 +122,7 @@ class Job:
         self.multipliers = quickest(self.priced.problem)
         self.bound_s = max(proven_s, self.multipliers.bound_s if self.multipliers else 0.0)  # of layers in groups: they may decide alike
         plans = light(self.trace, self.priced, self.options.time_limit_s, self.tried)
-        found = preferred(plans, self.budget, lambda tried: (tried.peak_bytes, tried.time_s))
+        found = preferred(plans, lambda tried: (Need(tried.peak_bytes, self.budget), tried.time_s))
         return self.ordered(found) if found is not None and found.peak_bytes <= self.budget else found
 
     def _best_of_rounds(self) -> Tried:

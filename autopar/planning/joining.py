@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.capture.trace import Trace
 from autopar.constraints import INTERLEAVED, Pipelined
 from autopar.emit import emit_staged
 from autopar.layout_graph import local_bytes
-from autopar.planning.asked import Asked, Whole
+from autopar.planning.asked import Asked, OnKind, Whole
 from autopar.planning.assembly import BY_ITSELF
 from autopar.planning.clock import Clock
 from autopar.planning.communications import of_kernels
@@ -17,7 +18,7 @@ from autopar.planning.multipliers import with_multipliers
 from autopar.planning.search import Planned
 from autopar.planning.sharing import Sharing
 from autopar.planning.steps import simulated_step_of, slowest_rank, step_of
-from autopar.plans import Crossed, Pipeline, Plan, Prediction, Proof
+from autopar.plans import Crossed, OnProfile, Pipeline, Plan, Prediction, Proof
 from autopar.stages import Cut
 
 COVERS: tuple[str, ...] = (
@@ -45,7 +46,6 @@ def joined(
     asked: Asked,
     whole: Whole,
     cuts: Sequence[int],
-    flying: Sequence[int],
     stages: Sequence[Planned],
     made: Cut,
     sharing: Sharing,
@@ -54,7 +54,7 @@ def joined(
     """The plan of all stages.
 
     Args:
-        cuts: indices of the units that begin later stages. flying: microbatches in flight, per stage. stages: their plans.
+        cuts: indices of the units that begin later stages. stages: their plans.
     """
     plans = tuple(planned.plan for planned in stages)
     objective = step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks)
@@ -67,10 +67,11 @@ def joined(
     promised = (f"samples are independent by the user's promise, which rules do not show at {named}",) if named else ()
     pipeline = Pipeline(
         asked.axis, tuple(p.position for p in points), tuple(p.module for p in points), asked.how.num, asked.wish.schedule,
-        tuple(flying), asked.wish.independent, plans,
+        asked.in_flight, asked.wish.independent, plans,
         tuple(_crossed(asked, trace, planned) for trace, planned in zip(made.stages[:-1], stages, strict=False)),
-        whole.priced.problem.accumulates,
-        *((tuple(memory.peak_bytes for memory in ranks), tuple(sharing.budgets)) if shared else ()),
+        whole.on[0].priced.problem.accumulates,
+        *((tuple(memory.peak_bytes for memory in ranks), tuple(sharing.budgets)) if shared else ((), ())),
+        asked.budgets if len(set(asked.budgets)) > 1 else (),
     )  # fmt: skip
     prediction = Prediction(
         objective, sum(p.compute_s for p in slowest) * asked.how.num, sum(p.communication_s for p in slowest) * asked.how.num,
@@ -79,9 +80,10 @@ def joined(
         sum(p.in_kernels_s for p in slowest) * asked.how.num, sum(p.in_buckets_s for p in slowest) * asked.how.num, pipeline.host_bytes,
     )  # fmt: skip
     proof = _proof(asked, whole, objective, plans, promised)
+    options = asked.options.to_json(max(asked.profiles, key=asked.options.budget))  # of unequal budgets the pipeline says each
     plan = Plan(
-        asked.mesh, asked.mark(asked.model_fingerprint), asked.options.to_json(asked.profile), (), (), (), prediction, proof,
-        str(asked.part.folding), pipeline,
+        asked.mesh, asked.mark(asked.model_fingerprint, asked.hardware), options, (), (), (), prediction, proof, str(asked.part.folding),
+        pipeline,
     )  # fmt: skip
     with clock.phase("emit"):
         program = emit_staged(asked.part, made, asked.how, plan)
@@ -109,17 +111,25 @@ def _proof(asked: Asked, whole: Whole, objective: float, plans: Sequence[Plan], 
     own = plans[0].proof if len(plans) == 1 else None
     bound, certified = (own.bound_s * asked.how.num, own.certified_bound_s * asked.how.num) if own else (whole.least.step_s,) * 2
     covers = _covers(asked.wish, one=own is not None)
-    covers += ((of_kernels(whole.priced),) if asked.profile.kernels else ()) + whole.priced.notes
+    kernels = dict.fromkeys(of_kernels(on.priced) for on in whole.on) if any(profile.kernels for profile in asked.profiles) else ()
+    covers += (*kernels, *dict.fromkeys(note for on in whole.on for note in on.priced.notes))
     bound, searched = min(bound, objective), min(own.searched_bound_s * asked.how.num, objective) if own else 0.0
     proof = Proof(
         objective, bound, (objective - bound) / objective if objective else 0.0,
-        whole.choices.num_variables + sum(p.proof.num_variables for p in plans),
-        whole.choices.num_constraints + sum(p.proof.num_constraints for p in plans),
-        whole.choices.solver, max(p.proof.memory_price_s_per_gib for p in plans), covers + promised,
+        sum(on.choices.num_variables for on in whole.on) + sum(p.proof.num_variables for p in plans),
+        sum(on.choices.num_constraints for on in whole.on) + sum(p.proof.num_constraints for p in plans),
+        whole.on[0].choices.solver, max(p.proof.memory_price_s_per_gib for p in plans), covers + promised,
         min(certified, bound), searched,
     )  # fmt: skip
-    draft = Draft(asked.part, asked.left, whole.priced, whole.choices, whole.evaluation, {})
-    return proof if whole.multipliers is None else with_multipliers(proof, draft, whole.multipliers)
+    first, *further = (_with_multipliers(asked, proof, on) for on in whole.on)
+    others = zip(asked.profiles[1:], further, strict=True)
+    return replace(first, on_profiles=tuple(OnProfile(profile.name, each.potentials, each.versions) for profile, each in others))
+
+
+def _with_multipliers(asked: Asked, proof: Proof, on: OnKind) -> Proof:
+    """The proof with those of one kind of device, where there are any."""
+    draft = Draft(asked.part, asked.left, on.priced, on.choices, on.evaluation, {})
+    return proof if on.multipliers is None else with_multipliers(proof, draft, on.multipliers)
 
 
 def _covers(wish: Pipelined, *, one: bool) -> tuple[str, ...]:

@@ -4,12 +4,14 @@
     step                                  (M − 1) · max τ + Σ τ
 
 At each border one pair (before, behind) is chosen: for a layout of what crosses, what it costs the stage before and the stage behind.
+Where stages have unequal devices, units take on each what they take there, and pairs are those of the two devices at the border.
 All cuts and all pairs are compared, exactly: the shortest Σ τ is found with every τ below a limit (dynamic programming over borders and
 pairs), the limit is lowered below the slowest stage of the answer, and so on, until no answer can be better than the best.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -60,65 +62,72 @@ def joined(one: Iterable[Pair], other: Sequence[Pair]) -> tuple[Pair, ...]:
     return front((a + c, b + d) for a, b in one for c, d in other)
 
 
-def least_step(parts: Parts, num_stages: int, num_microbatches: int, allowed: Collection[int] | None = None) -> Least:
+def least_step(
+    parts: Parts | Sequence[Parts], num_stages: int, num_microbatches: int, allowed: Collection[int] | None = None
+) -> Least:
     """The least step; see the module.
 
     Args:
+        parts: of all stages alike, or per stage its units, and the borders between it and the one behind.
         allowed: units that may begin a later stage; by default all but the first.
     """
-    table = _Table(parts, num_stages, allowed)
-    more = num_microbatches - 1
-    best, limit = Least(np.inf, ()), np.inf
+    each = [parts] * num_stages if isinstance(parts, Parts) else list(parts)
+    num = len(each[0].units)
+    places: list[list[tuple[int, float, float]]] = [[(0, 0.0, 0.0)]]  # around stages: a border and one of its pairs
+    for part in each[:-1]:
+        places.append([(p, *pair) for p in range(1, num) if allowed is None or p in allowed for pair in part.borders[p - 1]])
+    places.append([(num, 0.0, 0.0)])
+    tables = [_times(part.units, *around) for part, around in zip(each, itertools.pairwise(places), strict=True)]
+    step_s, path = fastest_path(tables, num_microbatches)
+    return Least(step_s, tuple(places[number][place][0] for number, place in enumerate(path, 1)))
+
+
+def _times(units: Sequence[float], begins: Sequence[tuple[int, float, float]], ends: Sequence[tuple[int, float, float]]) -> Floats:
+    """Of a stage between places."""
+    sums = np.concatenate([[0.0], np.cumsum(units)])
+    first, last = np.array([p for p, _, _ in begins], int), np.array([p for p, _, _ in ends], int)
+    behind, before = np.array([b for _, _, b in begins]), np.array([b for _, b, _ in ends])
+    times = sums[last][None, :] - sums[first][:, None] + behind[:, None] + before[None, :]
+    return np.where(first[:, None] < last[None, :], np.maximum(times, 0.0), np.inf)
+
+
+def fastest_path(tables: Sequence[Floats], num_microbatches: int) -> tuple[float, tuple[int, ...]]:
+    """The least (M − 1) · max τ + Σ τ over all ways through, infinite where there is none; and the places that one goes through.
+
+    Args:
+        tables: per stage τ from each place before it to each place behind it, of which the first and the last have one.
+    """
+    more, best_s, best, limit = num_microbatches - 1, np.inf, tuple[int, ...](), np.inf
+    slowest = tables[0][0]
+    for table in tables[1:]:
+        slowest = np.maximum(slowest[:, None], table).min(axis=0, initial=np.inf)
     while True:
-        found = table.shortest(limit)
+        found = _shortest(tables, limit)
         if found is None:
-            return best
-        times, cuts = found
+            return best_s, best
+        times, path = found
         limit = max(times)
-        step = more * limit + sum(times)
-        best = Least(step, cuts) if step < best.step_s else best
-        if more * table.fastest() + sum(times) >= best.step_s:  # less for the slowest stage only makes the sum longer
-            return best
+        step_s = more * limit + sum(times)
+        if step_s < best_s:
+            best_s, best = step_s, path
+        if more * float(slowest[-1]) + sum(times) >= best_s:  # less for the slowest stage only makes the sum longer
+            return best_s, best
 
 
-class _Table:
-    """Stages between all borders, the ends of the model among them, with their pairs: a *place* is a border and one of its pairs."""
-
-    def __init__(self, parts: Parts, num_stages: int, allowed: Collection[int] | None) -> None:
-        num = len(parts.units)
-        places = [(0, 0.0, 0.0)]
-        places += [(p, *pair) for p in range(1, num) if allowed is None or p in allowed for pair in parts.borders[p - 1]]
-        places.append((num, 0.0, 0.0))
-        self.at = np.array([p for p, _, _ in places])
-        before, behind = np.array([b for _, b, _ in places]), np.array([b for _, _, b in places])
-        sums = np.concatenate([[0.0], np.cumsum(parts.units)])
-        times = sums[self.at][None, :] - sums[self.at][:, None] + behind[:, None] + before[None, :]
-        self.times = np.where(self.at[:, None] < self.at[None, :], np.maximum(times, 0.0), np.inf)  # from, to
-        self.num_stages = num_stages
-        self._fastest: float | None = None
-
-    def shortest(self, limit: float) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
-        """Times of stages and cuts with the least sum and all times below the limit."""
-        times = np.where(self.times < limit, self.times, np.inf)
-        reach, how = times[0], list[NDArray[np.int64]]()
-        for _ in range(self.num_stages - 1):
-            through = reach[:, None] + times
-            how.append(through.argmin(axis=0))
-            reach = through[how[-1], np.arange(len(reach))]
-        if not np.isfinite(reach[-1]):
+def _shortest(tables: Sequence[Floats], limit: float) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
+    """Times of stages and places with the least sum and all times below the limit."""
+    within = [np.where(table < limit, table, np.inf) for table in tables]
+    reach, how = within[0][0], list[NDArray[np.int64]]()
+    for table in within[1:]:
+        if not len(reach):
             return None
-        path = [len(reach) - 1]
-        for step in reversed(how):
-            path.insert(0, int(step[path[0]]))
-        edges = [0, *path]
-        found = tuple(float(times[a, b]) for a, b in zip(edges, path, strict=False))
-        return found, tuple(int(self.at[place]) for place in path[:-1])
-
-    def fastest(self) -> float:
-        """The least time of a slowest stage."""
-        if self._fastest is None:
-            reach = self.times[0]
-            for _ in range(self.num_stages - 1):
-                reach = np.maximum(reach[:, None], self.times).min(axis=0)
-            self._fastest = float(reach[-1])
-        return self._fastest
+        through = reach[:, None] + table
+        how.append(through.argmin(axis=0))
+        reach = through[how[-1], np.arange(len(how[-1]))]
+    if not np.isfinite(reach[-1]):
+        return None
+    path = [0]
+    for step in reversed(how):
+        path.insert(0, int(step[path[0]]))
+    edges = zip(within, (0, *path[:-1]), path, strict=True)
+    return tuple(float(table[a, b]) for table, a, b in edges), tuple(path[:-1])

@@ -52,7 +52,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.choices import Multipliers
-from autopar.cost.priced import Crossing
+from autopar.cost.priced import Crossing, Wire
 from autopar.layout_graph import all_layouts
 from autopar.planning.instances import Instance, Instances, Read
 from autopar.planning.over_cuts import Pair, Parts, front, joined
@@ -67,7 +67,7 @@ class Parting:
 
     Args:
         instances: of the whole's problem, see the module. num_units: that its placing has. exposed: nodes whose results may cross.
-        crossing: the link between stages. kernels: those that some stage may have.
+        crossing: the links to a stage's neighbours. kernels: those that some stage may have.
     """
 
     instances: Instances
@@ -79,6 +79,7 @@ class Parting:
     kernels: Kernels = field(default_factory=dict)
     _least: dict[object, float] = field(default_factory=dict)
     _fronts: dict[object, tuple[Pair, ...]] = field(default_factory=dict)
+    _borders: dict[object, tuple[Floats, Floats]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.problem = self.instances.priced.problem
@@ -89,8 +90,13 @@ class Parting:
                 self._of_op.setdefault(kernel.op, []).append((v, late, kernel))
         self._nodes = {n.name: n for n in self.instances.trace.graph.nodes}
 
-    def parts(self) -> Parts:
-        """Seconds of units and borders."""
+    def parts(self, behind: Parting | None = None, wire: Wire | None = None) -> Parts:
+        """Seconds of units, and of borders to a stage behind.
+
+        Args:
+            behind: at whose prices that stage is, and `wire` the link to it, where its devices are others.
+        """
+        behind, wire = behind or self, wire or self.crossing.behind
         units = [0.0] * self.num_units
         borders: list[tuple[Pair, ...]] = [((0.0, 0.0),)] * (self.num_units - 1)
         for instance in self.instances.found:
@@ -98,7 +104,7 @@ class Parting:
             for ref in instance.results:
                 if ref in self.instances.variant:
                     units[instance.unit] += self.worths.of(ref).loss_s
-                    for border, pairs in () if instance.alone else self._crosses(ref, instance.unit):
+                    for border, pairs in () if instance.alone else self._crosses(ref, instance.unit, behind, wire):
                         borders[border - 1] = joined(borders[border - 1], pairs)
         return Parts(tuple(units), tuple(borders))
 
@@ -169,32 +175,41 @@ class Parting:
 
     # borders
 
-    def _crosses(self, ref: Ref, maker: int) -> Iterator[tuple[int, tuple[Pair, ...]]]:
-        """The borders that a tensor may cross, and what each layout costs there."""
-        reads = self.instances.reads.get(ref, [])
-        units = [r.unit for r in reads]
+    def _crosses(self, ref: Ref, maker: int, behind: Parting, wire: Wire) -> Iterator[tuple[int, tuple[Pair, ...]]]:
+        """The borders that a tensor may cross, and what each layout costs there: the stage before at these prices, the stage behind at its
+        own."""
+        units = [r.unit for r in self.instances.reads.get(ref, [])]
         forward = self.worths.value(ref).phase == "forward"
         for border in range(maker + 1, max(units) + 1) if units and forward else range(min(units, default=maker) + 1, maker + 1):
-            before, behind = [r for r in reads if r.unit < border], [r for r in reads if r.unit >= border]
-            far = behind if forward else before
-            sides = tuple(tuple(sorted(Counter(r.use for r in side).items())) for side in (before, behind))
-            key = self.worths.kind(ref), sides
+            key = self._sides(ref, border), wire, *(() if behind is self else (id(behind), behind._sides(ref, border)))
             if key not in self._fronts:
-                self._fronts[key] = self._front(ref, forward, before, behind, far)
+                before_s, behind_s = self._at_border(ref, border, wire)[0], behind._at_border(ref, border, wire)[1]
+                self._fronts[key] = front(zip(map(float, before_s), map(float, behind_s), strict=True))
             yield border, self._fronts[key]
 
-    def _front(self, ref: Ref, forward: bool, before: Sequence[Read], behind: Sequence[Read], far: Sequence[Read]) -> tuple[Pair, ...]:
+    def _sides(self, ref: Ref, border: int) -> object:
+        """What decides what a tensor costs at a border: its kind, and who reads it on either side."""
+        reads = self.instances.reads.get(ref, [])
+        sides = [r for r in reads if r.unit < border], [r for r in reads if r.unit >= border]
+        return self.worths.kind(ref), tuple(tuple(sorted(Counter(r.use for r in side).items())) for side in sides)
+
+    def _at_border(self, ref: Ref, border: int, wire: Wire) -> tuple[Floats, Floats]:
+        """Per layout of what crosses, seconds of the stage before and of the one behind, at these prices."""
+        key = self._sides(ref, border), wire
+        if key not in self._borders:
+            reads = self.instances.reads.get(ref, [])
+            self._borders[key] = self._costs(ref, [r for r in reads if r.unit < border], [r for r in reads if r.unit >= border], wire)
+        return self._borders[key]
+
+    def _costs(self, ref: Ref, before: Sequence[Read], behind: Sequence[Read], wire: Wire) -> tuple[Floats, Floats]:
         value, worth, node = self.worths.value(ref), self.worths.of(ref), self._nodes[ref[0]]
-        gains = worth.summed(worth.now, far)
+        forward = value.phase == "forward"
+        gains = worth.summed(worth.now, behind if forward else before)
         later = worth.summed(worth.later, before), worth.summed(worth.later, behind)
         kept, arrives = np.maximum(later[0] - worth.made, 0.0), later[1]
         further_s = worth.crossing_loss_s - worth.loss_s  # where it is made
-        pairs = []
-        for layout in all_layouts(tuple(node.meta["val"].shape), self.mesh_shape):
-            at = value.graph.index[layout]
-            arrives_s = self.crossing.time_s(value.graph.bytes[at])
-            if forward:
-                pairs.append((float(gains[at] - kept[at]) + further_s, float(arrives_s - gains[at] - arrives[at]) + worth.crossing_loss_s))
-            else:
-                pairs.append((float(arrives_s - gains[at]) + worth.crossing_loss_s, float(gains[at]) + further_s))
-        return front(pairs)
+        at = np.array([value.graph.index[layout] for layout in all_layouts(tuple(node.meta["val"].shape), self.mesh_shape)])
+        arrives_s = np.array([wire.time_s(value.graph.bytes[n]) for n in at])
+        if forward:
+            return gains[at] - kept[at] + further_s, arrives_s - gains[at] - arrives[at] + worth.crossing_loss_s
+        return arrives_s - gains[at] + worth.crossing_loss_s, gains[at] + further_s

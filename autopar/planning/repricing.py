@@ -22,7 +22,7 @@ from autopar.cost.times import price_collectives
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys, storage_key
 from autopar.emit.kernels import product_of
 from autopar.errors import PlanError
-from autopar.hardware import HardwareProfile
+from autopar.hardware import Hardware, HardwareProfile, profile_of, slowest
 from autopar.layout import Strategy
 from autopar.mesh import Mesh
 from autopar.planning.options import UNLIMITED, PlanOptions
@@ -36,7 +36,7 @@ from autopar.streams import Load, work
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
 
 
-def repriced(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions) -> float:
+def repriced(plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions) -> float:
     """Seconds of a step with the plan's decisions, on a mesh of the same axes, whose links may be others.
 
     Args:
@@ -47,7 +47,7 @@ def repriced(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, opt
     """
     pipeline = plan.pipeline
     num = 1 if pipeline is None else pipeline.num_microbatches
-    times = [_phases(part, profile, num) for part in problems_of(plan, trace, mesh, profile, options)]
+    times = [_phases(part, part.priced.profile, num) for part in problems_of(plan, trace, mesh, hardware, options)]
     if pipeline is None:
         return sum(times[0])
     return scheduled_time(pipeline.schedule, [f for f, _ in times], [b for _, b in times], num, pipeline.num_chunks)
@@ -68,20 +68,20 @@ class Part:
     shared: Collection[str] = ()
 
 
-def problems_of(plan: Plan, trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions) -> Iterator[Part]:
-    """The plan, or its stages in order, each with its problem on a profile; memory has no limit in them, tensors may cross in any layout,
+def problems_of(plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions) -> Iterator[Part]:
+    """The plan, or its stages in order, each with its problem on its devices; memory has no limit in them, tensors may cross in any layout,
     and copies of a parameter rest as in the stages before. Arguments as of `repriced`."""
     pipeline = plan.pipeline
     left = mesh if pipeline is None or not pipeline.axis else mesh.without(pipeline.axis)
     forced = resolve(trace, [c for c in options.constraints if not isinstance(c, Pipelined)], left)
     if pipeline is None:
         forced = replace(forced, starts=plan.starts)
-        yield Part(plan, trace, mesh, _priced(trace, mesh, profile, options, forced, Crossing(), 1))
+        yield Part(plan, trace, mesh, _priced(trace, mesh, slowest(hardware), options, forced, Crossing(), 1))
         return
-    crossing = Crossing.along(pipeline.axis, mesh, profile)
     made = cut(trace, pipeline.positions) if pipeline.positions else Cut((trace,), (), {})
-    for staged, stage in zip(pipeline.stages, made.stages, strict=True):
-        here = replace(forced, starts=staged.starts)
+    for number, (staged, stage) in enumerate(zip(pipeline.stages, made.stages, strict=True)):
+        here, crossing = replace(forced, starts=staged.starts), Crossing.along(pipeline.axis, mesh, hardware, number)
+        profile = profile_of(hardware, pipeline.axis, number)
         priced = _priced(stage, left, profile, options, here, crossing, pipeline.num_microbatches)
         yield Part(staged, stage, left, priced, made.shared)
         chosen = staged.node_choices()

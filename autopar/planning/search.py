@@ -11,7 +11,7 @@ from autopar.constraints import Constraint, check
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.errors import AutoparError, ConstraintError
-from autopar.hardware import HardwareProfile
+from autopar.hardware import Hardware, slowest
 from autopar.mesh import Mesh
 from autopar.planning.assembly import assemble, fingerprint
 from autopar.planning.clock import Clock, Progress
@@ -19,6 +19,7 @@ from autopar.planning.conflicts import with_conflict
 from autopar.planning.job import Job
 from autopar.planning.options import PlanOptions
 from autopar.planning.runner_up import runner_ups
+from autopar.planning.smallest import Need
 from autopar.planning.timeline import beside
 from autopar.planning.tried import Tried
 from autopar.plans import Plan
@@ -57,13 +58,13 @@ class Planned:
 
 
 def make_plan(
-    trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, *, model_name: str = "", progress: Progress = lambda _: None,
+    trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions, *, model_name: str = "", progress: Progress = lambda _: None,
     limit_s: float = math.inf,
 ) -> Planned:  # fmt: skip
     """Plan a captured model for a mesh.
 
     Args:
-        limit_s: a plan that is no faster is not wanted.
+        hardware: of unequal devices the slowest sets the pace of all. limit_s: a plan that is no faster is not wanted.
 
     Raises:
         ConstraintError: where a constraint matches nothing or no strategy meets it.
@@ -71,11 +72,11 @@ def make_plan(
         TooSlow: where the bound shows that no plan beats the limit.
     """
     clock = Clock(progress)
-    return finished(whole_job(trace, mesh, profile, options, clock, model_name=model_name, limit_s=limit_s).best_tried(), clock, options)
+    return finished(whole_job(trace, mesh, hardware, options, clock, model_name=model_name, limit_s=limit_s).best_tried(), clock, options)
 
 
 def whole_job(
-    trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, clock: Clock, *, model_name: str = "",
+    trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions, clock: Clock, *, model_name: str = "",
     limit_s: float = math.inf,
 ) -> Job:  # fmt: skip
     """The search of `make_plan`, about to begin.
@@ -95,6 +96,7 @@ def whole_job(
             forced, classes = enumerated(options.constraints)
         except ConstraintError as error:
             raise with_conflict(error, options.constraints, enumerated) from error
+    profile = slowest(hardware)
     budget = options.budget(profile)
 
     ends = frozen_starts(trace)
@@ -106,7 +108,7 @@ def whole_job(
             trace, apart(classes, starts), mesh, profile, budget_bytes=budget, optimizer=options.optimizer, forced=here
         )
 
-    mark = fingerprint(trace, model_name, profile.name, profile.hash, VERSION)
+    mark = fingerprint(trace, model_name, hardware, VERSION)
     return Job(trace, mesh, pricing, options, clock, mark, options.to_json(profile), budget, limit_s=limit_s)
 
 
@@ -127,6 +129,15 @@ def finished(tried: Tried, clock: Clock, options: PlanOptions) -> Planned:
     return Planned(plan, replace(program, plan_hash=plan.hash), clock.seconds)
 
 
-def needs(planned: Planned) -> tuple[int, float]:
-    """Bytes and seconds of a plan."""
-    return planned.plan.prediction.peak_bytes, planned.plan.prediction.step_s
+def needs(planned: Planned) -> tuple[Need, float]:
+    """Memory and seconds of a plan."""
+    return need_of(planned.plan), planned.plan.prediction.step_s
+
+
+def need_of(plan: Plan) -> Need:
+    """Of the devices that need the largest share of what they have."""
+    pipeline = plan.pipeline
+    if pipeline is None or not pipeline.rank_budgets:
+        return Need(plan.prediction.peak_bytes, plan.budget_of(0))
+    needs = [Need(peak, plan.budget_of(rank), pipeline.where(rank)) for rank, peak in enumerate(pipeline.peaks)]
+    return max(needs, key=lambda need: need.share)

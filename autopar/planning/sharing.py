@@ -33,19 +33,24 @@ class RankMemory:
 
 @dataclass
 class Sharing:
-    """The memory of ranks with `num_chunks` stages each, and the budgets of the stages, which go down round by round."""
+    """The memory of ranks with `num_chunks` stages each, and the budgets of the stages, which go down round by round.
+
+    Args:
+        rank_budgets: bytes of a device, by rank. devices: the names of these, where they are not all alike.
+    """
 
     num_stages: int
     num_chunks: int
     in_flight: Sequence[int]
     num_microbatches: int
     batch_bytes: int
-    budget: int
+    rank_budgets: Sequence[int]
     options: PlanOptions
     alike: Alike
+    devices: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        self.budgets = [self.budget] * self.num_stages
+        self.budgets = [*self.rank_budgets] * self.num_chunks
         self.lowered: set[int] = set()  # the stages whose budgets went down last
         self._round = 0
 
@@ -64,7 +69,7 @@ class Sharing:
         if self.num_chunks == 1:
             return True
         self.lowered.clear()
-        over = [rank for rank, memory in enumerate(self.ranks(stages)) if memory.peak_bytes > self.budget]
+        over = [rank for rank, memory in enumerate(self.ranks(stages)) if memory.peak_bytes > self.rank_budgets[rank]]
         for rank in over:
             self._lower(rank, stages)
         self._round += 1
@@ -72,11 +77,13 @@ class Sharing:
 
     def refusal(self, stage: int, error: InfeasibleError) -> InfeasibleError:
         """What was refused to a stage."""
-        shares = self.budgets[stage] < self.budget
         rank = stage % (self.num_stages // self.num_chunks)
-        which = f", whose share of the {size_text(self.budget)} of rank {rank} was lowered" if shares else ""
+        budget = self.rank_budgets[rank]
+        shares = self.budgets[stage] < budget
+        on = f" on {self.devices[rank]}" if self.devices else ""
+        which = f", whose share of the {size_text(budget)} of rank {rank} was lowered" if shares else ""
         needed = 0 if shares else error.needed_bytes
-        return InfeasibleError(f"stage {stage} of {self.num_stages}{which}: {error.what}", remedy=error.remedy, needed_bytes=needed)
+        return InfeasibleError(f"stage {stage} of {self.num_stages}{on}{which}: {error.what}", remedy=error.remedy, needed_bytes=needed)
 
     def ranks(self, stages: Sequence[Planned]) -> tuple[RankMemory, ...]:
         """What each rank holds."""
@@ -122,25 +129,30 @@ class Sharing:
 
     def _lower(self, rank: int, stages: Sequence[Planned]) -> None:
         numbers = range(rank, self.num_stages, self.num_stages // self.num_chunks)
-        peak = self.ranks(stages)[rank].peak_bytes
+        peak, budget = self.ranks(stages)[rank].peak_bytes, self.rank_budgets[rank]
         if self._round == _ROUNDS:
             which = ", ".join(map(str, numbers))
-            what = f"no plan was found in which stages {which} of rank {rank} fit into {size_text(self.budget)} together"
+            what = f"no plan was found in which stages {which} of rank {rank} fit into {size_text(budget)} together"
             raise InfeasibleError(f"{what}; the last that was tried needs {size_text(peak)}", remedy=REMEDY)
         predictions = {n: stages[n].plan.prediction for n in numbers}
         kept = {n: self.in_flight[n] * p.memory_bytes["activations"] + 1 for n, p in predictions.items()}
         for n, p in predictions.items():
-            share = -(-(peak - self.budget) * kept[n] // sum(kept.values()))
+            share = -(-(peak - budget) * kept[n] // sum(kept.values()))
             self.lowered.add(n)
             self.budgets[n] = max(min(self.budgets[n], p.peak_bytes) - share, 1)
 
 
-def neediest(refused: Sequence[InfeasibleError]) -> InfeasibleError:
-    """Of what was refused to stages, what needs the most memory: with less, some stage does not fit."""
-    most = max(refused, key=lambda error: error.needed_bytes)
+def neediest(refused: Sequence[tuple[InfeasibleError, int]]) -> InfeasibleError:
+    """Of what was refused to stages, what needs the most of the memory that there is: with less, some stage does not fit.
+
+    Args:
+        refused: with the bytes that each stage has.
+    """
+    most, _ = max(refused, key=lambda found: found[0].needed_bytes / found[1])
     if len(refused) == 1:
         return most
-    what = f"{most.what}; {len(refused)} stages do not fit, and of them this one needs the most"
+    of = " of what it has" if len({budget for _, budget in refused}) > 1 else ""
+    what = f"{most.what}; {len(refused)} stages do not fit, and of them this one needs the most{of}"
     return InfeasibleError(what, remedy=most.remedy, needed_bytes=most.needed_bytes)
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
 from autopar.constraints import Pipelined
-from autopar.hardware import HardwareProfile
+from autopar.hardware import Hardware, slowest
 from autopar.mesh import Mesh
 from autopar.planning.clock import Clock
 from autopar.planning.options import PlanOptions
 from autopar.planning.search import Planned, finished, whole_job
-from autopar.planning.smallest import proven_bytes
+from autopar.planning.smallest import Need, proven_bytes
 from autopar.planning.staged import staged_search
 
 
@@ -22,31 +22,31 @@ class Kind:
     """Plans of one kind under some constraints.
 
     Attributes:
-        proven_bytes: none needs less. lightest: of some plans of little memory the fastest that fits, else the one that needs least; None
+        proven: none needs less. lightest: of some plans of little memory the fastest that fits, else the one that needs least; None
             where none was found.
     """
 
-    proven_bytes: int
+    proven: Need
     lightest: Callable[[], Planned | None]
 
 
-def in_one_piece(trace: Trace, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, model_name: str, clock: Clock) -> Kind:
+def in_one_piece(trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions, model_name: str, clock: Clock) -> Kind:
     """Of the batch in one piece on the whole mesh.
 
     Raises:
         ConstraintError: where the constraints cannot hold.
     """
-    job = whole_job(trace, mesh, profile, options, clock, model_name=model_name)
+    job = whole_job(trace, mesh, hardware, options, clock, model_name=model_name)
 
     def lightest() -> Planned | None:
         tried = job.lightest()
         return None if tried is None else finished(tried, clock, options)
 
-    return Kind(proven_bytes(trace, job.priced, options.time_limit_s), lightest)
+    return Kind(Need(proven_bytes(trace, job.priced, options.time_limit_s), options.budget(slowest(hardware))), lightest)
 
 
 def in_stages(
-    whole: Trace, part: Trace, how: Microbatching, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, wish: Pipelined,
+    whole: Trace, part: Trace, how: Microbatching, mesh: Mesh, hardware: Hardware, options: PlanOptions, wish: Pipelined,
     model_name: str, clock: Clock,
 ) -> Kind:  # fmt: skip
     """Of a pipeline, or of one stage that works through microbatches; arguments as of `make_staged_plan`.
@@ -54,5 +54,5 @@ def in_stages(
     Raises:
         ConstraintError: where the constraints cannot hold.
     """
-    search = staged_search(whole, part, how, mesh, profile, options, wish, clock, model_name=model_name)
-    return Kind(search.proven_bytes(), search.lightest)
+    search = staged_search(whole, part, how, mesh, hardware, options, wish, clock, model_name=model_name)
+    return Kind(search.proven(), search.lightest)

@@ -9,7 +9,7 @@ the budget.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from autopar.capture.trace import Trace
@@ -24,6 +24,27 @@ from autopar.solve import REMEDY, Least, Lightest, within
 
 T = TypeVar("T")
 _WEIGHTS = (0.03, 0.003)  # of time beside memory, see `autopar.solve.least`
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes of a device that a plan needs at least, or is known to need, beside those that there are: of the device that is shortest.
+
+    Attributes:
+        where: which devices these are, where others have other budgets.
+    """
+
+    num_bytes: int
+    budget_bytes: int
+    where: str = ""
+
+    @property
+    def share(self) -> float:
+        """Of the budget."""
+        return self.num_bytes / self.budget_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.num_bytes <= self.budget_bytes
 
 
 def proven_bytes(trace: Trace, priced: Priced, time_limit_s: float) -> int:
@@ -42,16 +63,16 @@ def light(trace: Trace, priced: Priced, time_limit_s: float, tried: Callable[[Ch
     return tuple(tried(replace(choices, regions=frozenset())) for choices in found)
 
 
-def preferred(plans: Sequence[T], budget: int, cost: Callable[[T], tuple[int, float]]) -> T | None:
-    """The fastest that fits; where none does, the one that needs least.
+def preferred(plans: Sequence[T], cost: Callable[[T], tuple[Need, float]]) -> T | None:
+    """The fastest that fits; where none does, the one that needs least of what there is.
 
     Args:
-        cost: bytes and seconds of a plan.
+        cost: memory and seconds of a plan.
     """
 
     def order(plan: T) -> tuple[bool, float]:
-        size, time_s = cost(plan)
-        return size > budget, size if size > budget else time_s
+        need, time_s = cost(plan)
+        return not need.fits, time_s if need.fits else need.share
 
     return min(plans, key=order, default=None)
 

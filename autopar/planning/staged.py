@@ -11,44 +11,54 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
-from autopar.constraints import INTERLEAVED, Pipelined, check
+from autopar.constraints import Pipelined, check
 from autopar.cost.hosts import shared_by
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
 from autopar.errors import ConstraintError, InfeasibleError
-from autopar.hardware import HardwareProfile
+from autopar.hardware import Hardware
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.planning.alike import Alike
 from autopar.planning.asked import Asked, Whole, crossing_layouts
+from autopar.planning.choosing_cuts import CutChoice
 from autopar.planning.clock import Clock, Progress
 from autopar.planning.conflicts import with_conflict_of_stages
 from autopar.planning.job import Job
 from autopar.planning.joining import joined
-from autopar.planning.options import UNLIMITED, PlanOptions
-from autopar.planning.over_cuts import Least
-from autopar.planning.proving import Pipelines, Proven, parted, proven
-from autopar.planning.schedules import least_time
+from autopar.planning.options import PlanOptions
 from autopar.planning.search import Planned, finished, needs
 from autopar.planning.sharing import Sharing, neediest
-from autopar.planning.smallest import preferred
+from autopar.planning.smallest import Need, preferred
 from autopar.planning.stage_sizes import StageSizes, light_cuts
 from autopar.planning.steps import in_order, step_of
-from autopar.planning.tried import TooSlow
-from autopar.planning.units import balanced, one_stage, reweighed, units_of
-from autopar.run.orders import num_in_flight
-from autopar.solve import REMEDY, evaluated, solve
-from autopar.stages import Cut, Seams, cut, seams, usable_points
+from autopar.planning.units import reweighed
+from autopar.planning.unstaged import unstaged
+from autopar.solve import REMEDY
+from autopar.stages import Cut, cut, usable_points
 from autopar.strategies import Forced, Starts, apart, classes_of, frozen_starts, resolve, together
 
 log = logging.getLogger("autopar")
 _ROUNDS = 3  # of cutting anew
-_CLOSER = 4  # times closer than asked for the whole is solved, since its bound is that of all cuts
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Every stage's plan, the cut that they are of, and how ranks share their memory."""
+
+    plans: tuple[Planned, ...]
+    made: Cut
+    sharing: Sharing
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """Of a microbatch."""
+        return tuple(planned.plan.proof.objective_s for planned in self.plans)
 
 
 @dataclass
@@ -58,15 +68,17 @@ class StagedSearch:
     asked: Asked
     clock: Clock
     limit_s: float = math.inf
-    forced: Forced = field(init=False)
+    forced: tuple[Forced, ...] = field(init=False)  # per stage
     sharing: Sharing = field(init=False)
     alike: Alike = field(default_factory=Alike)
     is_light: bool = False  # stages are to need little memory
+    _lacking: dict[int, int] = field(default_factory=dict)  # by stage that was refused last, the bytes that it was said to need
 
     def __post_init__(self) -> None:
         constraints = [c for c in self.asked.options.constraints if not isinstance(c, Pipelined)]
         forced = resolve(self.asked.part, constraints, self.asked.left)
-        self.forced = shared_by(forced, self.asked.profile, self.asked.wish.chunks)
+        chunks, stages = self.asked.wish.chunks, range(self.asked.num_stages)
+        self.forced = tuple(shared_by(forced, self.asked.profile_of(stage), chunks) for stage in stages)
 
     def run(self) -> Planned:
         """The best plan found.
@@ -75,31 +87,46 @@ class StagedSearch:
             ConstraintError: where the model cannot be cut. InfeasibleError: where a stage does not fit.
             TooSlow: where no plan beats `limit_s`.
         """
-        asked = self.asked
-        flying = num_in_flight(asked.wish.schedule, asked.num_stages, asked.how.num, asked.wish.chunks)
-        budget = asked.options.budget(asked.profile) // asked.wish.chunks
-        whole = self._whole()
-        fixed = asked.wish.cuts is not None
-        first = asked.cuts(whole.points) if fixed else balanced(whole.units, flying, budget)
-        best = self._planned(whole, first, flying)
-        for _ in range(_ROUNDS if not fixed and asked.num_stages > 1 else 0):
-            again = balanced(reweighed(whole.units, first, best[1]), flying, budget)
-            if again == first:
+        asked, choice, whole = self.asked, CutChoice(self.asked), self._whole()
+        first, best = self._first(whole, choice)
+        tried = {first}
+        for _ in range(_ROUNDS if asked.wish.cuts is None and asked.num_stages > 1 else 0):
+            ways = choice.ways(reweighed(whole.units, first, best.times))
+            again = next((cuts for cuts in ways if cuts not in tried), None)
+            if again is None:
                 break
+            tried.add(again)
             try:
-                other = self._planned(whole, again, flying)
+                other = self._planned(whole, again)
             except InfeasibleError:
-                break
-            if self._step_s(other[0]) >= self._step_s(best[0]):
-                break
-            first, best = again, other
-        return joined(asked, whole, first, flying, best[0], best[2], self.sharing, self.clock)
+                continue
+            if self._step_s(other.plans) < self._step_s(best.plans):
+                first, best = again, other
+        return joined(asked, whole, first, best.plans, best.made, best.sharing, self.clock)
 
-    def proven_bytes(self) -> int:
+    def _first(self, whole: Whole, choice: CutChoice) -> tuple[tuple[int, ...], Stages]:
+        """The cuts that are asked for, or the best whose stages fit, with their plans.
+
+        Raises:
+            InfeasibleError: where a stage does not fit.
+        """
+        tried = set[tuple[int, ...]]()
+        cuts = self.asked.cuts(whole.points) if self.asked.wish.cuts is not None else choice.best(whole.units)
+        while True:
+            try:
+                return cuts, self._planned(whole, cuts)
+            except InfeasibleError:
+                tried.add(cuts)
+                again = choice.others(whole.units, self._lacking)
+                if again is None or again in tried:
+                    raise
+                cuts = again
+
+    def proven(self) -> Need:
         """No pipeline that is asked for needs less."""
         return self._proven()[0]
 
-    def _proven(self) -> tuple[int, tuple[int, ...] | None]:
+    def _proven(self) -> tuple[Need, tuple[int, ...] | None]:
         points = usable_points(self.asked.part)[0] if self.asked.num_stages > 1 else ()
         cuts = None if self.asked.wish.cuts is None else self.asked.cuts(points)
         return StageSizes(self.asked, self.forced, points).proven(cuts)
@@ -108,96 +135,57 @@ class StagedSearch:
         """A pipeline whose stages need little memory, whatever they take: the fastest that fits, else the one that needs least; None where
         none was found."""
         asked = self.asked
-        flying = num_in_flight(asked.wish.schedule, asked.num_stages, asked.how.num, asked.wish.chunks)
         self.is_light, self.limit_s = True, math.inf
         whole = self._whole()
         with self.clock.phase("least"):
             least = self._proven()[1]
         ways = [] if least is None else [least]
-        ways += [light_cuts(whole.units, flying)] if asked.wish.cuts is None else []
+        ways += [light_cuts(whole.units, asked.in_flight, asked.budgets * asked.wish.chunks)] if asked.wish.cuts is None else []
         found = []
         for cuts in dict.fromkeys(ways):
             try:
-                stages, _, made = self._planned(whole, cuts, flying)
+                stages = self._planned(whole, cuts)
             except InfeasibleError as error:
                 log.info("no plan of little memory cut before units %s: %s", cuts, error.what)
                 continue
-            found.append(joined(asked, whole, cuts, flying, stages, made, self.sharing, self.clock))
-        return preferred(found, asked.options.budget(asked.profile), needs)
+            found.append(joined(asked, whole, cuts, stages.plans, stages.made, stages.sharing, self.clock))
+        return preferred(found, needs)
 
     def _whole(self) -> Whole:
-        """Step 1.
+        """Step 1."""
+        return unstaged(self.asked, self.forced, self.clock, self.limit_s)
 
-        Raises:
-            ConstraintError: where the model cannot be cut. TooSlow: where no plan beats `limit_s`.
-        """
-        asked = self.asked
-        with self.clock.phase("cut"):
-            points, placing = usable_points(asked.part) if asked.num_stages > 1 else ((), one_stage(asked.part))
-            sewn = seams(asked.part, placing)
-            forced = parted(self.forced, sewn)
-        with self.clock.phase("enumerate"):
-            classes = classes_of(asked.part, asked.left.shape, forced)
-        with self.clock.phase("price"):
-            priced = price(
-                asked.part, classes, asked.left, asked.profile, budget_bytes=UNLIMITED, optimizer=asked.options.optimizer,
-                forced=forced, num_microbatches=asked.how.num, exposed=sewn.exposed,
-            )  # fmt: skip
-        with self.clock.phase("solve"):
-            gap = asked.options.gap / _CLOSER
-            choices = solve(priced.problem, gap=gap, time_limit_s=asked.options.time_limit_s, solver=asked.options.solver)
-            evaluation = evaluated(priced.problem, choices)
-        least, multipliers, closer = Least(self._least_s(choices.bound_s), ()), None, None
-        if asked.num_stages > 1:
-            with self.clock.phase("bound"):
-                ways = Pipelines(
-                    asked.part, asked.left.shape, placing, len(points) + 1, asked.crossing, asked.num_stages, asked.how.num,
-                    None if asked.wish.cuts is None else asked.cuts(points),
-                )  # fmt: skip
-                found = self._over_cuts(priced, forced, sewn, ways)
-                least, multipliers, closer = found.least, found.multipliers, found.closer
-        if self.limit_s <= least.step_s < math.inf:  # infinite where there are fewer parts than stages
-            raise TooSlow(least.step_s)
-        units = units_of(placing, len(points) + 1, priced, choices, evaluation)
-        return Whole(priced, choices, evaluation, points, units, least, multipliers, closer)
-
-    def _over_cuts(self, priced: Priced, forced: Forced, sewn: Seams, ways: Pipelines) -> Proven:
-        """What is proven over all cuts: of one microbatch through all stages, and from that of the step, where stages are interleaved."""
-        limit_s = self.asked.options.time_limit_s
-        if self.asked.wish.schedule != INTERLEAVED:
-            return proven(priced, forced, sewn, ways, limit_s)
-        one = proven(priced, forced, sewn, replace(ways, num_microbatches=1), limit_s)
-
-        def interleaved(least: Least) -> Least:
-            return replace(least, step_s=self._least_s(least.step_s))
-
-        return Proven(interleaved(one.least), one.multipliers, lambda factor: interleaved(one.closer(factor)))
-
-    def _planned(self, whole: Whole, cuts: Sequence[int], flying: Sequence[int]) -> tuple[tuple[Planned, ...], tuple[float, ...], Cut]:
-        """Every stage's plan for these cuts, and its time."""
+    def _planned(self, whole: Whole, cuts: Sequence[int]) -> Stages:
+        """Every stage's plan for these cuts."""
         asked = self.asked
         positions = [whole.points[index - 1].position for index in cuts]
         with self.clock.phase("cut"):
             made = cut(asked.part, positions) if positions else Cut((asked.part,), (), {})
-        crossing = replace(asked.crossing, layouts=crossing_layouts(whole, asked.part, made))
-        self.sharing = self._sharing(flying)
-        found = self._all_stages(made, crossing, flying)
+        layouts = crossing_layouts(whole, asked.part, made)
+        self.sharing = self._sharing()
+        found = self._all_stages(made, layouts)
         while not (self.is_light or self.sharing.fits(found)):
-            found = self._all_stages(made, crossing, flying, found)
-        return found, tuple(planned.plan.proof.objective_s for planned in found), made
+            found = self._all_stages(made, layouts, found)
+        return Stages(found, made, self.sharing)
 
-    def _all_stages(self, made: Cut, crossing: Crossing, flying: Sequence[int], before: Sequence[Planned] = ()) -> tuple[Planned, ...]:
-        """Plans within the stages' budgets; of those `before`, the ones whose budget has not changed and that share no parameter stay."""
-        storage: dict[str, Layout] = dict(self.forced.storage)
+    def _all_stages(self, made: Cut, layouts: Mapping[str, Layout], before: Sequence[Planned] = ()) -> tuple[Planned, ...]:
+        """Plans within the stages' budgets; of those `before`, the ones whose budget has not changed and that share no parameter stay.
+
+        Args:
+            layouts: in which values cross.
+        """
+        storage: dict[str, Layout] = dict(self.forced[0].storage)
         found: list[Planned] = []
-        refused: list[InfeasibleError] = []
+        refused: list[tuple[InfeasibleError, int]] = []
+        self._lacking.clear()
         for number, stage in enumerate(made.stages):
             again = not before or made.shared or number in self.sharing.lowered
-            here = replace(self.forced, storage=storage)
+            here, crossing = replace(self.forced[number], storage=storage), replace(self.asked.crossing(number), layouts=layouts)
             try:
-                planned = self._stage(stage, crossing, here, flying[number], number) if again else before[number]
+                planned = self._stage(stage, crossing, here, number) if again else before[number]
             except InfeasibleError as error:
-                refused.append(error)
+                refused.append((error, self.sharing.budgets[number]))
+                self._lacking[number] = error.needed_bytes
                 if self.asked.wish.chunks > 1 or any(isinstance(c, Pipelined) and c.axis is None for c in self.asked.options.constraints):
                     raise  # ranks share what there is; another pipeline may do
                 continue
@@ -209,22 +197,22 @@ class StagedSearch:
             raise neediest(refused)
         return tuple(found)
 
-    def _stage(self, stage: Trace, crossing: Crossing, forced: Forced, flying: int, number: int) -> Planned:
+    def _stage(self, stage: Trace, crossing: Crossing, forced: Forced, number: int) -> Planned:
         asked = self.asked
         with self.clock.phase("enumerate"):
             classes = classes_of(stage, asked.left.shape, forced)
-        budget = self.sharing.budgets[number]
+        budget, profile, flying = self.sharing.budgets[number], asked.profile_of(number), asked.in_flight[number]
 
         ends = frozen_starts(stage)
 
         def pricing(starts: Starts) -> Priced:
             starts = together(ends, starts)
             return price(
-                stage, apart(classes, starts), asked.left, asked.profile, budget_bytes=budget, optimizer=asked.options.optimizer,
+                stage, apart(classes, starts), asked.left, profile, budget_bytes=budget, optimizer=asked.options.optimizer,
                 forced=replace(forced, starts=starts), crossing=crossing, num_microbatches=asked.how.num, num_in_flight=flying,
             )  # fmt: skip
 
-        mark = asked.mark(stage.fingerprint)
+        mark = asked.mark(stage.fingerprint, profile)
         schedule = self.sharing.schedule(asked.wish.schedule, number)
         job = Job(stage, asked.left, pricing, asked.options, self.clock, mark, {}, budget, schedule, alike=self.alike)
         try:
@@ -235,25 +223,15 @@ class StagedSearch:
         except InfeasibleError as error:
             raise self.sharing.refusal(number, error) from error
 
-    def _sharing(self, flying: Sequence[int]) -> Sharing:
+    def _sharing(self) -> Sharing:
         asked = self.asked
-        budget = asked.options.budget(asked.profile)
-        return Sharing(
-            asked.num_stages,
-            asked.wish.chunks,
-            flying,
-            asked.how.num,
-            asked.batch_bytes,
-            budget,
-            asked.options,
-            self.alike,
-        )
+        devices = [asked.profile_of(rank).name for rank in range(len(asked.budgets))] if len(asked.profiles) > 1 else ()
+        num, chunks = asked.num_stages, asked.wish.chunks
+        budgets, options = asked.budgets, asked.options
+        return Sharing(num, chunks, asked.in_flight, asked.how.num, asked.batch_bytes, budgets, options, self.alike, devices)
 
     def _step_s(self, stages: Sequence[Planned]) -> float:
         return step_of(self.asked.wish.schedule, [planned.plan for planned in stages], self.asked.how.num, self.asked.wish.chunks)
-
-    def _least_s(self, whole_s: float) -> float:
-        return least_time(self.asked.wish.schedule, whole_s, self.asked.num_stages, self.asked.how.num, self.asked.wish.chunks)
 
 
 def make_staged_plan(
@@ -261,7 +239,7 @@ def make_staged_plan(
     part: Trace,
     how: Microbatching,
     mesh: Mesh,
-    profile: HardwareProfile,
+    hardware: Hardware,
     options: PlanOptions,
     wish: Pipelined,
     *,
@@ -272,22 +250,23 @@ def make_staged_plan(
     """Plan a pipeline, or one stage that works through microbatches.
 
     Args:
-        whole, part: the traces of the batch and of one microbatch. how: how the one makes the other. wish: the pipeline's axis,
-            ``""`` for one stage on the whole mesh. limit_s: a plan that is no faster is not wanted.
+        whole, part: the traces of the batch and of one microbatch. how: how the one makes the other. hardware: where it is of
+            unequal devices along the pipeline's axis, each stage is planned for its own. wish: the pipeline's axis, ``""`` for one stage on
+            the whole mesh. limit_s: a plan that is no faster is not wanted.
 
     Raises:
         ConstraintError: where a constraint cannot hold, or the model cannot be cut. InfeasibleError: where a stage does not fit.
         TooSlow: where the bound shows that no plan beats the limit.
     """
     try:
-        return staged_search(whole, part, how, mesh, profile, options, wish, Clock(progress), model_name=model_name, limit_s=limit_s).run()
+        return staged_search(whole, part, how, mesh, hardware, options, wish, Clock(progress), model_name=model_name, limit_s=limit_s).run()
     except ConstraintError as error:
         here = replace(wish, microbatches=how.num)
         raise with_conflict_of_stages(error, whole, part, mesh, here, options.constraints) from error
 
 
 def staged_search(
-    whole: Trace, part: Trace, how: Microbatching, mesh: Mesh, profile: HardwareProfile, options: PlanOptions, wish: Pipelined,
+    whole: Trace, part: Trace, how: Microbatching, mesh: Mesh, hardware: Hardware, options: PlanOptions, wish: Pipelined,
     clock: Clock, *, model_name: str = "", limit_s: float = math.inf,
 ) -> StagedSearch:  # fmt: skip
     """The search of `make_staged_plan`, about to begin.
@@ -303,5 +282,5 @@ def staged_search(
             check(constraint, left)
     wish = in_order(wish, mesh, how.num)
     batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
-    asked = Asked(part, how, batch_bytes, mesh, profile, options, wish, model_name, whole.fingerprint)
+    asked = Asked(part, how, batch_bytes, mesh, hardware, options, wish, model_name, whole.fingerprint)
     return StagedSearch(asked, clock, limit_s)

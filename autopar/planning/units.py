@@ -11,10 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from autopar.capture.trace import Trace
 from autopar.choices import Choices
 from autopar.cost.priced import Priced
 from autopar.errors import ConstraintError
+from autopar.planning.over_cuts import fastest_path
 from autopar.solve import Evaluation
 from autopar.stages.placing import Placing
 from autopar.streams import ON_COMPUTE
@@ -66,26 +69,18 @@ def check_parts(num_parts: int, num_stages: int) -> None:
         raise ConstraintError(what, remedy="use a shorter pipeline axis")
 
 
-def balanced(units: Sequence[Unit], in_flight: Sequence[int], budget_bytes: int) -> tuple[int, ...]:
+def balanced(units: Sequence[Sequence[Unit]], in_flight: Sequence[int], budgets: Sequence[int]) -> tuple[int, ...]:
     """The cuts, as indices of the units that begin later stages, whose slowest stage is fastest; of those whose sum of squares is
     least. A stage that does not fit as it is counts as recomputing; one whose parameters alone do not fit is avoided.
+
+    Args:
+        units, in_flight, budgets: per stage what each unit takes on its devices, microbatches in flight, and bytes that there are.
 
     Raises:
         ConstraintError: where there are fewer units than stages.
     """
-    num, num_stages = len(units), len(in_flight)
+    cost, num, num_stages = _Costs(units, in_flight, budgets), len(units[0]), len(in_flight)
     check_parts(num, num_stages)
-    sums = [(0.0, 0, 0)]
-    for unit in units:
-        t, s, k = sums[-1]
-        sums.append((t + unit.time_s, s + unit.static_bytes, k + unit.kept_bytes))
-
-    def cost(first: int, last: int, stage: int) -> float:
-        time_s, static, kept = (b - a for a, b in zip(sums[first], sums[last], strict=True))
-        if static > budget_bytes:
-            return time_s * 1e3 * static / budget_bytes
-        return time_s * (_SLOWER_WITH_RECOMPUTATION if static + in_flight[stage] * kept > budget_bytes else 1.0)
-
     best: list[dict[int, tuple[float, float, tuple[int, ...]]]] = [{0: (0.0, 0.0, ())}]
     for stage in range(num_stages):
         row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
@@ -93,7 +88,7 @@ def balanced(units: Sequence[Unit], in_flight: Sequence[int], budget_bytes: int)
             options = []
             for first, (worst, squares, cuts) in best[stage].items():
                 if first < last:
-                    here = cost(first, last, stage)
+                    here = cost.of(first, last, stage)
                     options.append((max(worst, here), squares + here * here, (*cuts, first) if stage else cuts))
             if options:
                 row[last] = min(options)
@@ -103,14 +98,56 @@ def balanced(units: Sequence[Unit], in_flight: Sequence[int], budget_bytes: int)
     return cuts
 
 
-def reweighed(units: Sequence[Unit], cuts: Sequence[int], times: Sequence[float]) -> tuple[Unit, ...]:
-    """Units with the times that their stages really take."""
-    edges = [0, *cuts, len(units)]
-    found: list[Unit] = []
-    for (first, last), time_s in zip(itertools.pairwise(edges), times, strict=True):
-        guessed = sum(unit.time_s for unit in units[first:last])
-        found += [replace(unit, time_s=unit.time_s * time_s / guessed if guessed else time_s) for unit in units[first:last]]
-    return tuple(found)
+def fastest(
+    units: Sequence[Sequence[Unit]], in_flight: Sequence[int], budgets: Sequence[int], num_microbatches: int
+) -> tuple[int, ...]:  # fmt: skip
+    """The cuts of the fastest step, (M − 1) · max τ + Σ τ, where units take longer on the devices of some stages than on those of others:
+    then the sum depends on the cuts, too. Arguments and errors as of `balanced`."""
+    cost, num, num_stages = _Costs(units, in_flight, budgets), len(units[0]), len(in_flight)
+    check_parts(num, num_stages)
+    edges = [range(1)] + [range(1, num)] * (num_stages - 1) + [range(num, num + 1)]
+    tables = [
+        np.array([[cost.of(first, last, stage) if first < last else np.inf for last in ends] for first in begins]).reshape(len(begins), -1)
+        for stage, (begins, ends) in enumerate(itertools.pairwise(edges))
+    ]
+    _, path = fastest_path(tables, num_microbatches)
+    return tuple(place + 1 for place in path)
+
+
+class _Costs:
+    """Seconds that a stage is taken to take."""
+
+    def __init__(self, units: Sequence[Sequence[Unit]], in_flight: Sequence[int], budgets: Sequence[int]) -> None:
+        self._sums = [_sums(each) for each in units]
+        self._in_flight, self._budgets = in_flight, budgets
+
+    def of(self, first: int, last: int, stage: int) -> float:
+        """Of these units."""
+        sums, budget = self._sums[stage], self._budgets[stage]
+        time_s, static, kept = (b - a for a, b in zip(sums[first], sums[last], strict=True))
+        if static > budget:
+            return time_s * 1e3 * static / budget
+        return time_s * (_SLOWER_WITH_RECOMPUTATION if static + self._in_flight[stage] * kept > budget else 1.0)
+
+
+def _sums(units: Sequence[Unit]) -> list[tuple[float, int, int]]:
+    """Of all units before each border."""
+    sums = [(0.0, 0, 0)]
+    for unit in units:
+        t, s, k = sums[-1]
+        sums.append((t + unit.time_s, s + unit.static_bytes, k + unit.kept_bytes))
+    return sums
+
+
+def reweighed(units: Sequence[Sequence[Unit]], cuts: Sequence[int], times: Sequence[float]) -> tuple[tuple[Unit, ...], ...]:
+    """Units with the times that their stages really take: on other devices they are as much slower, or faster, than was thought."""
+    edges = [0, *cuts, len(units[0])]
+    found: list[list[Unit]] = [[] for _ in units]
+    for stage, ((first, last), time_s) in enumerate(zip(itertools.pairwise(edges), times, strict=True)):
+        guessed = sum(unit.time_s for unit in units[stage][first:last])
+        for mine, each in zip(found, units, strict=True):
+            mine += [replace(unit, time_s=unit.time_s * time_s / guessed if guessed else time_s) for unit in each[first:last]]
+    return tuple(map(tuple, found))
 
 
 def one_stage(trace: Trace) -> Placing:

@@ -216,6 +216,16 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
+class OnProfile:
+    """Multipliers of a pipeline's proof at the prices of a further kind of device: `Proof.potentials` and `Proof.versions` are at those of
+    the first stage's, these at those of each other kind, in the order in which stages have them."""
+
+    profile: str
+    potentials: tuple[Potential, ...]
+    versions: tuple[Version, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Proof:
     """Incumbent, bound, and what the bound covers.
 
@@ -227,7 +237,7 @@ class Proof:
         balance: λ of forward and backward at whose prices the multipliers hold (`autopar.streams`).
         potentials: multipliers of tensors. memory_s: what the whole budget is worth at a point of the step: ``start of
             backward``, ``end of backward``, or while a node runs.
-        versions: further multipliers of tensors.
+        versions: further multipliers of tensors. on_profiles: those at the prices of further kinds of devices.
     """
 
     objective_s: float
@@ -244,6 +254,7 @@ class Proof:
     memory_s: Mapping[str, float] = field(default_factory=dict)
     balance: Balance = ON_COMPUTE
     versions: tuple[Version, ...] = ()
+    on_profiles: tuple[OnProfile, ...] = ()
 
     @property
     def certified_gap(self) -> float:
@@ -253,7 +264,12 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What the plan was made for."""
+    """What the plan was made for.
+
+    Attributes:
+        axis, profiles: where devices differ along a mesh axis, that axis, and (name, hash) of the profile at each index along it; `profile`
+            and `profile_hash` are then of all together.
+    """
 
     model: str
     model_name: str
@@ -261,6 +277,8 @@ class Fingerprint:
     profile_hash: str
     autopar: str
     torch: str
+    axis: str = ""
+    profiles: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +321,17 @@ def read_communication(data: Mapping[str, Any]) -> Communication:
 
 
 def read_proof(data: Mapping[str, Any]) -> Proof:
-    potentials = tuple(Potential(**p) for p in data.get("potentials", ()))
-    versions = tuple(Version(**v) for v in data.get("versions", ()))
-    lists = {"covers": tuple(data["covers"]), "balance": tuple(data["balance"]), "potentials": potentials, "versions": versions}
+    lists: dict[str, Any] = {"covers": tuple(data["covers"]), "balance": tuple(data["balance"]), **_multipliers(data)}
+    lists["on_profiles"] = tuple(OnProfile(**{**each, **_multipliers(each)}) for each in data.get("on_profiles", ()))
     return Proof(**{**data, **lists})
+
+
+def _multipliers(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "potentials": tuple(Potential(**p) for p in data.get("potentials", ())),
+        "versions": tuple(Version(**v) for v in data.get("versions", ())),
+    }
+
+
+def read_fingerprint(data: Mapping[str, Any]) -> Fingerprint:
+    return Fingerprint(**{**data, "profiles": tuple(map(tuple, data.get("profiles", ())))})

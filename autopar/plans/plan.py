@@ -31,6 +31,7 @@ from autopar.plans.parts import (
     Proof,
     read_communication,
     read_entry,
+    read_fingerprint,
     read_instances,
     read_proof,
 )
@@ -55,6 +56,7 @@ class Pipeline:
         crossings: per cut, what goes from the stage before it to the one behind.
         rank_bytes, budgets: where a device holds several stages, the peak of each rank of the axis, and the share of memory within which
             each stage was planned; a stage's own peak is then as if it were alone.
+        rank_budgets: where devices along the axis have budgets of their own, that of each rank; else the plan's option holds for all.
     """
 
     axis: str
@@ -69,6 +71,7 @@ class Pipeline:
     accumulates: bool
     rank_bytes: tuple[int, ...] = ()
     budgets: tuple[int, ...] = ()
+    rank_budgets: tuple[int, ...] = ()
 
     @property
     def num_chunks(self) -> int:
@@ -76,9 +79,23 @@ class Pipeline:
         return len(self.stages) // len(self.rank_bytes) if self.rank_bytes else 1
 
     @property
+    def num_ranks(self) -> int:
+        """Devices along the axis; 1 where there is none."""
+        return len(self.stages) // self.num_chunks
+
+    def where(self, rank: int) -> str:
+        """Which devices a rank's are, of unequal ones: ``stage 1 (a100-sxm-80gb)``, or ``rank`` where it holds several stages."""
+        return f"{'rank' if self.rank_bytes else 'stage'} {rank} ({self.stages[rank].fingerprint.profile})"
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """Bytes at the peak of each rank's devices."""
+        return self.rank_bytes or tuple(stage.prediction.peak_bytes for stage in self.stages)
+
+    @property
     def host_bytes(self) -> Mapping[str, int]:
         """Kind → bytes that the device with most on its host has there; what several of its stages read is counted for each."""
-        num_ranks = len(self.stages) // self.num_chunks
+        num_ranks = self.num_ranks
         ranks: list[Counter[str]] = [Counter() for _ in range(num_ranks)]
         for number, stage in enumerate(self.stages):
             ranks[number % num_ranks].update(stage.prediction.host_bytes)
@@ -90,7 +107,8 @@ class Plan:
     """The answer: see the module docstring. `capture` says how repeated layers were captured, or why in full; `overlap` how far
     communication runs beside compute; `loss_rows` how many rows of logits the loss has at a time on a device, 0 for all; `starts`, per list
     of layers whose layers do not all decide alike, where its second and later groups begin; `buckets` which communications are one
-    collective.
+    collective; `alone_s`, where unequal devices run in lockstep, the seconds of the plan's step if all were like those at each index along
+    their axis.
 
     A plan with a `pipeline` has its decisions in the plans of its stages.
     """
@@ -109,6 +127,7 @@ class Plan:
     loss_rows: int = 0
     starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     buckets: tuple[Bucket, ...] = ()
+    alone_s: tuple[float, ...] = ()
 
     def node_choices(self) -> dict[str, Strategy]:
         """Strategy per node key, all instances expanded."""
@@ -131,6 +150,13 @@ class Plan:
         shared = {(bucket.phase, m.node, m.result, m.target) for bucket in self.buckets for m in bucket.members}
         alone = ((c.phase, c.collective) for node, c in self.steps() if c.own or (c.phase, node, c.result, c.target) not in shared)
         return (*alone, *((bucket.phase, bucket.collective) for bucket in self.buckets))
+
+    def budget_of(self, stage: int) -> int:
+        """Bytes of a device of one stage that the plan may use; of a plan without stages, of each; 0 where it does not say."""
+        pipeline = self.pipeline
+        if pipeline is not None and pipeline.rank_budgets:
+            return pipeline.rank_budgets[stage % pipeline.num_ranks]
+        return int(self.options.get("memory_bytes", 0))
 
     def __repr__(self) -> str:
         """One line; `autopar.explain` tells all."""
@@ -191,6 +217,9 @@ class Plan:
 
 def _misfit(plan: Plan) -> str:
     """What in a plan of the right types cannot be: layouts or axes of another mesh, decisions about nothing."""
+    mark, sizes = plan.fingerprint, {axis.name: axis.size for axis in plan.mesh.axes} | {"": 0}
+    if sizes.get(mark.axis) != len(mark.profiles):
+        return f"it names {len(mark.profiles)} profiles along {mark.axis!r} of mesh {plan.mesh}"
     if plan.pipeline is not None:
         return _misfit_of_stages(plan, plan.pipeline)
     num_axes = len(plan.mesh.axes)
@@ -238,6 +267,8 @@ def _misfit_of_stages(plan: Plan, pipeline: Pipeline) -> str:
     ranks = sizes[pipeline.axis]
     if (len(pipeline.rank_bytes), len(pipeline.budgets)) != ((ranks, num) if num > ranks else (0, 0)):
         return f"it does not say what {ranks} ranks of {num} stages hold"
+    if pipeline.rank_budgets and (len(pipeline.rank_budgets) != ranks or min(pipeline.rank_budgets) <= 0):
+        return f"the budgets of its {ranks} ranks are {pipeline.rank_budgets}"
     mesh = plan.mesh.without(pipeline.axis) if pipeline.axis else plan.mesh
     for crossed in (c for cut in pipeline.crossings for c in cut):
         if len(crossed.layout.placements) != len(mesh.axes):
@@ -279,7 +310,7 @@ def _decode_plan(data: Mapping[str, Any]) -> Plan:
     )
     return Plan(
         mesh=Mesh.from_json(data["mesh"]),
-        fingerprint=Fingerprint(**data["fingerprint"]),
+        fingerprint=read_fingerprint(data["fingerprint"]),
         options=data["options"],
         entries=tuple(map(read_entry, data["entries"])),
         kept=kept,
@@ -292,6 +323,7 @@ def _decode_plan(data: Mapping[str, Any]) -> Plan:
         loss_rows=data.get("loss_rows", 0),
         starts={layers: tuple(starts) for layers, starts in data.get("starts", {}).items()},
         buckets=tuple(map(read_bucket, data.get("buckets", ()))),
+        alone_s=tuple(data.get("alone_s", ())),
     )
 
 
@@ -299,6 +331,6 @@ def _decode_pipeline(data: Mapping[str, Any] | None) -> Pipeline | None:
     if data is None:
         return None
     lists = {name: tuple(data[name]) for name in ("positions", "modules", "num_in_flight")}
-    lists |= {name: tuple(data.get(name, ())) for name in ("rank_bytes", "budgets")}
+    lists |= {name: tuple(data.get(name, ())) for name in ("rank_bytes", "budgets", "rank_budgets")}
     crossings = tuple(tuple(Crossed(**{**c, "layout": Layout.parse(c["layout"])}) for c in cut) for cut in data["crossings"])
     return Pipeline(**{**data, **lists, "stages": tuple(map(_decode_plan, data["stages"])), "crossings": crossings})

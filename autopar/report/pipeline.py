@@ -65,21 +65,22 @@ def stage_memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
     axes: Axes = figure.subplots()
     ranks = [_rank_memory(pipeline, rank) for rank in range(_num_ranks(pipeline))]
     peaks = [peak / GIB for peak, _ in ranks]
-    budget = float(plan.options.get("memory_bytes") or 0.0) / GIB
-    near = 0 < budget < 4 * max(peaks)
-    width = 1.18 * max(*peaks, budget if near else 0.0)
+    budgets = [plan.budget_of(rank) / GIB for rank in range(len(ranks))]
+    near = 0 < max(budgets) < 4 * max(peaks)
+    width = 1.18 * max(*peaks, max(budgets) if near else 0.0)
     for number, (peak, kinds) in enumerate(ranks):
         peak_bar(axes, {kind: kinds.get(kind, 0) / GIB for kind in MEMORY_COLOURS}, number)
         said = f"{size(peak)}, {' and '.join(map(str, pipeline.num_in_flight[number :: len(ranks)]))} in flight"
         axes.text(peaks[number] + 0.006 * width, number, said, va="center", fontsize=8, color=INK)
     if near:
-        axes.axvline(budget, color=COLOURS["communication"], linestyle="--", linewidth=1.2)
+        colour, rows = COLOURS["communication"], range(len(ranks))
+        axes.vlines(budgets, [row - 0.5 for row in rows], [row + 0.5 for row in rows], color=colour, linestyle="--", linewidth=1.2)
     quiet(axes, "left")
     axes.set_yticks(range(len(peaks)), [_row_name(pipeline, number) for number in range(len(peaks))])
     axes.set_ylim(len(peaks) - 0.5, -0.5)
     axes.set_xlim(0, width)
     axes.set_xticks([])
-    of = f", budget {size(budget * GIB)}" if budget else ""
+    of = f", budget {' and '.join(size(budget * GIB) for budget in dict.fromkeys(budgets))}" if max(budgets) else ""
     each = "rank" if pipeline.rank_bytes else "stage"
     axes.set_title(f"peak per device of each {each}, predicted{of}", fontsize=10, color=INK, loc="left")
     from matplotlib.patches import Patch

@@ -99,7 +99,7 @@ class Model:
 
     def checked(self, multipliers: Multipliers) -> over_cuts.Unfolded:
         ways = over_cuts.Pipelines(
-            self.trace, self.whole, self.forced, self.placing, len(self.points) + 1, self.sewn.exposed, self.mesh_shape, self.crossing
+            self.trace, self.whole, self.forced, self.placing, len(self.points) + 1, self.sewn.exposed, self.mesh_shape
         )
         prices: dict[tuple[int, int, bool], dict[int, float]] = {}
         for (v, later, use, layout), worth in multipliers.potentials_s.items():
@@ -235,7 +235,8 @@ def test_any_multipliers_prove_a_bound_and_both_arithmetics_agree_on_it(seed: in
         for cuts, best in fastest.items():
             found = least_step(parts, 2, MICROBATCHES, (cuts,)).step_s
             assert found <= best * (1 + 1e-9)
-            assert least_over_cuts(checked.units, checked.borders, 2, MICROBATCHES, (cuts,)) == pytest.approx(found, rel=1e-9)
+            borders = checked.borders_to(checked, model.crossing.behind)
+            assert least_over_cuts([checked.units] * 2, [borders], MICROBATCHES, (cuts,)) == pytest.approx(found, rel=1e-9)
             assert found <= least_step(raised, 2, MICROBATCHES, (cuts,)).step_s <= best * (1 + 1e-9)
     assert max(rises) > 1.01, "what rows prove badly, a search of the unit that has them proves"
 
@@ -305,7 +306,7 @@ def test_no_cut_of_a_model_is_faster_than_the_bound(name: str) -> None:
     model, rng = model_of(*MODELS[name]), random.Random(0)
     parts, checked = model.parts(model.multipliers), model.checked(model.multipliers)
     assert checked.units == pytest.approx(parts.units, rel=1e-9, abs=1e-15)
-    for mine, theirs in zip(parts.borders, checked.borders, strict=True):
+    for mine, theirs in zip(parts.borders, checked.borders_to(checked, model.crossing.behind), strict=True):
         assert [x for pair in theirs for x in pair] == pytest.approx([x for pair in mine for x in pair], rel=1e-9, abs=1e-15)
     ways = [*itertools.combinations(range(1, len(model.points) + 1), model.num_stages - 1)]
     for cuts in rng.sample(ways, min(len(ways), 2)):

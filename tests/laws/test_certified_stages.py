@@ -97,8 +97,8 @@ def test_the_bound_of_one_stage_is_its_own_for_each_microbatch() -> None:
 def test_a_bound_that_leaves_out_what_a_stage_gains_by_what_crosses_is_found(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     crosses = Parting._crosses
 
-    def dearer(self: Parting, ref: Ref, maker: int) -> Iterator[tuple[int, tuple[Pair, ...]]]:
-        for border, pairs in crosses(self, ref, maker):
+    def dearer(self: Parting, ref: Ref, *where: Any) -> Iterator[tuple[int, tuple[Pair, ...]]]:
+        for border, pairs in crosses(self, ref, *where):
             yield border, tuple((max(pair), max(pair)) for pair in pairs)
 
     monkeypatch.setattr(Parting, "_crosses", dearer)

@@ -118,6 +118,22 @@ def test_a_pipeline_is_planned_explained_compared_and_drawn(here: Path, command:
     assert "4 microbatches through 4 stages along node, 2 on each device, schedule interleaved_1f1b" in said
 
 
+def test_a_pipeline_over_unequal_devices_is_planned_certified_explained_and_drawn(here: Path, command: Command) -> None:
+    asked = ("plan", "--mesh", "node=2,gpu=2", "--module", "model.py:deep", "--hardware", "node=h100-sxm,a100-sxm-80gb")
+    code, said, complaint = command(*asked, "--pipeline", "node", "--microbatches", "4", "--out", "plan.json")
+    assert code == 0, complaint
+    assert "stage 0, h100-sxm: " in said and "stage 1, a100-sxm-80gb: " in said
+    code, said, complaint = command("check", "plan.json", "--module", "model.py:deep")
+    assert (code, said.startswith("certified: Deep on mesh node=2,gpu=2 in 2 stages, node=h100-sxm,a100-sxm-80gb")) == (0, True), complaint
+    code, said, complaint = command("what-if", "plan.json", "--hardware", "node=a100-sxm-80gb,h100-sxm", "--module", "model.py:deep")
+    assert code == 0 and "asked about node=a100-sxm-80gb,h100-sxm" in said, complaint
+    assert command("report", "plan.json", "--out", "plan.png")[0] == 0
+    code, said, complaint = command(*asked, "--microbatches", "1", "--out", "other.json")
+    assert code == 0 and "node 1, a100-sxm-80gb, in lockstep with all others: these set the pace" in said, complaint
+    code, said, _ = command("check", "other.json", "--module", "model.py:deep")
+    assert code == 0 and "how long unequal devices wait for the slowest is the planner's word" in said
+
+
 def test_where_nothing_turns_a_choice_that_and_what_was_looked_at_is_said(here: Path, command: Command) -> None:
     model = ("--module", "model.py:small")
     command("plan", "--mesh", "1", "--hardware", "cpu-gloo", *model, "--out", "plan.json")
@@ -163,6 +179,8 @@ def test_a_plan_for_another_model_is_refused_without_a_traceback(here: Path, com
         ((*PLAN, "--module", "model.py:deep", "--chunks", "2", "--microbatches", "4"), "pass --pipeline AXIS or --pipeline auto too"),
         (("plan", "--mesh", "node=x", "--model", "gpt2"), "cannot read mesh 'node=x'"),
         (("plan", "--mesh", "2", "--model", "gpt2", "--hardware", "abacus"), "there is no hardware profile 'abacus'"),
+        (("plan", "--mesh", "2x2", "--model", "gpt2", "--hardware", "node=h100-sxm,h100-sxm"), "the planner's choice"),
+        (("plan", "--mesh", "a=2,b=2", "--model", "gpt2", "--hardware", "a=h100-sxm"), "names 1 profile along 'a'"),
         (("profile", "--device", "abacus"), "device 'abacus' cannot be measured"),
         (("profile", "--device", "cuda", "--world-size", "2"), "leave world_size out"),
         (("report", "missing.json"), "cannot read plan"),

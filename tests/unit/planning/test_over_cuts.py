@@ -48,7 +48,7 @@ def test_the_least_step_is_that_of_the_best_cut(given: Parts, num_stages: int, n
     assert found.step_s == pytest.approx(expected)
     assert len(found.cuts) == num_stages - 1 and set(found.cuts) <= kept
     borders = [list(pairs) for pairs in given.borders]
-    assert least_over_cuts(given.units, borders, num_stages, num_microbatches, kept) == pytest.approx(expected)
+    assert least_over_cuts([given.units] * num_stages, [borders] * (num_stages - 1), num_microbatches, kept) == pytest.approx(expected)
 
 
 @given(st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1)), min_size=1, max_size=60))

@@ -1,0 +1,64 @@
+"""Which cuts are worth stages' plans, by what units are thought to take and to need on each stage's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.planning.asked import Asked
+from autopar.planning.options import UNLIMITED
+from autopar.planning.units import Unit, balanced, fastest
+
+_LACKS = 16  # the share of its memory that a stage lacks at least where it does not fit
+
+Units = Sequence[Sequence[Unit]]
+"""Per stage, what units take on its devices."""
+
+
+@dataclass
+class CutChoice:
+    """The cuts of one pipeline, as indices of the units that begin later stages.
+
+    Attributes:
+        room: per stage, the bytes that it is taken to have.
+    """
+
+    asked: Asked
+    room: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        chunks = self.asked.wish.chunks
+        self.room = [budget // chunks for budget in self.asked.budgets] * chunks
+
+    def best(self, units: Units, *, ample: bool = False) -> tuple[int, ...]:
+        """The cuts of the fastest step; as if memory sufficed, if it is taken to be `ample`."""
+        asked, room = self.asked, [UNLIMITED] * len(self.room) if ample else self.room
+        if len(asked.profiles) == 1 or asked.wish.chunks > 1:
+            return balanced(units, asked.in_flight, room)
+        return fastest(units, asked.in_flight, room, asked.how.num)
+
+    def ways(self, units: Units) -> Iterator[tuple[int, ...]]:
+        """The best, and, where devices have unequal memory, those if it sufficed: what stages need is not well known."""
+        yield self.best(units)
+        if self._unequal:
+            yield self.best(units, ample=True)
+
+    def others(self, units: Units, lacking: Mapping[int, int]) -> tuple[int, ...] | None:
+        """The best where stages are taken to have as much less as they lacked; others may have room. None where all devices have the same
+        memory, and where the cuts were asked for.
+
+        Args:
+            lacking: by stage that does not fit, the bytes that it is said to need.
+        """
+        if not self._unequal or self.asked.wish.cuts is not None:
+            return None
+        budgets = self.asked.budgets
+        for stage, needed in lacking.items():
+            budget = budgets[stage % len(budgets)]
+            self.room[stage] = self.room[stage] * budget // max(needed, budget + budget // _LACKS)
+        return self.best(units)
+
+    @property
+    def _unequal(self) -> bool:
+        """Whether devices have unequal memory."""
+        return len(set(self.asked.budgets)) > 1
