@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.hf.batches import LABELS, unlabelled
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions, make_plan
 from autopar.plans import Plan
@@ -41,7 +42,6 @@ ZOO_RANDOM = 5
 UNSEEN_MESHES, UNSEEN_RANDOM = ("a=2,b=2",), 1
 UNSEEN_LIMIT_S = 300.0  # per model; what takes longer has failed
 COLUMNS = ("plan", "mode", "dtype", "tolerance", "max_rel_err", "traced_rel_err", "num_collectives", "note")
-LABELS = "labels"
 FLOAT32_PARTS = "model has float32 parts"
 STEPS, LEARNING_RATE = 20, 1e-3
 LOSS_TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
@@ -78,15 +78,10 @@ def row(
 
 
 def used(model: nn.Module, data: dict[str, Any], use: str) -> dict[str, Any]:
-    """The batch of a call for that use; the model in the mode for it. Decoders that get their input from labels get it by itself."""
+    """The batch of a call for that use; the model in the mode for it."""
     if use == "inference":
         model.eval()
-    if use != "outputs":
-        return data
-    left = {name: x for name, x in data.items() if name != LABELS}
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        left.setdefault("decoder_input_ids", data[LABELS].clamp(min=0))
-    return left
+    return unlabelled(model, data) if use == "outputs" else data
 
 
 def may_lack_labels(model: nn.Module) -> bool:

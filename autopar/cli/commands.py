@@ -19,7 +19,22 @@ from autopar.api import as_call, check, verify, what_if
 from autopar.api.arguments import read_mesh
 from autopar.api.hardware import as_hardware
 from autopar.api.planning import plan_call
-from autopar.cli.models import DTYPES, Batch, Dtype, Flips, Function, Hf, ModelName, Module, Seq, built, read_dtype, say_if_none, turning_of
+from autopar.cli.models import (
+    DTYPES,
+    Batch,
+    Dtype,
+    Flips,
+    Function,
+    Hf,
+    ModelName,
+    Module,
+    Seq,
+    built,
+    for_inference,
+    read_dtype,
+    say_if_none,
+    turning_of,
+)
 from autopar.constraints.pipelines import SCHEDULES
 from autopar.errors import AutoparError, PlanError
 from autopar.explanation import diff, explain
@@ -72,7 +87,9 @@ def plan_command(
     outputs: Annotated[
         str, typer.Option(help="loss, if a step needs no other: a language model's logits need never be there at once. Or full, dtensor.")
     ] = "auto",
-    inference: Annotated[bool, typer.Option("--inference", help="Forward alone: no gradients, no optimizer state.")] = False,
+    inference: Annotated[
+        bool, typer.Option("--inference", help="Forward alone, without labels: no gradients, no optimizer state.")
+    ] = False,
     precision: Annotated[
         str | None, typer.Option(help="bf16: what wider parameters, which rest as they are, are gathered and computed with in.")
     ] = None,
@@ -89,7 +106,7 @@ def plan_command(
     )
     clock = _Clock()
     with progress("building the model") as tell:
-        network, example = built(hf, model, module, batch, seq, dtype, "meta")
+        network, example = built(hf, model, module, batch, seq, dtype, "meta", inference=inference)
         tell("capturing")
         args, kwargs = as_call(example)
         _, planned = plan_call(network, axes, args, kwargs, devices, options, progress=lambda p: tell(clock.at(p)))
@@ -144,7 +161,7 @@ def check_command(
     """Certify a plan without a solver: legality, every collective, memory, time, and the bound by arithmetic alone."""
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = built(hf, model, module, batch, seq, dtype, "meta")
+        network, example = built(hf, model, module, batch, seq, dtype, "meta", inference=for_inference(loaded))
         tell("deriving every claim anew")
         found = check(loaded, network, example, hardware=hardware)
     say(str(found))
@@ -165,7 +182,7 @@ def verify_command(
     """Run all ranks of a plan in this process, in float64, and compare loss, outputs and every gradient with the plain model."""
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = built(hf, model, module, batch, seq, dtype, "cpu")
+        network, example = built(hf, model, module, batch, seq, dtype, "cpu", inference=for_inference(loaded))
         tell(f"running {loaded.mesh.num_devices} ranks")
         found = verify(loaded, network, example)
     say(str(found))
@@ -189,7 +206,7 @@ def what_if_command(
     """What a plan would take on other hardware, and how much a plan made there would gain."""
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = built(hf, model, module, batch, seq, dtype, "meta")
+        network, example = built(hf, model, module, batch, seq, dtype, "meta", inference=for_inference(loaded))
         tell(f"planning for {hardware or loaded.fingerprint.profile}")
         there = None if mesh is None else Mesh.parse(mesh)
         found = what_if(loaded, network, example, hardware=hardware, mesh=there, num_flips=flips)

@@ -60,9 +60,14 @@ def turning_of(
         what = "what would turn choices cannot be told without the model"
         raise AutoparError(what, remedy="pass --hf or --model, or a function: --function of explain, --module of report")
     with progress("building the model") as tell:
-        network, example = built(config, name, function, batch, seq, dtype, "meta")
+        network, example = built(config, name, function, batch, seq, dtype, "meta", inference=for_inference(plan))
         tell("pricing other hardware")
         return flips(plan, network, example, most=num)
+
+
+def for_inference(plan: Plan) -> bool:
+    """Whether it has no backward."""
+    return bool(plan.options.get("inference"))
 
 
 def say_if_none(num: int, found: Sequence[Flip]) -> None:
@@ -72,8 +77,14 @@ def say_if_none(num: int, found: Sequence[Flip]) -> None:
 
 
 def built(
-    config: str | None, name: str | None, module: str | None, batch: int | None, seq: int | None, dtype: str | None, device: str
-) -> tuple[torch.nn.Module, Any]:
+    config: str | None, name: str | None, module: str | None, batch: int | None, seq: int | None, dtype: str | None, device: str,
+    *, inference: bool = False,
+) -> tuple[torch.nn.Module, Any]:  # fmt: skip
+    """The model that is named, and a batch for it; for inference without labels, in eval mode.
+
+    Raises:
+        AutoparError: where none is named, or several, or it cannot be built.
+    """
     given = [option for option in (config, name, module) if option is not None]
     if len(given) != 1:
         raise AutoparError(f"{len(given)} models are named", remedy="pass one of --hf, --model and --module")
@@ -83,8 +94,9 @@ def built(
             raise AutoparError(f"{' and '.join(ignored)} with --module: its function makes the batch", remedy="change what it returns")
         return hf.load_function(module)
     try:
-        return hf.build(
+        network, example = hf.build(
             given[0], dtype=read_dtype(dtype or _DTYPE), device=device, batch=_BATCH if batch is None else batch, seq=seq
         )
+        return (network.eval(), hf.unlabelled(network, example)) if inference else (network, example)
     except ModuleNotFoundError as error:
         raise AutoparError(f"{error.name} is not installed", remedy='pip install "autopar[hf]", or pass --module') from error

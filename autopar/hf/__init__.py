@@ -5,7 +5,8 @@ one of the names in `KNOWN`. Nothing is downloaded: a model is built from its co
 transformers is imported at the first build.
 """
 
+from autopar.hf.batches import unlabelled
 from autopar.hf.building import Built, build
 from autopar.hf.specs import KNOWN, load_function, parse
 
-__all__ = ["KNOWN", "Built", "build", "load_function", "parse"]
+__all__ = ["KNOWN", "Built", "build", "load_function", "parse", "unlabelled"]

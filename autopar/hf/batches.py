@@ -14,10 +14,20 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.errors import AutoparError
 
+LABELS = "labels"
 _SAMPLES, _SAMPLES_PER_TOKEN = 16000, 4000  # a second of sound, of which speech fills four tokens
 _OWN = "pass --module FILE.py:FUNCTION, which makes its own batch"
 _PER_TOKEN = ("CausalLM", "MaskedLM", "Seq2SeqLM", "PreTraining", "SpeechSeq2Seq", "ImageTextToText")
 _PER_SAMPLE = ("ImageClassification", "SequenceClassification", "AudioClassification")
+
+
+def unlabelled(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch of a call without labels, of which the model would compute its loss; a decoder that reads them shifted reads them as they
+    are."""
+    left = {name: x for name, x in batch.items() if name != LABELS}
+    if LABELS in batch and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        left.setdefault("decoder_input_ids", batch[LABELS].clamp(min=0))
+    return left
 
 
 class _Sizes:

@@ -241,3 +241,19 @@ def test_run_starts_the_script_in_several_processes_with_its_arguments(tmp_path:
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n"))[1:] == ["0 2 --steps 3 -n 7 --help", "1 2 --steps 3 -n 7 --help"]
+
+
+def test_inference_is_planned_without_labels_and_read_so_by_all_commands(here: Path, command: Command) -> None:
+    model = ("--hf", 't5:{"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 64}')
+    sizes = (*model, "--batch", "4", "--seq", "8", "--dtype", "float32")
+    code, printed, complaint = command(*PLAN, *sizes, "--inference", "--out", "plan.json")
+    assert code == 0, complaint
+    assert "cpu-gloo, inference" in printed and "optimizer" not in printed
+    plan = Plan.load("plan.json")
+    keys = {key for key in plan.node_choices() if key.endswith(("/input", "/output"))}
+    assert {"decoder_input_ids/input", "logits/output"} <= keys and not keys & {"labels/input", "loss/output"}
+    for name, says in (("verify", "equal to the plain model"), ("check", "certified"), ("what-if", "regret")):
+        code, printed, complaint = command(name, "plan.json", *sizes)
+        assert code == 0 and says in printed, complaint
+    code, printed, _ = command("explain", "plan.json", "--flips", "2", *sizes)
+    assert code == 0 and "inference" in printed
