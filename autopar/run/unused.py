@@ -88,9 +88,6 @@ def _keep_one_term(node: fx.Node, gone: Collection[fx.Node]) -> None:
     left = [term for term in terms if term not in gone]
     if (len(terms), len(left)) != (2, 1) or node.kwargs.get("alpha", 1) != 1:
         return
-    if node.kwargs.get("out") is left[0]:
-        node.replace_all_uses_with(left[0])
-        return
     with node.graph.inserting_before(node):
         copy = node.graph.call_function(_aten.clone.default, (left[0],), {"memory_format": torch.contiguous_format})
     copy.meta.update(node.meta)
