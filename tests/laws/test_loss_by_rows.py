@@ -126,7 +126,7 @@ def test_what_cannot_be_had_is_refused() -> None:
         autopar.plan(model, 1, example_inputs=batch, memory_bytes=1000, hardware="cpu-gloo")
     plan = autopar.plan(model, 1, example_inputs=batch, loss_rows=5, **HOW)
     with pytest.raises(PlanError, match="made for outputs='loss'"):
-        autopar.compile(model, 1, example_inputs=batch, plan=plan)
+        autopar.compile(model, 1, example_inputs=batch, plan=plan, outputs="dtensor")
 
 
 @pytest.mark.parametrize("tied", [True, False])
