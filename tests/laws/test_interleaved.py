@@ -190,6 +190,7 @@ def test_forward_and_the_rest_of_a_microbatch_are_those_of_the_time_line(name: s
             assert phases_s(stage) == pytest.approx((forward_s, stage.prediction.step_s - forward_s))
 
 
+@pytest.mark.slow
 def test_the_stages_of_a_rank_share_its_memory() -> None:
     ample = planned("llama", {"stage": 2}, pipeline("stage", **INTER))[0]
     alone = [stage.prediction.peak_bytes for stage in pipe_of(ample).stages]

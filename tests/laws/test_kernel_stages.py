@@ -122,6 +122,7 @@ def interleaving(hardware: Any = SLOW, budget: int | None = None) -> Planned:
     return plan_model(model, MESH, example_inputs=batch, hardware=hardware, constraints=(wish,), memory_bytes=budget)[1]
 
 
+@pytest.mark.slow
 def test_several_stages_on_a_rank_have_kernels_and_share_what_these_share() -> None:
     plan = interleaving().plan
     assert plan.pipeline is not None and plan.pipeline.num_chunks == 2

@@ -78,6 +78,7 @@ def test_what_is_kept_waits_on_hosts_where_that_costs_less_than_running_again(me
     holds("gpt2", plan, quick_hosts())
 
 
+@pytest.mark.slow
 def test_under_a_budget_a_plan_with_hosts_is_no_slower_than_the_best_without_is_proven_to_be() -> None:
     free = planned("gpt2", SQUARE, hardware=quick_hosts())
     for share in (0.9, 0.8, 0.7):

@@ -150,6 +150,7 @@ def test_what_needs_the_loss_is_refused(options: dict[str, Any], refusal: type[A
     assert error.value.remedy
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_batch_is_not_cut() -> None:
     model, batch = built("bert")
     least = planned("bert", SQUARE, "fsdp").plan.prediction.memory_bytes["parameters"]

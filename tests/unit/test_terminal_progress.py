@@ -30,7 +30,7 @@ def test_only_what_takes_long_on_a_terminal_is_said(monkeypatch: pytest.MonkeyPa
 def test_planning_tells_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
-    def planned(*_: object, progress: object) -> None:
+    def planned(*_: object, progress: object, another: bool) -> None:
         assert callable(progress)
         progress("solve")
 

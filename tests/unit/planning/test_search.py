@@ -60,6 +60,7 @@ def test_the_peak_of_the_emitted_program_is_within_the_budget_and_is_what_the_pl
     assert made.program.plan_hash == made.plan.hash
 
 
+@pytest.mark.slow
 def test_memory_that_binds_has_a_price_and_ample_memory_has_none() -> None:
     assert planned().plan.proof.memory_price_s_per_gib == 0.0
     assert planned(memory_bytes=150 * KIB).plan.proof.memory_price_s_per_gib > 0.0
