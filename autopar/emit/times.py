@@ -15,10 +15,12 @@ from autopar.plans import Plan
 
 
 def node_times(graph: fx.Graph, plan: Plan) -> Mapping[fx.Node, float]:
-    """Seconds by node: of steps their own, of an entry for the first of its nodes that the graph runs, and again where it runs again."""
-    owner = {
-        c.node.format(*at): (e, i) for e, entry in enumerate(plan.entries) for i, at in enumerate(entry.instances) for c in entry.nodes
-    }
+    """Seconds by node: of steps their own, of an entry for the first of its nodes that the graph runs, and again where it runs again.
+
+    Copies of what crosses go by its key, and take none of the time that it takes to cross.
+    """
+    computed = ((e, entry) for e, entry in enumerate(plan.entries) if entry.kind == "compute")
+    owner = {c.node.format(*at): (e, i) for e, entry in computed for i, at in enumerate(entry.instances) for c in entry.nodes}
     found: dict[fx.Node, float] = {}
     spent: set[tuple[int, int, bool]] = set()
     for node in graph.nodes:

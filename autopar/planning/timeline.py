@@ -101,6 +101,8 @@ def _events(trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluati
             yield where, phase, "communication", moves.pop((operand.name, phase, False), 0.0)
         yield from _bars_of(label, phase, compute.get(node.name, (0.0, 0.0)))
         yield label, phase, "communication", moves.pop((node.name, phase, True), 0.0)
+    if returns:  # a stage that only hands on what came
+        yield BEHIND, "backward", "communication", sum(returns)
     for label, both in again.items():  # of layers that have no backward of their own
         yield from _bars_of(label, "backward", both)
     for (name, phase, _), seconds in moves.items():  # read under another phase's label: gradients of tied weights and the like

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo_small
 from mlp import Mlp
 from torch import nn
 
@@ -318,3 +319,16 @@ def test_an_old_plan_is_priced_again_on_unequal_devices_and_back(net: Built, mix
     assert carried.step_s == pytest.approx(mixed.prediction.step_s, rel=1e-9) and carried.peak_bytes == here.peak_bytes
     wider = autopar.what_if(mixed, *net, mesh={"stage": 2, "data": 4})
     assert wider.best.fingerprint.profiles == mixed.fingerprint.profiles
+
+
+@pytest.mark.slow
+def test_a_stage_that_has_next_to_nothing_to_do_is_certified_too() -> None:
+    """Its backward hands on what came: the time of crossing is no compute."""
+    model, batch = zoo_small.gpt2(num_layers=4)
+    devices = {"stage": ["h100-sxm", "a100-sxm-80gb", "cpu-gloo"]}
+    stages = (pipeline("stage", microbatches=4),)
+    plan = autopar.plan(model, autopar.Mesh({"stage": 3, "gpu": 1}), example_inputs=batch, hardware=devices, constraints=stages)
+    assert plan.pipeline is not None
+    assert not any(e.phase == "backward" and e.kind == "compute" for e in plan.pipeline.stages[1].entries)
+    certificate = autopar.check(plan, model, batch)
+    assert certificate.ok, certificate.findings
