@@ -28,9 +28,8 @@ def with_waits(found: Planned, hardware: Hardware, part: Callable[[Plan], Trace]
         return found
     options, trace = recorded(plan), part(plan)
     times = {profile: repriced(plan, trace, plan.mesh, profile, options) for profile in dict.fromkeys(hardware.profiles)}
-    log.warning(
-        "devices along %s are not alike and run in lockstep, at the pace of the slowest; constraints=[autopar.constraints.pipeline(%r)] "
-        "gives each a stage of its own", hardware.axis, hardware.axis,
-    )  # fmt: skip
+    steps = trace.loss is not None and bool(trace.differentiable)
+    way = f"; constraints=[autopar.constraints.pipeline({hardware.axis!r})] gives each a stage of its own" if steps and not stages else ""
+    log.warning("devices along %s are not alike and run in lockstep, at the pace of the slowest%s", hardware.axis, way)
     plan = replace(plan, alone_s=tuple(times[profile] for profile in hardware.profiles))
     return replace(found, plan=plan, program=replace(found.program, plan_hash=plan.hash))

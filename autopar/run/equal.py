@@ -106,7 +106,7 @@ def _digest(x: Tensor) -> tuple[tuple[int, ...], str, str] | None:
     if x.is_meta:
         return None
     shape, dtype = tuple(x.shape), str(x.dtype)
-    x = x.detach().resolve_conj().resolve_neg().reshape(-1).cpu()
+    x = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).cpu()  # of one dim, reshape leaves strides as they are
     return shape, dtype, hashlib.blake2b(x.view(torch.uint8).numpy(), digest_size=16).hexdigest()
 
 

@@ -121,13 +121,23 @@ def heads(rank: int) -> list[Any]:
         for model in (plain, module):
             model.zero_grad()
             found = model(x)
-            torch.stack([found[place].pow(2).sum() for place in used]).sum().backward()
+            torch.stack([found[place].pow(2).sum() + found[place].sum() for place in used]).sum().backward()
         pairs = list(zip(module.named_parameters(), plain.parameters(), strict=True))
         none = [name for (name, p), _ in pairs if p.grad is None]
         assert none == [name for (name, _), q in pairs if q.grad is None]
         errors = [(p.grad.full_tensor() - q.grad).abs().max().item() for (_, p), q in pairs if q.grad is not None]
         told.append((none, max(errors)))
     return told
+
+
+def expanded(rank: int) -> float:
+    """The error of gradients that begin with one number for a whole output."""
+    torch.manual_seed(0)
+    plain, x = nn.Linear(8, 4), torch.randn(8, 8)
+    module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh({"a": 2}), example_inputs=(x,), hardware="cpu-gloo")
+    for model in (plain, module):
+        model(x).sum().backward()
+    return float((module.weight.grad.full_tensor() - plain.weight.grad).abs().max())
 
 
 def apart(rank: int) -> str:

@@ -14,3 +14,11 @@ def test_tensors_of_the_same_bytes_are_not_the_same_where_shape_or_dtype_differs
     found = [_digest(other) for other in (x, *others)]
     assert len(set(found)) == len(found)
     assert _digest(torch.empty(2, 3, device="meta")) is None
+
+
+def test_how_a_tensor_lies_in_memory_is_no_difference() -> None:
+    table = torch.arange(12.0).reshape(4, 3)
+    column, number = table[:, 1], torch.tensor(2.5).expand(4)
+    assert _digest(column) == _digest(column.contiguous()) != _digest(table[:, 2])
+    assert _digest(number) == _digest(torch.full((4,), 2.5))
+    assert _digest(table.t()) == _digest(table.t().contiguous())
