@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -287,9 +286,12 @@ def _plan_here(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 def _plan_further(
     order: _Order, tried: Sequence[PlanOptions], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Trace, Planned]:
+    """The plan of the first of these options that leave one that fits."""
     for options in tried[:-1]:
-        with contextlib.suppress(InfeasibleError):
+        try:
             return plan_told(order.model, order.mesh, args, kwargs, order.hardware, options, another=True)
+        except InfeasibleError as error:
+            log.warning("forward alone does not fit in one piece, so this call is planned as a step is: %s", error.what)
     return plan_told(order.model, order.mesh, args, kwargs, order.hardware, tried[-1], another=True)
 
 

@@ -321,7 +321,6 @@ def test_an_old_plan_is_priced_again_on_unequal_devices_and_back(net: Built, mix
     assert wider.best.fingerprint.profiles == mixed.fingerprint.profiles
 
 
-@pytest.mark.slow
 def test_a_stage_that_has_next_to_nothing_to_do_is_certified_too() -> None:
     """Its backward hands on what came: the time of crossing is no compute."""
     model, batch = zoo_small.gpt2(num_layers=4)

@@ -262,7 +262,7 @@ class Wide(nn.Module):
         return nn.functional.cross_entropy(self.body(x), y)
 
 
-def test_a_module_in_microbatches_is_evaluated_in_microbatches_where_forward_alone_fits_no_more() -> None:
+def test_a_module_in_microbatches_is_evaluated_in_microbatches_where_forward_alone_fits_no_more(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     plain, batch = Wide(), {"x": torch.randn(256, 8), "y": torch.arange(256) % 4}
     module: Any = autopar.compile(copy.deepcopy(plain), 1, example_inputs=batch, hardware="cpu-gloo", memory_bytes=240_000)
@@ -273,6 +273,7 @@ def test_a_module_in_microbatches_is_evaluated_in_microbatches_where_forward_alo
         smaller = {name: x[:128] for name, x in batch.items()}
         assert module(**smaller).item() == pytest.approx(plain(**smaller).item(), rel=1e-5)
     assert [each.plan.pipeline is not None for each in module.variants.known][-1]
+    assert "planned as a step is" in caplog.text
 
 
 @pytest.mark.parametrize("outputs", ["full", "local", "dtensor"])
