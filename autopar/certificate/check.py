@@ -132,7 +132,7 @@ class _Job:
     def _emitted(self, report: Certificate, found: list[Finding], shared_bytes: int) -> Certificate:
         """What follows from the emitted program, beside which kernels share so much."""
         try:
-            serial = emit(self.trace, replace(self.plan, overlap=Overlap()), accumulates=self.context.accumulates)
+            serial = emit(self.trace, replace(self.plan, overlap=Overlap()), accumulates=self.context.accumulates, named=False)
             program, held = overlapped(serial, self.plan)[0], least_overlap(serial, self.plan)
             found += emission(self.plan, self.claims, program)
             found += overlap(self.plan, program, held, self.profile.overlap_slowdown)

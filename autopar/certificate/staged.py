@@ -60,7 +60,7 @@ def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, pla
     if not report.ok:
         return report
     try:
-        program = emit_staged(part, made, how, plan)
+        program = emit_staged(part, made, how, plan, named=False)
         stages = _Stages(whole, part, made, plan, pipeline, hardware).certificates()
     except AutoparError as error:
         return replace(report, findings=(Finding("emission", error.what, "" if error.where is None else str(error.where)),))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.capture.trace import Parameter, Trace
 from autopar.emit.buckets import bucketed
 from autopar.emit.choices import PlanIndex, buffer_key, compute_nodes, input_key, output_key, parameter_key, placeholder_keys
@@ -15,11 +17,12 @@ from autopar.run.lazy_graph import LazyGraphModule
 from autopar.run.program import Program, ProgramTensor
 
 
-def emit(trace: Trace, plan: Plan, *, accumulates: bool = False) -> Program:
+def emit(trace: Trace, plan: Plan, *, accumulates: bool = False, named: bool = True) -> Program:
     """Turn a plan into a program with local shapes and explicit collectives.
 
     Args:
         accumulates: whether gradients are added to sums that are held through a step of several microbatches.
+        named: whether the program says of which plan it is (`Program.plan_hash`); one that is only looked at need not.
 
     Raises:
         PlanError: where the plan speaks of other nodes than the trace, or of strategies that are not legal.
@@ -45,6 +48,7 @@ def emit(trace: Trace, plan: Plan, *, accumulates: bool = False) -> Program:
     saved = backward.close(gradients, tangents)
     forward.close([*results, *saved], ())
     program = _program(job, plan, forward, backward, len(saved))
+    program = replace(program, plan_hash=plan.hash) if named else program
     return overlapped(bucketed(with_step(program, trace, index) if accumulates else program, plan), plan)[0]
 
 
@@ -84,7 +88,6 @@ def _program(job: Job, plan: Plan, forward: Phase, backward: Phase, num_saved: i
         out_spec=trace.out_spec,
         constants=trace.constants,
         collectives=tuple(job.emitted),
-        plan_hash=plan.hash,
         settings=trace.settings,
         attributes=trace.attributes,
     )

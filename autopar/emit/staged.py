@@ -14,11 +14,11 @@ from autopar.run.program import Microbatches, StagedProgram
 from autopar.stages import Cut
 
 
-def emit_staged(part: Trace, cut: Cut, how: Microbatching, plan: Plan) -> StagedProgram:
+def emit_staged(part: Trace, cut: Cut, how: Microbatching, plan: Plan, *, named: bool = True) -> StagedProgram:
     """Turn a plan with a pipeline into one program per stage.
 
     Args:
-        part: the trace of one microbatch. cut: the same in stages. how: how microbatches make the batch.
+        part: the trace of one microbatch. cut: the same in stages. how: how microbatches make the batch. named: as `emit`.
 
     Raises:
         PlanError, EmissionError: as `emit`; where neighbours do not agree on the layout in which something crosses.
@@ -26,7 +26,7 @@ def emit_staged(part: Trace, cut: Cut, how: Microbatching, plan: Plan) -> Staged
     pipeline = plan.pipeline
     assert pipeline is not None, "the plan has stages"
     pairs = zip(cut.stages, pipeline.stages, strict=True)
-    programs = tuple(emit(stage, staged, accumulates=pipeline.accumulates) for stage, staged in pairs)
+    programs = tuple(emit(stage, staged, accumulates=pipeline.accumulates, named=False) for stage, staged in pairs)
     for number in range(len(programs) - 1):
         leaving = {t.name: t.layout for t in programs[number].outputs if t.crosses}
         arriving = {t.name: t.layout for t in programs[number + 1].inputs if t.crosses}
@@ -38,7 +38,8 @@ def emit_staged(part: Trace, cut: Cut, how: Microbatching, plan: Plan) -> Staged
     loss = next(o.path for o in part.outputs if o.is_loss)
     count, paths = _count(part, how.count) if how.count else (None, ())
     microbatches = Microbatches(how.num, how.inputs, outputs, loss, count, paths)
-    return StagedProgram(plan.mesh, pipeline.axis, part, programs, microbatches, pipeline.schedule, cut.shared, plan.hash)
+    plan_hash = plan.hash if named else ""
+    return StagedProgram(plan.mesh, pipeline.axis, part, programs, microbatches, pipeline.schedule, cut.shared, plan_hash)
 
 
 def _count(part: Trace, name: str) -> tuple[fx.GraphModule, tuple[str, ...]]:

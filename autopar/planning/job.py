@@ -282,7 +282,7 @@ class Job:
             plan = assemble(draft, self.mark, self.recorded, self.bound_s)
             plan = replace(plan, proof=certified(plan.proof, draft, self.multipliers))
         with self.clock.phase("emit"):
-            program = emit(self.trace, plan, accumulates=self.priced.problem.accumulates)
+            program = emit(self.trace, plan, accumulates=self.priced.problem.accumulates, named=False)
         with self.clock.phase("memory"):
             peak = self._peaks.peak_bytes(program)
         return Tried(draft, plan, program, peak + plan.prediction.beside_bytes, self.bound_s)
