@@ -71,7 +71,7 @@ class Mesh:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(axis.size for axis in self.axes)
+        return tuple([axis.size for axis in self.axes])
 
     @property
     def num_devices(self) -> int:

@@ -41,6 +41,11 @@ def is_on_host(x: Tensor) -> bool:
     return bool(_on_host) and x.untyped_storage()._cdata in _on_host
 
 
+def is_used() -> bool:
+    """Whether anything is on the host, or is being made there."""
+    return _making[0] or bool(_on_host)
+
+
 def follows(inputs: Sequence[Tensor]) -> bool:
     """Whether what is made of these is made on the host: it is asked for there, or all of them are there."""
     return _making[0] or (bool(_on_host) and bool(inputs) and all(map(is_on_host, inputs)))

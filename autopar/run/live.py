@@ -49,8 +49,8 @@ class LiveBytes(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operators on local tensors come here
         result = func(*args, **(kwargs or {}))
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if host.follows([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]):
+        made = [result] if isinstance(result, Tensor) else [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if host.is_used() and host.follows([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]):
             for leaf in made:
                 host.put_on_host(leaf)
         for leaf in made if not self.paused else ():

@@ -60,7 +60,7 @@ def _run(
 ) -> PeakMemory:
     groups = fake_groups(program.mesh, coordinate)
     place = tuple(group.coordinate for group in groups)
-    executor = Rehearsal(program, groups, memory, batch=batch, outputs=outputs, seen=seen)
+    executor = Rehearsal(program, groups, memory, batch=batch, outputs=outputs, seen=seen, unread=True)
     with new_fake_mode(), memory, as_written():
         parameters = [_empty(t, program, place) for t in program.parameters]
         buffers = [_empty(t, program, place) for t in program.buffers]

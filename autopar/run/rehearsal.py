@@ -3,7 +3,7 @@ tensors, and added up from then on.
 
 A kind of call is a function with its literals and, per operand, shape, strides, dtype and which operands share memory; the equal layers of
 a deep model make the same kinds. Each has its effect (`autopar.run.effects`). Between graphs tensors are fake ones as with any
-executor: a graph takes over its operands, and hands over the bytes of its results.
+executor: a graph takes over its operands, and hands over the bytes of its results, but for what forward saves for backward alone.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Rehearsal(Executor):
 
     Args:
         memory: counts live bytes; active while this runs.
-        seen: told of every node.
+        seen: told of every node. unread: whether nobody reads the gradients that backward returns: they are there, and no tensors.
     """
 
     def __init__(
         self, program: Program, groups: Groups, memory: LiveBytes, *, batch: Batch = "global", outputs: Outputs = "full",
-        seen: Seen | None = None,
+        seen: Seen | None = None, unread: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(program, groups, batch=batch, outputs=outputs)
-        self._memory, self._seen = memory, seen
+        self._memory, self._seen, self._unread = memory, seen, unread
 
     def _graph(self, phase: str, absent: frozenset[int] = frozenset()) -> Callable[[list[Any]], list[Any]]:
         assert not absent, "what is predicted is a step with all of its outputs"
@@ -51,19 +51,26 @@ class Rehearsal(Executor):
             graph = self._source(phase).graph
             if phase == "inference":
                 graph = without_saved(graph, self.program.num_saved)
-            self._graphs[phase] = _Run(graph, phase, self.groups, self._memory, self._seen)
+            self._graphs[phase] = _Run(graph, phase, self.groups, self._memory, self._seen, self._num_unread(phase, graph))
         return self._graphs[phase]
+
+    def _num_unread(self, phase: str, graph: fx.Graph) -> int:
+        if phase == "backward" and self._unread:
+            return len(graph.output_node().args[0])  # type: ignore[arg-type]
+        return self.program.num_saved if phase == "forward" else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One graph, as a function of one list, which it empties."""
+    """One graph, as a function of one list, which it empties. The last `num_unread` of its results stay values: another graph takes
+    them over, or nothing does."""
 
     graph: fx.Graph
     phase: str
     groups: Groups
     memory: LiveBytes
     seen: Seen | None
+    num_unread: int
 
     def __call__(self, operands: list[Any]) -> list[Any]:
         env: dict[fx.Node, Any] = {}
@@ -82,7 +89,8 @@ class _Run:
         self._tell(nodes[-1], self.memory.live_bytes)
         values = [env[r] if isinstance(r, fx.Node) else r for r in nodes[-1].args[0]]
         env.clear()
-        return _handed_over(values)
+        unread = [_copied(values.pop()) for _ in range(self.num_unread)]
+        return [*_handed_over(values), *reversed(unread)]
 
     def _tell(self, node: fx.Node, peak_bytes: int) -> None:
         self.memory.peak_bytes = max(self.memory.peak_bytes, peak_bytes)
@@ -121,11 +129,15 @@ def _copied(value: Any) -> Any:
     return Value(value.storage, value.lie) if isinstance(value, Value) else value
 
 
-def _taken_over(operands: list[Tensor], memory: LiveBytes) -> list[Value]:
-    """Values that stand for the operands, which are let go when these are."""
-    storages: dict[int, Storage] = {}
-    values = []
+def _taken_over(operands: list[Any], memory: LiveBytes) -> list[Any]:
+    """Values that stand for the operands, which are let go when these are; what a graph saved is there as such."""
+    saved = [x.storage for x in operands if isinstance(x, Value)]
+    storages = {held.outer.untyped_storage()._cdata: held for held in saved if held.outer is not None}
+    values = list[Any]()
     for x in operands:
+        if not isinstance(x, Tensor):
+            values.append(x)
+            continue
         storage = x.untyped_storage()
         held = storages.setdefault(storage._cdata, Storage(storage.nbytes(), memory, x, on_host=is_on_host(x)))
         values.append(Value(held, lie_of(x)))

@@ -35,7 +35,7 @@ CASES = [("gpt2", "a=2,b=2", 0), ("llama", "a=2,b=2", 1), ("bert", "3", 2), ("vi
 def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on every call runs."""
 
-    def executor(program: Program, groups: Any, _: Any, *, seen: Any = None, **how: Any) -> Executor:
+    def executor(program: Program, groups: Any, _: Any, *, seen: Any = None, unread: bool = False, **how: Any) -> Executor:
         return Executor(program, groups, **how)
 
     monkeypatch.setattr(memory, "Rehearsal", executor)
