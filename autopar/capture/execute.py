@@ -13,6 +13,7 @@ from autopar.capture._torch.fakes import new_fake_mode
 from autopar.capture.tangents import tangent_of
 from autopar.capture.trace import Parameter, Trace
 from autopar.errors import CaptureError, Where
+from autopar.ops.blocks import looks_alone
 
 
 def propagate(graph: fx.Graph) -> None:
@@ -21,7 +22,7 @@ def propagate(graph: fx.Graph) -> None:
     Raises:
         CaptureError: where torch cannot run an op on fake tensors.
     """
-    with new_fake_mode(), as_written():
+    with new_fake_mode(), as_written(), looks_alone():
         for node in graph.nodes:
             before = node.meta.get("val")
             if node.op == "placeholder":

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
 _BLOCK, _MOST_BLOCKS = 2**24, 16  # elements that are there at a time, at least a part of all
+_without_data = ContextVar("without data", default=False)
+
+
+@contextmanager
+def looks_alone() -> Iterator[None]:
+    """Within, only shapes, strides and dtypes of results are asked for: what is worked on in several blocks is worked on in two, as they
+    look the same."""
+    token = _without_data.set(True)
+    try:
+        yield
+    finally:
+        _without_data.reset(token)
 
 
 def block_length(rows: int, width: int) -> int:
@@ -17,6 +33,8 @@ def row_blocks(x: Tensor) -> list[slice]:
     """The rows of `x` [..., n], together or some at a time; a compiler, which fuses what is done to them, is given them together."""
     rows = x.numel() // max(x.shape[-1], 1)
     few = rows if torch.compiler.is_compiling() else block_length(rows, x.shape[-1])
+    if few < rows and _without_data.get():
+        few = -(-rows // 2)
     return [slice(start, start + few) for start in range(0, rows, few)] if rows > few else [slice(None)]
 
 
