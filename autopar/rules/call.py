@@ -72,17 +72,17 @@ class Call:
 class KeyedCall:
     """A call that compares and hashes by its `key`: for caches."""
 
-    __slots__ = ("_hash", "call")
+    __slots__ = ("_hash", "_key", "call")
 
     def __init__(self, call: Call) -> None:
-        self.call = call
-        self._hash = hash(call.key)
+        self.call, self._key = call, call.key
+        self._hash = hash(self._key)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, KeyedCall) and self.call.key == other.call.key
+        return isinstance(other, KeyedCall) and self._key == other._key
 
 
 def _collect(value: Any, is_tensor: Callable[[Any], bool], found: list[Any]) -> Any:

@@ -48,6 +48,7 @@ def forget() -> None:
     """Ask again for what is known: a rule was added or changed."""
     _cached_options.cache_clear()
     _strategies.cache_clear()
+    _is_strategy.cache_clear()
 
 
 def strategies(call: Call, mesh_shape: Sequence[int]) -> tuple[Strategy, ...]:
@@ -62,4 +63,9 @@ def _strategies(keyed: KeyedCall, mesh_shape: tuple[int, ...]) -> tuple[Strategy
 
 def is_strategy(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
     """Whether `strategies` offers this one, without listing them all."""
-    return is_expansion(call, axis_options(call), strategy, mesh_shape)
+    return _is_strategy(KeyedCall(call), strategy, tuple(mesh_shape))
+
+
+@lru_cache(maxsize=65536)  # equal layers ask alike
+def _is_strategy(keyed: KeyedCall, strategy: Strategy, mesh_shape: tuple[int, ...]) -> bool:
+    return is_expansion(keyed.call, _cached_options(keyed), strategy, mesh_shape)
