@@ -132,17 +132,19 @@ class Brute:
         now = {read(u.op, u.operand, strategies[u.op]) for u in variant.uses if u.phase == value.phase}
         later = {read(u.op, u.operand, strategies[u.op]) for u in variant.uses if u.phase != value.phase}
         later |= {read(u.op, u.operand, recomputed[u.op]) for u in variant.uses if u.phase == value.phase and u.op in recomputed}
+        rests = {made} if value.resident else set[int]()
+        if value.op in recomputed:
+            rests.add(graph.index[p.ops[value.op].strategies[recomputed[value.op]].layouts.outputs[0]])
+        hiding = self._kernels(v, True, strategies, recomputed)
+        after = cache(lambda kept: list(_trees(graph, {*kept, *rests}, later, hiding)))
         for time_s, doing, first in _trees(graph, {made}, now, self._kernels(v, False, strategies, recomputed)):
             alone = frozenset(first)  # layouts that are nowhere in one piece
             if not later:
                 yield (), variant.count * time_s, doing
                 continue
             sources = {made, *now} - alone
-            rests = {made} if value.resident else set[int]()
-            if value.op in recomputed:
-                rests.add(graph.index[p.ops[value.op].strategies[recomputed[value.op]].layouts.outputs[0]])
             for kept in itertools.chain.from_iterable(itertools.combinations(sorted(sources), k) for k in range(len(sources) + 1)):
-                for more_s, also, _ in _trees(graph, {*kept, *rests}, later, self._kernels(v, True, strategies, recomputed)):
+                for more_s, also, _ in after(kept):
                     yield kept, variant.count * (time_s + more_s), doing | also
 
     def _kernels(self, v: int, late: bool, strategies: Sequence[int], recomputed: Mapping[int, int]) -> list[Kernel]:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -34,8 +35,10 @@ def part_of(seed: int, mesh: tuple[int, ...] = LINE) -> Part:
     return Part(own, again, further)
 
 
-def optimum(part: Part) -> float:
-    """The cheapest of all choices: the problem's own seconds, and what its ops cost further, each time that they run."""
+@cache
+def optimum(seed: int, mesh: tuple[int, ...] = LINE) -> float:
+    """The cheapest of all choices of a part: the problem's own seconds, and what its ops cost further, each time that they run."""
+    part = part_of(seed, mesh)
     own = replace(part.problem, ops=tuple(replace(op, recomputable=n in part.again) for n, op in enumerate(part.problem.ops)))
     force, best = BruteForce(own), math.inf
     for strategies in itertools.product(*(range(len(op.strategies)) for op in own.ops)):
@@ -51,7 +54,7 @@ def optimum(part: Part) -> float:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_least_is_below_every_choice_and_reaches_what_is_true(seed: int, mesh: tuple[int, ...]) -> None:
     part = part_of(seed, mesh)
-    best = optimum(part)
+    best = optimum(seed, mesh)
     unreachable, num = least_of(part, 2 * abs(best) + 1, ENOUGH)
     if best == math.inf:  # what is kept leads nowhere, and nothing may run again
         assert unreachable == best
@@ -64,14 +67,13 @@ def test_the_least_is_below_every_choice_and_reaches_what_is_true(seed: int, mes
 
 
 def test_most_of_the_parts_can_be_chosen() -> None:
-    assert all(optimum(part_of(seed)) < math.inf for seed in SEEDS)
-    assert sum(optimum(part_of(seed, SQUARE)) < math.inf for seed in SEEDS) >= len(SEEDS) // 2
+    assert all(optimum(seed) < math.inf for seed in SEEDS)
+    assert sum(optimum(seed, SQUARE) < math.inf for seed in SEEDS) >= len(SEEDS) // 2
 
 
 def test_a_search_that_is_cut_short_still_says_no_more_than_is_true() -> None:
     for seed in SEEDS:
-        part = part_of(seed, SQUARE)
-        best = optimum(part)
+        part, best = part_of(seed, SQUARE), optimum(seed, SQUARE)
         assert best == math.inf or least_of(part, 2 * abs(best) + 1, 1)[0] <= best + 1e-9 * abs(best)
 
 
@@ -88,8 +90,7 @@ MUTANTS: dict[str, Mutant] = {
 def test_a_part_that_leaves_something_out_has_another_least(name: str) -> None:
     differs = 0
     for seed in SEEDS:
-        part = part_of(seed)
-        best = optimum(part)
+        part, best = part_of(seed), optimum(seed)
         differs += abs(least_of(MUTANTS[name](part), 2 * abs(best) + 1, ENOUGH)[0] - best) > 1e-2 * abs(best)
     assert differs
 
@@ -98,8 +99,7 @@ def test_a_program_that_takes_the_problems_word_for_what_runs_again_is_found(mon
     monkeypatch.setattr(solving._Program, "_useful_again", lambda self: {n for n, op in enumerate(self.problem.ops) if op.recomputable})
     wrong = 0
     for seed in SEEDS:
-        part = part_of(seed)
-        best = optimum(part)
+        part, best = part_of(seed), optimum(seed)
         wrong += least_of(part, 2 * abs(best) + 1, ENOUGH)[0] < best - 1e-3 * abs(best)
     assert wrong
 
