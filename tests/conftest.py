@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -16,6 +17,8 @@ from hypothesis import settings
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
 NIGHTLY = TESTS / "nightly.txt"
+LONG = ("tests/unit/test_notebooks.py", "tests/unit/test_readme.py", "tests/unit/planning/test_search.py")
+SETTLED = 50_000  # objects: fewer are walked in no time
 sys.path[:0] = [str(TESTS), str(TESTS / "support")]  # what tests share: small models, plans written by hand
 
 # Without a deadline: times on a busy machine say nothing. Derandomised: the same commit passes or fails everywhere.
@@ -50,11 +53,12 @@ def _forget(captures: tempfile.TemporaryDirectory[str]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what ``nightly.txt`` lists as slow.
+    """Marks what ``nightly.txt`` lists as slow; files that take long begin first, so that no worker ends alone.
 
     Raises:
         UsageError: where it lists what is not there, or all cases of a test.
     """
+    items.sort(key=lambda item: item.nodeid.split("::")[0] not in LONG)
     listed = {line for line in NIGHTLY.read_text(encoding="utf-8").splitlines() if not line.startswith("#")}
     for item in items:
         if item.nodeid in listed:
@@ -66,6 +70,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wrong = [case for case in sorted(listed) if case.split("::")[0] in files and (case not in collected or _function(case) not in always)]
     if wrong:
         raise pytest.UsageError(f"{NIGHTLY.name} lists cases that are not there, or all of a test: " + ", ".join(wrong))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays until the end: the garbage collector need not walk it again and again."""
+    _settle()
+    gc.set_threshold(10_000, 10, 10)  # plans and graphs are many small objects, of which few are garbage
+
+
+def _settle() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 def _function(nodeid: str) -> str:
@@ -86,6 +101,14 @@ def captures() -> Iterator[None]:
     shared_captures.share()
     yield
     shared_captures.unshare()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage() -> Iterator[None]:
+    """What a module's tests leave in caches stays, too."""
+    yield
+    if len(gc.get_objects(generation=2)) > SETTLED:
+        _settle()
 
 
 @pytest.fixture
