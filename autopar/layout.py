@@ -49,6 +49,7 @@ class Layout:
     host: bool
     _hash: int = field(compare=False, repr=False)
     _dims: tuple[int, ...] = field(compare=False, repr=False)  # per axis the dim that it splits, or −1: asked for all the time
+    _halos: tuple[Halo, ...] = field(compare=False, repr=False)
 
     def __init__(
         self, placements: Iterable[Placement], order: Sequence[int] | None = None, *, uncast: bool = False, host: bool = False
@@ -60,13 +61,14 @@ class Layout:
         object.__setattr__(self, "uncast", uncast)
         object.__setattr__(self, "host", host)
         object.__setattr__(self, "_hash", hash((placements, order, uncast, host)))
-        object.__setattr__(self, "_dims", tuple(p.dim if isinstance(p, Shard) else -1 for p in placements))
+        object.__setattr__(self, "_dims", tuple([p.dim if splits(p) else -1 for p in placements]))  # type: ignore[attr-defined]
+        object.__setattr__(self, "_halos", tuple([p for p in placements if issubclass(type(p), Halo)]))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __str__(self) -> str:
-        return " ".join(self._token(axis) for axis in range(len(self.placements))) + _UNCAST * self.uncast + _HOST * self.host
+        return _text(self)
 
     __repr__ = __str__
 
@@ -151,7 +153,7 @@ class Layout:
 
     @property
     def halos(self) -> tuple[Halo, ...]:
-        return tuple(p for p in self.placements if isinstance(p, Halo))
+        return self._halos
 
     def splitters(self, dim: int) -> tuple[int, ...]:
         """The axes that split `dim`, outermost first."""
@@ -210,10 +212,17 @@ class Layout:
 
     def halo(self, dim: int) -> Halo | None:
         """The halo with which `dim` is split, if any."""
-        for placement, d in zip(self.placements, self._dims, strict=True):
-            if d == dim and isinstance(placement, Halo):
-                return placement
-        return None
+        return next((halo for halo in self._halos if halo.dim == dim), None) if self._halos else None
+
+
+def splits(placement: Placement) -> bool:
+    """Whether it is a shard. torch's placements have an ``isinstance`` of their own, which takes long where they are not."""
+    return issubclass(type(placement), Shard)
+
+
+@lru_cache(maxsize=2**16)  # few layouts are written down many times
+def _text(layout: Layout) -> str:
+    return " ".join(layout._token(axis) for axis in range(len(layout.placements))) + _UNCAST * layout.uncast + _HOST * layout.host
 
 
 @lru_cache(maxsize=2**16)  # tensors of one rank share their layouts
@@ -229,7 +238,7 @@ def _canonical(placements: tuple[Placement, ...], order: Sequence[int] | None) -
         return natural
     if sorted(order) != list(natural):
         raise LayoutError(f"order {tuple(order)} is no permutation of {len(natural)} axes")
-    dims = [placement.dim for placement in placements if isinstance(placement, Shard)]
+    dims = [placement.dim for placement in placements if splits(placement)]  # type: ignore[attr-defined]
     if len(set(dims)) == len(dims):
         return natural
     by_dim: dict[int, list[int]] = {}

@@ -16,14 +16,15 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.collective import Collective, Kind
 from autopar.halo import Halo
-from autopar.layout import REPLICATE, Layout, local_shape
+from autopar.layout import REPLICATE, Layout, local_shape, splits
 
 Price = Callable[[Collective], float]
 
@@ -89,7 +90,7 @@ def neighbours(
     for axis, placement in enumerate(layout.placements):
         if mesh_shape[axis] == 1:
             continue
-        if isinstance(placement, Halo) or (isinstance(placement, Shard) and not layout.is_innermost(axis)):
+        if splits(placement) and (placement in layout.halos or not layout.is_innermost(axis)):
             continue
         for target in (*_axis_targets(placement, len(shape)), *(h for h in halos if placement == Shard(h.dim))):
             if allowed is not None and target not in allowed[axis]:
@@ -114,17 +115,15 @@ def host_copy(kind: Kind, shape: Sequence[int], dtype: torch.dtype, layout: Layo
     return Collective(kind, -1, -1, -1, "", str(dtype).removeprefix("torch."), local_bytes(shape, dtype, layout, mesh_shape))
 
 
-def _axis_targets(placement: Placement, rank: int) -> Iterable[Placement]:
-    if not isinstance(placement, Replicate):
-        yield REPLICATE
-    for dim in range(rank):
-        if placement != (shard := Shard(dim)):
-            yield shard
+@lru_cache(maxsize=2**12)
+def _axis_targets(placement: Placement, rank: int) -> tuple[Placement, ...]:
+    every = (REPLICATE, *map(Shard, range(rank)))
+    return tuple(target for target in every if target != placement)
 
 
 def _collective(axis: int, before: Placement, after: Placement, dtype: str, size: int) -> Collective:
-    to = after.dim if isinstance(after, Shard) else -1
-    if isinstance(before, Replicate):
+    to = after.dim if splits(after) else -1  # type: ignore[attr-defined]
+    if before == REPLICATE:
         return Collective("slice", axis, to, -1, "", dtype, size)
     if isinstance(before, Partial):
         kind: Kind = "all_reduce" if to < 0 else "reduce_scatter"

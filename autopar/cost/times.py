@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
 from autopar.analysis.work import computes_in, works
 from autopar.collective import Collective, collective_time
@@ -28,6 +29,7 @@ def price_collectives(mesh: Mesh, profile: HardwareProfile) -> Callable[[Collect
     return price
 
 
+@lru_cache(maxsize=2**16)  # equal layers, and strategies of one op, ask for the same
 def local_info(info: TensorInfo, layout: Layout, mesh_shape: Sequence[int]) -> TensorInfo:
     """What one rank holds of a tensor."""
     return TensorInfo(local_shape(info.shape, layout, mesh_shape), info.dtype)
