@@ -81,7 +81,7 @@ def test_where_the_rounds_find_no_plan_that_fits_one_of_little_memory_is_tried()
 
 def test_a_budget_that_only_the_transient_peak_breaks_is_refused_with_a_peak_that_a_plan_has() -> None:
     with pytest.raises(InfeasibleError, match="no plan was found that fits into 73 KiB per device") as refused:
-        planned(memory_bytes=73 * KIB)
+        planned(memory_bytes=73 * KIB, gap=0.2)  # what is refused need not be near the best
     found = re.search(r"the smallest that was tried needs (\S+) KiB", refused.value.what)
     assert found and float(found[1]) > 73
     assert "larger memory_bytes" in refused.value.remedy
