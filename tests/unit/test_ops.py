@@ -203,6 +203,29 @@ def test_logits_of_some_rows_at_a_time_give_the_same(splits: tuple[int, ...], dt
     assert len(blocks.row_blocks(torch.empty(1000, 11))) == 16, "a graph of huge logits stays short"
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_where_looks_alone_are_asked_for_several_blocks_are_two_and_what_is_made_looks_the_same(
+    transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "_BLOCK", 11)
+    x, index = torch.randn(4, 5, 11, dtype=torch.bfloat16), torch.randint(0, 11, (4, 5))
+    x = x.transpose(0, 1).contiguous().transpose(0, 1) if transposed else x
+
+    def looks() -> list[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
+        m = x.amax(-1)
+        s, squares = ops.sum_exp(x, m), ops.square_sum(x, torch.float32)
+        grad = ops.cross_entropy_backward(x, m, s, index, torch.ones_like(s))
+        normed = ops.rms_norm(x, squares, None, 11, 1e-6, torch.float32, torch.bfloat16, torch.bfloat16)
+        return [(t.shape, t.stride(), t.dtype) for t in (s, squares, grad, normed)]
+
+    usual = looks()
+    assert len(blocks.row_blocks(x)) == 10
+    with blocks.looks_alone():
+        assert len(blocks.row_blocks(x)) == 2 and len(blocks.row_blocks(x[:1, :1])) == 1
+        assert looks() == usual
+    assert len(blocks.row_blocks(x)) == 10
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lies", ["together", "apart"])
 @pytest.mark.parametrize("block", [1, 22, 2**24])

@@ -50,6 +50,7 @@ def test_emission_from_the_saved_plan_gives_the_same_program(planned: tuple[Trac
         assert str(ours.graph) == str(theirs.graph)
     assert again.collectives == made.program.collectives
     assert again.plan_hash == made.program.plan_hash == made.plan.hash
+    assert emit(trace, made.plan, named=False).plan_hash == ""
 
 
 def test_forward_ends_with_saved_values_and_backward_begins_with_them(planned: tuple[Trace, Planned]) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import autopar.rules
 from autopar.errors import RuleError
-from autopar.rules import axis_options, call_on, register, unregister
+from autopar.layout import Layout, Strategy
+from autopar.rules import axis_options, call_on, is_strategy, register, unregister
 from autopar.rules.table import REGISTERED
 
 aten = torch.ops.aten
@@ -61,6 +62,17 @@ def test_a_right_rule_is_what_the_op_then_has() -> None:
     assert shown(target, torch.ones(4, 6), torch.ones(6, 8)) == [
         "R R -> R", "S(0) R -> S(0)", "S(1) S(0) -> P(sum)", "R S(1) -> S(1)", "P(sum) R -> P(sum)", "R P(sum) -> P(sum)",
     ]  # fmt: skip
+
+
+def test_what_was_no_strategy_is_one_once_a_rule_says_so() -> None:
+    args = torch.ones(4, 6), torch.ones(6, 8)
+    call, _ = call_on(torch.ops.tests_registration.scaled_mm.default, args, {}, scaled_mm(*args))
+    columns = Strategy((Layout.parse("R"), Layout.parse("S(1)")), (Layout.parse("S(1)"),))
+    register(scaled_mm, "m k, k n -> m n")
+    assert is_strategy(call, columns, (2,))
+    unregister(scaled_mm)
+    register(scaled_mm, "m k, k _ -> m _")
+    assert not is_strategy(call, columns, (2,))
 
 
 def test_the_op_may_be_named_in_three_ways() -> None:
