@@ -17,7 +17,7 @@ from hypothesis import settings
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
 NIGHTLY = TESTS / "nightly.txt"
-LONG = ("tests/unit/test_notebooks.py", "tests/unit/test_readme.py", "tests/unit/planning/test_search.py")
+LONG = ("tests/unit/test_notebooks.py", "tests/unit/test_readme.py")  # each has one test that takes longest of all, and comes last
 SETTLED = 50_000  # objects: fewer are walked in no time
 sys.path[:0] = [str(TESTS), str(TESTS / "support")]  # what tests share: small models, plans written by hand
 
