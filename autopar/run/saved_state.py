@@ -28,11 +28,11 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _MODEL, _STATE = "model.", "optimizer.state."
 
 
-def state_of(holder: Holder, optimizer: Optimizer | None) -> dict[str, Any]:
-    """What is saved of both; tensors are those that they hold."""
+def state_of(holder: Holder, optimizer: Optimizer | None, *, weights: bool = True) -> dict[str, Any]:
+    """What is saved of both; tensors are those that they hold. Without `weights` of the optimizer alone."""
     groups = {} if optimizer is None else _groups(holder, optimizer)
     state = {} if optimizer is None or not optimizer.state else _optimizer_state(holder, optimizer)
-    return {**_model_state(holder), **groups, **state}
+    return {**(_model_state(holder) if weights else {}), **groups, **state}
 
 
 def states_of(others: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,8 +70,8 @@ def read_others(place: Path, others: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def read_state(place: Path, holder: Holder, optimizer: Optimizer | None) -> tuple[str, ...]:
-    """Read the model where it lies, and the optimizer's state; what was saved beside these and not asked for.
+def read_state(place: Path, holder: Holder, optimizer: Optimizer | None, *, weights: bool = True) -> tuple[str, ...]:
+    """Read the model where it lies, and the optimizer's state; what was saved beside these and not asked for. `weights`: as of `state_of`.
 
     Raises:
         RuntimeStateError: where it is of another model or optimizer. Nothing is changed then.
@@ -80,7 +80,7 @@ def read_state(place: Path, holder: Holder, optimizer: Optimizer | None) -> tupl
     fresh = optimizer is not None and not optimizer.state
     state = {} if optimizer is None else _optimizer_state(holder, optimizer)
     never = _never_stepped(state, saved)
-    wanted = {**_model_state(holder), **{key: value for key, value in state.items() if key not in never}}
+    wanted = {**(_model_state(holder) if weights else {}), **{key: value for key, value in state.items() if key not in never}}
     try:
         _check_same(wanted, saved, place)
     except RuntimeStateError:
