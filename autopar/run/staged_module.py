@@ -267,7 +267,7 @@ class _Published(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, module: StagedModule, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
         ctx.module, ctx.gradients, ctx.scale = module, gradients, module.loss_scale
-        return loss.view_as(loss)
+        return loss.clone()  # not a view, which could not be changed in place: loss *= 0.5
 
     @staticmethod
     @once_differentiable

@@ -119,18 +119,25 @@ def _active(model: Any) -> str:
     return str(active[0])
 
 
-def _keys(model: Any, adapter: str) -> Mapping[str, str] | None:
-    """Name of a parameter or buffer → its key in peft's file; None where peft makes something else of them."""
+def _keys(model: Any, adapter: str) -> Mapping[str, str]:
+    """Name of a parameter or buffer → its key in peft's file.
+
+    Raises:
+        RuntimeStateError: where peft writes something else, which it makes of the plain model (prompt learning).
+    """
     peft = library("peft", "saving adapters")
     state = model.state_dict()
     places = {id(value): name for name, value in state.items()}
     wanted = peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
-    return {places[id(x)]: key for key, x in wanted.items()} if all(id(x) in places for x in wanted.values()) else None
+    if any(id(x) not in places for x in wanted.values()):
+        what = f"files of adapter {adapter!r} ({model.peft_config[adapter].peft_type.value}) hold something else than its parameters"
+        remedy = "write and read the weights of all by autopar.save_weights and load_weights, or checkpoints; LoRA and its kin have such files"
+        raise RuntimeStateError(what, remedy=remedy)
+    return {places[id(x)]: key for key, x in wanted.items()}
 
 
-def _all_keys(model: Any) -> set[str] | None:
-    keys = [_keys(model, adapter) for adapter in model.peft_config]
-    return None if any(each is None for each in keys) else {name for each in keys if each is not None for name in each}
+def _all_keys(model: Any) -> set[str]:
+    return {name for adapter in model.peft_config for name in _keys(model, adapter)}
 
 
 def _fitting(model: Any, adapter: str, path: Path) -> Mapping[str, str]:
@@ -140,9 +147,6 @@ def _fitting(model: Any, adapter: str, path: Path) -> Mapping[str, str]:
         RuntimeStateError: where the file has others.
     """
     keys = _keys(model, adapter)
-    if keys is None:
-        what = f"adapter {adapter!r} is of a kind whose files hold something else than its parameters"
-        raise RuntimeStateError(what, remedy="load it into the plain model before autopar.compile")
     if not os.path.isfile(path):
         raise RuntimeStateError("there is no adapter", remedy=f"name the folder that holds {_ADAPTER}")
     there = WeightFiles.of(path).files

@@ -107,6 +107,7 @@ class Trainer(transformers.Trainer):
             options = {} if "plan" in self._compile_options else options
             with self.compute_loss_context_manager():
                 self._compiled = compile(self.model, self._mesh, example_inputs=example, **{**options, **self._compile_options})
+            self.accelerator.plain = {self._compiled: self.model}
             _to_meta(self.model)
             if rank() == 0 and num_ranks() > 1:
                 size = self._train_batch_size if trains else self.args.eval_batch_size
@@ -146,8 +147,10 @@ class Trainer(transformers.Trainer):
         return self.compiled()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Of the compiled module's parameters."""
-        return super().create_optimizer(self.compiled())
+        """Of the compiled module's parameters, in groups that do not depend on how these are split, so that any mesh loads their state."""
+        optimizer = super().create_optimizer(self.compiled())
+        _join_groups(_plain(optimizer))
+        return optimizer
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """By the classes of the plain model's parts, whose names are the compiled module's."""
@@ -168,6 +171,9 @@ class Trainer(transformers.Trainer):
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         """As transformers has it, with whole logits on every rank."""
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        if not prediction_loss_only and isinstance(logits, tuple) and not logits and self._compile_options.get("outputs") != "full":
+            what = "the compiled model returns nothing but its loss, as it does in several microbatches"
+            raise RuntimeStateError(what, remedy='pass compile_options={"outputs": "full"}, or set prediction_loss_only=True')
         whole = tree_map_only(DTensor, lambda x: x.full_tensor(), logits)
         return loss, whole, labels
 
@@ -253,6 +259,18 @@ def _same_random_numbers() -> Iterator[None]:
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
     """What accelerate has wrapped."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def _join_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Let neighbours of the same settings be one group, and leave out those without parameters: transformers makes a group per mesh, and a
+    parameter that several axes split together names a mesh of its own."""
+    joined: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        if joined and {**joined[-1], "params": None} == {**group, "params": None}:
+            joined[-1]["params"] += group["params"]
+        elif group["params"]:
+            joined.append(group)
+    optimizer.param_groups[:] = joined
 
 
 def _to_meta(model: nn.Module) -> None:

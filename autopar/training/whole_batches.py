@@ -43,10 +43,9 @@ class Accelerator(accelerate.Accelerator):
         if asked := [name for name in _UNKNOWN if kwargs.get(name) is not None]:
             what = f"autopar.Accelerator does not take {asked[0]}"
             raise AutoparError(what, remedy="leave it out: how a model is split is autopar.compile's choice, or its constraints'")
+        _refuse_casts(kwargs.get("mixed_precision"))  # before accelerate keeps it for the whole process
         super().__init__(*args, **kwargs)
-        if self.mixed_precision != "no":
-            what = f"autopar.Accelerator does not take mixed_precision={self.mixed_precision!r}"
-            raise AutoparError(what, remedy='leave it out, and pass precision="bf16" to autopar.compile')
+        _refuse_casts(self.mixed_precision)  # which may come from where accelerate was started
 
     distributed_type = property(lambda _: DistributedType.NO)
     num_processes = property(lambda _: 1)
@@ -67,6 +66,11 @@ class Accelerator(accelerate.Accelerator):
         if model not in self._models:
             self._models.append(model)
         return model
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The module as it is; for a `Trainer`, the plain model, which is asked for its class."""
+        plain: nn.Module = self.__dict__.get("plain", {}).get(model, model)
+        return plain
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """A loader that gives every rank all samples, in the same order."""
@@ -125,6 +129,12 @@ class Accelerator(accelerate.Accelerator):
 
     load_state = save_state
     save_model = save_state
+
+
+def _refuse_casts(mixed_precision: object) -> None:
+    if mixed_precision not in (None, "no"):
+        what = f"autopar.Accelerator does not take mixed_precision={str(mixed_precision)!r}"
+        raise AutoparError(what, remedy='leave it out, and pass precision="bf16" to autopar.compile')
 
 
 def local_rank() -> int:
