@@ -126,7 +126,7 @@ def _optimizer_state(holder: Holder, optimizer: Optimizer) -> dict[str, Any]:
 
 @contextmanager
 def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
-    """As of torch 2.13, torch names a group by its first parameter, and fails where there is none. Settings of such a group are not saved."""
+    """As of torch 2.13, torch names a group by its first parameter, and fails where there is none. Its settings are not saved."""
     groups = list(optimizer.param_groups)
     optimizer.param_groups[:] = [group for group in groups if group["params"]]
     try:

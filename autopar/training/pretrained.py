@@ -131,7 +131,7 @@ def _keys(model: Any, adapter: str) -> Mapping[str, str]:
     wanted = peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
     if any(id(x) not in places for x in wanted.values()):
         what = f"files of adapter {adapter!r} ({model.peft_config[adapter].peft_type.value}) hold something else than its parameters"
-        remedy = "write and read the weights of all by autopar.save_weights and load_weights, or checkpoints; LoRA and its kin have such files"
+        remedy = "write and read all weights: autopar.save_weights and load_weights, or autopar.Checkpoints"
         raise RuntimeStateError(what, remedy=remedy)
     return {places[id(x)]: key for key, x in wanted.items()}
 

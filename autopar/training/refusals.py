@@ -1,4 +1,4 @@
-"""What transformers' `TrainingArguments` may ask for that a compiled module has another way to do, or none: refused, each with what to do."""
+"""What transformers' `TrainingArguments` may ask for that a compiled module does in another way, or not: refused, with what to do."""
 
 from __future__ import annotations
 

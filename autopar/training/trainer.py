@@ -1,8 +1,8 @@
 """`Trainer`: transformers' own, with a compiled module in the place of the model.
 
-Each rank runs the loop of one process over the same whole batches; the compiled module alone knows of the others. So losses, the number of
-items that they are averaged over, accumulation, schedules and metrics are those of one process, by construction. What is different here: the
-module is compiled before the optimizer is built, clipping and checkpoints are collective, and one rank writes.
+Each rank runs the loop of one process over the same whole batches; the compiled module alone knows of the others. So losses, the number
+of items that they are averaged over, accumulation, schedules and metrics are those of one process, by construction. What is different here:
+the module is compiled before the optimizer is built, clipping and checkpoints are collective, and one rank writes.
 
 `self.model` stays the plain model, for what is asked of its class, configuration and signature; its weights go on meta once there is a
 compiled one, so that nothing reads them by mistake.

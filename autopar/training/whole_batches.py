@@ -1,8 +1,8 @@
 """An `Accelerator` for compiled modules: every rank goes through whole batches, as one process does, and the module shares the work out.
 
-accelerate's own gives each process other samples, wraps models in DistributedDataParallel, averages over processes and steps schedulers once
-for each: all of that is the compiled module's, or wrong, where each rank passes the same batch. Here accelerate is told of one process for
-all that it computes, and of this process' rank for what one rank alone does (logging, files).
+accelerate's own gives each process other samples, wraps models in DistributedDataParallel, averages over processes and steps schedulers
+once for each: all of that is the compiled module's, or wrong, where each rank passes the same batch. Here accelerate is told of one process
+for all that it computes, and of this process' rank for what one rank alone does (logging, files).
 """
 
 from __future__ import annotations

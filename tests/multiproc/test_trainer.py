@@ -1,4 +1,4 @@
-"""transformers' Trainer, accelerate and peft on several processes: what one process computes with the plain model, logged and written once."""
+"""transformers' Trainer, accelerate and peft on several processes: what one computes with the plain model, written once."""
 
 from __future__ import annotations
 

@@ -13,16 +13,16 @@ from transformers import AutoModelForCausalLM, GPT2Config, TrainingArguments
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
-def base() -> Any:
+def base(*, tied: bool = True) -> Any:
     torch.manual_seed(0)
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 32, "bos_token_id": 0, "eos_token_id": 0}
-    return AutoModelForCausalLM.from_config(GPT2Config(**sizes, **NO_DROPOUT, loss_type="ForCausalLM"))
+    return AutoModelForCausalLM.from_config(GPT2Config(**sizes, **NO_DROPOUT, loss_type="ForCausalLM", tie_word_embeddings=tied))
 
 
-def adapted(**options: Any) -> Any:
+def adapted(*, tied: bool = True, **options: Any) -> Any:
     """The base with LoRA, whose B is no zero."""
     asked = {"r": 2, "target_modules": ["c_attn"], "task_type": "CAUSAL_LM", "init_lora_weights": False, **options}
-    return get_peft_model(base(), LoraConfig(fan_in_fan_out=True, **asked))
+    return get_peft_model(base(tied=tied), LoraConfig(fan_in_fan_out=True, **asked))
 
 
 class Tagger(nn.Module):

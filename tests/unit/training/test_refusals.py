@@ -98,7 +98,7 @@ def test_a_library_that_is_absent_or_too_old_is_named_with_what_to_install(monke
 
 def test_the_trainer_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.1")
-    with pytest.raises(AutoparError, match="autopar.Trainer needs accelerate"):
+    with pytest.raises(AutoparError, match=r"autopar\.Trainer needs accelerate"):
         _ = autopar.Trainer
     with pytest.raises(AttributeError, match="no attribute 'Trainers'"):
         _ = autopar.Trainers

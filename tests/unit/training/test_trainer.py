@@ -107,7 +107,8 @@ def test_a_loss_that_the_trainer_computes_knows_what_model_it_is_of(tmp_path: Pa
 
 def test_bf16_casts_as_transformers_trainer_does(tmp_path: Path) -> None:
     losses = {}
-    for name, kind, options in (("theirs", transformers.Trainer, {}), ("ours", autopar.Trainer, OPTIONS), ("fp32", autopar.Trainer, OPTIONS)):
+    kinds = (("theirs", transformers.Trainer, {}), ("ours", autopar.Trainer, OPTIONS), ("fp32", autopar.Trainer, OPTIONS))
+    for name, kind, options in kinds:
         args = settings(tmp_path / name, bf16=name != "fp32", max_steps=2, gradient_accumulation_steps=1, label_names=["labels"])
         trainer = kind(model=Tagger(), args=args, train_dataset=samples(8, 1), **options)
         trainer.train()
