@@ -118,7 +118,7 @@ class Trainer(transformers.Trainer):
 
     def _first_call(self, loader: Callable[[], Any]) -> Any:
         """The arguments with which the model is called on the first batch, without having drawn a random number for it."""
-        with _same_random_numbers():
+        with _same_random_numbers(self.args.device):
             made = loader()
             made = getattr(made, "base_dataloader", made)  # accelerate's counts what is read of it
             batches, num_items = self.get_batch_samples(iter(made), 1, self.args.device)
@@ -247,10 +247,10 @@ class _Called(nn.Module):
 
 
 @contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
+def _same_random_numbers(device: torch.device) -> Iterator[None]:
     """What is drawn inside is drawn again after it."""
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
     random.setstate(python)
     np.random.set_state(numpy)

@@ -12,7 +12,7 @@ import transformers
 from harness import run_processes
 from peft import PeftModel
 from safetensors.torch import load_file
-from trained import Tagger, adapted, base, data, samples, settings, sum_of_logits, told
+from trained import CLIPPED, Tagger, adapted, base, data, samples, settings, sum_of_logits, told
 from worker_trainer import SAVED, loop
 
 pytestmark = pytest.mark.multiproc
@@ -42,7 +42,7 @@ def test_two_processes_train_log_evaluate_save_and_go_on_as_one(wanted: tuple[li
         assert same(each["log"][:-1], log[:-1])
         assert same([line for line in each["again"] if "loss" in line], [line for line in log if "loss" in line])
         assert each["gradients"] == [] and each["parts"]
-    assert max(line.get("grad_norm", 0.0) for line in log) > 0.02, "gradients were clipped"
+    assert min(line["grad_norm"] for line in log if "grad_norm" in line) > CLIPPED, "gradients are clipped"
     written = {each.name for each in (tmp_path / "checkpoint-4").iterdir()} - {"autopar"}
     assert written == {each.name for each in (folder / "checkpoint-4").iterdir()} - {"optimizer.pt", "scheduler.pt"}
     mine, theirs = (load_file(each / "end" / "adapter_model.safetensors") for each in (tmp_path, folder))

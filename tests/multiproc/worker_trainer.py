@@ -27,8 +27,11 @@ def launched(rank: int) -> None:
 def trained(rank: int, folder: str) -> dict[str, Any]:
     """A run with checkpoints, and one that goes on from the first of them with other weights; what rank 0 wrote lies in `folder`."""
     launched(rank)
-    torch.manual_seed(rank)  # ranks build adapters of their own, of which the first rank's are taken
-    first = autopar.Trainer(model=adapted(), args=settings(folder, **SAVED), **data(), compute_metrics=sum_of_logits, **options())
+    model = adapted()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * rank * parameter.requires_grad)  # as where ranks draw others: the first rank's are taken
+    first = autopar.Trainer(model=model, args=settings(folder, **SAVED), **data(), compute_metrics=sum_of_logits, **options())
     first.train()
     first.save_model(str(Path(folder) / "end"))
     module = first.compiled()

@@ -10,6 +10,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, TrainingArguments
 
+CLIPPED = 0.05
+"""The norm that gradients are clipped to, which all of them exceed."""
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -53,7 +55,7 @@ def settings(folder: Any, **asked: Any) -> TrainingArguments:
     """Three batches of four samples and one of two, in steps of two batches, clipped; another rate and decay at each."""
     usual = {
         "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 1,
-        "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "weight_decay": 0.1, "max_grad_norm": 0.5, "logging_steps": 1,
+        "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "weight_decay": 0.1, "max_grad_norm": CLIPPED, "logging_steps": 1,
         "save_strategy": "no", "use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False,
     }  # fmt: skip
     return TrainingArguments(output_dir=str(folder), **{**usual, **asked})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel, PromptTuningConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from trained import Tagger, adapted, base, samples
 
@@ -84,3 +84,43 @@ def test_what_has_no_such_files_is_refused(stepped: tuple[Any, Any, Path], tmp_p
     with pytest.raises(RuntimeStateError, match=r"\(PROMPT_TUNING\) hold something else than its parameters"):
         autopar.save_pretrained(module, prompts, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+KINDS = {
+    "dropout": lambda: LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, init_lora_weights=False, fan_in_fan_out=True),
+    "rank-stabilized": lambda: LoraConfig(
+        r=2, target_modules=["c_attn", "c_proj", "c_fc"], use_rslora=True, init_lora_weights=False, fan_in_fan_out=True
+    ),
+    "tokens": lambda: LoraConfig(
+        r=2, target_modules=["c_attn"], trainable_token_indices=[1, 5], init_lora_weights=False, fan_in_fan_out=True
+    ),
+    "ia3": lambda: IA3Config(target_modules=["c_attn", "mlp.c_proj"], feedforward_modules=["mlp.c_proj"], fan_in_fan_out=True),
+    "vera": lambda: VeraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True),
+    "prompts": lambda: PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_of_other_kinds_train_as_the_plain_model_and_are_read_by_peft(kind: str, tmp_path: Path) -> None:
+    losses, norms = [], []
+    plain = [get_peft_model(base(tied=False), KINDS[kind]()) for _ in range(2)]
+    plain[1].load_state_dict(plain[0].state_dict())
+    module = autopar.compile(plain[0].eval(), example_inputs=BATCH, hardware="cpu-gloo")  # dropout draws other numbers than torch
+    for each in (module, plain[1].eval()):
+        parameters = [p for p in each.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(parameters, lr=0.5)
+        for _ in range(2):
+            loss = each(**BATCH)["loss"]
+            loss.backward()
+            norms.append(sum(float(p.grad.norm()) for p in parameters if p.grad is not None))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert all(p.grad is None for p in each.parameters())
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-5) and norms[:2] == pytest.approx(norms[2:], rel=1e-4)
+    if kind != "prompts":
+        autopar.save_pretrained(module, plain[0], tmp_path)
+        with torch.no_grad():
+            wanted = plain[1](**BATCH).loss.item()
+            assert PeftModel.from_pretrained(base(tied=False), tmp_path)(**BATCH).loss.item() == pytest.approx(wanted, rel=1e-5)
