@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -94,10 +96,10 @@ def test_the_best_checkpoint_is_read_back_and_another_call_of_train_goes_on(tmp_
 
 
 def test_a_loss_that_the_trainer_computes_knows_what_model_it_is_of(tmp_path: Path) -> None:
-    """Label smoothing shifts labels where the class of the model is one of a causal language model."""
+    """Label smoothing shifts labels where its class is one of a causal language model; weights of norms, by class, do not decay."""
     logs = []
     for name, kind, options in (("theirs", transformers.Trainer, {}), ("ours", autopar.Trainer, OPTIONS)):
-        args = settings(tmp_path / name, label_smoothing_factor=0.1, max_steps=1, gradient_accumulation_steps=1)
+        args = settings(tmp_path / name, label_smoothing_factor=0.1, weight_decay=1.0, max_steps=1, gradient_accumulation_steps=1)
         trainer = kind(model=base(), args=args, train_dataset=samples(4, 1), **options)
         trainer.train()
         trainer.save_model()
@@ -117,3 +119,19 @@ def test_bf16_casts_as_transformers_trainer_does(tmp_path: Path) -> None:
         losses[name] = [each["loss"] for each in told(trainer)[:-1]]
     assert losses["ours"] == pytest.approx(losses["theirs"], rel=3e-3)
     assert losses["ours"] != pytest.approx(losses["fp32"], rel=1e-6)
+
+
+def test_the_batch_that_is_read_to_compile_leaves_random_numbers_as_they_were(tmp_path: Path) -> None:
+    class Noisy(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            ids = torch.randint(0, 32, (8,)) + random.randint(0, 0) + int(np.random.randint(0, 1))
+            return {"input_ids": ids, "labels": ids}
+
+    trainer = autopar.Trainer(model=Tagger(), args=settings(tmp_path), train_dataset=Noisy(), **OPTIONS)
+    before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[2]
+    trainer.compiled()
+    assert torch.equal(torch.random.get_rng_state(), before[0])
+    assert (random.getstate(), np.random.get_state()[2]) == before[1:]
