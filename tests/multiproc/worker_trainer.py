@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from trained import Tagger, adapted, data, samples, settings, sum_of_logits, told
+from trained import BUILD, Tagger, data, samples, settings, sum_of_logits, told
 
 import autopar
 from autopar.errors import RuntimeStateError
 
-SAVED = {"save_strategy": "epoch", "eval_strategy": "epoch", "num_train_epochs": 2}
+SAVED = {"save_strategy": "epoch", "eval_strategy": "epoch", "num_train_epochs": 2, "label_names": ["labels"]}
 
 def options() -> dict[str, Any]:
     """Sharded fully, so that each rank has a part of every batch and of every parameter."""
@@ -24,10 +24,11 @@ def launched(rank: int) -> None:
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": dist.get_world_size(), "LOCAL_WORLD_SIZE": dist.get_world_size()}
     os.environ.update({name: str(value) for name, value in told.items()} | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
 
-def trained(rank: int, folder: str) -> dict[str, Any]:
+def trained(rank: int, folder: str, kind: str) -> dict[str, Any]:
     """A run with checkpoints, and one that goes on from the first of them with other weights; what rank 0 wrote lies in `folder`."""
     launched(rank)
-    model = adapted()
+    build = BUILD[kind][1]
+    model = build()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * rank * parameter.requires_grad)  # as where ranks draw others: the first rank's are taken
@@ -44,7 +45,7 @@ def trained(rank: int, folder: str) -> dict[str, Any]:
     }
     given = {"mesh": {"gpu": 2}, "compile_options": {"plan": module.plan}}
     args = settings(Path(folder) / "other", **{**SAVED, "eval_strategy": "no", "save_strategy": "no"})
-    again = autopar.Trainer(model=adapted(), args=args, **data(), **given)
+    again = autopar.Trainer(model=build(), args=args, **data(), **given)
     again.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
     return {**facts, "again": told(again)}
 

@@ -40,6 +40,15 @@ class Tagger(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
+def adapted_tagger() -> Any:
+    torch.manual_seed(0)
+    return get_peft_model(Tagger(), LoraConfig(r=2, target_modules=["head"], init_lora_weights=False))
+
+
+BUILD = {"tagger": (Tagger, adapted_tagger), "gpt2": (base, adapted)}
+"""Of each kind the base and the model with adapters."""
+
+
 def samples(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
     """Of eight tokens each, of which some labels are ignored, in each sample other ones."""
     generator = torch.Generator().manual_seed(seed)
