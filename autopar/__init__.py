@@ -35,6 +35,8 @@ All ranks of the emitted program, in one process, give what the plain model give
 True
 """
 
+from typing import TYPE_CHECKING, Any
+
 from autopar import constraints
 from autopar.api import check, compile, flips, plan, verify, what_if
 from autopar.errors import AutoparError
@@ -45,7 +47,12 @@ from autopar.mesh import Mesh
 from autopar.plans import Plan
 from autopar.run.saved import Checkpoints
 from autopar.run.weights import load_weights, save_weights, weights_on_meta
+from autopar.training.pretrained import load_adapter, save_pretrained
 from autopar.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from autopar.training.trainer import Trainer as Trainer
+    from autopar.training.whole_batches import Accelerator as Accelerator
 
 __all__ = [
     "AutoparError",
@@ -61,10 +68,25 @@ __all__ = [
     "diff",
     "explain",
     "flips",
+    "load_adapter",
     "load_weights",
     "plan",
+    "save_pretrained",
     "save_weights",
     "verify",
     "weights_on_meta",
     "what_if",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`Trainer` and `Accelerator`, which need transformers and accelerate: these are imported when they are asked for.
+
+    Raises:
+        AutoparError: where one is not installed, or too old.
+    """
+    if name in ("Trainer", "Accelerator"):
+        from autopar import training
+
+        return training.__getattr__(name)
+    raise AttributeError(f"module 'autopar' has no attribute {name!r}")

@@ -30,16 +30,18 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("planning", "verification", "certificate", "explanation"),
     ("report",),  # its page holds the explanation's tables
     ("api",),
+    ("training",),  # compiles what it trains
     ("cli",),
 )
 FLOOR = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 TOP = len(FLOORS)  # autopar/__init__.py and __main__.py see everything
 
-PROCESS_GROUP_UNITS = {"run", "kernels", "api", "cli"}
+PROCESS_GROUP_UNITS = {"run", "kernels", "api", "training", "cli"}
 # Placement and tensor types, which make no process group, are words of the vocabulary.
 PLACEMENT_MODULES = ("torch.distributed.tensor",)
 PRIVATE_TORCH_ONLY_IN = "autopar.capture._torch"
 TRANSFORMERS_ONLY_IN = ("autopar.capture._transformers", "autopar.hf.building")
+OPTIONAL_ONLY_IN = ("cli", "training")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
@@ -160,8 +162,10 @@ def check_foreign_imports(modules: Mapping[str, Module]) -> list[str]:
                 problems.append(f"{where}: only solve/ may")
             if _is_under(target, CAPTURE_PRIVATE) and not _is_under(module.name, (PRIVATE_TORCH_ONLY_IN,)):
                 problems.append(f"{where}: only capture/_torch may")
-            if first == "transformers" and module.name not in TRANSFORMERS_ONLY_IN and module.unit != "cli":
-                problems.append(f"{where}: only capture/_transformers.py and cli may")
+            if first == "transformers" and module.name not in TRANSFORMERS_ONLY_IN and module.unit not in OPTIONAL_ONLY_IN:
+                problems.append(f"{where}: only capture/_transformers.py, training and cli may")
+            if first in ("accelerate", "peft") and module.unit != "training":
+                problems.append(f"{where}: only training/ may")
             distributed = _is_under(target, ("torch.distributed",))
             if distributed and not _is_under(target, PLACEMENT_MODULES) and module.unit not in PROCESS_GROUP_UNITS:
                 problems.append(f"{where}: only {sorted(PROCESS_GROUP_UNITS)} touch process groups")
@@ -275,6 +279,8 @@ PLANTED: list[tuple[str, Checker, dict[str, str], str]] = [
     ("functorch", check_foreign_imports, {"emit/b.py": "from torch._functorch.aot_autograd import x"}, "only capture/_torch may"),
     ("spelt", check_foreign_imports, {"emit/b.py": "import torch\ntorch._dynamo.reset()"}, "only capture/_torch may"),
     ("transformers", check_foreign_imports, {"capture/b.py": "from transformers import X"}, "only capture/_transformers.py"),
+    ("accelerate", check_foreign_imports, {"run/b.py": "import accelerate"}, "only training/ may"),
+    ("peft", check_foreign_imports, {"api/b.py": "from peft import PeftModel"}, "only training/ may"),
     ("group", check_foreign_imports, {"emit/b.py": "import torch.distributed as dist"}, "process groups"),
     ("group from", check_foreign_imports, {"emit/b.py": "from torch.distributed import barrier"}, "process groups"),
     ("group spelt", check_foreign_imports, {"mesh.py": "import torch\ntorch.distributed.barrier()"}, "process groups"),

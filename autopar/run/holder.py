@@ -103,6 +103,17 @@ class Holder(Drawing):
             module.training = mode
         return self
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """What torch's DistributedDataParallel asks of a module that it wraps.
+
+        Raises:
+            RuntimeStateError: always, where it would fail on distributed parameters without a word of why.
+        """
+        what = "a compiled module is not wrapped in DistributedDataParallel: it shares out batches and adds up gradients itself"
+        remedy = "call it as it is; with accelerate use autopar.Accelerator, in the place of transformers' Trainer autopar.Trainer"
+        raise RuntimeStateError(what, remedy=remedy)
+
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
         """Whether the program was made for such a call in that mode, and for a backward, where one may follow."""
         fits = self._captured_mode in (None, training) and self._arguments.fit(args, kwargs)

@@ -60,12 +60,14 @@ class Checkpoints:
     Args:
         folder: made where it is not there.
         keep: how many stay; older ones are removed after each save.
+        weights: whether the model's weights are in them; else the optimizer's state and what else is passed, beside weights that are saved
+            in another way.
     """
 
-    def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
+    def __init__(self, folder: str | Path, *, keep: int = 2, weights: bool = True) -> None:
         if keep < 1:
             raise RuntimeStateError(f"keep={keep} checkpoints", remedy="keep at least one")
-        self.folder, self.keep = Path(folder), keep
+        self.folder, self.keep, self.weights = Path(folder), keep, weights
         self._known = runs_of(self._found())
 
     def steps(self) -> tuple[int, ...]:
@@ -105,7 +107,7 @@ class Checkpoints:
         holder, beside = holder_of(module), states_of(others)
         holder.check_values()
         run = by_first(lambda: self._begun(step), str(self.folder), "name a folder that can be written to")
-        writing, state = self._part(step, run), state_of(holder, optimizer)
+        writing, state = self._part(step, run), state_of(holder, optimizer, weights=self.weights)
         try:
             self._write(step, holder, writing, state, beside)
         except RuntimeStateError:  # on all ranks; what it comes from may be another run, which removes what was begun
@@ -133,7 +135,7 @@ class Checkpoints:
         if damage:
             raise RuntimeStateError(f"step {steps[-1]} is damaged: {damage}", where=str(place), remedy=self._remedy(steps))
         beside = read_others(place, others)
-        left = (*read_state(place, holder, optimizer), *(name for name in beside if name not in others))
+        left = (*read_state(place, holder, optimizer, weights=self.weights), *(name for name in beside if name not in others))
         for name, other in others.items():
             other.load_state_dict(beside[name])
         if about["random_state"] is not None and (holder.random_state is not None or holder.variants is not None):

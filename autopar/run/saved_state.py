@@ -8,7 +8,8 @@ follows (`step` is 1 then). So none is made to save one, and what torch makes to
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,11 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _MODEL, _STATE = "model.", "optimizer.state."
 
 
-def state_of(holder: Holder, optimizer: Optimizer | None) -> dict[str, Any]:
-    """What is saved of both; tensors are those that they hold."""
+def state_of(holder: Holder, optimizer: Optimizer | None, *, weights: bool = True) -> dict[str, Any]:
+    """What is saved of both; tensors are those that they hold. Without `weights` of the optimizer alone."""
     groups = {} if optimizer is None else _groups(holder, optimizer)
     state = {} if optimizer is None or not optimizer.state else _optimizer_state(holder, optimizer)
-    return {**_model_state(holder), **groups, **state}
+    return {**(_model_state(holder) if weights else {}), **groups, **state}
 
 
 def states_of(others: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,8 +71,8 @@ def read_others(place: Path, others: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def read_state(place: Path, holder: Holder, optimizer: Optimizer | None) -> tuple[str, ...]:
-    """Read the model where it lies, and the optimizer's state; what was saved beside these and not asked for.
+def read_state(place: Path, holder: Holder, optimizer: Optimizer | None, *, weights: bool = True) -> tuple[str, ...]:
+    """Read the model where it lies, and the optimizer's state; what was saved beside these and not asked for. `weights`: as of `state_of`.
 
     Raises:
         RuntimeStateError: where it is of another model or optimizer. Nothing is changed then.
@@ -80,7 +81,7 @@ def read_state(place: Path, holder: Holder, optimizer: Optimizer | None) -> tupl
     fresh = optimizer is not None and not optimizer.state
     state = {} if optimizer is None else _optimizer_state(holder, optimizer)
     never = _never_stepped(state, saved)
-    wanted = {**_model_state(holder), **{key: value for key, value in state.items() if key not in never}}
+    wanted = {**(_model_state(holder) if weights else {}), **{key: value for key, value in state.items() if key not in never}}
     try:
         _check_same(wanted, saved, place)
     except RuntimeStateError:
@@ -91,7 +92,8 @@ def read_state(place: Path, holder: Holder, optimizer: Optimizer | None) -> tupl
     if optimizer is None:
         return ("optimizer",) if any(key.startswith("optimizer.") for key in saved.state_dict_metadata) else ()
     given = {key.removeprefix("optimizer."): value for key, value in {**state, **wanted}.items() if key.startswith("optimizer.")}
-    set_optimizer_state_dict(holder, optimizer, given, options=_FLAT)
+    with _without_empty_groups(optimizer):
+        set_optimizer_state_dict(holder, optimizer, given, options=_FLAT)
     names = {_parameter_of(key) for key in never}
     for name, parameter in holder.named_parameters():
         if name in names:
@@ -118,7 +120,20 @@ def _model_state(holder: Holder) -> dict[str, Any]:
 
 
 def _optimizer_state(holder: Holder, optimizer: Optimizer) -> dict[str, Any]:
-    return {f"optimizer.{key}": value for key, value in get_optimizer_state_dict(holder, optimizer, options=_FLAT).items()}
+    with _without_empty_groups(optimizer):
+        return {f"optimizer.{key}": value for key, value in get_optimizer_state_dict(holder, optimizer, options=_FLAT).items()}
+
+
+@contextmanager
+def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
+    """As of torch 2.13, torch names a group by its first parameter, and fails where there is none. Its settings are not saved."""
+    groups = list(optimizer.param_groups)
+    optimizer.param_groups[:] = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        filled = iter(optimizer.param_groups)  # loading makes new ones, in the same order
+        optimizer.param_groups[:] = [next(filled) if group["params"] else group for group in groups]
 
 
 def _groups(holder: Holder, optimizer: Optimizer) -> dict[str, Any]:

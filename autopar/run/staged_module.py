@@ -130,7 +130,7 @@ class StagedModule(Holder):
             weights = how.weights(parts)
             outputs, gradients = self._step(parts, weights, parameters, keep=trained)
         if trained:
-            outputs[how.loss] = _Published.apply(self, outputs[how.loss], gradients, *parameters)
+            outputs[how.loss] = _Published.apply(self, [outputs[how.loss]], gradients, *parameters)
         for name, storage in self._presented.items():
             outputs[name] = storage.wrap(outputs[name])
         for tensor in self._kept:
@@ -265,9 +265,9 @@ class _Published(torch.autograd.Function):
     """The loss, whose backward hands out gradients that are known already."""
 
     @staticmethod
-    def forward(ctx: Any, module: StagedModule, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, module: StagedModule, loss: list[Tensor], gradients: list[Tensor], *parameters: Tensor) -> Tensor:
         ctx.module, ctx.gradients, ctx.scale = module, gradients, module.loss_scale
-        return loss.view_as(loss)
+        return loss[0]  # in a list, so that it is no input: those are returned as views, which could not be changed in place
 
     @staticmethod
     @once_differentiable

@@ -67,7 +67,12 @@ def weights_on_meta() -> Iterator[None]:
 
 
 def load_weights(
-    module: nn.Module, path: str | Path, *, rename: Callable[[str], str] | None = None, strict: bool = True
+    module: nn.Module,
+    path: str | Path,
+    *,
+    rename: Callable[[str], str] | None = None,
+    strict: bool = True,
+    names: Collection[str] | None = None,
 ) -> tuple[str, ...]:
     """Read a compiled module's weights from safetensors; every rank calls it, and reads its own parts of them.
 
@@ -77,6 +82,7 @@ def load_weights(
             ``save_pretrained`` write it.
         rename: the model's name of a parameter or buffer → its name in the files; by default they are the same.
         strict: whether the files must have all that the module has; else what they do not have stays as it is. Of tied ones one name does.
+        names: parameters and buffers to read; the others stay as they are. By default all of them.
 
     Returns:
         The names of what was not there.
@@ -86,10 +92,12 @@ def load_weights(
             changed then, but where a file turns out to be damaged while it is read.
     """
     holder, found = holder_of(module), dict[str, Any]()
+    if names is not None:
+        _check_known(holder, names)
 
     def match() -> tuple[set[str], tuple[str, ...]]:
         found["files"] = files = WeightFiles.of(Path(path))
-        found["pieces"], missing = _matched(holder, files, rename or _same, strict=strict)
+        found["pieces"], missing = _matched(holder, files, rename or _same, strict=strict, wanted=names)
         return {piece.name for piece in found["pieces"]}, missing
 
     matched = by_all(match, str(path), "see the reason")
@@ -97,8 +105,16 @@ def load_weights(
         by_all(lambda: found["files"].read(found["pieces"]), str(path), _HALF)
     missing = tuple(dict.fromkeys(name for _, names in matched for name in names))
     if rank() == 0:
-        _tell(found["files"], set().union(*(names for names, _ in matched)), missing)
+        read = set(found["files"].files) if names is not None else set().union(*(each for each, _ in matched))
+        _tell(found["files"], read, missing)
     return missing
+
+
+def _check_known(holder: Holder, names: Collection[str]) -> None:
+    """Raises RuntimeStateError on all ranks where no rank holds one of these."""
+    known = set().union(*of_all({name for of_one in holder.same_names().values() for name in of_one}))
+    if unknown := sorted(set(names) - known):
+        raise RuntimeStateError(f"the model has no {unknown[0]!r}", remedy="pass names of its parameters and saved buffers")
 
 
 def save_weights(
@@ -190,7 +206,7 @@ def _same(name: str) -> str:
 
 
 def _matched(
-    holder: Holder, files: WeightFiles, rename: Callable[[str], str], *, strict: bool
+    holder: Holder, files: WeightFiles, rename: Callable[[str], str], *, strict: bool, wanted: Collection[str] | None
 ) -> tuple[list[Piece], tuple[str, ...]]:
     """What this rank reads, and the names of what is not there.
 
@@ -199,6 +215,8 @@ def _matched(
     """
     pieces, missing, wrong = list[Piece](), list[str](), list[str]()
     for names in holder.same_names().values():
+        if wanted is not None and not any(name in wanted for name in names):
+            continue
         there = next((rename(name) for name in names if rename(name) in files.files), None)
         tensor = holder.stored(names[0]).detach()
         if there is None:

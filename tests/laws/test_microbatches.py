@@ -221,6 +221,19 @@ def test_a_microbatch_in_which_nothing_counts_adds_nothing(loss: Any) -> None:
     assert autopar.verify(pm.plan, model, whole).ok
 
 
+def test_the_loss_of_microbatches_is_scaled_in_place_as_the_plain_ones_is() -> None:
+    torch.manual_seed(0)
+    model = Head(lambda z, y: F.cross_entropy(z, y))
+    whole = {"x": torch.randn(8, 3), "y": torch.randint(0, 5, (8,))}
+    pm = autopar.compile(copy.deepcopy(model), Mesh(1), example_inputs=whole, num_microbatches=4)
+    for module in (pm, model):
+        loss = module(**whole)["loss"]
+        loss *= 0.25
+        loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(pm.get_parameter(name).grad.full_tensor(), parameter.grad)
+
+
 def nan_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of gradients begin with what would spoil them."""
     plain = Executor.new_sums

@@ -368,3 +368,37 @@ def test_a_model_that_is_planned_at_its_first_call_is_saved_from_then_on(tmp_pat
     other = compiled()
     assert autopar.Checkpoints(tmp_path).load(other, torch.optim.AdamW(other.parameters())) == 1
     assert all(torch.equal(values(other)[name], p.detach().full_tensor()) for name, p in module.named_parameters())
+
+
+def test_a_group_without_parameters_is_no_hindrance(tmp_path: Path) -> None:
+    """As where weights decay and biases do not, and a model has no biases."""
+    losses = []
+    for loads in (False, True):
+        module = compiled()
+        optimizer = torch.optim.AdamW([{"params": list(module.parameters())}, {"params": [], "weight_decay": 0.5}], lr=0.1)
+        checkpoints = autopar.Checkpoints(tmp_path)
+        if loads:
+            assert checkpoints.load(module, optimizer) == 1
+        else:
+            step(module, optimizer)
+            checkpoints.save(1, module, optimizer)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [4, 0]
+        assert optimizer.param_groups[1]["weight_decay"] == 0.5
+        losses.append(step(module, optimizer))
+    assert losses[0] == losses[1]
+
+
+def test_without_weights_the_optimizer_alone_is_saved_and_read(tmp_path: Path) -> None:
+    module = compiled()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    step(module, optimizer)
+    place = autopar.Checkpoints(tmp_path, weights=False).save(1, module, optimizer)
+    keys = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
+    assert keys and all(key.startswith("optimizer.") for key in keys)
+    other = compiled()
+    fresh, before = torch.optim.AdamW(other.parameters(), lr=0.5), values(other)
+    assert autopar.Checkpoints(tmp_path, weights=False).load(other, fresh) == 1
+    assert all(torch.equal(values(other)[name], value) for name, value in before.items())
+    assert fresh.param_groups[0]["lr"] == 0.1
+    other.load_state_dict(module.state_dict())
+    assert step(other, fresh) == step(module, optimizer) and step(other, fresh) == step(module, optimizer)

@@ -133,6 +133,14 @@ def test_names_that_differ_are_mapped_and_what_is_missing_may_stay(folder: Path,
     assert f"5 weights are not in the files, and left as they are: {', '.join(missing[:3])}, …" in caplog.text
 
 
+def test_only_what_is_named_is_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module, start = compiled(plain(5)), plain(5).state_dict()
+    autopar.load_weights(module, folder, names=["first.bias"])
+    assert same(state(module), {**start, "first.bias": plain(1).first.bias}) and not caplog.text
+    with pytest.raises(RuntimeStateError, match=r"the model has no 'head\.bias'"):
+        autopar.load_weights(module, folder, names=["first.weight", "head.bias"])
+
+
 def _of(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], Path]:
     def write(place: Path) -> Path:
         here = {name: x for name, x in plain(1).state_dict().items() if name != "second.weight"}

@@ -1,0 +1,285 @@
+"""`Trainer`: transformers' own, with a compiled module in the place of the model.
+
+Each rank runs the loop of one process over the same whole batches; the compiled module alone knows of the others. So losses, the number
+of items that they are averaged over, accumulation, schedules and metrics are those of one process, by construction. What is different here:
+the module is compiled before the optimizer is built, clipping and checkpoints are collective, and one rank writes.
+
+`self.model` stays the plain model, for what is asked of its class, configuration and signature; its weights go on meta once there is a
+compiled one, so that nothing reads them by mistake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from accelerate.utils import convert_to_fp32
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from autopar.api import compile
+from autopar.api.arguments import Example, Launched
+from autopar.errors import RuntimeStateError
+from autopar.run.ranks import by_first, num_ranks, rank
+from autopar.run.saved import Checkpoints
+from autopar.run.weights import load_weights
+from autopar.training.pretrained import is_peft, load_adapter, names_saved, whole_values
+from autopar.training.refusals import OPTIMIZERS, check_arguments, check_inputs, check_optimizer
+from autopar.training.whole_batches import Accelerator, as_one_process
+
+log = logging.getLogger("autopar")
+_STATE = "autopar"  # the folder of the optimizer's state, in each checkpoint
+
+
+class Trainer(transformers.Trainer):
+    """transformers' `Trainer` on all processes that were started, or on one:
+
+        trainer = autopar.Trainer(model=model, args=TrainingArguments(...), train_dataset=..., eval_dataset=...)
+        trainer.train()
+
+    ``per_device_train_batch_size`` is the batch of all processes together, as of the same script in one. Checkpoints and `save_model` hold
+    what transformers' would, in the same files, beside the optimizer's state, which loads on any number of processes.
+
+    Args:
+        model: the plain one, of transformers or peft or a module that returns its loss; built alike on every rank. Its weights move into
+            the compiled module at the first call of `train` or `evaluate`.
+        args, others: as of transformers' Trainer.
+        mesh, compile_options: as of `autopar.compile`, which takes the batch and what `args` say of optimizer and precision from here.
+        example_inputs: a batch as the model is called with it; by default the first of the training set, which is read for it.
+
+    Raises:
+        AutoparError: on what a compiled module cannot serve (fp16, deepspeed, hooks, ...), with what to do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: transformers.TrainingArguments | None = None,
+        *rest: Any,
+        mesh: Launched = None,
+        compile_options: Mapping[str, Any] | None = None,
+        example_inputs: Example | None = None,
+        **others: Any,
+    ) -> None:
+        args = copy.copy(args or transformers.TrainingArguments(output_dir="tmp_trainer"))
+        check_inputs(model, others)
+        check_arguments(args)
+        check_optimizer(args, others)
+        args.distributed_state = as_one_process(args.distributed_state)
+        self._mesh, self._compile_options, self._example = mesh, dict(compile_options or {}), example_inputs
+        self._compiled: Any = None
+        super().__init__(model, args, *rest, **others)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As transformers has it, of an `Accelerator` that gives every rank whole batches."""
+        super().create_accelerator_and_postprocess()
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            what = "accelerate was started with DeepSpeed or FSDP"
+            raise RuntimeStateError(what, remedy="start the script by `autopar run -n COUNT`, or torchrun")
+        self.accelerator.__class__ = Accelerator
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    # What is computed
+
+    def compiled(self, examples: Callable[[], Any] | None = None) -> Any:
+        """The compiled module, which is made at the first call of this; every rank calls it.
+
+        Args:
+            examples: makes the loader of the batches that it is planned for, by default that for training.
+        """
+        if self._compiled is None:
+            trains = self.train_dataset is not None
+            loader = self.get_train_dataloader if trains or examples is None else examples
+            self.model.train(trains)
+            example = self._example if self._example is not None else self._first_call(loader)
+            name = getattr(self.args.optim, "value", self.args.optim)
+            options = {"optimizer": OPTIMIZERS.get(name, "adamw")} | ({} if trains else {"inference": True})
+            options = {} if "plan" in self._compile_options else options
+            with self.compute_loss_context_manager():
+                self._compiled = compile(self.model, self._mesh, example_inputs=example, **{**options, **self._compile_options})
+            self.accelerator.plain = {self._compiled: self.model}
+            _to_meta(self.model)
+            if rank() == 0 and num_ranks() > 1:
+                size = self._train_batch_size if trains else self.args.eval_batch_size
+                log.warning("a batch of %d samples is that of all %d processes, of which each takes its part", size, num_ranks())
+        if self._compiled not in self.accelerator._models:
+            self.accelerator.prepare_model(self._compiled)
+        return self._compiled
+
+    def _first_call(self, loader: Callable[[], Any]) -> Any:
+        """The arguments with which the model is called on the first batch, without having drawn a random number for it."""
+        with _same_random_numbers(self.args.device):
+            made = loader()
+            made = getattr(made, "base_dataloader", made)  # accelerate's counts what is read of it
+            batches, num_items = self.get_batch_samples(iter(made), 1, self.args.device)
+            if not batches:
+                raise RuntimeStateError("the data has no batch", remedy="pass a dataset that has samples, or example_inputs=")
+            called = _Called(self.model)
+            try:
+                self.compute_loss(called, self._prepare_inputs(batches[0]), num_items_in_batch=num_items)
+            except _Call as call:
+                return call.args if call.args else call.kwargs
+        what = "compute_loss did not call the model with positions or keywords"
+        raise RuntimeStateError(what, remedy="pass example_inputs=, a batch as the model is called with it")
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
+        """As transformers has it; in fp32, as accelerate has it, where it is computed under autocast."""
+        found = super().compute_loss(model, inputs, return_outputs=return_outputs, **others)
+        return convert_to_fp32(found) if self.args.bf16 else found
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> contextlib.AbstractContextManager[Any]:
+        """Around every call, and around compiling: autocast where the arguments say bf16."""
+        if not self.args.bf16:
+            return contextlib.nullcontext()
+        return torch.autocast(self.args.device.type, torch.bfloat16, cache_enabled=bool(cache_enabled))
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        return self.compiled()
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Of the compiled module's parameters, in groups that do not depend on how these are split, so that any mesh loads their state."""
+        optimizer = super().create_optimizer(self.compiled())
+        _join_groups(_plain(optimizer))
+        return optimizer
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """By the classes of the plain model's parts, whose names are the compiled module's."""
+        return super().get_decay_parameter_names(self.model)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        norm: Tensor = self.compiled().clip_grad_norm_(self.args.max_grad_norm)
+        return norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
+        return self.compiled().clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers has it; where nothing is trained the module is planned for these batches."""
+        self.compiled(lambda: dataloader)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        """As transformers has it, with whole logits on every rank."""
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        if not prediction_loss_only and isinstance(logits, tuple) and not logits and self._compile_options.get("outputs") != "full":
+            what = "the compiled model returns nothing but its loss, as it does in several microbatches"
+            raise RuntimeStateError(what, remedy='pass compile_options={"outputs": "full"}, or set prediction_loss_only=True')
+        whole = tree_map_only(DTensor, lambda x: x.full_tensor(), logits)
+        return loss, whole, labels
+
+    # What is saved
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        folder, save = output_dir or self.args.output_dir, super()._save
+        if self._compiled is not None and state_dict is None:
+            state_dict = whole_values(self._compiled, names_saved(self.model))
+        by_first(lambda: save(folder, state_dict), str(folder), "see the reason; name a folder that can be written to")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state = Checkpoints(Path(output_dir) / _STATE, keep=1, weights=False)
+        state.save(self.state.global_step, self.compiled(), _plain(self.optimizer), scheduler=self.lr_scheduler)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        save = super()._save_rng_state  # all ranks draw the same numbers
+        by_first(lambda: save(output_dir), str(output_dir), "see the reason")
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        state = Checkpoints(Path(checkpoint) / _STATE, keep=1, weights=False)
+        if not state.steps():
+            files = [name for name in ("optimizer.pt", "optimizer.bin") if os.path.exists(os.path.join(checkpoint, name))]
+            what = "the checkpoint was saved by transformers' own Trainer" if files else "the checkpoint has no state of the optimizer"
+            remedy = "begin with its weights: from_pretrained(folder), and train() without resume_from_checkpoint"
+            raise RuntimeStateError(what, where=str(checkpoint), remedy=remedy)
+        state.load(self.compiled(), _plain(self.optimizer), scheduler=self.lr_scheduler)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self._compiled is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._read_weights(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._read_weights(self.state.best_model_checkpoint)
+
+    def _read_weights(self, folder: str) -> None:
+        if is_peft(self.model):
+            load_adapter(self.compiled(), self.model, folder)
+        else:
+            load_weights(self.compiled(), folder)
+
+
+class _Call(Exception):
+    """How the model was called."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__("the model is called")
+        self.args, self.kwargs = args, kwargs
+
+
+class _Called(nn.Module):
+    """Stands for the model, and raises how it is called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "_model", model)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Call(args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_model"], name)
+
+
+@contextlib.contextmanager
+def _same_random_numbers(device: torch.device) -> Iterator[None]:
+    """What is drawn inside is drawn again after it."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """What accelerate has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _join_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Let neighbours of the same settings be one group, and leave out those without parameters: transformers makes a group per mesh, and a
+    parameter that several axes split together names a mesh of its own."""
+    joined: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        if joined and {**joined[-1], "params": None} == {**group, "params": None}:
+            joined[-1]["params"] += group["params"]
+        elif group["params"]:
+            joined.append(group)
+    optimizer.param_groups[:] = joined
+
+
+def _to_meta(model: nn.Module) -> None:
+    """Let go of a model's weights; those that modules share stay shared."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[parameter]
+

@@ -1,0 +1,104 @@
+"""What cannot be served is refused before anything is trained, with what to do instead."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trained import Tagger, data, settings
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.training.libraries import LEAST, library
+
+ASKED = {
+    "fsdp": True, "deepspeed": "ds.json", "parallelism_config": object(), "activation_checkpointing": True, "gradient_checkpointing": True,
+    "fp16": True, "fp16_full_eval": True, "bf16_full_eval": True, "torch_compile": True, "neftune_noise_alpha": 5.0,
+    "use_liger_kernel": True, "debug": ["underflow_overflow"], "auto_find_batch_size": True, "predict_with_generate": True,
+    "push_to_hub": True, "save_on_each_node": True, "enable_jit_checkpoint": True, "train_sampling_strategy": "batch_rebalance",
+    "optim": "adamw_bnb_8bit",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_an_argument_that_cannot_be_served_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    args = settings(tmp_path)
+    setattr(args, name, ASKED[name])
+    with pytest.raises(AutoparError, match=f"{name}=") as refusal:
+        autopar.Trainer(model=Tagger(), args=args, **data())
+    assert refusal.value.remedy
+
+
+def test_several_gpus_and_one_process_are_refused(tmp_path: Path) -> None:
+    args = settings(tmp_path)
+    args._n_gpu = 4
+    with pytest.raises(AutoparError, match="4 GPUs are here and one process") as refusal:
+        autopar.Trainer(model=Tagger(), args=args, **data())
+    assert "autopar run" in refusal.value.remedy
+
+
+GIVEN = {
+    "an optimizer": ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "would train nothing"),
+    "model_init": ({"model_init": Tagger}, "model_init"),
+    "no model": ({"model": None}, "no model"),
+    "a model on meta": ({"model": Tagger().to("meta")}, "on meta"),
+}
+
+
+@pytest.mark.parametrize("what", GIVEN)
+def test_what_the_trainer_cannot_use_is_refused(tmp_path: Path, what: str) -> None:
+    given, words = GIVEN[what]
+    with pytest.raises(AutoparError, match=words) as refusal:
+        autopar.Trainer(**{"model": Tagger(), "args": settings(tmp_path), **data(), **given})
+    assert refusal.value.remedy
+
+
+def test_a_compiled_model_is_refused_as_the_trainer_compiles_it_itself(tmp_path: Path) -> None:
+    batch = torch.utils.data.default_collate(data()["train_dataset"][:4])
+    module = autopar.compile(Tagger(), example_inputs=batch, hardware="cpu-gloo")
+    with pytest.raises(AutoparError, match="compiles the model itself"):
+        autopar.Trainer(model=module, args=settings(tmp_path), **data())
+
+
+@pytest.mark.parametrize("argument", [{"mixed_precision": "bf16"}, {"fsdp_plugin": object()}, {"parallelism_config": object()}])
+def test_the_accelerator_refuses_what_the_compiled_module_does_itself(argument: dict[str, Any]) -> None:
+    with pytest.raises(AutoparError, match=next(iter(argument))):
+        autopar.Accelerator(cpu=True, **argument)
+
+
+def test_the_accelerator_takes_compiled_modules_and_does_not_save_them() -> None:
+    accelerator = autopar.Accelerator(cpu=True)
+    with pytest.raises(AutoparError, match="not compiled"):
+        accelerator.prepare(Tagger())
+    with pytest.raises(AutoparError, match="does not save") as refusal:
+        accelerator.save_state("folder")
+    assert "Checkpoints" in refusal.value.remedy
+    with pytest.raises(AutoparError, match="not those of a compiled module"):
+        accelerator.clip_grad_norm_(Tagger().parameters(), 1.0)
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_a_library_that_is_absent_or_too_old_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert library(name, "this test").__name__ == name
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.9.1")
+    with pytest.raises(AutoparError, match=rf"needs {name} {LEAST[name]} or newer, and 0\.9\.1 is installed") as old:
+        library(name, "this test")
+
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    with pytest.raises(AutoparError, match=f"this test needs {name}, which is not installed") as missing:
+        library(name, "this test")
+    assert f"pip install '{name}>={LEAST[name]}'" in old.value.remedy == missing.value.remedy
+
+
+def test_the_trainer_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.1")
+    with pytest.raises(AutoparError, match=r"autopar\.Trainer needs accelerate"):
+        _ = autopar.Trainer
+    with pytest.raises(AttributeError, match="no attribute 'Trainers'"):
+        _ = autopar.Trainers
