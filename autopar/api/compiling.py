@@ -227,7 +227,7 @@ def _variant(
     agree(f"{'train' if training else 'eval'} mode, {shapes_of(args, kwargs)}", "batch or mode", devices)
     plan: Plan = module.plan
     hardware = planned_for(plan) if asked is None else asked  # read where it is planned, on one rank
-    only_forward = not torch.is_grad_enabled() and not (plan.pipeline is not None and plan.pipeline.axis)  # stages are planned for steps
+    only_forward = not torch.is_grad_enabled()
     asked_again, otherwise = (replace(options, outputs=build["outputs"]) for options in asked_of(plan, storage_of(module)))
     further = _Further((asked_again,), (otherwise,))
     if only_forward:  # where that does not fit, as a step, whose batch may be cut

@@ -57,7 +57,7 @@ def joined(
         cuts: indices of the units that begin later stages. stages: their plans.
     """
     plans = tuple(planned.plan for planned in stages)
-    objective = step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks)
+    objective = step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks) + asked.handing_s
     slowest = slowest_rank(plans, asked.wish.chunks)
     ranks = sharing.ranks(stages)
     fullest = max(ranks, key=lambda memory: memory.peak_bytes)
@@ -72,11 +72,12 @@ def joined(
         whole.on[0].priced.problem.accumulates,
         *((tuple(memory.peak_bytes for memory in ranks), tuple(sharing.budgets)) if shared else ((), ())),
         asked.budgets if len(set(asked.budgets)) > 1 else (),
+        asked.returned.handed_bytes if asked.axis else 0,
     )  # fmt: skip
     prediction = Prediction(
         objective, sum(p.compute_s for p in slowest) * asked.how.num, sum(p.communication_s for p in slowest) * asked.how.num,
         fullest.peak_bytes, fullest.memory_bytes, (), sum(p.hidden_s for p in slowest) * asked.how.num,
-        simulated_step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks),
+        simulated_step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks) + asked.handing_s,
         sum(p.in_kernels_s for p in slowest) * asked.how.num, sum(p.in_buckets_s for p in slowest) * asked.how.num, pipeline.host_bytes,
     )  # fmt: skip
     proof = _proof(asked, whole, objective, plans, promised)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from autopar.capture.trace import Trace
 from autopar.kernels.bucketed import from_bucket, into_bucket
 
 _aten = torch.ops.aten
@@ -38,6 +39,18 @@ def without(source: fx.Graph, tangents: Collection[str], absent: Collection[str]
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
     return graph
+
+
+def reached(trace: Trace, absent: Collection[str]) -> frozenset[str]:
+    """The parameters that have a gradient where these outputs have no part in the loss.
+
+    Args:
+        absent: paths of outputs.
+    """
+    tangents = {o.tangent: o.path for o in trace.differentiable}
+    found = _Gone.of(trace.graph, tangents, [tangent for tangent, path in tangents.items() if path in absent])
+    results = next(iter(reversed(trace.graph.nodes))).args[0]
+    return frozenset(p.name for p in trace.parameters if p.gradient is not None and results[p.gradient] not in found.gone)  # type: ignore[index]
 
 
 @dataclass(slots=True)

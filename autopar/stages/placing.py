@@ -206,7 +206,7 @@ class _Placer:
                 self._carriers.setdefault(boundary, set()).add(_kind(node))
 
     def _sides(self, backward: Sequence[fx.Node], pinned: Mapping[str, int]) -> _Sides:
-        """What is settled of backward: what a late node reads is late, what reads an early one is early."""
+        """What is settled of backward: what a late node reads is late, what reads an early one, or an early output's tangent, is early."""
         sides = _Sides({n.name: 0 for n in backward}, {n.name: len(self.positions) + 1 for n in backward})
         late_before, early_from = sides.late_before, sides.early_from
         for node in backward:
@@ -215,6 +215,7 @@ class _Placer:
             at = [pinned[node.name]] if node.name in pinned else []
             late_before[node.name] = max([0, *made, *at])
             before = [early_from[o.name] for o in node.all_input_nodes if o.name in early_from]
+            before += [self.stage[o.name] for o in node.all_input_nodes if o.op == "placeholder" and o.name in self.stage]  # tangents
             early_from[node.name] = min([early_from[node.name], *read, *at, *before])
         for node in reversed(backward):
             for operand in node.all_input_nodes:
