@@ -68,9 +68,10 @@ def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, pla
         return replace(report, findings=(Finding("emission", error.what, "" if error.where is None else str(error.where)),))
     found = [replace(f, what=f"stage {n}: {f.what}") for n, stage in enumerate(stages) for f in stage.findings]
     handed = returned.handed_bytes if pipeline.axis else 0
-    if pipeline.handed_bytes != handed:
-        found.append(Finding("time", f"outputs of {handed} bytes go to all stages, not of {pipeline.handed_bytes}"))
     handed_s = handing_s(pipeline.axis, plan.mesh, hardware, handed)
+    if pipeline.handed_bytes != handed or not near(handed_s, pipeline.handed_s):
+        what = f"outputs of {handed} bytes go to all stages in {handed_s:.9g} s"
+        found.append(Finding("time", f"{what}, not {pipeline.handed_bytes} bytes in {pipeline.handed_s:.9g} s"))
     found += [*cuts(part, made, pipeline), *budgets(plan, pipeline), *_joined(plan, pipeline, made, handed_s)]
     found += shared_memory(plan, program, made.stages, hardware)
     bound_s, num = _bound_s(part, plan, pipeline, hardware, stages, found)

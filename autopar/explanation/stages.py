@@ -87,7 +87,8 @@ class StagedExplanation(Readable):
                 ">stage", "begins with", ">a microbatch", ">compute", ">communication", ">receiving", ">waits of the step",
                 ">in flight", ">peak",
             )  # fmt: skip
-            yield from table("Stages; times of one microbatch, forward and backward", columns, self._stages())
+            phases = "forward alone" if self.plan.options.get("inference") else "forward and backward"
+            yield from table(f"Stages; times of one microbatch, {phases}", columns, self._stages())
             columns = (">from stage", "value", "crosses as", ">sent per device and microbatch", "gradient")
             if rows := list(self._crossing()):
                 yield from table("Between stages", columns, rows)
@@ -115,7 +116,8 @@ class StagedExplanation(Readable):
         elif pipeline.axis:
             yield (
                 f"step {step} = {num - 1} × {seconds(times[slowest])} (stage {slowest}, the slowest)"
-                f" + {seconds(sum(times))} (one microbatch through all stages); devices wait {share(waiting)} of it on average"
+                f" + {seconds(sum(times))} (one microbatch through all stages){self._handing()}; "
+                f"devices wait {share(waiting)} of it on average"
             )
         else:
             yield f"{num} microbatches one after another on the whole mesh"
@@ -140,6 +142,11 @@ class StagedExplanation(Readable):
         yield objective(plan)
         yield from self._prices()
         yield from covered(plan)
+
+    def _handing(self) -> str:
+        """What outputs that every rank gets take; nothing where there are none."""
+        handed = self.pipeline.handed_bytes
+        return f" + {seconds(self.pipeline.handed_s)} (outputs, {size(handed)}, handed to all stages)" if handed else ""
 
     def summary(self) -> Iterator[str]:
         """The header in few lines."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from autopar.capture.trace import Trace
 from autopar.constraints import INTERLEAVED, Pipelined
 from autopar.emit import emit_staged
+from autopar.errors import size_text
 from autopar.layout_graph import local_bytes
 from autopar.planning.asked import Asked, OnKind, Whole
 from autopar.planning.assembly import BY_ITSELF
@@ -34,6 +35,8 @@ _COVERS_ASKED: tuple[str, ...] = (
     "the cuts that are asked for, with this axis, schedule and number of microbatches, and every layout in which tensors cross",
 )
 _COVERS_INTERLEAVED: tuple[str, ...] = ("the bound leaves out what devices wait for each other",)
+_WAITS = "all forwards first, since backward waits for a loss that is computed outside of the model (GPipe)"
+_FORWARD = "forward alone"
 _COVERS_ONE: tuple[str, ...] = (
     "one stage, for this number of microbatches; every layout of every op, storage of every parameter, recomputation and kept versions, "
     "within the memory (see the stage's proof)",
@@ -72,7 +75,7 @@ def joined(
         whole.on[0].priced.problem.accumulates,
         *((tuple(memory.peak_bytes for memory in ranks), tuple(sharing.budgets)) if shared else ((), ())),
         asked.budgets if len(set(asked.budgets)) > 1 else (),
-        asked.returned.handed_bytes if asked.axis else 0,
+        asked.returned.handed_bytes if asked.axis else 0, asked.handing_s,
     )  # fmt: skip
     prediction = Prediction(
         objective, sum(p.compute_s for p in slowest) * asked.how.num, sum(p.communication_s for p in slowest) * asked.how.num,
@@ -112,6 +115,10 @@ def _proof(asked: Asked, whole: Whole, objective: float, plans: Sequence[Plan], 
     own = plans[0].proof if len(plans) == 1 else None
     bound, certified = (own.bound_s * asked.how.num, own.certified_bound_s * asked.how.num) if own else (whole.least.step_s,) * 2
     covers = _covers(asked.wish, one=own is not None)
+    if asked.returned.waits:
+        covers += (_WAITS if asked.part.differentiable else _FORWARD,)
+    if asked.axis and asked.returned.handed_bytes:
+        covers += (f"outputs of {size_text(asked.returned.handed_bytes)} go to all stages, once a step, when all forwards have run",)
     kernels = dict.fromkeys(of_kernels(on.priced) for on in whole.on) if any(profile.kernels for profile in asked.profiles) else ()
     covers += (*kernels, *dict.fromkeys(note for on in whole.on for note in on.priced.notes))
     bound, searched = min(bound, objective), min(own.searched_bound_s * asked.how.num, objective) if own else 0.0
