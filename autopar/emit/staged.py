@@ -42,7 +42,7 @@ def emit_staged(part: Trace, cut: Cut, how: Microbatching, plan: Plan) -> Staged
 def microbatches_of(part: Trace, how: Microbatching) -> Microbatches:
     """How a program works through microbatches; arguments as of `emit_staged`."""
     outputs = {path: (label.kind, label.dim) for path, label in how.outputs.items()}
-    loss = "" if part.loss is None else part.loss.path
+    loss = None if part.loss is None else part.loss.path
     count, paths = _count(part, how.count) if how.count else (None, ())
     return Microbatches(how.num, how.inputs, outputs, loss, count, paths)
 

@@ -37,19 +37,13 @@ class ForwardsFirst:
     def _each(
         self, arriving: Callable[[int], Sequence[Tensor]], run: Callable[[int], None], leaving: Callable[[int], Sequence[Tensor]], step: int
     ) -> None:
-        sent: Sequence[Tensor] = ()
-        sending: list[dist.Work] = []
+        sending: list[dist.Work] = []  # they hold what they send
         for number in range(self._num):
-            for work in self._started(dist.irecv, arriving(number), -step):
-                work.wait()
+            _wait(self._started(dist.irecv, arriving(number), -step))
             run(number)
-            for work in sending:
-                work.wait()
-            sent = leaving(number)
-            sending = self._started(dist.isend, sent, step)
-        for work in sending:
-            work.wait()
-        del sent
+            _wait(sending)
+            sending = self._started(dist.isend, leaving(number), step)
+        _wait(sending)
 
     def _started(self, kind: Any, tensors: Sequence[Tensor], step: int) -> list[dist.Work]:
         if not tensors:
@@ -58,3 +52,9 @@ class ForwardsFirst:
         peer = dist.get_global_rank(self._group, self._number + step)
         found: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(kind, tensor, peer, self._group) for tensor in tensors])
         return found
+
+
+def _wait(works: list[dist.Work]) -> None:
+    """Until all are done; then none of them is held, nor what it moved."""
+    while works:
+        works.pop().wait()

@@ -98,14 +98,14 @@ class Microbatches:
     Attributes:
         num: how many. inputs: path of each input that is cut → the dim it is cut along.
         outputs: path → what a microbatch's output is of the batch's: (``whole`` | ``split`` | ``sum`` | ``mean`` | ``count``, dim).
-        loss: path of the loss, ``""`` where the model returns none.
+        loss: path of the loss, None where the model returns none.
         count: from the inputs `count_inputs` of a microbatch, whole, to the weight of its loss; None where all weigh alike.
     """
 
     num: int
     inputs: Mapping[str, int]
     outputs: Mapping[str, tuple[str, int]]
-    loss: str
+    loss: str | None
     count: fx.GraphModule | None = None
     count_inputs: tuple[str, ...] = ()
 
@@ -127,7 +127,7 @@ class Microbatches:
 
     def weights(self, parts: list[dict[str, torch.Tensor]]) -> list[float]:
         """The weight of each microbatch's loss; 0 for one that has nothing to count. Without a loss all weigh 1."""
-        if not self.loss:
+        if self.loss is None:
             return [1.0] * self.num
         kind, _ = self.outputs[self.loss]
         if self.count is None:

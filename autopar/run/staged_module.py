@@ -134,10 +134,10 @@ class StagedModule(Holder):
         trained = torch.is_grad_enabled() and self._is_trained  # a stage that trains nothing takes part all the same
         if torch.is_grad_enabled() and self._may_train:
             self._trains(parameters, self._held)
-        outputs = self._waiting(parts, parameters) if trained and not self._how.loss else self._stepped(parts, parameters, keep=trained)
+        outputs = self._waiting(parts, parameters) if trained and self._how.loss is None else self._stepped(parts, parameters, keep=trained)
         for name, storage in self._presented.items():
             outputs[name] = storage.wrap(outputs[name])
-        if self._how.loss:
+        if self._how.loss is not None:
             refused = [t.name for t in self.kept if t.requires_grad and not t.is_loss]
             outputs |= {name: refusing(name, outputs[name], outputs[self._how.loss]) for name in refused}
         return self._results.build([outputs.get(t.name) for t in self.program.outputs])
@@ -146,14 +146,15 @@ class StagedModule(Holder):
         """The outputs; with `keep`, backward has run, too."""
         with torch.autocast(self.device_mesh.device_type, enabled=False):
             outputs, gradients = self._step(parts, self._how.weights(parts), parameters, keep=keep)
-        if keep:
-            anchor = torch.zeros((), requires_grad=True)  # a rank whose parameters are all frozen calls backward, too
-            outputs[self._how.loss] = _Published.apply(self, outputs[self._how.loss], gradients, anchor, *parameters)
+        loss = self._how.loss
+        if keep and loss is not None:
+            anchor = torch.empty(0, requires_grad=True)  # a rank whose parameters are all frozen calls backward, too
+            outputs[loss] = _Published.apply(self, outputs[loss], gradients, anchor, *parameters)
         return outputs
 
     def _waiting(self, parts: list[dict[str, Tensor]], parameters: Sequence[Tensor]) -> dict[str, Tensor]:
         """The outputs, through which backward goes."""
-        anchor = torch.zeros((), device=self.device_mesh.device_type, requires_grad=True)
+        anchor = torch.empty(0, device=self.device_mesh.device_type, requires_grad=True)
         found = Answered.apply(self, parts, anchor, *parameters)
         return dict(zip((t.name for t in self.kept), found, strict=True))
 

@@ -1,0 +1,49 @@
+"""On several processes, stages of a model that returns no loss train with one outside of it as the plain model does, in the predicted memory,
+and run forward alone where no gradient is wanted."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run_processes
+from worker_stages_without_loss import PLANS
+
+pytestmark = pytest.mark.multiproc
+WORKER = str(Path(__file__).parent / "worker_stages_without_loss.py")
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def facts(request: pytest.FixtureRequest) -> list[tuple[str, dict[str, Any]]]:
+    names = [name for name, (_, axes, _) in PLANS.items() if math.prod(axes.values()) == request.param]
+    return [pair for told in run_processes(request.param, WORKER, "run", names) for pair in told.items()]
+
+
+def test_training_with_a_loss_outside_follows_the_plain_model(facts: list[tuple[str, dict[str, Any]]]) -> None:
+    for name, told in facts:
+        tolerance = 1e-6 if "tied" in name else 1e-12  # parts of it compute in float32 themselves
+        wanted, found = told["losses"]
+        assert found == pytest.approx(wanted, rel=tolerance)
+        assert told["parameters"] < tolerance and abs(told["moved"]) > 1e-4 and told["held"]
+
+
+def test_evaluation_is_planned_as_forward_alone_in_the_same_stages(facts: list[tuple[str, dict[str, Any]]]) -> None:
+    for name, told in facts:
+        assert told["evaluated"] < (1e-6 if "tied" in name else 1e-12) and told["forward alone"]
+
+
+def test_a_step_holds_what_was_predicted(facts: list[tuple[str, dict[str, Any]]]) -> None:
+    for _, told in facts:
+        measured, predicted = told["peak"]
+        assert measured == predicted
+
+
+def test_what_a_loss_leaves_out_what_calls_share_and_what_is_refused() -> None:
+    first, second = run_processes(2, WORKER, "parts")
+    assert first["nothing trained here"] and not second["nothing trained here"]
+    for told in (first, second):
+        assert max(told[which] for which in ("logits", "size", "two calls")) < 1e-12
+        assert "backward ran a second time through one call" in told["twice"]
+    assert "was changed in place since the call" in second["changed"]
