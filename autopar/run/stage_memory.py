@@ -50,6 +50,7 @@ def trace_stage_peak(
             through all backwards. What computing a loss of them takes is not counted.
     """
     waiting = returned if returned is not None and returned.waits else None
+    trained = waiting is None or any(t.has_gradient for t in waiting.outputs)
     flying = min(num_in_flight, SIMULATED)
     num = flying if schedule == "gpipe" else min(num_microbatches, flying + 1)
     memory = LiveBytes()
@@ -62,8 +63,7 @@ def trace_stage_peak(
             memory.register(tensors)
             parameters, buffers = tensors[: len(program.parameters)], tensors[len(program.parameters) :]
             collected = {t.name for t in outputs_kept(program, outputs, num_microbatches)}
-            work.begin((), parameters, buffers, parts, [1.0] * num, keep=any(t.has_gradient for t in program.outputs))
-            trained = any(t.has_gradient for t in (*program.parameters, *program.outputs))
+            work.begin((), parameters, buffers, parts, [1.0] * num, keep=trained)
             held = _held(work, memory, sends=schedule == "gpipe" and waiting is None)
             work.clear()
             memory.reset_peak()

@@ -19,9 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
@@ -39,8 +37,10 @@ from autopar.run.holder import Holder
 from autopar.run.interleaving import Interleaving
 from autopar.run.parameters import Storage
 from autopar.run.program import Program, ProgramTensor, StagedProgram
+from autopar.run.published import Published
 from autopar.run.ranks import rank
 from autopar.run.refused import refusing
+from autopar.run.stage_exchange import Exchange
 from autopar.run.stage_work import StageWork, outputs_kept
 from autopar.run.stage_worker import StageWorker
 from autopar.run.variants import Misfit, Variant
@@ -116,8 +116,7 @@ class StagedModule(Holder):
                 'outputs="full" to have them put together, or outputs="loss" if they are not wanted', ", ".join(left_out[:3]),
                 f"{program.microbatches.num} microbatches" if program.microbatches.num > 1 else "the last stage",
             )  # fmt: skip
-        holders = {name: tuple(dict.fromkeys(s % self._num_ranks for s in held_by)) for name, held_by in program.shared.items()}
-        self._shared = {name: ranks for name, ranks in holders.items() if self.rank in ranks and len(ranks) > 1 and name in trained}
+        self._exchange = Exchange.of(program, group, self.rank, devices.device_type)
         self._stand_for_all(model, program.attributes)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +148,7 @@ class StagedModule(Holder):
         loss = self._how.loss
         if keep and loss is not None:
             anchor = torch.empty(0, requires_grad=True)  # a rank whose parameters are all frozen calls backward, too
-            outputs[loss] = _Published.apply(self, outputs[loss], gradients, anchor, *parameters)
+            outputs[loss] = Published.apply(self, outputs[loss], gradients, anchor, *parameters)
         return outputs
 
     def _waiting(self, parts: list[dict[str, Tensor]], parameters: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -168,8 +167,8 @@ class StagedModule(Holder):
 
         A parameter that several stages hold counts once.
         """
-        counted = {name for name, ranks in self._shared.items() if ranks[0] != self.rank}
-        parameters = [(p, self._names[name] not in counted) for name, p in self.named_parameters()]
+        elsewhere = self._exchange.counted_elsewhere()
+        parameters = [(p, self._names[name] not in elsewhere) for name, p in self.named_parameters()]
         return clip_over_stages(parameters, max_norm, norm_type, self._group, self.device_mesh)
 
     def check_returned(self, tangents: Sequence[Tensor | None]) -> None:
@@ -246,10 +245,10 @@ class StagedModule(Holder):
         if not keep:
             return []
         for t, parameter in zip(self._held, parameters, strict=True):
-            if t.name in self._shared and t.name not in found:  # another stage has all of it
+            if t.name in self._exchange.shared and t.name not in found:  # another stage has all of it
                 with torch.no_grad():
                     found[t.name] = torch.zeros_like(self._storages[t.name].local(parameter))
-        self._add_shared(found)
+        self._exchange.add_shared(found)
         return [found[t.name] for t in self._held if t.has_gradient]
 
     def begin(
@@ -273,38 +272,9 @@ class StagedModule(Holder):
             mine = [locals[t.name] for t in program.parameters]
             work.begin([t.name for t in self.kept], mine, list(buffers.values()), parts, weights, keep=keep)
 
-    def _add_shared(self, gradients: Mapping[str, Tensor]) -> None:
-        """The first rank that holds a parameter adds up all parts of its gradient, in order, and sends the sum back."""
-        for name, ranks in sorted(self._shared.items()):
-            assert self._group is not None, "several ranks have a group"
-            there = gradients[name]
-            mine = there.to(self.device_mesh.device_type)  # a gradient on the host does not go to others from there
-            owner, others = dist.get_global_rank(self._group, ranks[0]), ranks[1:]
-            if self.rank != ranks[0]:
-                dist.send(mine, owner, self._group)
-                dist.recv(mine, owner, self._group)
-                _write_back(there, mine)
-                continue
-            for other in others:
-                part = torch.empty_like(mine)
-                dist.recv(part, dist.get_global_rank(self._group, other), self._group)
-                mine.add_(part)
-            for other in others:
-                dist.send(mine, dist.get_global_rank(self._group, other), self._group)
-            _write_back(there, mine)
-
     def spread(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All outputs on all stages."""
-        if self._group is None:
-            return dict(own)
-        found = {}
-        for tensor in self.kept:
-            made_by = next(i for i, s in enumerate(self.program.stages) if any(t.name == tensor.name for t in s.outputs if not t.crosses))
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device_mesh.device_type)
-            value = own[tensor.name].contiguous() if tensor.name in own else empty
-            dist.broadcast(value, dist.get_global_rank(self._group, made_by % self._num_ranks), self._group)
-            found[tensor.name] = value
-        return found
+        """All outputs that a call returns, on all stages."""
+        return self._exchange.spread(self.kept, own)
 
     def wrapped(self, gradients: Sequence[Tensor]) -> list[DTensor | None]:
         """One per parameter that is held."""
@@ -316,33 +286,3 @@ def _held_by(stages: Iterable[Program], trained: Collection[str]) -> tuple[Progr
     """The parameters of these stages, each once; one that has a gradient in any stage of the model has one here."""
     found = {t.name: t for stage in stages for t in stage.parameters}
     return tuple(replace(t, has_gradient=t.name in trained) for t in found.values())
-
-
-class _Published(torch.autograd.Function):
-    """The loss, whose backward hands out gradients that are known already."""
-
-    @staticmethod
-    def forward(ctx: Any, module: StagedModule, loss: Tensor, gradients: list[Tensor], anchor: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.module, ctx.gradients, ctx.scale = module, gradients, module.loss_scale
-        return loss.view_as(loss)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, tangent: Tensor) -> tuple[Any, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise RuntimeStateError(
-                "backward ran a second time through one call, and its gradients have been handed out",
-                remedy="call the module again before each backward; one call gives one backward",
-            )
-        factor = float(tangent) / ctx.scale
-        if factor != 1.0:
-            for gradient in gradients:
-                gradient.mul_(factor)
-        return (None, None, None, None, *ctx.module.wrapped(gradients))
-
-
-def _write_back(there: Tensor, mine: Tensor) -> None:
-    """What was exchanged on the device, into the gradient that lies elsewhere."""
-    if there is not mine:
-        there.copy_(mine)

@@ -47,3 +47,8 @@ def test_what_a_loss_leaves_out_what_calls_share_and_what_is_refused() -> None:
         assert max(told[which] for which in ("logits", "size", "two calls")) < 1e-12
         assert "backward ran a second time through one call" in told["twice"]
     assert "was changed in place since the call" in second["changed"]
+
+
+def test_a_stage_that_trains_nothing_takes_part_in_backward() -> None:
+    first, second = run_processes(2, WORKER, "frozen")
+    assert first[0] and not second[0] and max(first[1], second[1]) < 1e-12

@@ -145,3 +145,27 @@ def _said(run: Any) -> str:
     except RuntimeStateError as error:
         return str(error)
     return ""
+
+
+class WithLoss(nn.Module):
+    """The same layers, of which the first stage's are frozen, with a loss of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, _ = no_loss.layers()
+        for name, parameter in self.net.named_parameters():
+            parameter.requires_grad_(not name.startswith(("embedding", "layers.0", "layers.1")))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens)["logits"].pow(2).mean()  # type: ignore[no-any-return]
+
+
+def frozen(rank: int) -> tuple[bool, float]:
+    """Whether nothing is trained here, and the error of gradients, where the model has a loss of its own."""
+    plain, (_, batch) = WithLoss().double(), built("layers")
+    asked = (constraints.pipeline("stage", microbatches=2, cuts=["net.layers.2"]),)
+    module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh({"stage": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=asked)
+    for model in (plain, module):
+        model(**batch).backward()
+    here = any(p.requires_grad for p in module.parameters() if isinstance(p, DTensor))
+    return not here, worst(module, plain, gradients=True)
