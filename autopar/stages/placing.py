@@ -133,10 +133,7 @@ class _Placer:
 
     def _returning(self, holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
         """What a stage makes it returns; a parameter is returned where it is, and what every stage has by the last one."""
-        last, results = len(self.positions), next(iter(reversed(self.trace.graph.nodes))).args[0]
-        at = {p.node: holders[p.name][-1] for p in self.trace.parameters}
-        changed = {name: self.stage.get(results[index].name, last) for name, index in self.trace.mutated.items()}  # type: ignore[index, union-attr]
-        at |= {b.node: changed.get(b.name, last) for b in self.trace.buffers}
+        last, at = len(self.positions), {p.node: holders[p.name][-1] for p in self.trace.parameters}
         return {o.node: self.stage.get(o.node, at.get(o.node, last)) for o in self.trace.outputs}
 
     def _terms(self, holders: Mapping[str, Sequence[int]]) -> tuple[dict[str, tuple[fx.Node, ...]], set[str]]:
