@@ -206,7 +206,10 @@ def _step_s(times: Sequence[float], num_microbatches: int) -> float:
 
 
 def _whole_step_s(pipeline: Pipeline, *, simulated: bool = False) -> float:
-    """From what the stages claim."""
+    """From what the stages claim. Under GPipe forward and backward each go through all stages, and each waits for its own slowest."""
+    if pipeline.schedule == "gpipe" and pipeline.num_microbatches > 1:
+        waves = zip(*(phases_of(stage, simulated=simulated) for stage in pipeline.stages), strict=True)
+        return sum(_step_s(times, pipeline.num_microbatches) for times in waves)
     if pipeline.schedule == INTERLEAVED:
         phases = [phases_of(stage, simulated=simulated) for stage in pipeline.stages]
         return step_by_longest_path(phases, len(pipeline.rank_bytes), pipeline.num_microbatches)
@@ -258,8 +261,8 @@ def _summed(report: Certificate, stages: Sequence[Certificate], pipeline: Pipeli
     steps, peaks = [s.step_s for s in stages if s.step_s is not None], [s.peak_bytes for s in stages if s.peak_bytes is not None]
     bounds = [s.certified_bound_s for s in stages if s.certified_bound_s is not None]
     if len(steps) == len(stages):
-        shared = pipeline.num_chunks > 1  # then a stage's finding would say where its time is another than it claims
-        step_s = _whole_step_s(pipeline) if shared else _step_s(steps, pipeline.num_microbatches)
+        shared = pipeline.num_chunks > 1  # then, and under GPipe, a stage's finding would say where its time is another than it claims
+        step_s = _whole_step_s(pipeline) if shared or pipeline.schedule == "gpipe" else _step_s(steps, pipeline.num_microbatches)
         report = replace(report, step_s=step_s + handed_s)
     if len(peaks) == len(stages):
         report = replace(report, peak_bytes=max(pipeline.rank_bytes, default=max(peaks)))

@@ -1,8 +1,9 @@
 """What faster links are worth to a plan as it is: its own communication, priced again on a link that is a little faster.
 
 The difference is exact for the plan's decisions, with what compute hides in it; where stages are interleaved, devices are taken to wait
-for as large a share of the step as in the plan. A plan made for the faster link is at least as fast as this one is on it, so planning
-anew gains no less. What a faster link is, `autopar.collective.faster` says.
+for as large a share of the step as in the plan, and under GPipe the slowest stage in forward to be the slowest in backward. A plan made
+for the faster link is at least as fast as this one is on it, so planning anew gains no less. What a faster link is,
+`autopar.collective.faster` says.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from autopar.explanation.lines import (
 from autopar.explanation.prices import Worth
 from autopar.explanation.rendering import Readable, table
 from autopar.explanation.whole import Explanation
-from autopar.plans import Flip, Pipeline, Plan
+from autopar.plans import Flip, Pipeline, Plan, forward_load
 from autopar.units import seconds, share, size
 
 
@@ -114,8 +114,9 @@ class StagedExplanation(Readable):
             waits = f"devices wait {share(waiting)} of it on average"
             yield f"step {step}, simulated; the devices of rank {most}, which do most, work {seconds(busy[most])} of it; {waits}"
         elif pipeline.axis:
+            longest = f"{seconds(times[slowest])} (stage {slowest}, the slowest)"
             yield (
-                f"step {step} = {num - 1} × {seconds(times[slowest])} (stage {slowest}, the slowest)"
+                f"step {step} = {num - 1} × {self._waves() if pipeline.schedule == 'gpipe' and num > 1 else longest}"
                 f" + {seconds(sum(times))} (one microbatch through all stages){self._handing()}; "
                 f"devices wait {share(waiting)} of it on average"
             )
@@ -142,6 +143,13 @@ class StagedExplanation(Readable):
         yield objective(plan)
         yield from self._prices()
         yield from covered(plan)
+
+    def _waves(self) -> str:
+        """The slowest stage of forward, and that of backward, each of which all others wait for."""
+        stages = self.pipeline.stages
+        forward = [forward_load(stage).least_s(stage.overlap.slowdown) for stage in stages]
+        waves = {"forward": forward, "the rest": [s.prediction.step_s - f for s, f in zip(stages, forward, strict=True)]}
+        return f"({' + '.join(f'{seconds(max(s))} (stage {s.index(max(s))}, the slowest in {phase})' for phase, s in waves.items())})"
 
     def _handing(self) -> str:
         """What outputs that every rank gets take; nothing where there are none."""

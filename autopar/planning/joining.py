@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.capture.trace import Trace
-from autopar.constraints import INTERLEAVED, Pipelined
+from autopar.constraints import GPIPE, INTERLEAVED, Pipelined
 from autopar.emit import emit_staged
 from autopar.errors import size_text
 from autopar.layout_graph import local_bytes
@@ -142,7 +142,9 @@ def _with_multipliers(asked: Asked, proof: Proof, on: OnKind) -> Proof:
 
 def _covers(wish: Pipelined, *, one: bool) -> tuple[str, ...]:
     interleaved = wish.schedule == INTERLEAVED
-    taken = "the end of the simulated schedule" if interleaved else "(M − 1) · max τ + Σ τ"
+    waves = "(M − 1) · (max f + max b) + Σ τ, of which the bound has (M − 1) · max τ, for its parts f + b = τ and"
+    plain = waves if wish.schedule == GPIPE and not one else "(M − 1) · max τ + Σ τ"
+    taken = "the end of the simulated schedule" if interleaved else plain
     several = (COVERS if wish.cuts is None else _COVERS_ASKED + COVERS[1:]) + (_COVERS_INTERLEAVED if interleaved else ())
     covers = _COVERS_ONE if one else several
     return *(line.format(taken) for line in covers), BY_ITSELF

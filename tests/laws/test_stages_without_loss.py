@@ -1,5 +1,5 @@
-"""Stages of a model that returns no loss: forwards of all microbatches, then backwards from whatever is computed of whole outputs; and forward
-alone. Outputs and gradients are the plain model's, memory and time what plans say, and changed plans are refused."""
+"""Stages of a model that returns no loss: forwards of all microbatches, then backwards from whatever is computed of whole outputs; and
+forward alone. Outputs and gradients are the plain model's, memory and time what plans say, and changed plans are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autopar.errors import AutoparError, ConstraintError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned
-from autopar.plans import Plan
+from autopar.plans import Plan, forward_load
 from autopar.run.unused import reached
 
 TOLERANCE = 1e-6  # parts of the models compute in float32 themselves
@@ -61,8 +61,8 @@ def test_any_number_of_microbatches_is_the_plain_model(num: int, inference: bool
     holds("layers", plan)
     assert plan.pipeline is not None
     assert (plan.pipeline.schedule, plan.pipeline.num_in_flight) == ("gpipe", (num, num))
-    said = "forward alone" if inference else "all forwards first, since backward waits for a loss that is computed outside of the model (GPipe)"
-    assert said in plan.proof.covers
+    waits = "all forwards first, since backward waits for a loss that is computed outside of the model (GPipe)"
+    assert ("forward alone" if inference else waits) in plan.proof.covers
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,9 @@ def test_the_step_is_that_of_the_schedule_and_of_handing_outputs_to_all_stages()
     link = HardwareProfile.load("cpu-gloo").links[MESH.link(0)]
     assert pipeline.handed_s == pytest.approx(link.latency_s + pipeline.handed_bytes / link.bandwidth_bytes_per_s)
     times = [stage.prediction.step_s for stage in pipeline.stages]
-    assert plan.prediction.step_s == pytest.approx(3 * max(times) + sum(times) + pipeline.handed_s)
+    forward = [forward_load(stage).least_s(stage.overlap.slowdown) for stage in pipeline.stages]
+    slowest = max(forward) + max(both - each for both, each in zip(times, forward, strict=True))
+    assert plan.prediction.step_s == pytest.approx(3 * slowest + sum(times) + pipeline.handed_s)
     assert "handed to all stages" in str(autopar.explain(plan))
 
 
@@ -174,7 +176,6 @@ def test_a_tangent_is_added_last() -> None:
     model, batch = built("layers")
     trace = capture(model, (), batch)
     tangent = next(o.tangent for o in trace.outputs if o.path == "early")
-    (sum_,) = trace.node(tangent).users
-    assert sum_.args[1] is trace.node(tangent)
-    assert not any(user.target is torch.ops.aten.add.Tensor and tangent not in str(user.args) and sum_ in user.args for user in sum_.users if
-                   user.meta["module"] == sum_.meta["module"])  # fmt: skip
+    (total,) = trace.node(tangent).users
+    assert total.args[1] is trace.node(tangent)
+    assert len(total.users) > 1 or next(iter(total.users)).target is not torch.ops.aten.add.Tensor

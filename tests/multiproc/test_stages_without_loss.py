@@ -1,5 +1,5 @@
-"""On several processes, stages of a model that returns no loss train with one outside of it as the plain model does, in the predicted memory,
-and run forward alone where no gradient is wanted."""
+"""On several processes, stages of a model that returns no loss train with one outside of it as the plain model does, in the predicted
+memory, and run forward alone where no gradient is wanted."""
 
 from __future__ import annotations
 
@@ -52,3 +52,8 @@ def test_what_a_loss_leaves_out_what_calls_share_and_what_is_refused() -> None:
 def test_a_stage_that_trains_nothing_takes_part_in_backward() -> None:
     first, second = run_processes(2, WORKER, "frozen")
     assert first[0] and not second[0] and max(first[1], second[1]) < 1e-12
+
+
+def test_ranks_that_compute_different_losses_are_told_so() -> None:
+    first, second = run_processes(2, WORKER, "apart")
+    assert first == second and "ranks computed different losses of the same outputs: their gradients by logits differ" in first

@@ -106,13 +106,14 @@ def worst(module: Any, plain: nn.Module, *, gradients: bool = False) -> float:
 
 
 def parts(rank: int) -> dict[str, Any]:
-    """Errors of gradients where the loss leaves out outputs, where calls share a backward, and where a stage trains nothing; and what is said
-    where what backward reads was changed, where it comes twice, and where ranks compute different losses."""
+    """Errors of gradients where the loss leaves out outputs and where calls share a backward, one stage training nothing; and what is said
+    where what backward reads was changed, and where it comes twice."""
     plain, batch = built("layers")
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(not name.startswith(("embedding", "layers.0", "layers.1")))
     asked = (constraints.pipeline("stage", microbatches=2, cuts=["layers.2"]),)
-    module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh({"stage": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=asked)
+    options: dict[str, Any] = {"example_inputs": batch, "hardware": "cpu-gloo", "constraints": asked}
+    module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh({"stage": 2}), **options)
     told: dict[str, Any] = {}
     for which in ("logits", "size"):
         told[which] = _gradients(module, plain, batch, lambda found, which=which: found[0][which].pow(2).sum())
@@ -126,10 +127,17 @@ def parts(rank: int) -> dict[str, Any]:
     again = module(**batch)["logits"].sum()
     again.backward(retain_graph=True)
     told["twice"] = _said(again.backward)
-    left = module(**batch)["logits"]
-    torch.manual_seed(100 + rank)
-    told["apart"] = [_said(lambda: nn.functional.dropout(left).sum().backward()) for _ in range(1)]
     return told
+
+
+def apart(rank: int) -> str:
+    """What a loss that ranks compute differently is told."""
+    plain, batch = built("layers")
+    asked = (constraints.pipeline("stage", microbatches=2),)
+    module: Any = autopar.compile(plain, autopar.Mesh({"stage": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=asked)
+    found = module(**batch)["logits"]
+    torch.manual_seed(100 + rank)
+    return _said(lambda: nn.functional.dropout(found).sum().backward())
 
 
 def _gradients(module: Any, plain: nn.Module, batch: dict[str, Tensor], loss: Any) -> float:
@@ -164,7 +172,8 @@ def frozen(rank: int) -> tuple[bool, float]:
     """Whether nothing is trained here, and the error of gradients, where the model has a loss of its own."""
     plain, (_, batch) = WithLoss().double(), built("layers")
     asked = (constraints.pipeline("stage", microbatches=2, cuts=["net.layers.2"]),)
-    module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh({"stage": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=asked)
+    options: dict[str, Any] = {"example_inputs": batch, "hardware": "cpu-gloo", "constraints": asked}
+    module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh({"stage": 2}), **options)
     for model in (plain, module):
         model(**batch).backward()
     here = any(p.requires_grad for p in module.parameters() if isinstance(p, DTensor))
