@@ -207,7 +207,8 @@ def _build(
     if is_unshaped(mesh):  # its shape is the plan's
         devices = device_mesh(plan.mesh, kind)
     build: Callable[..., ParallelModule | StagedModule] = StagedModule if isinstance(program, StagedProgram) else ParallelModule
-    wanted = plan.options.get("outputs", "dtensor") if order.build["outputs"] == "auto" else order.build["outputs"]
+    as_planned = order.build["outputs"] in ("auto", "loss")  # a call without labels has no loss alone
+    wanted = plan.options.get("outputs", "dtensor") if as_planned else order.build["outputs"]
     module = build(program, devices, order.model, **{**order.build, "outputs": wanted}, shared=shared)
     object.__setattr__(module, "plan", plan)
     if shared is None:

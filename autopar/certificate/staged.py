@@ -67,6 +67,7 @@ def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, pla
     except AutoparError as error:
         return replace(report, findings=(Finding("emission", error.what, "" if error.where is None else str(error.where)),))
     found = [replace(f, what=f"stage {n}: {f.what}") for n, stage in enumerate(stages) for f in stage.findings]
+    found += _runs(plan, pipeline, part, returned)
     handed = returned.handed_bytes if pipeline.axis else 0
     handed_s = handing_s(pipeline.axis, plan.mesh, hardware, handed)
     if pipeline.handed_bytes != handed or not near(handed_s, pipeline.handed_s):
@@ -180,6 +181,17 @@ class _Stages:
             found.append(certificate)
             storage |= {p.name: _rests(chosen, p.name) for p in trace.parameters if p.name in self.made.shared}
         return found
+
+
+def _runs(plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned) -> Iterator[Finding]:
+    """Whether the schedule waits for what it has to, and outputs come as they can."""
+    alone = pipeline.schedule == INTERLEAVED and not part.differentiable
+    if returned.waits and pipeline.schedule != "gpipe" and not alone:
+        yield Finding("emission", f"no backward runs among forwards, for which {pipeline.schedule} is planned: all forwards come first")
+    if returned.waits and part.differentiable and not pipeline.axis and pipeline.num_microbatches > 1:
+        yield Finding("emission", "backward waits for a loss of the whole batch, so that microbatches one after another have no use")
+    if part.loss is None and plan.options.get("outputs", "dtensor") != "full":
+        yield Finding("emission", f"outputs={plan.options.get('outputs', 'dtensor')!r} returns nothing of a model without a loss in stages")
 
 
 def _joined(plan: Plan, pipeline: Pipeline, made: Cut, handed_s: float) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from autopar.run.forwards_first import ForwardsFirst
 from autopar.run.program import ProgramTensor, StagedProgram
 from autopar.run.returned import parts_of
 from autopar.run.stage_work import StageWork
-from autopar.run.unused import reached
+from autopar.run.unused import Unused
 from autopar.run.watched import Watched
 
 
@@ -24,6 +24,7 @@ class Stages(Protocol):
 
     program: StagedProgram
     kept: Sequence[ProgramTensor]
+    rank: int
 
     def new_works(self) -> Mapping[int, StageWork]:
         """Of this rank, one stage's."""
@@ -48,19 +49,16 @@ class Stages(Protocol):
     def spread(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same of all stages."""
 
-    def finish(self, works: Mapping[int, StageWork], parameters: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
+    def finish(self, works: Mapping[int, StageWork], parameters: Sequence[Tensor], *, keep: bool) -> list[Tensor | None]:
         """After backwards: gradients of what this rank holds."""
 
-    def wrapped(self, gradients: Sequence[Tensor]) -> list[DTensor | None]:
-        """One per parameter that is held."""
+    def wrapped(self, gradients: Sequence[Tensor | None], without: frozenset[str] = frozenset()) -> list[DTensor | None]:
+        """One per parameter that is held; None for those `without` one."""
 
-    def check_returned(self, tangents: Sequence[Tensor | None]) -> None:
-        """That all ranks computed the same loss."""
+    def check_returned(self, tangents: Sequence[Tensor | None], watched: Watched) -> None:
+        """That nothing that is watched has changed, and that all ranks computed the same loss."""
 
-    def held_names(self) -> Sequence[str]:
-        """Of the parameters that this rank holds, in order."""
-
-    def watched_of(self, works: Mapping[int, StageWork], parameters: Sequence[Tensor]) -> Watched:
+    def watched_of(self, works: Mapping[int, StageWork], parameters: Sequence[Tensor], outputs: Mapping[str, Tensor]) -> Watched:
         """What the user holds and backward reads."""
 
 
@@ -79,7 +77,8 @@ class Answered(torch.autograd.Function):
             stages.begin(works, parameters, parts, weights, keep=True)
             stages.runner(works).forward()
             outputs = stages.spread(stages.joined(works, weights))
-        ctx.stages, ctx.works, ctx.parameters, ctx.watched = stages, works, parameters, stages.watched_of(works, parameters)
+        ctx.stages, ctx.works, ctx.parameters = stages, works, parameters
+        ctx.watched = stages.watched_of(works, parameters, outputs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(outputs[t.name] for t in stages.kept if not t.has_gradient))
         return tuple(outputs[t.name] for t in stages.kept)
@@ -95,22 +94,17 @@ class Answered(torch.autograd.Function):
                 "backward ran a second time through one call, and what it needs has been freed",
                 remedy="call the module again before each backward; one call gives one backward",
             )
-        ctx.watched.check()
-        stages.check_returned(tangents)
+        stages.check_returned(tangents, ctx.watched)
         returned = {t.name: x for t, x in zip(stages.kept, tangents, strict=True) if t.has_gradient}
         absent = [name for name, x in returned.items() if x is None]
         (work,) = works.values()
         with torch.autocast(work.device.type, enabled=False):
-            whole = {t.name: _whole(returned[t.name], t, work.device) for t in stages.kept if t.name in returned}
-            work.answer(parts_of(whole, stages.program.microbatches))
+            parts = parts_of({name: x for name, x in returned.items() if x is not None}, stages.program.microbatches)
+            unused = Unused.of(stages.program, absent) if absent else Unused()
+            if absent:
+                work.answer(parts, unused.tangents[stages.rank], unused.gradients[stages.rank])
+            else:
+                work.answer(parts)
             stages.runner(works).backward()
-            gradients = stages.wrapped(stages.finish(works, parameters, keep=True))
-        if absent:
-            known = reached(stages.program.trace, absent)
-            gradients = [g if name in known else None for name, g in zip(stages.held_names(), gradients, strict=True)]
+            gradients = stages.wrapped(stages.finish(works, parameters, keep=True), unused.parameters)
         return (None, None, None, *gradients)
-
-
-def _whole(tangent: Tensor | None, output: ProgramTensor, device: torch.device) -> Tensor:
-    """Zeros for an output that has no part in the loss."""
-    return torch.zeros((), dtype=output.dtype, device=device).expand(output.shape) if tangent is None else tangent

@@ -48,7 +48,7 @@ def run_staged(
     parts = program.microbatches.split(inputs)
     weights = program.microbatches.weights(parts)
     device = next((x.device for x in (*parameters.values(), *inputs.values())), torch.device("cpu"))
-    tangents = tangents_of_parts(program, dtype, device, tangent)
+    tangents = _tangents_of_parts(program, dtype, device, tangent)
     trained = any(t.has_gradient for stage in program.stages for t in stage.parameters)
     stages = [_Stage(p, parameters, dtype, observe, tolerance) for p in program.stages]
     state = dict(buffers)
@@ -77,7 +77,7 @@ def run_staged(
     return Lockstep(whole, gradients, new_buffers, records)
 
 
-def tangents_of_parts(
+def _tangents_of_parts(
     program: StagedProgram, dtype: torch.dtype | None, device: torch.device, scale: float = 1.0
 ) -> list[dict[str, Tensor]]:
     """Per microbatch, what backward begins with by output path; nothing of a loss, whose tangent is the weight of the microbatch."""

@@ -18,8 +18,8 @@ class Stepped(Protocol):
 
     loss_scale: float
 
-    def wrapped(self, gradients: Sequence[Tensor]) -> list[DTensor | None]:
-        """One per parameter that is held."""
+    def wrapped(self, gradients: Sequence[Tensor | None], without: frozenset[str] = frozenset()) -> list[DTensor | None]:
+        """One per parameter that is held; None for those `without` one."""
 
 
 class Published(torch.autograd.Function):

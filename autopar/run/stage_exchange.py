@@ -61,15 +61,15 @@ class Exchange:
             _write_back(there, mine)
 
     def spread(self, outputs: Sequence[ProgramTensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """These outputs on all ranks, from the ranks whose stages make them."""
+        """These outputs on all ranks, from the ranks whose stages make them, where they are contiguous."""
         if self.group is None:
             return dict(own)
         found = {}
         for tensor in outputs:
             stages = enumerate(self.program.stages)
             made_by = next(i for i, s in stages if any(t.name == tensor.name for t in s.outputs if not t.crosses))
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            value = own[tensor.name].contiguous() if tensor.name in own else empty
+            here = tensor.name in own
+            value = own[tensor.name] if here else torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
             dist.broadcast(value, dist.get_global_rank(self.group, made_by % self.group.size()), self.group)
             found[tensor.name] = value
         return found

@@ -134,7 +134,7 @@ def _forwards_first(work: StageWork, num: int, num_more: int, returned: Returned
         work.forward(number)
         sent = work.leaving(number)
     del sent
-    made = {path: returned.how.join(path, values, [1.0] * len(values)) for path, values in work.outputs.items()}
+    made = {path: returned.how.join(path, values, [1.0] * len(values)).contiguous() for path, values in work.outputs.items()}
     work.outputs.clear()
     for t in returned.outputs:  # those of other stages
         if t.name not in made:

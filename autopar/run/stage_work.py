@@ -53,7 +53,7 @@ class StageWork:
             self._parameters = self.executor.begin(parameters)
         self._sums = self.executor.new_sums() if keep else []
         self._added = False
-        self._answers: Sequence[Mapping[str, Tensor]] = ()
+        self.answer(())
         self._gradients: list[Tensor] = []
         self.outputs: dict[str, list[Tensor]] = {t.name: [] for t in self.program.outputs if not t.crosses and t.name in wanted}
         self._forget()
@@ -66,13 +66,16 @@ class StageWork:
         self._tangents: dict[int, list[Tensor]] = {}
         self._returning: dict[int, list[Tensor]] = {}
 
-    def answer(self, tangents: Sequence[Mapping[str, Tensor]]) -> None:
+    def answer(
+        self, tangents: Sequence[Mapping[str, Tensor]], absent: frozenset[str] = frozenset(), unsent: frozenset[str] = frozenset()
+    ) -> None:
         """Between forwards and backwards, where the model returns no loss.
 
         Args:
-            tangents: of each microbatch, by path of an output, whole.
+            tangents: of each microbatch, by path of an output, whole. absent: outputs whose tangents are none, crossing ones too. unsent:
+                what came from the stage before and gets no gradient.
         """
-        self._answers = tangents
+        self._answers, self._absent, self._unsent = tangents, absent, unsent
 
     def saved(self) -> list[Any]:
         """What waits for backward, of all microbatches."""
@@ -100,7 +103,8 @@ class StageWork:
     def clear(self) -> None:
         """Let go of everything."""
         self._parameters, self._buffers, self._parts, self._weights, self._sums, self._gradients = [], (), (), (), [], []
-        self._resting, self._answers = (), ()
+        self._resting = ()
+        self.answer(())
         self._forget()
 
     def arriving(self, number: int) -> list[Tensor]:
@@ -114,7 +118,7 @@ class StageWork:
 
     def arriving_back(self, number: int) -> list[Tensor]:
         """Buffers for the gradients of what left."""
-        self._tangents[number] = [self._empty(t) for t in self._leaving if t.has_gradient]
+        self._tangents[number] = [self._empty(t) for t in self._leaving if t.has_gradient and t.name not in self._absent]
         return self._tangents[number]
 
     def leaving_back(self, number: int) -> list[Tensor]:
@@ -146,17 +150,24 @@ class StageWork:
             self._returning[number] = [self._empty(t).zero_() for t in self.program.inputs if t.has_gradient]
             return
         arrived = iter(self._tangents.pop(number, []))
-        tangents = [next(arrived) if t.crosses else self._tangent(t, number) for t in self.program.outputs if t.has_gradient]
+        ends = [t for t in self.program.outputs if t.has_gradient]
+        tangents = [next(arrived) if t.crosses and t.name not in self._absent else self._tangent(t, number) for t in ends]
+        absent = frozenset(place for place, t in enumerate(ends) if t.name in self._absent)
         del arrived
         with torch.no_grad():
-            results = self.executor.backward(self._saved.pop(number), tangents, self._sums, first=not self._added and bool(self._sums))
+            first = not self._added and bool(self._sums)
+            results = self.executor.backward(self._saved.pop(number), tangents, self._sums, first=first, absent=absent)
             self._added = True
-            self._returning[number] = [g.contiguous() for g in results[self._trained :]]
-            del results[self._trained :]
+            ends = [t for t in self.program.inputs if t.has_gradient]
+            pairs = zip(ends, results[self._trained :], strict=True)
+            self._returning[number] = [g.contiguous() for t, g in pairs if t.name not in self._unsent]
+            del results[self._trained :], pairs
             self._gradients = [] if self._sums else _apart(results)
 
     def _tangent(self, output: ProgramTensor, number: int) -> Tensor:
-        """What backward of a microbatch begins with."""
+        """What backward of a microbatch begins with; of what has no part in the loss zeros, which nothing should read."""
+        if output.name in self._absent:
+            return self._empty(output).zero_()
         if output.is_loss:
             return torch.full(output.shape, self._weights[number], dtype=output.dtype, device=self.device)
         whole = self._answers[number][output.name]
@@ -174,11 +185,14 @@ def outputs_kept(program: Program, outputs: Outputs, num_microbatches: int) -> t
     return tuple(t for t in program.outputs if not t.crosses and (is_whole or is_returned(t, outputs)))
 
 
-def _apart(gradients: Sequence[Tensor]) -> list[Tensor]:
+def _apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients, each with memory of its own: one may share memory with another, or with what the graph was given."""
     seen: set[int] = set()
-    result = []
+    result: list[Tensor | None] = []
     for gradient in gradients:
+        if gradient is None:  # nothing that has a part in the loss reaches the parameter
+            result.append(gradient)
+            continue
         key = gradient.untyped_storage()._cdata
         own = (
             key not in seen

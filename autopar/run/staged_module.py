@@ -38,7 +38,7 @@ from autopar.run.interleaving import Interleaving
 from autopar.run.parameters import Storage
 from autopar.run.program import Program, ProgramTensor, StagedProgram
 from autopar.run.published import Published
-from autopar.run.ranks import rank
+from autopar.run.ranks import by_all, rank
 from autopar.run.refused import refusing
 from autopar.run.stage_exchange import Exchange
 from autopar.run.stage_work import StageWork, outputs_kept
@@ -171,38 +171,42 @@ class StagedModule(Holder):
         parameters = [(p, self._names[name] not in elsewhere) for name, p in self.named_parameters()]
         return clip_over_stages(parameters, max_norm, norm_type, self._group, self.device_mesh)
 
-    def check_returned(self, tangents: Sequence[Tensor | None]) -> None:
-        """As `ParallelModule` does: that every rank computed the same loss, in backwards 1, 2, 4, 8 and so on."""
+    def check_returned(self, tangents: Sequence[Tensor | None], watched: Watched) -> None:
+        """That nothing which backward reads has changed, and, as `ParallelModule` does, that every rank computed the same loss.
+
+        In backwards 1, 2, 4, 8 and so on all ranks are told of both; in others a rank whose parameters have changed is told alone.
+        """
         self._num_backwards += 1
-        if self._num_backwards & (self._num_backwards - 1) == 0:
-            check_tangents([(t.name, x) for t, x in zip(self.kept, tangents, strict=True) if t.has_gradient], self.world_mesh)
+        if self._num_backwards & (self._num_backwards - 1):
+            watched.check()
+            return
+        by_all(watched.check, "backward", remedy="run backward before what changes parameters, outputs or inputs")
+        check_tangents([(t.name, x) for t, x in zip(self.kept, tangents, strict=True) if t.has_gradient], self.world_mesh)
 
-    def held_names(self) -> list[str]:
-        """Of the parameters that this rank holds, in order."""
-        return [t.name for t in self._held]
-
-    def watched_of(self, works: Mapping[int, StageWork], parameters: Sequence[Tensor]) -> Watched:
+    def watched_of(self, works: Mapping[int, StageWork], parameters: Sequence[Tensor], outputs: Mapping[str, Tensor]) -> Watched:
         """What the user holds and backward reads."""
         watched = Watched()
         names = [f"parameter {t.name!r}" for t in self._held]
         for work in works.values():
-            watched.watch(work.named(), work.saved())
+            watched.watch([*work.named(), *((f"output {name!r}", x) for name, x in outputs.items())], work.saved())
         watched.follow(zip(names, parameters, strict=True))
         return watched
 
     def _make_schedule(self) -> Any:
-        """None for a single stage, whose microbatches come one after another, and where no backward runs among forwards."""
-        if self._group is None or not self.program.begins_backward:
+        """None for a single stage, whose microbatches come one after another, and for one a rank where no backward runs among forwards."""
+        if self._group is None:
             return None
         num = self.program.microbatches.num
         if len(self._works) > 1:
             return Interleaving(self._works, self._group, num)
+        if not self.program.begins_backward:
+            return None
         worker = StageWorker(self._works[self.rank], self.rank, len(self.program.stages), self._group)
         return _SCHEDULES[self.program.schedule](worker, num, loss_fn=lambda output, _: output, scale_grads=False)
 
     def _step(
         self, parts: list[dict[str, Tensor]], weights: list[float], parameters: Sequence[Tensor], *, keep: bool
-    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+    ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         """The batch's outputs by path, and this rank's gradients, both the same on all ranks that should have them."""
         self.begin(self._works, parameters, parts, [weight * self.loss_scale for weight in weights], keep=keep)
         if isinstance(self._schedule, Interleaving):
@@ -230,17 +234,21 @@ class StagedModule(Holder):
 
     def joined(self, works: Mapping[int, StageWork], weights: list[float]) -> dict[str, Tensor]:
         """After all forwards: the batch's outputs that this rank's stages make. Lets go of microbatches'."""
-        found = {path: self._how.join(path, values, weights) for work in works.values() for path, values in work.outputs.items()}
+        found = {
+            path: self._how.join(path, values, weights).contiguous() for work in works.values() for path, values in work.outputs.items()
+        }
         for work in works.values():
             work.outputs.clear()
         return found
 
-    def finish(self, works: Mapping[int, StageWork], parameters: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
-        """After all backwards, if there were any: this rank's gradients."""
+    def finish(self, works: Mapping[int, StageWork], parameters: Sequence[Tensor], *, keep: bool) -> list[Tensor | None]:
+        """After all backwards, if there were any: this rank's gradients; None where nothing that has a part in the loss reaches one."""
         found: dict[str, Tensor] = {}
         for work in works.values():
             named = [t.name for t in work.program.parameters if t.has_gradient]
             for name, gradient in zip(named, work.finish(), strict=False):  # none without backward
+                if gradient is None:
+                    continue
                 found[name] = found[name].add_(gradient) if name in found else gradient
         if not keep:
             return []
@@ -249,7 +257,7 @@ class StagedModule(Holder):
                 with torch.no_grad():
                     found[t.name] = torch.zeros_like(self._storages[t.name].local(parameter))
         self._exchange.add_shared(found)
-        return [found[t.name] for t in self._held if t.has_gradient]
+        return [found.get(t.name) for t in self._held if t.has_gradient]
 
     def begin(
         self,
@@ -276,10 +284,12 @@ class StagedModule(Holder):
         """All outputs that a call returns, on all stages."""
         return self._exchange.spread(self.kept, own)
 
-    def wrapped(self, gradients: Sequence[Tensor]) -> list[DTensor | None]:
-        """One per parameter that is held."""
-        remaining = iter(gradients)
-        return [self._storages[t.name].wrap(next(remaining)) if t.has_gradient else None for t in self._held]
+    def wrapped(self, gradients: Sequence[Tensor | None], without: frozenset[str] = frozenset()) -> list[DTensor | None]:
+        """One per parameter that is held; None for those `without` one."""
+        named = zip((t.name for t in self._held if t.has_gradient), gradients, strict=True)
+        found = {name: gradient for name, gradient in named if name not in without}
+        shown = [(t.name, found.get(t.name)) for t in self._held]
+        return [None if gradient is None else self._storages[name].wrap(gradient) for name, gradient in shown]
 
 
 def _held_by(stages: Iterable[Program], trained: Collection[str]) -> tuple[ProgramTensor, ...]:

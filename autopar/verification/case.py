@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autopar import random_ops
 from autopar.capture import Trace
 from autopar.capture._transformers import without_caches
-from autopar.capture.execute import execute, promoted
+from autopar.capture.execute import execute, promoted, promoted_dtype
 from autopar.capture.gpu_autocast import gpu_autocast
 from autopar.capture.precision import narrowed
 from autopar.capture.tangents import tangent_of
 from autopar.capture.trees import flatten_call, flatten_with_paths, unflatten
 from autopar.errors import VerificationError
 from autopar.run.lockstep import Lockstep, Observer, run_lockstep
-from autopar.run.lockstep_staged import run_staged, tangents_of_parts
+from autopar.run.lockstep_staged import run_staged
 from autopar.run.program import Program, StagedProgram
 from autopar.verification.comparison import Results
 from autopar.verification.drawing import PositionalDraws
@@ -122,7 +122,7 @@ class Case:
         how, found = self.program.microbatches, dict[str, torch.dtype]()
         parts = how.split({path: x for path, x in leaves if isinstance(x, Tensor)})
         weights = how.weights(parts)
-        answers = tangents_of_parts(self.program, self.dtype, torch.device("cpu"))
+        answers = self._tangents_of_parts(self.program, weights)
         steps: list[Results] = []
         for number, part in enumerate(parts):
             args, kwargs = unflatten([part.get(path, leaf) for path, leaf in leaves], spec)
@@ -133,6 +133,18 @@ class Case:
         pairs = [(step, weight) for step, weight in zip(steps, weights, strict=True) if weight]
         gradients = {name: torch.stack([step.gradients[name] * weight for step, weight in pairs]).sum(0) for name in steps[0].gradients}
         return Results(outputs, steps[-1].buffers, gradients), found
+
+    def _tangents_of_parts(self, program: StagedProgram, weights: list[float]) -> list[dict[str, Tensor]]:
+        """What backward of each microbatch begins with, by autograd through what puts outputs together, not as the program has it."""
+        found: list[dict[str, Tensor]] = [{} for _ in weights]
+        for o in () if self.loss is not None else program.trace.differentiable:
+            dtype = promoted_dtype(o.dtype, self.dtype)
+            parts = [torch.zeros(o.shape, dtype=dtype, requires_grad=True) for _ in weights]
+            whole = program.microbatches.join(o.path, list(parts), weights)
+            whole.backward(tangent_of(o.path, whole.shape, dtype, is_loss=False))
+            for mine, part in zip(found, parts, strict=True):
+                mine[o.path] = torch.zeros_like(part) if part.grad is None else part.grad
+        return found
 
     def _run_plain(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Tensor, answers: Mapping[str, Tensor]

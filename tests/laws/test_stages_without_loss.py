@@ -18,12 +18,13 @@ from autopar import constraints as asked
 from autopar.api.planning import plan_model
 from autopar.capture import capture
 from autopar.constraints import Constraint
-from autopar.errors import AutoparError, ConstraintError
+from autopar.errors import AutoparError, ConstraintError, VerificationError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned
 from autopar.plans import Plan, forward_load
-from autopar.run.unused import reached
+from autopar.run.program import Microbatches, StagedProgram
+from autopar.run.unused import Unused
 
 TOLERANCE = 1e-6  # parts of the models compute in float32 themselves
 MESH = Mesh({"stage": 2, "data": 2})
@@ -161,15 +162,43 @@ def test_what_cannot_be_had_is_refused(options: dict[str, Any], said: str) -> No
 
 
 def test_parameters_that_absent_outputs_alone_reach_are_known() -> None:
+    cuts = asked.pipeline("stage", microbatches=2, cuts=["layers.2"])
+    program = planned("layers", Mesh({"stage": 2}), (cuts,)).program
+    assert isinstance(program, StagedProgram)
+    every = {p.name for p in program.trace.parameters}
+    (crossing,) = (t.name for t in program.stages[0].outputs if t.crosses)
+    some = Unused.of(program, ["early", "size", "total", "scale"])
+    assert some == Unused(frozenset(), (frozenset({"early"}), frozenset({"size", "total", "scale"})), (frozenset(), frozenset()))
+    assert Unused.of(program, ["logits"]).parameters == {"head.weight", "head.bias"}
+    second = Unused.of(program, ["logits", "size", "total"])
+    assert second.parameters == {name for name in every if name.startswith(("head", "layers.2", "layers.3"))}
+    assert (second.tangents[0], second.gradients[1]) == ({crossing}, {crossing})
+    assert Unused.of(program, ["logits", "early", "size", "total", "scale"]).parameters == every
+
+
+@pytest.mark.parametrize("kind", ["layers dropout", "layers"])
+def test_wrong_tangents_of_microbatches_are_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(kind, MESH, (asked.pipeline("stage", microbatches=2),)).plan
+    right = Microbatches.tangents
+
+    def wrong(how: Microbatches, path: str, whole: torch.Tensor) -> list[torch.Tensor]:
+        return [x * (2 if path == "size" else 1) for x in right(how, path, whole)]
+
+    monkeypatch.setattr(Microbatches, "tangents", wrong)
+    with pytest.raises(VerificationError):
+        autopar.verify(plan, *built(kind), tolerance=TOLERANCE)
+
+
+def test_a_schedule_that_does_not_wait_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plan that agrees with itself in all else."""
     model, batch = built("layers")
-    trace = capture(model, (), batch)
-    every = {p.name for p in trace.parameters}
-    assert reached(trace, ["early", "size", "total", "scale"]) == every
-    assert every - reached(trace, ["logits"]) == {"head.weight", "head.bias"}
-    assert every - reached(trace, ["logits", "size", "total"]) == {
-        name for name in every if name.startswith(("head", "layers.2", "layers.3"))
-    }
-    assert not reached(trace, ["logits", "early", "size", "total", "scale"])
+    with monkeypatch.context() as patched:
+        patched.setattr("autopar.planning.staged.in_order", lambda wish, *_, **__: wish)
+        options: dict[str, Any] = {"constraints": (asked.pipeline("stage", microbatches=2),), "hardware": "cpu-gloo"}
+        plan = autopar.plan(model, MESH, example_inputs=batch, **options)
+    assert plan.pipeline is not None and plan.pipeline.schedule == "1f1b"
+    (finding,) = autopar.check(plan, model, batch).findings
+    assert "no backward runs among forwards" in str(finding)
 
 
 def test_a_tangent_is_added_last() -> None:

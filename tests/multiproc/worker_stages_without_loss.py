@@ -130,6 +130,76 @@ def parts(rank: int) -> dict[str, Any]:
     return told
 
 
+class Gated(nn.Module):
+    """One of its outputs has an infinite derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.gate = nn.Linear(8, 8), nn.Linear(8, 4), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = torch.relu(self.first(x)) * (1 + self.gate)
+        return {"out": self.last(hidden), "gate": self.gate.pow(2).sqrt(), "early": hidden.pow(2).sqrt()}
+
+
+def unused(rank: int) -> list[float]:
+    """Errors of gradients, in one microbatch and in two, where what has infinite ones has no part in the loss."""
+    errors = []
+    for num in (1, 2):
+        torch.manual_seed(0)
+        plain, batch = Gated().double(), {"x": torch.randn(4, 8, dtype=torch.float64)}
+        options: dict[str, Any] = {"hardware": "cpu-gloo", "constraints": (constraints.pipeline("stage", microbatches=num, cuts=["last"]),)}
+        module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh({"stage": 2}), example_inputs=batch, **options)
+        for _ in range(2):
+            errors.append(_gradients(module, plain, batch, lambda found: (found[0]["out"] * found[1]["out"]).sum()))
+    return errors
+
+
+def interleaved(rank: int) -> tuple[float, float, bool]:
+    """Errors of a model with a loss in two stages a rank: of gradients, and of an evaluation, which is planned as forward alone."""
+    plain, (_, batch) = WithLoss().double(), built("layers")
+    asked = (constraints.pipeline("stage", microbatches=2, schedule="interleaved_1f1b"),)
+    options: dict[str, Any] = {"example_inputs": batch, "hardware": "cpu-gloo", "constraints": asked}
+    module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh({"stage": 2}), **options)
+    for model in (plain, module):
+        model(**batch).backward()
+    with torch.no_grad():
+        error = abs(float(module.eval()(**batch) - plain.eval()(**batch)))
+    alone = module.variants.known[-1].plan.options["inference"]
+    return worst(module, plain, gradients=True), error, alone
+
+
+def large(rank: int) -> tuple[int, int]:
+    """Live bytes of a forward alone whose outputs are the largest tensors, and not contiguous, measured and predicted."""
+    torch.manual_seed(0)
+    model, batch = Transposed(), (torch.randn(16, 8),)
+    asked = (constraints.pipeline("stage", microbatches=1),)
+    options: dict[str, Any] = {"example_inputs": batch, "hardware": "cpu-gloo", "constraints": asked, "inference": True}
+    module: Any = autopar.compile(model, autopar.Mesh({"stage": 2}), **options)
+    held = [*module.parameters(), *module.buffers(), *batch]
+    return least_peak(held, lambda: module(*batch), times=5), module.plan.pipeline.stages[rank].prediction.peak_bytes
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 512)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.last(torch.relu(self.first(x)))
+        return found.t(), found + 1
+
+
+def changed(rank: int) -> str:
+    """What is said where an output was changed that the first stage's backward reads."""
+    plain, batch = built("layers")
+    asked = (constraints.pipeline("stage", microbatches=1, cuts=["layers.3"]),)
+    module: Any = autopar.compile(plain, autopar.Mesh({"stage": 2}), example_inputs=batch, hardware="cpu-gloo", constraints=asked)
+    found = module(**batch)["early"]
+    found.detach().mul_(2)
+    return _said(lambda: found.sum().backward())
+
+
 def apart(rank: int) -> str:
     """What a loss that ranks compute differently is told."""
     plain, batch = built("layers")
