@@ -2,6 +2,9 @@
 
 Where samples depend on each other (batch statistics, contrastive losses, tokens sorted by expert) there is one microbatch, and the row says
 which op refused more. Stages are cut where the planner likes; data parallelism is forced on the other axis where the model admits it.
+
+``--use outputs`` calls models without labels: all forwards run first, and backward goes through all that they return; models that need
+labels are left out. ``--use inference`` runs forward alone, in eval mode.
 """
 
 from __future__ import annotations
@@ -20,22 +23,25 @@ from autopar.run.program import StagedProgram
 from benchmarks import zoo
 from benchmarks.common import Row, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
+from benchmarks.parity import may_lack_labels, used
 
 MESHES = ("stage=2,data=2",)
 MICROBATCHES = 2
 COLUMNS = ("microbatches", "stages", "cuts", "crossing", "num_collectives", "gap", "max_rel_err", "note")
 
 
-def row(spec: dict[str, Any], mesh: str, hardware: str, batch: int, seq: int) -> Row:
+def row(spec: dict[str, Any], mesh: str, hardware: str, batch: int, seq: int, use: str = "step") -> Row:
     """One model on one mesh; its first axis has the stages."""
     model, example = ModelSpec(**spec).build(batch=batch, seq=seq)
-    made, note = _planned(model, example, autopar.Mesh.parse(mesh), hardware)
+    example = used(model, example, use)
+    made, note = _planned(model, example, autopar.Mesh.parse(mesh), hardware, use == "inference")
     pipe, program = made.plan.pipeline, made.program
     assert pipe is not None and isinstance(program, StagedProgram), "a pipeline was asked for"
     report = autopar.verify(made.plan, model, example)
     return {
         "ok": report.ok,
         "error": None,
+        "use": use,
         "microbatches": pipe.num_microbatches,
         "stages": len(pipe.stages),
         "cuts": list(pipe.modules),
@@ -49,7 +55,7 @@ def row(spec: dict[str, Any], mesh: str, hardware: str, batch: int, seq: int) ->
     }
 
 
-def _planned(model: nn.Module, batch: Any, mesh: autopar.Mesh, hardware: str) -> tuple[Planned, str]:
+def _planned(model: nn.Module, batch: Any, mesh: autopar.Mesh, hardware: str, inference: bool) -> tuple[Planned, str]:
     """The plan with the most that the model admits, and what it does not admit."""
     stage, data = mesh.names
     refused: list[str] = []
@@ -57,7 +63,8 @@ def _planned(model: nn.Module, batch: Any, mesh: autopar.Mesh, hardware: str) ->
         for others in ((ddp(data),), ()):
             force = (pipeline(stage, microbatches=num), *others)
             try:
-                return plan_model(model, mesh, example_inputs=batch, hardware=hardware, constraints=force)[1], "; ".join(refused)
+                options: dict[str, Any] = {"hardware": hardware, "constraints": force, "inference": inference, "outputs": "full"}
+                return plan_model(model, mesh, example_inputs=batch, **options)[1], "; ".join(refused)
             except ConstraintError as error:
                 refused.append(error.what.split(": at ")[-1] if "microbatches" in error.what else f"ddp: {error.what}")
                 if "microbatches" in error.what:
@@ -68,9 +75,12 @@ def _planned(model: nn.Module, batch: Any, mesh: autopar.Mesh, hardware: str) ->
 def main(arguments: list[str]) -> int:
     flags = parser("pipelines", __doc__ or "", meshes=MESHES)
     flags.add_argument("--hardware", default="h100-sxm")
+    flags.add_argument("--use", choices=("step", "outputs", "inference"), default="step")
     options = flags.parse_args(arguments)
     specs = specs_of(options, ()) or [ModelSpec.of_zoo(name) for name in zoo.NAMES]
-    shared = {"hardware": options.hardware, "batch": options.batch, "seq": options.seq}
+    if options.use == "outputs":
+        specs = [spec for spec in specs if may_lack_labels(spec.build(batch=options.batch, seq=options.seq, meta=True)[0])]
+    shared = {"hardware": options.hardware, "batch": options.batch, "seq": options.seq, "use": options.use}
     cases = [{"spec": spec.to_json(), "mesh": mesh, **shared} for spec in specs for mesh in options.mesh or MESHES]
     return run_rows("pipelines", cases, COLUMNS, options.json)
 

@@ -1,10 +1,10 @@
 """Whether a batch may be worked through in microbatches, and how their losses make the batch's.
 
 A model may be run on parts of its batch one after another where the batch reaches every output by concatenation, and the loss by one
-sum. That is inferred from the graph: microbatches are like ranks of a data-parallel axis that run one after another, and so the
-rules of ops say what each makes of parts, and each tensor gets a label (`autopar.analysis.microbatch_labels`). With w the weight of a
-microbatch (1; 1/M; c/Σc), loss = Σ w·loss_m, and by linearity each gradient is Σ w·gradient_m: the tangent of microbatch m is w times
-that of the loss.
+sum, where it has one. That is inferred from the graph: microbatches are like ranks of a data-parallel axis that run one after another,
+and so the rules of ops say what each makes of parts, and each tensor gets a label (`autopar.analysis.microbatch_labels`). With w the
+weight of a microbatch (1; 1/M; c/Σc), loss = Σ w·loss_m, and by linearity each gradient is Σ w·gradient_m: the tangent of microbatch m
+is w times that of the loss. Without a loss, the tangents of the batch's outputs are cut, or shared, as the outputs are put together.
 
 Where the rules cannot see that samples do not depend on each other (tokens sorted by expert), the user may promise it: then a tensor
 whose graph of one microbatch has a dim M times shorter is taken for a part, and every op where that was needed is named.
@@ -21,7 +21,7 @@ from autopar import random_ops
 from autopar.analysis.microbatch_labels import WHOLE, Label, node_labels, part_label, refusal
 from autopar.capture.trace import Trace
 from autopar.errors import ConstraintError
-from autopar.rules import call_of
+from autopar.rules import call_of, operands_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Microbatching:
 
     Attributes:
         num: how many microbatches. inputs: path of each input that is cut → the dim it is cut along.
-        outputs: path → its label; the loss among them.
+        outputs: path → its label; the loss among them, where there is one.
         count: name of the node of the microbatch's graph that weighs the loss, ``""`` where all weigh alike.
         promised: keys of the ops at which only the user's promise says that samples are independent.
     """
@@ -80,11 +80,32 @@ def microbatching(whole: Trace, part: Trace, num: int, *, independent: bool = Fa
             raise refusal(results[position], num, f"buffer {name!r} would be updated {num} times a step")
     outputs = {o.path: labels[results[i].name, 0] for i, o in enumerate(whole.outputs)}
     loss = next((outputs[o.path] for o in whole.outputs if o.is_loss), WHOLE)
+    for i, o in enumerate(whole.outputs):
+        if o.whole:  # others of microbatches are not put together
+            _check_joins(whole, o.path, outputs[o.path], loss, results[i], num)
     keys = {n.name: n.meta["key"] for n in nodes}
     if loss.count:
         _check_weighed_by_inputs(whole, loss.count, num)
     cut = {i.path: labels[i.node, 0].dim for i in whole.inputs if labels[i.node, 0].kind == "split"}
     return Microbatching(num, cut, outputs, here[keys[loss.count]].name if loss.count else "", tuple(promised))
+
+
+def _check_joins(whole: Trace, path: str, label: Label, loss: Label, node: fx.Node, num: int) -> None:
+    """That the batch's output can be put together from those of microbatches, of which the loss alone has weights."""
+    if label.kind == "place":
+        raise refusal(node, num, f"output {path!r} has positions in the batch")
+    if label.kind == "count" and not (loss.count and _equal(whole.node(label.count), whole.node(loss.count))):
+        raise refusal(node, num, f"output {path!r} is an average that weighs otherwise than the loss")
+
+
+def _equal(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes compute the same of the same placeholders."""
+    if a is b:
+        return True
+    if not (a.op == b.op == "call_function" and a.target is b.target):
+        return False
+    literals = [fx.map_arg((n.args, n.kwargs), lambda _: None) for n in (a, b)]
+    return literals[0] == literals[1] and all(map(_equal, operands_of(a), operands_of(b)))
 
 
 def _check_weighed_by_inputs(whole: Trace, count: str, num: int) -> None:

@@ -291,8 +291,10 @@ class Chooser:
 
     def part(self, num: int, *, independent: bool) -> tuple[Trace, Microbatching]:
         """As `trace_part`."""
-        asked, known = self.options.precision, self.captured
-        return trace_part(self.model, self.trace, self.args, self.kwargs, num, precision=asked, independent=independent, known=known)
+        return trace_part(
+            self.model, self.trace, self.args, self.kwargs, num, precision=self.options.precision, inference=self.options.inference,
+            independent=independent, known=self.captured,
+        )  # fmt: skip
 
     def candidates(self, wish: Pipelined) -> Iterator[tuple[str, int]]:
         """(axis, number of microbatches) of what is tried at first; 0 for no pipeline at all."""

@@ -207,7 +207,8 @@ def _build(
     if is_unshaped(mesh):  # its shape is the plan's
         devices = device_mesh(plan.mesh, kind)
     build: Callable[..., ParallelModule | StagedModule] = StagedModule if isinstance(program, StagedProgram) else ParallelModule
-    wanted = plan.options.get("outputs", "dtensor") if order.build["outputs"] == "auto" else order.build["outputs"]
+    as_planned = order.build["outputs"] in ("auto", "loss")  # a call without labels has no loss alone
+    wanted = plan.options.get("outputs", "dtensor") if as_planned else order.build["outputs"]
     module = build(program, devices, order.model, **{**order.build, "outputs": wanted}, shared=shared)
     object.__setattr__(module, "plan", plan)
     if shared is None:
@@ -227,7 +228,7 @@ def _variant(
     agree(f"{'train' if training else 'eval'} mode, {shapes_of(args, kwargs)}", "batch or mode", devices)
     plan: Plan = module.plan
     hardware = planned_for(plan) if asked is None else asked  # read where it is planned, on one rank
-    only_forward = not torch.is_grad_enabled() and not (plan.pipeline is not None and plan.pipeline.axis)  # stages are planned for steps
+    only_forward = not torch.is_grad_enabled()
     asked_again, otherwise = (replace(options, outputs=build["outputs"]) for options in asked_of(plan, storage_of(module)))
     further = _Further((asked_again,), (otherwise,))
     if only_forward:  # where that does not fit, as a step, whose batch may be cut

@@ -100,10 +100,13 @@ def _stages(plan: Plan) -> tuple[Pipelined, ...]:
 
 
 def beside_the_optimizer(plan: Plan, options: PlanOptions) -> PlanOptions:
-    """The options where no backward follows: forward alone, beside the optimizer's state, in one piece."""
+    """The options where no backward follows: forward alone, beside the optimizer's state."""
     assert options.memory_bytes is not None, "a plan records its budget"
-    state = plan.prediction.memory_bytes.get("optimizer", 0)
-    return replace(options, inference=True, memory_bytes=max(options.memory_bytes - state, 1), num_microbatches=1)
+    in_stages = plan.pipeline is not None and bool(plan.pipeline.axis)
+    plans = plan.pipeline.stages if plan.pipeline is not None and in_stages else (plan,)
+    num_chunks = plan.pipeline.num_chunks if plan.pipeline is not None else 1
+    state = num_chunks * max(each.prediction.memory_bytes.get("optimizer", 0) for each in plans)  # of any rank's stages
+    return replace(options, inference=True, memory_bytes=max(options.memory_bytes - state, 1), num_microbatches="auto")
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

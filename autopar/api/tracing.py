@@ -127,6 +127,7 @@ def trace_part(
     num: int,
     *,
     precision: str | None = None,
+    inference: bool = False,
     independent: bool = False,
     known: dict[int, Trace] | None = None,
 ) -> tuple[Trace, Microbatching]:
@@ -134,21 +135,20 @@ def trace_part(
 
     Args:
         whole: with the outputs that are wanted; those of the microbatch are, too.
-        precision: of the plan that it is for.
+        precision, inference: of the plan that it is for.
         known: traces of calls on so many samples, which this adds to.
 
     Raises:
-        ConstraintError: where the batch does not divide, or backward does not begin in the model. CoupledError: where samples depend on
+        ConstraintError: where the batch does not divide. CoupledError: where samples depend on
             each other.
     """
-    _check_begins(whole)
     known = {} if known is None else known
     known.setdefault(batch_size(args, kwargs), whole)
 
     def captured(call: Call) -> Trace:
         samples = batch_size(*call)
         if samples not in known:
-            known[samples] = _of_parts(model, *call, precision)
+            known[samples] = _of_parts(model, *call, precision, inference)
         alone, everywhere = all(o.is_loss for o in whole.outputs), all(o.whole for o in whole.outputs)
         return as_wanted(known[samples], "full" if everywhere else "loss" if alone else "dtensor")
 
@@ -161,20 +161,10 @@ def trace_part(
     return part, microbatching(whole, part, num, independent=independent)
 
 
-def _check_begins(whole: Trace) -> None:
-    """Raise ConstraintError where a step has no backward that follows from the call alone: microbatches and stages work one through it."""
-    if not whole.differentiable:
-        what = "nothing has a gradient: forward alone is planned in one piece"
-        raise ConstraintError(what, remedy="plan one microbatch without pipeline stages")
-    if whole.loss is None:
-        what = "the model returns no loss: backward waits for one that is computed outside of it, from the whole batch"
-        raise ConstraintError(what, remedy="let forward compute and return the loss, or plan one microbatch without pipeline stages")
-
-
-def _of_parts(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], precision: str | None) -> Trace:
+def _of_parts(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], precision: str | None, inference: bool) -> Trace:
     """The trace of a part of a batch that was captured as a whole."""
     try:
-        return traced(model, args, kwargs, precision)
+        return traced(model, args, kwargs, precision, inference=inference)
     except CaptureError as error:
         what = f"the model takes the whole batch, and no part of {batch_size(args, kwargs)} samples: {error.what}"
         raise CoupledError(what, where=error.where, remedy="let forward take any number of samples, or pass num_microbatches=1") from error
@@ -221,8 +211,10 @@ def planned_part(
     """The trace of one microbatch as a plan with a pipeline is for it, and how microbatches make the batch."""
     pipeline = _pipeline(plan)
     alone = as_wanted(whole, plan.options.get("outputs", "dtensor"))
-    num, asked = pipeline.num_microbatches, plan.options.get("precision")
-    part, how = trace_part(model, alone, args, kwargs, num, precision=asked, independent=pipeline.independent)
+    part, how = trace_part(
+        model, alone, args, kwargs, pipeline.num_microbatches, precision=plan.options.get("precision"),
+        inference=plan.options.get("inference", False), independent=pipeline.independent,
+    )  # fmt: skip
     return by_rows(part, plan.loss_rows), how
 
 

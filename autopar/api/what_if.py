@@ -16,6 +16,7 @@ from autopar.api.recorded import options_of
 from autopar.api.tracing import as_planned, planned_part, traced_for
 from autopar.capture import Trace
 from autopar.constraints.elsewhere import elsewhere
+from autopar.emit import returned_of
 from autopar.errors import PlanError
 from autopar.garbage import collected_seldom
 from autopar.hardware import Hardware, profile_of
@@ -126,7 +127,8 @@ def what_if(
         peaks = plan.pipeline.peaks if plan.pipeline else (plan.prediction.peak_bytes,)
         found = Carried(repriced(plan, part, there, devices, options), peaks)
     else:
-        found = carried(plan, part, there, devices, options, _bytes_of(trace))
+        returned = None if plan.pipeline is None else returned_of(*planned_part(plan, model, trace, args, kwargs), options.outputs)
+        found = carried(plan, part, there, devices, options, _bytes_of(trace), returned)
     peak_bytes, budget_bytes = _tightest(plan, found, devices, options)
     options = options if there.axes == plan.mesh.axes else _elsewhere(plan, there, options)
     best = plan_told(model, there, args, kwargs, devices, options)[1].plan

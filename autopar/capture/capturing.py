@@ -25,6 +25,7 @@ from autopar.capture.notes import of_the_model
 from autopar.capture.passes import PASSES
 from autopar.capture.passes.clean import inline_constants
 from autopar.capture.passes.random import next_state, number_draws, replace_random
+from autopar.capture.passes.tangents_last import add_tangents_last
 from autopar.capture.precision import absorb_casts, before_cast, cast_input, widened
 from autopar.capture.refusals import refuse_float8, refuse_random, refuse_unseen
 from autopar.capture.ties import refuse_overlaps
@@ -113,6 +114,7 @@ def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None, c
     propagate(graph)
     runs = shortened.runs if shortened is not None else ()
     border.repeat(runs)
+    border.add_tangents_last()
     number_draws(graph)
     assign_keys(graph)
     graph.lint()
@@ -216,6 +218,11 @@ class _Border:
         for run in runs:
             self.nodes, results = repeat(run, self.graph, self.nodes, results)
         self.results = list(results.items())
+
+    def add_tangents_last(self) -> None:
+        """In sums of gradients, where the model returns no loss."""
+        if self.raw.loss is None:
+            add_tangents_last(self.graph, [node for (kind, _), node in self.nodes.items() if kind == "tangent"])
 
     def trace(self, model: nn.Module) -> Trace:
         """The Trace around the finished graph."""

@@ -11,6 +11,7 @@ from autopar.cost.priced import Crossing, Priced
 from autopar.hardware import HardwareProfile
 from autopar.plans import Plan
 from autopar.run.orders import Action
+from autopar.run.returned import Returned
 from autopar.strategies import Forced, classes_of, resolve
 
 
@@ -22,6 +23,7 @@ class Context:
         forced: what constraints force. crossing: how tensors cross to a stage's neighbours.
         num_microbatches, num_in_flight: of a stage. schedule: its name, ``""`` for a plan without stages.
         batch_bytes: of the whole batch, which is there during a step of several microbatches.
+        returned: what calls of a pipeline return.
         stage, actions: its number, and what its rank does, where the rank holds other stages beside it.
     """
 
@@ -31,6 +33,7 @@ class Context:
     num_in_flight: int = 1
     schedule: str = ""
     batch_bytes: int = 0
+    returned: Returned | None = None
     stage: int = 0
     actions: tuple[Action, ...] = ()
 

@@ -156,7 +156,7 @@ def _peak(plan: Plan, program: Program, context: Context) -> int:
     if context.actions:
         chunk = {context.stage: chunk_memory(program, outputs)}
         return rank_peak(chunk, context.actions, context.num_microbatches) + context.batch_bytes
-    stage = trace_stage_peak(program, context.schedule, context.num_in_flight, context.num_microbatches, outputs)
+    stage = trace_stage_peak(program, context.schedule, context.num_in_flight, context.num_microbatches, outputs, context.returned)
     return stage.peak_bytes + context.batch_bytes
 
 

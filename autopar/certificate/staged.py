@@ -28,13 +28,14 @@ from autopar.certificate.report import Certificate, Finding, near
 from autopar.constraints import INTERLEAVED, Constraint, Pipelined, read_constraint
 from autopar.cost.hosts import shared_by
 from autopar.cost.price import price
-from autopar.cost.priced import Crossing, wire
-from autopar.emit import emit_staged
+from autopar.cost.priced import Crossing, handing_s, wire
+from autopar.emit import emit_staged, returned_of
 from autopar.emit.choices import input_key, output_key, parameter_key, storage_key
 from autopar.errors import AutoparError, PlanError
 from autopar.hardware import Hardware, HardwareProfile, profile_of
 from autopar.layout import Layout, Strategy
 from autopar.plans import Pipeline, Plan
+from autopar.run.returned import Returned
 from autopar.stages import Cut, seams, usable_points
 from autopar.strategies import classes_of, resolve
 from autopar.units import seconds
@@ -61,16 +62,24 @@ def certify_staged(whole: Trace, part: Trace, made: Cut, how: Microbatching, pla
         return report
     try:
         program = emit_staged(part, made, how, plan, named=False)
-        stages = _Stages(whole, part, made, plan, pipeline, hardware).certificates()
+        returned = returned_of(part, how, plan.options.get("outputs", "dtensor"))
+        stages = _Stages(whole, part, made, plan, pipeline, hardware, returned).certificates()
     except AutoparError as error:
         return replace(report, findings=(Finding("emission", error.what, "" if error.where is None else str(error.where)),))
     found = [replace(f, what=f"stage {n}: {f.what}") for n, stage in enumerate(stages) for f in stage.findings]
-    found += [*cuts(part, made, pipeline), *budgets(plan, pipeline), *_joined(plan, pipeline, made)]
+    found += _runs(plan, pipeline, part, returned)
+    handed = returned.handed_bytes if pipeline.axis else 0
+    handed_s = handing_s(pipeline.axis, plan.mesh, hardware, handed)
+    if pipeline.handed_bytes != handed or not near(handed_s, pipeline.handed_s):
+        what = f"outputs of {handed} bytes go to all stages in {handed_s:.9g} s"
+        found.append(Finding("time", f"{what}, not {pipeline.handed_bytes} bytes in {pipeline.handed_s:.9g} s"))
+    found += [*cuts(part, made, pipeline), *budgets(plan, pipeline), *_joined(plan, pipeline, made, handed_s)]
     found += shared_memory(plan, program, made.stages, hardware)
     bound_s, num = _bound_s(part, plan, pipeline, hardware, stages, found)
+    bound_s += handed_s
     found += proven(plan.proof, bound_s)
     report = replace(report, findings=tuple(found), certified_bound_s=bound_s)
-    return _summed(report, stages, pipeline, num)
+    return _summed(report, stages, pipeline, num, handed_s)
 
 
 def _bound_s(
@@ -140,6 +149,7 @@ class _Stages:
     plan: Plan
     pipeline: Pipeline
     hardware: Hardware
+    returned: Returned
 
     def certificates(self) -> list[Certificate]:
         plan, pipeline = self.plan, self.pipeline
@@ -159,7 +169,7 @@ class _Stages:
             profile = profile_of(self.hardware, pipeline.axis, number)
             here = replace(shared_by(forced, profile, pipeline.num_chunks), storage=dict(storage), starts=staged.starts)
             actions = actions_of(pipeline, number)
-            context = Context(here, crossing, num, flying, pipeline.schedule, batch_bytes, number, actions)
+            context = Context(here, crossing, num, flying, pipeline.schedule, batch_bytes, self.returned, number, actions)
             if pipeline.accumulates != context.accumulates:
                 what = f"with {num} microbatches gradients {'are' if context.accumulates else 'are not'} added to sums"
                 raise PlanError(f"{what}, and the plan says otherwise", remedy="plan again; the file was changed by hand")
@@ -173,8 +183,19 @@ class _Stages:
         return found
 
 
-def _joined(plan: Plan, pipeline: Pipeline, made: Cut) -> Iterator[Finding]:
-    """What joins the stages."""
+def _runs(plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned) -> Iterator[Finding]:
+    """Whether the schedule waits for what it has to, and outputs come as they can."""
+    alone = pipeline.schedule == INTERLEAVED and not part.differentiable
+    if returned.waits and pipeline.schedule != "gpipe" and not alone:
+        yield Finding("emission", f"no backward runs among forwards, for which {pipeline.schedule} is planned: all forwards come first")
+    if returned.waits and part.differentiable and not pipeline.axis and pipeline.num_microbatches > 1:
+        yield Finding("emission", "backward waits for a loss of the whole batch, so that microbatches one after another have no use")
+    if part.loss is None and plan.options.get("outputs", "dtensor") != "full":
+        yield Finding("emission", f"outputs={plan.options.get('outputs', 'dtensor')!r} returns nothing of a model without a loss in stages")
+
+
+def _joined(plan: Plan, pipeline: Pipeline, made: Cut, handed_s: float) -> Iterator[Finding]:
+    """What joins the stages; `handed_s` of a step goes into handing outputs to all of them."""
     num = len(pipeline.stages)
     expected = tuple(held_at_most(pipeline.schedule, s, num, pipeline.num_microbatches, pipeline.num_chunks) for s in range(num))
     if pipeline.num_in_flight != expected:
@@ -184,7 +205,7 @@ def _joined(plan: Plan, pipeline: Pipeline, made: Cut) -> Iterator[Finding]:
         rests = {str(_rests(pipeline.stages[s].node_choices(), name)) for s in held_by}
         if len(rests) > 1:
             yield Finding("layouts", f"its copies rest as {' and '.join(sorted(rests))}, and would be updated apart", name)
-    yield from _figures(plan, pipeline)
+    yield from _figures(plan, pipeline, handed_s)
 
 
 def _rests(chosen: Mapping[str, Strategy], parameter: str) -> Layout:
@@ -197,7 +218,10 @@ def _step_s(times: Sequence[float], num_microbatches: int) -> float:
 
 
 def _whole_step_s(pipeline: Pipeline, *, simulated: bool = False) -> float:
-    """From what the stages claim."""
+    """From what the stages claim. Under GPipe forward and backward each go through all stages, and each waits for its own slowest."""
+    if pipeline.schedule == "gpipe" and pipeline.num_microbatches > 1:
+        waves = zip(*(phases_of(stage, simulated=simulated) for stage in pipeline.stages), strict=True)
+        return sum(_step_s(times, pipeline.num_microbatches) for times in waves)
     if pipeline.schedule == INTERLEAVED:
         phases = [phases_of(stage, simulated=simulated) for stage in pipeline.stages]
         return step_by_longest_path(phases, len(pipeline.rank_bytes), pipeline.num_microbatches)
@@ -212,12 +236,12 @@ def _least_s(pipeline: Pipeline, bounds: Sequence[float]) -> float:
     return _step_s(bounds, pipeline.num_microbatches)
 
 
-def _figures(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
+def _figures(plan: Plan, pipeline: Pipeline, handed_s: float) -> Iterator[Finding]:
     every = [stage.prediction for stage in pipeline.stages]
     num_ranks = len(every) // pipeline.num_chunks
     slowest = max((every[rank::num_ranks] for rank in range(num_ranks)), key=lambda chunks: sum(p.step_s for p in chunks))
     fullest = max(every, key=lambda p: p.peak_bytes)
-    step, claimed, num = _whole_step_s(pipeline), plan.prediction, pipeline.num_microbatches
+    step, claimed, num = _whole_step_s(pipeline) + handed_s, plan.prediction, pipeline.num_microbatches
     said: Mapping[str, tuple[float, float]] = {
         "the step": (step, claimed.step_s),
         "the objective": (step, plan.proof.objective_s),
@@ -226,7 +250,7 @@ def _figures(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
         "what the slowest stage's kernels save": (sum(p.in_kernels_s for p in slowest) * num, claimed.in_kernels_s),
         "what the slowest stage's buckets save": (sum(p.in_buckets_s for p in slowest) * num, claimed.in_buckets_s),
         "what the slowest stage hides": (sum(p.hidden_s for p in slowest) * num, claimed.hidden_s),
-        "the simulated step": (_whole_step_s(pipeline, simulated=True), claimed.simulated_s),
+        "the simulated step": (_whole_step_s(pipeline, simulated=True) + handed_s, claimed.simulated_s),
     }
     for what, (derived, number) in said.items():
         if not near(derived, number):
@@ -240,7 +264,7 @@ def _figures(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
         yield Finding("memory", "what the device with most on its host has there is made up otherwise")
 
 
-def _summed(report: Certificate, stages: Sequence[Certificate], pipeline: Pipeline, num_multipliers: int) -> Certificate:
+def _summed(report: Certificate, stages: Sequence[Certificate], pipeline: Pipeline, num_multipliers: int, handed_s: float) -> Certificate:
     """With the stages' figures, where all of them could be derived."""
     report = replace(
         report, num_decisions=sum(s.num_decisions for s in stages), num_nodes=sum(s.num_nodes for s in stages),
@@ -249,12 +273,13 @@ def _summed(report: Certificate, stages: Sequence[Certificate], pipeline: Pipeli
     steps, peaks = [s.step_s for s in stages if s.step_s is not None], [s.peak_bytes for s in stages if s.peak_bytes is not None]
     bounds = [s.certified_bound_s for s in stages if s.certified_bound_s is not None]
     if len(steps) == len(stages):
-        shared = pipeline.num_chunks > 1  # then a stage's finding would say where its time is another than it claims
-        report = replace(report, step_s=_whole_step_s(pipeline) if shared else _step_s(steps, pipeline.num_microbatches))
+        shared = pipeline.num_chunks > 1  # then, and under GPipe, a stage's finding would say where its time is another than it claims
+        step_s = _whole_step_s(pipeline) if shared or pipeline.schedule == "gpipe" else _step_s(steps, pipeline.num_microbatches)
+        report = replace(report, step_s=step_s + handed_s)
     if len(peaks) == len(stages):
         report = replace(report, peak_bytes=max(pipeline.rank_bytes, default=max(peaks)))
     if len(bounds) == len(stages) and report.objective_s:
-        least = _least_s(pipeline, [max(b, 0.0) for b in bounds])
+        least = _least_s(pipeline, [max(b, 0.0) for b in bounds]) + handed_s
         note = (
             f"for these cuts and these layouts of what crosses, {seconds(least)} is proven by arithmetic, "
             f"{1 - least / report.objective_s:.2%} below the plan"

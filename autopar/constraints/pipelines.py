@@ -9,7 +9,8 @@ from typing import Any
 from autopar.errors import ConstraintError
 
 INTERLEAVED = "interleaved_1f1b"
-SCHEDULES = ("1f1b", "gpipe", INTERLEAVED)
+GPIPE = "gpipe"
+SCHEDULES = ("1f1b", GPIPE, INTERLEAVED)
 AUTO = "auto"
 
 

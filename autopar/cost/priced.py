@@ -76,6 +76,16 @@ def wire(axis: str, mesh: Mesh, hardware: Hardware, *stages: int) -> Wire:
     return Wire(link.latency_s, link.bandwidth_bytes_per_s)
 
 
+def handing_s(axis: str, mesh: Mesh, hardware: Hardware, num_bytes: int) -> float:
+    """Seconds in which every stage along an axis gets what one of them has, from rank to rank in a pipeline (a ring's broadcast: Patarasuk
+    and Yuan, "Bandwidth optimal all-reduce algorithms", 2009, have its latency and bandwidth): (P − 1) · latency + bytes / bandwidth."""
+    if not axis or not num_bytes:
+        return 0.0
+    ranks = mesh.shape[mesh.names.index(axis)]
+    link = wire(axis, mesh, hardware, *range(ranks))
+    return (ranks - 1) * link.latency_s + num_bytes / link.bandwidth_bytes_per_s
+
+
 @dataclass(frozen=True, slots=True)
 class Priced:
     """A problem, and what its ops and variants stand for.

@@ -5,9 +5,9 @@ from autopar.emit.build import emit
 from autopar.emit.overlap import least_overlap, overlapped
 from autopar.emit.rooms import places
 from autopar.emit.simulation import simulated
-from autopar.emit.staged import emit_staged
+from autopar.emit.staged import emit_staged, returned_of
 
 __all__ = [
     "WaitingError", "bucketed", "can_share", "emit", "emit_staged", "least_overlap", "on_bucket", "overlapped", "places",
-    "simulated", "slack_of",
+    "returned_of", "simulated", "slack_of",
 ]  # fmt: skip

@@ -9,8 +9,10 @@ from autopar.capture.trace import Trace
 from autopar.emit.build import emit
 from autopar.errors import EmissionError
 from autopar.plans import Plan
+from autopar.run.executor import Outputs
 from autopar.run.lazy_graph import LazyGraphModule
-from autopar.run.program import Microbatches, StagedProgram
+from autopar.run.program import Microbatches, StagedProgram, whole_outputs
+from autopar.run.returned import Returned, is_returned
 from autopar.stages import Cut
 
 
@@ -34,12 +36,23 @@ def emit_staged(part: Trace, cut: Cut, how: Microbatching, plan: Plan, *, named:
             if leaving.get(name) != arriving.get(name):
                 what = f"{name} leaves stage {number} as {leaving.get(name)} and arrives at the next as {arriving.get(name)}"
                 raise EmissionError(what, remedy="plan again; the file was changed by hand or belongs to another version")
-    outputs = {path: (label.kind, label.dim) for path, label in how.outputs.items()}
-    loss = next(o.path for o in part.outputs if o.is_loss)
-    count, paths = _count(part, how.count) if how.count else (None, ())
-    microbatches = Microbatches(how.num, how.inputs, outputs, loss, count, paths)
     plan_hash = plan.hash if named else ""
-    return StagedProgram(plan.mesh, pipeline.axis, part, programs, microbatches, pipeline.schedule, cut.shared, plan_hash)
+    return StagedProgram(plan.mesh, pipeline.axis, part, programs, microbatches_of(part, how), pipeline.schedule, cut.shared, plan_hash)
+
+
+def microbatches_of(part: Trace, how: Microbatching) -> Microbatches:
+    """How a program works through microbatches; arguments as of `emit_staged`."""
+    outputs = {path: (label.kind, label.dim) for path, label in how.outputs.items()}
+    loss = None if part.loss is None else part.loss.path
+    count, paths = _count(part, how.count) if how.count else (None, ())
+    return Microbatches(how.num, how.inputs, outputs, loss, count, paths)
+
+
+def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> Returned:
+    """What a call of several stages returns; arguments as of `emit_staged`."""
+    microbatches = microbatches_of(part, how)
+    kept = tuple(t for t in whole_outputs(part, microbatches, 0) if is_returned(t, outputs))
+    return Returned(kept, microbatches, waits=not any(o.is_loss for o in part.differentiable))
 
 
 def _count(part: Trace, name: str) -> tuple[fx.GraphModule, tuple[str, ...]]:

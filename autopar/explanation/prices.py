@@ -1,8 +1,9 @@
 """What faster links are worth to a plan as it is: its own communication, priced again on a link that is a little faster.
 
 The difference is exact for the plan's decisions, with what compute hides in it; where stages are interleaved, devices are taken to wait
-for as large a share of the step as in the plan. A plan made for the faster link is at least as fast as this one is on it, so planning
-anew gains no less. What a faster link is, `autopar.collective.faster` says.
+for as large a share of the step as in the plan, and under GPipe the slowest stage in forward to be the slowest in backward. A plan made
+for the faster link is at least as fast as this one is on it, so planning anew gains no less. What a faster link is,
+`autopar.collective.faster` says.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from autopar.collective import collective_time, with_faster
-from autopar.cost.priced import Wire, wire
+from autopar.cost.priced import Wire, handing_s, wire
 from autopar.emit.choices import input_key, output_key
 from autopar.errors import PlanError
 from autopar.explanation.rendering import table
@@ -96,10 +97,9 @@ def _of_axis(plan: Plan, axis: str, hardware: Hardware, kind: HardwareProfile, *
     name = plan.mesh.link(plan.mesh.names.index(axis))
     link = kind.links[name]
     quicker = _with_faster(hardware, kind, name) if several else with_faster(kind, name, _SHARE)
-    now, then, nothing = _times(plan, axis, hardware), _times(plan, axis, quicker), _times(plan, axis, hardware, free=kind)
-    saved_s = step_with(plan, now) - step_with(plan, then)
+    now_s = _step_s(plan, axis, hardware)
+    saved_s, moved_s = now_s - _step_s(plan, axis, quicker), now_s - _step_s(plan, axis, hardware, free=kind)
     per_gb = saved_s / (_SHARE * link.bandwidth_bytes_per_s / _GB)
-    moved_s = step_with(plan, now) - step_with(plan, nothing)
     return LinkWorth(axis, name, link.bandwidth_bytes_per_s, moved_s, per_gb, kind.name if several else "")
 
 
@@ -130,6 +130,24 @@ def _busiest(pipeline: Pipeline, times: Sequence[float]) -> float:
     """Of a microbatch, what all stages of the rank take that does most."""
     num_ranks = len(pipeline.rank_bytes)
     return max(sum(times[rank::num_ranks]) for rank in range(num_ranks))
+
+
+def _step_s(plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile | None = None) -> float:
+    """Of the step, but for what does not depend on links along `axis`; arguments as of `_times`."""
+    return step_with(plan, _times(plan, axis, hardware, free)) + _handed_s(plan, axis, hardware, free)
+
+
+def _handed_s(plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile | None) -> float:
+    """What handing outputs to all stages takes, where these lie along `axis`."""
+    if plan.pipeline is None or plan.pipeline.axis != axis:
+        return 0.0
+    if free is not None:
+        others = [profile for profile in getattr(hardware, "profiles", ()) if profile != free]
+        if not others:
+            return 0.0
+        assert isinstance(hardware, Mixed), "there are several kinds"
+        hardware = Mixed(hardware.axis, tuple(others[0] if profile == free else profile for profile in hardware.profiles))
+    return handing_s(axis, plan.mesh, hardware, plan.pipeline.handed_bytes)
 
 
 def _times(plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile | None = None) -> list[float]:

@@ -5,6 +5,7 @@ of its stage has a *share* of M · t / P of the step: seconds per device, summed
 those of its stage alone work on it. With τ of a stage's microbatch,
 
     step = Σ of all shares − M / P · Σ (what a stage's parts take less τ: what is hidden) + what a device waits on average
+         + what handing outputs to all stages takes
 
 so shares of plans that are cut otherwise add up to the step, and compare. Copies of a module that are together in both plans share a row.
 """
@@ -20,6 +21,7 @@ from autopar.plans import Communication, Entry, Kept, Plan
 
 HIDDEN = "(hidden: communication beside compute, and what kernels save)"
 WAITING = "(waiting for other stages)"
+HANDING = "(handing outputs to all stages)"
 _Place = tuple[tuple[int, int], ...]  # stages, and in each the number of the part
 _Split = TypeVar("_Split", Entry, Communication, Kept)
 
@@ -90,7 +92,8 @@ def beside_modules(plan: Plan) -> dict[str, float]:
     pieces = _pieces(plan)
     parts_s = sum(piece.runs * sum(p.compute_s + p.communication_s for p in breakdown(piece.plan)) for piece in pieces)
     busy_s = sum(piece.runs * piece.plan.prediction.step_s for piece in pieces)
-    return {HIDDEN: busy_s - parts_s, WAITING: plan.prediction.step_s - busy_s}
+    handed_s = plan.pipeline.handed_s if plan.pipeline is not None else 0.0
+    return {HIDDEN: busy_s - parts_s, WAITING: plan.prediction.step_s - busy_s - handed_s, HANDING: handed_s}
 
 
 def _pieces(plan: Plan) -> tuple[_Piece, ...]:

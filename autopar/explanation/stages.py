@@ -33,7 +33,7 @@ from autopar.explanation.lines import (
 from autopar.explanation.prices import Worth
 from autopar.explanation.rendering import Readable, table
 from autopar.explanation.whole import Explanation
-from autopar.plans import Flip, Pipeline, Plan
+from autopar.plans import Flip, Pipeline, Plan, forward_load
 from autopar.units import seconds, share, size
 
 
@@ -87,7 +87,8 @@ class StagedExplanation(Readable):
                 ">stage", "begins with", ">a microbatch", ">compute", ">communication", ">receiving", ">waits of the step",
                 ">in flight", ">peak",
             )  # fmt: skip
-            yield from table("Stages; times of one microbatch, forward and backward", columns, self._stages())
+            phases = "forward alone" if self.plan.options.get("inference") else "forward and backward"
+            yield from table(f"Stages; times of one microbatch, {phases}", columns, self._stages())
             columns = (">from stage", "value", "crosses as", ">sent per device and microbatch", "gradient")
             if rows := list(self._crossing()):
                 yield from table("Between stages", columns, rows)
@@ -113,9 +114,11 @@ class StagedExplanation(Readable):
             waits = f"devices wait {share(waiting)} of it on average"
             yield f"step {step}, simulated; the devices of rank {most}, which do most, work {seconds(busy[most])} of it; {waits}"
         elif pipeline.axis:
+            longest = f"{seconds(times[slowest])} (stage {slowest}, the slowest)"
             yield (
-                f"step {step} = {num - 1} × {seconds(times[slowest])} (stage {slowest}, the slowest)"
-                f" + {seconds(sum(times))} (one microbatch through all stages); devices wait {share(waiting)} of it on average"
+                f"step {step} = {num - 1} × {self._waves() if pipeline.schedule == 'gpipe' and num > 1 else longest}"
+                f" + {seconds(sum(times))} (one microbatch through all stages){self._handing()}; "
+                f"devices wait {share(waiting)} of it on average"
             )
         else:
             yield f"{num} microbatches one after another on the whole mesh"
@@ -140,6 +143,18 @@ class StagedExplanation(Readable):
         yield objective(plan)
         yield from self._prices()
         yield from covered(plan)
+
+    def _waves(self) -> str:
+        """The slowest stage of forward, and that of backward, each of which all others wait for."""
+        stages = self.pipeline.stages
+        forward = [forward_load(stage).least_s(stage.overlap.slowdown) for stage in stages]
+        waves = {"forward": forward, "the rest": [s.prediction.step_s - f for s, f in zip(stages, forward, strict=True)]}
+        return f"({' + '.join(f'{seconds(max(s))} (stage {s.index(max(s))}, the slowest in {phase})' for phase, s in waves.items())})"
+
+    def _handing(self) -> str:
+        """What outputs that every rank gets take; nothing where there are none."""
+        handed = self.pipeline.handed_bytes
+        return f" + {seconds(self.pipeline.handed_s)} (outputs, {size(handed)}, handed to all stages)" if handed else ""
 
     def summary(self) -> Iterator[str]:
         """The header in few lines."""

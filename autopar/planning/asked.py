@@ -9,7 +9,7 @@ from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
 from autopar.choices import Choices, Multipliers
 from autopar.constraints import Pipelined
-from autopar.cost.priced import Crossing, Priced
+from autopar.cost.priced import Crossing, Priced, handing_s
 from autopar.errors import ConstraintError
 from autopar.hardware import Hardware, HardwareProfile, profile_of
 from autopar.layout import Layout
@@ -20,6 +20,7 @@ from autopar.planning.over_cuts import Least
 from autopar.planning.units import Unit
 from autopar.plans import Fingerprint
 from autopar.run.orders import num_in_flight
+from autopar.run.returned import Returned
 from autopar.solve import Evaluation
 from autopar.stages import Cut, CutPoint
 from autopar.version import VERSION
@@ -31,12 +32,13 @@ class Asked:
 
     Attributes:
         part: the trace of one microbatch. how: how microbatches make the batch. batch_bytes: of the whole batch.
-        wish: the pipeline. model_fingerprint: of the whole batch's trace.
+        returned: what a call returns. wish: the pipeline. model_fingerprint: of the whole batch's trace.
     """
 
     part: Trace
     how: Microbatching
     batch_bytes: int
+    returned: Returned
     mesh: Mesh
     hardware: Hardware
     options: PlanOptions
@@ -81,6 +83,11 @@ class Asked:
     def in_flight(self) -> tuple[int, ...]:
         """Per stage, microbatches whose kept values it holds."""
         return tuple(num_in_flight(self.wish.schedule, self.num_stages, self.how.num, self.wish.chunks))
+
+    @property
+    def handing_s(self) -> float:
+        """Seconds a step in which outputs go from the stages that make them to all others."""
+        return handing_s(self.axis, self.mesh, self.hardware, self.returned.handed_bytes)
 
     def crossing(self, stage: int) -> Crossing:
         """Over the links to a stage's neighbours."""

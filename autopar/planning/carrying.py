@@ -15,7 +15,7 @@ from autopar.choices import Choices
 from autopar.constraints import Megatron
 from autopar.constraints.elsewhere import held_to
 from autopar.cost.price import price
-from autopar.cost.priced import Crossing, Priced
+from autopar.cost.priced import Crossing, Priced, handing_s
 from autopar.emit.choices import input_key, parameter_key, placeholder_keys, storage_key
 from autopar.errors import PlanError
 from autopar.hardware import Hardware, HardwareProfile, profile_of, slowest
@@ -34,6 +34,7 @@ from autopar.planning.steps import step_of
 from autopar.planning.tried import Tried
 from autopar.plans import Overlap, Pipeline, Plan
 from autopar.run.parameters import storable
+from autopar.run.returned import Returned
 from autopar.stages import Cut, cut
 from autopar.strategies import Forced, classes_of, resolve
 from autopar.strategies.softmax import around_softmax
@@ -52,12 +53,14 @@ class Carried:
         return max(self.peaks)
 
 
-def carried(plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions, batch_bytes: int = 0) -> Carried:
+def carried(
+    plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions, batch_bytes: int = 0, returned: Returned | None = None
+) -> Carried:
     """What a plan takes and needs on another mesh.
 
     Args:
         trace: of the batch; of a plan with a pipeline, of one microbatch. options: with the constraints that the plan records, as they are.
-        batch_bytes: of the whole batch, where there is a pipeline.
+        batch_bytes, returned: of the whole batch, and what a call returns of it, where there is a pipeline.
 
     Raises:
         PlanError: where a decision is not one that can be taken there, or the meshes have no axis in common, or not the stages'.
@@ -65,15 +68,16 @@ def carried(plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: P
     """
     there = on_axes(plan, mesh)
     carrier = _Carrier(without_stages(plan, mesh), options, _forced(plan, trace, mesh, options))
-    if plan.pipeline is None or there.pipeline is None:
+    if plan.pipeline is None or there.pipeline is None or returned is None:
         profile = slowest(hardware)
         tried = carrier.tried(_Piece(there, trace, profile, options.budget(profile), any(c.kernel for c in plan.communications)))
         return Carried(tried.time_s, (tried.peak_bytes,))
-    sharing = _sharing(plan, there.pipeline, hardware, options, batch_bytes)
+    sharing = _sharing(plan, there.pipeline, hardware, options, batch_bytes, returned)
     axis, planned = there.pipeline.axis, list[Planned]()
     for number, piece in enumerate(_pieces(plan.pipeline, there.pipeline, trace, hardware, sharing)):
         planned.append(_planned(carrier.tried(piece, Crossing.along(axis, mesh, hardware, number), there.pipeline)))
     step_s = step_of(there.pipeline.schedule, [each.plan for each in planned], there.pipeline.num_microbatches, there.pipeline.num_chunks)
+    step_s += handing_s(axis, mesh, hardware, there.pipeline.handed_bytes)
     return Carried(step_s, tuple(rank.peak_bytes for rank in sharing.ranks(planned)))
 
 
@@ -134,11 +138,13 @@ def _forced(plan: Plan, trace: Trace, mesh: Mesh, options: PlanOptions) -> Force
     return replace(forced, recompute=again, softmax=around_softmax(trace) if again == "selective" else frozenset())
 
 
-def _sharing(plan: Plan, pipeline: Pipeline, hardware: Hardware, options: PlanOptions, batch_bytes: int) -> Sharing:
+def _sharing(
+    plan: Plan, pipeline: Pipeline, hardware: Hardware, options: PlanOptions, batch_bytes: int, returned: Returned
+) -> Sharing:
     """The memory of the stages' ranks; where these share it, each stage has the part of the budget there that it had in the plan."""
     num, chunks = len(pipeline.stages), pipeline.num_chunks
     budgets = [options.budget(profile_of(hardware, pipeline.axis, rank)) for rank in range(num // chunks)]
-    sharing = Sharing(num, chunks, pipeline.num_in_flight, pipeline.num_microbatches, batch_bytes, budgets, options, Alike())
+    sharing = Sharing(num, chunks, pipeline.num_in_flight, pipeline.num_microbatches, batch_bytes, returned, budgets, options, Alike())
     shares = [share * budgets[n % len(budgets)] // plan.budget_of(n) for n, share in enumerate(pipeline.budgets)]
     sharing.budgets = shares or sharing.budgets
     return sharing

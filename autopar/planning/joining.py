@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.capture.trace import Trace
-from autopar.constraints import INTERLEAVED, Pipelined
+from autopar.constraints import GPIPE, INTERLEAVED, Pipelined
 from autopar.emit import emit_staged
+from autopar.errors import size_text
 from autopar.layout_graph import local_bytes
 from autopar.planning.asked import Asked, OnKind, Whole
 from autopar.planning.assembly import BY_ITSELF
@@ -34,6 +35,8 @@ _COVERS_ASKED: tuple[str, ...] = (
     "the cuts that are asked for, with this axis, schedule and number of microbatches, and every layout in which tensors cross",
 )
 _COVERS_INTERLEAVED: tuple[str, ...] = ("the bound leaves out what devices wait for each other",)
+_WAITS = "all forwards first, since backward waits for a loss that is computed outside of the model (GPipe)"
+_FORWARD = "forward alone"
 _COVERS_ONE: tuple[str, ...] = (
     "one stage, for this number of microbatches; every layout of every op, storage of every parameter, recomputation and kept versions, "
     "within the memory (see the stage's proof)",
@@ -57,7 +60,7 @@ def joined(
         cuts: indices of the units that begin later stages. stages: their plans.
     """
     plans = tuple(planned.plan for planned in stages)
-    objective = step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks)
+    objective = step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks) + asked.handing_s
     slowest = slowest_rank(plans, asked.wish.chunks)
     ranks = sharing.ranks(stages)
     fullest = max(ranks, key=lambda memory: memory.peak_bytes)
@@ -72,11 +75,12 @@ def joined(
         whole.on[0].priced.problem.accumulates,
         *((tuple(memory.peak_bytes for memory in ranks), tuple(sharing.budgets)) if shared else ((), ())),
         asked.budgets if len(set(asked.budgets)) > 1 else (),
+        asked.returned.handed_bytes if asked.axis else 0, asked.handing_s,
     )  # fmt: skip
     prediction = Prediction(
         objective, sum(p.compute_s for p in slowest) * asked.how.num, sum(p.communication_s for p in slowest) * asked.how.num,
         fullest.peak_bytes, fullest.memory_bytes, (), sum(p.hidden_s for p in slowest) * asked.how.num,
-        simulated_step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks),
+        simulated_step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks) + asked.handing_s,
         sum(p.in_kernels_s for p in slowest) * asked.how.num, sum(p.in_buckets_s for p in slowest) * asked.how.num, pipeline.host_bytes,
     )  # fmt: skip
     proof = _proof(asked, whole, objective, plans, promised)
@@ -111,6 +115,10 @@ def _proof(asked: Asked, whole: Whole, objective: float, plans: Sequence[Plan], 
     own = plans[0].proof if len(plans) == 1 else None
     bound, certified = (own.bound_s * asked.how.num, own.certified_bound_s * asked.how.num) if own else (whole.least.step_s,) * 2
     covers = _covers(asked.wish, one=own is not None)
+    if asked.returned.waits:
+        covers += (_WAITS if asked.part.differentiable else _FORWARD,)
+    if asked.axis and asked.returned.handed_bytes:
+        covers += (f"outputs of {size_text(asked.returned.handed_bytes)} go to all stages, once a step, when all forwards have run",)
     kernels = dict.fromkeys(of_kernels(on.priced) for on in whole.on) if any(profile.kernels for profile in asked.profiles) else ()
     covers += (*kernels, *dict.fromkeys(note for on in whole.on for note in on.priced.notes))
     bound, searched = min(bound, objective), min(own.searched_bound_s * asked.how.num, objective) if own else 0.0
@@ -134,7 +142,9 @@ def _with_multipliers(asked: Asked, proof: Proof, on: OnKind) -> Proof:
 
 def _covers(wish: Pipelined, *, one: bool) -> tuple[str, ...]:
     interleaved = wish.schedule == INTERLEAVED
-    taken = "the end of the simulated schedule" if interleaved else "(M − 1) · max τ + Σ τ"
+    waves = "(M − 1) · (max f + max b) + Σ τ, of which the bound has (M − 1) · max τ, for its parts f + b = τ and"
+    plain = waves if wish.schedule == GPIPE and not one else "(M − 1) · max τ + Σ τ"
+    taken = "the end of the simulated schedule" if interleaved else plain
     several = (COVERS if wish.cuts is None else _COVERS_ASKED + COVERS[1:]) + (_COVERS_INTERLEAVED if interleaved else ())
     covers = _COVERS_ONE if one else several
     return *(line.format(taken) for line in covers), BY_ITSELF

@@ -10,6 +10,7 @@ from autopar.run.memory import NodePeak, node_peaks, trace_peak
 from autopar.run.orders import Action
 from autopar.run.program import Program
 from autopar.run.rank_memory import chunk_memory, rank_peak
+from autopar.run.returned import Returned
 from autopar.run.stage_memory import StagePeak, trace_stage_peak
 
 
@@ -19,12 +20,14 @@ class Schedule:
 
     Attributes:
         name: of the schedule. batch_bytes: of the whole batch, which is there during the whole step.
+        returned: what calls of the pipeline return.
         stage, actions: its number, and what its rank does, where the rank holds other stages beside it.
     """
 
     name: str
     num_microbatches: int
     batch_bytes: int
+    returned: Returned
     stage: int = 0
     actions: tuple[Action, ...] = ()
 
@@ -59,6 +62,7 @@ class Peaks:
             return rank_peak({schedule.stage: memory}, schedule.actions, schedule.num_microbatches)
 
         def measured() -> StagePeak:
-            return trace_stage_peak(program, schedule.name, self.num_in_flight, schedule.num_microbatches, self.options.outputs)
+            kind, num = schedule.name, schedule.num_microbatches
+            return trace_stage_peak(program, kind, self.num_in_flight, num, self.options.outputs, schedule.returned)
 
         return self.alike.peak(program, self.num_in_flight, measured).peak_bytes

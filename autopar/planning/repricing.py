@@ -16,7 +16,7 @@ from autopar.constraints import Pipelined
 from autopar.cost.held import offered_as, own_time_s
 from autopar.cost.kernel_times import Site, saved, terms_of
 from autopar.cost.price import price
-from autopar.cost.priced import Crossing, Priced, Source
+from autopar.cost.priced import Crossing, Priced, Source, handing_s
 from autopar.cost.routes import saved_of
 from autopar.cost.times import price_collectives
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys, storage_key
@@ -50,7 +50,8 @@ def repriced(plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: 
     times = [_phases(part, part.priced.profile, num) for part in problems_of(plan, trace, mesh, hardware, options)]
     if pipeline is None:
         return sum(times[0])
-    return scheduled_time(pipeline.schedule, [f for f, _ in times], [b for _, b in times], num, pipeline.num_chunks)
+    handed_s = handing_s(pipeline.axis, mesh, hardware, pipeline.handed_bytes)
+    return scheduled_time(pipeline.schedule, [f for f, _ in times], [b for _, b in times], num, pipeline.num_chunks) + handed_s
 
 
 @dataclass(frozen=True, slots=True)

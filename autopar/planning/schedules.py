@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.constraints import INTERLEAVED
+from autopar.constraints import GPIPE, INTERLEAVED
 from autopar.run.orders import Action, orders
 
 
@@ -34,9 +34,12 @@ def scheduled_time(
 ) -> float:
     """Seconds of a step under a schedule; per stage those of one microbatch.
 
-    With one stage a rank `step_time`'s formula; interleaved the end of the simulated schedule. That is, with v equal chunks of time τ/v
-    each and M a multiple of the P ranks, M · τ + (P − 1) · τ / v (Narayanan et al., 2021, section 2.2).
+    With one stage a rank `step_time`'s formula; under GPipe, which turns round once, that of forward and that of backward; interleaved the
+    end of the simulated schedule. That is, with v equal chunks of time τ/v each and M a multiple of the P ranks, M · τ + (P − 1) · τ / v
+    (Narayanan et al., 2021, section 2.2).
     """
+    if schedule == GPIPE and num_microbatches > 1:
+        return step_time(forward_s, num_microbatches) + step_time(backward_s, num_microbatches)
     if schedule != INTERLEAVED:
         return step_time([f + b for f, b in zip(forward_s, backward_s, strict=True)], num_microbatches)
     return max(bar.end_s for bar in simulate(schedule, forward_s, backward_s, num_microbatches, num_chunks))

@@ -18,6 +18,7 @@ from autopar.planning.search import Planned
 from autopar.plans import KERNELS_BUFFERS, RESTING
 from autopar.run.orders import interleaved
 from autopar.run.rank_memory import ChunkMemory, chunk_memory, rank_peak
+from autopar.run.returned import Returned
 from autopar.solve import REMEDY
 
 _ROUNDS = 8
@@ -44,6 +45,7 @@ class Sharing:
     in_flight: Sequence[int]
     num_microbatches: int
     batch_bytes: int
+    returned: Returned
     rank_budgets: Sequence[int]
     options: PlanOptions
     alike: Alike
@@ -58,7 +60,7 @@ class Sharing:
         """What a stage is planned for."""
         num_ranks = self.num_stages // self.num_chunks
         actions = interleaved(num_ranks, self.num_chunks, self.num_microbatches)[stage % num_ranks] if self.num_chunks > 1 else ()
-        return Schedule(name, self.num_microbatches, self.batch_bytes, stage, actions)
+        return Schedule(name, self.num_microbatches, self.batch_bytes, self.returned, stage, actions)
 
     def fits(self, stages: Sequence[Planned]) -> bool:
         """Whether every rank does; else the budgets are lower now.

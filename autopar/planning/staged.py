@@ -20,6 +20,7 @@ from autopar.constraints import Pipelined, check
 from autopar.cost.hosts import shared_by
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
+from autopar.emit import returned_of
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.hardware import Hardware
 from autopar.layout import Layout
@@ -228,7 +229,8 @@ class StagedSearch:
         devices = [asked.profile_of(rank).name for rank in range(len(asked.budgets))] if len(asked.profiles) > 1 else ()
         num, chunks = asked.num_stages, asked.wish.chunks
         budgets, options = asked.budgets, asked.options
-        return Sharing(num, chunks, asked.in_flight, asked.how.num, asked.batch_bytes, budgets, options, self.alike, devices)
+        call = asked.batch_bytes, asked.returned
+        return Sharing(num, chunks, asked.in_flight, asked.how.num, *call, budgets, options, self.alike, devices)
 
     def _step_s(self, stages: Sequence[Planned]) -> float:
         return step_of(self.asked.wish.schedule, [planned.plan for planned in stages], self.asked.how.num, self.asked.wish.chunks)
@@ -280,7 +282,11 @@ def staged_search(
     for constraint in options.constraints:  # all but the pipeline speak of what a stage runs on
         if not isinstance(constraint, Pipelined):
             check(constraint, left)
-    wish = in_order(wish, mesh, how.num)
+    returned = returned_of(part, how, options.outputs)
+    wish = in_order(wish, mesh, how.num, waits=returned.waits, trained=bool(whole.differentiable))
+    if whole.loss is None and options.outputs != "full":
+        what = f"outputs={options.outputs!r}, and the model, in stages, returns no loss: each stage would have its own"
+        raise ConstraintError(what, remedy='pass outputs="full": then they come whole on every rank')
     batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
-    asked = Asked(part, how, batch_bytes, mesh, hardware, options, wish, model_name, whole.fingerprint)
+    asked = Asked(part, how, batch_bytes, returned, mesh, hardware, options, wish, model_name, whole.fingerprint)
     return StagedSearch(asked, clock, limit_s)

@@ -47,13 +47,19 @@ def slowest_rank(stages: Sequence[Plan], num_chunks: int) -> tuple[Prediction, .
     return max(ranks, key=lambda chunks: sum(p.step_s for p in chunks))
 
 
-def in_order(wish: Pipelined, mesh: Mesh, num: int) -> Pipelined:
+def in_order(wish: Pipelined, mesh: Mesh, num: int, *, waits: bool = False, trained: bool = True) -> Pipelined:
     """The pipeline with the schedule that runs: 1F1B of one microbatch is GPipe of one, and only so does torch run it in several stages.
 
+    Args:
+        waits: whether backward waits for a loss that is computed outside of the model, of all microbatches, or does not come: then all
+            forwards run first. trained: whether it comes.
+
     Raises:
-        ConstraintError: where torch's schedule has no order for so many microbatches.
+        ConstraintError: where the schedule has no order for so many microbatches, or does not wait.
     """
     ranks = mesh.shape[mesh.names.index(wish.axis)] if wish.axis else 1
+    if waits:
+        return _all_forwards_first(wish, ranks, num, trained)
     if wish.schedule == INTERLEAVED:
         _check_rounds(wish, ranks, num)
     if wish.schedule != "1f1b" or num >= ranks:
@@ -62,6 +68,19 @@ def in_order(wish: Pipelined, mesh: Mesh, num: int) -> Pipelined:
         return replace(wish, schedule="gpipe")
     what = f"{num} microbatches are fewer than the stages along {wish.axis!r}, which 1F1B does not run"
     raise ConstraintError(what, remedy='use more microbatches, or schedule="gpipe", which runs any number')
+
+
+def _all_forwards_first(wish: Pipelined, ranks: int, num: int, trained: bool) -> Pipelined:
+    if wish.schedule == INTERLEAVED and not trained:
+        _check_rounds(wish, ranks, num)
+        return wish
+    if wish.schedule == INTERLEAVED:
+        what = f"{wish}: the model returns no loss that is differentiated, so that no backward runs among forwards"
+        raise ConstraintError(what, remedy="let forward compute and return the loss, or leave out the schedule")
+    if trained and not wish.axis and num > 1:
+        what = "the model returns no loss: backward waits for one that is computed outside of it, from the whole batch"
+        raise ConstraintError(what, remedy="let forward compute and return the loss, or plan one microbatch, or pipeline stages")
+    return replace(wish, schedule="gpipe")
 
 
 def _check_rounds(wish: Pipelined, ranks: int, num: int) -> None:

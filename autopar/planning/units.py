@@ -153,4 +153,5 @@ def reweighed(units: Sequence[Sequence[Unit]], cuts: Sequence[int], times: Seque
 def one_stage(trace: Trace) -> Placing:
     """Everything in one unit."""
     names = [n.name for n in trace.graph.nodes if n.op == "call_function"]
-    return Placing(dict.fromkeys(names, 0), frozenset(), {}, {p.name: (0,) for p in trace.parameters}, {}, frozenset())
+    returning = {o.node: 0 for o in trace.outputs}
+    return Placing(dict.fromkeys(names, 0), returning, frozenset(), {}, {p.name: (0,) for p in trace.parameters}, {}, frozenset())

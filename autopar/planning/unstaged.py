@@ -49,7 +49,7 @@ def unstaged(asked: Asked, forced: Sequence[Forced], clock: Clock, limit_s: floa
             )  # fmt: skip
             found = _over_cuts(asked, [alone.priced for alone in on], each[0], sewn, ways)
         on = [replace(alone, multipliers=multipliers) for alone, multipliers in zip(on, found.multipliers, strict=True)]
-        least, closer = found.least, found.closer
+        least, closer = _handing(found.least, asked.handing_s), lambda factor: _handing(found.closer(factor), asked.handing_s)
     if limit_s <= least.step_s < math.inf:  # infinite where there are fewer parts than stages
         raise TooSlow(least.step_s)
     units = [units_of(placing, len(points) + 1, alone.priced, alone.choices, alone.evaluation) for alone in on]
@@ -83,6 +83,11 @@ def _over_cuts(asked: Asked, priced: Sequence[Priced], forced: Forced, sewn: Sea
         return replace(least, step_s=_least_s(asked, least.step_s))
 
     return Proven(interleaved(one.least), one.multipliers, lambda factor: interleaved(one.closer(factor)))
+
+
+def _handing(least: Least, seconds: float) -> Least:
+    """With what no cut changes."""
+    return replace(least, step_s=least.step_s + seconds)
 
 
 def _least_s(asked: Asked, whole_s: float) -> float:

@@ -57,6 +57,7 @@ class Pipeline:
         rank_bytes, budgets: where a device holds several stages, the peak of each rank of the axis, and the share of memory within which
             each stage was planned; a stage's own peak is then as if it were alone.
         rank_budgets: where devices along the axis have budgets of their own, that of each rank; else the plan's option holds for all.
+        handed_bytes: of outputs, the loss apart, that go from the stages that make them to all others, once a step, in `handed_s`.
     """
 
     axis: str
@@ -72,6 +73,8 @@ class Pipeline:
     rank_bytes: tuple[int, ...] = ()
     budgets: tuple[int, ...] = ()
     rank_budgets: tuple[int, ...] = ()
+    handed_bytes: int = 0
+    handed_s: float = 0.0
 
     @property
     def num_chunks(self) -> int:
@@ -267,6 +270,8 @@ def _misfit_of_stages(plan: Plan, pipeline: Pipeline) -> str:
     ranks = sizes[pipeline.axis]
     if (len(pipeline.rank_bytes), len(pipeline.budgets)) != ((ranks, num) if num > ranks else (0, 0)):
         return f"it does not say what {ranks} ranks of {num} stages hold"
+    if pipeline.handed_bytes < 0 or pipeline.handed_s < 0.0:
+        return f"outputs of {pipeline.handed_bytes} bytes go to all of its stages in {pipeline.handed_s} s"
     if pipeline.rank_budgets and (len(pipeline.rank_budgets) != ranks or min(pipeline.rank_budgets) <= 0):
         return f"the budgets of its {ranks} ranks are {pipeline.rank_budgets}"
     mesh = plan.mesh.without(pipeline.axis) if pipeline.axis else plan.mesh

@@ -28,7 +28,7 @@ from autopar.ops.in_place import functional_form
 from autopar.run.lazy_graph import LazyGraphModule
 from autopar.run.program import Program
 from autopar.run.splitting import local_part
-from autopar.run.unused import without
+from autopar.run.unused import tangent_names, without
 
 Backend = Literal["eager", "inductor"]
 Batch = Literal["global", "local"]
@@ -113,7 +113,7 @@ class Executor:
             sums: where the program accumulates, one per parameter that has a gradient; added to, and returned as the gradients.
             first: whether nothing is in `sums` yet: they are written then.
         """
-        if first and self._backend != "eager":  # the graph would be compiled a second time, to save one pass in each step
+        if first and (absent or self._backend != "eager"):  # not all may be written; or the graph would be compiled a second time
             for total in sums:
                 total.zero_()
             first = False
@@ -167,8 +167,8 @@ class Executor:
     def _source(self, phase: str, absent: frozenset[int] = frozenset()) -> fx.GraphModule:
         program = self.program
         if absent:
-            assert phase == "backward" and not program.accumulates, "microbatches have the model's own loss"
-            given = [node.target for node in program.backward.graph.nodes if node.op == "placeholder"][program.num_saved :]
+            assert phase == "backward", "sums are written by adding to zeros"
+            given = [name for _, name in tangent_names(program)]
             return LazyGraphModule(program.backward, without(program.backward.graph, given, [given[place] for place in absent]))
         if phase == "first":
             return _writing(program.backward)

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from autopar import random_ops
 from autopar.ambient import as_written
-from autopar.capture.execute import promoted
+from autopar.capture.execute import promoted, promoted_dtype
+from autopar.capture.tangents import tangent_of
 from autopar.kernels.sums import FIRST
 from autopar.layout import local_shape
 from autopar.run.lockstep import Lockstep, Observer, Ranks, Record, joined
 from autopar.run.program import Program, ProgramTensor, StagedProgram
+from autopar.run.returned import parts_of
 from autopar.run.splitting import split
 
 Locals = list[Any]  # one tensor per rank of a stage
@@ -38,17 +40,22 @@ def run_staged(
 ) -> Lockstep:
     """Run a step of all microbatches; arguments as in `autopar.run.lockstep.run_lockstep`, inputs by path.
 
+    Without a loss, backward begins with the batch's tangents (`autopar.capture.tangents`), of which each microbatch has its part.
+
     Raises:
         VerificationError: where replicas differ, or a node fails; names the node, its module and source.
     """
     parts = program.microbatches.split(inputs)
     weights = program.microbatches.weights(parts)
+    device = next((x.device for x in (*parameters.values(), *inputs.values())), torch.device("cpu"))
+    tangents = _tangents_of_parts(program, dtype, device, tangent)
+    trained = any(t.has_gradient for stage in program.stages for t in stage.parameters)
     stages = [_Stage(p, parameters, dtype, observe, tolerance) for p in program.stages]
     state = dict(buffers)
     outputs: dict[str, list[Tensor]] = {}
     new_buffers: dict[str, Tensor] = {}
     with as_written():
-        for part, weight in zip(parts, weights, strict=True):
+        for part, weight, answers in zip(parts, weights, tangents, strict=True):
             crossing: dict[str, Locals] = {}
             for stage in stages:
                 own, crossing, changed = stage.forward(part, crossing, state)
@@ -58,16 +65,25 @@ def run_staged(
             if random_ops.STATE in new_buffers:
                 state[random_ops.STATE] = new_buffers[random_ops.STATE]
             returning: dict[str, Locals] = {}
-            for stage in reversed(stages) if weight else ():  # as `StageWork.backward`
-                returning = stage.backward(returning, weight * tangent)
+            for stage in reversed(stages) if weight and trained else ():  # as `StageWork.backward`
+                returning = stage.backward(returning, weight * tangent, answers)
         gradients: dict[str, Tensor] = {}
-        for stage in stages:
+        for stage in stages if trained else ():
             stage.end()
             for name, value in stage.joined_gradients().items():
                 gradients[name] = gradients[name] + value if name in gradients else value
     whole = {path: program.microbatches.join(path, values, weights) for path, values in outputs.items()}
     records: tuple[Record, ...] = tuple(record for stage in stages for record in stage.run.records)
     return Lockstep(whole, gradients, new_buffers, records)
+
+
+def _tangents_of_parts(
+    program: StagedProgram, dtype: torch.dtype | None, device: torch.device, scale: float = 1.0
+) -> list[dict[str, Tensor]]:
+    """Per microbatch, what backward begins with by output path; nothing of a loss, whose tangent is the weight of the microbatch."""
+    ends = [t for t in program.outputs if t.has_gradient and not t.is_loss]
+    whole = {t.name: tangent_of(t.name, t.shape, promoted_dtype(t.dtype, dtype), is_loss=False, scale=scale).to(device) for t in ends}
+    return parts_of(whole, program.microbatches)
 
 
 class _Stage:
@@ -110,10 +126,14 @@ class _Stage:
         changed = joined(p.forward, results[num : num + len(mutated)], mutated, p.mesh, self.tolerance, num)
         return outputs, leaving, changed
 
-    def backward(self, returning: Mapping[str, Locals], weight: float) -> dict[str, Locals]:
-        """Adds up gradients; what goes back to the stage before, by path."""
+    def backward(self, returning: Mapping[str, Locals], weight: float, answers: Mapping[str, Tensor]) -> dict[str, Locals]:
+        """Adds up gradients; what goes back to the stage before, by path.
+
+        Args:
+            returning: what came back from the stage behind. weight: tangent of the loss. answers: tangents of other outputs.
+        """
         p = self.program
-        tangents = [returning[t.name] if t.crosses else self._loss_tangent(t.shape, t.dtype, weight) for t in p.outputs if t.has_gradient]
+        tangents = [returning[t.name] if t.crosses else self._tangent(t, weight, answers) for t in p.outputs if t.has_gradient]
         results = self.run(p.backward, "backward", [*self.saved, *tangents, *self.sums], None if self.added else FIRST)
         self.added = True
         num = sum(t.has_gradient for t in p.parameters)
@@ -137,5 +157,8 @@ class _Stage:
         shapes = [local_shape(tensor.view, tensor.layout, mesh.shape, place) for place in places]
         return [promoted(torch.full(shape, math.nan, dtype=tensor.dtype), self.dtype) for shape in shapes]
 
-    def _loss_tangent(self, shape: tuple[int, ...], dtype: torch.dtype, weight: float) -> Locals:
-        return [torch.full(shape, weight, dtype=self.dtype or dtype)] * self.program.mesh.num_devices
+    def _tangent(self, output: ProgramTensor, weight: float, answers: Mapping[str, Tensor]) -> Locals:
+        mesh = self.program.mesh
+        if not output.is_loss:
+            return split(answers[output.name], output.layout, mesh, output.view)
+        return [torch.full(output.shape, weight, dtype=self.dtype or output.dtype)] * mesh.num_devices

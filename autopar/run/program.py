@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.trace import ModuleAttribute, Trace
+from autopar.capture.trace import Input, ModuleAttribute, Output, Trace
 from autopar.errors import RuntimeStateError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -98,14 +98,14 @@ class Microbatches:
     Attributes:
         num: how many. inputs: path of each input that is cut → the dim it is cut along.
         outputs: path → what a microbatch's output is of the batch's: (``whole`` | ``split`` | ``sum`` | ``mean`` | ``count``, dim).
-        loss: path of the loss.
+        loss: path of the loss, None where the model returns none.
         count: from the inputs `count_inputs` of a microbatch, whole, to the weight of its loss; None where all weigh alike.
     """
 
     num: int
     inputs: Mapping[str, int]
     outputs: Mapping[str, tuple[str, int]]
-    loss: str
+    loss: str | None
     count: fx.GraphModule | None = None
     count_inputs: tuple[str, ...] = ()
 
@@ -126,7 +126,9 @@ class Microbatches:
         return parts
 
     def weights(self, parts: list[dict[str, torch.Tensor]]) -> list[float]:
-        """The weight of each microbatch's loss; 0 for one that has nothing to count."""
+        """The weight of each microbatch's loss; 0 for one that has nothing to count. Without a loss all weigh 1."""
+        if self.loss is None:
+            return [1.0] * self.num
         kind, _ = self.outputs[self.loss]
         if self.count is None:
             return [1.0 if kind == "sum" else 1.0 / self.num] * self.num
@@ -147,6 +149,15 @@ class Microbatches:
         share = weights if kind == "count" else [1.0 / self.num] * self.num
         terms = [part * weight for part, weight in zip(parts, share, strict=True) if weight]
         return torch.stack(terms).sum(0) if terms else parts[0]
+
+    def tangents(self, path: str, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Of each microbatch's output, from that of the batch's: the derivative of `join`, for models without a loss."""
+        kind, dim = self.outputs[path]
+        if kind == "split":
+            return list(whole.chunk(self.num, dim))
+        if kind == "whole":  # it is taken from the last one
+            return [torch.zeros_like(whole)] * (self.num - 1) + [whole]
+        return [whole if kind == "sum" else whole / self.num] * self.num
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,21 +182,20 @@ class StagedProgram:
     plan_hash: str = ""
 
     @property
+    def begins_backward(self) -> bool:
+        """Whether backward follows from the model's own loss, so that it may run among forwards."""
+        return any(t.is_loss and t.has_gradient for stage in self.stages for t in stage.outputs)
+
+    @property
     def inputs(self) -> tuple[ProgramTensor, ...]:
         """The whole batch's inputs."""
         cut = self.microbatches.inputs
-        return tuple(self._whole(i.path, i.shape, i.dtype, cut.get(i.path, -1)) for i in self.trace.inputs)
+        return tuple(_whole(i, self.microbatches.num, cut.get(i.path, -1), len(self.mesh.shape)) for i in self.trace.inputs)
 
     @property
     def outputs(self) -> tuple[ProgramTensor, ...]:
         """The whole batch's outputs."""
-        dims = {path: dim if kind == "split" else -1 for path, (kind, dim) in self.microbatches.outputs.items()}
-        outputs = ((o, self._whole(o.path, o.shape, o.dtype, dims[o.path])) for o in self.trace.outputs)
-        return tuple(replace(whole, requires_grad=o.requires_grad) for o, whole in outputs)
-
-    def _whole(self, path: str, shape: tuple[int, ...], dtype: torch.dtype, dim: int) -> ProgramTensor:
-        whole = tuple(size * self.microbatches.num if d == dim else size for d, size in enumerate(shape))
-        return ProgramTensor(path, whole, whole, dtype, Layout.replicated(len(self.mesh.shape)), is_loss=path == self.microbatches.loss)
+        return whole_outputs(self.trace, self.microbatches, len(self.mesh.shape))
 
     @property
     def in_spec(self) -> Any:
@@ -206,3 +216,21 @@ class StagedProgram:
     @property
     def attributes(self) -> tuple[ModuleAttribute, ...]:
         return self.trace.attributes
+
+
+def whole_outputs(part: Trace, how: Microbatches, num_axes: int) -> tuple[ProgramTensor, ...]:
+    """The outputs of the whole batch, on every rank.
+
+    Args:
+        part: the trace of one microbatch. num_axes: of the mesh.
+    """
+    dims = {path: dim if kind == "split" else -1 for path, (kind, dim) in how.outputs.items()}
+    pairs = ((o, _whole(o, how.num, dims[o.path], num_axes)) for o in part.outputs)
+    return tuple(
+        replace(whole, requires_grad=o.requires_grad, has_gradient=bool(o.tangent), is_loss=o.path == how.loss) for o, whole in pairs
+    )
+
+
+def _whole(border: Input | Output, num: int, dim: int, num_axes: int) -> ProgramTensor:
+    shape = tuple(size * num if d == dim else size for d, size in enumerate(border.shape))
+    return ProgramTensor(border.path, shape, shape, border.dtype, Layout.replicated(num_axes))

@@ -21,6 +21,7 @@ from autopar.run.executor import Outputs
 from autopar.run.live import LiveBytes
 from autopar.run.program import Program
 from autopar.run.rehearsal import Rehearsal
+from autopar.run.returned import Returned, parts_of
 from autopar.run.stage_work import StageWork, outputs_kept
 
 SIMULATED = 2  # microbatches in flight
@@ -38,12 +39,18 @@ class StagePeak:
     held_bytes: int
 
 
-def trace_stage_peak(program: Program, schedule: str, num_in_flight: int, num_microbatches: int, outputs: Outputs) -> StagePeak:
+def trace_stage_peak(
+    program: Program, schedule: str, num_in_flight: int, num_microbatches: int, outputs: Outputs, returned: Returned | None = None
+) -> StagePeak:
     """Predict the memory of a stage by running its schedule on fake tensors.
 
     Args:
         num_in_flight: of this stage under this schedule. outputs: as in `autopar.run.staged_module`.
+        returned: of the whole pipeline; where it waits, outputs are there, whole, from the last forward on, and the gradients by them
+            through all backwards. What computing a loss of them takes is not counted.
     """
+    waiting = returned if returned is not None and returned.waits else None
+    trained = waiting is None or any(t.has_gradient for t in waiting.outputs)
     flying = min(num_in_flight, SIMULATED)
     num = flying if schedule == "gpipe" else min(num_microbatches, flying + 1)
     memory = LiveBytes()
@@ -56,18 +63,21 @@ def trace_stage_peak(program: Program, schedule: str, num_in_flight: int, num_mi
             memory.register(tensors)
             parameters, buffers = tensors[: len(program.parameters)], tensors[len(program.parameters) :]
             collected = {t.name for t in outputs_kept(program, outputs, num_microbatches)}
-            work.begin((), parameters, buffers, parts, [1.0] * num, keep=True)
-            held = _held(work, memory, sends=schedule == "gpipe")
+            work.begin((), parameters, buffers, parts, [1.0] * num, keep=trained)
+            held = _held(work, memory, sends=schedule == "gpipe" and waiting is None)
             work.clear()
             memory.reset_peak()
-            work.begin(collected, parameters, buffers, parts, [1.0] * num, keep=True)
-            if schedule == "gpipe":
-                _gpipe(work, num, num_microbatches - num)
+            work.begin(collected, parameters, buffers, parts, [1.0] * num, keep=trained)
+            if waiting is not None:
+                _forwards_first(work, num, num_microbatches - num, waiting, trained=trained)
             else:
-                _one_forward_one_backward(work, num, flying, num_microbatches - num)
-            joined = put_together(work)
-            work.finish()
-            del joined
+                if schedule == "gpipe":
+                    _gpipe(work, num, num_microbatches - num)
+                else:
+                    _one_forward_one_backward(work, num, flying, num_microbatches - num)
+                joined = put_together(work)
+                work.finish()
+                del joined
     return StagePeak(memory.peak_bytes - batch_bytes + (num_in_flight - flying) * held, held)
 
 
@@ -113,6 +123,31 @@ def _collected(work: StageWork, num_more: int) -> None:
                 continue
             base = made.setdefault(storage._cdata, flat(storage.nbytes(), values[0].dtype))
             values.append(lying(base, lie_of(values[0])))
+
+
+def _forwards_first(work: StageWork, num: int, num_more: int, returned: Returned, *, trained: bool) -> None:
+    """As `autopar.run.forwards_first` and `autopar.run.answered`, with what they hold."""
+    for number in range(num):
+        if number == num - 1:
+            _collected(work, num_more)
+        work.arriving(number)
+        work.forward(number)
+        sent = work.leaving(number)
+    del sent
+    made = {path: returned.how.join(path, values, [1.0] * len(values)).contiguous() for path, values in work.outputs.items()}
+    work.outputs.clear()
+    for t in returned.outputs:  # those of other stages
+        if t.name not in made:
+            made[t.name] = torch.empty(t.shape, dtype=t.dtype, device=work.device)
+    if trained:
+        tangents = {t.name: torch.empty(t.shape, dtype=t.dtype, device=work.device) for t in returned.outputs if t.has_gradient}
+        work.answer(parts_of(tangents, returned.how)[:num])
+        for number in range(num):
+            work.arriving_back(number)
+            work.backward(number)
+            sent = work.leaving_back(number)
+        del sent
+    work.finish()
 
 
 # The names below are those of torch's schedules, for what they hold.

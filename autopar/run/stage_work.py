@@ -17,6 +17,8 @@ from torch import Tensor
 from autopar.layout import local_shape
 from autopar.run.executor import Executor, Outputs
 from autopar.run.program import Program, ProgramTensor
+from autopar.run.returned import is_returned
+from autopar.run.splitting import local_part
 
 
 class StageWork:
@@ -39,18 +41,19 @@ class StageWork:
         *,
         keep: bool,
     ) -> None:
-        """Before a step.
+        """Before a step. Backward of what is no loss begins with what `answer` was given.
 
         Args:
             wanted: paths of the outputs that are collected.
             parameters, buffers: local tensors as they rest. parts: the inputs of each microbatch, by path.
             weights: tangent of each microbatch's loss. keep: whether backward follows.
         """
-        self._buffers, self._parts, self._weights, self._keep = buffers, parts, weights, keep
+        self._resting, self._buffers, self._parts, self._weights, self._keep = parameters, buffers, parts, weights, keep
         with torch.no_grad():
             self._parameters = self.executor.begin(parameters)
         self._sums = self.executor.new_sums() if keep else []
         self._added = False
+        self.answer(())
         self._gradients: list[Tensor] = []
         self.outputs: dict[str, list[Tensor]] = {t.name: [] for t in self.program.outputs if not t.crosses and t.name in wanted}
         self._forget()
@@ -62,6 +65,27 @@ class StageWork:
         self._saved: dict[int, list[Any]] = {}
         self._tangents: dict[int, list[Tensor]] = {}
         self._returning: dict[int, list[Tensor]] = {}
+
+    def answer(
+        self, tangents: Sequence[Mapping[str, Tensor]], absent: frozenset[str] = frozenset(), unsent: frozenset[str] = frozenset()
+    ) -> None:
+        """Between forwards and backwards, where the model returns no loss.
+
+        Args:
+            tangents: of each microbatch, by path of an output, whole. absent: outputs whose tangents are none, crossing ones too. unsent:
+                what came from the stage before and gets no gradient.
+        """
+        self._answers, self._absent, self._unsent = tangents, absent, unsent
+
+    def saved(self) -> list[Any]:
+        """What waits for backward, of all microbatches."""
+        return [value for values in self._saved.values() for value in values]
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """Tensors that the user holds, by what they are called."""
+        named = [(f"parameter {t.name!r}", x) for t, x in zip(self.program.parameters, self._resting, strict=True)]
+        named += [(f"buffer {t.name!r}", x) for t, x in zip(self.program.buffers, self._buffers, strict=True)]
+        return named + [(f"input {name!r}", x) for part in self._parts for name, x in part.items()]
 
     def read_by_all(self) -> list[Tensor]:
         """Parameters as forward takes them, buffers and the batch, whose memory outputs may share."""
@@ -79,6 +103,8 @@ class StageWork:
     def clear(self) -> None:
         """Let go of everything."""
         self._parameters, self._buffers, self._parts, self._weights, self._sums, self._gradients = [], (), (), (), [], []
+        self._resting = ()
+        self.answer(())
         self._forget()
 
     def arriving(self, number: int) -> list[Tensor]:
@@ -92,7 +118,7 @@ class StageWork:
 
     def arriving_back(self, number: int) -> list[Tensor]:
         """Buffers for the gradients of what left."""
-        self._tangents[number] = [self._empty(t) for t in self._leaving if t.has_gradient]
+        self._tangents[number] = [self._empty(t) for t in self._leaving if t.has_gradient and t.name not in self._absent]
         return self._tangents[number]
 
     def leaving_back(self, number: int) -> list[Tensor]:
@@ -124,18 +150,28 @@ class StageWork:
             self._returning[number] = [self._empty(t).zero_() for t in self.program.inputs if t.has_gradient]
             return
         arrived = iter(self._tangents.pop(number, []))
-        tangents = [
-            next(arrived) if t.crosses else torch.full(t.shape, self._weights[number], dtype=t.dtype, device=self.device)
-            for t in self.program.outputs
-            if t.has_gradient
-        ]
+        ends = [t for t in self.program.outputs if t.has_gradient]
+        tangents = [next(arrived) if t.crosses and t.name not in self._absent else self._tangent(t, number) for t in ends]
+        absent = frozenset(place for place, t in enumerate(ends) if t.name in self._absent)
         del arrived
         with torch.no_grad():
-            results = self.executor.backward(self._saved.pop(number), tangents, self._sums, first=not self._added and bool(self._sums))
+            first = not self._added and bool(self._sums)
+            results = self.executor.backward(self._saved.pop(number), tangents, self._sums, first=first, absent=absent)
             self._added = True
-            self._returning[number] = [g.contiguous() for g in results[self._trained :]]
-            del results[self._trained :]
+            ends = [t for t in self.program.inputs if t.has_gradient]
+            pairs = zip(ends, results[self._trained :], strict=True)
+            self._returning[number] = [g.contiguous() for t, g in pairs if t.name not in self._unsent]
+            del results[self._trained :], pairs
             self._gradients = [] if self._sums else _apart(results)
+
+    def _tangent(self, output: ProgramTensor, number: int) -> Tensor:
+        """What backward of a microbatch begins with; of what has no part in the loss zeros, which nothing should read."""
+        if output.name in self._absent:
+            return self._empty(output).zero_()
+        if output.is_loss:
+            return torch.full(output.shape, self._weights[number], dtype=output.dtype, device=self.device)
+        whole = self._answers[number][output.name]
+        return local_part(whole, output.layout, self.program.mesh.shape, output.view, self._coordinate).contiguous()
 
     def _empty(self, tensor: ProgramTensor) -> Tensor:
         shape = local_shape(tensor.view, tensor.layout, self.program.mesh.shape, self._coordinate)
@@ -146,14 +182,17 @@ def outputs_kept(program: Program, outputs: Outputs, num_microbatches: int) -> t
     """Which of a stage's outputs a call returns: all with ``"full"``, and of one stage's one microbatch, whose parts are those of the whole
     batch; else the loss."""
     is_whole = num_microbatches == 1 and not any(t.crosses for t in (*program.inputs, *program.outputs))
-    return tuple(t for t in program.outputs if not t.crosses and (is_whole or outputs == "full" or t.is_loss))
+    return tuple(t for t in program.outputs if not t.crosses and (is_whole or is_returned(t, outputs)))
 
 
-def _apart(gradients: Sequence[Tensor]) -> list[Tensor]:
+def _apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients, each with memory of its own: one may share memory with another, or with what the graph was given."""
     seen: set[int] = set()
-    result = []
+    result: list[Tensor | None] = []
     for gradient in gradients:
+        if gradient is None:  # nothing that has a part in the loss reaches the parameter
+            result.append(gradient)
+            continue
         key = gradient.untyped_storage()._cdata
         own = (
             key not in seen

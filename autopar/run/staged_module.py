@@ -4,8 +4,10 @@ A call takes the whole batch and runs the schedule, forward and backward of all 
 the batch, on every rank: with ``outputs="full"``, or of one stage in one microbatch, every output, else the loss and None for the others,
 since parts of microbatches have no place in a whole tensor. `loss.backward()` then publishes the gradients that are there already. The loss
 is the one differentiable output, and what comes after it must be linear: `loss_scale` is what the losses are multiplied with before
-backward, and ``(loss * pm.loss_scale).backward()`` publishes scaled gradients. Losses that are computed outside the model cannot be
-backpropagated.
+backward, and ``(loss * pm.loss_scale).backward()`` publishes scaled gradients.
+
+Of a model that returns no loss a call runs all forwards and returns whole outputs, and `backward` of whatever the user computes of them
+runs all backwards (`autopar.run.forwards_first`), on every rank alike; `loss_scale` has no part in it.
 """
 
 from __future__ import annotations
@@ -17,28 +19,32 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.kernels.binding import bind
+from autopar.run.answered import Answered
 from autopar.run.arguments import Arguments, Results
 from autopar.run.clipping import clip_over_stages
 from autopar.run.device_mesh import agree, groups_of, mesh_of, stage_devices
+from autopar.run.equal import check_tangents
 from autopar.run.executor import Backend, Batch, Executor, Outputs
+from autopar.run.forwards_first import ForwardsFirst
 from autopar.run.holder import Holder
 from autopar.run.interleaving import Interleaving
 from autopar.run.parameters import Storage
 from autopar.run.program import Program, ProgramTensor, StagedProgram
-from autopar.run.ranks import rank
+from autopar.run.published import Published
+from autopar.run.ranks import by_all, rank
 from autopar.run.refused import refusing
+from autopar.run.stage_exchange import Exchange
 from autopar.run.stage_work import StageWork, outputs_kept
 from autopar.run.stage_worker import StageWorker
 from autopar.run.variants import Misfit, Variant
+from autopar.run.watched import Watched
 
 log = logging.getLogger("autopar")
 _SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -88,28 +94,29 @@ class StagedModule(Holder):
         self.world_mesh, self._group = devices, group
         groups = groups_of(own)
         kept = [t for stage in program.stages for t in outputs_kept(stage, outputs, program.microbatches.num)]
-        self._kept = [t for t in program.outputs if t.name in {each.name for each in kept}]
+        self.kept = [t for t in program.outputs if t.name in {each.name for each in kept}]
         self._presented = {t.name: Storage.of(t, own) for t in kept if outputs == "dtensor" and not t.is_loss}
         self._works: dict[int, StageWork] = {}
         for number, stage in stages.items():
             executor = Executor(stage, groups, backend=backend, batch=batch, outputs=outputs, device=devices.device_type)
             self._works[number] = StageWork(stage, executor, executor.device)
         trained = {t.name for s in program.stages for t in s.parameters if t.has_gradient}
+        self._is_trained, self._num_backwards = bool(trained), 0
+        self._may_train = shared is None or self._is_trained  # in another mode what a trained model returns may have no gradient
         self._held = _held_by(stages.values(), trained)
         self._schedule = self._make_schedule()
         self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
         self._results = Results(program)
         count = program.microbatches.count
         self._how = replace(program.microbatches, count=None if count is None else bind(count, groups, devices.device_type))
-        left_out = [t.name for t in program.outputs if t not in self._kept]
+        left_out = [t.name for t in program.outputs if t not in self.kept]
         if outputs not in ("full", "loss") and left_out and rank() == 0:
             log.warning(
                 "calls return the loss, and None for %s: they are made in %s, whose parts have no place in a distributed tensor; pass "
                 'outputs="full" to have them put together, or outputs="loss" if they are not wanted', ", ".join(left_out[:3]),
                 f"{program.microbatches.num} microbatches" if program.microbatches.num > 1 else "the last stage",
             )  # fmt: skip
-        holders = {name: tuple(dict.fromkeys(s % self._num_ranks for s in held_by)) for name, held_by in program.shared.items()}
-        self._shared = {name: ranks for name, ranks in holders.items() if self.rank in ranks and len(ranks) > 1 and name in trained}
+        self._exchange = Exchange.of(program, group, self.rank, devices.device_type)
         self._stand_for_all(model, program.attributes)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,22 +128,34 @@ class StagedModule(Holder):
         values = self._taken(args, kwargs, self.world_mesh)
         if isinstance(values, Misfit):
             return self._elsewhere(values, args, kwargs)
-        how = self._how
-        parts = how.split({t.name: x for t, x in zip(self.program.inputs, values, strict=True)})
+        parts = self._how.split({t.name: x for t, x in zip(self.program.inputs, values, strict=True)})
         parameters = [self.get_parameter(t.name) for t in self._held]
-        self._trains(parameters, self._held)
-        trained = torch.is_grad_enabled()  # a stage that trains nothing takes part all the same
-        with torch.autocast(self.device_mesh.device_type, enabled=False):
-            weights = how.weights(parts)
-            outputs, gradients = self._step(parts, weights, parameters, keep=trained)
-        if trained:
-            outputs[how.loss] = _Published.apply(self, [outputs[how.loss]], gradients, *parameters)
+        trained = torch.is_grad_enabled() and self._is_trained  # a stage that trains nothing takes part all the same
+        if torch.is_grad_enabled() and self._may_train:
+            self._trains(parameters, self._held)
+        outputs = self._waiting(parts, parameters) if trained and self._how.loss is None else self._stepped(parts, parameters, keep=trained)
         for name, storage in self._presented.items():
             outputs[name] = storage.wrap(outputs[name])
-        for tensor in self._kept:
-            if tensor.requires_grad and not tensor.is_loss:
-                outputs[tensor.name] = refusing(tensor.name, outputs[tensor.name], outputs[how.loss])
+        if self._how.loss is not None:
+            refused = [t.name for t in self.kept if t.requires_grad and not t.is_loss]
+            outputs |= {name: refusing(name, outputs[name], outputs[self._how.loss]) for name in refused}
         return self._results.build([outputs.get(t.name) for t in self.program.outputs])
+
+    def _stepped(self, parts: list[dict[str, Tensor]], parameters: Sequence[Tensor], *, keep: bool) -> dict[str, Tensor]:
+        """The outputs; with `keep`, backward has run, too."""
+        with torch.autocast(self.device_mesh.device_type, enabled=False):
+            outputs, gradients = self._step(parts, self._how.weights(parts), parameters, keep=keep)
+        loss = self._how.loss
+        if keep and loss is not None:
+            anchor = torch.empty(0, requires_grad=True)  # a rank whose parameters are all frozen calls backward, too
+            outputs[loss] = Published.apply(self, [outputs[loss]], gradients, anchor, *parameters)
+        return outputs
+
+    def _waiting(self, parts: list[dict[str, Tensor]], parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The outputs, through which backward goes."""
+        anchor = torch.empty(0, device=self.device_mesh.device_type, requires_grad=True)
+        found = Answered.apply(self, parts, anchor, *parameters)
+        return dict(zip((t.name for t in self.kept), found, strict=True))
 
     def _set_up(self, variant: Variant) -> None:
         super()._set_up(variant)
@@ -148,144 +167,132 @@ class StagedModule(Holder):
 
         A parameter that several stages hold counts once.
         """
-        counted = {name for name, ranks in self._shared.items() if ranks[0] != self.rank}
-        parameters = [(p, self._names[name] not in counted) for name, p in self.named_parameters()]
+        elsewhere = self._exchange.counted_elsewhere()
+        parameters = [(p, self._names[name] not in elsewhere) for name, p in self.named_parameters()]
         return clip_over_stages(parameters, max_norm, norm_type, self._group, self.device_mesh)
 
+    def check_returned(self, tangents: Sequence[Tensor | None], watched: Watched) -> None:
+        """That nothing which backward reads has changed, and, as `ParallelModule` does, that every rank computed the same loss.
+
+        In backwards 1, 2, 4, 8 and so on all ranks are told of both; in others a rank whose parameters have changed is told alone.
+        """
+        self._num_backwards += 1
+        if self._num_backwards & (self._num_backwards - 1):
+            watched.check()
+            return
+        by_all(watched.check, "backward", remedy="run backward before what changes parameters, outputs or inputs")
+        check_tangents([(t.name, x) for t, x in zip(self.kept, tangents, strict=True) if t.has_gradient], self.world_mesh)
+
+    def watched_of(self, works: Mapping[int, StageWork], parameters: Sequence[Tensor], outputs: Mapping[str, Tensor]) -> Watched:
+        """What the user holds and backward reads."""
+        watched = Watched()
+        names = [f"parameter {t.name!r}" for t in self._held]
+        for work in works.values():
+            watched.watch([*work.named(), *((f"output {name!r}", x) for name, x in outputs.items())], work.saved())
+        watched.follow(zip(names, parameters, strict=True))
+        return watched
+
     def _make_schedule(self) -> Any:
-        """None for a single stage, whose microbatches come one after another."""
+        """None for a single stage, whose microbatches come one after another, and for one a rank where no backward runs among forwards."""
         if self._group is None:
             return None
         num = self.program.microbatches.num
         if len(self._works) > 1:
             return Interleaving(self._works, self._group, num)
+        if not self.program.begins_backward:
+            return None
         worker = StageWorker(self._works[self.rank], self.rank, len(self.program.stages), self._group)
         return _SCHEDULES[self.program.schedule](worker, num, loss_fn=lambda output, _: output, scale_grads=False)
 
     def _step(
         self, parts: list[dict[str, Tensor]], weights: list[float], parameters: Sequence[Tensor], *, keep: bool
-    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+    ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         """The batch's outputs by path, and this rank's gradients, both the same on all ranks that should have them."""
-        how = self.program.microbatches
-        with torch.no_grad():  # as they are, without autograd; `detach` fails under torch.inference_mode
-            locals = {t.name: self._storages[t.name].local(p) for p, t in zip(parameters, self._held, strict=True)}
-        self._begin(locals, parts, [weight * self.loss_scale for weight in weights], keep=keep)
+        self.begin(self._works, parameters, parts, [weight * self.loss_scale for weight in weights], keep=keep)
         if isinstance(self._schedule, Interleaving):
             self._schedule.run(backward=keep)
         elif keep and self._schedule is not None:
             with torch.enable_grad():  # the schedule insists, though nothing runs through autograd
-                self._schedule.step(target=torch.zeros(how.num), return_outputs=False)
+                self._schedule.step(target=torch.zeros(self._how.num), return_outputs=False)
+        elif keep:
+            for number in range(self._how.num):
+                self._works[self.rank].forward(number)
+                self._works[self.rank].backward(number)
         else:
-            for number in range(how.num):
-                self._forward(number)
-                if keep:
-                    self._works[self.rank].backward(number)
-        own = {path: how.join(path, values, weights) for work in self._works.values() for path, values in work.outputs.items()}
+            self.runner(self._works).forward()
+        own = self.joined(self._works, weights)
+        gradients = self.finish(self._works, parameters, keep=keep)
+        return self.spread(own), gradients
+
+    def new_works(self) -> dict[int, StageWork]:
+        """Of one call, which may wait for its backward while others come."""
+        return {number: StageWork(work.program, work.executor, work.device) for number, work in self._works.items()}
+
+    def runner(self, works: Mapping[int, StageWork]) -> ForwardsFirst:
+        """Runs the one stage of this rank: all forwards, then all backwards."""
+        return ForwardsFirst(works[self.rank], self.rank, self._group, self._how.num)
+
+    def joined(self, works: Mapping[int, StageWork], weights: list[float]) -> dict[str, Tensor]:
+        """After all forwards: the batch's outputs that this rank's stages make. Lets go of microbatches'."""
+        found = {
+            path: self._how.join(path, values, weights).contiguous() for work in works.values() for path, values in work.outputs.items()
+        }
+        for work in works.values():
+            work.outputs.clear()
+        return found
+
+    def finish(self, works: Mapping[int, StageWork], parameters: Sequence[Tensor], *, keep: bool) -> list[Tensor | None]:
+        """After all backwards, if there were any: this rank's gradients; None where nothing that has a part in the loss reaches one."""
         found: dict[str, Tensor] = {}
-        for work in self._works.values():
+        for work in works.values():
             named = [t.name for t in work.program.parameters if t.has_gradient]
             for name, gradient in zip(named, work.finish(), strict=False):  # none without backward
+                if gradient is None:
+                    continue
                 found[name] = found[name].add_(gradient) if name in found else gradient
-        if keep:
-            found |= {name: torch.zeros_like(locals[name]) for name in self._shared if name not in found}  # another stage has all of it
-            self._add_shared(found)
-        return self._spread(own), [found[t.name] for t in self._held if t.has_gradient and keep]
+        if not keep:
+            return []
+        for t, parameter in zip(self._held, parameters, strict=True):
+            if t.name in self._exchange.shared and t.name not in found:  # another stage has all of it
+                with torch.no_grad():
+                    found[t.name] = torch.zeros_like(self._storages[t.name].local(parameter))
+        self._exchange.add_shared(found)
+        return [found.get(t.name) for t in self._held if t.has_gradient]
 
-    def _begin(self, locals: Mapping[str, Tensor], parts: list[dict[str, Tensor]], weights: list[float], *, keep: bool) -> None:
+    def begin(
+        self,
+        works: Mapping[int, StageWork],
+        parameters: Sequence[Tensor],
+        parts: list[dict[str, Tensor]],
+        weights: list[float],
+        *,
+        keep: bool,
+    ) -> None:
         """Of each stage. A buffer that several change, each once per microbatch, is changed in a copy by all but the first."""
+        with torch.no_grad():  # as they are, without autograd; `detach` fails under torch.inference_mode
+            locals = {t.name: self._storages[t.name].local(p) for p, t in zip(parameters, self._held, strict=True)}
         changed: set[str] = set()
-        for work in self._works.values():
+        for work in works.values():
             program = work.program
             buffers = {t.name: self._storages[t.name].local(self.get_buffer(t.name)) for t in program.buffers}
             buffers |= {name: buffers[name].clone() for name in program.mutated if name in changed}
             changed |= {*program.mutated}
             mine = [locals[t.name] for t in program.parameters]
-            work.begin([t.name for t in self._kept], mine, list(buffers.values()), parts, weights, keep=keep)
+            work.begin([t.name for t in self.kept], mine, list(buffers.values()), parts, weights, keep=keep)
 
-    def _forward(self, number: int) -> None:
-        """One microbatch forward, without a schedule."""
-        work = self._works[self.rank]
-        self._pass(dist.irecv, work.arriving(number), -1)
-        work.forward(number)
-        self._pass(dist.isend, work.leaving(number), 1)
+    def spread(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All outputs that a call returns, on all stages."""
+        return self._exchange.spread(self.kept, own)
 
-    def _pass(self, kind: Any, tensors: Sequence[Tensor], step: int) -> None:
-        if tensors:
-            assert self._group is not None, "several stages have a group"
-            peer = dist.get_global_rank(self._group, self.rank + step)
-            for work in dist.batch_isend_irecv([dist.P2POp(kind, tensor, peer, self._group) for tensor in tensors]):
-                work.wait()
-
-    def _add_shared(self, gradients: Mapping[str, Tensor]) -> None:
-        """The first rank that holds a parameter adds up all parts of its gradient, in order, and sends the sum back."""
-        for name, ranks in sorted(self._shared.items()):
-            assert self._group is not None, "several ranks have a group"
-            there = gradients[name]
-            mine = there.to(self.device_mesh.device_type)  # a gradient on the host does not go to others from there
-            owner, others = dist.get_global_rank(self._group, ranks[0]), ranks[1:]
-            if self.rank != ranks[0]:
-                dist.send(mine, owner, self._group)
-                dist.recv(mine, owner, self._group)
-                _write_back(there, mine)
-                continue
-            for other in others:
-                part = torch.empty_like(mine)
-                dist.recv(part, dist.get_global_rank(self._group, other), self._group)
-                mine.add_(part)
-            for other in others:
-                dist.send(mine, dist.get_global_rank(self._group, other), self._group)
-            _write_back(there, mine)
-
-    def _spread(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All outputs on all stages."""
-        if self._group is None:
-            return dict(own)
-        found = {}
-        for tensor in self._kept:
-            made_by = next(i for i, s in enumerate(self.program.stages) if any(t.name == tensor.name for t in s.outputs if not t.crosses))
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device_mesh.device_type)
-            value = own[tensor.name].contiguous() if tensor.name in own else empty
-            dist.broadcast(value, dist.get_global_rank(self._group, made_by % self._num_ranks), self._group)
-            found[tensor.name] = value
-        return found
-
-    def _wrapped(self, gradients: Sequence[Tensor]) -> list[DTensor | None]:
-        """One per parameter that is held."""
-        remaining = iter(gradients)
-        return [self._storages[t.name].wrap(next(remaining)) if t.has_gradient else None for t in self._held]
+    def wrapped(self, gradients: Sequence[Tensor | None], without: frozenset[str] = frozenset()) -> list[DTensor | None]:
+        """One per parameter that is held; None for those `without` one."""
+        named = zip((t.name for t in self._held if t.has_gradient), gradients, strict=True)
+        found = {name: gradient for name, gradient in named if name not in without}
+        shown = [(t.name, found.get(t.name)) for t in self._held]
+        return [None if gradient is None else self._storages[name].wrap(gradient) for name, gradient in shown]
 
 
 def _held_by(stages: Iterable[Program], trained: Collection[str]) -> tuple[ProgramTensor, ...]:
     """The parameters of these stages, each once; one that has a gradient in any stage of the model has one here."""
     found = {t.name: t for stage in stages for t in stage.parameters}
     return tuple(replace(t, has_gradient=t.name in trained) for t in found.values())
-
-
-class _Published(torch.autograd.Function):
-    """The loss, whose backward hands out gradients that are known already."""
-
-    @staticmethod
-    def forward(ctx: Any, module: StagedModule, loss: list[Tensor], gradients: list[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.module, ctx.gradients, ctx.scale = module, gradients, module.loss_scale
-        return loss[0]  # in a list, so that it is no input: those are returned as views, which could not be changed in place
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, tangent: Tensor) -> tuple[Any, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise RuntimeStateError(
-                "backward ran a second time through one call, and its gradients have been handed out",
-                remedy="call the module again before each backward; one call gives one backward",
-            )
-        factor = float(tangent) / ctx.scale
-        if factor != 1.0:
-            for gradient in gradients:
-                gradient.mul_(factor)
-        return (None, None, None, *ctx.module._wrapped(gradients))
-
-
-def _write_back(there: Tensor, mine: Tensor) -> None:
-    """What was exchanged on the device, into the gradient that lies elsewhere."""
-    if there is not mine:
-        there.copy_(mine)

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.kernels.bucketed import from_bucket, into_bucket
+from autopar.run.program import Program, StagedProgram
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.add.out)
@@ -38,6 +39,40 @@ def without(source: fx.Graph, tangents: Collection[str], absent: Collection[str]
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
     return graph
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """What of a pipeline's backward follows from absent tangents alone, so that it is not computed, and not sent.
+
+    Attributes:
+        parameters: that have no gradient. tangents: per stage the outputs, crossing ones too, whose tangents are none. gradients: per stage
+            what came from the stage before and gets no gradient.
+    """
+
+    parameters: frozenset[str] = frozenset()
+    tangents: tuple[frozenset[str], ...] = ()
+    gradients: tuple[frozenset[str], ...] = ()
+
+    @staticmethod
+    def of(program: StagedProgram, absent: Collection[str]) -> Unused:
+        """Where the outputs of these paths had no part in the loss."""
+        trace = program.trace
+        ends = {o.tangent: o.path for o in trace.differentiable}
+        found = _Gone.of(trace.graph, ends, [tangent for tangent, path in ends.items() if path in absent])
+        names = {node.name for node in found.gone}
+        results = next(iter(reversed(trace.graph.nodes))).args[0]
+        trained = {p.name: results[p.gradient] for p in trace.parameters if p.gradient is not None}  # type: ignore[index]
+        tangents = tuple(frozenset(path for path, name in tangent_names(stage) if name in names) for stage in program.stages)
+        arrived = [frozenset(t.name for t in stage.inputs if t.crosses) for stage in program.stages]
+        gradients = tuple(here & before for here, before in zip(arrived, (frozenset[str](), *tangents), strict=False))
+        return Unused(frozenset(name for name, node in trained.items() if node in found.gone), tangents, gradients)
+
+
+def tangent_names(program: Program) -> list[tuple[str, str]]:
+    """Outputs that have a tangent, with the name that it has in the trace; the backward graph takes them after what is saved."""
+    given = [str(node.target) for node in program.backward.graph.nodes if node.op == "placeholder"][program.num_saved :]
+    return list(zip((t.name for t in program.outputs if t.has_gradient), given, strict=False))
 
 
 @dataclass(slots=True)

@@ -77,8 +77,7 @@ class _Stage:
         """What this stage runs: its own nodes, and the copied ones that these, its outputs and its buffers read."""
         arriving = {*before.values, *after.gradients} - {""}
         needed = {n for n in nodes if self._mine(n)} - arriving
-        last = self.number == len(self.crossing)
-        needed |= {flat[i].name for i in range(len(self.trace.outputs)) if last and flat[i].name in self.placing.copied}
+        needed |= {o.node for o in self.trace.outputs if self._returns(o.node) and o.node in self.placing.copied}
         read: set[str] = set()
 
         def close(stack: list[str]) -> None:
@@ -103,6 +102,7 @@ class _Stage:
         read = {o.name for name in self._needed for o in nodes[name].all_input_nodes}
         held = {p.node for p in self.trace.parameters if self.number in self.placing.holders[p.name]}
         flat = next(iter(reversed(self.trace.graph.nodes))).args[0]
+        held |= {name for name, stage in self.placing.returning.items() if stage == self.number and nodes[name].op == "placeholder"}
         changed = {name for name, index in self.trace.mutated.items() if flat[index].name in self._needed}
         held |= {b.node for b in self.trace.buffers if b.name in changed}
         for entries in (self.trace.parameters, self.trace.buffers, self.trace.inputs):
@@ -112,7 +112,7 @@ class _Stage:
         for name in before.values:
             self._placeholder(nodes[name])
         for o in self.trace.differentiable:
-            if self._mine(o.node):
+            if self._mine(o.tangent):
                 self._placeholder(nodes[o.tangent])
         for name in after.gradients:
             if name:
@@ -160,8 +160,8 @@ class _Stage:
         )
 
     def _returns(self, name: str) -> bool:
-        """Whether this stage returns a model's output: the one that makes it, the last one where all could."""
-        return self._mine(name) or (name in self.placing.copied and self.number == len(self.crossing))
+        """Whether this stage returns a model's output."""
+        return self.placing.returning[name] == self.number
 
     def _add_result(self, name: str) -> int:
         self.results.append(self.env[name])

@@ -38,6 +38,7 @@ class Placing:
 
     Attributes:
         stage: node name → stage, tangents included; not for copied nodes and other placeholders.
+        returning: what the model returns → the stage that returns it.
         copied: nodes that every stage computes itself where it needs them. homes: where they would be by their position.
         holders: parameter name → the stages that read it.
         terms: parameter name → the nodes whose sum is its gradient, for parameters that several stages hold.
@@ -45,6 +46,7 @@ class Placing:
     """
 
     stage: Mapping[str, int]
+    returning: Mapping[str, int]
     copied: frozenset[str]
     homes: Mapping[str, int]
     holders: Mapping[str, tuple[int, ...]]
@@ -82,6 +84,8 @@ class _Placer:
     def run(self) -> Placing:
         self._forward()
         holders = self._holders()
+        returning = self._returning(holders)
+        self.stage.update({o.tangent: returning[o.node] for o in self.trace.differentiable})
         terms, dropped = self._terms(holders)
         backward = [n for n in self._calls("backward") if n.name not in dropped and n.name not in self.copied]
         pinned = self._pinned(holders, terms)
@@ -95,7 +99,7 @@ class _Placer:
                 stages[name] = max(stages[name], boundary + 1)
         self._check_parameters(stages, holders)
         self._check_buffers(self.stage | stages)
-        return Placing(self.stage | stages, frozenset(self.copied), self.homes, holders, terms, frozenset(dropped))
+        return Placing(self.stage | stages, returning, frozenset(self.copied), self.homes, holders, terms, frozenset(dropped))
 
     def _calls(self, phase: str) -> list[fx.Node]:
         return [n for n in self.trace.graph.nodes if n.op == "call_function" and n.meta["phase"] == phase]
@@ -117,8 +121,6 @@ class _Placer:
             for operand in node.all_input_nodes:
                 if node.name in self.stage and operand.name in self.stage:
                     self.last_reader[operand.name] = max(self.last_reader.get(operand.name, 0), self.stage[node.name])
-        made_by = {o.tangent: o.node for o in self.trace.differentiable}
-        self.stage.update({tangent: self.stage[node] for tangent, node in made_by.items()})
 
     def _holders(self) -> dict[str, tuple[int, ...]]:
         """A parameter that only backward reads is where that is; one that nothing reads, in the first stage."""
@@ -128,6 +130,11 @@ class _Placer:
             reading = {self.stage[user.name] for user in nodes[p.node].users if user.name in self.stage}
             found[p.name] = tuple(sorted(reading)) or (0,)
         return found
+
+    def _returning(self, holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
+        """What a stage makes it returns; a parameter is returned where it is, and what every stage has by the last one."""
+        last, at = len(self.positions), {p.node: holders[p.name][-1] for p in self.trace.parameters}
+        return {o.node: self.stage.get(o.node, at.get(o.node, last)) for o in self.trace.outputs}
 
     def _terms(self, holders: Mapping[str, Sequence[int]]) -> tuple[dict[str, tuple[fx.Node, ...]], set[str]]:
         results = next(iter(reversed(self.trace.graph.nodes))).args[0]
@@ -206,7 +213,7 @@ class _Placer:
                 self._carriers.setdefault(boundary, set()).add(_kind(node))
 
     def _sides(self, backward: Sequence[fx.Node], pinned: Mapping[str, int]) -> _Sides:
-        """What is settled of backward: what a late node reads is late, what reads an early one is early."""
+        """What is settled of backward: what a late node reads is late, what reads an early one, or an early output's tangent, is early."""
         sides = _Sides({n.name: 0 for n in backward}, {n.name: len(self.positions) + 1 for n in backward})
         late_before, early_from = sides.late_before, sides.early_from
         for node in backward:
@@ -215,6 +222,7 @@ class _Placer:
             at = [pinned[node.name]] if node.name in pinned else []
             late_before[node.name] = max([0, *made, *at])
             before = [early_from[o.name] for o in node.all_input_nodes if o.name in early_from]
+            before += [self.stage[o.name] for o in node.all_input_nodes if o.op == "placeholder" and o.name in self.stage]  # tangents
             early_from[node.name] = min([early_from[node.name], *read, *at, *before])
         for node in reversed(backward):
             for operand in node.all_input_nodes:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autopar import random_ops
 from autopar.capture import Trace
 from autopar.capture._transformers import without_caches
-from autopar.capture.execute import execute, promoted
+from autopar.capture.execute import execute, promoted, promoted_dtype
 from autopar.capture.gpu_autocast import gpu_autocast
 from autopar.capture.precision import narrowed
 from autopar.capture.tangents import tangent_of
@@ -116,16 +116,17 @@ class Case:
         Where microbatches draw random numbers, the plain model is run on each, with the numbers that it draws.
         """
         if self.num_draws_apart == 1:
-            return self._run_plain(self.args, self.kwargs, self.tensors[random_ops.STATE])
+            return self._run_plain(self.args, self.kwargs, self.tensors[random_ops.STATE], {})
         assert isinstance(self.program, StagedProgram), "only programs with stages have microbatches"
         leaves, spec = flatten_call(self.args, dict(self.kwargs))
         how, found = self.program.microbatches, dict[str, torch.dtype]()
         parts = how.split({path: x for path, x in leaves if isinstance(x, Tensor)})
         weights = how.weights(parts)
+        answers = self._tangents_of_parts(self.program, weights)
         steps: list[Results] = []
         for number, part in enumerate(parts):
             args, kwargs = unflatten([part.get(path, leaf) for path, leaf in leaves], spec)
-            step, lower = self._run_plain(args, kwargs, self.tensors[random_ops.STATE] + number)
+            step, lower = self._run_plain(args, kwargs, self.tensors[random_ops.STATE] + number, answers[number])
             found |= lower
             steps.append(step)
         outputs = {path: how.join(path, [step.outputs[path] for step in steps], weights) for path in steps[0].outputs}
@@ -133,7 +134,21 @@ class Case:
         gradients = {name: torch.stack([step.gradients[name] * weight for step, weight in pairs]).sum(0) for name in steps[0].gradients}
         return Results(outputs, steps[-1].buffers, gradients), found
 
-    def _run_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Tensor) -> tuple[Results, dict[str, torch.dtype]]:
+    def _tangents_of_parts(self, program: StagedProgram, weights: list[float]) -> list[dict[str, Tensor]]:
+        """What backward of each microbatch begins with, by autograd through what puts outputs together, not as the program has it."""
+        found: list[dict[str, Tensor]] = [{} for _ in weights]
+        for o in () if self.loss is not None else program.trace.differentiable:
+            dtype = promoted_dtype(o.dtype, self.dtype)
+            parts = [torch.zeros(o.shape, dtype=dtype, requires_grad=True) for _ in weights]
+            whole = program.microbatches.join(o.path, list(parts), weights)
+            whole.backward(tangent_of(o.path, whole.shape, dtype, is_loss=False))
+            for mine, part in zip(found, parts, strict=True):
+                mine[o.path] = torch.zeros_like(part) if part.grad is None else part.grad
+        return found
+
+    def _run_plain(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Tensor, answers: Mapping[str, Tensor]
+    ) -> tuple[Results, dict[str, torch.dtype]]:
         plain = _copied(self.model)._apply(self._promoted)  # Module.to would make complex buffers real
         plain.zero_grad(set_to_none=True)
         for parameter in plain.parameters():
@@ -149,7 +164,7 @@ class Case:
                     returned = plain(*args, **kwargs)
                 outputs = dict(flatten_with_paths(returned)[0])
                 with outside():  # as users are to run it
-                    self._backward(outputs)
+                    self._backward(outputs, answers)
         parameters = dict(plain.named_parameters(remove_duplicate=False))
         buffers = dict(plain.named_buffers(remove_duplicate=False))
         results = Results(
@@ -181,10 +196,11 @@ class Case:
             remedy = "verify in a wider dtype: pass dtype=torch.float64" if as_asked else "verify in the model's own dtype: pass dtype=None"
             raise PlainModelError(f"the plain model fails{where}: {said}", remedy=remedy) from error
 
-    def _backward(self, outputs: Mapping[str, Any]) -> None:
-        """From the loss, or from what stands for the gradients of a user's loss."""
+    def _backward(self, outputs: Mapping[str, Any], answers: Mapping[str, Tensor]) -> None:
+        """From the loss, or from what stands for the gradients of a user's loss: `answers`, where only a part of the batch ran."""
         ends = [(outputs[o.path], o) for o in self.trace.differentiable]
-        tangents = [tangent_of(o.path, x.shape, x.dtype, is_loss=o.is_loss).to(x.device) for x, o in ends]
+        whole = [None if o.path in answers else tangent_of(o.path, x.shape, x.dtype, is_loss=o.is_loss) for x, o in ends]
+        tangents = [(answers[o.path] if made is None else made).to(x) for made, (x, o) in zip(whole, ends, strict=True)]
         if ends:
             torch.autograd.backward([x for x, _ in ends], tangents)
 

@@ -19,7 +19,7 @@ from autopar import constraints as asked
 from autopar.api.planning import plan_model
 from autopar.capture import capture
 from autopar.constraints import Constraint
-from autopar.errors import ConstraintError, InfeasibleError
+from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
 from autopar.planning import Planned
 from autopar.run.memory import trace_peak
@@ -111,12 +111,15 @@ def test_a_loss_alone_needs_no_logits_outside_of_the_program() -> None:
     assert autopar.verify(plan.plan, *built("llama"), tolerance=TOLERANCE).loss is not None
 
 
-@pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"constraints": (asked.pipeline("a"),)}])
-def test_microbatches_and_stages_are_for_steps(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"constraints": (asked.pipeline("a"),)}], ids=["microbatches", "stages"])
+def test_microbatches_and_stages_have_a_loss_whose_terms_weigh_as_their_labels(options: dict[str, Any]) -> None:
     model, batch = built("llama")
-    with pytest.raises(ConstraintError, match="forward alone") as error:
-        autopar.plan(model, SQUARE, example_inputs=batch, hardware="cpu-gloo", inference=True, **options)
-    assert error.value.remedy
+    batch = {**batch, "labels": batch["labels"].masked_fill(torch.arange(len(batch["labels"]))[:, None] < 3, -100)}
+    plan = autopar.plan(model, SQUARE, example_inputs=batch, hardware="cpu-gloo", inference=True, outputs="full", **options)
+    assert plan.pipeline is not None and plan.options["inference"]
+    assert autopar.check(plan, model, batch).ok
+    verified = autopar.verify(plan, model, batch, tolerance=TOLERANCE)
+    assert verified.loss is not None and verified.outputs and not verified.gradients
 
 
 @pytest.mark.parametrize("grad", [True, False])

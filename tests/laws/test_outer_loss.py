@@ -138,7 +138,6 @@ def test_a_scalar_beside_is_the_loss_as_far_as_it_has_a_gradient() -> None:
     ("options", "refusal", "words"),
     [
         ({"num_microbatches": 2}, ConstraintError, "returns no loss"),
-        ({"constraints": (asked.pipeline("a"),)}, ConstraintError, "returns no loss"),
         ({"outputs": "loss"}, CaptureError, "returns no loss"),
         ({"batch": "local"}, ConstraintError, "each rank's own loss"),
     ],

@@ -37,6 +37,28 @@ class Convolutions(nn.Module):
         return found
 
 
+class Layers(nn.Module):
+    """Returns what its last layer makes, what one in between makes, an average, and a parameter."""
+
+    def __init__(self, num: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding, self.scale = nn.Embedding(32, 16), nn.Parameter(torch.ones(()))
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(num))
+        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(16, 32)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x, seen = self.embedding(tokens), []
+        for layer in self.layers:
+            x = x + self.dropout(layer(x))
+            seen.append(x)
+        return {"logits": self.head(x) * self.scale, "early": seen[1], "size": x.pow(2).mean(), "total": x.sum((0, 1)), "scale": self.scale}
+
+
+def layers(dropout: float = 0.0) -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    return Layers(dropout=dropout), {"tokens": torch.randint(0, 32, (8, 6))}
+
+
 def several(samples: int = 8) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     return Several(), {"x": torch.randn(samples, 8)}

@@ -107,6 +107,16 @@ def test_with_unequal_chunks_the_certificate_finds_the_same_time_and_it_is_over_
     assert alone >= end - 1e-9
 
 
+@given(st.data(), st.integers(1, 5), st.integers(1, 9))
+def test_gpipe_takes_what_its_simulation_takes_whichever_stages_are_slow(data: st.DataObject, stages: int, num: int) -> None:
+    times = st.lists(st.integers(0, 9), min_size=stages, max_size=stages)
+    forward, backward = data.draw(times), data.draw(times)
+    ends = max(bar.end_s for bar in simulate("gpipe", forward, backward, num))
+    step = scheduled_time("gpipe", forward, backward, num)
+    assert step == ends
+    assert step >= step_time([f + b for f, b in zip(forward, backward, strict=True)], num)
+
+
 @given(st.sampled_from(["1f1b", "gpipe"]), st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 9))
 def test_of_one_stage_a_rank_the_formula_is_over_its_least_time(schedule: str, times: list[int], num: int) -> None:
     step = scheduled_time(schedule, times, [2 * t for t in times], num)
