@@ -27,6 +27,7 @@ from autopar.planning.carrying import Carried, carried
 from autopar.planning.flips import all_flips
 from autopar.planning.repricing import repriced
 from autopar.plans import Flip, Plan
+from autopar.run.returned import Returned
 from autopar.units import seconds, share, size
 
 
@@ -127,8 +128,7 @@ def what_if(
         peaks = plan.pipeline.peaks if plan.pipeline else (plan.prediction.peak_bytes,)
         found = Carried(repriced(plan, part, there, devices, options), peaks)
     else:
-        returned = None if plan.pipeline is None else returned_of(*planned_part(plan, model, trace, args, kwargs), options.outputs)
-        found = carried(plan, part, there, devices, options, _bytes_of(trace), returned)
+        found = carried(plan, part, there, devices, options, _bytes_of(trace), _returned(plan, model, trace, args, kwargs))
     peak_bytes, budget_bytes = _tightest(plan, found, devices, options)
     options = options if there.axes == plan.mesh.axes else _elsewhere(plan, there, options)
     best = plan_told(model, there, args, kwargs, devices, options)[1].plan
@@ -169,6 +169,13 @@ def flips(
 def _part(plan: Plan, model: nn.Module, trace: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
     """What a plan is for: the captured call, or one microbatch of it."""
     return as_planned(trace, plan) if plan.pipeline is None else planned_part(plan, model, trace, args, kwargs)[0]
+
+
+def _returned(plan: Plan, model: nn.Module, trace: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Returned | None:
+    """What calls of a pipeline return, None without one."""
+    if plan.pipeline is None:
+        return None
+    return returned_of(*planned_part(plan, model, trace, args, kwargs), plan.options.get("outputs", "dtensor"))
 
 
 def _tightest(plan: Plan, found: Carried, devices: Hardware, options: PlanOptions) -> tuple[int, int]:

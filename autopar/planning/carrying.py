@@ -68,10 +68,11 @@ def carried(
     """
     there = on_axes(plan, mesh)
     carrier = _Carrier(without_stages(plan, mesh), options, _forced(plan, trace, mesh, options))
-    if plan.pipeline is None or there.pipeline is None or returned is None:
+    if plan.pipeline is None or there.pipeline is None:
         profile = slowest(hardware)
         tried = carrier.tried(_Piece(there, trace, profile, options.budget(profile), any(c.kernel for c in plan.communications)))
         return Carried(tried.time_s, (tried.peak_bytes,))
+    assert returned is not None, "a pipeline returns something"
     sharing = _sharing(plan, there.pipeline, hardware, options, batch_bytes, returned)
     axis, planned = there.pipeline.axis, list[Planned]()
     for number, piece in enumerate(_pieces(plan.pipeline, there.pipeline, trace, hardware, sharing)):

@@ -15,7 +15,7 @@ import zoo_small
 import autopar
 from autopar.api.arguments import as_call
 from autopar.api.recorded import options_of
-from autopar.api.what_if import _bytes_of, _part
+from autopar.api.what_if import _bytes_of, _part, _returned
 from autopar.capture import capture
 from autopar.constraints import ddp, fsdp, megatron, pipeline, tensor_parallel
 from autopar.errors import ConstraintError, PlanError
@@ -161,7 +161,8 @@ def carry(name: str, axes: dict[str, int]) -> tuple[Plan, float, int]:
     args, kwargs = as_call(batch)
     trace = capture(model, args, kwargs)
     options, part = options_of(plan, GLOO, None), _part(plan, model, trace, args, kwargs)
-    found = carried(plan, part, autopar.Mesh(axes), GLOO, options, _bytes_of(trace))
+    returned = _returned(plan, model, trace, args, kwargs)
+    found = carried(plan, part, autopar.Mesh(axes), GLOO, options, _bytes_of(trace), returned)
     return plan, found.step_s, found.peak_bytes
 
 
