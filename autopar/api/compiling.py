@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from autopar.api.hardware import HardwareLike, planned_for
 from autopar.api.planning import check_fits, plan_told
 from autopar.api.tracing import program_of, refuse_own_losses, refuse_wrapped, settled, traced_for
 from autopar.capture import Trace
-from autopar.errors import AutoparError, ConstraintError, InfeasibleError, PlanError, RuntimeStateError
+from autopar.errors import AutoparError, ConstraintError, PlanError, RuntimeStateError
 from autopar.explanation.lines import idle
 from autopar.planning import Planned, PlanOptions
 from autopar.plans import Plan
@@ -114,11 +114,11 @@ class _Further:
     """How a further program is planned, in place of `_Order.options`.
 
     Attributes:
-        tried: options, the next where one leaves no plan that fits. otherwise: the same where a constraint cannot hold.
+        otherwise: options where a constraint cannot hold.
     """
 
-    tried: tuple[PlanOptions, ...]
-    otherwise: tuple[PlanOptions, ...]
+    options: PlanOptions
+    otherwise: PlanOptions
 
 
 _OF_THE_MODULE = (
@@ -230,9 +230,9 @@ def _variant(
     hardware = planned_for(plan) if asked is None else asked  # read where it is planned, on one rank
     only_forward = not torch.is_grad_enabled()
     asked_again, otherwise = (replace(options, outputs=build["outputs"]) for options in asked_of(plan, storage_of(module)))
-    further = _Further((asked_again,), (otherwise,))
-    if only_forward:  # where that does not fit, as a step, whose batch may be cut
-        further = _Further(*((beside_the_optimizer(plan, options), options) for options in (asked_again, otherwise)))
+    further = _Further(asked_again, otherwise)
+    if only_forward:
+        further = _Further(*(beside_the_optimizer(plan, options) for options in (asked_again, otherwise)))
     with torch.enable_grad():
         made = _build(_Order(structure.in_mode(training), devices, None, hardware, build, {}, further), args, kwargs, module)
     made.train(training)
@@ -276,24 +276,13 @@ def _plan_here(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     if further is None:
         chosen = {"batch": order.build["batch"], "outputs": order.build["outputs"], **order.options}
         return plan_told(order.model, order.mesh, args, kwargs, order.hardware, chosen)
+    call = order.model, order.mesh, args, kwargs, order.hardware
     try:
-        return _plan_further(order, further.tried, args, kwargs)
+        return plan_told(*call, further.options, another=True)
     except ConstraintError as error:
-        found = _plan_further(order, further.otherwise, args, kwargs)
+        found = plan_told(*call, further.otherwise, another=True)
         log.warning("for this call constraints on layouts are left out, since they cannot hold: %s", error.what)
         return found
-
-
-def _plan_further(
-    order: _Order, tried: Sequence[PlanOptions], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Trace, Planned]:
-    """The plan of the first of these options that leave one that fits."""
-    for options in tried[:-1]:
-        try:
-            return plan_told(order.model, order.mesh, args, kwargs, order.hardware, options, another=True)
-        except InfeasibleError as error:
-            log.warning("forward alone does not fit in one piece, so this call is planned as a step is: %s", error.what)
-    return plan_told(order.model, order.mesh, args, kwargs, order.hardware, tried[-1], another=True)
 
 
 def _from_rank_zero(order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:

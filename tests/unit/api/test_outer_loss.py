@@ -272,8 +272,9 @@ def test_a_module_in_microbatches_is_evaluated_in_microbatches_where_forward_alo
         assert module(**batch).item() == pytest.approx(plain(**batch).item(), rel=1e-5)
         smaller = {name: x[:128] for name, x in batch.items()}
         assert module(**smaller).item() == pytest.approx(plain(**smaller).item(), rel=1e-5)
-    assert [each.plan.pipeline is not None for each in module.variants.known][-1]
-    assert "planned as a step is" in caplog.text
+    last = module.variants.known[-1].plan
+    assert last.pipeline is not None and last.options["inference"]
+    assert "microbatches, one after another, since all at once" in caplog.text
 
 
 @pytest.mark.parametrize("outputs", ["full", "local", "dtensor"])
