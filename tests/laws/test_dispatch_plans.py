@@ -130,6 +130,7 @@ def test_unasked_the_planner_takes_the_way_that_is_quicker(name: str) -> None:
     assert autopar.verify(made.plan, model, batch).ok and certify(capture(model, (), batch), made.plan, quick(times)).ok
 
 
+@pytest.mark.slow
 def test_on_two_axes_unasked_plans_are_right() -> None:
     mesh = Mesh({"data": 2, "expert": 4})
     made, model, batch = free(mesh, 30.0)

@@ -86,6 +86,7 @@ def test_it_is_as_fast_as_the_best_cut() -> None:
     assert grouped().plan.proof.objective_s <= min(c.objective_s for c in cuts) * (1 + GAP)
 
 
+@pytest.mark.slow
 def test_it_is_faster_than_with_all_layers_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = grouped().plan
     assert plan.proof.gap <= GAP
@@ -118,6 +119,7 @@ def test_layers_are_cut_anew_under_the_moments_that_were_learnt(monkeypatch: pyt
     assert plan.proof.objective_s < make_plan(trace, MESH, PROFILE, tight).plan.proof.objective_s
 
 
+@pytest.mark.slow
 def test_the_bound_of_groups_holds_for_fewer_and_the_relaxation_hardly_knows_them() -> None:
     whole, finer, finest = (solved({LIST: cuts} if cuts else {}, gap=1e-4) for cuts in ((), (3,), (2, 3, 6)))
     for fewer, more in ((whole, finer), (finer, finest)):

@@ -94,6 +94,7 @@ def test_a_model_without_layers_or_without_logits_is_refused() -> None:
         chunked_loss(nn.Linear(2, 2), {})
 
 
+@pytest.mark.slow
 def test_a_budget_of_activations_is_kept_where_gradients_are_larger(built: Any, planner: Planner) -> None:
     model, batch = built
     plain, expected = measure(variant(model, batch))
