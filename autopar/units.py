@@ -1,4 +1,4 @@
-"""Seconds and bytes as people read them."""
+"""Seconds, bytes and numbers as people read them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def size(value: float, *, signed: bool = False) -> str:
 def share(value: float, *, signed: bool = False) -> str:
     """A share as per cent: ``12.3 %``."""
     return f"{value * 100:{'+' if signed else ''}.{1 if abs(value) >= 0.0005 or not value else 3}f} %"
+
+
+def microbatches(num: int) -> str:
+    """So many."""
+    return "1 microbatch" if num == 1 else f"{num} microbatches"
 
 
 def _three(value: float, signed: bool) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.planning import Planned, TooSlow
-from autopar.units import seconds
+from autopar.units import microbatches, seconds
 
 _FIRST = 3  # of the largest numbers
 MOST_ROUNDS = 8  # microbatches per stage: beyond, the pipeline waits for less than an eighth of its time
@@ -91,6 +91,6 @@ def covering(found: Planned, line: str) -> Planned:
 def _named(axis: str, num: int, per_device: int = 1) -> str:
     if not num:
         return "no microbatches"
-    parts = "1 microbatch" if num == 1 else f"{num} microbatches"
+    parts = microbatches(num)
     stages = f" in stages along {axis}" if axis else " one after another"
     return parts + stages + (f", {per_device} a device" if per_device > 1 else "")

@@ -34,7 +34,7 @@ from autopar.explanation.prices import Worth
 from autopar.explanation.rendering import Readable, table
 from autopar.explanation.whole import Explanation
 from autopar.plans import Flip, Pipeline, Plan, forward_load
-from autopar.units import seconds, share, size
+from autopar.units import microbatches, seconds, share, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class StagedExplanation(Readable):
     def _schedule(self) -> str:
         pipeline = self.pipeline
         each = f", {pipeline.num_chunks} on each device" if pipeline.num_chunks > 1 else ""
-        through = f"{pipeline.num_microbatches} microbatches through {len(pipeline.stages)} stages along {pipeline.axis}"
+        through = f"{microbatches(pipeline.num_microbatches)} through {len(pipeline.stages)} stages along {pipeline.axis}"
         return f"{through}{each}, schedule {pipeline.schedule}"
 
     def _prices(self) -> Iterator[str]:

@@ -36,7 +36,7 @@ from autopar.plans.parts import (
     read_proof,
 )
 from autopar.typed import mismatch
-from autopar.units import seconds, size
+from autopar.units import microbatches, seconds, size
 
 FORMAT = "autopar-plan"
 VERSION = 4
@@ -164,7 +164,7 @@ class Plan:
     def __repr__(self) -> str:
         """One line; `autopar.explain` tells all."""
         parts = self.pipeline
-        stages = f", {len(parts.stages)} stages, {parts.num_microbatches} microbatches" if parts else f", {len(self.entries)} decisions"
+        stages = f", {len(parts.stages)} stages, {microbatches(parts.num_microbatches)}" if parts else f", {len(self.entries)} decisions"
         step_s, peak = seconds(self.prediction.step_s), size(self.prediction.peak_bytes)
         return f"Plan({self.fingerprint.model_name or 'model'} on {self.mesh}{stages}: step {step_s}, peak {peak})"
 

@@ -10,7 +10,7 @@ from autopar.planning.steps import simulated_phases_s
 from autopar.plans import Pipeline, Plan
 from autopar.report.canvas import COLOURS, FAINT, INK, MEMORY_COLOURS, canvas, quiet
 from autopar.report.figures import GIB, peak_bar
-from autopar.units import seconds, size
+from autopar.units import microbatches, seconds, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +51,7 @@ def schedule(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
     axes.set_ylim(rows - 0.5, -0.5)
     axes.set_xlim(0, end)
     axes.set_xticks([end * part / 4 for part in range(5)], [seconds(end * part / 4) for part in range(5)])
-    title = f"{pipeline.schedule}, {pipeline.num_microbatches} microbatches: {seconds(end)}; priced at {seconds(plan.prediction.step_s)}"
+    title = f"{pipeline.schedule}, {microbatches(pipeline.num_microbatches)}: {seconds(end)}; priced at {seconds(plan.prediction.step_s)}"
     axes.set_title(title, fontsize=10, color=INK, loc="left")
     _legend(axes)
     figure_of_it: Figure = figure
