@@ -30,7 +30,7 @@ class Microbatching:
 
     Attributes:
         num: how many microbatches. inputs: path of each input that is cut → the dim it is cut along.
-        outputs: path → its label; the loss among them, where there is one.
+        outputs: path → its label, of all that can be put together; the loss among them, where there is one.
         count: name of the node of the microbatch's graph that weighs the loss, ``""`` where all weigh alike.
         promised: keys of the ops at which only the user's promise says that samples are independent.
     """
@@ -81,8 +81,11 @@ def microbatching(whole: Trace, part: Trace, num: int, *, independent: bool = Fa
     outputs = {o.path: labels[results[i].name, 0] for i, o in enumerate(whole.outputs)}
     loss = next((outputs[o.path] for o in whole.outputs if o.is_loss), WHOLE)
     for i, o in enumerate(whole.outputs):
-        if o.whole:  # others of microbatches are not put together
-            _check_joins(whole, o.path, outputs[o.path], loss, results[i], num)
+        why = _unjoined(whole, outputs[o.path], loss)
+        if why and o.whole:
+            raise refusal(results[i], num, f"output {o.path!r} {why}")
+        if why:  # it is not asked for of several microbatches
+            del outputs[o.path]
     keys = {n.name: n.meta["key"] for n in nodes}
     if loss.count:
         _check_weighed_by_inputs(whole, loss.count, num)
@@ -90,12 +93,13 @@ def microbatching(whole: Trace, part: Trace, num: int, *, independent: bool = Fa
     return Microbatching(num, cut, outputs, here[keys[loss.count]].name if loss.count else "", tuple(promised))
 
 
-def _check_joins(whole: Trace, path: str, label: Label, loss: Label, node: fx.Node, num: int) -> None:
-    """That the batch's output can be put together from those of microbatches, of which the loss alone has weights."""
+def _unjoined(whole: Trace, label: Label, loss: Label) -> str:
+    """Why the batch's output cannot be put together from those of microbatches, of which the loss alone has weights."""
     if label.kind == "place":
-        raise refusal(node, num, f"output {path!r} has positions in the batch")
+        return "has positions in the batch"
     if label.kind == "count" and not (loss.count and _equal(whole.node(label.count), whole.node(loss.count))):
-        raise refusal(node, num, f"output {path!r} is an average that weighs otherwise than the loss")
+        return "is an average that weighs otherwise than the loss"
+    return ""
 
 
 def _equal(a: fx.Node, b: fx.Node) -> bool:

@@ -72,7 +72,8 @@ def run_staged(
             stage.end()
             for name, value in stage.joined_gradients().items():
                 gradients[name] = gradients[name] + value if name in gradients else value
-    whole = {path: program.microbatches.join(path, values, weights) for path, values in outputs.items()}
+    how = program.microbatches
+    whole = {path: how.join(path, values, weights) for path, values in outputs.items() if path in how.outputs}
     records: tuple[Record, ...] = tuple(record for stage in stages for record in stage.run.records)
     return Lockstep(whole, gradients, new_buffers, records)
 

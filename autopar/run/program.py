@@ -97,7 +97,8 @@ class Microbatches:
 
     Attributes:
         num: how many. inputs: path of each input that is cut → the dim it is cut along.
-        outputs: path → what a microbatch's output is of the batch's: (``whole`` | ``split`` | ``sum`` | ``mean`` | ``count``, dim).
+        outputs: path, of all that can be put together → what a microbatch's output is of the batch's: (``whole`` | ``split`` | ``sum`` |
+            ``mean`` | ``count``, dim).
         loss: path of the loss, None where the model returns none.
         count: from the inputs `count_inputs` of a microbatch, whole, to the weight of its loss; None where all weigh alike.
     """
@@ -225,7 +226,7 @@ def whole_outputs(part: Trace, how: Microbatches, num_axes: int) -> tuple[Progra
         part: the trace of one microbatch. num_axes: of the mesh.
     """
     dims = {path: dim if kind == "split" else -1 for path, (kind, dim) in how.outputs.items()}
-    pairs = ((o, _whole(o, how.num, dims[o.path], num_axes)) for o in part.outputs)
+    pairs = ((o, _whole(o, how.num, dims.get(o.path, -1), num_axes)) for o in part.outputs)
     return tuple(
         replace(whole, requires_grad=o.requires_grad, has_gradient=bool(o.tangent), is_loss=o.path == how.loss) for o, whole in pairs
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ class Case:
 
     def run_traced(self, observe: Callable[[fx.Node, Any], None] | None = None) -> Results:
         outputs, gradients, buffers = execute(self.trace, self.tensors, self.tensors, self.inputs, dtype=self.dtype, observe=observe)
-        return Results({o.path: x for o, x in zip(self.trace.outputs, outputs, strict=True)}, buffers, gradients)
+        return Results(self._returned({o.path: x for o, x in zip(self.trace.outputs, outputs, strict=True)}), buffers, gradients)
 
     def run_plain(self) -> tuple[Results, dict[str, torch.dtype]]:
         """The plain model's step, and the ops that it computes in a smaller dtype than `computed`, each with that dtype.
@@ -116,7 +116,8 @@ class Case:
         Where microbatches draw random numbers, the plain model is run on each, with the numbers that it draws.
         """
         if self.num_draws_apart == 1:
-            return self._run_plain(self.args, self.kwargs, self.tensors[random_ops.STATE], {})
+            step, lower = self._run_plain(self.args, self.kwargs, self.tensors[random_ops.STATE], {})
+            return replace(step, outputs=self._returned(step.outputs)), lower
         assert isinstance(self.program, StagedProgram), "only programs with stages have microbatches"
         leaves, spec = flatten_call(self.args, dict(self.kwargs))
         how, found = self.program.microbatches, dict[str, torch.dtype]()
@@ -129,10 +130,16 @@ class Case:
             step, lower = self._run_plain(args, kwargs, self.tensors[random_ops.STATE] + number, answers[number])
             found |= lower
             steps.append(step)
-        outputs = {path: how.join(path, [step.outputs[path] for step in steps], weights) for path in steps[0].outputs}
+        made = self._returned(steps[0].outputs)
+        outputs = {path: how.join(path, [step.outputs[path] for step in steps], weights) for path in made}
         pairs = [(step, weight) for step, weight in zip(steps, weights, strict=True) if weight]
         gradients = {name: torch.stack([step.gradients[name] * weight for step, weight in pairs]).sum(0) for name in steps[0].gradients}
         return Results(outputs, steps[-1].buffers, gradients), found
+
+    def _returned(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those that calls of the program may return: of several microbatches the ones that can be put together."""
+        made = self.program.microbatches.outputs if isinstance(self.program, StagedProgram) else outputs
+        return {path: x for path, x in outputs.items() if path in made}
 
     def _tangents_of_parts(self, program: StagedProgram, weights: list[float]) -> list[dict[str, Tensor]]:
         """What backward of each microbatch begins with, by autograd through what puts outputs together, not as the program has it."""

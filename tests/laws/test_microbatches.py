@@ -194,6 +194,46 @@ class Whole(nn.Module):
         return nn.functional.cross_entropy(self.net(x), self.labels)
 
 
+class Averages(nn.Module):
+    """A loss, and another average: over the same labels, or over others; and where the samples are."""
+
+    def __init__(self, *, same: bool) -> None:
+        super().__init__()
+        self.loss, self.other, self.same = nn.Linear(8, 4), nn.Linear(8, 4), same
+
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.loss(x), y), "other": F.cross_entropy(self.other(x), y if self.same else z)}
+
+
+@pytest.mark.parametrize("outputs", ["full", "dtensor"])
+def test_an_average_that_weighs_otherwise_than_the_loss_is_not_put_together_with_its_weights(outputs: str) -> None:
+    torch.manual_seed(0)
+    y, z = (torch.randint(0, 4, (8,)).masked_fill(torch.arange(8) < num, -100) for num in (3, 5))
+    batch: dict[str, Any] = {"x": torch.randn(8, 8), "y": y, "z": z}
+    options: dict[str, Any] = {"example_inputs": batch, "hardware": "cpu-gloo", "num_microbatches": 2, "outputs": outputs}
+    plan = autopar.plan(Averages(same=True), 1, **options)
+    assert autopar.verify(plan, Averages(same=True), batch).ok
+    if outputs == "full":
+        with pytest.raises(CoupledError, match="'other' is an average that weighs otherwise than the loss"):
+            autopar.plan(Averages(same=False), 1, **options)
+    else:  # of microbatches the loss alone is returned
+        other = Averages(same=False)
+        assert autopar.verify(autopar.plan(other, 1, **options), other, batch).outputs == {}
+        module: Any = autopar.compile(other, 1, **options)
+        assert module(**batch)["other"] is None
+
+
+class Positions(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": x.pow(2).mean(), "at": torch.arange(len(x))}
+
+
+def test_positions_in_the_batch_are_not_put_together_of_microbatches() -> None:
+    options: dict[str, Any] = {"example_inputs": {"x": torch.randn(8, 8)}, "hardware": "cpu-gloo", "num_microbatches": 2, "outputs": "full"}
+    with pytest.raises(CoupledError, match="'at' has positions in the batch"):
+        autopar.plan(Positions(), 1, inference=True, **options)
+
+
 def test_a_model_of_one_batch_size_is_refused_as_one_whose_samples_are_coupled() -> None:
     model, data = Whole(), {"x": torch.randn(8, 6)}
     with pytest.raises(CoupledError, match="the model takes the whole batch, and no part of 2 samples"):
