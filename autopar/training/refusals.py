@@ -69,7 +69,10 @@ def check_inputs(model: Any, given: dict[str, Any]) -> None:
         remedy = "load its weights, from_pretrained(folder); a model that was trained has them where trainer.save_model wrote them"
         raise AutoparError("the model's weights are on meta", remedy=remedy)
     if any(each is not None for each in given.get("optimizers", ())):
-        remedy = "pass optimizer_cls_and_kwargs=(torch.optim.AdamW, {...}), or override create_optimizer and create_scheduler"
+        remedy = (
+            "pass optimizer_cls_and_kwargs=(torch.optim.AdamW, {...}), or override create_optimizer, to build it of "
+            "self.compiled().parameters(), and create_scheduler"
+        )
         raise AutoparError("an optimizer of the plain model's parameters would train nothing", remedy=remedy)
 
 

@@ -11,7 +11,7 @@ compiled one, so that nothing reads them by mistake.
 from __future__ import annotations
 
 import contextlib
-import copy
+import inspect
 import logging
 import os
 import random
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from accelerate.utils import convert_to_fp32
+from accelerate.utils import convert_to_fp32, find_batch_size
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
@@ -33,6 +33,7 @@ from autopar.errors import RuntimeStateError
 from autopar.run.ranks import by_first, num_ranks, rank
 from autopar.run.saved import Checkpoints
 from autopar.run.weights import load_weights
+from autopar.training.plain_model import PlainModel
 from autopar.training.pretrained import is_peft, load_adapter, names_saved, whole_values
 from autopar.training.refusals import OPTIMIZERS, check_arguments, check_inputs, check_optimizer
 from autopar.training.whole_batches import Accelerator, as_one_process
@@ -71,13 +72,15 @@ class Trainer(transformers.Trainer):
         example_inputs: Example | None = None,
         **others: Any,
     ) -> None:
-        args = copy.copy(args or transformers.TrainingArguments(output_dir="tmp_trainer"))
-        check_inputs(model, others)
+        args = args or transformers.TrainingArguments(output_dir="tmp_trainer")
+        given = inspect.signature(transformers.Trainer.__init__).bind_partial(self, model, args, *rest, **others).arguments
+        check_inputs(model, given)
         check_arguments(args)
-        check_optimizer(args, others)
+        check_optimizer(args, given)
         args.distributed_state = as_one_process(args.distributed_state)
         self._mesh, self._compile_options, self._example = mesh, dict(compile_options or {}), example_inputs
         self._compiled: Any = None
+        self._left: PlainModel | None = None
         super().__init__(model, args, *rest, **others)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -108,7 +111,7 @@ class Trainer(transformers.Trainer):
             with self.compute_loss_context_manager():
                 self._compiled = compile(self.model, self._mesh, example_inputs=example, **{**options, **self._compile_options})
             self.accelerator.plain = {self._compiled: self.model}
-            _to_meta(self.model)
+            self._left = PlainModel.left(self.model)
             if rank() == 0 and num_ranks() > 1:
                 size = self._train_batch_size if trains else self.args.eval_batch_size
                 log.warning("a batch of %d samples is that of all %d processes, of which each takes its part", size, num_ranks())
@@ -118,6 +121,7 @@ class Trainer(transformers.Trainer):
 
     def _first_call(self, loader: Callable[[], Any]) -> Any:
         """The arguments with which the model is called on the first batch, without having drawn a random number for it."""
+        self._check_read_twice()
         with _same_random_numbers(self.args.device):
             made = loader()
             made = getattr(made, "base_dataloader", made)  # accelerate's counts what is read of it
@@ -129,11 +133,26 @@ class Trainer(transformers.Trainer):
                 self.compute_loss(called, self._prepare_inputs(batches[0]), num_items_in_batch=num_items)
             except _Call as call:
                 return call.args if call.args else call.kwargs
-        what = "compute_loss did not call the model with positions or keywords"
-        raise RuntimeStateError(what, remedy="pass example_inputs=, a batch as the model is called with it")
+        what = "compute_loss did not call the model that it was given"
+        remedy = "call its argument `model` there, not self.model; or pass example_inputs=, a batch as the model is called with it"
+        raise RuntimeStateError(what, remedy=remedy)
+
+    def _check_read_twice(self) -> None:
+        """Raises RuntimeStateError where the first batch may not be there again, once it has been read for its shapes."""
+        data = self.train_dataset
+        again = data is None or not isinstance(data, torch.utils.data.IterableDataset) or type(data).__module__.startswith("datasets.")
+        if not again and self.args.dataloader_num_workers == 0:
+            what = f"the training set, a {type(data).__name__}, gives samples one after another, perhaps once: none is read before training"
+            raise RuntimeStateError(what, remedy="pass example_inputs=, a batch as the model is called with it, whose values are not read")
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
-        """As transformers has it; in fp32, as accelerate has it, where it is computed under autocast."""
+        """As transformers has it; in fp32, as accelerate has it, where it is computed under autocast.
+
+        Raises:
+            RuntimeStateError: where something was done to `self.model` that would reach nothing.
+        """
+        if self._left is not None:
+            self._left.check(self.model)
         found = super().compute_loss(model, inputs, return_outputs=return_outputs, **others)
         return convert_to_fp32(found) if self.args.bf16 else found
 
@@ -170,6 +189,7 @@ class Trainer(transformers.Trainer):
 
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         """As transformers has it, with whole logits on every rank."""
+        self.accelerator.observed = find_batch_size(inputs)
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
         if not prediction_loss_only and isinstance(logits, tuple) and not logits and self._compile_options.get("outputs") != "full":
             what = "the compiled model returns nothing but its loss, as it does in several microbatches"
@@ -271,15 +291,4 @@ def _join_groups(optimizer: torch.optim.Optimizer) -> None:
         elif group["params"]:
             joined.append(group)
     optimizer.param_groups[:] = joined
-
-
-def _to_meta(model: nn.Module) -> None:
-    """Let go of a model's weights; those that modules share stay shared."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if parameter not in made:
-                    made[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[parameter]
 

@@ -47,6 +47,9 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(*args, **kwargs)
         _refuse_casts(self.mixed_precision)  # which may come from where accelerate was started
 
+    observed: int | None = None
+    """Samples of the batch that was evaluated last, where somebody counts: of data without a length nothing else says it."""
+
     distributed_type = property(lambda _: DistributedType.NO)
     num_processes = property(lambda _: 1)
     use_distributed = property(lambda _: False)
@@ -105,10 +108,10 @@ class Accelerator(accelerate.Accelerator):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """What was passed, of the last batch as many as there are samples in it, as accelerate's own in one process."""
         state = self.gradient_state
-        last = state.remainder if state.end_of_dataloader else 0
+        last = max(state.remainder, 0) or self.observed or 0 if state.end_of_dataloader else 0
         if last <= 0:
             return input_data
-        return input_data[:last] if use_gather_object else recursively_apply(lambda x: x[:last], input_data)
+        return input_data[:last] if use_gather_object else recursively_apply(lambda x: x[:last] if x.ndim else x, input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """What was passed, as accelerate's own in one process."""
@@ -117,6 +120,23 @@ class Accelerator(accelerate.Accelerator):
     def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """What was passed: it is of one shape on all ranks."""
         return tensor
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on one rank."""
+        if self.is_main_process:
+            print(*args, **kwargs)
+
+    def on_main_process(self, function: Any = None) -> Any:
+        """The function on one rank, nothing on others."""
+        return function if self.is_main_process else _nothing
+
+    def on_local_main_process(self, function: Any = None) -> Any:
+        """The function on one rank of each machine, nothing on others."""
+        return function if self.is_local_main_process else _nothing
+
+    def on_last_process(self, function: Any = None) -> Any:
+        """The function on the last rank, nothing on others."""
+        return function if self.is_last_process else _nothing
 
     def wait_for_everyone(self) -> None:
         """Until all ranks are here."""
@@ -129,6 +149,10 @@ class Accelerator(accelerate.Accelerator):
 
     load_state = save_state
     save_model = save_state
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What other ranks do."""
 
 
 def _refuse_casts(mixed_precision: object) -> None:

@@ -102,3 +102,13 @@ def test_the_trainer_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None
         _ = autopar.Trainer
     with pytest.raises(AttributeError, match="no attribute 'Trainers'"):
         _ = autopar.Trainers
+
+
+def test_the_accelerator_gathers_single_numbers_and_prints_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator = autopar.Accelerator(cpu=True)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(list(range(7)), batch_size=4))
+    found = [accelerator.gather_for_metrics((batch.sum(), torch.ones(4))) for batch in loader]
+    assert [[tuple(x.shape) for x in each] for each in found] == [[(), (4,)], [(), (3,)]]
+    accelerator.print("here")
+    accelerator.on_main_process(print)("and here")
+    assert capsys.readouterr().out == "here\nand here\n"

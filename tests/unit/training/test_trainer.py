@@ -16,6 +16,7 @@ from trained import CLIPPED, Tagger, adapted, base, data, samples, settings, sum
 from transformers import AutoModelForCausalLM
 
 import autopar
+from autopar.errors import RuntimeStateError
 
 OPTIONS = {"compile_options": {"hardware": "cpu-gloo"}}
 
@@ -135,3 +136,65 @@ def test_the_batch_that_is_read_to_compile_leaves_random_numbers_as_they_were(tm
     trainer.compiled()
     assert torch.equal(torch.random.get_rng_state(), before[0])
     assert (random.getstate(), np.random.get_state()[2]) == before[1:]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Seven samples."""
+
+    def __iter__(self) -> Any:
+        return iter(samples(7, 3))
+
+
+def test_the_last_smaller_batch_of_a_stream_weighs_as_its_samples(tmp_path: Path) -> None:
+    losses = [
+        kind(model=Tagger(), args=settings(tmp_path), train_dataset=samples(4, 1), eval_dataset=given, **options).evaluate()["eval_loss"]
+        for kind, given, options in (
+            (transformers.Trainer, Stream(), {}),
+            (autopar.Trainer, Stream(), OPTIONS),
+            (autopar.Trainer, samples(7, 3), OPTIONS),
+        )
+    ]
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
+
+
+def test_data_that_may_be_read_once_is_not_read_before_training(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeStateError, match="a Stream, gives samples one after another") as refused:
+        autopar.Trainer(model=Tagger(), args=settings(tmp_path, max_steps=1), train_dataset=Stream(), **OPTIONS).train()
+    assert "example_inputs=" in refused.value.remedy
+    example = torch.utils.data.default_collate(samples(4, 1))
+    logs = []
+    for kind, options in ((transformers.Trainer, {}), (autopar.Trainer, {"example_inputs": example, **OPTIONS})):
+        trainer = kind(model=Tagger(), args=settings(tmp_path, max_steps=1), train_dataset=Stream(), **options)
+        trainer.train()
+        logs.append(told(trainer))
+    assert same(*logs)
+
+
+def frozen(trainer: Any) -> None:
+    trainer.model.head.requires_grad_(False)
+
+
+def written(trainer: Any) -> None:
+    trainer.model.load_state_dict(Tagger().state_dict())
+
+
+def replaced(trainer: Any) -> None:
+    trainer.model = Tagger()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("change", "said"), [(frozen, "was frozen after"), (written, "was written"), (replaced, "another model")])
+def test_what_is_done_to_the_plain_model_after_it_was_compiled_is_refused(tmp_path: Path, change: Any, said: str) -> None:
+    trainer = autopar.Trainer(model=Tagger(), args=settings(tmp_path, max_steps=1), train_dataset=samples(8, 1), **OPTIONS)
+    trainer.train()
+    change(trainer)
+    with pytest.raises(RuntimeStateError, match=said):
+        trainer.train()
+
+
+def test_arguments_that_change_before_training_are_heard(tmp_path: Path) -> None:
+    args = settings(tmp_path, max_steps=1)
+    trainer = autopar.Trainer(Tagger(), args, None, samples(8, 1), **OPTIONS)
+    args.max_steps = 2
+    trainer.train()
+    assert trainer.state.global_step == 2
