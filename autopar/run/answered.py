@@ -58,6 +58,9 @@ class Stages(Protocol):
     def check_returned(self, tangents: Sequence[Tensor | None], watched: Watched) -> None:
         """That nothing that is watched has changed, and that all ranks computed the same loss."""
 
+    def unused(self, absent: frozenset[str]) -> Unused:
+        """What follows from these outputs alone, which have no part in the loss."""
+
     def watched_of(self, works: Mapping[int, StageWork], parameters: Sequence[Tensor], outputs: Mapping[str, Tensor]) -> Watched:
         """What the user holds and backward reads."""
 
@@ -100,11 +103,8 @@ class Answered(torch.autograd.Function):
         (work,) = works.values()
         with torch.autocast(work.device.type, enabled=False):
             parts = parts_of({name: x for name, x in returned.items() if x is not None}, stages.program.microbatches)
-            unused = Unused.of(stages.program, absent) if absent else Unused()
-            if absent:
-                work.answer(parts, unused.tangents[stages.rank], unused.gradients[stages.rank])
-            else:
-                work.answer(parts)
+            unused = stages.unused(frozenset(absent))
+            work.answer(parts, unused.tangents[stages.rank], unused.gradients[stages.rank])
             stages.runner(works).backward()
             gradients = stages.wrapped(stages.finish(works, parameters, keep=True), unused.parameters)
         return (None, None, None, *gradients)

@@ -43,6 +43,7 @@ from autopar.run.refused import refusing
 from autopar.run.stage_exchange import Exchange
 from autopar.run.stage_work import StageWork, outputs_kept
 from autopar.run.stage_worker import StageWorker
+from autopar.run.unused import Unused
 from autopar.run.variants import Misfit, Variant
 from autopar.run.watched import Watched
 
@@ -102,6 +103,7 @@ class StagedModule(Holder):
             self._works[number] = StageWork(stage, executor, executor.device)
         trained = {t.name for s in program.stages for t in s.parameters if t.has_gradient}
         self._is_trained, self._num_backwards = bool(trained), 0
+        self._unused: dict[frozenset[str], Unused] = {}
         self._may_train = shared is None or self._is_trained  # in another mode what a trained model returns may have no gradient
         self._held = _held_by(stages.values(), trained)
         self._schedule = self._make_schedule()
@@ -182,6 +184,12 @@ class StagedModule(Holder):
             return
         by_all(watched.check, "backward", remedy="run backward before what changes parameters, outputs or inputs")
         check_tangents([(t.name, x) for t, x in zip(self.kept, tangents, strict=True) if t.has_gradient], self.world_mesh)
+
+    def unused(self, absent: frozenset[str]) -> Unused:
+        """What follows from these outputs alone, which have no part in the loss."""
+        if absent not in self._unused:
+            self._unused[absent] = Unused.of(self.program, absent)
+        return self._unused[absent]
 
     def watched_of(self, works: Mapping[int, StageWork], parameters: Sequence[Tensor], outputs: Mapping[str, Tensor]) -> Watched:
         """What the user holds and backward reads."""

@@ -50,9 +50,9 @@ class Unused:
             what came from the stage before and gets no gradient.
     """
 
-    parameters: frozenset[str] = frozenset()
-    tangents: tuple[frozenset[str], ...] = ()
-    gradients: tuple[frozenset[str], ...] = ()
+    parameters: frozenset[str]
+    tangents: tuple[frozenset[str], ...]
+    gradients: tuple[frozenset[str], ...]
 
     @staticmethod
     def of(program: StagedProgram, absent: Collection[str]) -> Unused:
