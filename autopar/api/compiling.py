@@ -61,7 +61,7 @@ def compile(
         outputs: what is not the loss comes as ``"dtensor"`` (``.full_tensor()`` gathers one), ``"full"`` (whole on every rank), ``"local"``
             (this rank's part), or, with ``"loss"``, not at all (None): then the logits of a language model need not be there at once,
             and the planner may compute its loss some rows at a time. ``"auto"``: ``"dtensor"`` beside a loss, else ``"full"``. In
-            several microbatches only ``"full"`` gives them: parts of microbatches have no place in a whole tensor. Of a model that
+            several microbatches, or stages, only ``"full"`` gives them: parts of these have no place in a whole tensor. Of a model that
             returns a loss, backward goes through that alone; else through whatever the user computes of the outputs, on every rank
             the same: with ``"local"`` the gradient that comes back is taken for this rank's part of the whole loss' gradient.
         hardware, options: as in `plan`; `time_limit_s` is there per solve, of which planning makes several.

@@ -68,7 +68,8 @@ def pipeline(
             device, far apart in the model, so that it waits less and holds and sends more). ``"auto"``: 1F1B, and where its stages wait so
             long that it may be worth it, also interleaved, with 2 stages a device, 4, … as long as that is faster. By default
             ``"1f1b"`` on an axis that is named, ``"auto"`` where the planner chooses the axis. One microbatch has one order, of which
-            plans speak as ``"gpipe"``.
+            plans speak as ``"gpipe"``. So do those of a model that returns no loss, whose backward waits for one outside of it: all
+            forwards run first.
         cuts: module paths with which the later stages begin, ``["model.layers.8"]``; by default the planner's choice.
         independent: a promise that no sample depends on another, where the planner cannot see it (tokens sorted by expert).
         chunks: stages per device of the interleaved schedule, 2 by default; device r of P has stages r, r + P, … of chunks·P. Its
