@@ -139,8 +139,7 @@ def trace_part(
         known: traces of calls on so many samples, which this adds to.
 
     Raises:
-        ConstraintError: where the batch does not divide. CoupledError: where samples depend on
-            each other.
+        ConstraintError: where the batch does not divide. CoupledError: where samples depend on each other.
     """
     known = {} if known is None else known
     known.setdefault(batch_size(args, kwargs), whole)

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import RuntimeStateError
-
-
-class Stepped(Protocol):
-    """What is needed of the module whose step it was (`autopar.run.staged_module.StagedModule`)."""
-
-    loss_scale: float
-
-    def wrapped(self, gradients: Sequence[Tensor | None], without: frozenset[str] = frozenset()) -> list[DTensor | None]:
-        """One per parameter that is held; None for those `without` one."""
+from autopar.run.stage_calls import StageCalls
 
 
 class Published(torch.autograd.Function):
@@ -27,14 +17,14 @@ class Published(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, module: Stepped, loss: list[Tensor], gradients: list[Tensor], anchor: Tensor, *parameters: Tensor
+        ctx: Any, calls: StageCalls, scale: float, loss: list[Tensor], gradients: list[Tensor | None], anchor: Tensor, *parameters: Tensor
     ) -> Tensor:
         """The loss, which comes in a list, so that it is no input: those are returned as views, which could not be changed in place.
 
         Args:
-            anchor: has a gradient, so that backward comes to ranks whose parameters are all frozen.
+            scale: that losses had in backward. anchor: has a gradient, so that backward comes to ranks whose parameters are all frozen.
         """
-        ctx.module, ctx.gradients, ctx.scale = module, gradients, module.loss_scale
+        ctx.calls, ctx.gradients, ctx.scale = calls, gradients, scale
         return loss[0]
 
     @staticmethod
@@ -51,4 +41,4 @@ class Published(torch.autograd.Function):
         if factor != 1.0:
             for gradient in gradients:
                 gradient.mul_(factor)
-        return (None, None, None, None, *ctx.module.wrapped(gradients))
+        return (None, None, None, None, None, *ctx.calls.wrapped(gradients))

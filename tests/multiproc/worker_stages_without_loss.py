@@ -131,15 +131,15 @@ def parts(rank: int) -> dict[str, Any]:
 
 
 class Gated(nn.Module):
-    """One of its outputs has an infinite derivative."""
+    """One of its outputs has an infinite derivative; its parts have names that a module of autopar might have."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last, self.gate = nn.Linear(8, 8), nn.Linear(8, 4), nn.Parameter(torch.zeros(8))
+        self.begin, self.finish, self.kept = nn.Linear(8, 8), nn.Linear(8, 4), nn.Parameter(torch.zeros(8))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        hidden = torch.relu(self.first(x)) * (1 + self.gate)
-        return {"out": self.last(hidden), "gate": self.gate.pow(2).sqrt(), "early": hidden.pow(2).sqrt()}
+        hidden = torch.relu(self.begin(x)) * (1 + self.kept)
+        return {"out": self.finish(hidden), "gate": self.kept.pow(2).sqrt(), "early": hidden.pow(2).sqrt()}
 
 
 def unused(rank: int) -> list[float]:
@@ -148,7 +148,7 @@ def unused(rank: int) -> list[float]:
     for num in (1, 2):
         torch.manual_seed(0)
         plain, batch = Gated().double(), {"x": torch.randn(4, 8, dtype=torch.float64)}
-        options: dict[str, Any] = {"hardware": "cpu-gloo", "constraints": (constraints.pipeline("stage", microbatches=num, cuts=["last"]),)}
+        options: dict[str, Any] = {"hardware": "cpu-gloo", "constraints": (constraints.pipeline("stage", microbatches=num, cuts=["finish"]),)}
         module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh({"stage": 2}), example_inputs=batch, **options)
         for _ in range(2):
             errors.append(_gradients(module, plain, batch, lambda found: (found[0]["out"] * found[1]["out"]).sum()))
