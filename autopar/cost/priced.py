@@ -77,8 +77,8 @@ def wire(axis: str, mesh: Mesh, hardware: Hardware, *stages: int) -> Wire:
 
 
 def handing_s(axis: str, mesh: Mesh, hardware: Hardware, num_bytes: int) -> float:
-    """Seconds in which every stage along an axis gets what one of them has, from rank to rank in a pipeline (a ring's broadcast: Patarasuk
-    and Yuan, "Bandwidth optimal all-reduce algorithms", 2009, have its latency and bandwidth): (P − 1) · latency + bytes / bandwidth."""
+    """Seconds in which every stage along an axis gets what one of them has: handed on from rank to rank in pieces so small that all P − 1
+    links are busy at once, (P − 1) · latency + bytes / bandwidth. What broadcasts reach on real links was not measured."""
     if not axis or not num_bytes:
         return 0.0
     ranks = mesh.shape[mesh.names.index(axis)]

@@ -18,6 +18,7 @@ from autopar import constraints as asked
 from autopar.api.planning import plan_model
 from autopar.capture import capture
 from autopar.constraints import Constraint
+from autopar.cost.priced import handing_s
 from autopar.errors import AutoparError, ConstraintError, VerificationError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
@@ -117,6 +118,16 @@ def test_the_step_is_that_of_the_schedule_and_of_handing_outputs_to_all_stages()
     slowest = max(forward) + max(both - each for both, each in zip(times, forward, strict=True))
     assert plan.prediction.step_s == pytest.approx(3 * slowest + sum(times) + pipeline.handed_s)
     assert "handed to all stages" in str(autopar.explain(plan))
+
+
+def test_handing_outputs_to_more_stages_takes_a_latency_more_for_each() -> None:
+    profile = HardwareProfile.load("cpu-gloo")
+    for ranks in (2, 4):
+        mesh = Mesh({"stage": ranks})
+        link = profile.links[mesh.link(0)]
+        wanted = (ranks - 1) * link.latency_s + 4096 / link.bandwidth_bytes_per_s
+        assert handing_s("stage", mesh, profile, 4096) == pytest.approx(wanted)
+    assert handing_s("", mesh, profile, 4096) == handing_s("stage", mesh, profile, 0) == 0.0
 
 
 def test_faster_links_between_stages_are_worth_what_planning_again_says() -> None:

@@ -148,7 +148,8 @@ def unused(rank: int) -> list[float]:
     for num in (1, 2):
         torch.manual_seed(0)
         plain, batch = Gated().double(), {"x": torch.randn(4, 8, dtype=torch.float64)}
-        options: dict[str, Any] = {"hardware": "cpu-gloo", "constraints": (constraints.pipeline("stage", microbatches=num, cuts=["finish"]),)}
+        asked = (constraints.pipeline("stage", microbatches=num, cuts=["finish"]),)
+        options: dict[str, Any] = {"hardware": "cpu-gloo", "constraints": asked}
         module: Any = autopar.compile(copy.deepcopy(plain), autopar.Mesh({"stage": 2}), example_inputs=batch, **options)
         for _ in range(2):
             errors.append(_gradients(module, plain, batch, lambda found: (found[0]["out"] * found[1]["out"]).sum()))
