@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import no_loss
@@ -54,14 +55,19 @@ def follow(plan: str, outputs: str) -> dict[str, Any]:
             seen.append(loss.item())
     facts = {"losses": losses, "parts": [t.shape != _shape(module, t) for t in module.program.outputs]}
     pairs = zip(module.parameters(), plain.parameters(), strict=True)
-    facts["parameters"] = max((p.full_tensor() - q).abs().max().item() for p, q in pairs)
+    facts["parameters"] = largest((p.full_tensor() - q).abs().max() for p, q in pairs)
     facts["sharded"] = sum(not all(x.is_replicate() for x in p.placements) for p in module.parameters())
     facts["moved"] = losses[0][0] - losses[0][-1]
     if outputs != "local":
         with torch.no_grad():
             ours, theirs = _named(module.eval()(**batch)), _named(plain.eval()(**batch))
-        facts["evaluated"] = max((_full(ours[name]) - x).abs().max().item() for name, x in theirs.items())
+        facts["evaluated"] = largest((_full(ours[name]) - x).abs().max() for name, x in theirs.items())
     return facts
+
+
+def largest(errors: Iterable[Tensor]) -> float:
+    """NaN where one is: Python's `max` passes over it."""
+    return float(torch.stack(list(errors)).max())
 
 
 def loss_of(found: dict[str, Tensor]) -> Tensor:
@@ -125,8 +131,8 @@ def heads(rank: int) -> list[Any]:
         pairs = list(zip(module.named_parameters(), plain.parameters(), strict=True))
         none = [name for (name, p), _ in pairs if p.grad is None]
         assert none == [name for (name, _), q in pairs if q.grad is None]
-        errors = [(p.grad.full_tensor() - q.grad).abs().max().item() for (_, p), q in pairs if q.grad is not None]
-        told.append((none, max(errors)))
+        errors = ((p.grad.full_tensor() - q.grad).abs().max() for (_, p), q in pairs if q.grad is not None)
+        told.append((none, largest(errors)))
     return told
 
 

@@ -11,6 +11,7 @@ import torch
 from least_peak import least_peak
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from worker_outer_loss import largest
 
 import autopar
 from autopar import constraints
@@ -50,7 +51,7 @@ def follow(kind: str, axes: dict[str, int], asked: tuple[Any, ...]) -> dict[str,
     smaller = {name: x[:4] for name, x in batch.items()}
     with torch.no_grad():
         ours, theirs = named(module.eval()(**smaller)), named(plain.eval()(**smaller))
-    facts["evaluated"] = max((ours[name] - x).abs().max().item() for name, x in theirs.items())
+    facts["evaluated"] = largest((ours[name] - x).abs().max() for name, x in theirs.items())
     variant = module.variants.known[-1].plan
     facts["forward alone"] = variant.options["inference"] and variant.pipeline is not None
     facts["peak"] = _peak(module.train(), batch)
@@ -93,7 +94,7 @@ def loss_of(returned: Any) -> Tensor:
 def worst(module: Any, plain: nn.Module, *, gradients: bool = False) -> float:
     """The largest error of a parameter that is here, or of its gradient; infinite where one has none and the other has one."""
     theirs = dict(plain.named_parameters())
-    errors = [0.0]
+    errors = [torch.zeros((), dtype=torch.float64)]
     for name, p in module.named_parameters():
         if not isinstance(p, DTensor):
             continue
@@ -101,8 +102,8 @@ def worst(module: Any, plain: nn.Module, *, gradients: bool = False) -> float:
         if (mine is None) != (wanted is None):
             return math.inf
         if mine is not None and wanted is not None:
-            errors.append(float((mine.full_tensor() - wanted).abs().max()))
-    return max(errors)
+            errors.append((mine.full_tensor() - wanted).abs().max())
+    return largest(errors)
 
 
 def parts(rank: int) -> dict[str, Any]:
