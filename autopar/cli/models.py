@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Annotated, Any, overload
 
@@ -97,6 +98,7 @@ def built(
         network, example = hf.build(
             given[0], dtype=read_dtype(dtype or _DTYPE), device=device, batch=_BATCH if batch is None else batch, seq=seq
         )
+        logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of configurations that it made itself
         return (network.eval(), hf.unlabelled(network, example)) if inference else (network, example)
     except ModuleNotFoundError as error:
         raise AutoparError(f"{error.name} is not installed", remedy='pip install "autopar[hf]", or pass --module') from error

@@ -40,13 +40,17 @@ from autopar.collective import Collective
 from autopar.errors import ConstraintError, LayoutError
 from autopar.kernels.sums import sum_dtype
 from autopar.layout import PARTIAL, REPLICATE, Layout, Strategy
+from autopar.layout_graph import all_layouts
 from autopar.mesh import Mesh
 from autopar.problem import Op, OpStrategy
 from autopar.redistribute import Step, cheapest_chain
+from autopar.run.parameters import storable
 from autopar.strategies import Forced
 
 ZeroStages = Mapping[int, int]
 """Mesh axis → the stage of ZeRO that is forced on it, 0 where parameters rest whole."""
+
+_MOST_TOLD = 8  # layouts in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +172,10 @@ def cannot_rest(p: Parameter, forced: Forced, layouts: Sequence[Layout], mesh: M
     """Why a parameter can rest in none of `layouts`, which a mesh and constraints leave it."""
     what = f"{p.name} of shape {p.shape} cannot rest as {forced.asked(p.name)} on mesh {mesh}"
     if not forced.resting(p.name, layouts):
-        return ConstraintError(what, remedy="force a storage layout that splits its dims evenly")
+        some = (layout for layout in all_layouts(p.view, mesh.shape) if storable(p.shape, p.view, layout, mesh.shape))
+        left = sorted({str(layout) for layout in forced.resting(p.name, list(some))})
+        told = ", ".join(left[:_MOST_TOLD]) + (f" and {len(left) - _MOST_TOLD} more" if len(left) > _MOST_TOLD else "")
+        possible = f"{what}: with its other constraints it can rest as {told or 'nothing'}"
+        return ConstraintError(possible, remedy="force one of these, or drop a constraint")
     seen = f"{what}: these are dims of {tuple(p.view)}, and no DTensor holds two inner parts of a dim, or one cut out of mesh order"
     return ConstraintError(seen, remedy="split one part of it, such as heads, over axes in mesh order, and another dim over others")

@@ -121,7 +121,7 @@ class StagedExplanation(Readable):
                 f"devices wait {share(waiting)} of it on average"
             )
         else:
-            yield f"{num} microbatches one after another on the whole mesh"
+            yield f"{_in_turn(num)}, on the whole mesh"
             yield f"step {step} = {num} × {seconds(times[0])}"
         saving = [(stage.prediction.in_kernels_s, num_kernels(stage)) for stage in pipeline.stages]
         if any(number for _, number in saving):
@@ -160,7 +160,7 @@ class StagedExplanation(Readable):
         """The header in few lines."""
         plan, pipeline = self.plan, self.pipeline
         yield made_for(plan)
-        how = self._schedule() if pipeline.axis else f"{pipeline.num_microbatches} microbatches, one after another"
+        how = self._schedule() if pipeline.axis else _in_turn(pipeline.num_microbatches)
         yield f"step {seconds(plan.prediction.step_s)}: {how}{as_emitted(plan)}"
         yield from idle(plan)
         yield f"peak {memory(plan)}"
@@ -252,3 +252,7 @@ def _facts(part: Part) -> Part:
     """A part without what names its copies and its decisions."""
     copies = tuple((i,) for i in range(len(part.instances)))
     return replace(part, instances=copies, copies="", main=None, entries=())
+
+
+def _in_turn(num_microbatches: int) -> str:
+    return "one microbatch" if num_microbatches == 1 else f"{num_microbatches} microbatches, one after another"

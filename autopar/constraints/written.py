@@ -1,0 +1,62 @@
+"""Constraints as one writes them: ``megatron(tp=8, zero=3)``, ``layout("*.up_proj", weight="R S(0)")``, as text."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autopar.constraints.layouts import layout
+from autopar.constraints.megatron import megatron
+from autopar.constraints.offloading import offload
+from autopar.constraints.parallel import context_parallel, ddp, expert_parallel, fsdp, tensor_parallel
+from autopar.constraints.pipelines import pipeline
+from autopar.constraints.together import Constraint
+from autopar.errors import ConstraintError
+
+_NAMED: Mapping[str, Callable[..., Constraint]] = {
+    make.__name__: make
+    for make in (layout, ddp, fsdp, megatron, tensor_parallel, context_parallel, expert_parallel, pipeline, offload)
+}
+
+
+def parse_constraint(text: str) -> Constraint:
+    """The constraint that `text` writes as a call, of names and literals alone: nothing else in it is run.
+
+    >>> parse_constraint("megatron(tp=2, zero=3)")
+    megatron(tp=2, zero=3)
+    >>> parse_constraint("fsdp")
+    fsdp()
+
+    Raises:
+        ConstraintError: where it is no call of a constraint, or its arguments are none of that; LayoutError where a layout cannot be read.
+    """
+    name, args, kwargs = _parts(text)
+    if name not in _NAMED:
+        raise ConstraintError(f"no constraint is named {name!r}", where=text, remedy=f"constraints are {', '.join(_NAMED)}")
+    make = _NAMED[name]
+    try:
+        inspect.signature(make).bind(*args, **kwargs)
+        return make(*args, **kwargs)
+    except (TypeError, AttributeError) as error:  # of another name, number or type than it takes
+        taken = ", ".join(inspect.signature(make).parameters)
+        raise ConstraintError(f"{name}: {error}", where=text, remedy=f"it takes {taken}") from error
+
+
+def _parts(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Name and arguments of a call; a name alone is a call without arguments.
+
+    Raises:
+        ConstraintError: where it is something else.
+    """
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        if isinstance(call, ast.Name):
+            return call.id, [], {}
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and all(k.arg is not None for k in call.keywords):
+            kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+            return call.func.id, [ast.literal_eval(arg) for arg in call.args], kwargs
+    except (SyntaxError, ValueError):
+        pass
+    raise ConstraintError("this is no constraint", where=text, remedy='write a call with literals, as megatron(tp=8) or pipeline("node")')
