@@ -115,6 +115,22 @@ def bucket_time(collective: Collective, axis_size: int, link: str, profile: Hard
     return collective_time(collective, axis_size, link, profile) + 2 * profile.launch_overhead_s + passes_s
 
 
+BUCKETED: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+"""Kinds of collectives that may share a bucket."""
+BUCKET_DTYPES = ("float32", "float64", "bfloat16", "float16")
+_TOTALS = tuple(2**n for n in range(10, 41))  # bytes that ranks put into one
+
+
+def share_of_bucket(kind: Kind, axis_size: int, link: str, profile: HardwareProfile) -> float:
+    """Seconds that a byte of one rank takes at least as part of a bucket, however many others share it: what a bucket costs per byte at
+    the size that is best for that. Arguments and errors as of `collective_time`."""
+
+    def per_byte(total: int) -> float:
+        return bucket_time(Collective(kind, 0, -1 if kind == "all_reduce" else 0, -1, "", "", total), axis_size, link, profile) / total
+
+    return min(map(per_byte, _TOTALS))
+
+
 def faster(link: Link, share: float) -> Link:
     """The link with a bandwidth that is larger by `share`: (1 + share) · n bytes take the time that n took, its latency stays."""
     curves: Mapping[str, Mapping[int, Curve]] = {

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from autopar.collective import Collective, Kind
+from autopar.collective import BUCKET_DTYPES, BUCKETED, Collective, Kind
 from autopar.halo import Halo
 from autopar.layout import REPLICATE, Layout, local_shape, splits
 
@@ -31,12 +31,22 @@ Price = Callable[[Collective], float]
 
 @dataclass(frozen=True, slots=True)
 class Arc:
-    """One collective from layout `src` to layout `dst` (indices into `LayoutGraph.layouts`), taking `time_s`."""
+    """One collective from layout `src` to layout `dst` (indices into `LayoutGraph.layouts`).
+
+    Attributes:
+        time_s: what it takes by itself. share_s: what it takes at least as a share of a bucket, no more than that; None of what may
+            be in none.
+    """
 
     src: int
     dst: int
     collective: Collective
     time_s: float
+    share_s: float | None = None
+
+    def seconds(self, *, shares: bool) -> float:
+        """By itself, or, where it `shares` a bucket if it may, what it takes of that."""
+        return self.time_s if self.share_s is None or not shares else self.share_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +156,10 @@ def layout_graph(
     reduce_dtype: torch.dtype | None = None,
     *,
     reduces: bool = True,
+    share: Price | None = None,
 ) -> LayoutGraph:
     """The layout graph between the layouts `produced` and `wanted`; reductions run in `reduce_dtype` (by default `dtype`), or, without
-    `reduces`, not at all.
+    `reduces`, not at all. What may be in a bucket has its `share` of it (by default none is).
 
     Its nodes are these and whatever lies between them: on every axis the placements that occur there, `Replicate()`, and,
     where partial sums are produced on an axis, shards of the dims that occur on any axis (for hierarchical reductions).
@@ -182,9 +193,16 @@ def layout_graph(
                 index[after] = len(layouts)
                 layouts.append(after)
                 queue.append(after)
-            arcs.append(Arc(index[layout], index[after], collective, price(collective)))
+            shares = share is not None and may_share(collective, shape, layout, after, mesh_shape)
+            share_s = share(collective) if share is not None and shares else None
+            arcs.append(Arc(index[layout], index[after], collective, price(collective), share_s))
     sizes = tuple(0 if layout.uncast or layout.host else local_bytes(shape, dtype, layout, mesh_shape) for layout in layouts)
     return LayoutGraph(tuple(layouts), sizes, tuple(arcs), index)
+
+
+def may_share(c: Collective, shape: Sequence[int], before: Layout, after: Layout, mesh_shape: Sequence[int]) -> bool:
+    """Whether a collective of a tensor can be in a bucket: of a floating tensor of which all ranks have equal parts."""
+    return c.kind in BUCKETED and c.dtype in BUCKET_DTYPES and before.divides(shape, mesh_shape) and after.divides(shape, mesh_shape)
 
 
 def all_layouts(shape: Sequence[int], mesh_shape: Sequence[int]) -> tuple[Layout, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,12 +26,22 @@ _EXACT_TARGETS = 5  # Dreyfus-Wagner is 3^k; above this many wanted layouts the 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One emitted redistribution step."""
+    """One emitted redistribution step; its seconds as of `Arc`."""
 
     source: Layout
     target: Layout
     collective: Collective
     time_s: float
+    share_s: float | None = None
+
+    def divided(self, num: int) -> Step:
+        """Its seconds shared among so many microbatches."""
+        return replace(self, time_s=self.time_s / num, share_s=None if self.share_s is None else self.share_s / num)
+
+    @property
+    def counted_s(self) -> float:
+        """As a share of a bucket, where it may be in one."""
+        return self.time_s if self.share_s is None else self.share_s
 
 
 def _duration(arc: Arc) -> float:
@@ -166,9 +176,10 @@ def _in_order(have: list[int], arcs: set[Arc]) -> tuple[Arc, ...]:
 
 
 def cheapest_chain(
-    shape: Sequence[int], dtype: torch.dtype, mesh_shape: Sequence[int], source: Layout, target: Layout, price: Price
-) -> tuple[Step, ...]:
-    """The cheapest chain of collectives from `source` to `target`."""
-    graph = layout_graph(shape, dtype, mesh_shape, [source], [target], price)
+    shape: Sequence[int], dtype: torch.dtype, mesh_shape: Sequence[int], source: Layout, target: Layout, price: Price,
+    share: Price | None = None,
+) -> tuple[Step, ...]:  # fmt: skip
+    """The cheapest chain of collectives from `source` to `target`, each by itself."""
+    graph = layout_graph(shape, dtype, mesh_shape, [source], [target], price, share=share)
     arcs, _ = cheapest_tree(graph, [graph.index[source]], [graph.index[target]])
-    return tuple(Step(graph.layouts[a.src], graph.layouts[a.dst], a.collective, a.time_s) for a in arcs)
+    return tuple(Step(graph.layouts[a.src], graph.layouts[a.dst], a.collective, a.time_s, a.share_s) for a in arcs)

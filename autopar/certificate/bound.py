@@ -101,8 +101,8 @@ class _Dual:
             if op.recomputable:
                 self.again[n] = time_s - beside * (1.0 - in_backward)
 
-    def weights(self, v: int, *, later: bool) -> Floats:
-        """Per collective of a tensor, the weight of its seconds; `later`: in backward, of what forward made."""
+    def costs(self, v: int, *, later: bool) -> Floats:
+        """Per collective of a tensor, its seconds as they are paid; `later`: in backward, of what forward made."""
         variant, ops = self.problem.variants[v], self.problem.ops
         value = self.problem.values[variant.value]
         maker = ops[value.op]
@@ -114,7 +114,8 @@ class _Dual:
         sent = share * self.problem.overlap_slowdown + 1.0 - share if early else 1.0
         copied = share * self.problem.overlap_slowdown + 1.0 - share
         weights = {"slice": share, "fetch": copied, "store": copied}
-        return np.array([weights.get(arc.collective.kind, sent) for arc in value.graph.arcs])
+        arcs = value.graph.arcs
+        return np.array([weights.get(a.collective.kind, sent) * a.seconds(shares=early) for a in arcs])
 
     def away(self, v: int) -> Floats:
         """Per layout of a tensor, what storing it on the hosts and fetching it again costs."""
@@ -207,7 +208,7 @@ def _collectives(
     if not graph.arcs or not worth:
         return
     tails, heads = np.array([a.src for a in graph.arcs]), np.array([a.dst for a in graph.arcs])
-    costs = variant.count * dual.weights(v, later=later) * np.array([a.time_s for a in graph.arcs])
+    costs = variant.count * dual.costs(v, later=later)
     rises = np.array([w[heads] - w[tails] for w in worth.values()])
     left = costs - np.maximum(0.0, rises).sum(0) - np.minimum(0.0, rises.max(0)) - arriving[heads]
     if (left < 0.0).any():

@@ -16,15 +16,14 @@ import torch
 from autopar.capture.trace import Trace
 from autopar.certificate.facts import Claims, Facts
 from autopar.certificate.report import Finding, near
-from autopar.certificate.shards import local_lengths
+from autopar.certificate.shards import FLOATS, SHARING, is_even, local_lengths
 from autopar.collective import Collective, bucket_time
 from autopar.emit.choices import storage_key
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.mesh import Mesh
-from autopar.plans import Bucket, Communication, Member, Plan
+from autopar.plans import Bucket, Communication, Plan
 
-_FLOATS = ("float32", "float64", "bfloat16", "float16")
 _FILLED_TO = 8  # elements
 
 
@@ -66,7 +65,7 @@ class BucketWalk:
         c = bucket.collective
         for member, step in zip(bucket.members, found, strict=True):
             yield from (f"{member.node} {what}" for what in self._member(c, step, self._shape(member.node, member.result)))
-            if bucket.phase != "step" and not self._may_wait(member, step):
+            if bucket.phase != "step" and not self._may_wait(step):
                 yield f"{member.node} is {step.slack}: an op waits for it, or it waits for one"
         if bucket.phase != "step" and len({step.slack for step in found}) > 1:
             yield "some members may be prefetched, others deferred"
@@ -80,7 +79,7 @@ class BucketWalk:
             return
         shared = self.num_microbatches if bucket.phase == "step" else 1
         time_s = bucket_time(c, self.plan.mesh.shape[c.axis], self.plan.mesh.link(c.axis), self.profile) / shared
-        saved_s = sum(step.time_s for step in found) - time_s
+        saved_s = sum(step.by_itself_s for step in found) - time_s
         if not near(bucket.time_s, time_s):
             yield f"it takes {time_s:.6g} s, not {bucket.time_s:.6g} s"
         if not near(bucket.saved_s, saved_s):
@@ -98,31 +97,22 @@ class BucketWalk:
     def _member(self, c: Collective, step: Communication, shape: Sequence[int]) -> Iterator[str]:
         """What keeps a collective from being in a bucket."""
         own, sizes = step.collective, self.plan.mesh.shape
-        if own.kind not in ("all_reduce", "reduce_scatter", "all_gather"):
+        if own.kind not in SHARING:
             yield f"moves by {own.kind}, for which there are no buckets"
         if (own.kind, own.axis, own.dtype, own.reduce_op) != (c.kind, c.axis, c.dtype, c.reduce_op):
             yield f"moves by {own.kind} of {own.dtype} along axis {own.axis}, its bucket by {c.kind} of {c.dtype} along axis {c.axis}"
         if step.kernel is not None:
             yield "is moved by a kernel, together with a product"
-        if own.dtype not in _FLOATS:
+        if own.dtype not in FLOATS:
             yield f"is of {own.dtype}, and buckets are of floating tensors"
         for layout in (step.source, step.target):
-            num = [1] * len(shape)
-            for axis, placement in enumerate(layout.placements):
-                if hasattr(placement, "dim") and 0 <= placement.dim < len(shape):
-                    num[placement.dim] *= sizes[axis]
-            if any(length % parts for length, parts in zip(shape, num, strict=True)):
+            if not is_even(layout, shape, sizes):
                 yield f"is unevenly split as {layout}"
 
-    def _may_wait(self, member: Member, step: Communication) -> bool:
-        """Whether no op waits for it, or it is a gather of what is there when the phase begins."""
-        if step.slack != "prefetchable" or step.collective.kind != "all_gather":
-            return step.slack == "deferrable"
-        tensor = self.facts.tensors[member.node, member.result]
-        given = tensor.resident or (member.node not in self.facts.nodes and step.phase == tensor.phase)  # what comes from another stage is
-        rests = given and step.source == self.claims.chosen[member.node].outputs[member.result]
-        kept = step.phase == "backward" and step.source in self.claims.kept.get((member.node, member.result), ())
-        return rests or kept
+    @staticmethod
+    def _may_wait(step: Communication) -> bool:
+        """Whether no op waits for it, or it is a gather that waits for none: slacks are derived by themselves."""
+        return step.slack == "deferrable" or (step.slack == "prefetchable" and step.collective.kind == "all_gather")
 
     def _in_order(self, bucket: Bucket, steps: Sequence[Communication]) -> Iterator[str]:
         """Whether a member starts from what another makes."""

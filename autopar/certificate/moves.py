@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from autopar.certificate.facts import Claims, Facts, Tensor
 from autopar.certificate.report import Finding, near
-from autopar.certificate.shards import held_bytes, led_to
-from autopar.collective import HOST_KINDS, collective_time
+from autopar.certificate.shards import FLOATS, SHARING, held_bytes, is_even, led_to
+from autopar.collective import HOST_KINDS, Collective, collective_time, share_of_bucket
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -40,6 +40,7 @@ class Walk:
     rests: frozenset[str] = frozenset()
     num_microbatches: int = 1
     _times: dict[object, float] = field(default_factory=dict)
+    _shares: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def strangers(self) -> Iterator[Finding]:
         """Tensors that the plan speaks of and the model does not make; nothing can be derived of them."""
@@ -155,11 +156,34 @@ class Walk:
         taken = held_bytes(shape, dtype, step.target, sizes) - put_in if c.kind == "halo" else 0
         if c.halo_bytes != taken:
             yield f"a device takes {taken} bytes from its neighbours, not {c.halo_bytes}"
+        num = self.num_microbatches if step.phase == "step" else 1
+        alone_s = self._alone_s(c) / num
+        shares = (step.beside or step.phase == "step") and self._may_share(tensor, step)
+        counted_s = min(alone_s, self._share_s(c) / num) if shares else alone_s
+        if shares != (step.alone_s is not None):
+            yield f"it {'counts as a share of a bucket' if shares else 'has no share of a bucket'}, and the plan says otherwise"
+        for when, time_s, said_s in (("", counted_s, step.time_s), (" by itself", alone_s, step.by_itself_s)):
+            if not near(said_s, time_s):
+                yield f"it takes {time_s:.6g} s{when}, not {said_s:.6g} s"
+
+    def _alone_s(self, c: Collective) -> float:
         if c not in self._times:
-            self._times[c] = collective_time(c, c.size_in(sizes), self.mesh.link(c.axis) if c.axis >= 0 else "", self.profile)
-        time_s = self._times[c] / (self.num_microbatches if step.phase == "step" else 1)
-        if not near(step.time_s, time_s):
-            yield f"it takes {time_s:.6g} s, not {step.time_s:.6g} s"
+            self._times[c] = collective_time(c, c.size_in(self.mesh.shape), self._link(c), self.profile)
+        return self._times[c]
+
+    def _link(self, c: Collective) -> str:
+        return self.mesh.link(c.axis) if c.axis >= 0 else ""
+
+    def _may_share(self, tensor: Tensor, step: Communication) -> bool:
+        """Whether it may be in a bucket: of equal parts of a floating tensor, that are gathered or reduced."""
+        even = all(is_even(layout, tensor.shape, self.mesh.shape) for layout in (step.source, step.target))
+        return even and step.collective.kind in SHARING and step.collective.dtype in FLOATS
+
+    def _share_s(self, c: Collective) -> float:
+        at = c.kind, c.axis
+        if at not in self._shares:
+            self._shares[at] = share_of_bucket(c.kind, c.size_in(self.mesh.shape), self._link(c), self.profile)
+        return c.bytes * self._shares[at]
 
 
 def _slacks(tensor: Tensor, steps: Sequence[Communication], at_start: set[Layout], waited: set[Layout]) -> Iterator[Finding]:

@@ -283,7 +283,7 @@ class Unfolded:
             early = value.given or own or (exposed and phase == "backward" and trained)
         weight = self.problem.overlap_slowdown if early else 1.0
         weights = {"slice": 1.0, **dict.fromkeys(HOST_KINDS, self.problem.overlap_slowdown)}
-        return np.array([a.time_s * weights.get(a.collective.kind, weight) for a in value.graph.arcs])
+        return np.array([a.seconds(shares=early) * weights.get(a.collective.kind, weight) for a in value.graph.arcs])
 
     def _is_narrower(self, v: int, exposed: bool) -> bool:
         """Whether a stage may reduce its partial sums in a narrower dtype, since no parameter reads it there."""

@@ -23,7 +23,7 @@ from autopar.emit import simulated
 from autopar.emit.choices import buffer_key, input_key, parameter_key, storage_key
 from autopar.kernels import collectives as kernels
 from autopar.kernels import dispatched, fused
-from autopar.plans import KERNELS_BUFFERS, RESTING, Overlap, Plan
+from autopar.plans import KERNELS_BUFFERS, RESTING, Overlap, Plan, beyond_shares_s
 from autopar.run.memory import trace_peak
 from autopar.run.program import Program
 from autopar.run.rank_memory import chunk_memory, rank_peak
@@ -85,7 +85,7 @@ def overlap(plan: Plan, program: Program, held: Overlap, slowdown: float) -> Ite
     hidden_s = sum(phase.hidden_s for phase in simulated(program, plan)) if plan.overlap.slowdown < 1.0 else 0.0
     predicted = plan.prediction
     saved_s = predicted.in_kernels_s + sum(bucket.saved_s for bucket in plan.buckets) + (1.0 - plan.overlap.slowdown) * hidden_s
-    step = predicted.compute_s + predicted.communication_s - saved_s
+    step = predicted.compute_s + predicted.communication_s + beyond_shares_s(plan.communications) - saved_s
     for name, derived, claimed in (("hides", hidden_s, plan.prediction.hidden_s), ("takes", step, plan.prediction.simulated_s)):
         if not near(derived, claimed):
             yield Finding("overlap", f"simulated, the step {name} {derived:.9g} s, not {claimed:.9g} s")
@@ -205,6 +205,7 @@ def times(plan: Plan, found: Seconds) -> Iterator[Finding]:
     figures = [
         ("compute", compute_s, claimed.compute_s), ("communication", communication_s, claimed.communication_s),
         ("what kernels save", found.in_kernels_s, claimed.in_kernels_s),
+        ("what is beyond shares of buckets", beyond_shares_s(plan.communications), claimed.beyond_shares_s),
         ("the step", step, claimed.step_s), ("the objective", step, plan.proof.objective_s), *_bars(plan, compute_s, communication_s),
     ]  # fmt: skip
     for name, derived, said in figures:
@@ -214,11 +215,13 @@ def times(plan: Plan, found: Seconds) -> Iterator[Finding]:
 
 def _bars(plan: Plan, compute_s: float, communication_s: float) -> Iterator[tuple[str, float, float]]:
     claimed = plan.prediction
-    if plan.overlap.slowdown < 1.0 or plan.buckets:  # simulated: hidden seconds stretch compute, and slices, which are local, run there
+    beyond_s = beyond_shares_s(plan.communications)
+    # simulated: hidden seconds stretch compute, and slices, which are local, run there
+    if plan.overlap.slowdown < 1.0 or plan.buckets or beyond_s:
         moved = [c for c in plan.communications if c.phase != "step"]  # what is done once per step is not in the graphs
         local_s = sum(len(c.instances) * c.time_s for c in moved if c.collective.kind == "slice")
         saved_s = sum(bucket.saved_s for bucket in plan.buckets)  # of communication
-        compute_s += local_s + claimed.simulated_s - claimed.compute_s - claimed.communication_s + claimed.hidden_s + saved_s
-        communication_s -= local_s + saved_s
+        compute_s += local_s + claimed.simulated_s - claimed.serial_s - beyond_s + claimed.hidden_s + saved_s
+        communication_s += beyond_s - local_s - saved_s
     for kind, derived in (("compute", compute_s), ("communication", communication_s)):
         yield f"{kind} on the time line", derived, sum(bar[4] for bar in claimed.timeline if bar[2] == kind)

@@ -16,6 +16,10 @@ from autopar.collective import Collective
 from autopar.halo import Halo
 from autopar.layout import Layout
 
+SHARING = ("all_reduce", "reduce_scatter", "all_gather")
+"""Collectives that may be in a bucket, of elements that are"""
+FLOATS = ("float32", "float64", "bfloat16", "float16")
+
 
 def local_lengths(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> tuple[int, ...]:
     """Shape of the largest part."""
@@ -74,3 +78,12 @@ def led_to(source: Layout, step: Collective, wanted: Layout) -> Layout | None:
         return None
     placements = (*source.placements[: step.axis], after, *source.placements[step.axis + 1 :])
     return Layout(placements, [*(a for a in source.order if a != step.axis), step.axis])
+
+
+def is_even(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether all devices hold equal parts."""
+    num = [1] * len(shape)
+    for axis, placement in enumerate(layout.placements):
+        if hasattr(placement, "dim") and 0 <= placement.dim < len(shape):
+            num[placement.dim] *= sizes[axis]
+    return not any(length % parts for length, parts in zip(shape, num, strict=True))

@@ -249,6 +249,9 @@ def _figures(plan: Plan, pipeline: Pipeline, handed_s: float) -> Iterator[Findin
         "the slowest stage's communication": (sum(p.communication_s for p in slowest) * num, claimed.communication_s),
         "what the slowest stage's kernels save": (sum(p.in_kernels_s for p in slowest) * num, claimed.in_kernels_s),
         "what the slowest stage's buckets save": (sum(p.in_buckets_s for p in slowest) * num, claimed.in_buckets_s),
+        "what the slowest stage's collectives take beyond shares of buckets": (
+            sum(p.beyond_shares_s for p in slowest) * num, claimed.beyond_shares_s,
+        ),
         "what the slowest stage hides": (sum(p.hidden_s for p in slowest) * num, claimed.hidden_s),
         "the simulated step": (_whole_step_s(pipeline, simulated=True) + handed_s, claimed.simulated_s),
     }

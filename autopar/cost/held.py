@@ -28,7 +28,7 @@ use; sums are the devices', and go to the hosts at the end of a step.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,7 +36,7 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.capture.trace import Parameter
-from autopar.collective import Collective
+from autopar.cost.times import CollectivePrices
 from autopar.errors import ConstraintError, LayoutError
 from autopar.kernels.sums import sum_dtype
 from autopar.layout import PARTIAL, REPLICATE, Layout, Strategy
@@ -122,18 +122,18 @@ class StepMoves:
     """The collectives at the begin and at the end of a step.
 
     Args:
-        price: seconds of a collective. num_microbatches: among which the time of what is done once is shared.
+        price: seconds of a collective, by itself and as a share of a bucket. num_microbatches: among which what is done once is shared.
     """
 
     mesh_shape: tuple[int, ...]
-    price: Callable[[Collective], float]
+    price: CollectivePrices
     num_microbatches: int
 
     def __post_init__(self) -> None:
         self._known: dict[tuple[object, ...], tuple[Step, ...]] = {}
 
     def gathers(self, p: Parameter, held: Held) -> tuple[Step, ...]:
-        """From storage to what microbatches read, in order, with seconds per microbatch.
+        """From storage to what microbatches read, in order, with seconds per microbatch, of which `seconds` counts shares of buckets.
 
         Raises:
             LayoutError: where no collectives lead there.
@@ -147,15 +147,16 @@ class StepMoves:
     def seconds(self, p: Parameter, held: Held) -> float | None:
         """Of both, per microbatch; None where no collectives lead there."""
         try:
-            return sum(step.time_s for step in (*self.gathers(p, held), *self.reduces(p, held)))
+            return sum(step.counted_s for step in (*self.gathers(p, held), *self.reduces(p, held)))
         except LayoutError:
             return None
 
     def _chain(self, shape: tuple[int, ...], dtype: torch.dtype, source: Layout, target: Layout) -> tuple[Step, ...]:
         key = shape, dtype, source, target
         if key not in self._known:
-            steps = cheapest_chain(shape, dtype, self.mesh_shape, source, target, self.price)
-            self._known[key] = tuple(replace(step, time_s=step.time_s / self.num_microbatches) for step in steps)
+            steps = cheapest_chain(shape, dtype, self.mesh_shape, source, target, self.price, self.price.share)
+            num = self.num_microbatches
+            self._known[key] = tuple(step.divided(num) for step in steps)
         return self._known[key]
 
 

@@ -8,7 +8,7 @@ The map between the problem's ops and the trace stays in `Priced`, so that answe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +16,6 @@ from torch import fx
 
 from autopar.analysis.gradients import cast_alone
 from autopar.capture.trace import Input, Output, Parameter, Trace
-from autopar.collective import Collective
 from autopar.cost.held import StepMoves, cannot_rest
 from autopar.cost.holding import HeldPrices, Making, adding_partial, resting
 from autopar.cost.hosts import away, host_budget
@@ -24,7 +23,7 @@ from autopar.cost.keeping import borders_of, is_never_kept, may_run_again, split
 from autopar.cost.kernels import with_kernels
 from autopar.cost.priced import Crossing, Priced, Source
 from autopar.cost.routes import with_routes
-from autopar.cost.times import call_time, own_collectives, price_collectives
+from autopar.cost.times import CollectivePrices, call_time, own_collectives
 from autopar.cost.uncast import Uncast, left_uncast
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
@@ -233,7 +232,7 @@ class _Builder:
         values: list[Value] = []
         variants: list[Variant] = []
         refs: list[tuple[Ref, ...]] = []
-        price = price_collectives(self.mesh, self.profile)
+        price = CollectivePrices(self.mesh, self.profile)
         for (op, result), by_uses in groups.items():
             refs_here = [ref for members in by_uses.values() for ref in members]
             ref = next((r for r in refs_here if r[0] in self.exposed), refs_here[0])
@@ -270,7 +269,7 @@ class _Builder:
             return ()
         return away(info, graph, keepable, self.mesh.shape, self.moves.price)
 
-    def _layout_graph(self, op: int, result: int, ref: Ref, uses: set[Use], price: Callable[[Collective], float]) -> LayoutGraph:
+    def _layout_graph(self, op: int, result: int, ref: Ref, uses: set[Use], price: CollectivePrices) -> LayoutGraph:
         info = self.infos[ref]
         produced = [s.layouts.outputs[result] for s in self.ops[op].strategies]
         ordered = sorted(uses, key=lambda u: (u.op, u.operand))
@@ -281,7 +280,9 @@ class _Builder:
         reduces = ref[0] not in self.only_cast or ref[0] in self.exposed  # of what crosses there may be no partial sums
         key = (tuple(info.shape), info.dtype, wide, reduces, tuple(dict.fromkeys(produced)), tuple(dict.fromkeys(wanted)))
         if key not in self.graphs:
-            self.graphs[key] = layout_graph(info.shape, info.dtype, self.mesh.shape, produced, wanted, price, wide, reduces=reduces)
+            self.graphs[key] = layout_graph(
+                info.shape, info.dtype, self.mesh.shape, produced, wanted, price, wide, reduces=reduces, share=price.share
+            )
         return self.graphs[key]
 
 
@@ -310,7 +311,7 @@ def price(
     forced = forced or Forced.nothing()
     host_budget_bytes = host_budget(forced, profile)
     accumulates = num_microbatches > 1 or forced.named.holds
-    moves = StepMoves(mesh.shape, price_collectives(mesh, profile), num_microbatches)
+    moves = StepMoves(mesh.shape, CollectivePrices(mesh, profile), num_microbatches)
     classes, uncast = left_uncast(classes, trace) if accumulates else (classes, {})
     builder = _Builder(trace, mesh, profile, optimizer, forced, crossing or Crossing(), moves, accumulates, exposed, uncast)
     builder.parameters()

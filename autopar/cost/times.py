@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from autopar.analysis.work import computes_in, works
-from autopar.collective import Collective, collective_time
+from autopar.collective import Collective, Kind, collective_time, share_of_bucket
 from autopar.cost.compute import compute_time
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy, local_shape
@@ -15,18 +15,26 @@ from autopar.rules import Call, TensorInfo, num_senders, own_moves
 from autopar.strategies import Member
 
 
-def price_collectives(mesh: Mesh, profile: HardwareProfile) -> Callable[[Collective], float]:
-    """The price of one collective on this mesh and profile, remembered per collective."""
-    links = [mesh.link(axis) for axis in range(len(mesh.axes))]
-    known: dict[Collective, float] = {}
+class CollectivePrices:
+    """What collectives take on a mesh and profile, each by itself, remembered per collective."""
 
-    def price(collective: Collective) -> float:
-        if collective not in known:
-            link = links[collective.axis] if collective.axis >= 0 else ""
-            known[collective] = collective_time(collective, collective.size_in(mesh.shape), link, profile)
-        return known[collective]
+    def __init__(self, mesh: Mesh, profile: HardwareProfile) -> None:
+        self.mesh, self.profile = mesh, profile
+        self._known: dict[Collective, float] = {}
+        self._per_byte: dict[tuple[Kind, int], float] = {}
 
-    return price
+    def __call__(self, collective: Collective) -> float:
+        if collective not in self._known:
+            link = self.mesh.link(collective.axis) if collective.axis >= 0 else ""
+            self._known[collective] = collective_time(collective, collective.size_in(self.mesh.shape), link, self.profile)
+        return self._known[collective]
+
+    def share(self, collective: Collective) -> float:
+        """Of one that may share a bucket, what it takes as its share of it, or by itself where that is less."""
+        at = kind, axis = collective.kind, collective.axis
+        if at not in self._per_byte:
+            self._per_byte[at] = share_of_bucket(kind, self.mesh.shape[axis], self.mesh.link(axis), self.profile)
+        return min(self(collective), collective.bytes * self._per_byte[at])
 
 
 @lru_cache(maxsize=2**16)  # equal layers, and strategies of one op, ask for the same

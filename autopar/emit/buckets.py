@@ -19,13 +19,12 @@ from torch import fx
 
 from autopar.collective import Collective
 from autopar.emit.calls import CALLS, Moved
-from autopar.emit.job import rests
 from autopar.errors import PlanError
-from autopar.kernels import library
 from autopar.kernels.bucketed import from_bucket, into_bucket
 from autopar.kernels.buckets import BucketLayout
 from autopar.layout import local_shape
-from autopar.plans import BUCKETED, Bucket, Plan
+from autopar.layout_graph import may_share
+from autopar.plans import Bucket, Plan
 from autopar.run.lazy_graph import LazyGraphModule
 from autopar.run.program import Program
 
@@ -39,14 +38,12 @@ class WaitingError(PlanError):
 
 def can_share(step: fx.Node, mesh_shape: Sequence[int]) -> bool:
     """Whether a node is a step that may be in a bucket: of a floating tensor of which all ranks have equal parts, and, but at the begin
-    and the end of a step of several microbatches, one that no op waits for, or a gather of what is there when its phase begins."""
+    and the end of a step of several microbatches, one that no op waits for, or a gather that waits for none."""
     moved: Moved | None = step.meta.get("moved")
-    if moved is None or step.meta["collective"].kind not in BUCKETED:
+    if moved is None or not may_share(step.meta["collective"], moved.shape, moved.source, moved.target, mesh_shape):
         return False
-    early = step.meta["collective"].kind == "all_gather" and rests(step.args[0])  # type: ignore[arg-type]
-    waits = step.meta["phase"] != "step" and step.meta["slack"] != "deferrable" and not (early and step.meta["slack"] == "prefetchable")
-    even = moved.source.divides(moved.shape, mesh_shape) and moved.target.divides(moved.shape, mesh_shape)
-    return even and not waits and getattr(torch, step.meta["collective"].dtype) in library.FLOATS
+    early = step.meta["collective"].kind == "all_gather" and step.meta.get("slack") == "prefetchable"
+    return early or step.meta["phase"] == "step" or step.meta["slack"] == "deferrable"
 
 
 def on_bucket(steps: Sequence[fx.Node], mesh_shape: Sequence[int]) -> Collective:

@@ -177,7 +177,7 @@ class Phase:
             source.meta.update(meta, key=f"{key}/widen")
         node = self.graph.call_function(target, (source, *args), self._length(ref, step))
         moved = Moved(self.phase, key, result, self.job.shape(ref), step.source, step.target)
-        node.meta.update(meta, key=f"{key}/{c.kind}", collective=c, time_s=step.time_s, moved=moved)
+        node.meta.update(meta, key=f"{key}/{c.kind}", collective=c, time_s=step.by_itself_s, moved=moved)
         if wide != own:
             self.wide[ref, step.target] = node
             node = self.graph.call_function(_cast, (node,), {"dtype": own})

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from autopar.collective import collective_time, with_faster
+from autopar.collective import with_faster
 from autopar.cost.priced import Wire, handing_s, wire
 from autopar.emit.choices import input_key, output_key
 from autopar.errors import PlanError
 from autopar.explanation.rendering import table
 from autopar.hardware import Hardware, HardwareProfile, Mixed, profile_of, slowest
 from autopar.mesh import Mesh
-from autopar.plans import Pipeline, Plan, load_of, moved_load
+from autopar.plans import Pipeline, Plan, counted_time, load_of, moved_load
 from autopar.units import seconds
 
 _SHARE = 1e-3  # by which a link is made faster
@@ -173,7 +173,7 @@ def _shorter_s(plan: Plan, axis: str, profile: HardwareProfile | None, num_micro
     load = changed = load_of(plan)
     for c in plan.communications:
         if c.collective.axis == number and c.collective.kind != "slice":
-            once_s = collective_time(c.collective, size, link, profile) if profile else 0.0
+            once_s = counted_time(c, size, link, profile) if profile else 0.0
             once_s /= num_microbatches if c.phase == "step" else 1
             # what kernels save goes with the collective: exact where their products hide nearly all of it; routes save passes over memory
             saved_s = c.kernel.saved_s * (once_s / c.time_s - 1.0) if c.kernel and not c.own else 0.0

@@ -18,7 +18,7 @@ from autopar.layout_graph import local_bytes
 from autopar.planning.communications import communications, of_kernels
 from autopar.planning.draft import FIELD, Draft, all_keys, tensor_patterns
 from autopar.planning.timeline import crossing_times, own_time, step_time, timeline
-from autopar.plans import KERNELS_BUFFERS, Entry, Fingerprint, Kept, NodeChoice, Plan, Prediction, Proof
+from autopar.plans import KERNELS_BUFFERS, Communication, Entry, Fingerprint, Kept, NodeChoice, Plan, Prediction, Proof, beyond_shares_s
 from autopar.rules import is_discovered, is_fallback
 from autopar.rules.call import op_name
 from autopar.solve import Evaluation
@@ -33,7 +33,10 @@ _HOSTS = (
 )
 _ALIKE = "equal nodes of repeated layers take one decision"
 _BALANCED = "all experts picked alike: the rows that are dispatched to them, and those that each computes with, are the expected ones"
-BY_ITSELF = "every collective by itself: what buckets save is in neither objective nor bound"
+SHARES = (
+    "what is gathered of what rests or is kept, and reductions of gradients, as parts of buckets, whose number costs nothing; every other "
+    "collective by itself"
+)
 COVERS = (
     "every layout of every op that the rules offer, on every mesh axis; a dim is split unevenly by one axis alone",
     "storage layout of every parameter; gathering it once or again in backward",
@@ -41,7 +44,7 @@ COVERS = (
     "partial sums pass through views, sums and additions, not through products",
     _ALIKE,
     "one microbatch, no pipeline: stages are tried where `constraints.pipeline()` asks for them",
-    BY_ITSELF,
+    SHARES,
 )
 
 
@@ -55,14 +58,15 @@ def assemble(draft: Draft, fingerprint: Fingerprint, options: Mapping[str, objec
         choices.memory_price_s_per_byte * GIB, covers_of(draft) + beside_compute(draft.evaluation),
         searched_bound_s=min(bound_s, objective),
     )  # fmt: skip
+    moved = tuple(communications(draft))
     return Plan(
         mesh=draft.mesh,
         fingerprint=fingerprint,
         options=options,
         entries=tuple(_entries(draft)),
         kept=tuple(_kept(draft)),
-        communications=tuple(communications(draft)),
-        prediction=_prediction(draft),
+        communications=moved,
+        prediction=_prediction(draft, moved),
         proof=proof,
         capture=str(draft.trace.folding),
         starts=draft.priced.starts,
@@ -158,7 +162,7 @@ def _kept(draft: Draft) -> Iterable[Kept]:
                 yield Kept(pattern, result, instances, layouts, size)
 
 
-def _prediction(draft: Draft) -> Prediction:
+def _prediction(draft: Draft, moved: Sequence[Communication]) -> Prediction:
     evaluation, problem, choices = draft.evaluation, draft.priced.problem, draft.choices
     resting = {"parameters": 0, "optimizer": 0, "buffers": 0, "inputs": 0}
     gathered = 0
@@ -186,10 +190,11 @@ def _prediction(draft: Draft) -> Prediction:
     moved_s = sum(sum(priced_s) for priced_s in crossing_times(draft.trace, draft.priced, choices))
     moved_s += step_time(draft.priced, choices) + own_time(draft.priced, choices)
     compute_s, communication_s = evaluation.compute_s - moved_s, evaluation.communication_s + moved_s
-    serial_s = evaluation.compute_s + evaluation.communication_s
-    saved_s = evaluation.saved_s
+    saved_s, beyond_s = evaluation.saved_s, beyond_shares_s(moved)
+    serial_s = evaluation.compute_s + evaluation.communication_s + beyond_s
     return Prediction(
-        evaluation.objective_s, compute_s, communication_s, 0, memory, bars, 0.0, serial_s - saved_s, saved_s, host_bytes=_on_hosts(draft)
+        evaluation.objective_s, compute_s, communication_s, 0, memory, bars, 0.0, serial_s - saved_s, saved_s,
+        beyond_shares_s=beyond_s, host_bytes=_on_hosts(draft),
     )  # fmt: skip
 
 

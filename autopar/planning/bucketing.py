@@ -8,7 +8,8 @@ several of about equal bytes; as many for every group, since each number that is
 simulated step is taken, if it is shorter and its peak is within the budget. Of groups that wait for each other the one that saves more
 goes first.
 
-Objective and bound are those of plans in which every collective is by itself: the search does not see buckets.
+Objective and bound count what may share a bucket as its share of one at best (`autopar.solve.prices`); the buckets themselves, with their
+latencies, are in the simulated step.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Groups:
         """Of what a plan moves."""
         steps: Iterator[tuple[str, Communication]] = iter(plan.steps())
         return Groups(
-            plan.mesh, profile, num_microbatches, {(c.phase, node, c.result, c.target): c.time_s for node, c in steps if not c.own}
+            plan.mesh, profile, num_microbatches, {(c.phase, node, c.result, c.target): c.by_itself_s for node, c in steps if not c.own}
         )
 
     def of_program(self, program: Program) -> list[list[fx.Node]]:

@@ -52,9 +52,11 @@ def communications(draft: Draft) -> Iterable[Communication]:
                 for pattern, result, instances in tensor_patterns(draft.priced.refs[v], keys):
                     module = FIELD.sub("*", pattern.partition("/")[0])
                     beside = (redistribution.early or arc.collective.kind in HOST_KINDS) and arc.collective.kind != "slice"
+                    shares = redistribution.early and arc.share_s is not None
                     yield Communication(
-                        pattern, result, instances, module, phase, arc.collective, *ends, arc.time_s, slack, beside, kernel, why
-                    )
+                        pattern, result, instances, module, phase, arc.collective, *ends, arc.seconds(shares=shares),
+                        slack, beside, kernel, why, alone_s=arc.time_s if shares else None,
+                    )  # fmt: skip
     yield from _own_communications(draft)
     yield from _step_communications(draft)
 
@@ -102,4 +104,7 @@ def _step_communications(draft: Draft) -> Iterable[Communication]:
             for step in steps:
                 module = FIELD.sub("*", patterns[0][0].partition("/")[0])
                 ends = step.source, step.target
-                yield Communication(patterns[0][0], result, instances, module, "step", step.collective, *ends, step.time_s)
+                alone_s = None if step.share_s is None else step.time_s
+                yield Communication(
+                    patterns[0][0], result, instances, module, "step", step.collective, *ends, step.counted_s, alone_s=alone_s
+                )

@@ -21,8 +21,9 @@ from autopar.choices import Choices
 from autopar.collective import with_faster
 from autopar.cost.held import StepMoves, held_of
 from autopar.cost.priced import Priced
-from autopar.cost.times import own_collectives, price_collectives
+from autopar.cost.times import CollectivePrices, own_collectives
 from autopar.hardware import Hardware, HardwareProfile
+from autopar.layout_graph import Arc
 from autopar.mesh import Mesh
 from autopar.planning.options import PlanOptions
 from autopar.planning.repricing import decisions, problems_of
@@ -121,12 +122,12 @@ class _Local:
         if self.what == COMPUTE:
             faster_s = self._with_strategies(lambda _, s: replace(s, time_s=(s.time_s - s.communication_s) / factor + s.communication_s))
             return replace(faster_s, kernels=self._saving(lambda h, _: h.saved_s / max(factor, 1.0)))
-        price = price_collectives(self.mesh, with_faster(self.profile, self.what, factor - 1))
+        price = CollectivePrices(self.mesh, with_faster(self.profile, self.what, factor - 1))
         moves = replace(self.priced.moves, price=price)
         values = list(problem.values)
         for v in {problem.variants[v].value for v in self.touched}:
             graph = values[v].graph
-            arcs = tuple(replace(arc, time_s=price(arc.collective)) for arc in graph.arcs)
+            arcs = tuple(_priced(arc, price) for arc in graph.arcs)
             values[v] = replace(values[v], graph=replace(graph, arcs=arcs))
         kernels = self._saving(lambda h, v: min(h.saved_s, values[problem.variants[v].value].graph.arcs[h.arc].time_s))
         return replace(self._with_strategies(lambda i, s: self._moving(i, s, moves)), values=tuple(values), kernels=kernels)
@@ -160,6 +161,11 @@ class _Local:
             return strategy
         assert moved_s is not None, "the strategy is offered"
         return replace(strategy, time_s=strategy.time_s - strategy.communication_s + moved_s, communication_s=moved_s)
+
+
+def _priced(arc: Arc, price: CollectivePrices) -> Arc:
+    share_s = None if arc.share_s is None else price.share(arc.collective)
+    return replace(arc, time_s=price(arc.collective), share_s=share_s)
 
 
 def nearest_root(delta: Callable[[float], float]) -> float | None:

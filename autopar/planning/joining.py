@@ -11,7 +11,7 @@ from autopar.emit import emit_staged
 from autopar.errors import size_text
 from autopar.layout_graph import local_bytes
 from autopar.planning.asked import Asked, OnKind, Whole
-from autopar.planning.assembly import BY_ITSELF
+from autopar.planning.assembly import SHARES
 from autopar.planning.clock import Clock
 from autopar.planning.communications import of_kernels
 from autopar.planning.draft import Draft
@@ -81,7 +81,8 @@ def joined(
         objective, sum(p.compute_s for p in slowest) * asked.how.num, sum(p.communication_s for p in slowest) * asked.how.num,
         fullest.peak_bytes, fullest.memory_bytes, (), sum(p.hidden_s for p in slowest) * asked.how.num,
         simulated_step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks) + asked.handing_s,
-        sum(p.in_kernels_s for p in slowest) * asked.how.num, sum(p.in_buckets_s for p in slowest) * asked.how.num, pipeline.host_bytes,
+        sum(p.in_kernels_s for p in slowest) * asked.how.num, sum(p.in_buckets_s for p in slowest) * asked.how.num,
+        sum(p.beyond_shares_s for p in slowest) * asked.how.num, pipeline.host_bytes,
     )  # fmt: skip
     proof = _proof(asked, whole, objective, plans, promised)
     options = asked.options.to_json(max(asked.profiles, key=asked.options.budget))  # of unequal budgets the pipeline says each
@@ -147,4 +148,4 @@ def _covers(wish: Pipelined, *, one: bool) -> tuple[str, ...]:
     taken = "the end of the simulated schedule" if interleaved else plain
     several = (COVERS if wish.cuts is None else _COVERS_ASKED + COVERS[1:]) + (_COVERS_INTERLEAVED if interleaved else ())
     covers = _COVERS_ONE if one else several
-    return *(line.format(taken) for line in covers), BY_ITSELF
+    return *(line.format(taken) for line in covers), SHARES

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 
 from autopar.analysis.normed import NORMED, normed_after
 from autopar.capture.trace import Trace
-from autopar.collective import collective_time
 from autopar.constraints import Pipelined
 from autopar.cost.held import offered_as, own_time_s
 from autopar.cost.kernel_times import Site, saved, terms_of
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced, Source, handing_s
 from autopar.cost.routes import saved_of
-from autopar.cost.times import price_collectives
+from autopar.cost.times import CollectivePrices
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, placeholder_keys, storage_key
 from autopar.emit.kernels import product_of
 from autopar.errors import PlanError
@@ -27,7 +26,7 @@ from autopar.layout import Strategy
 from autopar.mesh import Mesh
 from autopar.planning.options import UNLIMITED, PlanOptions
 from autopar.planning.schedules import scheduled_time
-from autopar.plans import Communication, Plan, moved_load
+from autopar.plans import Communication, Plan, counted_time, moved_load
 from autopar.rules import call_of, operands_of
 from autopar.stages import Cut, cut
 from autopar.strategies import Forced, classes_of, resolve
@@ -104,7 +103,7 @@ def _phases(part: Part, profile: HardwareProfile, num: int) -> tuple[float, floa
     sizes, links = mesh.shape, [mesh.link(axis) for axis in range(len(mesh.axes))]
     for c in plan.communications:
         link = links[c.collective.axis] if c.collective.axis >= 0 else ""
-        once_s = collective_time(c.collective, c.collective.size_in(sizes), link, profile)
+        once_s = counted_time(c, c.collective.size_in(sizes), link, profile)
         saved_s = len(c.instances) * _saved_s(part, c, once_s, profile)
         loads[0 if c.phase == "forward" else 1] += moved_load(c, len(c.instances) * once_s / (num if c.phase == "step" else 1), saved_s)
     forward, rest = (load.least_s(profile.overlap_slowdown) for load in loads)
@@ -120,7 +119,7 @@ def _saved_s(part: Part, c: Communication, once_s: float, profile: HardwareProfi
     made = next(n for n in part.trace.graph.nodes if crossing.get(n.name, n.meta.get("key")) == key)
     chosen = part.plan.recomputed_choices() if c.kernel.again else part.plan.node_choices()
     if c.own:
-        return saved_of(call_of(made), chosen[key], part.mesh.shape, price_collectives(part.mesh, profile), profile, c)
+        return saved_of(call_of(made), chosen[key], part.mesh.shape, CollectivePrices(part.mesh, profile), profile, c)
     product, gathers = product_of(made, c), c.collective.kind == "all_gather"
     call, dim = call_of(product), c.collective.dim
     if gathers:

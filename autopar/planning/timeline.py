@@ -2,7 +2,7 @@
 
 Collectives that shrink what they read stand behind the op that makes it, the others before their first reader, as they are
 emitted; a layer's recomputation stands before its first backward op. The bars add up to compute and communication. Where communication runs
-beside compute, or shares buckets, the bars of forward and backward are those of the simulated program: a bar of compute is as long as it
+beside compute, or may share buckets, the bars of forward and backward are those of the simulated program: a bar of compute is as long as it
 takes there, and a bucket is one stretch of communication.
 """
 
@@ -17,7 +17,7 @@ from autopar.capture.trace import Trace
 from autopar.choices import Choices
 from autopar.cost.priced import Priced
 from autopar.emit.simulation import simulated
-from autopar.plans import Plan, Prediction
+from autopar.plans import Plan, Prediction, beyond_shares_s
 from autopar.problem import OpStrategy
 from autopar.run.program import Program
 from autopar.solve import Evaluation
@@ -37,16 +37,17 @@ def timeline(trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluat
 
 def beside(serial: Prediction, program: Program, plan: Plan) -> Prediction:
     """The prediction with what its emitted program hides and what buckets save, whose time line takes the place of the one without."""
-    if plan.overlap.slowdown >= 1.0 and not plan.buckets:
+    if plan.overlap.slowdown >= 1.0 and not plan.buckets and not serial.beyond_shares_s:
         return serial
-    once_s = sum(bucket.saved_s for bucket in plan.buckets if bucket.phase == "step")
+    once_s = beyond_shares_s(c for c in plan.communications if c.phase == "step")
+    once_s -= sum(bucket.saved_s for bucket in plan.buckets if bucket.phase == "step")
     bars: list[Bar] = []
     phases = dict(zip(("forward", "backward"), simulated(program, plan), strict=True))
     around = {phase: [bar for bar in serial.timeline if bar[0] in OUTSIDE and bar[1] == phase] for phase in (*phases, "step")}
     for phase, rest in around.items():
         for label, _, kind, _, duration_s in rest:
-            in_buckets_s = once_s if (label, kind) == (PARAMETERS, "communication") else 0.0
-            bars.append((label, phase, kind, _end(bars), duration_s - in_buckets_s))
+            more_s = once_s if (label, kind) == (PARAMETERS, "communication") else 0.0
+            bars.append((label, phase, kind, _end(bars), duration_s + more_s))
         if phase in phases:
             start_s = _end(bars)
             lanes: dict[str, list[Bar]] = {"compute": [], "communication": []}
@@ -67,7 +68,7 @@ def simulated_s(program: Program, plan: Plan) -> float:
 
 def _without(serial: Prediction, plan: Plan, hidden_s: float) -> float:
     saved_s = serial.in_kernels_s + sum(bucket.saved_s for bucket in plan.buckets)
-    return serial.serial_s - saved_s - (1.0 - plan.overlap.slowdown) * hidden_s
+    return serial.serial_s + serial.beyond_shares_s - saved_s - (1.0 - plan.overlap.slowdown) * hidden_s
 
 
 def _end(bars: Sequence[Bar]) -> float:

@@ -154,8 +154,8 @@ class Worths:
         kept = late and self.problem.ops[value.op].kind == "compute"
         if crosses and (kept or (value.phase == "backward" and self._read_by_parameters(v))):
             local = np.array([arc.collective.kind == "slice" for arc in value.graph.arcs], bool)
-            times = np.array([arc.time_s for arc in value.graph.arcs])
-            costs = np.where(local, costs, np.minimum(costs, slowdown * times))
+            shares = np.array([arc.seconds(shares=True) for arc in value.graph.arcs])
+            costs = np.where(local, costs, np.minimum(costs, slowdown * shares))
         return costs
 
     def _read_by_parameters(self, v: int) -> bool:

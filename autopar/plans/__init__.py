@@ -1,9 +1,9 @@
 """Plans and their parts."""
 
-from autopar.plans.bucket import BUCKETED, Bucket, Member
+from autopar.plans.bucket import Bucket, Member
 from autopar.plans.flip import COMPUTE, FARTHEST, NO_FLIP, Flip
 from autopar.plans.idle import idle_axes
-from autopar.plans.load import forward_load, load_of, moved_load
+from autopar.plans.load import beyond_shares_s, counted_time, forward_load, load_of, moved_load
 from autopar.plans.overlap import Overlap, Piece
 from autopar.plans.parts import (
     KERNELS_BUFFERS,
@@ -25,7 +25,6 @@ from autopar.plans.parts import (
 from autopar.plans.plan import FORMAT, VERSION, Pipeline, Plan
 
 __all__ = [
-    "BUCKETED",
     "COMPUTE",
     "FARTHEST",
     "FORMAT",
@@ -53,6 +52,8 @@ __all__ = [
     "Proof",
     "RunnerUp",
     "Version",
+    "beyond_shares_s",
+    "counted_time",
     "forward_load",
     "idle_axes",
     "load_of",

@@ -9,9 +9,6 @@ from typing import Any
 from autopar.collective import Collective
 from autopar.layout import Layout
 
-BUCKETED = ("all_gather", "reduce_scatter", "all_reduce")
-"""Kinds of collectives that may share a bucket."""
-
 
 @dataclass(frozen=True, slots=True)
 class Member:

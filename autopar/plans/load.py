@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from autopar.collective import collective_time, share_of_bucket
+from autopar.hardware import HardwareProfile
 from autopar.plans.parts import Communication, Entry
 from autopar.plans.plan import Plan
 from autopar.streams import Load, work
@@ -19,6 +23,20 @@ def forward_load(plan: Plan) -> Load:
     found = sum((_entry_load(e, e.time_s * len(e.instances), 0.0) for e in entries), Load())
     moves = (c for c in plan.communications if c.phase == "forward")
     return sum((moved_load(c, c.time_s * len(c.instances), _saved_s(c)) for c in moves), found)
+
+
+def beyond_shares_s(moves: Iterable[Communication]) -> float:
+    """What collectives take by themselves, beyond the shares of buckets that the objective counts."""
+    return sum(len(c.instances) * (c.by_itself_s - c.time_s) for c in moves)
+
+
+def counted_time(c: Communication, axis_size: int, link: str, profile: HardwareProfile) -> float:
+    """Seconds of one instance of a collective elsewhere, counted as in the plan; arguments as of `collective_time`."""
+    moved = c.collective
+    alone_s = collective_time(moved, axis_size, link, profile)
+    if c.alone_s is None or axis_size == 1:
+        return alone_s
+    return min(alone_s, moved.bytes * share_of_bucket(moved.kind, axis_size, link, profile))
 
 
 def _entry_load(entry: Entry, time_s: float, again_s: float) -> Load:

@@ -103,7 +103,9 @@ class Communication:
     Attributes:
         phase: the phase it runs in; ``step`` at the begin (of a parameter) or the end (result 1, of the sum of its gradients) of a step of
             several microbatches. module: module pattern of the node.
-        source, target: layouts before and after. time_s: of one instance, per microbatch.
+        source, target: layouts before and after.
+        time_s: of one instance, per microbatch, as the objective counts it: of what may share a bucket, and counts as running beside
+            compute or as done once per step, its share of a bucket at best. alone_s: of such, by itself; None of all else.
         slack: ``critical``, or ``prefetchable`` or ``deferrable`` where it may run beside compute (`autopar.solve.slack`).
         beside: whether it counts as running beside compute in the objective: it has slack whatever is chosen (`autopar.solve.prices`).
         kernel: what does it together with a product, if anything does. why: else, where a product stands at its end, why none does; or,
@@ -126,6 +128,12 @@ class Communication:
     kernel: InKernel | None = None
     why: str = ""
     own: bool = False
+    alone_s: float | None = None
+
+    @property
+    def by_itself_s(self) -> float:
+        """Seconds of one instance, in no bucket."""
+        return self.time_s if self.alone_s is None else self.alone_s
 
 
 KERNELS_BUFFERS = "kernels' buffers"
@@ -148,7 +156,9 @@ class Prediction:
         step_s: the objective: compute and communication, less what may be hidden of them where memory is ample (`autopar.streams`).
         simulated_s: of the emitted program, with communication beside compute (`autopar.emit.simulation`), as far as memory allows.
         hidden_s: how long both run at once. in_kernels_s: what collective-overlap kernels save of both.
-        in_buckets_s: what buckets save of communication, which is in `simulated_s` alone: all else counts each collective by itself.
+        beyond_shares_s: what collectives take by themselves, beyond their share of a bucket at best, which is all that `step_s` and
+            `communication_s` count of those that may share one. in_buckets_s: what of that, and of others, the plan's buckets save;
+            the rest is in `simulated_s`.
         exposed_s: communication that nothing runs beside.
     """
 
@@ -162,6 +172,7 @@ class Prediction:
     simulated_s: float
     in_kernels_s: float = 0.0
     in_buckets_s: float = 0.0
+    beyond_shares_s: float = 0.0
     host_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -176,7 +187,7 @@ class Prediction:
 
     @property
     def exposed_s(self) -> float:
-        return self.communication_s - self.hidden_s - self.in_kernels_s - self.in_buckets_s
+        return self.communication_s + self.beyond_shares_s - self.hidden_s - self.in_kernels_s - self.in_buckets_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,13 +255,13 @@ def _redistribute(
     value = problem.values[problem.variants[v].value]
     graph = value.graph
     kernels = usable(problem, v, late, chosen)
-    tree, time_s = cheapest_tree(graph, {*sources, *stored}, wanted, tree_costs(problem, v, late=late, saved_s=most_saved(graph, kernels)))
+    tree, _ = cheapest_tree(graph, {*sources, *stored}, wanted, tree_costs(problem, v, late=late, saved_s=most_saved(graph, kernels)))
     begun = {arc.src for arc in tree} | wanted
     fetches = tuple(_copy(value, value.stored(n), "fetch") for n in sorted(stored) if n in begun)
-    arcs, time_s = (*fetches, *tree), time_s + sum(arc.time_s for arc in fetches)
+    arcs, early = (*fetches, *tree), is_early(problem, v, late=late)
+    time_s = sum(arc.seconds(shares=early) for arc in arcs)
     at_hand = at_hand | {arc.src for arc in fetches}
     load = sum(map(arc_loads(problem, v, late=late), arcs), Load())
-    early = is_early(problem, v, late=late)
     which = taken(problem, v, arcs, wanted, kernels) if kernels else {}
     return Redistribution(tuple(sorted(sources)), arcs, tuple(sorted(wanted)), time_s, slacks(arcs, at_hand, awaited), early, load, which)
 

@@ -3,7 +3,7 @@
 With s the profile's `overlap_slowdown` and λ a share per phase (`autopar.streams`), a second
 
     of compute, or of a slice, which is local        costs λ
-    of early communication                           costs λ·s + (1 − λ)
+    of early communication                           costs λ·s + (1 − λ), of what may share a bucket as its share of one
     of all else, an op's own collectives among it    costs 1
 
 What a kernel saves of a product and a critical collective (`autopar.cost.kernels`), or a route of what an op sends (`autopar.cost.routes`),
@@ -12,6 +12,9 @@ is that much less compute.
 With λ = 1 that is the step itself, as long as compute can hide what is early. Communication counts as early here where it has slack
 (`autopar.solve.slack`) whatever is chosen, which the problem alone shows (`is_early`); where that hangs on choices, it counts as critical.
 Copies to and from the hosts always have slack.
+
+The share of a bucket is what a bucket takes per byte at best (`autopar.collective.share_of_bucket`), however many share it, so that the sum
+is below the step of the emitted program, whose buckets are chosen afterwards; how far, the program's simulation says.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ def arc_loads(problem: Problem, v: int, *, late: bool, count: float = 1.0) -> Ca
     known: dict[tuple[float, str], Load] = {}  # arcs of a graph take few different times
 
     def load(arc: Arc) -> Load:
-        key = time_s, kind = arc.time_s, arc.collective.kind
+        key = time_s, kind = arc.seconds(shares=early), arc.collective.kind
         if key not in known:
             local = kind == "slice"
             known[key] = work(phase, count * time_s, compute=local, early=(early or kind in HOST_KINDS) and not local)
@@ -94,13 +97,13 @@ def tree_costs(problem: Problem, v: int, *, late: bool, saved_s: Mapping[tuple[i
     Args:
         saved_s: ends of an arc → what kernels save where they do it.
     """
-    load, slowdown = arc_loads(problem, v, late=late), problem.overlap_slowdown
+    load, slowdown, early = arc_loads(problem, v, late=late), problem.overlap_slowdown, is_early(problem, v, late=late)
     if slowdown >= 1.0 and not saved_s:
-        return lambda arc: arc.time_s
+        return lambda arc: arc.seconds(shares=early)
     known: dict[tuple[float, str], float] = {}  # as above
 
     def cost(arc: Arc) -> float:
-        key = time_s, _ = arc.time_s, arc.collective.kind
+        key = time_s, _ = arc.seconds(shares=early), arc.collective.kind
         if key not in known:
             known[key] = load(arc).priced_s(slowdown, ON_COMPUTE)
         left_s = known[key] - saved_s.get((arc.src, arc.dst), 0.0) if saved_s else known[key]

@@ -11,7 +11,7 @@ import zoo_small
 
 from autopar.capture import Trace, capture
 from autopar.collective import bucket_time
-from autopar.cost.times import call_time, price_collectives
+from autopar.cost.times import CollectivePrices, call_time
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, make_plan
@@ -41,13 +41,14 @@ def test_communication_is_priced_as_it_is_emitted_byte_for_byte(planned: tuple[T
         emitted[phase, collective.kind, collective.axis] += collective.bytes
     assert emitted
     assert emitted == priced
-    price = price_collectives(MESH, H100)
+    price = CollectivePrices(MESH, H100)
     passes_s = 0.0
     for bucket in made.plan.buckets:
         c = bucket.collective
         assert bucket.time_s == bucket_time(c, MESH.shape[c.axis], MESH.link(c.axis), H100) > price(c)
         passes_s += bucket.time_s - price(c)
-    shared_s = made.plan.prediction.communication_s - made.plan.prediction.in_buckets_s
+    predicted = made.plan.prediction
+    shared_s = predicted.communication_s + predicted.beyond_shares_s - predicted.in_buckets_s
     assert sum(price(c) for _, _, c in made.program.collectives) + passes_s == pytest.approx(shared_s)
 
 
@@ -91,13 +92,15 @@ def test_the_time_line_is_as_long_as_what_it_shows(planned: tuple[Trace, Planned
     slowed_s = prediction.hidden_s * made.plan.overlap.slowdown
     local_s = sum(c.time_s * len(c.instances) for c in made.plan.communications if c.collective.kind == "slice")
     assert by_kind["compute"] == pytest.approx(prediction.compute_s + slowed_s + local_s)
-    assert by_kind["communication"] == pytest.approx(prediction.communication_s - local_s - prediction.in_buckets_s)
+    alone_s = prediction.communication_s + prediction.beyond_shares_s
+    assert by_kind["communication"] == pytest.approx(alone_s - local_s - prediction.in_buckets_s)
     assert prediction.in_buckets_s > 0
     starts = [start for *_, start, _ in prediction.timeline]
     assert starts == sorted(starts)
     ends = {kind: max(start + duration for _, _, k, start, duration in prediction.timeline if k == kind) for kind in by_kind}
     assert max(ends.values()) == pytest.approx(prediction.simulated_s)
-    assert 0 < prediction.hidden_s < prediction.communication_s and prediction.simulated_s < prediction.serial_s
+    assert 0 < prediction.hidden_s < alone_s
+    assert prediction.step_s <= prediction.simulated_s < prediction.compute_s + alone_s - prediction.in_buckets_s
     for kind in by_kind:  # a stream does one thing at a time
         lane = sorted((start, start + duration) for _, _, k, start, duration in prediction.timeline if k == kind)
         assert all(before <= after + 1e-12 for (_, before), (after, _) in itertools.pairwise(lane))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from autopar.collective import Collective
-from autopar.cost.times import price_collectives
+from autopar.cost.times import CollectivePrices
 from autopar.emit import emit
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
@@ -69,7 +69,7 @@ def test_a_random_legal_plan_holds_every_law(model: str, mesh: str, seed: int) -
     tensors = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}  # type: ignore[attr-defined]
     ran = run_lockstep(program, tensors, tensors, [batch[i.path] for i in ready.trace.inputs])
     assert priced == emitted == kinds((phase, c, 1) for phase, _, c in ran.records)
-    price = price_collectives(ready.mesh, ready.profile)
+    price = CollectivePrices(ready.mesh, ready.profile)
     assert sum(price(c) for _, _, c in program.collectives) == pytest.approx(plan.prediction.communication_s)
 
     # The plan is its file, and the file emits the same program.
