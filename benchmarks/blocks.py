@@ -137,7 +137,7 @@ def main(arguments: list[str]) -> int:
     status = run_rows("blocks", cases, COLUMNS, str(tables.BLOCKS_RESULTS) if published else options.json)
     if published and not status:
         rows = json.loads(tables.BLOCKS_RESULTS.read_text(encoding="utf-8"))["rows"]
-        tables.put("benchmarks.blocks", blocks_table(rows), tables.BENCHMARKS_README)
+        tables.put("benchmarks.blocks", blocks_table(rows))
     return status
 
 

@@ -205,7 +205,7 @@ def main(arguments: list[str]) -> int:
         if found.improves and options.write:
             write(found, results["env"]["date"])
     if options.write:
-        tables.put("benchmarks.calibrate", table_of(fits), tables.BENCHMARKS_README)
+        tables.put("benchmarks.calibrate", table_of(fits))
     return 0
 
 

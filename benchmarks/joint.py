@@ -224,7 +224,7 @@ def main(arguments: list[str]) -> int:
     status = run_rows("joint", cases, COLUMNS, results, LIMIT_S)
     if published:
         rows = json.loads(tables.JOINT_RESULTS.read_text(encoding="utf-8"))["rows"]
-        tables.put("benchmarks.joint", joint_table(rows), tables.BENCHMARKS_README)
+        tables.put("benchmarks.joint", joint_table(rows))
     return status
 
 

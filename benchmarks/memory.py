@@ -134,7 +134,7 @@ def _rivals(options: argparse.Namespace) -> int:
         good = report.tell(path, console_of())
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     if published:
-        tables.put("benchmarks.memory --rivals", report.rivals_table(rows), tables.BENCHMARKS_README)
+        tables.put("benchmarks.memory --rivals", report.rivals_table(rows))
     if options.figure:
         report.draw(rows, Path(options.figure))
     return status if good else 1

@@ -3,7 +3,7 @@
 Mode ``lockstep``: all ranks in one process; largest relative error of loss, outputs and every gradient against the plain model.
 Mode ``gloo``: one process per device; the loss over 20 AdamW steps against the same steps on one process.
 
-``--zoo`` checks the whole zoo in lockstep on meshes of 2, 3 and 4 devices (of 3, splits are uneven) and writes the README's table.
+``--zoo`` checks the whole zoo in lockstep on meshes of 2, 3 and 4 devices (of 3, splits are uneven) and writes its table of results.
 ``--unseen`` checks a list of architectures outside the zoo, on one mesh, under the planner's plan and a random one.
 
 ``--use outputs`` calls models without labels, and backward goes through all that they return; models that need labels are left out.

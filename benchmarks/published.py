@@ -137,7 +137,7 @@ def _sample(runs: Sequence[Run], every: int | None) -> Iterator[Run]:
 def put() -> None:
     """Write the table of the results into the benchmarks' README."""
     rows = json.loads(tables.PUBLISHED_RESULTS.read_text(encoding="utf-8"))["rows"]
-    tables.put("benchmarks.published", published_table(rows), tables.BENCHMARKS_README)
+    tables.put("benchmarks.published", published_table(rows))
 
 
 def _show(path: str, figure: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Tables of results in the README, written by the benchmark that measured them, between two comments that name the table."""
+"""Tables of results in the benchmarks' README, written by the benchmark that measured them, between two comments that name the table."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 from autopar.errors import AutoparError
 from benchmarks.common import ROOT, Row
 
-README = ROOT / "README.md"
-BENCHMARKS_README = ROOT / "benchmarks" / "README.md"
+README = ROOT / "benchmarks" / "README.md"
 _RESULTS = ROOT / "benchmarks" / "results"
 ZOO_RESULTS, UNSEEN_RESULTS, RIVALS_RESULTS, JOINT_RESULTS, BLOCKS_RESULTS, PUBLISHED_RESULTS = (
     _RESULTS / f"{name}.json" for name in ("zoo", "unseen", "memory_rivals", "joint", "blocks", "published")

@@ -11,6 +11,7 @@ like ranks of a data-parallel axis that run one after another.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from autopar import ops, random_ops
 from autopar.errors import CoupledError
 from autopar.layout import Layout, Strategy
 from autopar.rules import AxisOption, Call, axis_options, call_of, localize, operands_of, where_of
-from autopar.rules.losses import LOSSES, MEAN
+from autopar.rules.call import argument
+from autopar.rules.losses import LOSSES, MEAN, NONE
 
 aten = torch.ops.aten
 _REMEDY = "pass microbatches=1 or num_microbatches=1, or no number, and stages take the whole batch"
@@ -120,12 +122,12 @@ def _special(node: fx.Node, call: Call, part: Call, reads: list[Label], num: int
         return _result_label(call, part, num)
     if call.target is aten.repeat.default and reads == [WHOLE] and not alike:  # every copy is the same
         return _result_label(call, part, num)
-    averages = call.target in _MEANS or (call.target in LOSSES and call.kwargs.get("reduction", _third(call)) == MEAN)
-    if averages and alike and any(r.kind == "split" for r in reads) and call.outputs == part.outputs:
-        return (MEAN_OF,) if all(r.kind in ("split", "whole") for r in reads) else None
+    reduction = argument(call, "reduction", MEAN) if call.target in LOSSES else MEAN if call.target in _MEANS else NONE
+    if reduction != NONE and alike and call.outputs == part.outputs and _is_cut_alike(call, reads):
+        return (MEAN_OF,) if reduction == MEAN else (SUM_OF,)
     if call.target is aten.arange.default and call.args == (part.args[0] * num,) and dict(call.kwargs) == dict(part.kwargs):
         return (Label("place", 0),)
-    if call.target is aten.div.Tensor and reads == [SUM_OF, SUM_OF]:
+    if call.target is aten.div.Tensor and reads == [SUM_OF, SUM_OF] and math.prod(call.inputs[1].shape) == 1:
         return (Label("count", count=node.args[1].name),)  # type: ignore[union-attr]
     if call.target in _SCALED and len(reads) == 1 and reads[0] == SUM_OF and not alike:
         a, b = call.args[1], part.args[1]
@@ -163,8 +165,10 @@ def _result_label(call: Call, part: Call, num: int) -> tuple[Label, ...] | None:
     return None if label is None else (label,)
 
 
-def _third(call: Call) -> Any:
-    return call.args[2] if len(call.args) > 2 and isinstance(call.args[2], int) else MEAN
+def _is_cut_alike(call: Call, reads: list[Label]) -> bool:
+    """Whether parts are of one dim, counted from the right as broadcasting does, and all else is whole."""
+    cut = {len(info.shape) - r.dim for info, r in zip(call.inputs, reads, strict=True) if r.kind == "split"}
+    return len(cut) == 1 and all(r.kind in ("split", "whole") for r in reads)
 
 
 def _by_rule(call: Call, part: Call, reads: list[Label], num: int) -> tuple[Label, ...] | None:

@@ -19,9 +19,10 @@ from torch import fx
 
 from autopar import random_ops
 from autopar.analysis.microbatch_labels import WHOLE, Label, node_labels, part_label, refusal
+from autopar.analysis.vanishing import equal, vanishes
 from autopar.capture.trace import Trace
 from autopar.errors import ConstraintError
-from autopar.rules import call_of, operands_of
+from autopar.rules import call_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Microbatching:
         num: how many microbatches. inputs: path of each input that is cut → the dim it is cut along.
         outputs: path → its label, of all that can be put together; the loss among them, where there is one.
         count: name of the node of the microbatch's graph that weighs the loss, ``""`` where all weigh alike.
+        only_counted: whether a microbatch that has nothing to count has nothing in the sum that is divided by it, either, and adds nothing.
         promised: keys of the ops at which only the user's promise says that samples are independent.
     """
 
@@ -40,6 +42,7 @@ class Microbatching:
     outputs: Mapping[str, Label]
     count: str = ""
     promised: tuple[str, ...] = ()
+    only_counted: bool = True
 
 
 def microbatching(whole: Trace, part: Trace, num: int, *, independent: bool = False) -> Microbatching:
@@ -87,29 +90,29 @@ def microbatching(whole: Trace, part: Trace, num: int, *, independent: bool = Fa
         if why:  # it is not asked for of several microbatches
             del outputs[o.path]
     keys = {n.name: n.meta["key"] for n in nodes}
+    only_counted = True
     if loss.count:
         _check_weighed_by_inputs(whole, loss.count, num)
+        only_counted = _only_counted(whole, labels, loss.count)
     cut = {i.path: labels[i.node, 0].dim for i in whole.inputs if labels[i.node, 0].kind == "split"}
-    return Microbatching(num, cut, outputs, here[keys[loss.count]].name if loss.count else "", tuple(promised))
+    count = here[keys[loss.count]].name if loss.count else ""
+    return Microbatching(num, cut, outputs, count, tuple(promised), only_counted)
 
 
 def _unjoined(whole: Trace, label: Label, loss: Label) -> str:
     """Why the batch's output cannot be put together from those of microbatches, of which the loss alone has weights."""
     if label.kind == "place":
         return "has positions in the batch"
-    if label.kind == "count" and not (loss.count and _equal(whole.node(label.count), whole.node(loss.count))):
+    if label.kind == "count" and not (loss.count and equal(whole.node(label.count), whole.node(loss.count))):
         return "is an average that weighs otherwise than the loss"
     return ""
 
 
-def _equal(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes compute the same of the same placeholders."""
-    if a is b:
-        return True
-    if not (a.op == b.op == "call_function" and a.target is b.target):
-        return False
-    literals = [fx.map_arg((n.args, n.kwargs), lambda _: None) for n in (a, b)]
-    return literals[0] == literals[1] and all(map(_equal, operands_of(a), operands_of(b)))
+def _only_counted(whole: Trace, labels: Mapping[tuple[str, int], Label], count: str) -> bool:
+    """Whether all sums that are divided by a count are 0 where it is."""
+    label = Label("count", count=count)
+    quotients = (n for n in whole.graph.nodes if labels.get((n.name, 0)) == label and n.args[1:2] == (whole.node(count),))
+    return all(vanishes(n.args[0], whole.node(count)) for n in quotients)
 
 
 def _check_weighed_by_inputs(whole: Trace, count: str, num: int) -> None:

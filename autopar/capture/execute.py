@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map
 
 from autopar.ambient import as_written
 from autopar.capture._torch.fakes import new_fake_mode
@@ -128,10 +129,12 @@ def _run(
 
 def _call(node: fx.Node, value_of: Any, dtype: torch.dtype | None = None) -> Any:
     args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
-    if dtype is not None:
-        args = tuple(promoted_dtype(argument, dtype) for argument in args)
-        kwargs = {name: promoted_dtype(argument, dtype) for name, argument in kwargs.items()}
-    return node.target(*args, **kwargs)
+    if dtype is None:
+        return node.target(*args, **kwargs)
+    args = tuple(promoted_dtype(argument, dtype) for argument in args)
+    kwargs = {name: promoted_dtype(argument, dtype) for name, argument in kwargs.items()}
+    # of integers torch makes floats of its default dtype, whatever that of the model is
+    return tree_map(lambda value: promoted(value, dtype), node.target(*args, **kwargs))
 
 
 def promoted(value: Any, dtype: torch.dtype | None) -> Any:

@@ -45,7 +45,7 @@ def microbatches_of(part: Trace, how: Microbatching) -> Microbatches:
     outputs = {path: (label.kind, label.dim) for path, label in how.outputs.items()}
     loss = None if part.loss is None else part.loss.path
     count, paths = _count(part, how.count) if how.count else (None, ())
-    return Microbatches(how.num, how.inputs, outputs, loss, count, paths)
+    return Microbatches(how.num, how.inputs, outputs, loss, count, paths, how.only_counted)
 
 
 def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> Returned:

@@ -101,6 +101,7 @@ class Microbatches:
             ``mean`` | ``count``, dim).
         loss: path of the loss, None where the model returns none.
         count: from the inputs `count_inputs` of a microbatch, whole, to the weight of its loss; None where all weigh alike.
+        only_counted: whether one that has nothing to count adds nothing to the loss, either.
     """
 
     num: int
@@ -109,6 +110,7 @@ class Microbatches:
     loss: str | None
     count: fx.GraphModule | None = None
     count_inputs: tuple[str, ...] = ()
+    only_counted: bool = True
 
     def split(self, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """The inputs of each microbatch.
@@ -127,7 +129,11 @@ class Microbatches:
         return parts
 
     def weights(self, parts: list[dict[str, torch.Tensor]]) -> list[float]:
-        """The weight of each microbatch's loss; 0 for one that has nothing to count. Without a loss all weigh 1."""
+        """The weight of each microbatch's loss; 0 for one that has nothing to count. Without a loss all weigh 1.
+
+        Raises:
+            RuntimeStateError: where one has nothing to count, and may add something to the loss for all that; on all ranks alike.
+        """
         if self.loss is None:
             return [1.0] * self.num
         kind, _ = self.outputs[self.loss]
@@ -136,6 +142,11 @@ class Microbatches:
         with torch.no_grad():
             counts = [float(self.count(*(part[path] for path in self.count_inputs))) for part in parts]
         total = sum(counts)
+        if total and not self.only_counted and 0.0 in counts:
+            what = f"microbatch {counts.index(0.0)} of {self.num} has nothing to count in what the loss is divided by"
+            where = "the loss is a quotient of two sums, of which the first need not be 0 where the second is"
+            remedy = "pass batches in which every microbatch has something to count, or compile with num_microbatches=1"
+            raise RuntimeStateError(what, where=where, remedy=remedy)
         return [count / total if total else 1.0 / self.num for count in counts]
 
     def join(self, path: str, parts: list[torch.Tensor], weights: list[float]) -> torch.Tensor:

@@ -106,7 +106,7 @@ def test_a_pipeline_is_planned_explained_compared_and_drawn(here: Path, command:
     code, said, complaint = command("explain", "plan.json", "--flips", "40", "--function", "model.py:deep")
     assert code == 0, complaint
     assert "What would turn close choices" in said
-    for module, turns in (("layers.*", True), ("(inputs)", False)):
+    for module, turns in (("layers.*", True), ("(from the stage before)", False)):
         _, said, _ = command("explain", "plan.json", "--flips", "40", "--function", "model.py:deep", "--module", module)
         assert ("What would turn" in said, "that would turn none is in" in said) == (turns, not turns), said
     code, said, complaint = command("report", "plan.json", "--flips", "40", "--module", "model.py:deep", "--out", "plan.html")
@@ -241,6 +241,16 @@ def test_run_starts_the_script_in_several_processes_with_its_arguments(tmp_path:
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n"))[1:] == ["0 2 --steps 3 -n 7 --help", "1 2 --steps 3 -n 7 --help"]
+
+
+def test_constraints_are_written_as_in_python(here: Path, command: Command) -> None:
+    asked = ("--constraint", "ddp('node')", "--constraint", "fsdp('gpu')", "--out", "p.json")
+    code, said, _ = command(*PLAN, "--module", "model.py:small", *asked)
+    assert code == 0 and "Net on mesh" in said
+    rests = {entry.nodes[0].strategy.outputs[0] for entry in Plan.load(here / "p.json").entries if entry.kind == "parameter"}
+    assert {str(layout) for layout in rests} <= {"R S(0)", "R S(1)"}
+    code, _, complaint = command(*PLAN, "--module", "model.py:small", "--constraint", "fsd()")
+    assert code == 1 and "no constraint is named 'fsd'" in complaint
 
 
 def test_inference_is_planned_without_labels_and_read_so_by_all_commands(here: Path, command: Command) -> None:

@@ -13,7 +13,7 @@ from benchmarks.blocks import MESHES, blocks_table, relaxed, row
 from benchmarks.common import load_profile
 from benchmarks.models import ModelSpec
 from benchmarks.random_plans import prepare
-from benchmarks.tables import BENCHMARKS_README, BLOCKS_RESULTS
+from benchmarks.tables import BLOCKS_RESULTS, README
 from benchmarks.zoo import blocks
 
 PLANNING_ROW = {"trace_s", "enumerate_s", "price_s", "write_s", "relax_s", "num_ops", "num_variables", "num_constraints", "peak_rss_bytes"}
@@ -47,4 +47,4 @@ def test_a_row_has_what_planning_rows_have() -> None:
 def test_the_table_is_that_of_the_results() -> None:
     rows = json.loads(BLOCKS_RESULTS.read_text(encoding="utf-8"))["rows"]
     assert [(r["model"], r["mesh"]) for r in rows] == [(m, mesh) for m in ("llama3-8b layer", "mixtral-8x7b layer") for mesh in MESHES]
-    assert all(r["ok"] for r in rows) and blocks_table(rows) in BENCHMARKS_README.read_text(encoding="utf-8")
+    assert all(r["ok"] for r in rows) and blocks_table(rows) in README.read_text(encoding="utf-8")

@@ -95,7 +95,7 @@ def test_profiles_and_readme_say_what_the_results_give() -> None:
             for dtype in ("bfloat16", "float16"):
                 assert profile.efficiency["matmul"][dtype] == (found.efficiency if found.improves else found.chip.before), name
             assert (source_of(found) in profile.figures["efficiency.matmul.bfloat16"].source) == found.improves
-    assert table_of(fits) in tables.BENCHMARKS_README.read_text(encoding="utf-8")
+    assert table_of(fits) in tables.README.read_text(encoding="utf-8")
 
 
 def test_a_step_at_another_efficiency_is_the_step_that_is_planned_there() -> None:

@@ -19,7 +19,7 @@ from benchmarks.common import load_profile
 from benchmarks.joint import STAGED, _Case, compared, joint_table, with_layouts
 from benchmarks.models import ModelSpec
 from benchmarks.random_plans import Prepared, prepare
-from benchmarks.tables import BENCHMARKS_README, JOINT_RESULTS
+from benchmarks.tables import JOINT_RESULTS, README
 
 
 class Net(nn.Module):
@@ -82,7 +82,7 @@ def test_a_row_says_how_much_longer_a_staged_step_is() -> None:
 def test_the_readme_shows_what_was_measured() -> None:
     rows = json.loads(JOINT_RESULTS.read_text(encoding="utf-8"))["rows"]
     assert all(row["ok"] for row in rows)
-    assert joint_table(rows) in BENCHMARKS_README.read_text(encoding="utf-8")
+    assert joint_table(rows) in README.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

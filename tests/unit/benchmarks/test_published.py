@@ -105,7 +105,7 @@ def test_the_summary_counts_what_was_timed() -> None:
 def test_the_readme_shows_the_results() -> None:
     rows = json.loads(tables.PUBLISHED_RESULTS.read_text(encoding="utf-8"))["rows"]
     assert {row["row_id"] for row in rows if row["skipped"] is None} <= {run.row_id for run in PLANNED}
-    assert published_table(rows) in tables.BENCHMARKS_README.read_text(encoding="utf-8")
+    assert published_table(rows) in tables.README.read_text(encoding="utf-8")
 
 
 def test_the_picture_has_a_point_per_run(tmp_path: Path) -> None:

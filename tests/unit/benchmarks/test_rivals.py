@@ -17,7 +17,7 @@ from benchmarks.rivals.claims import MIB, aims, at_most, claims, front
 from benchmarks.rivals.measuring import Variant, gradient_error, measure, time_ratios
 from benchmarks.rivals.plans import Planner, least
 from benchmarks.rivals.report import rivals_table
-from benchmarks.tables import BENCHMARKS_README, RIVALS_RESULTS
+from benchmarks.tables import README, RIVALS_RESULTS
 
 TINY = """llama:{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0, "use_cache": false}"""
@@ -166,6 +166,6 @@ def test_an_aim_is_reached_by_a_plan_of_that_peak_alone() -> None:
 
 def test_the_readme_shows_what_was_measured() -> None:
     told = json.loads(RIVALS_RESULTS.read_text(encoding="utf-8"))
-    assert rivals_table(told["rows"]) in BENCHMARKS_README.read_text(encoding="utf-8")
+    assert rivals_table(told["rows"]) in README.read_text(encoding="utf-8")
     assert [claim for claim in told["claims"] if not claim["ok"] and not claim["known"]] == []
     assert claims(told["rows"]) == told["claims"]

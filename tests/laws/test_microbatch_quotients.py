@@ -1,0 +1,112 @@
+"""Losses over microbatches: every loss of torch and reduction, and quotients of sums of which a microbatch has nothing to count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.analysis.vanishing import vanishes
+from autopar.capture import capture
+from autopar.errors import CoupledError, RuntimeStateError
+
+Loss = Callable[[Tensor, Tensor, str], Tensor]
+LOSSES: dict[str, Loss] = {
+    "mse": lambda z, t, r: F.mse_loss(z, t, reduction=r),
+    "smooth l1": lambda z, t, r: F.smooth_l1_loss(z, t, reduction=r),
+    "huber": lambda z, t, r: F.huber_loss(z, t, reduction=r),
+    "soft margin": lambda z, t, r: F.soft_margin_loss(z, t * 2 - 1, reduction=r),
+    "bce": lambda z, t, r: F.binary_cross_entropy(z.sigmoid(), t, reduction=r),
+    "bce with logits": lambda z, t, r: F.binary_cross_entropy_with_logits(z, t, reduction=r),
+    "bce with weights": lambda z, t, r: F.binary_cross_entropy_with_logits(z, t, t + 0.5, pos_weight=torch.full((3,), 2.0), reduction=r),
+    "l1": lambda z, t, r: F.l1_loss(z, t, reduction=r),
+    "kl": lambda z, t, r: F.kl_div(z.log_softmax(-1), t, reduction="batchmean" if r == "mean" else r),
+}
+
+
+class Net(nn.Module):
+    """A linear layer, and a loss of what it gives."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.loss = nn.Linear(4, 3), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.linear(x), y)
+
+
+def planned(loss: Callable[[Tensor, Tensor], Tensor], num: int = 2) -> tuple[nn.Module, dict[str, Tensor], autopar.Plan]:
+    torch.manual_seed(0)
+    model = Net(loss).double()
+    batch = {"x": torch.randn(6, 4, dtype=torch.float64), "y": torch.eye(3, dtype=torch.float64).repeat(2, 1)}
+    plan = autopar.plan(model, autopar.Mesh({"gpu": 1}), example_inputs=batch, hardware="cpu-gloo", num_microbatches=num)
+    assert (plan.pipeline.num_microbatches if plan.pipeline else 1) == num
+    return model, batch, plan
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_is_that_of_the_batch(name: str, reduction: str) -> None:
+    model, batch, plan = planned(lambda z, t: LOSSES[name](z, t, reduction), num=3)
+    found = autopar.verify(plan, model, batch)
+    assert found.ok and found.max_error < 1e-12, str(found)
+
+
+def mask(t: Tensor) -> Tensor:
+    return (t > 0).to(torch.float64)
+
+
+ONLY_COUNTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a factor": lambda z, t: (z.square() * mask(t)).sum() / mask(t).sum(),
+    "a factor of each term": lambda z, t: (z * mask(t) - z.sin() * (t > 0)).sum() / (t > 0).sum(),
+    "filled": lambda z, t: z.square().masked_fill(~(t > 0), 0.0).sum() / (t > 0).sum(),
+    "filled by the opposite": lambda z, t: z.square().masked_fill(t <= 0, 0.0).sum() / (t > 0).sum(),
+    "chosen": lambda z, t: torch.where(t > 0, z, 0.0).sum() / (t > 0).sum(),
+    "chosen elsewhere": lambda z, t: torch.where(t <= 0, 0.0, z).sum() / (t > 0).sum(),
+    "of rows": lambda z, t: (z.square().mean(-1) * mask(t[:, 0])).sum() / mask(t[:, 0]).sum(),
+}
+NOT_ONLY_COUNTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "free": lambda z, t: z.square().sum() / (t > 0).sum(),
+    "one term is free": lambda z, t: (z * mask(t) + z.sin()).sum() / mask(t).sum(),
+    "filled with ones": lambda z, t: z.masked_fill(~(t > 0), 1.0).sum() / (t > 0).sum(),
+    "filled where it counts": lambda z, t: z.masked_fill(t > 0, 0.0).sum() / (t > 0).sum(),
+    "chosen where it does not count": lambda z, t: torch.where(t > 0, 0.0, z).sum() / (t > 0).sum(),
+    "another mask": lambda z, t: (z * (t > 0.5)).sum() / (t > 0).sum(),
+}
+
+
+@pytest.mark.parametrize("name", [*ONLY_COUNTED, *NOT_ONLY_COUNTED])
+def test_a_microbatch_that_counts_nothing_is_left_out_or_refused(name: str) -> None:
+    model, batch, plan = planned({**ONLY_COUNTED, **NOT_ONLY_COUNTED}[name])
+    assert autopar.verify(plan, model, batch).ok
+    batch["y"][:3] = 0.0  # the first microbatch has nothing to count
+    if name in ONLY_COUNTED:
+        assert autopar.verify(plan, model, batch).ok
+        return
+    with pytest.raises(RuntimeStateError, match="microbatch 0 of 2 has nothing to count"):
+        autopar.verify(plan, model, batch)
+
+
+@pytest.mark.parametrize("name", [*ONLY_COUNTED, *NOT_ONLY_COUNTED])
+def test_that_a_sum_vanishes_is_seen_in_the_graph(name: str) -> None:
+    model = Net({**ONLY_COUNTED, **NOT_ONLY_COUNTED}[name])
+    trace = capture(model, (), {"x": torch.randn(6, 4), "y": torch.ones(6, 3)})
+    (quotient,) = (n for n in trace.graph.nodes if n.target is torch.ops.aten.div.Tensor and n.meta["phase"] == "forward")
+    assert vanishes(*quotient.args) == (name in ONLY_COUNTED)
+
+
+def test_a_count_for_each_class_is_refused() -> None:
+    with pytest.raises(CoupledError, match="operands that are sum, sum"):
+        planned(lambda z, t: (z.sum(0) / t.sum(0)).sum())
+
+
+def test_floats_of_integers_are_verified_in_float64_too() -> None:
+    def loss(z: Tensor, t: Tensor) -> Tensor:
+        return F.smooth_l1_loss(z, (t.to(torch.int64) * 0.3 - 0.5).softmax(-1))
+
+    model, batch, plan = planned(loss, num=1)
+    assert autopar.verify(plan, model, batch).ok

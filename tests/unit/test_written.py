@@ -1,0 +1,45 @@
+"""Constraints written as text, as the command line takes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.constraints import Constraint, context_parallel, fsdp, layout, megatron, offload, pipeline, tensor_parallel
+from autopar.constraints.written import parse_constraint
+from autopar.errors import AutoparError, ConstraintError
+
+WRITTEN: dict[str, Constraint] = {
+    "fsdp": fsdp(),
+    "fsdp()": fsdp(),
+    " megatron(tp=2, zero=3) ": megatron(tp=2, zero=3),
+    "layout('*.up', weight='R S(0)')": layout("*.up", weight="R S(0)"),
+    "tensor_parallel('2d', axes=('a', 'b'))": tensor_parallel("2d", axes=("a", "b")),
+    "pipeline('node', microbatches=4)": pipeline("node", microbatches=4),
+    "context_parallel('gpu')": context_parallel("gpu"),
+    "offload(activations=False)": offload(activations=False),
+}
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_it_is_the_constraint_that_the_call_makes(text: str) -> None:
+    assert parse_constraint(text) == WRITTEN[text]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("fsd()", "no constraint is named 'fsd'"), ("megatron(tq=2)", "'tq'"), ("layout(3, weight=2)", "layout: "),
+        ("ddp(axes=5)", "ddp: "), ("megatron(tp=open('x'))", "no constraint"), ("__import__('os')", "no constraint is named"),
+        ("megatron(**{'tp': 2})", "no constraint"), ("fsdp(", "no constraint"), ("", "no constraint"), ("1 + 1", "no constraint"),
+        ("fsdp().axes", "no constraint"),
+    ],
+)  # fmt: skip
+def test_what_is_none_is_refused_and_not_run(text: str, said: str) -> None:
+    with pytest.raises(ConstraintError, match="what to do") as refused:
+        parse_constraint(text)
+    assert said in str(refused.value) and text in str(refused.value)
+
+
+def test_what_the_constraint_itself_refuses_is_its_own_error() -> None:
+    with pytest.raises(AutoparError, match="zero=9"):
+        parse_constraint("megatron(zero=9)")
