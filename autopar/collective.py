@@ -22,7 +22,7 @@ share of b on the wire. Either way come the local copies that `autopar.kernels.c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -105,30 +105,65 @@ def collective_time(collective: Collective, axis_size: int, link: str, profile: 
     return _wire_time(collective.kind, axis_size, size, profile.links[link], profile.launch_overhead_s) + copies_s
 
 
-def bucket_time(collective: Collective, axis_size: int, link: str, profile: HardwareProfile) -> float:
-    """Seconds of one collective on a bucket, with the two passes around it: `pack` reads and writes what goes in, `unpack` what comes
-    out. Arguments and errors as of `collective_time`."""
+BUCKETED: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+"""Kinds of collectives that may share a bucket."""
+BUCKET_DTYPES: Mapping[str, int] = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+"""Of what may lie in one: bytes of an element."""
+STRIPE = 2048
+"""Elements that a block of `pack` moves in one go, however few there are (``kStripe`` in autopar_csrc/include/sums.h)."""
+BUCKET_BYTES = 32 * 2**20
+"""Of a bucket on one rank, as it goes in or comes out, at most: larger ones would hide less, and save little more."""
+_NUM_TOTALS = 16  # sizes of buckets that are compared, each half of the one before
+
+
+def bucket_time(collective: Collective, axis_size: int, link: str, profile: HardwareProfile, members: Iterable[int]) -> float:
+    """Seconds of one collective on a bucket, with the two passes around it. Arguments and errors as of `collective_time`.
+
+    Args:
+        members: bytes that one rank puts in of each.
+    """
     if profile.parts:
-        return max(bucket_time(collective, axis_size, link, part) for part in profile.parts)
-    passed_bytes = 2 * (collective.bytes + collective.output_bytes(axis_size))
-    passes_s = passed_bytes / (profile.memory_bandwidth_bytes_per_s * profile.memory_efficiency["elementwise"])
+        members = tuple(members)
+        return max(bucket_time(collective, axis_size, link, part, members) for part in profile.parts)
+    passes_s = sum(_passes_s(replace(collective, bytes=size), axis_size, profile) for size in members)
     return collective_time(collective, axis_size, link, profile) + 2 * profile.launch_overhead_s + passes_s
 
 
-BUCKETED: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
-"""Kinds of collectives that may share a bucket."""
-BUCKET_DTYPES = ("float32", "float64", "bfloat16", "float16")
-_TOTALS = tuple(2**n for n in range(10, 41))  # bytes that ranks put into one
+def _passes_s(collective: Collective, axis_size: int, profile: HardwareProfile) -> float:
+    """Of `pack`, which reads and writes what goes in of a tensor, and of `unpack`, for what comes out: a row per rank whose part there is,
+    and of each at least a stripe."""
+    least, rows = STRIPE * BUCKET_DTYPES[collective.dtype], {collective.kind: axis_size}
+    put_in = max(collective.bytes, least * rows.get("reduce_scatter", 1))
+    taken = max(collective.output_bytes(axis_size), least * rows.get("all_gather", 1))
+    return 2 * (put_in + taken) / (profile.memory_bandwidth_bytes_per_s * profile.memory_efficiency["elementwise"])
 
 
-def share_of_bucket(kind: Kind, axis_size: int, link: str, profile: HardwareProfile) -> float:
-    """Seconds that a byte of one rank takes at least as part of a bucket, however many others share it: what a bucket costs per byte at
-    the size that is best for that. Arguments and errors as of `collective_time`."""
+def share_of_bucket(collective: Collective, axis_size: int, link: str, profile: HardwareProfile, per_byte_s: float | None = None) -> float:
+    """Seconds that a collective takes at least as part of a bucket, whichever others share it: its passes, and of the collective and the
+    launches what its bytes take in a bucket of the size that is best for that. Arguments and errors as of `collective_time`.
 
-    def per_byte(total: int) -> float:
-        return bucket_time(Collective(kind, 0, -1 if kind == "all_reduce" else 0, -1, "", "", total), axis_size, link, profile) / total
+    Args:
+        per_byte_s: `least_per_byte`, where it is known.
+    """
+    if profile.parts:
+        return max(share_of_bucket(collective, axis_size, link, part) for part in profile.parts)
+    if per_byte_s is None:
+        per_byte_s = least_per_byte(collective.kind, axis_size, link, profile)
+    return collective.bytes * per_byte_s + _passes_s(collective, axis_size, profile)
 
-    return min(map(per_byte, _TOTALS))
+
+def least_per_byte(kind: Kind, axis_size: int, link: str, profile: HardwareProfile) -> float:
+    """Seconds per byte that one rank puts into a bucket, without passes, of the size that is best for that."""
+    whole = Collective(kind, 0, -1 if kind == "all_reduce" else 0, -1, "", "", 0)
+    most = most_put_in(kind, axis_size)
+    totals = (max(most >> n, 1) for n in range(_NUM_TOTALS))
+    launches_s = 2 * profile.launch_overhead_s
+    return min((collective_time(replace(whole, bytes=total), axis_size, link, profile) + launches_s) / total for total in totals)
+
+
+def most_put_in(kind: Kind, axis_size: int) -> int:
+    """Bytes that one rank may put into a bucket."""
+    return BUCKET_BYTES // axis_size if kind == "all_gather" else BUCKET_BYTES
 
 
 def faster(link: Link, share: float) -> Link:

@@ -40,7 +40,7 @@ class Walk:
     rests: frozenset[str] = frozenset()
     num_microbatches: int = 1
     _times: dict[object, float] = field(default_factory=dict)
-    _shares: dict[tuple[str, int], float] = field(default_factory=dict)
+    _shares: dict[Collective, float] = field(default_factory=dict)
 
     def strangers(self) -> Iterator[Finding]:
         """Tensors that the plan speaks of and the model does not make; nothing can be derived of them."""
@@ -180,10 +180,9 @@ class Walk:
         return even and step.collective.kind in SHARING and step.collective.dtype in FLOATS
 
     def _share_s(self, c: Collective) -> float:
-        at = c.kind, c.axis
-        if at not in self._shares:
-            self._shares[at] = share_of_bucket(c.kind, c.size_in(self.mesh.shape), self._link(c), self.profile)
-        return c.bytes * self._shares[at]
+        if c not in self._shares:
+            self._shares[c] = share_of_bucket(c, c.size_in(self.mesh.shape), self._link(c), self.profile)
+        return self._shares[c]
 
 
 def _slacks(tensor: Tensor, steps: Sequence[Communication], at_start: set[Layout], waited: set[Layout]) -> Iterator[Finding]:

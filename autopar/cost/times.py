@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from autopar.analysis.work import computes_in, works
-from autopar.collective import Collective, Kind, collective_time, share_of_bucket
+from autopar.collective import Collective, Kind, collective_time, least_per_byte, share_of_bucket
 from autopar.cost.compute import compute_time
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy, local_shape
@@ -31,10 +31,11 @@ class CollectivePrices:
 
     def share(self, collective: Collective) -> float:
         """Of one that may share a bucket, what it takes as its share of it, or by itself where that is less."""
-        at = kind, axis = collective.kind, collective.axis
-        if at not in self._per_byte:
-            self._per_byte[at] = share_of_bucket(kind, self.mesh.shape[axis], self.mesh.link(axis), self.profile)
-        return min(self(collective), collective.bytes * self._per_byte[at])
+        kind, axis = collective.kind, collective.axis
+        size, link = self.mesh.shape[axis], self.mesh.link(axis)
+        if (kind, axis) not in self._per_byte:
+            self._per_byte[kind, axis] = least_per_byte(kind, size, link, self.profile)
+        return min(self(collective), share_of_bucket(collective, size, link, self.profile, self._per_byte[kind, axis]))
 
 
 @lru_cache(maxsize=2**16)  # equal layers, and strategies of one op, ask for the same

@@ -29,7 +29,7 @@ def in_buckets(plans: Sequence[Plan], of: str) -> Iterator[str]:
         by = f"a {of}{', by stages' if len(plans) > 1 else ''}"
         yield (
             f"{num} small communications share {len(buckets)} bucket{'s' if len(buckets) > 1 else ''}, which saves {saved} of {by}: "
-            f"simulated, it takes {simulated}; objective and bound count their bytes, and not how many buckets there are"
+            f"simulated, it takes {simulated}; objective and bound count them as parts of full buckets"
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from autopar.capture.trace import Trace
+from autopar.collective import BUCKET_BYTES
 from autopar.cost.held import held_of, offered_as, own_time_s
 from autopar.cost.priced import OPTIMIZERS, Source
 from autopar.emit.choices import buffer_key, input_key, output_key, parameter_key, storage_key
@@ -34,8 +35,8 @@ _HOSTS = (
 _ALIKE = "equal nodes of repeated layers take one decision"
 _BALANCED = "all experts picked alike: the rows that are dispatched to them, and those that each computes with, are the expected ones"
 SHARES = (
-    "what is gathered of what rests or is kept, and reductions of gradients, as parts of buckets, whose number costs nothing; every other "
-    "collective by itself"
+    f"what is gathered of what rests or is kept, and reductions of gradients, as parts of full buckets of {BUCKET_BYTES >> 20} MiB; every "
+    "other collective by itself"
 )
 COVERS = (
     "every layout of every op that the rules offer, on every mesh axis; a dim is split unevenly by one axis alone",

@@ -8,18 +8,19 @@ several of about equal bytes; as many for every group, since each number that is
 simulated step is taken, if it is shorter and its peak is within the budget. Of groups that wait for each other the one that saves more
 goes first.
 
-Objective and bound count what may share a bucket as its share of one at best (`autopar.solve.prices`); the buckets themselves, with their
-latencies, are in the simulated step.
+Objective and bound count what may share a bucket as its share of a full one (`autopar.solve.prices`); the buckets themselves are in the
+simulated step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.collective import bucket_time
+from autopar.collective import bucket_time, most_put_in
 from autopar.emit import can_share, on_bucket, slack_of
 from autopar.emit.calls import Moved
 from autopar.hardware import HardwareProfile
@@ -28,7 +29,7 @@ from autopar.plans import Bucket, Communication, Member, Plan
 from autopar.run.program import Program
 
 WORTH = 1e-3  # share of the step: buckets that save less are not worth their place in the plan
-_NUM_BUCKETS = (4, 1)  # into which each group is put
+_NUM_BUCKETS = (8, 4, 1)  # into which each group is put
 _Name = tuple[object, ...]
 
 
@@ -69,20 +70,25 @@ class Groups:
         """One bucket of these."""
         c = on_bucket(steps, self.mesh.shape)
         moved: list[Moved] = [node.meta["moved"] for node in steps]
+        sizes = [node.meta["collective"].bytes for node in steps]
         shared = self.num_microbatches if moved[0].phase == "step" else 1
-        time_s = bucket_time(c, self.mesh.shape[c.axis], self.mesh.link(c.axis), self.profile) / shared
+        time_s = bucket_time(c, self.mesh.shape[c.axis], self.mesh.link(c.axis), self.profile, sizes) / shared
         alone_s = sum(self.times[m.name] for m in moved)
         return Bucket(moved[0].phase, tuple(Member(m.node, m.result, m.target) for m in moved), c, time_s, alone_s - time_s)
 
     def in_buckets(self, steps: Sequence[fx.Node], num: int) -> tuple[Bucket, ...]:
-        """These in about so many buckets of equal bytes; what would be alone in one is in none."""
+        """These in about so many buckets of equal bytes, or in more where these were too large; what would be alone in one is in none."""
         sizes = [node.meta["collective"].bytes for node in steps]
-        share, before = max(sum(sizes), 1) / num, 0
-        pieces: dict[int, list[fx.Node]] = {}
+        c = steps[0].meta["collective"]
+        most = min(max(sum(sizes), 1) / num, most_put_in(c.kind, self.mesh.shape[c.axis]))
+        pieces, filled = list[list[fx.Node]](), math.inf
         for node, size in zip(steps, sizes, strict=True):
-            pieces.setdefault(int(before // share), []).append(node)
-            before += size
-        return tuple(self.bucket(piece) for piece in pieces.values() if len(piece) > 1)
+            if filled + size > most:
+                pieces.append([])
+                filled = 0
+            pieces[-1].append(node)
+            filled += size
+        return tuple(self.bucket(piece) for piece in pieces if len(piece) > 1)
 
     def _gains(self, step: fx.Node) -> bool:
         """Whether it and another of its size are faster in a bucket."""

@@ -36,7 +36,7 @@ def counted_time(c: Communication, axis_size: int, link: str, profile: HardwareP
     alone_s = collective_time(moved, axis_size, link, profile)
     if c.alone_s is None or axis_size == 1:
         return alone_s
-    return min(alone_s, moved.bytes * share_of_bucket(moved.kind, axis_size, link, profile))
+    return min(alone_s, share_of_bucket(moved, axis_size, link, profile))
 
 
 def _entry_load(entry: Entry, time_s: float, again_s: float) -> Load:

@@ -13,7 +13,7 @@ With λ = 1 that is the step itself, as long as compute can hide what is early. 
 (`autopar.solve.slack`) whatever is chosen, which the problem alone shows (`is_early`); where that hangs on choices, it counts as critical.
 Copies to and from the hosts always have slack.
 
-The share of a bucket is what a bucket takes per byte at best (`autopar.collective.share_of_bucket`), however many share it, so that the sum
+The share of a bucket is what a bucket takes per byte at best (`autopar.collective.share_of_bucket`), whichever share it, so that the sum
 is below the step of the emitted program, whose buckets are chosen afterwards; how far, the program's simulation says.
 """
 

@@ -224,7 +224,7 @@ def test_what_buckets_save_is_what_the_prediction_says(case: tuple[str, str, str
     assert p.simulated_s == pytest.approx(p.serial_s + p.beyond_shares_s - p.in_kernels_s - p.in_buckets_s - hides_s)
     assert p.step_s <= p.simulated_s and p.beyond_shares_s == pytest.approx(sum(c.by_itself_s - c.time_s for c in steps.values())) != 0.0
     assert plan.proof.bound_s <= plan.proof.objective_s == p.step_s
-    assert any("as parts of buckets, whose number costs nothing" in line for line in plan.proof.covers)
+    assert any("as parts of full buckets of 32 MiB" in line for line in plan.proof.covers)
     assert f"{sum(len(b.members) for b in plan.buckets)} small communications share" in str(autopar.explain(plan))
 
 
