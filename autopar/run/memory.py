@@ -43,7 +43,8 @@ def trace_peak(
     Of a loss that the user computes of the outputs the gradients that come back are counted, not what computing it takes.
 
     Args:
-        coordinate: the rank's place in the mesh, by default the origin.
+        coordinate: the rank's place in the mesh; by default one that needs as much as any: with the largest part of everything, as the
+            origin has, and the last part of causal attention's queries.
         train: whether backward runs; else the forward of ``torch.no_grad()``.
     """
     return _run(program, LiveBytes(), batch, outputs, coordinate, train)
@@ -60,7 +61,7 @@ def _run(
 ) -> PeakMemory:
     groups = fake_groups(program.mesh, coordinate)
     place = tuple(group.coordinate for group in groups)
-    executor = Rehearsal(program, groups, memory, batch=batch, outputs=outputs, seen=seen, unread=True)
+    executor = Rehearsal(program, groups, memory, batch=batch, outputs=outputs, seen=seen, unread=True, last_queries=coordinate is None)
     with new_fake_mode(), memory, as_written():
         parameters = [_empty(t, program, place) for t in program.parameters]
         buffers = [_empty(t, program, place) for t in program.buffers]

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from autopar.collective import HOST_KINDS
-from autopar.kernels.collectives import PARTS, Groups, use_groups
+from autopar.kernels.collectives import PARTS, Groups, local_length, local_start, use_groups
 from autopar.kernels.host import is_on_host
 from autopar.run.effects import Effect, Operands, Place, Storage, Value, lie_of, lying, tried_out
 from autopar.run.executor import Batch, Executor, Outputs, without_saved
@@ -35,14 +35,16 @@ class Rehearsal(Executor):
     Args:
         memory: counts live bytes; active while this runs.
         seen: told of every node. unread: whether nobody reads the gradients that backward returns: they are there, and no tensors.
+        last_queries: whether parts of causal attention's queries are taken to be the last ones, which see the most keys and so need the
+            most memory; else they are where `groups` is.
     """
 
     def __init__(
         self, program: Program, groups: Groups, memory: LiveBytes, *, batch: Batch = "global", outputs: Outputs = "full",
-        seen: Seen | None = None, unread: bool = False,
+        seen: Seen | None = None, unread: bool = False, last_queries: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(program, groups, batch=batch, outputs=outputs)
-        self._memory, self._seen, self._unread = memory, seen, unread
+        self._memory, self._seen, self._unread, self._last_queries = memory, seen, unread, last_queries
 
     def _graph(self, phase: str, absent: frozenset[int] = frozenset()) -> Callable[[list[Any]], list[Any]]:
         assert not absent, "what is predicted is a step with all of its outputs"
@@ -51,7 +53,8 @@ class Rehearsal(Executor):
             graph = self._source(phase).graph
             if phase == "inference":
                 graph = without_saved(graph, self.program.num_saved)
-            self._graphs[phase] = _Run(graph, phase, self.groups, self._memory, self._seen, self._num_unread(phase, graph))
+            num_unread = self._num_unread(phase, graph)
+            self._graphs[phase] = _Run(graph, phase, self.groups, self._memory, self._seen, num_unread, self._last_queries)
         return self._graphs[phase]
 
     def _num_unread(self, phase: str, graph: fx.Graph) -> int:
@@ -71,6 +74,7 @@ class _Run:
     memory: LiveBytes
     seen: Seen | None
     num_unread: int
+    last_queries: bool
 
     def __call__(self, operands: list[Any]) -> list[Any]:
         env: dict[fx.Node, Any] = {}
@@ -103,6 +107,8 @@ class _Run:
             return _copied(env[node.args[0]]), 0  # type: ignore[index]
         if node.target is operator.getitem:
             return _copied(env[node.args[0]][node.args[1]]), 0  # type: ignore[index]
+        if self.last_queries and node.target is local_start and any(user.kwargs.get("q_start") is node for user in node.users):
+            return node.args[0] - local_length(*node.args), 0  # type: ignore[operator,arg-type]
         call = Operands(env)
         args, kwargs = call.token(node.args), call.token(node.kwargs)
         key = (node.target, args, kwargs, call.sizes(), self.groups)

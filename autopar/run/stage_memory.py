@@ -85,7 +85,7 @@ def stage_work(program: Program, outputs: Outputs, memory: LiveBytes) -> tuple[S
     """The stage's work on one rank, its parameters and buffers."""
     groups = fake_groups(program.mesh)
     place = tuple(group.coordinate for group in groups)
-    executor = Rehearsal(program, groups, memory, outputs="full" if outputs == "full" else "local")
+    executor = Rehearsal(program, groups, memory, outputs="full" if outputs == "full" else "local", last_queries=True)
     tensors = (*program.parameters, *program.buffers)
     shapes = [local_shape(t.view, t.layout, program.mesh.shape, place) for t in tensors]
     empty = [(host.empty if t.layout.host else torch.empty)(shape, dtype=t.dtype) for t, shape in zip(tensors, shapes, strict=True)]

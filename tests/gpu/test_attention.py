@@ -59,7 +59,7 @@ def test_where_lengths_differ_the_first_query_sees_the_first_key_alone(size: int
 def test_parts_of_queries_and_heads_are_parts_of_the_whole(dtype: torch.dtype) -> None:
     q, k, v, grad = (drawn((2, heads, 32, 64), dtype, seed) for seed, heads in enumerate((6, 2, 2, 6)))
     whole, _ = ops.attention(q, k, v, None, True, 0.2)
-    rows, _ = ops.attention(q[:, :, 8:20], k, v, None, True, 0.2, q_start=8)
+    rows, sums = ops.attention(q[:, :, 8:20], k, v, None, True, 0.2, q_start=8)
     heads, lse = ops.attention(q[:, 2:5], k, v, None, True, 0.2, heads=(2, 0, 3))
     assert (rows - whole[:, :, 8:20]).abs().max() <= TOLERANCE[dtype] * whole.abs().max()
     assert (heads - whole[:, 2:5]).abs().max() <= TOLERANCE[dtype] * whole.abs().max()
@@ -68,4 +68,10 @@ def test_parts_of_queries_and_heads_are_parts_of_the_whole(dtype: torch.dtype) -
     masked[:, 2:5] = grad[:, 2:5]
     wanted = ops.attention_backward(masked, q, k, v, *ops.attention(q, k, v, None, True, 0.2), None, True, 0.2)
     for ours, theirs in ((dq, wanted[0][:, 2:5]), (dk, wanted[1]), (dv, wanted[2])):
+        assert (ours - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
+    kept = torch.zeros_like(grad)
+    kept[:, :, 8:20] = grad[:, :, 8:20]
+    wanted = ops.attention_backward(kept, q, k, v, *ops.attention(q, k, v, None, True, 0.2), None, True, 0.2)
+    found = ops.attention_backward(grad[:, :, 8:20], q[:, :, 8:20], k, v, rows, sums, None, True, 0.2, q_start=8)
+    for ours, theirs in zip(found, (wanted[0][:, :, 8:20], *wanted[1:]), strict=True):
         assert (ours - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import zoo_small
+from measured import measured_peak
 from torch import nn
 
 import autopar
@@ -20,6 +21,7 @@ from autopar.constraints import context_parallel, megatron, parallelisms, read_c
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 from autopar.planning import Planned
+from autopar.run.memory import trace_peak
 from autopar.run.program import Program
 from benchmarks import zoo
 
@@ -33,6 +35,18 @@ class Samples(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.up(x).pow(2).mean()
+
+
+class Attending(nn.Module):
+    """Causal attention of four heads, and little else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 3 * 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind()
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).pow(2).sum()
 
 
 LAYERS, B, S = 2, zoo_small.BATCH, zoo_small.SEQUENCE
@@ -90,6 +104,15 @@ def test_beside_data_and_tensor_parallelism_with_sharded_parameters() -> None:
     total = 4 * sum(p.numel() for p in model.parameters())
     assert rests["parameters"] < total / 4 * 1.1, "over data, context, and mostly tensor axes"
     assert autopar.verify(made.plan, model, batch).ok
+
+
+def test_memory_is_predicted_of_the_rank_whose_queries_see_the_most_keys() -> None:
+    batch, force = {"x": torch.randn(2, 36, 8)}, (context_parallel("context"),)
+    _, made = plan_model(Attending(), Mesh({"context": 4}), example_inputs=batch, hardware="h100-sxm", constraints=force)
+    assert isinstance(made.program, Program)
+    measured = [measured_peak(made.program, batch, coordinate=(rank,))[0] for rank in range(4)]
+    assert measured == [trace_peak(made.program, coordinate=(rank,)).peak_bytes for rank in range(4)]
+    assert measured[0] < measured[3] == max(measured) == trace_peak(made.program).peak_bytes
 
 
 def test_a_sequence_that_does_not_divide() -> None:

@@ -35,7 +35,9 @@ CASES = [("gpt2", "a=2,b=2", 0), ("llama", "a=2,b=2", 1), ("bert", "3", 2), ("vi
 def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on every call runs."""
 
-    def executor(program: Program, groups: Any, _: Any, *, seen: Any = None, unread: bool = False, **how: Any) -> Executor:
+    def executor(
+        program: Program, groups: Any, _: Any, *, seen: Any = None, unread: bool = False, last_queries: bool = False, **how: Any
+    ) -> Executor:
         return Executor(program, groups, **how)
 
     monkeypatch.setattr(memory, "Rehearsal", executor)
@@ -49,8 +51,9 @@ def test_steps_of_random_plans(kind: str, mesh: str, seed: int, monkeypatch: pyt
     plan, program = random_plan(ready, seed, recompute_share=0.5)
     early = emit(ready.trace, replace(plan, overlap=Overlap(0.4, 2**30, 2**30)))
     assert any(node.target is steps.start for node in early.backward.graph.nodes)
-    last = tuple(size - 1 for size in ready.mesh.shape)
+    first, last = (0,) * len(ready.mesh.shape), tuple(size - 1 for size in ready.mesh.shape)  # by default queries may be no rank's here
     ways: list[dict[str, Any]] = [{}, {"outputs": "dtensor"}, {"batch": "local"}, {"train": False}, {"coordinate": last}]
+    ways = [{"coordinate": first, **way} for way in ways]
     found = [trace_peak(p, **way) for p in (program, early) for way in ways]
     assert max(n.peak_bytes for n in node_peaks(program, outputs="dtensor")) == trace_peak(program, outputs="dtensor").peak_bytes
     plainly(monkeypatch)

@@ -46,11 +46,10 @@ def test_random_plans_on_three_ranks_compute_the_model_and_are_priced_as_emitted
     assert Counter((phase, str(c)) for phase, _, c in ran.records) == Counter((phase, str(c)) for phase, _, c in program.collectives)
 
 
-def test_no_rank_needs_more_memory_than_the_first_one() -> None:
+def test_no_rank_needs_more_memory_than_is_predicted() -> None:
     for name, seed in (("tiny-gpt2", 0), ("tiny-vit", 2)):
         _, program = random_plan(prepared(name, "3")[0], seed)
-        first, *others = (trace_peak(program, coordinate=(rank,)).peak_bytes for rank in range(3))
-        assert max(others) <= first
+        assert max(trace_peak(program, coordinate=(rank,)).peak_bytes for rank in range(3)) <= trace_peak(program).peak_bytes
 
 
 class Narrow(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,14 @@ from autopar.run.live import LiveBytes
 from autopar.run.program import Program, ProgramTensor
 
 
-def measured_peak(program: Program, batch: Mapping[str, Any], outputs: Outputs = "full", *, train: bool = True) -> tuple[int, list[Tensor]]:
-    """Bytes, as `autopar.run.memory.trace_peak` predicts them, and the gradients."""
-    executor, memory = Executor(program, fake_groups(program.mesh), outputs=outputs), LiveBytes()
+def measured_peak(
+    program: Program, batch: Mapping[str, Any], outputs: Outputs = "full", *, train: bool = True, coordinate: Sequence[int] | None = None
+) -> tuple[int, list[Tensor]]:
+    """Bytes, as `autopar.run.memory.trace_peak` predicts them, and the gradients; of the rank at a coordinate, by default the origin."""
+    executor, memory = Executor(program, fake_groups(program.mesh, coordinate), outputs=outputs), LiveBytes()
 
     def local(tensors: tuple[ProgramTensor, ...]) -> list[Tensor]:
-        shapes = [local_shape(t.view, t.layout, program.mesh.shape) for t in tensors]
+        shapes = [local_shape(t.view, t.layout, program.mesh.shape, coordinate) for t in tensors]
         return [(host.empty if t.layout.host else torch.empty)(s, dtype=t.dtype).zero_() for t, s in zip(tensors, shapes, strict=True)]
 
     with memory, torch.no_grad():

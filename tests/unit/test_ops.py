@@ -11,7 +11,7 @@ from attention import softmax_attention
 from torch import Tensor
 
 from autopar import ops
-from autopar.ops import attending, blocks
+from autopar.ops import attention_kernels, blocks
 from autopar.run.live import LiveBytes
 
 EQUATIONS = [
@@ -367,11 +367,11 @@ def test_attention_and_its_backward_are_softmax_attention(mask: str, kv_heads: i
 def test_the_plain_attention_of_other_devices_is_the_same() -> None:
     q, k, v, grad = (torch.randn(2, 4, 6, 8, dtype=torch.float64) for _ in range(4))
     out, lse = ops.attention(q, k, v, None, True, 0.3)
-    scores = attending._scores(q, k, None, True, 0.3)
+    scores = attention_kernels._scores(q, k, None, True, 0.3)
     torch.testing.assert_close(torch.matmul(scores.softmax(-1), v), out)
     torch.testing.assert_close(scores.logsumexp(-1), lse)
     for got, want in zip(
-        attending._plain_backward(grad, q, k, v, out, lse, None, True, 0.3),
+        attention_kernels._plain_backward(grad, q, k, v, out, lse, None, True, 0.3),
         ops.attention_backward(grad, q, k, v, out, lse, None, True, 0.3),
         strict=True,
     ):
