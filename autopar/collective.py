@@ -11,6 +11,7 @@ MPICH", 2005: for each kind the latency of its algorithm for short messages and 
     reduce_scatter  ⌈log₂ n⌉ α + (n−1)/n · b/β         recursive halving; ring
     all_reduce    2 ⌈log₂ n⌉ α + 2 (n−1)/n · b/β       reduce_scatter, then all_gather (Rabenseifner)
     all_to_all      ⌈log₂ n⌉ α + (n−1)/n · b/(ε β)     Bruck; pairwise, which reaches a share ε of a ring's bandwidth
+    swap            α + (b/2)/β                        with one other rank, both ways at once
     halo            α + h/β                            both neighbours at once; h bytes sent to them together
     fetch, store    α + b/β                            of the link to the host, which each device has for itself
 
@@ -29,8 +30,8 @@ from typing import Any, Literal
 from autopar.errors import HardwareError
 from autopar.hardware import Curve, HardwareProfile, Link
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "halo", "slice", "fetch", "store"]
-KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "halo", "slice")
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "swap", "halo", "slice", "fetch", "store"]
+KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "swap", "halo", "slice")
 """Steps along an axis."""
 HOST_KINDS: tuple[Kind, ...] = ("fetch", "store")
 """Copies from and to the host's memory, along no axis."""
@@ -44,8 +45,8 @@ class Collective:
         kind: ``slice`` is the local step Replicate → Shard; it moves nothing between ranks. ``fetch`` and ``store`` move a device's part
             from its host's memory, and there.
         axis: index of the mesh axis; −1 of what moves along none (`HOST_KINDS`).
-        dim: the tensor dim gathered (all_gather), scattered (reduce_scatter, slice), extended (halo), or, for all_to_all,
-            the dim that is sharded before. -1 for all_reduce, fetch and store.
+        dim: the tensor dim gathered (all_gather), scattered (reduce_scatter, slice), extended (halo), of which halves change places
+            (swap), or, for all_to_all, the dim that is sharded before. -1 for all_reduce, fetch and store.
         to_dim: for all_to_all the dim that is sharded afterwards, else -1.
         reduce_op: ``sum``, ``max``, ``min`` or ``product`` for the reducing kinds, else empty.
         dtype: element type as text without ``torch.``, for example ``bfloat16``.
@@ -98,9 +99,9 @@ def collective_time(collective: Collective, axis_size: int, link: str, profile: 
         return profile.launch_overhead_s + copies_s
     if link not in profile.links:
         raise HardwareError(f"profile {profile.name!r} has no link {link!r}", remedy=f"links are {', '.join(profile.links)}")
-    if collective.kind == "halo":
-        wire = profile.links[link]
-        return profile.launch_overhead_s + wire.latency_s + collective.halo_bytes / wire.bandwidth_bytes_per_s + copies_s
+    if collective.kind in ("halo", "swap"):
+        wire, sent_bytes = profile.links[link], collective.halo_bytes if collective.kind == "halo" else collective.bytes / 2
+        return profile.launch_overhead_s + wire.latency_s + sent_bytes / wire.bandwidth_bytes_per_s + copies_s
     size = max(collective.bytes, collective.output_bytes(axis_size))
     return _wire_time(collective.kind, axis_size, size, profile.links[link], profile.launch_overhead_s) + copies_s
 
@@ -182,13 +183,16 @@ def with_faster(profile: HardwareProfile, link: str, share: float) -> HardwarePr
 
 
 def _copied_bytes(collective: Collective, axis_size: int) -> int:
-    """Bytes copied locally: ranks' parts lie one after another, so only a leading dim goes without; a slice is always a copy."""
+    """Bytes copied locally: ranks' parts lie one after another, so only a leading dim goes without; a slice is always a copy,
+    and so are halves that are put together; those that are sent lie apart where the dim is not leading."""
     if collective.kind == "all_gather" and collective.dim > 0:
         return collective.bytes * axis_size
     if collective.kind == "reduce_scatter" and collective.dim > 0:
         return collective.bytes
     if collective.kind == "all_to_all":
         return collective.bytes * ((collective.dim > 0) + (collective.to_dim > 0))
+    if collective.kind == "swap":
+        return collective.bytes + (collective.bytes // 2 if collective.dim > 0 else 0)
     return collective.output_bytes(axis_size) if collective.kind in ("slice", "halo") else 0
 
 

@@ -8,9 +8,9 @@ Only the innermost splitter of a dim can be gathered without moving other data.
 
 The codec: ``"S(0) R"`` is `Shard(0)` on the first axis, `Replicate()` on the second. Where a dim is split by several axes
 out of mesh order, each of its splitters carries its rank: ``"S(0)#1 S(0)#0"`` splits dim 0 first by the second axis.
-``"S(2)~1~2"`` is a shard with 1 element of the part before it and 2 of the one behind it (`autopar.halo`). ``"P S(0) uncast"`` is a
-layout of a cast's result that is not made: what is cast lies so, and who reads the result reads that. ``"S(0) R host"`` is a part in the
-memory of the device's host (offload).
+``"S(2)~1~2"`` is a shard with 1 element of the part before it and 2 of the one behind it (`autopar.halo`), ``"S(2)~mirrored"`` one of two
+halves from either end of the dim (`autopar.mirrored`). ``"P S(0) uncast"`` is a layout of a cast's result that is not
+made: what is cast lies so, and who reads the result reads that. ``"S(0) R host"`` is a part in the memory of the device's host (offload).
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar.errors import LayoutError
 from autopar.halo import Halo
+from autopar.mirrored import Mirrored
 
+Special = Halo | Mirrored
 REPLICATE = Replicate()
 PARTIAL = Partial("sum")
 _UNCAST, _HOST = " uncast", " host"
-_TOKEN = re.compile(r"^(?:(R)|P(?:\((\w+)\))?|S\((\d+)\)(?:#(\d+)|~(\d+)~(\d+)(~lowest)?)?)$")
+_TOKEN = re.compile(r"^(?:(R)|P(?:\((\w+)\))?|S\((\d+)\)(?:#(\d+)|~(\d+)~(\d+)(~lowest)?|(~mirrored))?)$")
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -49,7 +51,7 @@ class Layout:
     host: bool
     _hash: int = field(compare=False, repr=False)
     _dims: tuple[int, ...] = field(compare=False, repr=False)  # per axis the dim that it splits, or −1: asked for all the time
-    _halos: tuple[Halo, ...] = field(compare=False, repr=False)
+    _special: tuple[Special, ...] = field(compare=False, repr=False)
 
     def __init__(
         self, placements: Iterable[Placement], order: Sequence[int] | None = None, *, uncast: bool = False, host: bool = False
@@ -62,7 +64,7 @@ class Layout:
         object.__setattr__(self, "host", host)
         object.__setattr__(self, "_hash", hash((placements, order, uncast, host)))
         object.__setattr__(self, "_dims", tuple([p.dim if splits(p) else -1 for p in placements]))  # type: ignore[attr-defined]
-        object.__setattr__(self, "_halos", tuple([p for p in placements if issubclass(type(p), Halo)]))
+        object.__setattr__(self, "_special", tuple([p for p in placements if issubclass(type(p), Special)]))
 
     def __hash__(self) -> int:
         return self._hash
@@ -74,7 +76,7 @@ class Layout:
 
     def _token(self, axis: int) -> str:
         placement = self.placements[axis]
-        if isinstance(placement, Halo):
+        if isinstance(placement, Special):
             return str(placement)
         if isinstance(placement, Shard):
             splitters = self.splitters(placement.dim)
@@ -98,13 +100,13 @@ class Layout:
             if match is None:
                 remedy = 'write one of R, S(0), P, P(max) per mesh axis, as in "S(0) R"'
                 raise LayoutError(f"cannot read {token!r} in layout {text!r}", remedy=remedy)
-            replicate, reduce_op, dim, rank, before, after, lowest = match.groups()
+            replicate, reduce_op, dim, rank, before, after, lowest, mirrored = match.groups()
             if replicate:
                 placements.append(REPLICATE)
             elif before is not None:
                 placements.append(Halo(int(dim), int(before), int(after), lowest is not None))
             elif dim is not None:
-                placements.append(Shard(int(dim)))
+                placements.append(Mirrored(int(dim)) if mirrored else Shard(int(dim)))
             else:
                 placements.append(Partial(reduce_op or "sum"))
             ranks.append(int(rank) if rank is not None else -1)
@@ -152,8 +154,13 @@ class Layout:
         return any(isinstance(p, Partial) for p in self.placements)
 
     @property
-    def halos(self) -> tuple[Halo, ...]:
-        return self._halos
+    def has_halo(self) -> bool:
+        return any(isinstance(p, Halo) for p in self._special)
+
+    @property
+    def special(self) -> tuple[Special, ...]:
+        """Placements in which tensors lie only for the ops that ask for them."""
+        return self._special
 
     def splitters(self, dim: int) -> tuple[int, ...]:
         """The axes that split `dim`, outermost first."""
@@ -172,7 +179,7 @@ class Layout:
     def splits_like(self, other: Layout) -> bool:
         """Whether a rank's part has the same place in the tensor as in `other`, be they sums' parts or whole."""
         alike = self._dims == other._dims and all(self.splitters(dim) == other.splitters(dim) for dim in self.split)
-        return alike and not self.halos and not other.halos
+        return alike and self.special == other.special and not self.has_halo
 
     def num_shards(self, dim: int, mesh_shape: Sequence[int]) -> int:
         """Into how many parts `dim` is split."""
@@ -189,7 +196,8 @@ class Layout:
     def fits(self, shape: Sequence[int], mesh_shape: Sequence[int]) -> bool:
         """Whether every dim exists and is split evenly, or by a single axis such that only its last part is shorter.
 
-        With a halo it is split by a single axis, and every part has what its neighbours take of it.
+        With a halo it is split by a single axis, and every part has what its neighbours take of it. Mirrored it is split by a single
+        axis, into parts of an even length.
         """
         return self._has_dims_of(shape) and all([self._fits_dim(dim, shape[dim], mesh_shape) for dim in self.split])
 
@@ -203,16 +211,22 @@ class Layout:
 
     def _fits_dim(self, dim: int, size: int, mesh_shape: Sequence[int]) -> bool:
         num_shards = self.num_shards(dim, mesh_shape)
-        halo = self.halo(dim)
-        if halo is None and size % num_shards == 0:
+        halo, mirrored = self.halo(dim), self.is_mirrored(dim)
+        if halo is None and not mirrored and size % num_shards == 0:
             return True
         alone = num_shards in (1, max((mesh_shape[axis] for axis in self.splitters(dim)), default=1))
+        if mirrored:
+            return alone and size % (2 * num_shards) == 0
         last = size - -(-size // num_shards) * (num_shards - 1)  # the shortest part; neighbours must have what a halo takes
         return alone and last >= (max(halo.before, halo.after, 1) if halo else 1)
 
     def halo(self, dim: int) -> Halo | None:
         """The halo with which `dim` is split, if any."""
-        return next((halo for halo in self._halos if halo.dim == dim), None) if self._halos else None
+        return next((p for p in self._special if isinstance(p, Halo) and p.dim == dim), None) if self._special else None
+
+    def is_mirrored(self, dim: int) -> bool:
+        """Whether `dim` is split into mirrored parts."""
+        return bool(self._special) and any(isinstance(p, Mirrored) and p.dim == dim for p in self._special)
 
 
 def splits(placement: Placement) -> bool:
@@ -267,7 +281,8 @@ def part_range(size: int, counts: Sequence[int], coordinates: Sequence[int]) -> 
 
 
 def local_range(size: int, layout: Layout, dim: int, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, int]:
-    """Start and length of the part of a dim of `size` that lies at `coordinate` (see `part_range`), without a halo."""
+    """Start and length of the part of a dim of `size` that lies at `coordinate` (see `part_range`), without a halo; of a mirrored one the
+    start is its first half's."""
     splitters = layout.splitters(dim)
     return part_range(size, [mesh_shape[axis] for axis in splitters], [coordinate[axis] for axis in splitters])
 
@@ -280,8 +295,8 @@ def local_shape(
     lengths = list(shape)
     for dim in layout.split:
         lengths[dim] = local_range(shape[dim], layout, dim, mesh_shape, coordinate)[1]
-    for halo in layout.halos:
-        lengths[halo.dim] += halo.length
+    for special in layout.special:
+        lengths[special.dim] += special.length if isinstance(special, Halo) else 0
     return tuple(lengths)
 
 

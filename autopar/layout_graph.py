@@ -6,6 +6,7 @@
     S(d) → S(e)  all_to_all      only of the innermost splitter of d; the axis becomes the innermost splitter of e
     R    → S(d)  slice           local; the axis becomes the innermost splitter of d
     S(d) → S(d)~a~b  halo        where the axis alone splits d; nothing leads on from there
+    S(d) ↔ S(d)~mirrored  swap   where the axis alone splits d into parts of an even length
 
 or a copy between the devices' memory and their hosts', `store` and `fetch`, where a layout on the host is produced or wanted.
 """
@@ -24,7 +25,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar.collective import BUCKET_DTYPES, BUCKETED, Collective, Kind
 from autopar.halo import Halo
-from autopar.layout import REPLICATE, Layout, local_shape, splits
+from autopar.layout import REPLICATE, Layout, Special, local_shape, splits
+from autopar.mirrored import Mirrored
 
 Price = Callable[[Collective], float]
 
@@ -82,14 +84,14 @@ def neighbours(
     layout: Layout,
     mesh_shape: Sequence[int],
     reduce_dtype: torch.dtype | None = None,
-    halos: Iterable[Halo] = (),
+    special: tuple[Special, ...] = (),
     allowed: Sequence[Collection[Placement]] | None = None,
     stored: Collection[Layout] = (),
 ) -> list[tuple[Collective, Layout]]:
     """Every layout that one collective leads to and that fits; reductions run in `reduce_dtype` (by default `dtype`).
 
-    Of the many possible halos, those that are asked for; of the placements on each axis, those that are allowed; to the hosts, if it is
-    among those that may be `stored`.
+    Of the many possible halos and mirrored parts, those that are asked for; of the placements on each axis, those that are
+    allowed; to the hosts, if it is among those that may be `stored`.
     """
     if layout.uncast:
         return []
@@ -100,9 +102,9 @@ def neighbours(
     for axis, placement in enumerate(layout.placements):
         if mesh_shape[axis] == 1:
             continue
-        if splits(placement) and (placement in layout.halos or not layout.is_innermost(axis)):
+        if splits(placement) and not layout.is_innermost(axis):
             continue
-        for target in (*_axis_targets(placement, len(shape)), *(h for h in halos if placement == Shard(h.dim))):
+        for target in _axis_targets(placement, len(shape), special):
             if allowed is not None and target not in allowed[axis]:
                 continue
             after = layout.with_placement(axis, target)
@@ -126,9 +128,11 @@ def host_copy(kind: Kind, shape: Sequence[int], dtype: torch.dtype, layout: Layo
 
 
 @lru_cache(maxsize=2**12)
-def _axis_targets(placement: Placement, rank: int) -> tuple[Placement, ...]:
+def _axis_targets(placement: Placement, rank: int, special: tuple[Special, ...]) -> tuple[Placement, ...]:
+    if isinstance(placement, Special):
+        return (Shard(placement.dim),) if isinstance(placement, Mirrored) else ()
     every = (REPLICATE, *map(Shard, range(rank)))
-    return tuple(target for target in every if target != placement)
+    return (*(target for target in every if target != placement), *(p for p in special if placement == Shard(p.dim)))
 
 
 def _collective(axis: int, before: Placement, after: Placement, dtype: str, size: int) -> Collective:
@@ -139,6 +143,8 @@ def _collective(axis: int, before: Placement, after: Placement, dtype: str, size
         kind: Kind = "all_reduce" if to < 0 else "reduce_scatter"
         return Collective(kind, axis, to, -1, before.reduce_op, dtype, size)
     assert isinstance(before, Shard)
+    if isinstance(after, Mirrored) or isinstance(before, Mirrored):
+        return Collective("swap", axis, to, -1, "", dtype, size)
     if isinstance(after, Halo):
         return Collective("halo", axis, to, -1, "", dtype, size)
     if to < 0:
@@ -171,11 +177,11 @@ def layout_graph(
     allowed: list[set[Placement]] = []
     for axis in range(len(mesh_shape)):
         here = {layout.placements[axis] for layout in lie} | {REPLICATE}
-        here |= {Shard(p.dim) for p in here if isinstance(p, Halo)}
+        here |= {Shard(p.dim) for p in here if isinstance(p, Special)}
         if any(isinstance(p, Partial) for p in here):
             here |= {Shard(dim) for dim in dims}
         allowed.append(here)
-    halos = dict.fromkeys(halo for layout in wanted for halo in layout.halos)
+    special = tuple(dict.fromkeys(p for layout in wanted for p in layout.special))
     stored = {layout.on_device() for layout in wanted if layout.host}
     index: dict[Layout, int] = {}
     layouts: list[Layout] = []
@@ -186,7 +192,7 @@ def layout_graph(
         layouts.append(layout)
         queue.append(layout)
     for layout in queue:  # grows while it is walked
-        for collective, after in neighbours(shape, dtype, layout, mesh_shape, reduce_dtype, halos, allowed, stored):
+        for collective, after in neighbours(shape, dtype, layout, mesh_shape, reduce_dtype, special, allowed, stored):
             if collective.reduce_op and not reduces:
                 continue
             if after not in index:

@@ -49,7 +49,15 @@ Infos = Sequence[Info]
 Flops = Callable[[Sequence[Any], Infos, Infos], int]
 
 
-def work(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], input_infos: Infos, output_infos: Infos) -> Work:
+def work(
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    input_infos: Infos,
+    output_infos: Infos,
+    *,
+    mirrored: bool = False,
+) -> Work:
     """The work of one call on one device.
 
     Args:
@@ -57,6 +65,7 @@ def work(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
         args, kwargs: as in the graph; only literals are looked at.
         input_infos: local tensors that go in, in order of appearance in args and kwargs.
         output_infos: local results; a result that is None has shape ``(0,)``.
+        mirrored: whether queries of causal attention lie mirrored (`autopar.mirrored`).
     """
     name, is_view = _describe(target)
     if is_view:
@@ -66,7 +75,8 @@ def work(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
         attention_kind, count = _ATTENTION[name]
         flops = count(args, input_infos, output_infos)
         query, key = (input_infos if attention_kind == "attention" else input_infos[1:])[:2]
-        return Work(flops - _unseen(flops, query, key) if _is_causal(target, args, kwargs) else flops, moved, attention_kind)
+        unseen = _unseen(flops, query, key, mirrored) if _is_causal(target, args, kwargs) else 0
+        return Work(flops - unseen, moved, attention_kind)
     if name in _FLOPS:
         return Work(_FLOPS[name](args, input_infos, output_infos), moved, "matmul")
     kind = _KINDS.get(name, "elementwise")
@@ -84,6 +94,8 @@ def works(
     input_infos: Infos,
     output_infos: Infos,
     num_senders: int = 1,
+    *,
+    mirrored: bool = False,
 ) -> tuple[tuple[Work, int], ...]:
     """The works that one call does one after another, each with how often; arguments as in `work`.
 
@@ -99,7 +111,7 @@ def works(
         return _experts(input_infos, args[6], num_senders)
     if target is experts_backward:
         return _experts_backward(input_infos[1:], args[7], num_senders)
-    return ((work(target, args, kwargs, input_infos, output_infos), 1),)
+    return ((work(target, args, kwargs, input_infos, output_infos, mirrored=mirrored), 1),)
 
 
 def computes_in(inputs: Infos) -> torch.dtype:
@@ -219,10 +231,10 @@ def _attention_flops(query: Info, key: Info, value: Info) -> int:
     return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
-def _unseen(flops: int, query: Info, key: Info) -> int:
-    """What a causal mask saves of `flops`: half of the square. The last part of split queries, which the others wait for, sees
-    all keys but the half of its own square."""
-    return flops * query.shape[-2] // (2 * key.shape[-2])
+def _unseen(flops: int, query: Info, key: Info, mirrored: bool) -> int:
+    """What is not seen of `flops`: half of the square. The last part of split queries, which the others wait for, sees all keys but the
+    half of its own square; each mirrored part sees the n-th part of what all see, a half of these queries' pairs with all keys."""
+    return flops // 2 if mirrored else flops * query.shape[-2] // (2 * key.shape[-2])
 
 
 def _convolution_flops(args: Sequence[Any], inputs: Infos, outputs: Infos) -> int:

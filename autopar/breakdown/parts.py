@@ -281,7 +281,7 @@ def _transfers(communications: Iterable[Communication]) -> tuple[Transfer, ...]:
         key = (c.phase, collective.kind, collective.axis)
         before = found.get(key, Transfer(*key, 0, 0, 0.0))
         n = len(c.instances)
-        size = collective.halo_bytes if collective.kind == "halo" else collective.bytes  # of a halo only the edges are sent
+        size = {"halo": collective.halo_bytes, "swap": collective.bytes // 2}.get(collective.kind, collective.bytes)  # what is sent
         found[key] = replace(before, num=before.num + n, bytes=before.bytes + n * size, time_s=before.time_s + n * c.time_s)
     return tuple(found.values())
 

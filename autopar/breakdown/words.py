@@ -110,7 +110,7 @@ def _words(layout: Layout, names: Sequence[str], dims: Sequence[str]) -> Iterato
     for dim in sorted({p.dim for p in layout.placements if isinstance(p, Shard)}):
         called = dims[dim] if dim < len(dims) else f"dim {dim}"
         halo = layout.halo(dim)
-        around = f" with a halo of {halo.before} and {halo.after}" if halo else ""
+        around = f" with a halo of {halo.before} and {halo.after}" if halo else ", mirrored" if layout.is_mirrored(dim) else ""
         yield f"{called} over {', then '.join(names[axis] for axis in layout.splitters(dim))}{around}"
     sums = [names[axis] for axis, p in enumerate(layout.placements) if isinstance(p, Partial)]
     if sums:

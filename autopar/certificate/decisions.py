@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autopar import ops
 from autopar.analysis.work import Work, computes_in, works
 from autopar.capture.trace import Parameter, Trace
 from autopar.certificate.context import Context
@@ -27,8 +28,9 @@ from autopar.errors import AutoparError, HardwareError
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
+from autopar.mirrored import Mirrored
 from autopar.plans import Entry, NodeChoice, Plan
-from autopar.rules import TensorInfo, call_of, is_strategy
+from autopar.rules import Call, TensorInfo, call_of, is_strategy
 from autopar.run.parameters import storable
 
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
@@ -141,7 +143,7 @@ class Decisions:
                 yield Finding("layouts", f"no rule lets it run {when}as {choice.strategy}", key)
             if key in self.parameters:
                 p, at = self.parameters[key], strategies[-1].outputs[0]
-                fits = at.fits(p.view, sizes) and not at.has_partial and not at.halos and storable(p.shape, p.view, at, sizes)
+                fits = at.fits(p.view, sizes) and not at.has_partial and not at.special and storable(p.shape, p.view, at, sizes)
                 if not fits or not held_so(at, strategies, accumulates=self.context.accumulates):
                     illegal = True
                     yield Finding("layouts", f"it cannot rest as {at} with its gradient as {_listed(choice.strategy)}", key)
@@ -219,8 +221,17 @@ class Decisions:
         reads = [TensorInfo(local_lengths(i.shape, at, sizes), i.dtype) for i, at in zip(call.inputs, strategy.inputs, strict=True)]
         makes = [TensorInfo(local_lengths(o.shape, at, sizes), o.dtype) for o, at in zip(call.outputs, strategy.outputs, strict=True)]
         along = dispatched_along(call, strategy)
-        done = works(call.target, call.args, call.kwargs, reads, makes, 1 if along is None else sizes[along])
+        mirrored = mirrored_queries(call, strategy)
+        done = works(call.target, call.args, call.kwargs, reads, makes, 1 if along is None else sizes[along], mirrored=mirrored)
         return sum(times * compute_time(each, computes_in(reads), self.profile) for each, times in done)
+
+
+def mirrored_queries(call: Call, strategy: Strategy) -> bool:
+    """Whether attention reads queries that lie mirrored along some axis: then all ranks see equally many pairs of query and key."""
+    if call.target not in (ops.attention, ops.attention_backward):
+        return False
+    queries = strategy.inputs[1 if call.target is ops.attention_backward else 0]
+    return any(isinstance(placement, Mirrored) for placement in queries.placements)
 
 
 def _listed(strategy: Strategy) -> str:

@@ -31,7 +31,8 @@ from autopar.run.stage_memory import trace_stage_peak
 
 _CALLS: dict[Any, str] = {
     kernels.all_gather: "all_gather", kernels.reduce_scatter: "reduce_scatter", kernels.all_reduce: "all_reduce",
-    kernels.all_to_all: "all_to_all", kernels.halo: "halo", kernels.shard: "slice", kernels.fetch: "fetch", kernels.store: "store",
+    kernels.all_to_all: "all_to_all", kernels.swap: "swap", kernels.halo: "halo",
+    kernels.shard: "slice", kernels.fetch: "fetch", kernels.store: "store",
     **fused.KERNELS,
 }  # fmt: skip
 

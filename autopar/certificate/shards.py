@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.collective import Collective
 from autopar.halo import Halo
 from autopar.layout import Layout
+from autopar.mirrored import Mirrored
 
 SHARING = ("all_reduce", "reduce_scatter", "all_gather")
 """Collectives that may be in a bucket, of elements that are"""
@@ -46,11 +47,12 @@ def led_to(source: Layout, step: Collective, wanted: Layout) -> Layout | None:
     """The layout that a collective makes of `source`; None where it cannot start there.
 
     Args:
-        wanted: says which halo is meant, where the step is one.
+        wanted: says which halo is meant, where the step is one, and which way a swap goes.
     """
     if step.kind in ("fetch", "store"):
+        around = any(isinstance(p, Halo) for p in source.placements)
         bare = (step.axis, step.dim, step.to_dim, step.reduce_op) == (-1, -1, -1, "")
-        if not bare or source.host != (step.kind == "fetch") or source.uncast or source.has_partial or source.halos:
+        if not bare or source.host != (step.kind == "fetch") or source.uncast or source.has_partial or around:
             return None
         return Layout(source.placements, source.order, host=not source.host)
     if source.host or step.axis < 0:
@@ -71,6 +73,9 @@ def led_to(source: Layout, step: Collective, wanted: Layout) -> Layout | None:
             after = at if reduces else None
         case "slice":
             after = at if before == whole else None
+        case "swap":
+            there, back = gathers and wanted.placements[step.axis] == Mirrored(step.dim), before == Mirrored(step.dim)
+            after = Mirrored(step.dim) if there else at if back and innermost == [step.axis] else None
         case "halo":
             asked = wanted.placements[step.axis]
             after = asked if gathers and isinstance(asked, Halo) and asked.dim == step.dim else None

@@ -100,7 +100,12 @@ def context_parallel(axes: Axes) -> Parallelism:
     Attention reads its own part of the queries and all keys and values, which are gathered (Grattafiori et al., "The Llama 3 Herd of
     Models", 2024, section 3.3.2). With b samples of s tokens and keys of g heads of d features, elements a layer: 2·b·s·g·d(P−1)/P in
     forward, as much in backward for their gradients, and again where they are not kept whole. Each parameter's gradient is summed over the
-    axes once, as in `ddp`. Of causal attention the last part of the sequence costs most: parts are not balanced.
+    axes once, as in `ddp`.
+
+    Of causal attention the last part of the sequence sees most keys, so that all wait for it. Where one axis splits the sequence into parts
+    of an even length, attention may have them mirrored instead (`autopar.mirrored`): then each device computes 1/P of the whole, at the
+    price of half a part of queries (b·s·h/2P elements) sent in forward, half a part of what is made of them, and as much in backward for
+    these gradients. The planner has what is faster, layer by layer: of long sequences the mirrored parts, of short ones the plain.
 
     Raises (when a model is planned):
         ConstraintError: naming the first op that cannot compute on a part of the sequence, or not into so many parts.

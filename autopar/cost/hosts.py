@@ -40,7 +40,7 @@ def away(
     which it may not be kept."""
     found = []
     for n, layout in enumerate(graph.layouts):
-        may = (keepable is None or n in keepable) and not (layout.has_partial or layout.halos or layout.uncast or layout.host)
+        may = (keepable is None or n in keepable) and not (layout.has_partial or layout.has_halo or layout.uncast or layout.host)
         found.append(price(host_copy("store", info.shape, info.dtype, layout, mesh_shape)) if may else math.inf)
     return tuple(found)
 

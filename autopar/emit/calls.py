@@ -44,6 +44,7 @@ CALLS: dict[str, Callable[[Collective, Layout], tuple[Callable[..., Any], tuple[
     "all_reduce": lambda c, _: (steps.all_reduce, (c.reduce_op, c.axis)),
     "reduce_scatter": lambda c, _: (steps.reduce_scatter, (c.dim, c.reduce_op, c.axis)),
     "all_to_all": lambda c, _: (steps.all_to_all, (c.dim, c.to_dim, c.axis)),
+    "swap": lambda c, _: (steps.swap, (c.dim, c.axis)),
     "halo": lambda c, target: (steps.halo, _halo_arguments(c, target)),
     "slice": lambda c, _: (steps.shard, (c.dim, c.axis)),
     "fetch": lambda c, _: (steps.fetch, ()),

@@ -47,7 +47,7 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool
     summed = {parameter_key(p.name) for p in trace.parameters} if accumulates else set()
     for key, layouts, value, read in _borders(trace, index):
         of_sums = any(layout.has_partial or layout.uncast for layout in layouts) and not (read and key in summed)
-        if len(layouts) != 1 or of_sums or layouts[0].halos or not _fits(layouts[0], value.shape, mesh):
+        if len(layouts) != 1 or of_sums or layouts[0].special or not _fits(layouts[0], value.shape, mesh):
             shown = ", ".join(map(str, layouts)) or "no layout"
             raise PlanError(f"{key} of shape {tuple(value.shape)} cannot lie as {shown} on mesh {mesh}", remedy=_REMEDY)
     for (_, tensor), steps in index.steps.items():
@@ -116,7 +116,7 @@ def _check_step(tensor: TensorKey, step: Communication, values: dict[TensorKey, 
     wide = isinstance(moved, torch.dtype) and torch.promote_types(dtype, moved) == moved
     legal = wide and _fits(step.source, shape, mesh)
     stored = [step.target.on_device()] if step.target.host else []
-    possible = neighbours(shape, dtype, step.source, mesh.shape, moved, step.target.halos, stored=stored) if legal else []
+    possible = neighbours(shape, dtype, step.source, mesh.shape, moved, step.target.special, stored=stored) if legal else []
     if (step.collective, step.target) not in possible:
         c = step.collective
         raise PlanError(

@@ -26,6 +26,7 @@ from autopar.kernels.collectives import (
     reduce_scatter,
     shard,
     start,
+    swap,
 )
 
 
@@ -116,5 +117,6 @@ _BOUND: dict[Any, Callable[..., Tensor]] = {
     reduce_scatter: bound.reduce_scatter,
     all_reduce: bound.all_reduce,
     all_to_all: bound.all_to_all,
+    swap: bound.swap,
     halo: bound.halo,
 }

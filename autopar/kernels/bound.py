@@ -145,6 +145,28 @@ def finish_halo(started: Started, dim: int, before: int, after: int, lowest: boo
     return torch.cat([left, x, right], dim=dim)
 
 
+def swap(x: Tensor, dim: int, size: int, name: str, coordinate: int) -> Tensor:
+    """The second half goes to the rank that is as far from the end as this one from the begin, whose second half takes its place."""
+    return finish_swap(start_swap(x, dim, size, name, coordinate), dim, size, name, coordinate)
+
+
+def start_swap(x: Tensor, dim: int, size: int, name: str, coordinate: int) -> Started:
+    if size == 1:
+        return [x]
+    half = x.shape[dim] // 2
+    splits = [0] * size
+    splits[size - 1 - coordinate] = x.numel() // 2
+    return [*_start_flat(x.narrow(dim, half, half).reshape(-1), splits, splits, name), x]
+
+
+def finish_swap(started: Started, dim: int, size: int, name: str, coordinate: int) -> Tensor:
+    if size == 1:
+        return _itself(started)
+    x = started.pop()
+    first = x.narrow(dim, 0, x.shape[dim] // 2)
+    return torch.cat([first, _awaited(started, name).view(first.shape)], dim=dim)
+
+
 def shard(x: Tensor, dim: int, size: int, coordinate: int) -> Tensor:
     """This rank's part along `dim`, a contiguous copy."""
     if size == 1:
@@ -238,9 +260,9 @@ def _itself(started: Started) -> Tensor:
 
 STARTS: Mapping[str, Callable[..., Started]] = {
     "all_gather": start_all_gather, "reduce_scatter": start_reduce_scatter, "all_reduce": start_all_reduce,
-    "all_to_all": start_all_to_all, "halo": start_halo, "fetch": host.start_fetch, "store": host.start_store,
+    "all_to_all": start_all_to_all, "halo": start_halo, "swap": start_swap, "fetch": host.start_fetch, "store": host.start_store,
 }  # fmt: skip
 FINISHES: Mapping[str, Callable[..., Tensor]] = {
     "all_gather": finish_all_gather, "reduce_scatter": finish_reduce_scatter, "all_reduce": finish_all_reduce,
-    "all_to_all": finish_all_to_all, "halo": finish_halo, "fetch": host.finish_fetch, "store": host.finish_store,
+    "all_to_all": finish_all_to_all, "halo": finish_halo, "swap": finish_swap, "fetch": host.finish_fetch, "store": host.finish_store,
 }  # fmt: skip

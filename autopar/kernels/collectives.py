@@ -11,6 +11,7 @@ Memory, with `x` the input and `y` the result (both contiguous): besides them li
     all_gather      dim leading: nothing; else one buffer as large as `y`, while it is copied to `y`
     reduce_scatter  dim leading: nothing; else one copy of `x`, until the reduction has ended
     all_to_all      to_dim not leading: one copy of `x` until it is sent; dim not leading: one buffer as large as `y`
+    swap            what is sent, where dim is not leading, and what is received
     halo            what is sent and what is received
     all_reduce, shard   nothing
     fetch, store    nothing (`autopar.kernels.host`)
@@ -102,6 +103,12 @@ def halo(x: Tensor, dim: int, before: int, after: int, lowest: bool, axis: int) 
     return bound.halo(x, dim, before, after, lowest, group.size, group.name, group.coordinate)
 
 
+def swap(x: Tensor, dim: int, axis: int) -> Tensor:
+    """Shard(dim) → `Mirrored`, or back, on `axis`, which alone splits `dim`: with the second half of the mirror image's part."""
+    group = group_of(axis)
+    return bound.swap(x, dim, group.size, group.name, group.coordinate)
+
+
 def shard(x: Tensor, dim: int, axis: int) -> Tensor:
     """Replicate → Shard(dim) on `axis`: this rank's part, always a contiguous copy.
 
@@ -157,7 +164,7 @@ def _own_range(size: int, splitters: tuple[tuple[int, int], ...]) -> tuple[int, 
 
 
 PLACES: tuple[Callable[..., int], ...] = (local_start, local_length)  # in the order of `range_of`
-STEPS: tuple[Callable[..., Tensor], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, halo, shard)  # along axes
+STEPS: tuple[Callable[..., Tensor], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, swap, halo, shard)  # along axes
 COPIES: tuple[Callable[..., Tensor], ...] = (fetch, store)  # along none
 PARTS: tuple[Callable[..., Any], ...] = (start, finish)
 
@@ -167,6 +174,7 @@ _ARGUMENTS = {
     reduce_scatter: ("x", "dim", "reduce_op", "axis"),
     all_reduce: ("x", "reduce_op", "axis"),
     all_to_all: ("x", "dim", "to_dim", "axis"),
+    swap: ("x", "dim", "axis"),
     halo: ("x", "dim", "before", "after", "lowest", "axis"),
     shard: ("x", "dim", "axis"),
     fetch: ("x",),
@@ -206,5 +214,5 @@ def range_of(size: int, splitters: Sequence[tuple[int, int]], coordinates: Seque
 
 _FURTHER: Mapping[str, tuple[str, ...]] = {  # what a bound form takes after its group
     "all_gather": ("length",), "reduce_scatter": ("coordinate",), "all_reduce": (), "all_to_all": ("coordinate", "length"),
-    "halo": ("coordinate",),
+    "swap": ("coordinate",), "halo": ("coordinate",),
 }  # fmt: skip

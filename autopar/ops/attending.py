@@ -20,6 +20,7 @@ def attention(
     scale: float,
     q_start: int | None = None,
     heads: Heads | None = None,
+    mirrored_in: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``softmax(q kᵀ · scale + mask) v`` and the log of the softmax' sum.
 
@@ -30,6 +31,7 @@ def attention(
         q_start: where `q` is a part of the queries, the place of its first one.
         heads: where `q` has fewer of the heads than `k` and `v`: its first head, the first head of `k`, and how many query heads
             read one head of `k`.
+        mirrored_in: where `q` is a mirrored part (`autopar.mirrored`), the number of all queries.
 
     Returns:
         out [b, h, s, d] and lse [b, h, s] (float32 for half types).
@@ -37,7 +39,7 @@ def attention(
     k, v = _read_heads(k, q, heads), _read_heads(v, q, heads)
     if q_start is None or not is_causal:
         return attend(q, k, v, mask, is_causal, scale)
-    return placed.attend(q, k, v, scale, q_start)
+    return placed.attend(q, k, v, scale, q_start, mirrored_in)
 
 
 def attention_backward(
@@ -52,15 +54,16 @@ def attention_backward(
     scale: float,
     q_start: int | None = None,
     heads: Heads | None = None,
+    mirrored_in: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, given that of `attention`'s result and what it returned; shapes and parts as there."""
     if heads is not None:
         own = _read_heads(k, q, heads), _read_heads(v, q, heads)
-        dq, dk, dv = attention_backward(grad, q, *own, out, lse, mask, is_causal, scale, q_start)
+        dq, dk, dv = attention_backward(grad, q, *own, out, lse, mask, is_causal, scale, q_start, None, mirrored_in)
         return dq, _to_heads(dk, k, q, heads), _to_heads(dv, v, q, heads)
     if q_start is None or not is_causal:
         return attend_backward(grad, q, k, v, out, lse, mask, is_causal, scale)
-    return placed.attend_backward(grad, q, k, v, out, lse, scale, q_start)
+    return placed.attend_backward(grad, q, k, v, out, lse, scale, q_start, mirrored_in)
 
 
 def _heads_read(q: Tensor, heads: Heads) -> tuple[int, int, bool]:

@@ -166,7 +166,7 @@ def crossing_layouts(whole: Whole, part: Trace, made: Cut) -> Mapping[str, Layou
                 continue
             graph = on.priced.problem.values[on.priced.problem.variants[v].value].graph
             moves = on.evaluation.forward[v]
-            plain = [n for n in (*moves.sources, *moves.wanted) if not graph.layouts[n].has_partial and not graph.layouts[n].halos]
+            plain = [n for n in (*moves.sources, *moves.wanted) if not graph.layouts[n].has_partial and not graph.layouts[n].special]
             if plain:
                 found[keys[name]] = graph.layouts[min(plain, key=lambda n: graph.bytes[n])]
     return found

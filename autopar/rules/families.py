@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from autopar.mirrored import Mirrored
 from autopar.ops.products import bias_term
 from autopar.rules.call import Call, Operand, argument, slots
 from autopar.rules.notation import WHOLE, AxisOption, Factors, Term, parse
@@ -288,6 +289,7 @@ def histogram(call: Call) -> Factors:
 
 
 def getitem(call: Call) -> Factors:
-    """One result of an op that has several."""
-    term = _letters(len(call.inputs[0].shape))
-    return Factors((term,), (term,), linear=((0,),))
+    """One result of an op that has several; of attention it may be mirrored."""
+    term = _letters(rank := len(call.inputs[0].shape))
+    mirrored = (Mirrored(2),)
+    return Factors((term,), (term,), linear=((0,),), further=(AxisOption(mirrored, mirrored),) if rank > 2 else ())

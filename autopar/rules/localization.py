@@ -74,6 +74,7 @@ def _attention(query: int) -> Callable[[Site], Local]:
         changes: dict[str, Any] = {}
         if argument(site.call, "is_causal", False) and q.splitters(2):
             changes["q_start"] = site.start(q, shape[2], 2)
+            changes |= {"mirrored_in": shape[2]} if q.is_mirrored(2) else {}
         if q.splitters(1) != k.splitters(1):
             changes["heads"] = (site.start(q, shape[1], 1), site.start(k, shared[1], 1), shape[1] // shared[1])
         return site.change(**changes)

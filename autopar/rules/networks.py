@@ -8,6 +8,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.layout import PARTIAL, REPLICATE, Strategy
+from autopar.mirrored import Mirrored
 from autopar.rules.call import Call, TensorInfo, argument
 from autopar.rules.notation import WHOLE, AxisOption, Factors, parse
 
@@ -61,16 +62,17 @@ def weight_norm(call: Call) -> Factors:
 
 
 def attention(call: Call) -> Factors:
-    """Batch, heads, and the query's sequence; where query heads share those of key and value, query heads alone as well."""
+    """Batch, heads, and the query's sequence, mirrored too where it is causal; where query heads share those of key and value, query heads
+    alone as well."""
     factors = parse("b h q _, b h _ _, b h _ _, b h q _ -> b h q _, b h q", call)
-    return replace(factors, further=_query_heads(call, 0, 1))
+    return replace(factors, further=(*_query_heads(call, 0, 1), *_mirrored(call, 0, 1)))
 
 
 def attention_backward(call: Call) -> Factors:
     """As `attention`; over the query's sequence, and its heads alone, the gradients of key and value are partial sums."""
     row = "b h q _"
     factors = parse(f"{row}, {row}, b h _ _, b h _ _, {row}, b h q, {row} -> {row}, b h _ _, b h _ _", call)
-    return replace(factors, further=_query_heads(call, 1, 2))
+    return replace(factors, further=(*_query_heads(call, 1, 2), *_mirrored(call, 1, 2)))
 
 
 def _query_heads(call: Call, query: int, key: int) -> tuple[AxisOption, ...]:
@@ -86,6 +88,16 @@ def _query_heads(call: Call, query: int, key: int) -> tuple[AxisOption, ...]:
     inputs = tuple(split(i, info) for i, info in enumerate(call.inputs))
     outputs = (Shard(1), PARTIAL, PARTIAL) if key == 2 else (Shard(1), Shard(1))
     return (AxisOption(inputs, outputs),)
+
+
+def _mirrored(call: Call, query: int, key: int) -> tuple[AxisOption, ...]:
+    """Causal attention of mirrored parts of the queries, whose work is the same for all ranks (`autopar.mirrored`)."""
+    masked = len(call.inputs) > (3 if query == 0 else 6)
+    length = call.inputs[query].shape[2]
+    if masked or not argument(call, "is_causal", False) or call.inputs[key].shape[2] != length or length == 1:
+        return ()
+    inputs = tuple(REPLICATE if number in (key, key + 1) else Mirrored(2) for number in range(len(call.inputs)))
+    return (AxisOption(inputs, (Mirrored(2), Mirrored(2)) if query == 0 else (Mirrored(2), PARTIAL, PARTIAL)),)
 
 
 def heads_nest(call: Call, strategy: Strategy) -> bool:

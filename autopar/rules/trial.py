@@ -18,6 +18,7 @@ from torch.distributed.tensor import Partial, Shard
 from autopar.errors import RuleError
 from autopar.halo import window
 from autopar.layout import Layout, Strategy, local_range
+from autopar.mirrored import second_start
 from autopar.ops.dispatched import DISPATCHED, Together
 from autopar.rules.call import NO_TENSOR, Call, Operand, op_name
 from autopar.rules.localization import localize
@@ -115,17 +116,27 @@ def split(x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int]) -> Parts:
 
 
 def _part(x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], rank: Coordinate) -> torch.Tensor:
-    """What lies at a coordinate, halos included."""
+    """What lies at a coordinate, halos included, of mirrored parts both halves."""
     for dim in range(x.dim()):
         start, length = local_range(x.shape[dim], layout, dim, mesh_shape, rank)
         halo = layout.halo(dim)
-        x = x.narrow(dim, start, length) if halo is None else window(x, halo, start, length)
+        if layout.is_mirrored(dim):
+            x = torch.cat([x.narrow(dim, at, length // 2) for at in (start, second_start(x.shape[dim], length, start))], dim=dim)
+        else:
+            x = x.narrow(dim, start, length) if halo is None else window(x, halo, start, length)
     return x
 
 
-def _window(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], rank: Coordinate) -> tuple[slice, ...]:
-    ranges = [local_range(size, layout, dim, mesh_shape, rank) for dim, size in enumerate(shape)]
-    return tuple(slice(start, start + length) for start, length in ranges)
+def _indices(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], rank: Coordinate) -> tuple[torch.Tensor, ...]:
+    """Which elements of the whole a part without halos has, per dim, to be indexed with."""
+    found = []
+    for dim, size in enumerate(shape):
+        start, length = local_range(size, layout, dim, mesh_shape, rank)
+        own = torch.arange(start, start + length)
+        if layout.is_mirrored(dim):
+            own[length // 2 :] += second_start(size, length, start) - start - length // 2
+        found.append(own)
+    return torch.meshgrid(*found, indexing="ij") if found else ()
 
 
 def _addends(x: torch.Tensor, reduce_op: str, size: int) -> list[torch.Tensor]:
@@ -158,10 +169,10 @@ def join(parts: Parts, whole: torch.Tensor, layout: Layout, mesh_shape: Sequence
         parts = merged
     result = torch.zeros_like(whole)
     for rank, part in parts.items():
-        window = _window(whole.shape, layout, mesh_shape, rank)
-        if result[window].shape != part.shape or part.dtype != whole.dtype:
-            return f"a rank has {part.dtype} {tuple(part.shape)} where {whole.dtype} {tuple(result[window].shape)} is due"
-        result[window] = part
+        own = _indices(whole.shape, layout, mesh_shape, rank)
+        if result[own].shape != part.shape or part.dtype != whole.dtype:
+            return f"a rank has {part.dtype} {tuple(part.shape)} where {whole.dtype} {tuple(result[own].shape)} is due"
+        result[own] = part
     return result
 
 

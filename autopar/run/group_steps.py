@@ -12,6 +12,7 @@ from autopar.errors import VerificationError
 from autopar.halo import Halo, window
 from autopar.kernels.bound import part_of
 from autopar.layout import part_range
+from autopar.mirrored import swapped
 from autopar.run.splitting import reduce
 
 
@@ -33,6 +34,8 @@ def step(kind: Kind, parts: list[Tensor], dim: int, to_dim: int, reduce_op: str)
         return [_chunks(part, dim, size)[index] for index, part in enumerate(parts)]
     if kind == "all_reduce":
         return [reduce(parts, reduce_op)] * size
+    if kind == "swap":
+        return swapped(parts, dim)
     if kind == "reduce_scatter":
         return _chunks(reduce(parts, reduce_op), dim, size)
     whole = torch.cat(parts, dim=dim)

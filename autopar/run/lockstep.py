@@ -44,6 +44,7 @@ _KINDS: dict[Any, Kind] = {
     steps.all_reduce: "all_reduce",
     steps.all_to_all: "all_to_all",
     steps.halo: "halo",
+    steps.swap: "swap",
     steps.shard: "slice",
     steps.fetch: "fetch",
     steps.store: "store",

@@ -107,7 +107,7 @@ class _Run:
             return _copied(env[node.args[0]]), 0  # type: ignore[index]
         if node.target is operator.getitem:
             return _copied(env[node.args[0]][node.args[1]]), 0  # type: ignore[index]
-        if self.last_queries and node.target is local_start and any(user.kwargs.get("q_start") is node for user in node.users):
+        if self.last_queries and node.target is local_start and any(_sees_most_at_last(user, node) for user in node.users):
             return node.args[0] - local_length(*node.args), 0  # type: ignore[operator,arg-type]
         call = Operands(env)
         args, kwargs = call.token(node.args), call.token(node.kwargs)
@@ -123,6 +123,11 @@ class _Run:
             for started in call.started:
                 started.clear()
         return value, effect.rise_bytes
+
+
+def _sees_most_at_last(reader: fx.Node, start: fx.Node) -> bool:
+    """Whether it is causal attention of a part of the queries that begins at `start`; of mirrored parts the first rank's sees most."""
+    return reader.kwargs.get("q_start") is start and "mirrored_in" not in reader.kwargs
 
 
 def _placed(tree: Any, storages: Sequence[Storage]) -> Any:

@@ -16,6 +16,7 @@ from autopar.errors import LayoutError, VerificationError
 from autopar.halo import Halo
 from autopar.layout import Layout, local_range
 from autopar.mesh import Mesh
+from autopar.mirrored import Mirrored, swapped
 
 Reduction = Callable[[Tensor, Tensor], Tensor]
 REDUCTIONS: dict[str, Reduction] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
@@ -25,11 +26,11 @@ def local_part(full: Tensor, layout: Layout, mesh_shape: Sequence[int], view: Se
     """The part of `full`, seen as `view`, at one coordinate of the mesh; a view where torch can make one.
 
     Raises:
-        LayoutError: where `full` cannot be seen as `view`, or the layout has partial sums or halos.
+        LayoutError: where `full` cannot be seen as `view`, or the layout has partial sums, halos or mirrored parts.
     """
     if math.prod(view) != full.numel():
         raise LayoutError(f"a tensor of shape {tuple(full.shape)} cannot be seen as {tuple(view)}")
-    if layout.has_partial or layout.halos:
+    if layout.has_partial or layout.special:
         raise LayoutError(f"a full tensor has no parts in layout {layout}", remedy="split into shards and replicas only")
     part = full.reshape(tuple(view))
     for dim, size in enumerate(view):
@@ -69,6 +70,8 @@ def join(locals: Sequence[Tensor], layout: Layout, mesh: Mesh, shape: Sequence[i
             members = [parts[rank] for rank in group]
             if isinstance(placement, Halo):
                 members = [m.narrow(placement.dim, placement.before, m.shape[placement.dim] - placement.length) for m in members]
+            elif isinstance(placement, Mirrored):
+                members = swapped(members, placement.dim)
             if isinstance(placement, Shard):
                 merged = torch.cat(members, dim=placement.dim)
             elif isinstance(placement, Partial):

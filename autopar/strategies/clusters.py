@@ -7,10 +7,10 @@ When is a node merged into the cluster of a producer? Only where no choice is lo
 contraction or lookup (before these, a gathered operand can pay for itself); on every axis, whatever placement the
 producer can give, the node accepts; and what it makes is no larger than what it reads, so that redistributing its result
 is never dearer than redistributing its operand; its own operands leave it no choice (a tensor made like another may lie in
-any way, and several such would multiply the cluster's strategies); and it reads nothing that the cluster may read with a halo,
-which would be another layout. A contraction can be the first node of a cluster, with followers. Where what backward reads of one memory is
-more than it holds (a tensor and a view of it), views are not merged into what makes that, nor others into views that backward
-reads: what is made together is kept together, and counted twice.
+any way, and several such would multiply the cluster's strategies); and it reads nothing that the cluster may read with a halo
+or mirrored, which would be another layout. A contraction can be the first node of a cluster, with followers. Where what
+backward reads of one memory is more than it holds (a tensor and a view of it), views are not merged into what makes that, nor
+others into views that backward reads: what is made together is kept together, and counted twice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from torch.distributed.tensor import Partial
 
 from autopar import ops, random_ops
 from autopar.capture.trace import Trace
-from autopar.halo import Halo
+from autopar.layout import Special
+from autopar.mirrored import Mirrored
 from autopar.rules import AxisOption, Call, axis_options, call_of, operands_of
 from autopar.strategies.storages import Ref, Storages, size_of
 
@@ -103,7 +104,7 @@ class _Graph:
     indices: dict[str, tuple[int, ...]] = field(default_factory=dict)
     readers: dict[Ref, list[str]] = field(default_factory=dict)
     options: dict[str, tuple[AxisOption, ...]] = field(default_factory=dict)
-    with_halo: dict[str, frozenset[Ref]] = field(default_factory=dict)  # what a node may read with a halo
+    specially: dict[str, frozenset[Ref]] = field(default_factory=dict)  # what a node may read with a halo or mirrored
     position: dict[str, int] = field(default_factory=dict)
     storages: Storages = field(default_factory=Storages)
 
@@ -143,7 +144,8 @@ def _read(trace: Trace) -> _Graph:
         graph.phase[node.name], graph.indices[node.name] = node.meta["phase"], indices
         graph.position[node.name] = len(graph.position)
         graph.options[node.name] = options = _possible_options(graph, call, reads)
-        graph.with_halo[node.name] = frozenset(r for o in options for r, p in zip(reads, o.inputs, strict=True) if isinstance(p, Halo))
+        asked = frozenset(r for o in options for r, p in zip(reads, o.inputs, strict=True) if isinstance(p, Special))
+        graph.specially[node.name] = asked if node.target is not operator.getitem else frozenset()
         graph.storages.add(node.name, call, reads)
         for ref in reads:
             graph.readers.setdefault(ref, []).append(node.name)
@@ -165,12 +167,13 @@ def offered_options(call: Call) -> tuple[AxisOption, ...]:
 
 
 def _possible_options(graph: _Graph, call: Call, reads: Sequence[Ref]) -> tuple[AxisOption, ...]:
-    """The options whose partial operands some producer can give."""
+    """The options whose partial operands some producer can give; of a result that is taken of several, those that are given."""
     made = [(graph.options.get(name, ()), result) for name, result in reads]
-    given = [{o.outputs[result] for o in options if isinstance(o.outputs[result], Partial)} for options, result in made]
+    given = [{o.outputs[result] for o in options if isinstance(o.outputs[result], Partial | Mirrored)} for options, result in made]
+    asked = Partial | Mirrored if call.target is operator.getitem else Partial
 
     def possible(option: AxisOption) -> bool:
-        return all(not isinstance(p, Partial) or p in ok for p, ok in zip(option.inputs, given, strict=True))
+        return all(not isinstance(p, asked) or p in ok for p, ok in zip(option.inputs, given, strict=True))
 
     return tuple(filter(possible, offered_options(call)))
 
@@ -195,7 +198,7 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: Member, name: str)
         return False
     if graph.members[content[0]].call.target is ops.linear_cross_entropy:
         return False  # where it runs again for its gradients, what its losses are weighted with would count as asked for
-    if any(graph.with_halo[node].intersection(member.reads) for node in content):
+    if any(graph.specially[node].intersection(member.reads) for node in content):
         return False
     from_cluster = [i for i, r in enumerate(member.reads) if r[0] in inside]
     if _would_be_counted_twice(graph, content, member, [member.reads[i] for i in from_cluster]):

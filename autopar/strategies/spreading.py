@@ -22,8 +22,8 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar import ops
-from autopar.halo import Halo
-from autopar.layout import REPLICATE
+from autopar.layout import REPLICATE, Special
+from autopar.mirrored import Mirrored
 from autopar.rules import AxisOption
 from autopar.strategies.clusters import Ref, offered_options
 from autopar.strategies.reading import Read, product_of
@@ -45,8 +45,10 @@ class Row:
 
 
 def label_of(placement: Placement) -> Placement:
-    """The label of a placement."""
-    return REPLICATE if isinstance(placement, Partial) else placement
+    """The label of a placement: mirrored parts are parts, too."""
+    if isinstance(placement, Partial):
+        return REPLICATE
+    return Shard(placement.dim) if isinstance(placement, Mirrored) else placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,7 @@ class Walk:
 
     def _options(self, node: fx.Node) -> tuple[AxisOption, ...]:
         options = offered_options(self.graph.calls[node.name])
-        options = tuple(o for o in options if not any(isinstance(p, Halo) for p in (*o.inputs, *o.outputs)))
+        options = tuple(o for o in options if not any(isinstance(p, Special) for p in (*o.inputs, *o.outputs)))
         if self.policy.columns and node.target is ops.square_sum:  # summed over ranks, between two linears, it ends no chain of theirs
             options = tuple(o for o in options if not isinstance(o.outputs[0], Partial))
         product = None if self.policy.slices else product_of(self.graph, node)
@@ -270,7 +272,7 @@ class Walk:
         call = self.graph.calls.get(ref[0])
         if call is None:
             return
-        options = [o for o in offered_options(call) if not any(isinstance(p, Partial | Halo) for p in (*o.inputs, *o.outputs))]
+        options = [o for o in offered_options(call) if not any(isinstance(p, Partial | Special) for p in (*o.inputs, *o.outputs))]
         fitting = [o for o in options if o.outputs[ref[1]] == label]
         option = min(fitting, key=lambda o: self._strain(ref[0], o)) if fitting else options[0]
         for other, placement in zip(self.graph.reads[ref[0]], option.inputs, strict=True):

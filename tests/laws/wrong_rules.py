@@ -15,7 +15,8 @@ from torch.distributed.tensor import Partial, Shard
 from autopar import norm_ops, ops, random_ops
 from autopar.halo import Halo
 from autopar.layout import REPLICATE, local_shape
-from autopar.rules import dispatch, windows
+from autopar.mirrored import Mirrored
+from autopar.rules import dispatch, localization, networks, windows
 from autopar.rules import families as f
 from autopar.rules.call import Call, argument
 from autopar.rules.losses import mean_loss_part
@@ -106,6 +107,22 @@ def _halos(option: AxisOption, change: Callable[[Halo], Shard], operand: int = 0
     return AxisOption(tuple(inputs), option.outputs)
 
 
+def _mirrored(outputs: Callable[[Mirrored], Shard], rule: f.Family, first: Any = None) -> f.Family:
+    """A row whose options of mirrored parts have other outputs, and where it is given another first operand, or whole keys split."""
+
+    def change(option: AxisOption) -> AxisOption:
+        if not isinstance(option.outputs[0], Mirrored):
+            return option
+        inputs = option.inputs
+        if first == REPLICATE:  # keys and values as queries lie
+            inputs = (inputs[0],) * len(inputs)
+        elif first is not None:
+            inputs = (first, *inputs[1:])
+        return AxisOption(inputs, tuple(outputs(p) if isinstance(p, Mirrored) else p for p in option.outputs))
+
+    return around(change, rule)
+
+
 def _one_short(option: AxisOption) -> AxisOption:
     return _halos(option, lambda h: Halo(h.dim, h.before, h.after - 1))
 
@@ -172,6 +189,10 @@ WRONG: Mapping[str, tuple[Any, f.Family]] = {
     "keys split, their softmax taken for a sum": (ops.attention, always("b h _ _, b h k _, b h k _, b h _ k -> b h _ _, b h _")),
     "heads of the queries without those of the keys": (ops.attention, always("b h _ _, b _ _ _, b _ _ _, b _ _ _ -> b h _ _, b h _")),
     "a key's gradient not added over queries": (ops.attention_backward, causal_backward),
+    "mirrored queries whose results are taken for plain": (ops.attention, _mirrored(lambda p: Shard(p.dim), networks.attention)),
+    "plain queries whose results are taken for mirrored": (ops.attention, _mirrored(lambda p: p, networks.attention, Shard(2))),
+    "mirrored keys": (ops.attention, _mirrored(lambda p: p, networks.attention, REPLICATE)),
+    "a gradient read plain by mirrored queries": (ops.attention_backward, _mirrored(lambda p: p, networks.attention_backward, Shard(2))),
     "a look-up's parts reduced by maximum": (ops.embedding, Row("v d, ... -> ... d", FIRST, "max")),
     "experts' parts reduced by maximum": (ops.experts, Row("t _, t p, t p, e _ f _, e d f -> t d", (), "max")),
     "tokens' features split before an activation": (ops.experts, Row("t h, t p, t p, e _ f h, e d f -> t d")),
@@ -390,7 +411,24 @@ def _gathering(wrong: Callable[[Any], Local]) -> Callable[[Any], Local]:
     return lambda site: dispatch.local(site) if dispatch.dispatch_axes(site.call, site.strategy.inputs) else wrong(site)
 
 
+def _unmirrored(query: int) -> Callable[[Any], Local]:
+    def local(site: Any) -> Local:
+        found = localization._attention(query)(site)
+        return Local(found.target, found.args, {n: x for n, x in found.kwargs.items() if n != "mirrored_in"})
+
+    return local
+
+
+def _mirrored_in_more(site: Any) -> Local:
+    found = localization._attention(0)(site)
+    twice = {"mirrored_in": found.kwargs["mirrored_in"] * 2} if "mirrored_in" in found.kwargs else {}
+    return Local(found.target, found.args, {**found.kwargs, **twice})
+
+
 MISPLACED: Mapping[str, tuple[Any, Callable[[Any], Local]]] = {
+    "mirrored queries placed as plain ones": (ops.attention, _unmirrored(0)),
+    "mirrored queries' gradients placed as plain ones": (ops.attention_backward, _unmirrored(1)),
+    "mirrored queries in a whole of the wrong size": (ops.attention, _mirrored_in_more),
     "a bias that every rank adds": (ops.dot, lambda site: _change(site)),
     "a bias that no rank adds": (ops.dot, lambda site: _change(site, starts=(1,)) if _split(site) else _change(site)),
     "a mask that every rank draws alike": (random_ops.keep_mask, _unplaced_draw),

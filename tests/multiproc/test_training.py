@@ -17,6 +17,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 import zoo_small  # noqa: E402
 from harness import run_processes  # noqa: E402
 from hosts import quick_hosts  # noqa: E402
+from slow_attention import slow_attention  # noqa: E402
 
 import autopar  # noqa: E402
 from autopar import constraints  # noqa: E402
@@ -28,10 +29,11 @@ from benchmarks.zoo import build  # noqa: E402
 
 pytestmark = pytest.mark.multiproc
 MESH = Mesh({"a": 2, "b": 2})
-SEEDS = {"gpt2": 4, "llama": 8}
+SEEDS = {"gpt2": 1, "llama": 8}
 JOINED = "gpt2 with heads over two axes"
 OFFLOADED = "gpt2 on hosts"
-KINDS = (*SEEDS, JOINED, OFFLOADED)
+MIRRORED = "llama with mirrored queries"
+KINDS = (*SEEDS, JOINED, OFFLOADED, MIRRORED)
 Facts = list[dict[str, Any]]
 
 
@@ -46,6 +48,9 @@ def plans() -> dict[str, Plan]:
     forced = constraints.tensor_parallel("1d", axes=("a", "b"))
     found[JOINED] = autopar.plan(model, MESH, example_inputs=batch, hardware="cpu-gloo", constraints=(forced,))
     found[OFFLOADED] = _offloaded(model, batch)
+    model, batch = zoo_small.llama(dtype=torch.float64)
+    forced = constraints.megatron(dp="a", cp="b", zero=3)
+    found[MIRRORED] = autopar.plan(model, MESH, example_inputs=batch, hardware=slow_attention(), constraints=(forced,))
     return found
 
 
@@ -63,7 +68,7 @@ def facts(plans: dict[str, Plan]) -> Facts:
 
 def test_the_plans_communicate_in_every_way_and_recompute(plans: dict[str, Plan]) -> None:
     kinds = {c.collective.kind for plan in plans.values() for c in plan.communications}
-    assert kinds == {"all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice", "fetch", "store"}
+    assert kinds == {"all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice", "swap", "fetch", "store"}
     assert {"parameters", "activations"} <= plans[OFFLOADED].prediction.host_bytes.keys()
     for plan in (plans[kind] for kind in SEEDS):
         assert {c.collective.axis for c in plan.communications if c.phase == "backward"} == {0, 1}

@@ -32,6 +32,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         for axis in range(2)
         for b, a in ((1, 1), (2, 0), (0, 3))
     },
+    **{f"swap dim {dim} axis {axis}": (steps.swap, (dim, axis)) for dim in range(3) for axis in range(2)},
     **{f"shard dim {dim}": (steps.shard, (dim, 0)) for dim in range(3)},
 }
 

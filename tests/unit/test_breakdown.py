@@ -101,6 +101,7 @@ def test_of_a_real_plan_the_parts_add_up_too(memory_bytes: int | None) -> None:
         ("S(0) P", "activation", "batch over node, partial over gpu"),
         ("S(3) R", "activation", "dim 3 over node"),
         ("R R", "activation", "whole"),
+        ("S(0) S(1)~mirrored", "activation", "batch over node, sequence over gpu, mirrored"),
         ("S(1) S(3)~1~2", "image", "channels over node, space 1 over gpu with a halo of 1 and 2"),
     ],
 )

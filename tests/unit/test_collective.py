@@ -76,6 +76,16 @@ def test_a_halo_costs_its_edges_on_the_wire_and_one_local_copy_whatever_the_numb
     assert [collective_time(halo, n, "inter", H100) for n in (2, 64)] == pytest.approx([expected, expected])
 
 
+def test_a_swap_costs_half_a_part_on_the_wire_and_its_local_copies_whatever_the_number_of_ranks() -> None:
+    link = H100.links["inter"]
+    for dim, copied in ((0, GIB), (2, GIB + GIB // 2)):
+        copy_s = 2 * copied / (H100.memory_bandwidth_bytes_per_s * H100.memory_efficiency["elementwise"])
+        expected = H100.launch_overhead_s + link.latency_s + GIB / 2 / link.bandwidth_bytes_per_s + copy_s
+        times = [collective_time(collective("swap", GIB, dim=dim), n, "inter", H100) for n in (2, 64)]
+        assert times == pytest.approx([expected, expected])
+    assert collective("swap", GIB).output_bytes(8) == GIB
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_axis_of_one_device_costs_nothing(kind: Kind) -> None:
     assert collective_time(collective(kind, GIB), 1, "intra", H100) == 0.0

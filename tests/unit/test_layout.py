@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.errors import LayoutError
 from autopar.halo import Halo
 from autopar.layout import PARTIAL, REPLICATE, Layout, Strategy, local_range, local_shape
+from autopar.mirrored import Mirrored
 
 PLACEMENTS = st.sampled_from([Replicate(), Shard(0), Shard(1), Shard(12), Partial("sum"), Partial("max")])
 
@@ -53,6 +54,7 @@ def test_the_order_of_axes_counts_only_among_those_that_split_one_dim(placements
         ("S(0) S(0)", (Shard(0), Shard(0)), (0, 1)),
         ("S(0)#0 S(0)#1", (Shard(0), Shard(0)), (0, 1)),
         ("S(2)~1~0 S(3)~0~12~lowest", (Halo(2, 1, 0), Halo(3, 0, 12, lowest=True)), (0, 1)),
+        ("S(0) S(2)~mirrored", (Shard(0), Mirrored(2)), (0, 1)),
         ("S(0)#1 S(0)#0", (Shard(0), Shard(0)), (1, 0)),
         ("S(0)#2 R S(0)#0 S(0)#1", (Shard(0), REPLICATE, Shard(0), Shard(0)), (2, 1, 3, 0)),
     ],
@@ -67,11 +69,37 @@ def test_the_codec_reads_placements_and_the_rank_of_each_splitter(
 
 def test_a_halo_is_another_placement_than_the_plain_shard_and_counts_in_the_local_shape() -> None:
     plain, around = Layout.parse("S(1) R"), Layout.parse("S(1)~2~1 R")
-    assert plain != around and around.halos == (Halo(1, 2, 1),) and not plain.halos
+    assert plain != around and around.special == (Halo(1, 2, 1),) and around.has_halo and not plain.special
     assert Halo(1, 2, 1) != Shard(1) and Shard(1) != Halo(1, 2, 1) and len({Halo(1, 2, 1), Halo(1, 2, 1, lowest=True), Shard(1)}) == 3
     assert local_shape((3, 8), plain, (4, 1)) == (3, 2) and local_shape((3, 8), around, (4, 1)) == (3, 5)
     assert around.splitters(1) == (0,) and local_range(8, around, 1, (4, 1), (2, 0)) == (4, 2), "a part's own elements"
     assert pickle.loads(pickle.dumps(Halo(1, 2, 1, lowest=True))) == Halo(1, 2, 1, lowest=True)
+
+
+def test_mirrored_parts_are_another_placement_than_the_plain_shard_and_as_long() -> None:
+    plain, mirrored = Layout.parse("S(1) R"), Layout.parse("S(1)~mirrored R")
+    assert plain != mirrored and mirrored.special == (Mirrored(1),) and not mirrored.has_halo
+    assert Mirrored(1) != Shard(1) and Shard(1) != Mirrored(1) and len({Mirrored(1), Shard(1), Halo(1, 0, 0), Mirrored(2)}) == 4
+    assert local_shape((3, 16), plain, (4, 1)) == local_shape((3, 16), mirrored, (4, 1)) == (3, 4)
+    assert mirrored.is_mirrored(1) and not mirrored.is_mirrored(0) and not plain.is_mirrored(1)
+    assert mirrored.splits_like(Layout.parse("S(1)~mirrored P")) and not mirrored.splits_like(plain) and not plain.splits_like(mirrored)
+    assert pickle.loads(pickle.dumps(Mirrored(1))) == Mirrored(1)
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "fits"),
+    [
+        ("S(0)~mirrored R", 16, True),
+        ("S(0)~mirrored R", 8, True),
+        ("S(0)~mirrored R", 12, False),
+        ("S(0)~mirrored R", 15, False),
+        ("S(0)~mirrored S(0)", 32, False),
+        ("S(0)~mirrored S(0)~mirrored", 32, False),
+        ("S(0)~mirrored S(1)", 16, True),
+    ],
+)
+def test_mirrored_parts_fit_where_one_axis_splits_the_dim_into_parts_of_an_even_length(text: str, size: int, fits: bool) -> None:
+    assert Layout.parse(text).fits((size, 2), (4, 2)) == fits
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,21 @@ def test_a_halo_is_had_from_the_plain_shard_alone_and_leads_nowhere() -> None:
     assert {str(twice.layouts[a.src]) for a in twice.arcs if a.collective.kind == "halo"} == {"S(1) R"}
 
 
+def test_mirrored_parts_are_had_from_the_plain_shard_alone_and_lead_back_to_it() -> None:
+    mirrored, whole = Layout.parse("S(1)~mirrored R"), Layout.parse("R R")
+    swap = Collective("swap", 0, 1, -1, "", "float64", 4 * 4 * 8)
+    for produced, wanted in ((whole, mirrored), (mirrored, whole)):
+        graph = layout_graph((4, 16), FLOAT, (4, 2), [produced], [wanted], unit_price)
+        arcs = {(str(graph.layouts[a.src]), str(graph.layouts[a.dst])): a.collective for a in graph.arcs if mirrored in
+                (graph.layouts[a.src], graph.layouts[a.dst])}  # fmt: skip
+        there = {("S(1) R", str(mirrored)): swap} if wanted == mirrored else {}
+        assert arcs == {**there, (str(mirrored), "S(1) R"): swap}
+    kinds = [arc.collective.kind for arc in cheapest_chain((4, 16), FLOAT, (4, 2), mirrored, Layout.parse("S(0) R"), unit_price)]
+    assert kinds == ["swap", "all_to_all"]
+    plain = layout_graph((4, 16), FLOAT, (4, 2), [Layout.parse("S(1) R")], [whole], unit_price)
+    assert all(arc.collective.kind != "swap" for arc in plain.arcs), "where nobody asks for it"
+
+
 def test_halos_of_two_dims_are_had_one_after_the_other() -> None:
     source, target = Layout.parse("S(1) S(2)"), Layout.parse("S(1)~1~1 S(2)~0~2")
     first, second = cheapest_chain((2, 8, 8), FLOAT, (2, 2), source, target, unit_price)

@@ -12,6 +12,7 @@ from autopar.certificate.shards import held_bytes, led_to, local_lengths
 from autopar.halo import Halo
 from autopar.layout import Layout, local_shape
 from autopar.layout_graph import all_layouts, local_bytes, neighbours
+from autopar.mirrored import Mirrored
 
 CASES = [((8, 4), (2, 2)), ((7, 6), (2,)), ((8, 12, 3), (2, 3)), ((16, 8), (2, 2, 2)), ((6, 4), (2, 1))]
 PARTIAL = {1: ["P", "P(max)"], 2: ["P R", "P P", "S(0) P", "P(max) S(1)"], 3: ["P P R", "S(1) P P"]}
@@ -36,8 +37,8 @@ def test_a_device_holds_what_the_planner_says(shape: tuple[int, ...], mesh: tupl
 def test_a_collective_leads_where_the_planner_says_and_a_changed_one_does_not(shape: tuple[int, ...], mesh: tuple[int, ...]) -> None:
     num_changed = 0
     for layout in layouts(shape, mesh):
-        halos = [Halo(0, 1, 1)] if layout.placements[0] == Layout.parse("S(0)").placements[0] else []
-        steps = neighbours(shape, torch.float32, layout, mesh, halos=halos)
+        special = (Halo(0, 1, 1), Mirrored(0)) if layout.placements[0] == Layout.parse("S(0)").placements[0] else ()
+        steps = neighbours(shape, torch.float32, layout, mesh, special=special)
         known = {(c.kind, c.axis, c.dim, c.to_dim, c.reduce_op) for c, _ in steps}
         for c, after in steps:
             assert led_to(layout, c, after) == after

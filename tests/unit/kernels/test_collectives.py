@@ -24,6 +24,7 @@ from autopar.kernels.collectives import (
     reduce_scatter,
     shard,
     start,
+    swap,
     use_groups,
 )
 from autopar.mesh import Mesh
@@ -34,6 +35,7 @@ CALLS = {
     reduce_scatter: ((1, "sum", 1), (8, 2, 4)),
     all_reduce: (("sum", 1), (8, 8, 4)),
     all_to_all: ((0, 2, 1), (32, 8, 1)),
+    swap: ((1, 1), (8, 8, 4)),
     halo: ((1, 2, 1, False, 1), (8, 11, 4)),
     shard: ((2, 1), (8, 8, 1)),
 }

@@ -171,4 +171,4 @@ def test_what_a_convolution_may_read_with_a_halo_no_follower_of_it_reads_without
     backward = [c for c in classes_of(trace, (2,)) if c.first.members[0].call.target == torch.ops.aten.convolution_backward.default]
     assert backward
     for found in backward:
-        assert any(halo.dim >= 2 for s in found.strategies for layout in s.outer.inputs for halo in layout.halos), "space is a choice"
+        assert any(halo.dim >= 2 for s in found.strategies for layout in s.outer.inputs for halo in layout.special), "space is a choice"

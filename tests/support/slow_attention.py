@@ -1,0 +1,19 @@
+"""Hardware on which attention takes most of a step, as it does of long sequences."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+from autopar.hardware import HardwareProfile
+
+
+@cache
+def slow_attention() -> HardwareProfile:
+    """An H100 whose attention reaches little of the peak, at every size."""
+    data = copy.deepcopy(HardwareProfile.read("h100-sxm"))
+    data["matmul_half_flops"]["value"] = 0
+    for kind in ("attention", "attention_backward"):
+        for figure in data["efficiency"][kind].values():
+            figure["value"] = 1e-6
+    return HardwareProfile.from_json(data)
