@@ -114,6 +114,7 @@ STRIPE = 2048
 """Elements that a block of `pack` moves in one go, however few there are (``kStripe`` in autopar_csrc/include/sums.h)."""
 BUCKET_BYTES = 32 * 2**20
 """Of a bucket on one rank, as it goes in or comes out, at most: larger ones would hide less, and save little more."""
+_PER_MEMBER = 0.125  # of a launch; not measured: enough that a bias is not split, and gathered, for a few nanoseconds of the optimizer's
 _NUM_TOTALS = 16  # sizes of buckets that are compared, each half of the one before
 
 
@@ -132,11 +133,12 @@ def bucket_time(collective: Collective, axis_size: int, link: str, profile: Hard
 
 def _passes_s(collective: Collective, axis_size: int, profile: HardwareProfile) -> float:
     """Of `pack`, which reads and writes what goes in of a tensor, and of `unpack`, for what comes out: a row per rank whose part there is,
-    and of each at least a stripe."""
+    and of each at least a stripe; with what it costs the host that there is one tensor more."""
     least, rows = STRIPE * BUCKET_DTYPES[collective.dtype], {collective.kind: axis_size}
     put_in = max(collective.bytes, least * rows.get("reduce_scatter", 1))
     taken = max(collective.output_bytes(axis_size), least * rows.get("all_gather", 1))
-    return 2 * (put_in + taken) / (profile.memory_bandwidth_bytes_per_s * profile.memory_efficiency["elementwise"])
+    bytes_per_s = profile.memory_bandwidth_bytes_per_s * profile.memory_efficiency["elementwise"]
+    return _PER_MEMBER * profile.launch_overhead_s + 2 * (put_in + taken) / bytes_per_s
 
 
 def share_of_bucket(collective: Collective, axis_size: int, link: str, profile: HardwareProfile, per_byte_s: float | None = None) -> float:

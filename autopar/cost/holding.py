@@ -32,6 +32,7 @@ class HeldPrices:
     profile: HardwareProfile
     optimizer: str
     moves: StepMoves
+    all_ways: bool = False
 
     def strategies(
         self, p: Parameter, storages: Sequence[Layout], stages: ZeroStages, uncast: Uncast | None = None
@@ -50,7 +51,7 @@ class HeldPrices:
                     strategy = self._strategy(p, held, dtype)
                     if strategy is not None:
                         found.setdefault(strategy.layouts, []).append(strategy)
-        return tuple(s for alike in found.values() for s in _undominated(alike))
+        return tuple(s for alike in found.values() for s in (alike if self.all_ways else _undominated(alike)))
 
     def _strategy(self, p: Parameter, held: Held, dtype: torch.dtype) -> OpStrategy | None:
         """The strategy where its gradient is added in a dtype, left uncast if that is not its own."""

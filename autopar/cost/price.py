@@ -49,6 +49,7 @@ class _Builder:
     accumulates: bool
     exposed: Collection[str]
     uncast: Mapping[str, Uncast]
+    all_ways: bool
     ops: list[Op] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     made: dict[Ref, tuple[int, int]] = field(default_factory=dict)  # tensor → (op, result)
@@ -71,7 +72,7 @@ class _Builder:
     def parameters(self) -> None:
         """One op per class of equal parameters: the storage layout, in which the gradient arrives as well."""
         groups: dict[tuple[object, ...], list[Parameter]] = {}
-        held = HeldPrices(self.profile, self.optimizer, self.moves)
+        held = HeldPrices(self.profile, self.optimizer, self.moves, self.all_ways)
         for p in self.trace.parameters:
             rest = self.forced.storage.get(p.name), self.forced.rests(p.name), group_of(p.name, self.forced.starts), self.uncast.get(p.name)
             alike = _DIGITS.sub("*", p.name), p.view, p.dtype, p.compute_dtype, p.requires_grad, p.gradient is None, rest
@@ -299,6 +300,7 @@ def price(
     num_microbatches: int = 1,
     num_in_flight: int = 1,
     exposed: Collection[str] = (),
+    all_ways: bool = False,
 ) -> Priced:
     """Price everything: see the module docstring.
 
@@ -306,6 +308,8 @@ def price(
         crossing: how tensors cross between stages, for the trace of a stage.
         num_microbatches: how many steps of the trace one optimizer step takes; the optimizer's time is shared among them.
         num_in_flight: how many microbatches a stage holds the kept values of.
+        all_ways: of holding a parameter also those that take longer and more memory than others: a plan for other hardware may have
+            them.
         exposed: nodes whose results may cross between stages, in any layout without partial sums: their layout graphs hold all.
     """
     forced = forced or Forced.nothing()
@@ -313,7 +317,7 @@ def price(
     accumulates = num_microbatches > 1 or forced.named.holds
     moves = StepMoves(mesh.shape, CollectivePrices(mesh, profile), num_microbatches)
     classes, uncast = left_uncast(classes, trace) if accumulates else (classes, {})
-    builder = _Builder(trace, mesh, profile, optimizer, forced, crossing or Crossing(), moves, accumulates, exposed, uncast)
+    builder = _Builder(trace, mesh, profile, optimizer, forced, crossing or Crossing(), moves, accumulates, exposed, uncast, all_ways)
     builder.parameters()
     builder.placeholders()
     builder.clusters(classes)

@@ -149,7 +149,7 @@ def _priced(
     classes = classes_of(trace, mesh.shape, forced)
     return price(
         trace, classes, mesh, profile, budget_bytes=UNLIMITED, optimizer=options.optimizer, forced=forced, crossing=crossing,
-        num_microbatches=num,
+        num_microbatches=num, all_ways=True,
     )  # fmt: skip
 
 

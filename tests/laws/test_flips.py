@@ -53,7 +53,7 @@ def test_at_its_factor_a_runner_up_costs_what_the_chosen_one_does() -> None:
     trace, planned = plan_model(Net(), MESH, example_inputs=batch, hardware=PROFILE)
     plan = planned.plan
     found = flips(plan, trace, priced_for(plan, trace, PROFILE), MESH, PROFILE, most=50)
-    assert {flip.what for flip in found} >= {COMPUTE, "intra"}
+    assert COMPUTE in {flip.what for flip in found} and {"intra", "inter"} & {flip.what for flip in found}
     assert [abs(math.log(f.factor)) for f in found] == sorted(abs(math.log(f.factor)) for f in found)
     for flip in found:
         index = next(i for i, e in enumerate(plan.entries) if e.key == flip.key)
