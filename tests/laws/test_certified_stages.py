@@ -148,6 +148,16 @@ def multiplied(which: str, by: float) -> Callable[[Plan], Plan]:
     return change
 
 
+def all_multiplied(by: float) -> Callable[[Plan], Plan]:
+    """All potentials of the whole, changed."""
+
+    def change(plan: Plan) -> Plan:
+        found = (replace(p, values_s={layout: worth * by for layout, worth in p.values_s.items()}) for p in plan.proof.potentials)
+        return replace(plan, proof=replace(plan.proof, potentials=tuple(found)))
+
+    return change
+
+
 def slower_crossing(plan: Plan) -> Plan:
     entries = tuple(replace(e, time_s=e.time_s * 0.5) if e.kind == "output" and e.time_s else e for e in plan.entries)
     assert entries != plan.entries
@@ -190,7 +200,7 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "the bound": (proven(bound_s=1e3), "bound"),
     "the bound and the gap": (lambda p: replace(p, proof=replace(p.proof, bound_s=p.proof.objective_s, gap=0.0)), "bound"),
     "the bound over all cuts": (proven(certified_bound_s=1.001), "bound"),
-    "a multiplier": (multiplied("potentials", 1.5), "bound"),
+    "all multipliers": (all_multiplied(1.5), "bound"),
     "a multiplier that is gone": (multiplied("potentials", 0.0), "bound"),
     "a multiplier of no layout": (
         lambda p: replace(p, proof=replace(p.proof, potentials=(replace(p.proof.potentials[0], values_s={"X": 1.0}),))),

@@ -66,7 +66,8 @@ def test_the_plan_says_which_layers_decide_together_and_they_differ() -> None:
     plan = grouped().plan
     assert list(plan.starts) == [LIST]
     [line] = [line for line in plan.proof.covers if LIST in line]
-    assert line.endswith(f"from {plan.starts[LIST][-1]} on") and f"{LIST} 0–{plan.starts[LIST][0] - 1}, " in line
+    first = plan.starts[LIST][0]
+    assert line.endswith(f"from {plan.starts[LIST][-1]} on") and (f"{LIST} 0–{first - 1}, " if first > 1 else f"{LIST} 0, ") in line
     per_layer = [decisions_of(plan, layer) for layer in range(NUM_LAYERS)]
     borders = [layer for layer in range(1, NUM_LAYERS) if per_layer[layer] != per_layer[layer - 1]]
     assert borders == list(plan.starts[LIST]), "layers of one group are alike, those of two are not"
