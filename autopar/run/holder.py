@@ -23,6 +23,7 @@ from autopar.run.frozen import Frozen
 from autopar.run.optimizers import watch_optimizers, watch_replaced
 from autopar.run.parameters import Storage
 from autopar.run.part import Part, Standing
+from autopar.run.plain_model import PlainModel
 from autopar.run.program import ProgramTensor
 from autopar.run.ranks import by_all, of_all
 from autopar.run.unset import Unset
@@ -77,6 +78,7 @@ class Holder(Drawing):
             known = None if shared is None else shared._state_to_draw_from()
             self.register_buffer(random_ops.STATE, self._first_state() if known is None else known, persistent=False)
         self._frozen: Frozen | None = None
+        self._left: PlainModel | None = None
         on_meta = self._names_on_meta(model) if shared is None else []
         self._unset = Unset({name: self.stored(name) for name in on_meta})
         told = of_all(bool(on_meta)) if shared is None and self._world.size() > 1 else [bool(on_meta)]
@@ -88,10 +90,12 @@ class Holder(Drawing):
         if shared is None:
             watch_replaced(model.parameters())
 
-    def _stand_for_all(self, model: nn.Module, attributes: Iterable[ModuleAttribute]) -> None:
-        """Show plain attributes of all modules, and watch those that the program has as constants; last, since what this module has of its
+    def _stand_for_all(self, model: nn.Module, attributes: Iterable[ModuleAttribute], shared: Holder | None) -> None:
+        """Show plain attributes of all modules, and watch what the user may do to the model; last, since what this module has of its
         own goes before."""
         self._frozen = Frozen(model, attributes)
+        if shared is None:
+            self._left = PlainModel(model, dict(self.named_parameters()))
         for path, module in model.named_modules(remove_duplicate=False):
             part = self._container(path)
             part.stand_for(module)
@@ -149,6 +153,8 @@ class Holder(Drawing):
         self.check_values()
         if self._frozen is not None:
             self._frozen.check(self._container)
+        if self._left is not None:
+            self._left.check(self)
         if self._captured_mode is not None and self.training != self._captured_mode:
             mode = "train" if self._captured_mode else "eval"
             what = f"the program was made in {mode} mode, which this model computes differently"

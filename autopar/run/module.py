@@ -76,7 +76,7 @@ class ParallelModule(Holder):
         self._may_train = shared is None or any(t.has_gradient for t in program.parameters)
         self._num_backwards = 0
         self._loss = next((i for i, t in enumerate(program.outputs) if t.is_loss and t.has_gradient), None)
-        self._stand_for_all(model, program.attributes)
+        self._stand_for_all(model, program.attributes, shared)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns.
