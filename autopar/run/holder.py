@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar import random_ops
 from autopar.ambient import autocast_around
-from autopar.capture.trace import ModuleAttribute
+from autopar.capture.trace import ModuleAttribute, OutsideValue
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.layout import Layout
 from autopar.run.arguments import Arguments
@@ -90,10 +90,10 @@ class Holder(Drawing):
         if shared is None:
             watch_replaced(model.parameters())
 
-    def _stand_for_all(self, model: nn.Module, attributes: Iterable[ModuleAttribute], shared: Holder | None) -> None:
+    def _stand_for_all(self, model: nn.Module, attributes: Iterable[ModuleAttribute | OutsideValue], shared: Holder | None) -> None:
         """Show plain attributes of all modules, and watch what the user may do to the model; last, since what this module has of its
         own goes before."""
-        self._frozen = Frozen(model, attributes)
+        self._frozen = Frozen(model, attributes, None if shared is None else shared._frozen)
         if shared is None:
             self._left = PlainModel(model, dict(self.named_parameters()))
         for path, module in model.named_modules(remove_duplicate=False):
