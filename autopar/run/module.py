@@ -78,6 +78,7 @@ class ParallelModule(Holder):
         self._loss = next((i for i, t in enumerate(program.outputs) if t.is_loss and t.has_gradient), None)
         self._stand_for_all(model, program.attributes, shared)
 
+    @torch.compiler.disable  # what runs is compiled already, and Dynamo cannot trace it
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns.
 

@@ -112,6 +112,7 @@ class StagedModule(Holder):
         self._calls = StageCalls(program, works, self._how, self._kept, self._held, self._storages, group, self.rank, devices)
         self._stand_for_all(model, program.attributes, shared)
 
+    @torch.compiler.disable  # what runs is compiled already, and Dynamo cannot trace it
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch; with gradients enabled, backward has run.
 
