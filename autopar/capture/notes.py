@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.outside import PLAIN, STEP, outside_values
+from autopar.capture.outside import PLAIN, STEP, name_outside, outside_values
 from autopar.capture.refusals import is_torchs, user_line
 from autopar.capture.trace import ModuleAttribute, OutsideValue, Stamp
 
 UNKNOWN = object()  # a value that is neither a constant nor tensors
+_HOOK = "_hooks[list("  # Dynamo's name of a hook
 _OF_CLASS = re.compile(r"dict\(type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]")
 _OF_TYPE = re.compile(r"type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.((?!__)\w+)")
 _SETATTR = (os.path.join("torch", "nn", "modules", "module.py"), "__setattr__")
@@ -99,7 +100,8 @@ def _notes(output: Any) -> Notes:
     names = [_name(guard) for guard in output.guards]
     asked = {f"{_name(guard)}.{guard.create_fn.keywords['attr']}" for guard in output.guards if _asks(guard)}
     places = [place for place in (_place(name, scope) for name in dict.fromkeys(names)) if place is not None]
-    writes = [write for var in effects._get_modified_vars() for write in _writes(var, effects, scope, {*names, *asked})]
+    seen, everywhere = {*names, *asked}, output.global_scope
+    writes = [write for var in effects._get_modified_vars() for write in _writes(var, effects, scope, seen, everywhere)]
     args = {node.name: node.meta["grapharg"].source for node in output.graph.nodes if node.meta.get("grapharg") is not None}
     held = {name: _name(source) for name, source in args.items()}
     tensors = frozenset(held.values())
@@ -177,7 +179,7 @@ def of_the_model(attributes: Iterable[ModuleAttribute | OutsideValue], model: nn
     return tuple({(each.name, getattr(each, "path", None)): each for each in found}.values())
 
 
-def _writes(var: Any, effects: Any, scope: dict[str, Any], seen: set[str]) -> Iterator[Write]:
+def _writes(var: Any, effects: Any, scope: dict[str, Any], seen: set[str], everywhere: dict[str, Any]) -> Iterator[Write]:
     stacks = getattr(effects, "mutation_user_stacks", {}).get(var, [])
     attributes = effects.store_attr_mutations.get(var)
     if any(_by_torch(stack) for stack in stacks):
@@ -199,14 +201,26 @@ def _writes(var: Any, effects: Any, scope: dict[str, Any], seen: set[str]) -> It
             yield Write(at, place.found, name, left, _nodes(value, inner), _reads(inner, seen), _line(stacks, name))
         elif _reads(inner, seen):
             yield _elsewhere(inner, name, stacks)
+        elif _HOOK in source:
+            yield _elsewhere(inner, _of_hook(inner), stacks, read=False)
+    if attributes is None and place is None:
+        said = name_outside(source, scope, everywhere) or (_of_hook(source) if _HOOK in source else "")
+        if said:  # what a hook stores, mostly
+            yield _elsewhere(source, said, stacks, read=False)
     if attributes is None and place is not None:
         left = _value(var) if isinstance(place.found, (list, dict, set, deque)) else UNKNOWN
         yield Write(place, place.found, "", left, _nodes(var, source), _reads(source, seen, within=True), _line(stacks, ""))
 
 
-def _elsewhere(source: str, name: str, stacks: Iterable[Any]) -> Write:
+def _of_hook(source: str) -> str:
+    """For people, what a hook holds."""
+    path = ".".join(re.findall(r"_modules\['([^']+)'\]", source.partition(_HOOK)[0]))
+    return f"{source.rpartition('.')[2]} of a hook on {path or 'the model'}"
+
+
+def _elsewhere(source: str, name: str, stacks: Iterable[Any], *, read: bool = True) -> Write:
     """A write to what no module holds: a global variable, an attribute of a class."""
-    return Write(Place(source, None, "", name), None, name, UNKNOWN, {}, True, _line(stacks, name))
+    return Write(Place(source, None, "", name), None, name, UNKNOWN, {}, read, _line(stacks, name))
 
 
 def _reads(source: str, seen: set[str], *, within: bool = False) -> bool:

@@ -78,10 +78,20 @@ def outside_values(
             yield OutsideValue(*found, value)
 
 
+def name_outside(source: str, local: Mapping[str, Any], everywhere: dict[str, Any]) -> str:
+    """What people call a place outside of the model by Dynamo's name; ``""`` where it is none."""
+    try:
+        found = _found(source, local, everywhere)
+    except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, NameError):
+        return ""
+    return "" if found is None else found[0]
+
+
 def _found(source: str, local: Mapping[str, Any], everywhere: dict[str, Any]) -> tuple[str, Any, tuple[tuple[str, Any], ...]] | None:
     """What people call it, its holder and the steps from there; None where it is no such value."""
     if cell := _CELL.fullmatch(source):
-        function = eval(cell[1], {"L": local, "G": everywhere, "__builtins__": {"dict": dict, "type": type}})  # Dynamo's own, as a guard is
+        known = {"dict": dict, "list": list, "type": type}
+        function = eval(cell[1], {"L": local, "G": everywhere, "__builtins__": known})  # an expression of Dynamo's, as its guards are
         return _of_closure(function, int(cell[2]), cell[3])
     root = _ROOT.match(source)
     if root is None:

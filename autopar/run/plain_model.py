@@ -3,7 +3,8 @@
 It is not kept alive: its modules are held weakly, and of each tensor there is noted which it is and how often it had been written. Where
 there is no plain model any more, or its weights are on meta, there is nothing to compare.
 
-Refused at the next call are another mode and parameters that were frozen or freed, unless the same was done to the compiled module; and at
+Refused at the next call are hooks that were registered since, another mode and parameters that were frozen or freed, unless the same was
+done to the compiled module; and at
 its first call parameters that were written, such as by `load_state_dict`, when those of the compiled one were not. Later, or where it has
 gradients, the plain model may well be one of its own: of values that are written then there is one warning.
 
@@ -98,6 +99,7 @@ class PlainModel:
 
     def __init__(self, model: nn.Module, compiled: Mapping[str, Tensor]) -> None:
         self._modes = tuple((path, weakref.ref(module), module.training) for path, module in model.named_modules())
+        self._hooks = tuple(_num_hooks(module) for module in model.modules())
         self._tensors = noted(model)
         self._unwritten: Mapping[str, tuple[int, int]] | None = {name: (id(p), _version(p)) for name, p in compiled.items()}
         self._is_watched = True  # for writes
@@ -105,11 +107,15 @@ class PlainModel:
     def check(self, compiled: Compiled) -> None:
         """Raises RuntimeStateError where something was done to the plain model that the compiled one does not do; warns as said above."""
         self._check_mode(compiled)
+        self._check_hooks()
         written: list[Noted] = []
         for each in self._tensors:
             now = each.now()
             if now is None:
                 continue
+            if now._backward_hooks and each.is_parameter:
+                what = f"a hook was registered on the plain model's parameter {each.name!r}, which the compiled one does not train"
+                raise RuntimeStateError(what, remedy=f"register it on pm.get_parameter({each.name!r})")
             if now.requires_grad != each.trains and each.is_parameter:
                 self._check_frozen(each, now, compiled)
             if self._is_watched and each.is_written(now) and not each.is_moved(now):
@@ -130,6 +136,14 @@ class PlainModel:
         what = f"{which} was set to another mode after it was compiled, and the compiled one is as it was"
         way = f"call pm.{now}(), or set the plain model back" if not changed else "set it back, or set modes of parts before compiling"
         raise RuntimeStateError(what, remedy=f"{way}: the compiled module has a mode of its own")
+
+    def _check_hooks(self) -> None:
+        for (path, ref, _), before in zip(self._modes, self._hooks, strict=True):
+            module = ref()
+            if module is not None and _num_hooks(module) > before:
+                what = f"a hook was registered on the plain model's {path!r}" if path else "a hook was registered on the plain model"
+                remedy = "remove it; return from forward what it is to see, or register it before compiling; one on the whole goes on pm"
+                raise RuntimeStateError(f"{what} after it was compiled, and is never called: the program is without it", remedy=remedy)
 
     def _check_frozen(self, each: Noted, now: Tensor, compiled: Compiled) -> None:
         mine: Tensor | None = dict(compiled.named_parameters()).get(each.name)
@@ -162,6 +176,12 @@ class PlainModel:
 
     def _is_trained(self) -> bool:
         return any(now is not None and now.grad is not None for now in (each.now() for each in self._tensors))
+
+
+def _num_hooks(module: nn.Module) -> int:
+    return (
+        len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks) + len(module._backward_pre_hooks)
+    )  # fmt: skip
 
 
 def _version(x: Tensor) -> int:

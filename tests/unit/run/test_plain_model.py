@@ -178,3 +178,28 @@ def test_what_waits_for_its_first_call_is_planned_in_the_mode_that_was_set_until
     with torch.no_grad():
         found = module(X).item()
         assert not module.training and not plain.training and found == pytest.approx(plain(X).item())
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize("path", ["", "layer"])
+def test_hooks_that_are_registered_since_are_refused_until_they_are_removed(path: str, kind: str) -> None:
+    torch.manual_seed(0)
+    plain: Any = Net()
+    plain.drop.register_forward_hook(lambda *_: None)
+    module: Any = autopar.compile(plain, example_inputs=(X,), hardware="cpu-gloo")
+    module(X)
+    where = f"'s '{path}'" if path else ""
+    handle = getattr(plain.get_submodule(path), f"register_{kind}")(lambda *_: None)
+    with pytest.raises(RuntimeStateError, match=f"hook was registered on the plain model{where} after"):
+        module(X)
+    handle.remove()
+    module(X)
+
+
+def test_hooks_on_parameters_that_are_registered_since_are_refused() -> None:
+    plain, module = pair()
+    handle = plain.layer.weight.register_hook(lambda grad: grad)
+    with pytest.raises(RuntimeStateError, match=r"plain model's parameter 'layer\.weight'[\s\S]*pm\.get_parameter\('layer\.weight'\)"):
+        module(X)
+    handle.remove()
+    module(X)
