@@ -103,9 +103,13 @@ class PlainModel:
         self._tensors = noted(model)
         self._unwritten: Mapping[str, tuple[int, int]] | None = {name: (id(p), _version(p)) for name, p in compiled.items()}
         self._is_watched = True  # for writes
+        self._checked: list[Any] = []
 
     def check(self, compiled: Compiled) -> None:
         """Raises RuntimeStateError where something was done to the plain model that the compiled one does not do; warns as said above."""
+        state = [compiled.training, *(_state_of(module) for _, ref, _ in self._modes if (module := ref()) is not None)]
+        if state == self._checked:
+            return
         self._check_mode(compiled)
         self._check_hooks()
         written: list[Noted] = []
@@ -122,7 +126,7 @@ class PlainModel:
                 written.append(each)
         if written:
             self._tell_of_written(written, compiled)
-        self._unwritten = None
+        self._unwritten, self._checked = None, state
 
     def _check_mode(self, compiled: Compiled) -> None:
         changed = next((path for path, ref, mode in self._modes if (module := ref()) is not None and module.training != mode), None)
@@ -178,10 +182,20 @@ class PlainModel:
         return any(now is not None and now.grad is not None for now in (each.now() for each in self._tensors))
 
 
+def _state_of(module: nn.Module) -> tuple[Any, ...]:
+    """What is the same as long as nothing is done to it; of every call, and so short."""
+    held = module.__dict__
+    tensors = [x for kind in ("_parameters", "_buffers") for x in held[kind].values() if x is not None]
+    try:
+        each = [(id(x), x._version, x.data_ptr(), x.requires_grad, x._backward_hooks is None) for x in tensors]
+    except RuntimeError:  # of inference mode, or of a class without data
+        each = [(id(x), _version(x), _pointer(x), x.requires_grad, x._backward_hooks is None) for x in tensors]
+    return held["training"], _num_hooks(module), each
+
+
 def _num_hooks(module: nn.Module) -> int:
-    return (
-        len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks) + len(module._backward_pre_hooks)
-    )  # fmt: skip
+    held = module.__dict__
+    return sum(map(len, (held["_forward_hooks"], held["_forward_pre_hooks"], held["_backward_hooks"], held["_backward_pre_hooks"])))
 
 
 def _version(x: Tensor) -> int:
