@@ -133,12 +133,14 @@ class Deferred(nn.Module):
     def __init__(self, order: _Order) -> None:
         super().__init__()
         object.__setattr__(self, "_waiting", order)  # not through nn.Module: the plain model is no child
-        self.training = order.model.training
+        self.training, self._mode_is_set = order.model.training, False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Plan at the first call, then run."""
         if self._waiting is not None:
-            if self.training != self._waiting.model.training:
+            if not self._mode_is_set:  # nothing was captured in the mode that the model had
+                self.training = self._waiting.model.training
+            elif self.training != self._waiting.model.training:
                 self._waiting.model.train(self.training)
             self.module = _build(self._waiting, args, kwargs)
             object.__setattr__(self, "_waiting", None)
@@ -167,6 +169,7 @@ class Deferred(nn.Module):
     def train(self, mode: bool = True) -> Deferred:
         """Set the mode, also of the distributed module once it is there."""
         super().train(mode)
+        self._mode_is_set = True
         return self
 
     def __getattr__(self, name: str) -> Any:

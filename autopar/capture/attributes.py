@@ -35,6 +35,7 @@ log = logging.getLogger("autopar")
 @functools.cache
 def tell_of_unkept(names: tuple[str, ...]) -> None:
     """Say once that forward writes attributes of these names and a program does not."""
+    names = tuple(dict.fromkeys(names))
     if names:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         log.warning("forward sets %s%s, which a program leaves as they are: no forward depends on them", ", ".join(names[:_SHOWN]), more)

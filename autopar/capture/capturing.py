@@ -255,7 +255,7 @@ class _Border:
             constants={position: leaf for position, (_, leaf) in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
             settings={position: leaf for position, (_, leaf) in enumerate(self.raw.in_leaves) if not isinstance(leaf, torch.Tensor)},
             fingerprint=_fingerprint(self.graph, entries["parameter"] + entries["buffer"]),
-            attributes=self.raw.attributes,
+            attributes=(*self.raw.attributes, *self.raw.outside),
         )
 
     def _parameters(

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar.capture.outside import PLAIN, STEP, name_outside, outside_values
 from autopar.capture.refusals import is_torchs, user_line
-from autopar.capture.trace import ModuleAttribute
+from autopar.capture.trace import ModuleAttribute, OutsideValue, Stamp
 
 UNKNOWN = object()  # a value that is neither a constant nor tensors
-_STEP = re.compile(r"\.(\w+)|\[([^\[\]]+)\]")
-_PLAIN = (int, float, bool, str, type(None))
+_HOOK = "_hooks[list("  # Dynamo's name of a hook
+_OF_CLASS = re.compile(r"dict\(type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]")
+_OF_TYPE = re.compile(r"type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.((?!__)\w+)")
 _SETATTR = (os.path.join("torch", "nn", "modules", "module.py"), "__setattr__")
 
 
@@ -68,11 +70,12 @@ class Notes:
     """What Dynamo knew at the end of a capture.
 
     Attributes:
-        constants: plain values that forward looked at. code: all that ran.
+        constants: values of modules that forward looked at. outside: of what no module has. code: all that ran.
     """
 
     writes: tuple[Write, ...]
     constants: tuple[ModuleAttribute, ...]
+    outside: tuple[OutsideValue, ...]
     graph: fx.Graph
     sources: dict[str, str]  # placeholder → Dynamo's name of what goes in
     code: tuple[CodeType, ...]
@@ -97,20 +100,25 @@ def _notes(output: Any) -> Notes:
     names = [_name(guard) for guard in output.guards]
     asked = {f"{_name(guard)}.{guard.create_fn.keywords['attr']}" for guard in output.guards if _asks(guard)}
     places = [place for place in (_place(name, scope) for name in dict.fromkeys(names)) if place is not None]
-    writes = [write for var in effects._get_modified_vars() for write in _writes(var, effects, scope, {*names, *asked})]
-    held = {node.name: node.meta["grapharg"].source for node in output.graph.nodes if node.meta.get("grapharg") is not None}
+    seen, everywhere = {*names, *asked}, output.global_scope
+    writes = [write for var in effects._get_modified_vars() for write in _writes(var, effects, scope, seen, everywhere)]
+    args = {node.name: node.meta["grapharg"].source for node in output.graph.nodes if node.meta.get("grapharg") is not None}
+    held = {name: _name(source) for name, source in args.items()}
+    tensors = frozenset(held.values())
     return Notes(
         tuple(writes),
-        tuple(ModuleAttribute(place.path, place.name, place.found) for place in places if _is_setting(place)),
+        tuple(_constants(places, tensors)),
+        tuple(outside_values(dict.fromkeys(names), tensors, scope, output.global_scope)),
         output.graph,
-        {name: _name(source) for name, source in held.items()},
+        held,
         tuple(output.tracing_context.traced_code or ()),
     )
 
 
 def _name(named: Any) -> str:
     name = named.name if isinstance(named.name, str) else named.name()
-    return re.sub(r"\.__dict__\['(\w+)'\]", r".\1", name)  # one name for one place
+    name = re.sub(r"\.__dict__\['(\w+)'\]", r".\1", _OF_CLASS.sub(r"\1.\2", name))  # one name for one place
+    return _OF_TYPE.sub(r"\1.\2", name)
 
 
 def _asks(guard: Any) -> bool:
@@ -118,8 +126,15 @@ def _asks(guard: Any) -> bool:
     return "HASATTR" in str(getattr(guard.create_fn, "func", "")) and "attr" in guard.create_fn.keywords
 
 
-def _is_setting(place: Place) -> bool:
-    return isinstance(place.found, _PLAIN) and bool(place.name) and place.name != "training" and "__" not in place.name
+def _constants(places: Iterable[Place], tensors: frozenset[str]) -> Iterator[ModuleAttribute]:
+    """Plain values, and tensors among those that the graph reads, but for parameters, buffers and `training`."""
+    for place in places:
+        if not place.name or place.name == "training" or "__" in place.name or hasattr(nn.Module, place.name):
+            continue
+        if isinstance(place.found, PLAIN):
+            yield ModuleAttribute(place.path, place.name, place.found)
+        elif place.source in tensors and type(place.found) in (torch.Tensor, nn.Parameter):
+            yield ModuleAttribute(place.path, place.name, Stamp.of(place.found))
 
 
 def _place(source: str, scope: dict[str, Any]) -> Place | None:
@@ -128,12 +143,14 @@ def _place(source: str, scope: dict[str, Any]) -> Place | None:
     if root is None or not isinstance(scope.get(root[1]), nn.Module):
         return None
     found, path, name, rest = scope[root[1]], "", "", source[root.end() :]
-    steps = list(_STEP.finditer(rest))
+    steps = list(STEP.finditer(rest))
     if "".join(step[0] for step in steps) != rest:
         return None
     for step in steps:
         attribute, key = step[1], step[2]
         try:
+            if attribute and isinstance(getattr(type(found), attribute, None), property):
+                return None  # what it makes of others, which have places of their own
             found = getattr(found, attribute) if attribute else found[ast.literal_eval(key)]
         except (AttributeError, LookupError, TypeError, ValueError, SyntaxError):
             return None
@@ -144,19 +161,25 @@ def _place(source: str, scope: dict[str, Any]) -> Place | None:
     return Place(source, found, path.strip("."), name.lstrip("."))
 
 
-def of_the_model(attributes: Iterable[ModuleAttribute], model: nn.Module) -> tuple[ModuleAttribute, ...]:
-    """The attributes with the values that they have in `model`: a capture changes some for a while; layers count themselves."""
+def of_the_model(attributes: Iterable[ModuleAttribute | OutsideValue], model: nn.Module) -> tuple[ModuleAttribute | OutsideValue, ...]:
+    """Those of modules with the values that they have in `model`: a capture changes some for a while; layers count themselves."""
     scope = {"model": model}
-    found = []
+    found: list[ModuleAttribute | OutsideValue] = []
     for each in attributes:
+        if isinstance(each, OutsideValue):
+            found.append(each)
+            continue
         modules = "".join(f"._modules[{name!r}]" for name in each.path.split(".") if name)
         name = each.name if each.name.startswith("[") else f".{each.name}"
         place = _place(f"L['model']{modules}{name}", scope)
-        found.append(each if place is None or not isinstance(place.found, _PLAIN) else replace(each, value=place.found))
-    return tuple(dict.fromkeys(found))
+        if place is None or not isinstance(place.found, (*PLAIN, torch.Tensor)):
+            found.append(each)
+        else:
+            found.append(replace(each, value=Stamp.of(place.found) if isinstance(place.found, torch.Tensor) else place.found))
+    return tuple({(each.name, getattr(each, "path", None)): each for each in found}.values())
 
 
-def _writes(var: Any, effects: Any, scope: dict[str, Any], seen: set[str]) -> Iterator[Write]:
+def _writes(var: Any, effects: Any, scope: dict[str, Any], seen: set[str], everywhere: dict[str, Any]) -> Iterator[Write]:
     stacks = getattr(effects, "mutation_user_stacks", {}).get(var, [])
     attributes = effects.store_attr_mutations.get(var)
     if any(_by_torch(stack) for stack in stacks):
@@ -178,14 +201,26 @@ def _writes(var: Any, effects: Any, scope: dict[str, Any], seen: set[str]) -> It
             yield Write(at, place.found, name, left, _nodes(value, inner), _reads(inner, seen), _line(stacks, name))
         elif _reads(inner, seen):
             yield _elsewhere(inner, name, stacks)
+        elif _HOOK in source:
+            yield _elsewhere(inner, _of_hook(inner), stacks, read=False)
+    if attributes is None and place is None:
+        said = name_outside(source, scope, everywhere) or (_of_hook(source) if _HOOK in source else "")
+        if said:  # what a hook stores, mostly
+            yield _elsewhere(source, said, stacks, read=False)
     if attributes is None and place is not None:
         left = _value(var) if isinstance(place.found, (list, dict, set, deque)) else UNKNOWN
         yield Write(place, place.found, "", left, _nodes(var, source), _reads(source, seen, within=True), _line(stacks, ""))
 
 
-def _elsewhere(source: str, name: str, stacks: Iterable[Any]) -> Write:
+def _of_hook(source: str) -> str:
+    """For people, what a hook holds."""
+    path = ".".join(re.findall(r"_modules\['([^']+)'\]", source.partition(_HOOK)[0]))
+    return f"{source.rpartition('.')[2]} of a hook on {path or 'the model'}"
+
+
+def _elsewhere(source: str, name: str, stacks: Iterable[Any], *, read: bool = True) -> Write:
     """A write to what no module holds: a global variable, an attribute of a class."""
-    return Write(Place(source, None, "", name), None, name, UNKNOWN, {}, True, _line(stacks, name))
+    return Write(Place(source, None, "", name), None, name, UNKNOWN, {}, read, _line(stacks, name))
 
 
 def _reads(source: str, seen: set[str], *, within: bool = False) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.weak import TensorWeakRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +104,61 @@ class Output:
         return bool(self.tangent) and not self.is_loss
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Stamp:
+    """Which tensor it was, which is not kept, and how often it had been written."""
+
+    tensor: TensorWeakRef
+    version: int
+
+    def __deepcopy__(self, memo: Any) -> Stamp:
+        return self
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Stamp:
+        """Of a tensor as it is now."""
+        return Stamp(TensorWeakRef(tensor), _version(tensor))
+
+    def is_of(self, now: object) -> bool:
+        """Whether that is the same tensor, unwritten."""
+        return isinstance(now, torch.Tensor) and self.tensor() is now and self.version == _version(now)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleAttribute:
-    """A plain Python value that forward looked at, and that the graph holds as a constant.
+    """A value that forward looked at, and that the graph holds as a constant.
 
     Attributes:
         path: of the module, ``""`` for the model itself. name: of the attribute, from there on: ``beta``, ``config.hidden_size``.
-        value: an int, float, bool, str or None, as it was at the capture.
+        value: an int, float, bool, str or None, as it was at the capture; a `Stamp` of a tensor that is neither parameter nor buffer.
     """
 
     path: str
     name: str
-    value: int | float | bool | str | None
+    value: int | float | bool | str | Stamp | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutsideValue:
+    """A value that forward looked at outside of the model, of a global or closure variable or of what one holds, a constant in the graph.
+
+    Attributes:
+        name: for people. holder: the cell, the dict or (by its name) the module that it is found in.
+        steps: how, each an attribute or (where that is empty) a key.
+        value: as of `ModuleAttribute`.
+    """
+
+    name: str
+    holder: Any
+    steps: tuple[tuple[str, Any], ...]
+    value: int | float | bool | str | Stamp | None
+
+    def __deepcopy__(self, memo: Any) -> OutsideValue:
+        return self  # a copy of what is outside would be another
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +192,7 @@ class Trace:
         folding: how repeated layers were captured; the graph is the same either way.
         precision: what wider floating parameters and inputs are read in, where that was asked for.
         attributes: plain values of the model's modules, and of what these hold, that forward looked at (`training` left out); of layers
-            that were repeated, the values of the layer that was captured in their place.
+            that were repeated, the values of the layer that was captured in their place; and the same of what no module has.
     """
 
     graph: fx.Graph
@@ -164,7 +208,7 @@ class Trace:
     fingerprint: str
     folding: Folding = Folding()
     precision: torch.dtype | None = None
-    attributes: tuple[ModuleAttribute, ...] = ()
+    attributes: tuple[ModuleAttribute | OutsideValue, ...] = ()
 
     @property
     def loss(self) -> Output | None:

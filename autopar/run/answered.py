@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar.errors import RuntimeStateError
+from autopar.run.derivatives import first_derivatives_only
 from autopar.run.returned import parts_of
 from autopar.run.stage_calls import StageCalls
 
@@ -38,7 +38,7 @@ class Answered(torch.autograd.Function):
         return tuple(outputs[t.name] for t in calls.kept)
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
         """The gradients of this rank's parameters."""
         calls, works, parameters = ctx.calls, ctx.works, ctx.parameters

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar import random_ops
 from autopar.ambient import autocast_around
-from autopar.capture.trace import ModuleAttribute
+from autopar.capture.trace import ModuleAttribute, OutsideValue
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.layout import Layout
 from autopar.run.arguments import Arguments
@@ -20,9 +20,11 @@ from autopar.run.checkpoints import checkpointable
 from autopar.run.drawing import Drawing
 from autopar.run.equal import share_weights
 from autopar.run.frozen import Frozen
+from autopar.run.likeness import likeness
 from autopar.run.optimizers import watch_optimizers, watch_replaced
 from autopar.run.parameters import Storage
 from autopar.run.part import Part, Standing
+from autopar.run.plain_model import PlainModel
 from autopar.run.program import ProgramTensor
 from autopar.run.ranks import by_all, of_all
 from autopar.run.unset import Unset
@@ -72,11 +74,13 @@ class Holder(Drawing):
         self._names: dict[str, str] = {}
         if shared is None:
             share_weights(model, self._world)
+        self._make_parts(model)
         self._register(model, {name: t for t in tensors for name in (t.name, *t.aliases)}, elsewhere, shared)
         if any(t.name == random_ops.STATE for t in tensors):
             known = None if shared is None else shared._state_to_draw_from()
-            self.register_buffer(random_ops.STATE, self._first_state() if known is None else known, persistent=False)
+            self.hold_buffer(random_ops.STATE, self._first_state() if known is None else known, persistent=False)
         self._frozen: Frozen | None = None
+        self._left: PlainModel | None = None
         on_meta = self._names_on_meta(model) if shared is None else []
         self._unset = Unset({name: self.stored(name) for name in on_meta})
         told = of_all(bool(on_meta)) if shared is None and self._world.size() > 1 else [bool(on_meta)]
@@ -88,10 +92,12 @@ class Holder(Drawing):
         if shared is None:
             watch_replaced(model.parameters())
 
-    def _stand_for_all(self, model: nn.Module, attributes: Iterable[ModuleAttribute]) -> None:
-        """Show plain attributes of all modules, and watch those that the program has as constants; last, since what this module has of its
+    def _stand_for_all(self, model: nn.Module, attributes: Iterable[ModuleAttribute | OutsideValue], shared: Holder | None) -> None:
+        """Show plain attributes of all modules, and watch what the user may do to the model; last, since what this module has of its
         own goes before."""
-        self._frozen = Frozen(model, attributes)
+        self._frozen = Frozen(model, attributes, None if shared is None else shared._frozen)
+        if shared is None:
+            self._left = PlainModel(model, dict(self.named_parameters()))
         for path, module in model.named_modules(remove_duplicate=False):
             part = self._container(path)
             part.stand_for(module)
@@ -128,7 +134,14 @@ class Holder(Drawing):
             return misfit
 
     def _elsewhere(self, misfit: Misfit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns where this program was not made for the call."""
+        """What the model returns where this program was not made for the call.
+
+        Raises:
+            RuntimeStateError: also where its parameters were converted, for which no other program is made.
+        """
+        for name, stored in self._names.items():
+            if (held := self.stored(name)).dtype != self._storages[stored].tensor.dtype:
+                self._storages[stored].local(held)  # says so
         if self.variants is None:
             raise misfit
         variant = self.variants.find(self, self.training, args, kwargs, lambda: self._arguments.as_whole(args, kwargs), misfit)
@@ -149,6 +162,8 @@ class Holder(Drawing):
         self.check_values()
         if self._frozen is not None:
             self._frozen.check(self._container)
+        if self._left is not None:
+            self._left.check(self)
         if self._captured_mode is not None and self.training != self._captured_mode:
             mode = "train" if self._captured_mode else "eval"
             what = f"the program was made in {mode} mode, which this model computes differently"
@@ -201,14 +216,14 @@ class Holder(Drawing):
                 if id(parameter) not in made:
                     made[id(parameter)] = self._parameter(prefix + name, parameter, known, shared)
                 stored, self._names[prefix + name] = made[id(parameter)]
-                self._container(path).register_parameter(name, stored)
+                self._container(path).hold_parameter(name, stored)
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 if prefix + name in elsewhere:
                     continue
                 if id(buffer) not in made:
                     made[id(buffer)] = self._buffer(prefix + name, buffer, known, shared)
                 stored, self._names[prefix + name] = made[id(buffer)]
-                self._container(path).register_buffer(name, stored, persistent=name not in module._non_persistent_buffers_set)
+                self._container(path).hold_buffer(name, stored, persistent=name not in module._non_persistent_buffers_set)
 
     def _names_on_meta(self, model: nn.Module) -> list[str]:
         """Of what is held here; but for saved booleans, of which nothing says whether they were read (`autopar.run.unset`)."""
@@ -217,12 +232,21 @@ class Holder(Drawing):
         return [name for name, x in on_meta.items() if x.dtype != torch.bool or name not in saved]
 
     def _container(self, path: str) -> Standing:
-        module: Standing = self
-        for name in path.split(".") if path else ():
-            if name not in module._modules:
-                module.add_module(name, Part())
-            module = cast(Standing, module.get_submodule(name))
-        return module
+        return cast(Standing, self.get_submodule(path))
+
+    def _make_parts(self, model: nn.Module) -> None:
+        """One for each name of a module, of its class, with what it has set to None."""
+        classes: dict[type[nn.Module], type[Part]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            here: Standing = self
+            if path:
+                above, _, name = path.rpartition(".")
+                alike = classes.get(type(module)) or classes.setdefault(type(module), likeness(type(module)))
+                here = object.__new__(alike)
+                Part.__init__(here)
+                self._container(above).hold_module(name, here)
+            for kind in ("_modules", "_parameters", "_buffers"):
+                getattr(here, kind).update({name: None for name, x in getattr(module, kind).items() if x is None})
 
     def _parameter(
         self, name: str, full: nn.Parameter, known: Mapping[str, ProgramTensor], shared: Holder | None
@@ -285,8 +309,8 @@ class Holder(Drawing):
     def stored(self, name: str) -> Tensor:
         """What bears a name of the model."""
         path, _, leaf = name.rpartition(".")
-        stored: Tensor = getattr(self.get_submodule(path), leaf)
-        return stored
+        module = self.get_submodule(path)
+        return module.get_parameter(leaf) if leaf in module._parameters else module.get_buffer(leaf)
 
 
 def holder_of(module: nn.Module) -> Holder:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, DistributedSampler
@@ -22,6 +21,7 @@ from autopar.errors import MeshError, RuntimeStateError
 from autopar.layout import Layout
 from autopar.run.arguments import Arguments, Results
 from autopar.run.clipping import clip_grad_norm_
+from autopar.run.derivatives import first_derivatives_only
 from autopar.run.device_mesh import agree, groups_of, mesh_of
 from autopar.run.equal import check_tangents
 from autopar.run.executor import Backend, Batch, Executor, Outputs
@@ -76,8 +76,9 @@ class ParallelModule(Holder):
         self._may_train = shared is None or any(t.has_gradient for t in program.parameters)
         self._num_backwards = 0
         self._loss = next((i for i, t in enumerate(program.outputs) if t.is_loss and t.has_gradient), None)
-        self._stand_for_all(model, program.attributes)
+        self._stand_for_all(model, program.attributes, shared)
 
+    @torch.compiler.disable  # what runs is compiled already, and Dynamo cannot trace it
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns.
 
@@ -201,7 +202,7 @@ class _Step(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
         saved, ctx.saved = ctx.saved, None
         if saved is None:

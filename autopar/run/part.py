@@ -1,23 +1,40 @@
-"""What stands for the model and its modules in the compiled one: it holds their parameters and shows their plain attributes."""
+"""What stands for the model and its modules in the compiled one: it holds their parameters and shows their plain attributes.
+
+Under which names the model has modules, parameters and buffers is the model's choice: they are held under any, those too that these classes
+have for something of their own, which `pm.name` is then; by ``pm.get_submodule(name)`` and in state dicts the model's is found.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import RuntimeStateError
+
+_KINDS = {"_modules": "module", "_parameters": "parameter", "_buffers": "buffer"}
+
+
+class NoSuchMethod(RuntimeStateError, AttributeError):
+    """What the plain model can do by itself and a compiled one cannot."""
 
 
 class Standing(nn.Module):
     """Shows the plain attributes of a module, such as ``config``, and refuses to set them: the program has what they were."""
 
     def stand_for(self, module: nn.Module) -> None:
-        """Show what this module has and `self` has not; what holds tensors or modules is no plain attribute, nor is what can be called."""
-        found = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
-        plain = {name: x for name, x in found.items() if _is_plain(x) and not hasattr(type(self), name)}
+        """Show what this module and its class have and `self` has not; what holds tensors or modules is no plain attribute, nor is what can
+        be called. From now on nothing else is held."""
+        own = Part if isinstance(self, Part) else type(self)
+        of_classes = {name: x for each in reversed(classes_of(type(module))) for name, x in vars(each).items()}
+        found = {name: x for name, x in of_classes.items() if not hasattr(type(x), "__get__")} | vars(module)
+        found = {name: x for name, x in found.items() if not name.startswith("_") and name != "training"}
+        plain = {name: x for name, x in found.items() if _is_plain(x) and not hasattr(own, name)}
         self.__dict__["_plain"] = {name: x for name, x in plain.items() if name not in self.__dict__}
+        self.__dict__["_stands_for"], self.__dict__["_own"] = type(module), frozenset(self.__dict__)
 
     @property
     def shown(self) -> Mapping[str, Any]:
@@ -27,17 +44,116 @@ class Standing(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         plain: Mapping[str, Any] = self.__dict__.get("_plain", {})
-        return plain[name] if name in plain else super().__getattr__(name)
+        if name in plain:
+            return plain[name]
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            if name == "no_sync":
+                what = "a compiled module has no no_sync: gradients add up over calls of backward, as they do without it"
+                raise NoSuchMethod(what, remedy="leave it out") from None
+            if hasattr(self.__dict__.get("_stands_for"), name) and not name.startswith("__"):
+                what = f"a compiled module has no methods of the model's, as {name!r} is: it is one program, of forward"
+                raise NoSuchMethod(what, remedy="call it on the plain model, whose weights are its own") from None
+            raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("_plain", {}):
+        held = isinstance(value, nn.Module | nn.Parameter)
+        own = self.__dict__.get("_own")
+        if own is None or (not held and (name in own or isinstance(getattr(type(self), name, None), property))):
+            object.__setattr__(self, name, value)  # its own, whatever the model has under that name
+            return
+        if name in self.shown:
             what = f"{name!r} cannot be set: what the model computes was captured with the value that it had then"
             raise RuntimeStateError(what, remedy=f"let forward read it from a buffer (register_buffer({name!r}, torch.tensor(...)))")
-        super().__setattr__(name, value)
+        if held or any(name in self.__dict__[kind] for kind in _KINDS):
+            self._check_held(name, value)
+        if name in self._buffers:
+            self._buffers[name] = value
+        elif isinstance(value, nn.Parameter):
+            self._parameters[name] = value
+        else:
+            nn.Module.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if any(name in self.__dict__[kind] for kind in _KINDS):
+            raise _of_another_model(f"{name!r} cannot be taken out")
+        super().__delattr__(name)
+
+    def _check_held(self, name: str, value: Any) -> None:
+        """Raises RuntimeStateError where that is no tensor that may stand in the place of the one that is held under the name."""
+        held = self._parameters.get(name, self._buffers.get(name))
+        if isinstance(value, nn.Module) or name in self._modules:
+            raise _of_another_model(f"{name!r} cannot be set: modules of a compiled module are neither replaced nor added")
+        if held is None:
+            raise _of_another_model(f"{name!r} cannot be set: a compiled module takes no parameters that the model had not")
+        if not isinstance(value, Tensor) or _form(value) != _form(held):
+            what = f"{name!r} cannot be set: the program takes {' '.join(map(str, _form(held)))}"
+            remedy = f"pass whole tensors to pm.load_state_dict, or write into what is there: with torch.no_grad(): pm.{name}.copy_(...)"
+            raise RuntimeStateError(what, remedy=remedy)
+
+    def add_module(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises RuntimeStateError: the program is of the modules, parameters and buffers that there were; so do the others."""
+        raise _of_another_model("a compiled module takes no modules, parameters or buffers that the model had not")
+
+    register_module = add_module
+    register_parameter = add_module
+    register_buffer = add_module
+
+    def hold_module(self, name: str, module: Standing) -> None:
+        """Under any name, one that this class itself has for something else, too; so do the others."""
+        self._modules[name] = module
+
+    def hold_parameter(self, name: str, parameter: nn.Parameter) -> None:
+        """As `hold_module`."""
+        self._parameters[name] = parameter
+
+    def hold_buffer(self, name: str, buffer: Tensor, *, persistent: bool) -> None:
+        """As `hold_module`."""
+        self._buffers[name] = buffer
+        if not persistent:
+            self._non_persistent_buffers_set.add(name)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """As of every module, whatever its name."""
+        found: nn.Module = self
+        for name in target.split(".") if target else ():
+            found = _held(found, "_modules", name, target)
+        return found
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """As of every module, whatever its name."""
+        path, _, name = target.rpartition(".")
+        found: nn.Parameter = _held(self.get_submodule(path), "_parameters", name, target)
+        return found
+
+    def get_buffer(self, target: str) -> Tensor:
+        """As of every module, whatever its name."""
+        path, _, name = target.rpartition(".")
+        found: Tensor = _held(self.get_submodule(path), "_buffers", name, target)
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Standing:
+        copied: Standing = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raises RuntimeStateError: what it is made of is this process' own."""
+        what = "a compiled module is not pickled, by torch.save or otherwise: its program is of these processes"
+        remedy = "save its values: autopar.save_weights(pm, folder), autopar.Checkpoints, or torch.save(pm.state_dict(), file) on each rank"
+        raise RuntimeStateError(what, remedy=remedy)
 
 
 class Part(Standing):
     """A module of the model in the compiled one, which runs as one graph: it is never called, and so hooks on it would not be."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+    def __init_subclass__(cls) -> None:
+        """Nothing: a class whose likeness is made has registered itself."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises RuntimeStateError: the program is of the whole model."""
@@ -51,11 +167,39 @@ class Part(Standing):
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises RuntimeStateError: it would never be called; so do the others."""
         what = "a hook on a part of a compiled module would never be called: the whole runs as one graph"
-        raise RuntimeStateError(what, remedy="register it on the plain model before autopar.compile, which takes it into the graph")
+        remedy = (
+            "return from forward what it is to see; of a forward hook that the plain model has before autopar.compile the program has "
+            "what it computes, and not what it stores"
+        )
+        raise RuntimeStateError(what, remedy=remedy)
 
     register_forward_pre_hook = register_forward_hook
     register_full_backward_hook = register_forward_hook
     register_full_backward_pre_hook = register_forward_hook
+    register_backward_hook = register_forward_hook
+
+
+def classes_of(cls: type) -> list[type]:
+    """Those that a module's class has of its own, beside torch's `nn.Module`."""
+    return [each for each in cls.__mro__ if each not in nn.Module.__mro__]
+
+
+def _held(module: nn.Module, kind: str, name: str, target: str) -> Any:
+    found = module.__dict__[kind].get(name)
+    if found is None:
+        raise AttributeError(f"{target!r}: {type(module).__name__} has no {_KINDS[kind]} {name!r}")
+    return found
+
+
+def _of_another_model(what: str) -> RuntimeStateError:
+    return RuntimeStateError(f"{what}: its program was made of the plain model", remedy="change the plain model, and compile it again")
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    """What a tensor has to share with one in whose place it is put."""
+    if isinstance(tensor, DTensor):
+        return "a DTensor", tuple(tensor.shape), tensor.dtype, tensor.placements
+    return "a tensor", tuple(tensor.shape), tensor.dtype
 
 
 def _is_plain(value: Any, depth: int = 3) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.trace import Input, ModuleAttribute, Output, Trace
+from autopar.capture.trace import Input, ModuleAttribute, Output, OutsideValue, Trace
 from autopar.errors import RuntimeStateError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -84,7 +84,7 @@ class Program:
     collectives: tuple[tuple[str, str, Any], ...]
     plan_hash: str = ""
     settings: Mapping[int, Any] = field(default_factory=dict)
-    attributes: tuple[ModuleAttribute, ...] = ()
+    attributes: tuple[ModuleAttribute | OutsideValue, ...] = ()
     accumulates: bool = False
     begin: fx.GraphModule | None = None
     end: fx.GraphModule | None = None
@@ -226,7 +226,7 @@ class StagedProgram:
         return self.trace.settings
 
     @property
-    def attributes(self) -> tuple[ModuleAttribute, ...]:
+    def attributes(self) -> tuple[ModuleAttribute | OutsideValue, ...]:
         return self.trace.attributes
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar.errors import RuntimeStateError
+from autopar.run.derivatives import first_derivatives_only
 from autopar.run.stage_calls import StageCalls
 
 
@@ -28,7 +28,7 @@ class Published(torch.autograd.Function):
         return loss[0]
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, tangent: Tensor) -> tuple[Any, ...]:
         """The gradients that are there."""
         gradients, ctx.gradients = ctx.gradients, None

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar.errors import RuntimeStateError
+from autopar.run.derivatives import first_derivatives_only
 
 
 def refusing(name: str, value: Tensor, loss: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class _Refused(torch.autograd.Function):
         return value.pop()
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, tangent: Tensor) -> Any:
         raise RuntimeStateError(
             f"backward goes through the output {ctx.name!r}, and a program has the gradient of its loss alone",

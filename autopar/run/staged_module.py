@@ -110,8 +110,9 @@ class StagedModule(Holder):
                 f"{program.microbatches.num} microbatches" if program.microbatches.num > 1 else "the last stage",
             )  # fmt: skip
         self._calls = StageCalls(program, works, self._how, self._kept, self._held, self._storages, group, self.rank, devices)
-        self._stand_for_all(model, program.attributes)
+        self._stand_for_all(model, program.attributes, shared)
 
+    @torch.compiler.disable  # what runs is compiled already, and Dynamo cannot trace it
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch; with gradients enabled, backward has run.
 

@@ -34,6 +34,10 @@ def test_evaluation_is_planned_as_forward_alone_in_the_same_stages(facts: list[t
         assert told["evaluated"] < (1e-6 if "tied" in name else 1e-12) and told["forward alone"]
 
 
+def test_gradients_of_gradients_are_refused_on_every_rank(facts: list[tuple[str, dict[str, Any]]]) -> None:
+    assert all("programs have first derivatives only" in told["second"] for _, told in facts)
+
+
 def test_a_step_holds_what_was_predicted(facts: list[tuple[str, dict[str, Any]]]) -> None:
     for _, told in facts:
         measured, predicted = told["peak"]

@@ -48,6 +48,7 @@ def follow(kind: str, axes: dict[str, int], asked: tuple[Any, ...]) -> dict[str,
             seen += [loss.item(), float(norm)]
     facts: dict[str, Any] = {"losses": losses, "moved": losses[0][0] - losses[0][-2], "parameters": worst(module, plain)}
     facts["held"] = sum(isinstance(p, DTensor) for p in module.parameters()) < len(list(plain.parameters()))
+    facts["second"] = _refusal_of_second_derivatives(module, batch)
     smaller = {name: x[:4] for name, x in batch.items()}
     with torch.no_grad():
         ours, theirs = named(module.eval()(**smaller)), named(plain.eval()(**smaller))
@@ -56,6 +57,15 @@ def follow(kind: str, axes: dict[str, int], asked: tuple[Any, ...]) -> dict[str,
     facts["forward alone"] = variant.options["inference"] and variant.pipeline is not None
     facts["peak"] = _peak(module.train(), batch)
     return facts
+
+
+def _refusal_of_second_derivatives(module: Any, batch: dict[str, Tensor]) -> str:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    try:
+        torch.autograd.grad(loss_of(module(**batch)), trained, create_graph=True, allow_unused=True)
+    except RuntimeStateError as error:
+        return error.what
+    return ""
 
 
 def _peak(module: Any, batch: dict[str, Tensor]) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from autopar.capture.notes import Notes, noting
 from autopar.capture.outputs import Differentiated, differentiated
 from autopar.capture.raw_graphs import drop_checks, plain_copy
 from autopar.capture.refusals import as_capture_error, quiet, refuse_miscompiled
-from autopar.capture.trace import ModuleAttribute
+from autopar.capture.trace import ModuleAttribute, OutsideValue
 from autopar.capture.trees import flatten_with_paths, leaves_of
 from autopar.errors import CaptureError
 
@@ -55,7 +55,8 @@ class RawJoint:
         results: (kind, name or flat index) per result; kind is output, gradient, mutation or none.
         loss: flat position of the loss in the returned structure, None where there is none.
         in_leaves: flat (path, value) of (args, kwargs); out_leaves: of the returned structure, tensors fake.
-        attributes: plain values that forward looked at. unkept: attributes that forward writes and a program does not.
+        attributes: values of modules that forward looked at. outside: of what no module has.
+        unkept: attributes that forward writes and a program does not.
     """
 
     graph: fx.Graph
@@ -68,6 +69,7 @@ class RawJoint:
     out_leaves: tuple[tuple[str, Any], ...]
     out_spec: Any
     attributes: tuple[ModuleAttribute, ...]
+    outside: tuple[OutsideValue, ...]
     unkept: tuple[str, ...]
 
 
@@ -115,6 +117,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             out_leaves=out_leaves,
             out_spec=out_spec,
             attributes=tuple(each for each in notes.constants if (each.path, each.name) not in written),
+            outside=notes.outside,
             unkept=unkept,
         )
 

@@ -232,6 +232,40 @@ def test_what_no_later_forward_depends_on_is_captured_and_named_once_where_it_is
     _assert_steps_equal(trace, does)
 
 
+KEPT: list[Tensor] = []
+
+
+def test_what_hooks_store_is_named_as_not_kept_and_what_they_compute_is_in_the_graph(caplog: pytest.LogCaptureFixture) -> None:
+    seen: dict[str, Tensor] = {}
+
+    class Storing:
+        def __init__(self) -> None:
+            self.last: Tensor | None = None
+
+        def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+            self.last = out
+            return out * 2
+
+    def storing(module: nn.Module, args: Any, out: Tensor) -> None:
+        KEPT.append(out.detach())
+        seen["out"] = out
+
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean()
+
+    model = nn.Sequential(nn.Linear(4, 4), Mean())
+    model[0].register_forward_hook(storing)
+    model[0].register_forward_hook(Storing())
+    caplog.set_level(logging.WARNING, "autopar")
+    trace = capture(model, (X,))
+    (told,) = [record.getMessage() for record in caplog.records if "forward sets" in record.getMessage()]
+    for name in ("global variable KEPT of", "variable seen around", "last of a hook on 0"):
+        assert told.count(name) == 1
+    (found,), _, _ = execute(trace, dict(model.named_parameters()), {}, (X,))
+    torch.testing.assert_close(found, model(X))
+
+
 class Root(nn.Module):
     """A module under a name of its own."""
 

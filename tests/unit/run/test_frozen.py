@@ -1,0 +1,174 @@
+"""What forward reads and a program has as a constant, wherever it is, may not change between calls without a word."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import RuntimeStateError
+
+X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
+FACTOR = 1.0
+TABLE: dict[str, Any] = {"weight": 1.0, "unread": 1.0}
+BIAS = torch.zeros(4)
+UNREAD = 1.0
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * FACTOR * TABLE["weight"] + BIAS
+
+
+class Scaled(nn.Module):
+    size = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.center, self.held = nn.Linear(4, 4), torch.zeros(4), [torch.ones(4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled(self.layer(x) - self.center) * self.held[0] * self.size
+
+
+def made() -> tuple[Any, Any]:
+    """A model, and what sets the variables around its forward."""
+    weights, beta, unread = torch.ones(4), 1.0, 1.0
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.settings = Scaled(), SimpleNamespace(shift=torch.zeros(4), depth=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.body(x) * weights * beta + self.settings.shift
+            if not self.training:
+                hidden = hidden * self.settings.depth
+            return hidden.pow(2).mean()
+
+        def other(self) -> float:
+            return unread
+
+    def around(**values: Any) -> None:
+        nonlocal weights, beta, unread
+        weights, beta, unread = values.get("weights", weights), values.get("beta", beta), values.get("unread", unread)
+
+    torch.manual_seed(0)
+    return Net(), around
+
+
+def _set(place: str, value: Any) -> Callable[[Any, Any, pytest.MonkeyPatch], None]:
+    def change(model: Any, around: Any, patch: pytest.MonkeyPatch) -> None:
+        exec(f"{place} = value", {"model": model, "value": value})
+
+    return change
+
+
+CHANGES: dict[str, tuple[Callable[[Any, Any, pytest.MonkeyPatch], Any], str]] = {
+    "a tensor set": (_set("model.body.center", torch.ones(4)), r"the model's body\.center is another tensor"),
+    "a tensor written": (lambda model, *_: model.body.center.add_(1.0), r"the model's body\.center was written since"),
+    "in a list": (_set("model.body.held[0]", torch.zeros(4)), r"the model's body\.held\[0\] is another tensor"),
+    "of an object": (lambda model, *_: model.settings.shift.add_(1.0), r"the model's settings\.shift was written since"),
+    "of the class": (_set("model.body.size", 3.0), r"the model's body\.size is 3\.0, and was 2\.0"),
+    "a variable": (lambda _, around, __: around(beta=2.0), r"the variable beta around \S+Net\.forward is 2\.0, and was 1\.0"),
+    "a variable's tensor": (lambda _, around, __: around(weights=torch.zeros(4)), r"the variable weights around \S+ is another tensor"),
+    "a global": (lambda *given: given[2].setitem(globals(), "FACTOR", 2.0), r"the global variable FACTOR of \S*test_frozen is 2\.0"),
+    "in a global": (lambda *given: given[2].setitem(TABLE, "weight", 3.0), r"the global variable TABLE\['weight'\] of \S+ is 3\.0"),
+    "a global tensor": (lambda *given: given[2].setitem(globals(), "BIAS", torch.ones(4)), r"variable BIAS of \S+ is another tensor"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_constant_that_changes_is_refused_wherever_it_is(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, around = made()
+    module: Any = autopar.compile(model, example_inputs=(X,), hardware="cpu-gloo")
+    before = model(X).item()
+    assert module(X).item() == pytest.approx(before)
+    change, says = CHANGES[what]
+    change(model, around, monkeypatch)
+    assert model(X).item() != pytest.approx(before)
+    with pytest.raises(RuntimeStateError, match=says):
+        module(X)
+    monkeypatch.undo()
+    if "global" in what:
+        module(X)
+
+
+def test_what_forward_does_not_read_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, around = made()
+    model.unread = torch.zeros(4)
+    module: Any = autopar.compile(model, example_inputs=(X,), hardware="cpu-gloo")
+    model.unread = torch.ones(4)
+    model.settings.depth = 3
+    around(unread=2.0)
+    monkeypatch.setitem(globals(), "UNREAD", 2.0)
+    monkeypatch.setitem(TABLE, "unread", 2.0)
+    module(X).backward()
+
+
+def test_a_constant_may_be_set_to_what_it_was() -> None:
+    model, around = made()
+    module: Any = autopar.compile(model, example_inputs=(X,), hardware="cpu-gloo")
+    before, model.body.center = model.body.center, torch.ones(4)
+    with pytest.raises(RuntimeStateError, match="another tensor"):
+        module(X)
+    model.body.center = before
+    around(beta=float("1"))
+    module(X)
+
+
+def test_what_another_mode_reads_is_looked_at_there() -> None:
+    model, _ = made()
+    module: Any = autopar.compile(model, example_inputs=(X,), hardware="cpu-gloo")
+    module.eval()
+    module(X)
+    model.settings.depth = 3
+    with pytest.raises(RuntimeStateError, match=r"the model's settings\.depth is 3, and was 1"):
+        module(X)
+    module.train()
+    module(X)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_tensor_that_another_mode_alone_reads_is_the_users_not_a_copy(when: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.offset = nn.Linear(4, 4), torch.zeros(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.layer(x)
+            return (hidden if self.training else hidden + self.offset).pow(2).mean()
+
+    torch.manual_seed(0)
+    model: Any = Net()
+    module: Any = autopar.compile(model, example_inputs=(X,), hardware="cpu-gloo")
+    module.eval()
+    if when == "after":
+        module(X)
+    model.offset.add_(1.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeStateError, match=r"the model's offset (was written|is another tensor)"):
+            module(X)
+    module.train()
+    module(X)
+
+
+def test_neither_the_model_nor_its_tensors_are_kept_and_a_copy_of_the_module_looks_at_the_same() -> None:
+    model, around = made()
+    module: Any = autopar.compile(model, example_inputs=(X,), hardware="cpu-gloo")
+    copied, held = copy.deepcopy(module), [weakref.ref(model), weakref.ref(model.body.center)]
+    del model
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
+    copied(X)
+    around(beta=2.0)
+    with pytest.raises(RuntimeStateError, match="variable beta"):
+        copied(X)

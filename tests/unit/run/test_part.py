@@ -1,0 +1,236 @@
+"""A compiled module has the plain model's modules by name and class, and takes no others."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import AutoparError, RuntimeStateError
+
+X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
+
+
+class Own(nn.Linear):
+    """A class with what a part must not run."""
+
+    gain = 2.0
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+        self.shown = "by the model"
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+
+    def generate(self) -> Tensor:
+        return self.weight * 2
+
+    @property
+    def device(self) -> Any:
+        return self.weight.device
+
+    def __len__(self) -> int:
+        return 3
+
+    def train(self, mode: bool = True) -> Own:
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+class Net(nn.Module):
+    kind = "a net"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.drop = Own(), nn.Dropout(0.0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.more = nn.ModuleDict({"norm": nn.LayerNorm(4), "seq": nn.Sequential(nn.Linear(4, 4), nn.ReLU())})
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.own(x)) - self.center
+        for layer in self.layers:
+            x = layer(x)
+        return self.more["seq"](self.more["norm"](x)).pow(2).mean()
+
+    def generate(self) -> int:
+        return 1
+
+
+def pair(**options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    plain = Net()
+    return plain, autopar.compile(copy.deepcopy(plain), example_inputs=(X,), hardware="cpu-gloo", **options)
+
+
+def test_parts_are_of_the_plain_modules_classes() -> None:
+    plain, module = pair()
+    for kind in (nn.Linear, Own, nn.LayerNorm, nn.ModuleList, nn.Sequential, nn.Dropout):
+        wanted = [name for name, each in plain.named_modules() if isinstance(each, kind)]
+        assert wanted and [name for name, each in module.named_modules() if isinstance(each, kind)] == wanted
+    with torch.no_grad():
+        module.apply(lambda each: each.weight.zero_() if isinstance(each, nn.Linear) else None)
+    assert not module.own.weight.full_tensor().any() and module(X).item() != plain(X).item()
+    assert repr(module).count("Linear(in_features=4, out_features=4, bias=True)") == 3 and "Dropout(p=0.0" in repr(module)
+
+
+def test_containers_are_walked() -> None:
+    _, module = pair()
+    assert len(module.layers) == 2 and module.layers[1] is list(module.layers)[-1] and module.layers[-1] is module.layers[1]
+    assert list(module.more) == ["norm", "seq"] and "norm" in module.more and module.more["norm"] is module.more.norm
+    assert [*module.more.keys()] == [name for name, _ in module.more.items()] and len(module.more["seq"][:1]) == 1
+    assert module.layers[0].bias is not None and module.own.bias is None
+    layers = module.layers
+    for change in (lambda: layers.append(nn.Linear(4, 4)), lambda: module.more.update({}), lambda: layers.__setitem__(0, None)):
+        with pytest.raises(AutoparError):
+            change()
+
+
+def test_of_the_models_methods_a_compiled_module_has_none_and_says_so() -> None:
+    _, module = pair()
+    for part, name in ((module, "generate"), (module.own, "generate"), (module.own, "reset_parameters"), (module.own, "device")):
+        assert not hasattr(part, name)
+        with pytest.raises(RuntimeStateError, match=f"no methods of the model's, as '{name}' is[\\s\\S]*on the plain model"):
+            getattr(part, name)
+    with pytest.raises(RuntimeStateError, match="gradients add up"), module.no_sync():
+        pass
+    with pytest.raises(RuntimeStateError, match="has no __len__"):
+        len(module.own)
+    with pytest.raises(RuntimeStateError, match="not called by itself"):
+        module.own(X)
+    with pytest.raises(RuntimeStateError, match="mode of a part"):
+        module.own.train()
+    with pytest.raises(AttributeError, match="nothing") as raised:
+        module.own.nothing  # noqa: B018
+    assert not isinstance(raised.value, AutoparError)
+
+
+def test_attributes_of_classes_are_shown_and_not_set() -> None:
+    _, module = pair()
+    assert module.kind == "a net" and module.own.gain == 2.0 and module.own.in_features == 4
+    for part, name in ((module, "kind"), (module.own, "gain")):
+        with pytest.raises(RuntimeStateError, match=f"'{name}' cannot be set"):
+            setattr(part, name, 3.0)
+
+
+@pytest.mark.parametrize("name", ["drop", "extra"])
+def test_modules_are_neither_replaced_nor_added(name: str) -> None:
+    _, module = pair()
+    before = module(X).item()
+    for part in (module, module.own, module.more):
+        with pytest.raises(RuntimeStateError, match=r"neither replaced nor added[\s\S]*change the plain model, and compile it again"):
+            setattr(part, name, nn.Dropout(0.9))
+        for add in (part.add_module, part.register_module):
+            with pytest.raises(RuntimeStateError, match="takes no modules"):
+                add(name, nn.Dropout(0.9))
+    with pytest.raises(RuntimeStateError, match="'drop' cannot be taken out"):
+        del module.drop
+    with pytest.raises(RuntimeStateError, match="neither replaced nor added"):
+        module.drop = None
+    assert module(X).item() == before
+
+
+def test_parameters_and_buffers_are_replaced_by_their_like_alone() -> None:
+    _, module = pair()
+    for part, name, value, says in (
+        (module.own, "weight", nn.Parameter(torch.zeros(4, 4)), r"the program takes a DTensor \(4, 4\) torch\.float32"),
+        (module.own, "weight", None, "the program takes"),
+        (module.own, "bias", nn.Parameter(torch.zeros(4)), "takes no parameters that the model had not"),
+        (module, "extra", nn.Parameter(torch.zeros(4)), "takes no parameters that the model had not"),
+        (module, "center", torch.zeros(2), r"the program takes a tensor \(4,\)"),
+    ):
+        with pytest.raises(RuntimeStateError, match=says):
+            setattr(part, name, value)
+    for register, value in ((module.register_parameter, nn.Parameter(torch.zeros(1))), (module.register_buffer, torch.zeros(1))):
+        with pytest.raises(RuntimeStateError, match="takes no modules, parameters or buffers"):
+            register("extra", value)
+    before = module(X).item()
+    module.center, module.own.weight = torch.ones(4), nn.Parameter(module.own.weight.detach() * 2)
+    assert module(X).item() != before
+
+
+def test_what_is_copied_is_whole_and_nothing_is_pickled() -> None:
+    _, module = pair()
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        copied.own.weight.zero_()
+    assert isinstance(copied.own, Own) and copied(X).item() != module(X).item()
+    for save in (lambda: torch.save(module, io.BytesIO()), lambda: pickle.dumps(module), lambda: pickle.dumps(module.own)):
+        with pytest.raises(RuntimeStateError, match=r"not pickled[\s\S]*save_weights"):
+            save()
+
+
+NAMES = (
+    "sampler", "plan", "program", "variants", "stored", "shown", "takes", "resting", "stand_for", "same_names", "random_state",
+    "manual_seed", "device_mesh", "input_layouts", "rank", "only_forward", "loss_scale", "world_mesh", "check_same",
+    "check_values", "clip_grad_norm_", "hold_module", "_run", "_set", "_parameter", "_buffer", "_pending", "_storages", "_names",
+    "_frozen", "_left", "_own", "_plain", "_calls", "_executor", "_container", "_world", "_unset",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_modules_of_any_name_train_and_are_saved_as_the_plain_models(microbatches: int) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in NAMES:
+                setattr(self, name, nn.Sequential(OrderedDict({name: nn.Linear(4, 4)})))
+            self.hold_buffer = nn.Parameter(torch.ones(4))
+            self.register_buffer("hold_parameter", torch.ones(4))
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for name in ("sampler", "stored", "_run"):
+                x = x + torch.tanh(getattr(self, name)(x)) * self.hold_parameter * self.hold_buffer
+            return self.drop(x).pow(2).mean()
+
+    torch.manual_seed(0)
+    plain: Any = Named().eval()
+    module: Any = autopar.compile(copy.deepcopy(plain), example_inputs=(X,), hardware="cpu-gloo", num_microbatches=microbatches)
+    assert [name for name, _ in module.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert list(module.state_dict()) == list(plain.state_dict())
+    for model in (plain, module):
+        model(X).backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    module.load_state_dict(copy.deepcopy(module).state_dict())
+    assert module.get_parameter("_run._run.weight").grad is not None
+    for name, wanted in plain.named_parameters():
+        torch.testing.assert_close(module.get_parameter(name).full_tensor(), wanted)
+        assert "." not in name or isinstance(module.get_submodule(name.rpartition(".")[0]), nn.Linear)
+    assert isinstance(module.plan, autopar.Plan) and callable(module.sampler)
+    module.manual_seed(3)
+    module.train()
+    module(X)
+    assert isinstance(module.random_state, int)
+    module.random_state = 5
+    assert module.random_state == 5
+
+
+def test_under_torch_compile_it_runs_as_ever() -> None:
+    plain, module = pair()
+    traced: list[Any] = []
+    compiled: Any = torch.compile(module, backend=lambda graph, _: traced.append(graph) or graph.forward)
+    for model in (plain, compiled):
+        model(X).backward()
+    torch.testing.assert_close(module.own.weight.grad.full_tensor(), plain.own.weight.grad)
+    assert not traced
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("convert", ["half", "double", "bfloat16"])
+def test_what_was_converted_is_refused_whatever_it_is_called_with(convert: str, microbatches: int) -> None:
+    _, module = pair(**({"num_microbatches": 2} if microbatches > 1 else {}))
+    getattr(module, convert)()
+    for x in (X, getattr(X, convert)()):
+        with pytest.raises(RuntimeStateError, match=r"the program was made for torch\.float32 on cpu[\s\S]*before autopar\.compile"):
+            module(x)

@@ -1,0 +1,209 @@
+"""What is done to the plain model after it was compiled, and the compiled one does not do, is refused or told of."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import RuntimeStateError
+
+X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop, self.norm = nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(self.layer(x))).pow(2).mean()
+
+
+def pair() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    plain = Net()
+    return plain, autopar.compile(plain, example_inputs=(X,), hardware="cpu-gloo")
+
+
+def other() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return Net().state_dict()
+
+
+def test_another_mode_is_refused_until_the_compiled_module_has_it_too() -> None:
+    plain, module = pair()
+    plain.eval()
+    with pytest.raises(RuntimeStateError, match=r"the plain model was set to another mode[\s\S]*call pm\.eval\(\)"):
+        module(X)
+    module.eval()
+    with torch.no_grad():
+        assert module(X).item() == pytest.approx(plain(X).item())
+    module.train()
+    with pytest.raises(RuntimeStateError, match=r"call pm\.train\(\)|set the plain model back"):
+        module(X)
+    plain.train()
+    module(X)
+
+
+def test_another_mode_of_a_part_is_refused() -> None:
+    plain, module = pair()
+    plain.norm.eval()
+    with pytest.raises(RuntimeStateError, match=r"plain model's 'norm' was set to another mode[\s\S]*before compiling"):
+        module(X)
+    plain.norm.train()
+    module(X)
+
+
+def test_parameters_that_are_frozen_are_refused_until_those_of_the_compiled_module_are_too() -> None:
+    plain, module = pair()
+    module(X).backward()
+    plain.layer.requires_grad_(False)
+    with pytest.raises(RuntimeStateError, match=r"'layer\.weight' was frozen after it was compiled[\s\S]*get_parameter\('layer\.weight'\)"):
+        module(X)
+    module.layer.requires_grad_(False)
+    module.zero_grad()
+    module(X).backward()
+    assert module.layer.weight.grad is None and module.norm.weight.grad is not None
+
+
+def test_parameters_that_are_freed_are_refused() -> None:
+    torch.manual_seed(0)
+    plain: Any = Net()
+    plain.layer.requires_grad_(False)
+    module: Any = autopar.compile(plain, example_inputs=(X,), hardware="cpu-gloo")
+    plain.layer.bias.requires_grad_(True)
+    with pytest.raises(RuntimeStateError, match=r"'layer\.bias' was unfrozen"):
+        module(X)
+
+
+def _in_place(plain: Any) -> None:
+    with torch.no_grad():
+        plain.layer.weight.mul_(2.0)
+
+
+def _replace(plain: Any) -> None:
+    plain.layer.weight = nn.Parameter(torch.ones(4, 4))
+
+
+def _data(plain: Any) -> None:
+    plain.layer.weight.data = torch.ones(4, 4)
+
+
+WAYS: list[Callable[[Any], Any]] = [lambda plain: plain.load_state_dict(other()), _in_place, _replace, _data]
+
+
+@pytest.mark.parametrize("write", WAYS, ids=["load", "in place", "replace", "data"])
+def test_parameters_that_are_written_before_the_first_call_are_refused(write: Callable[[Any], Any]) -> None:
+    plain, module = pair()
+    write(plain)
+    for _ in range(2):
+        with pytest.raises(RuntimeStateError, match=r"'layer\.weight' was written after it was compiled[\s\S]*load_state_dict into"):
+            module(X)
+    module.load_state_dict(plain.state_dict())
+    module(X)
+
+
+@pytest.mark.parametrize("what", ["later", "later by data", "trained", "buffer"])
+def test_of_values_that_may_be_written_on_purpose_there_is_one_warning(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    plain, module = pair()
+    if what == "later":
+        module(X)
+        plain.load_state_dict(other())
+    elif what == "later by data":
+        module(X)
+        _data(plain)
+    elif what == "trained":
+        plain(X).backward()
+        torch.optim.SGD(plain.parameters(), 0.1).step()
+    else:
+        plain.norm.running_mean.add_(1.0)
+    with caplog.at_level(logging.WARNING, "autopar"):
+        module(X)
+        assert len(caplog.records) == 1
+        _in_place(plain)
+        module(X)
+    assert len(caplog.records) == 1
+    assert "of the plain model was written after it was compiled" in caplog.text
+
+
+def test_where_its_weights_are_on_meta_or_it_is_gone_there_is_nothing_to_compare(caplog: pytest.LogCaptureFixture) -> None:
+    plain, module = pair()
+    plain.to("meta")
+    module(X).backward()
+    del plain
+    gc.collect()
+    module(X).backward()
+    assert not caplog.records
+
+
+def test_a_model_on_meta_that_is_given_values_is_refused() -> None:
+    with torch.device("meta"):
+        plain: Any = Net()
+    module: Any = autopar.compile(plain, example_inputs=(X,), hardware="cpu-gloo")
+    plain.load_state_dict(other(), assign=True)
+    with pytest.raises(RuntimeStateError, match="was on meta"):  # those of the compiled one have no values
+        module(X)
+    module.load_state_dict(other())
+    module(X)
+
+
+def test_a_compiled_module_that_was_copied_looks_at_the_same_plain_model() -> None:
+    plain, module = pair()
+    copied = copy.deepcopy(module)
+    plain.eval()
+    with pytest.raises(RuntimeStateError, match="another mode"):
+        copied(X)
+
+
+def test_the_plain_model_and_its_weights_are_not_kept() -> None:
+    plain, module = pair()
+    held = [weakref.ref(plain), weakref.ref(plain.layer.weight)]
+    del plain
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
+    module(X)
+
+
+@pytest.mark.parametrize("mode", ["of the model", "of what waits"])
+def test_what_waits_for_its_first_call_is_planned_in_the_mode_that_was_set_until_then(mode: str) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    module: Any = autopar.compile(plain, hardware="cpu-gloo")
+    (plain if mode == "of the model" else module).eval()
+    with torch.no_grad():
+        found = module(X).item()
+        assert not module.training and not plain.training and found == pytest.approx(plain(X).item())
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize("path", ["", "layer"])
+def test_hooks_that_are_registered_since_are_refused_until_they_are_removed(path: str, kind: str) -> None:
+    torch.manual_seed(0)
+    plain: Any = Net()
+    plain.drop.register_forward_hook(lambda *_: None)
+    module: Any = autopar.compile(plain, example_inputs=(X,), hardware="cpu-gloo")
+    module(X)
+    where = f"'s '{path}'" if path else ""
+    handle = getattr(plain.get_submodule(path), f"register_{kind}")(lambda *_: None)
+    with pytest.raises(RuntimeStateError, match=f"hook was registered on the plain model{where} after"):
+        module(X)
+    handle.remove()
+    module(X)
+
+
+def test_hooks_on_parameters_that_are_registered_since_are_refused() -> None:
+    plain, module = pair()
+    handle = plain.layer.weight.register_hook(lambda grad: grad)
+    with pytest.raises(RuntimeStateError, match=r"plain model's parameter 'layer\.weight'[\s\S]*pm\.get_parameter\('layer\.weight'\)"):
+        module(X)
+    handle.remove()
+    module(X)
