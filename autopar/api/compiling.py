@@ -58,9 +58,10 @@ def compile(
         plan: a plan or its file, made by `plan` for this model and mesh. `hardware` beside it is what further calls are planned for.
         backend: ``"eager"`` or ``"inductor"``.
         batch: ``"global"``: every rank passes the same batch and takes its part; ``"local"``: each passes its part.
-        outputs: what is not the loss comes as ``"dtensor"`` (``.full_tensor()`` gathers one), ``"full"`` (whole on every rank), ``"local"``
-            (this rank's part), or, with ``"loss"``, not at all (None): then the logits of a language model need not be there at once,
-            and the planner may compute its loss some rows at a time. ``"auto"``: ``"dtensor"`` beside a loss, else ``"full"``. In
+        outputs: what is not the loss comes as ``"dtensor"`` (``.full_tensor()`` gathers one; what would read this rank's part alone is
+            refused), ``"full"`` (whole on every rank), ``"local"`` (this rank's part), or, with ``"loss"``, not at all (None): then the
+            logits of a language model need not be there at once, and the planner may compute its loss some rows at a time. ``"auto"``:
+            ``"dtensor"`` in training beside a loss, else ``"full"`` (evaluation and inference, models without a loss). In
             several microbatches, or stages, only ``"full"`` gives them: parts of these have no place in a whole tensor. Of a model that
             returns a loss, backward goes through that alone; else through whatever the user computes of the outputs, on every rank
             the same: with ``"local"`` the gradient that comes back is taken for this rank's part of the whole loss' gradient.
@@ -217,7 +218,7 @@ def _build(
     if shared is None:
         for line in idle(plan) if rank() == 0 else ():
             log.warning("%s; a plan by name shares it all the same (constraints=[autopar.constraints.fsdp()])", line)
-        usual = wanted == settled("auto", any(t.is_loss for t in program.outputs))
+        usual = wanted == settled("auto", any(t.is_loss for t in program.outputs), plan.options.get("inference", False))
         further = order.build if usual else {**order.build, "outputs": wanted}
         module.variants = Variants(partial(_variant, further, order.hardware, Structure.of(order.model), devices))
     return module

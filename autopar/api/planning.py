@@ -74,7 +74,8 @@ def plan_call(
         trace = traced(model, args, kwargs, chosen.precision, inference=True)  # as the plan will be read
     refuse_own_losses(trace, chosen.batch)
     wanted = "auto" if another and chosen.outputs == "loss" and trace.loss is None else chosen.outputs
-    chosen = replace(chosen, inference=not trace.differentiable, outputs=settled(wanted, trace.loss is not None))
+    inference, has_loss = not trace.differentiable, trace.loss is not None
+    chosen = replace(chosen, inference=inference, outputs=settled(wanted, has_loss, inference))
     trace = as_wanted(trace, chosen.outputs)
     captured: dict[int, Trace] = {}
 
@@ -93,6 +94,10 @@ def plan_call(
     try:
         found = best_shape(meshes, fastest, further=further, holds=partial(speak_of, chosen.constraints))
     except InfeasibleError as error:
+        if wanted == "auto" and chosen.outputs == "full" and has_loss:
+            log.warning("whole outputs beside the loss do not fit into memory, so that each rank keeps its part of them: %s", error.what)
+            parts = replace(chosen, outputs="dtensor")
+            return plan_call(model, mesh, args, kwargs, hardware, parts, progress=progress, another=another)
         if len(meshes) > 1:
             raise
         found = instead(error, chooser(meshes[0]))

@@ -61,9 +61,9 @@ def _wrapped(module: nn.Module, name: str, what: str, remedy: str) -> CaptureErr
     return CaptureError(f"the model is {what}: {type(module).__name__}", where=Where(module=name), remedy=remedy)
 
 
-def settled(outputs: Outputs, has_loss: bool) -> Outputs:
-    """How outputs come: by default whole where they are what a call is for, and as they lie beside a loss."""
-    return ("dtensor" if has_loss else "full") if outputs == "auto" else outputs
+def settled(outputs: Outputs, has_loss: bool, inference: bool) -> Outputs:
+    """How outputs come: by default as they lie beside a loss that is trained, and whole where they are what a call is for."""
+    return ("dtensor" if has_loss and not inference else "full") if outputs == "auto" else outputs
 
 
 def refuse_own_losses(trace: Trace, batch: str) -> None:

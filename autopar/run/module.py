@@ -27,6 +27,7 @@ from autopar.run.equal import check_tangents
 from autopar.run.executor import Backend, Batch, Executor, Outputs
 from autopar.run.holder import Holder
 from autopar.run.parameters import Storage
+from autopar.run.parted import parted
 from autopar.run.program import Program
 from autopar.run.refused import refusing
 from autopar.run.splitting import local_part
@@ -40,8 +41,8 @@ class ParallelModule(Holder):
     Args:
         model: gives parameter and buffer values, names and the train/eval flag; it may be on meta, and is not kept.
         batch: ``"global"``: every rank passes the same batch and takes its slice; ``"local"``: each passes its part.
-        outputs: ``"full"`` gathers outputs, ``"local"`` returns this rank's part, ``"dtensor"`` a DTensor. The loss is
-            always whole.
+        outputs: ``"full"`` gathers outputs, ``"local"`` returns this rank's part, ``"dtensor"`` a DTensor, which refuses to be
+            read in part (`autopar.run.parted`). The loss is always whole.
         both_modes: whether the graph serves train and eval alike; else a call in the other mode is an error.
         shared: a module of the same model, whose parameters and buffers this one takes as its own.
 
@@ -98,7 +99,7 @@ class ParallelModule(Holder):
             pairs = zip(self.program.outputs, shown, strict=True)
             shown = [refusing(t.name, x, shown[self._loss]) if t.requires_grad and not t.is_loss else x for t, x in pairs]
         watched.follow(zip(self._names_of("output"), shown, strict=True))
-        return self._results.build(shown)
+        return self._results.build([parted(x) for x in shown])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns the norm before."""

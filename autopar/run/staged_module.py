@@ -32,6 +32,7 @@ from autopar.run.device_mesh import agree, groups_of, mesh_of, stage_devices
 from autopar.run.executor import Backend, Batch, Executor, Outputs
 from autopar.run.holder import Holder
 from autopar.run.parameters import Storage
+from autopar.run.parted import parted
 from autopar.run.program import Program, ProgramTensor, StagedProgram
 from autopar.run.published import Published
 from autopar.run.ranks import rank
@@ -133,7 +134,7 @@ class StagedModule(Holder):
         if self._how.loss is not None:
             refused = [t.name for t in self._kept if t.requires_grad and not t.is_loss]
             outputs |= {name: refusing(name, outputs[name], outputs[self._how.loss]) for name in refused}
-        return self._results.build([outputs.get(t.name) for t in self.program.outputs])
+        return self._results.build([parted(x) if (x := outputs.get(t.name)) is not None else None for t in self.program.outputs])
 
     def _stepped(self, parts: list[dict[str, Tensor]], parameters: Sequence[Tensor], *, keep: bool) -> dict[str, Tensor]:
         """The outputs; with `keep`, backward has run, too."""

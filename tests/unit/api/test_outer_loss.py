@@ -283,7 +283,7 @@ def test_beside_a_plan_outputs_come_as_it_says_in_every_call(outputs: str) -> No
     plan = autopar.plan(plain, 1, example_inputs=batch, hardware="cpu-gloo", outputs=outputs)
     module: Any = autopar.compile(copy.deepcopy(plain), 1, example_inputs=batch, plan=plan)
     first, second = (module(x=batch["x"][:samples])["out"] for samples in (8, 3))
-    assert type(first) is type(second) is (DTensor if outputs == "dtensor" else Tensor)
+    assert isinstance(first, DTensor) == isinstance(second, DTensor) == (outputs == "dtensor")
 
 
 def test_where_the_loss_alone_is_wanted_a_call_without_labels_returns_all_the_same() -> None:
