@@ -54,6 +54,10 @@ class CaptureError(AutoparError):
     """The model cannot be captured as one graph."""
 
 
+class CallError(CaptureError):
+    """The model itself does not take the call: arguments, or shapes, that its forward refuses."""
+
+
 class LayoutError(AutoparError):
     """A layout is malformed, or illegal for the tensor it is asked of."""
 

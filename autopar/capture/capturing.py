@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from autopar.capture._torch.joint import RawJoint, raw_joint
 from autopar.capture._torch.preparing import Prepared, prepared
 from autopar.capture._transformers import branches_of_eager
 from autopar.capture.attributes import tell_of_unkept
+from autopar.capture.calls import check_call
 from autopar.capture.execute import propagate
 from autopar.capture.folding import NotFoldable, Run, Shortened, capture_shortened, renumbered, repeat
 from autopar.capture.graphs import dtype_of, emit, is_tensor, shape_of, sweep
@@ -54,10 +56,12 @@ def capture(
         inference: forward alone, though parameters may require gradients.
 
     Raises:
+        CallError: the model itself does not take the call.
         CaptureError: the model draws random numbers that no op of autopar draws, or is not one graph; it names the user's line.
     """
     refuse_unseen(model)
     refuse_overlaps(model)
+    check_call(inspect.signature(model.forward), args, kwargs or {})
     with collected_seldom(), prepared(model, args, dict(kwargs or {}), precision, inference=inference) as call:
         trace = _captured_somehow(model, call, fold)
     return replace(trace, attributes=of_the_model(trace.attributes, model))

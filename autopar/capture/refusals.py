@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import re
 import traceback
@@ -201,10 +202,17 @@ def _draws(node: fx.Node) -> bool:
 
 @contextlib.contextmanager
 def quiet(model: nn.Module, run: Callable[[], object]) -> Iterator[None]:
-    """No warnings of torch's; but where Dynamo warns of side effects, which no program has, those that would be missed are refused."""
+    """No warnings of torch's, and no traceback that it logs of what it raises, too; but where Dynamo warns of side effects, which no
+    program has, those that would be missed are refused."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield
+        logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
     refusal = rebinding(str(warning.message) for warning in caught)
     if refusal is not None and rebinds(model, run):
         raise refusal

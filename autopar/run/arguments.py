@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from autopar.capture.calls import check_call
 from autopar.errors import RuntimeStateError
 from autopar.kernels.collectives import Groups
 from autopar.layout import local_shape
@@ -56,6 +57,7 @@ class Arguments:
         That every rank passes the same whole batch is made sure of in calls 1, 2, 4, 8 and so on: what makes batches differ does so soon.
 
         Raises:
+            CallError: where the model itself does not take such arguments.
             Misfit: where structure, shape or dtype differs from what the program was made for.
             RuntimeStateError: where the device, or an argument that is no tensor does; where ranks of the mesh `devices` pass different
                 batches.
@@ -129,6 +131,8 @@ class Arguments:
             reordered, spec = pytree.tree_flatten(canonical)
             if spec == self._canonical_spec:
                 return [value for _, value in sorted(zip(self._order, reordered, strict=True), key=lambda pair: pair[0])]
+        if self._signature is not None:
+            check_call(self._signature, args, kwargs)
         got = [path.split(".", 1)[1] for path in _paths((args, kwargs))]
         raise Misfit(f"called with arguments {got}, the program was made for {self._paths}", remedy=self._remedy)
 

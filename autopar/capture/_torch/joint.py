@@ -30,6 +30,7 @@ from autopar.capture._torch.preparing import Prepared
 from autopar.capture._transformers import model_loggers
 from autopar.capture.activations import join_activations
 from autopar.capture.attributes import settled
+from autopar.capture.calls import refused_by_forward
 from autopar.capture.gpu_autocast import gpu_autocast, tell_of_disabled
 from autopar.capture.norms import join_norms
 from autopar.capture.notes import Notes, noting
@@ -101,7 +102,8 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         except CaptureError:
             raise
         except Exception as error:  # torch raises many unrelated classes here; every one is a refusal to capture
-            raise as_capture_error(error) from error
+            refused = refused_by_forward(model, lambda copied: _call_again(copied, call), call.in_leaves)
+            raise (refused or as_capture_error(error)) from error
         _let_go(captured)
         written = {(write.place.path, write.place.name) for write in notes.writes}  # a setting that is guessed is no constant
         module = joint.graph_module

@@ -231,7 +231,7 @@ def test_modules_that_torch_captures_in_no_words_are_refused_in_ours(module: nn.
 
 
 def test_what_torch_cannot_compute_is_refused_with_its_cause() -> None:
-    with pytest.raises(CaptureError, match=r"RuntimeError\('Unsupported dtype BFloat16'\)") as refused:
+    with pytest.raises(CaptureError, match="forward does not take this call: Unsupported dtype BFloat16") as refused:
         capture(_net(returns=lambda hidden, loss: torch.fft.rfft(hidden.bfloat16()).abs().mean()), _batch())
     assert "test_capture.py" in str(refused.value)
 

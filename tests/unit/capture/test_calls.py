@@ -1,0 +1,124 @@
+"""A call that the model itself does not take is refused in the call's words, and the model is not blamed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.capture import capture
+from autopar.errors import CallError, CaptureError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor, *, scale: float = 1.0) -> Tensor:
+        hidden = torch.relu(self.first(x))
+        return F.cross_entropy(self.last(hidden) * scale, y)
+
+
+class OfBatches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(self.layer(batch["x"]), batch["t"])
+
+
+class Reading(nn.Module):
+    """Refused by torch, and not by the plain model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+def batch(samples: int = 8, width: int = 16, labels: int | None = None) -> tuple[Tensor, Tensor]:
+    return torch.randn(samples, width), torch.zeros(samples if labels is None else labels, dtype=torch.int64)
+
+
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (batch()[:1], {}, r"^forward\(\) misses 'y'\n.*call it as forward\(x, y, …\)"),
+    ((), {}, r"^forward\(\) misses 'x', 'y'\n"),
+    ((*batch(), 1), {}, r"^forward\(\) takes 2 positional arguments, and 3 were passed\n"),
+    (batch(), {"scal": 2.0}, r"^forward\(\) has no argument 'scal'\n"),
+    (batch(), {"x": batch()[0]}, r"^forward\(\): multiple values for argument 'x'"),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs", "says"), WRONG)
+def test_arguments_that_do_not_bind_are_named(args: Any, kwargs: Any, says: str, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(CallError, match=says):
+        capture(Net(), args, kwargs)
+    module: Any = autopar.compile(Net(), 1, example_inputs=batch(), hardware="cpu-gloo")
+    with pytest.raises(CallError, match=says):
+        module(*args, **kwargs)
+    assert not module.variants.known and "planning for this call" not in caplog.text
+
+
+def test_a_mapping_that_is_the_one_argument_is_to_be_passed_as_a_tuple() -> None:
+    both = {"x": torch.randn(4, 4), "t": torch.randn(4, 4)}
+    with pytest.raises(CallError, match=r"^forward\(\) has no argument 'x': it takes 'batch'[\s\S]*pass \(batch,\)"):
+        autopar.compile(OfBatches(), 1, example_inputs=both, hardware="cpu-gloo")
+    assert autopar.compile(OfBatches(), 1, example_inputs=(both,), hardware="cpu-gloo")(both).ndim == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "says", "shapes"),
+    [
+        (batch(labels=7), r"Expected input batch_size \(8\) to match target batch_size \(7\)", "x (8, 16), y (7,)"),
+        (batch(width=15), r"\[8, 15\] X \[16, 8\]", "x (8, 15), y (8,)"),
+    ],
+)
+def test_shapes_that_forward_refuses_are_told_in_its_own_words_with_the_line(
+    args: Any, says: str, shapes: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Net()
+    with pytest.raises(CallError, match=rf"^forward does not take this call: .*{says}") as refusal:
+        capture(model, args)
+    assert "test_calls.py" in str(refusal.value.where) and "hidden" in str(refusal.value.where)
+    assert shapes in refusal.value.remedy and "write the line otherwise" not in str(refusal.value)
+    assert "Traceback" not in caplog.text and not caplog.records
+    assert logging.getLogger("torch._subclasses.fake_tensor").level == logging.NOTSET
+    assert isinstance(model(*batch()), Tensor), "the model is as it was"
+
+
+def test_what_forward_raises_by_itself_is_told_with_its_kind() -> None:
+    class Checks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[0] % 2:
+                raise IndexError("an even number of samples, please")
+            return super().forward(x)
+
+    with pytest.raises(CallError, match=r"^forward does not take this call: IndexError: an even number of samples, please"):
+        capture(Checks(4, 4), (torch.randn(3, 4),))
+
+
+def test_what_only_capturing_cannot_do_is_not_blamed_on_the_call() -> None:
+    with pytest.raises(CaptureError, match="cannot be captured|reads the value") as refusal:
+        capture(Reading(), (torch.randn(4),))
+    assert not isinstance(refusal.value, CallError)
+
+
+def test_the_model_s_attributes_are_left_as_they_were() -> None:
+    class Counts(Net):
+        num, seen = 0, [0]
+
+        def forward(self, x: Tensor, y: Tensor, *, scale: float = 1.0) -> Tensor:
+            self.num += 1
+            self.seen.append(1)
+            return super().forward(x, y, scale=scale)
+
+    model = Counts()
+    model.seen = [0]
+    with pytest.raises(CallError):
+        capture(model, batch(labels=7))
+    assert model.num == 0 and model.seen == [0]
