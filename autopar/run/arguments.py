@@ -58,8 +58,8 @@ class Arguments:
 
         Raises:
             CallError: where the model itself does not take such arguments.
-            Misfit: where structure, shape or dtype differs from what the program was made for.
-            RuntimeStateError: where the device, or an argument that is no tensor does; where ranks of the mesh `devices` pass different
+            Misfit: where structure, shape, dtype or a plain value differs from what the program was made for.
+            RuntimeStateError: where the device, or an argument of another kind does; where ranks of the mesh `devices` pass different
                 batches.
         """
         tensors = self._tensors(args, kwargs)
@@ -80,11 +80,11 @@ class Arguments:
         """The call with tensors of the whole batch in place of this rank's parts, whose values are none.
 
         Raises:
-            Misfit: as `tensors`; of parts alone nothing tells the whole.
+            Misfit: as `tensors`, plain values apart; of parts alone nothing tells the whole.
         """
         if self._is_whole:
             return args, kwargs
-        self._tensors(args, kwargs)
+        self._checked(self._leaves(args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         parts = {id(self._leaves(args, kwargs)[position]): tensor for position, tensor, _ in self._inputs}
         whole = [torch.empty(parts[id(x)].shape, dtype=x.dtype, device=x.device) if id(x) in parts else x for x in leaves]
@@ -93,13 +93,20 @@ class Arguments:
 
     def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         leaves = self._leaves(args, kwargs)
+        self._check_settings(leaves)
+        return self._checked(leaves)
+
+    def _check_settings(self, leaves: Sequence[Any]) -> None:
         for position, made_for in self._settings.items():
-            if not _same_setting(leaves[position], made_for):
-                kind = Misfit if isinstance(leaves[position], Tensor) else RuntimeStateError  # each value would take a program of its own
+            given = leaves[position]
+            if not _same_setting(given, made_for):
+                kind = Misfit if isinstance(given, (Tensor, *_PLAIN)) else RuntimeStateError  # of an object nothing tells one from another
                 raise kind(
-                    f"argument {self._paths[position]!r} is {_shown(leaves[position])}, the program was made for {_shown(made_for)}",
-                    remedy="what is no tensor is fixed when the program is made: compile once for each value",
+                    f"argument {self._paths[position]!r} is {_shown(given)}, the program was made for {_shown(made_for)}",
+                    remedy="pass what the program was made for, or compile the model for this call, too",
                 )
+
+    def _checked(self, leaves: Sequence[Any]) -> list[Tensor]:
         tensors = []
         for position, tensor, shape in self._inputs:
             value = leaves[position]
@@ -149,10 +156,10 @@ class Arguments:
 
 
 def _same_setting(given: Any, made_for: Any) -> bool:
-    """Plain values must be equal; other objects have no equality to rely on, and must be of the same type."""
-    if isinstance(made_for, _PLAIN):
-        return isinstance(given, _PLAIN) and given == made_for
-    return type(given) is type(made_for)
+    """Plain values must be equal, and of one type, which may decide a dtype; other objects have no equality to rely on."""
+    if type(given) is not type(made_for):
+        return False
+    return not isinstance(made_for, _PLAIN) or given == made_for or (given != given and made_for != made_for)  # NaN is itself here
 
 
 def _shown(value: Any) -> str:

@@ -1,6 +1,6 @@
-"""Further programs of one module: for the other mode, and for batches of other shapes, over the same parameters.
+"""Further programs of one module: for the other mode, for batches of other shapes, other plain arguments, over the same parameters.
 
-A program is of one mode and one set of shapes. A call that does not fit it, the last batch of an epoch among others, is planned and emitted
+A program is of one mode, one set of shapes, and one value of each argument that is no tensor. A call that does not fit it, the last batch of an epoch among others, is planned and emitted
 when it first comes, with every parameter as it rests already; from then on its program is there, too.
 """
 
@@ -65,8 +65,9 @@ class Variants:
             if known.takes(args, kwargs, training=training):
                 return known
         if len(self.known) >= MOST:
-            what = f"{misfit.what}; and there are programs for {MOST} other modes and shapes already, each of which was planned"
-            raise RuntimeStateError(what, remedy="pad batches to a few shapes, or leave the last one out (drop_last=True)")
+            what = f"{misfit.what}; and there are programs for {MOST} other modes, shapes and values already, each of which was planned"
+            remedy = "pad batches to a few shapes, or leave the last one out (drop_last=True); pass a number that changes as a tensor"
+            raise RuntimeStateError(what, remedy=remedy)
         if rank() == 0:
             level = logging.INFO if isinstance(misfit, OtherMode) else logging.WARNING
             log.log(level, "%s: planning for this call, too; what is made for it is kept", misfit.what)

@@ -7,6 +7,7 @@ import gc
 import logging
 import threading
 import weakref
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -31,6 +32,18 @@ class Net(nn.Module):
     def forward(self, x: Tensor, y: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         found = self.last(self.dropout(torch.relu(self.norm(self.first(x))))) * scale
         return nn.functional.cross_entropy(found, y), found
+
+
+class Flipping(nn.Module):
+    """Plain arguments decide what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor, flip: bool = False, kind: str | None = "sum") -> Tensor:
+        found = self.weight * (-x if flip else x)
+        return found.mean() if kind is None else found.sum() if kind == "sum" else found.max()
 
 
 def batch(samples: int, seed: int = 0) -> dict[str, Tensor]:
@@ -143,11 +156,37 @@ def test_parts_of_a_batch_tell_the_other_mode_and_no_other_shape() -> None:
         module(**batch(5))
 
 
-def test_what_is_no_tensor_stays_fixed() -> None:
-    _, module = pair()
-    with pytest.raises(RuntimeStateError, match=r"called with arguments|what is no tensor is fixed"):
-        module(**batch(8), scale=2.0)
-        module(**batch(8), scale=3.0)
+def test_each_value_of_an_argument_that_is_no_tensor_is_planned_for_once(caplog: pytest.LogCaptureFixture) -> None:
+    plain, module = pair()
+    plain.eval(), module.eval()
+    for scale in (2.0, 3.0, 1.0, 2.0, 3.0):
+        assert module(**batch(8), scale=scale)[0].item() == pytest.approx(plain(**batch(8), scale=scale)[0].item(), rel=1e-6)
+    assert module(**batch(8))[0].item() == pytest.approx(plain(**batch(8))[0].item(), rel=1e-6)
+    assert len(module.variants.known) == 4, "eval alone, and three values"
+    assert "argument 'scale' is 3.0, the program was made for" not in caplog.text, "at INFO, since the mode differs, too"
+
+
+def test_plain_arguments_of_all_kinds_tell_programs_apart() -> None:
+    plain = Flipping()
+    module: Any = autopar.compile(copy.deepcopy(plain), 1, example_inputs=(torch.ones(4, 2),), hardware="cpu-gloo")
+    x = torch.arange(8.0).reshape(4, 2)
+    for flip, kind in ((True, "sum"), (False, "sum"), (False, None), (True, "max"), (1, "max"), (False, "sum")):
+        assert module(x, flip, kind=kind).item() == plain(x, flip, kind=kind).item(), (flip, kind)
+    assert len(module.variants.known) == 5
+
+
+def test_with_parts_of_a_batch_values_are_planned_for_too() -> None:
+    plain = pair()[0]
+    call: dict[str, Any] = batch(8) | {"scale": 1.0}
+    module: Any = autopar.compile(copy.deepcopy(plain), 1, example_inputs=call, hardware="cpu-gloo", batch="local", outputs="local")
+    assert module(**batch(8), scale=2.0)[0].item() == pytest.approx(plain(**batch(8), scale=2.0)[0].item(), rel=1e-6)
+
+
+def test_an_object_of_another_kind_is_refused() -> None:
+    module: Any = autopar.compile(Flipping(), 1, example_inputs=(torch.ones(4, 2), True), hardware="cpu-gloo")
+    with pytest.raises(RuntimeStateError, match="argument '1' is Fraction, the program was made for True"):
+        module(torch.ones(4, 2), Fraction(1))
+    assert not module.variants.known
 
 
 def test_there_are_not_any_number_of_programs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -157,7 +196,7 @@ def test_there_are_not_any_number_of_programs(monkeypatch: pytest.MonkeyPatch, c
         module(**batch(5))
     assert "argument 'x' is torch.float32 (5, 8), the program takes torch.float32 (8, 8): planning for this call, too" in caplog.text
     module(**batch(5, 1))
-    with pytest.raises(RuntimeStateError, match=r"\(6, 8\)[\s\S]* 1 other modes and shapes already[\s\S]*drop_last"):
+    with pytest.raises(RuntimeStateError, match=r"\(6, 8\)[\s\S]* 1 other modes, shapes and values already[\s\S]*drop_last"):
         module(**batch(6))
 
 

@@ -103,7 +103,7 @@ def test_what_forward_raises_by_itself_is_told_with_its_kind() -> None:
 
 
 def test_what_only_capturing_cannot_do_is_not_blamed_on_the_call() -> None:
-    with pytest.raises(CaptureError, match="cannot be captured|reads the value") as refusal:
+    with pytest.raises(CaptureError, match=r"cannot be captured|reads the value") as refusal:
         capture(Reading(), (torch.randn(4),))
     assert not isinstance(refusal.value, CallError)
 
