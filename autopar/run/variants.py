@@ -1,7 +1,8 @@
 """Further programs of one module: for the other mode, for batches of other shapes, other plain arguments, over the same parameters.
 
-A program is of one mode, one set of shapes, and one value of each argument that is no tensor. A call that does not fit it, the last batch of an epoch among others, is planned and emitted
-when it first comes, with every parameter as it rests already; from then on its program is there, too.
+A program is of one mode, one set of shapes, and one value of each argument that is no tensor. A call that does not fit it, the last
+batch of an epoch among others, is planned and emitted when it first comes, with every parameter as it rests already; from then on its
+program is there, too.
 """
 
 from __future__ import annotations

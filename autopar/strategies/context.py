@@ -15,10 +15,11 @@ from collections.abc import Mapping
 
 from torch import fx
 from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from autopar.layout import REPLICATE
 from autopar.rules import AxisOption
-from autopar.strategies.clusters import Ref
+from autopar.strategies.clusters import Ref, offered_options
 from autopar.strategies.reading import Read
 from autopar.strategies.spreading import Policy, Row, Spread, Walk
 
@@ -36,12 +37,29 @@ def along_sequence(graph: Read, *, gathers: bool = False) -> Spread | None:
 
 
 def read_otherwise(graph: Read, rows: Mapping[str, Row]) -> set[str]:
-    """The nodes that read an operand otherwise than it is made."""
-    found = set()
+    """The nodes that read an operand otherwise than it is made, or otherwise than a node before them reads it."""
+    found = _apart_on_free(graph, rows)
     for name, row in rows.items():
         made = ((label, rows[ref[0]].outputs[ref[1]]) for ref, label in zip(graph.reads[name], row.inputs, strict=True) if ref[0] in rows)
         if any(None not in (label, other) and label != other for label, other in made):
             found.add(name)
+    return found
+
+
+def _apart_on_free(graph: Read, rows: Mapping[str, Row]) -> set[str]:
+    """The nodes that can read a free tensor, such as a range of labels, in no way in which those before them can."""
+    found: set[str] = set()
+    read: dict[Ref, set[Placement]] = {}
+    for name, row in rows.items():
+        free = [(i, ref) for i, ref in enumerate(graph.reads[name]) if row.inputs[i] is None]
+        options = [o for o in offered_options(graph.calls[name]) if row.admits(o.inputs, o.outputs)] if free else []
+        for i, ref in free:
+            asked = {o.inputs[i] for o in options}
+            together = read.get(ref, asked) & asked
+            if together:
+                read[ref] = together
+            else:
+                found.add(name)
     return found
 
 

@@ -10,7 +10,7 @@ makes partial sums: force its readers' ``input``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 from torch.distributed.tensor import Shard
@@ -73,6 +73,13 @@ class Forced:
         return f"{' '.join(placements)}, which {' and '.join(filter(None, dict.fromkeys(self.named.plans)))} ask"
 
 
+def _beside(named: Named, given: Mapping[str, Layout]) -> Named:
+    """Plans beside how parameters rest already: where that is none of the ways that they ask for, it stays, and is redistributed for them."""
+    otherwise = {n for n, at in given.items() if (rests := named.rests.get(n)) and not any(_meets(rest, at) for rest in rests)}
+    kept = {name: rests for name, rests in named.rests.items() if name not in otherwise}
+    return replace(named, rests=kept) if otherwise else named
+
+
 def _meets(rest: Rest, layout: Layout) -> bool:
     return all(allowed is None or placement in allowed for allowed, placement in zip(rest, layout.placements, strict=True))
 
@@ -115,6 +122,7 @@ def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forc
                     what = f"{name} is to rest as {storage[name]} and, by {constraint.pattern!r}, as {forced}"
                     raise ConstraintError(what, remedy="force one storage layout on it")
     named = resolve_named(trace, parallelisms(constraints, mesh), mesh)
+    named = _beside(named, {n: at for c in constraints if isinstance(c, Resting) for n, at in _as_elsewhere(trace, c).items()})
     recompute = next((c.recompute for c in constraints if isinstance(c, Megatron) and c.recompute), None)
     softmax = around_softmax(trace) if recompute == "selective" else frozenset[str]()
     if recompute == "selective" and not softmax:

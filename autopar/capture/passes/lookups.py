@@ -19,9 +19,9 @@ _INDEX = torch.int64
 
 
 def replace_bags(graph: fx.Graph) -> None:
-    """``_embedding_bag`` of bags of equal length as an embedding and a sum or mean, forward and backward."""
+    """``_embedding_bag`` of bags of equal length, forward alone, too, as an embedding and a sum or mean, forward and backward."""
     of_bags: dict[fx.Node, fx.Node] = {}
-    for node in calls(graph, aten._embedding_bag.default):
+    for node in (*calls(graph, aten._embedding_bag.default), *calls(graph, aten._embedding_bag_forward_only.default)):
         ids = _equal_bags(node)
         if ids is None:
             continue

@@ -124,3 +124,9 @@ def test_strides_that_read_a_contiguous_tensor_in_order_are_a_view() -> None:
 def test_other_strides_stay(size: tuple[int, ...], stride: tuple[int, ...]) -> None:
     trace = captured(lambda table, x, ids: (table * 2).as_strided(size, stride) * x.sum())
     assert aten.as_strided.default in targets(trace)
+
+
+def test_bags_of_forward_alone_are_lookups_too() -> None:
+    trace = capture(nn.EmbeddingBag(10, 4, mode="sum"), (torch.tensor([[1, 2, 3], [0, 9, 9]]),), inference=True)
+    targets = {node.target for node in trace.graph.nodes}
+    assert ops.embedding in targets and not any("embedding_bag" in str(target) for target in targets)
