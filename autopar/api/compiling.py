@@ -217,7 +217,7 @@ def _build(
     object.__setattr__(module, "plan", plan)
     if shared is None:
         for line in idle(plan) if rank() == 0 else ():
-            log.warning("%s; a plan by name shares it all the same (constraints=[autopar.constraints.fsdp()])", line)
+            log.warning(line)
         usual = wanted == settled("auto", any(t.is_loss for t in program.outputs), plan.options.get("inference", False))
         further = order.build if usual else {**order.build, "outputs": wanted}
         module.variants = Variants(partial(_variant, further, order.hardware, Structure.of(order.model), devices))

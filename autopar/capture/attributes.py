@@ -13,6 +13,7 @@ import contextlib
 import dis
 import functools
 import logging
+import os
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,11 +35,12 @@ log = logging.getLogger("autopar")
 
 @functools.cache
 def tell_of_unkept(names: tuple[str, ...]) -> None:
-    """Say once that forward writes attributes of these names and a program does not."""
+    """Say once, on one rank of a job, that forward writes attributes of these names and a program does not."""
     names = tuple(dict.fromkeys(names))
-    if names:
+    if names and os.environ.get("RANK", "0") == "0":  # every rank captures
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        log.warning("forward sets %s%s, which a program leaves as they are: no forward depends on them", ", ".join(names[:_SHOWN]), more)
+        shown = ", ".join(name if " " in name else f"self.{name}" for name in names[:_SHOWN])
+        log.warning("%s%s, which forward sets, %s not updated by a compiled call", shown, more, "is" if len(names) == 1 else "are")
 
 
 def settled(first: Notes, again: Callable[[], Notes], like: Callable[[torch.Tensor], torch.Tensor]) -> tuple[str, ...]:

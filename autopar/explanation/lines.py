@@ -46,10 +46,8 @@ def beside(plan: Plan) -> Iterator[str]:
 def idle(plan: Plan) -> Iterator[str]:
     """Along which axes nothing is shared, if so."""
     if names := idle_axes(plan):
-        yield (
-            f"along {' and '.join(names)} every device does the same work: no plan that was found and shares it takes less time "
-            f"on {plan.fingerprint.profile}"
-        )
+        costs = f"on {plan.fingerprint.profile} communication would cost more than it saves"
+        yield f"not parallelized over {' and '.join(names)}: {costs}. To force it: constraints=[autopar.constraints.fsdp()]"
 
 
 def num_kernels(plan: Plan) -> int:

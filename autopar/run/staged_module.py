@@ -105,11 +105,11 @@ class StagedModule(Holder):
         self._how = replace(program.microbatches, count=None if count is None else bind(count, groups, devices.device_type))
         left_out = [t.name for t in program.outputs if t not in self._kept]
         if outputs not in ("full", "loss") and left_out and rank() == 0:
+            num = program.microbatches.num
+            why = f"the batch runs in {num} microbatches" if num > 1 else "the last stage makes it"
             log.warning(
-                "calls return the loss, and None for %s: they are made in %s, whose parts have no place in a distributed tensor; pass "
-                'outputs="full" to have them put together, or outputs="loss" if they are not wanted', ", ".join(left_out[:3]),
-                f"{program.microbatches.num} microbatches" if program.microbatches.num > 1 else "the last stage",
-            )  # fmt: skip
+                '%s, because %s; outputs="full" returns it, and outputs="loss" says that it is not wanted', _told(program, left_out), why
+            )
         self._calls = StageCalls(program, works, self._how, self._kept, self._held, self._storages, group, self.rank, devices)
         self._stand_for_all(model, program.attributes, shared)
 
@@ -170,6 +170,14 @@ class StagedModule(Holder):
         elsewhere = self._calls.exchange.counted_elsewhere()
         parameters = [(p, self._names[name] not in elsewhere) for name, p in self.named_parameters()]
         return clip_over_stages(parameters, max_norm, norm_type, self._group, self.device_mesh)
+
+
+def _told(program: StagedProgram, names: Sequence[str]) -> str:
+    """That outputs come as None, by place and path."""
+    places = {t.name: number for number, t in enumerate(program.outputs)}
+    shown = ", ".join(f"output {places[name]} ({name})" if not name.isdecimal() else f"output {name}" for name in names[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{shown}{more} {'comes' if len(names) == 1 else 'come'} as None"
 
 
 def _held_by(stages: Iterable[Program], trained: Collection[str]) -> tuple[ProgramTensor, ...]:

@@ -74,7 +74,7 @@ class Forced:
 
 
 def _beside(named: Named, given: Mapping[str, Layout]) -> Named:
-    """Plans beside how parameters rest already: where that is none of the ways that they ask for, it stays, and is redistributed for them."""
+    """Plans beside how parameters rest already: where that is none of the ways that they ask for, it stays, and is read otherwise."""
     otherwise = {n for n, at in given.items() if (rests := named.rests.get(n)) and not any(_meets(rest, at) for rest in rests)}
     kept = {name: rests for name, rests in named.rests.items() if name not in otherwise}
     return replace(named, rests=kept) if otherwise else named

@@ -34,7 +34,8 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.up, self.down, self.head = nn.Embedding(33, 16), nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 33, bias=False)
+        self.table, self.head = nn.Embedding(33, 16), nn.Linear(16, 33, bias=False)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
         self.head.weight = self.table.weight
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

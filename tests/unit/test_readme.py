@@ -52,6 +52,7 @@ def test_the_one_liner_trains_alike_on_one_process_and_on_two(tmp_path: Path) ->
     alone = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
     command = [sys.executable, "-m", "autopar", "run", "-n", "2", "train.py"]
     together = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    assert "not parallelized" not in together.stderr, "what the first example shows is distributed"
     said = re.findall(r"step \d+: loss [\d.]+", alone.stdout)
     assert len(said) == 3
     # two processes share one terminal: what each says is whole, the ends of lines may meet

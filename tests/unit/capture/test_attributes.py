@@ -225,10 +225,10 @@ def test_what_no_later_forward_depends_on_is_captured_and_named_once_where_it_is
     caplog.set_level(logging.WARNING, "autopar")
     trace = capture(Root(Holder(does), does.__name__), (X,))
     capture(Root(Holder(does), does.__name__), (X,))
-    told = [record.getMessage() for record in caplog.records if "forward sets" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "which forward sets" in record.getMessage()]
     assert len(told) == (1 if HARMLESS[does] else 0)
     for name in HARMLESS[does]:
-        assert f"{does.__name__}.{name}" in told[0]
+        assert f"self.{does.__name__}.{name}" in told[0] and "not updated by a compiled call" in told[0]
     _assert_steps_equal(trace, does)
 
 
@@ -259,11 +259,22 @@ def test_what_hooks_store_is_named_as_not_kept_and_what_they_compute_is_in_the_g
     model[0].register_forward_hook(Storing())
     caplog.set_level(logging.WARNING, "autopar")
     trace = capture(model, (X,))
-    (told,) = [record.getMessage() for record in caplog.records if "forward sets" in record.getMessage()]
+    (told,) = [record.getMessage() for record in caplog.records if "which forward sets" in record.getMessage()]
     for name in ("global variable KEPT of", "variable seen around", "last of a hook on 0"):
         assert told.count(name) == 1
     (found,), _, _ = execute(trace, dict(model.named_parameters()), {}, (X,))
     torch.testing.assert_close(found, model(X))
+
+
+def test_one_rank_tells_of_what_is_not_kept(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog.set_level(logging.WARNING, "autopar")
+    monkeypatch.setenv("RANK", "1")
+    capture(Root(Holder(keeps_the_last), "of_the_second_rank"), (X,))
+    monkeypatch.setenv("RANK", "0")
+    assert not caplog.records
+    capture(Root(Holder(keeps_the_last), "of_the_first_rank"), (X,))
+    (told,) = caplog.records
+    assert told.getMessage() == "self.of_the_first_rank.state, which forward sets, is not updated by a compiled call"
 
 
 class Root(nn.Module):
