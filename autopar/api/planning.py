@@ -189,7 +189,9 @@ def check_fits(plan: Plan, trace: Trace, mesh: Mesh) -> None:
     if plan.mesh.shape != mesh.shape or plan.mesh.names != mesh.names:
         differs.append(f"mesh: the plan is for {plan.mesh}, this is {mesh}")
     if plan.fingerprint.model != trace.fingerprint:
-        differs += _model_differences(plan, trace)
+        other = plan.fingerprint.other_batch(trace.batch_in_words)
+        named = [*([other] if other else []), *_model_differences(plan, trace)]
+        differs += named or ["model: names agree, but shapes, dtypes or arguments of ops differ"]
     if plan.fingerprint.torch != torch.__version__.split("+")[0]:
         log.warning("plan made with torch %s, this is %s: entries are matched by key", plan.fingerprint.torch, torch.__version__)
     if differs:
@@ -207,7 +209,7 @@ def _model_differences(plan: Plan, trace: Trace) -> list[str]:
     entries = {c.node.format(*i) for p in plans for e in p.entries if e.kind == "compute" for c in e.nodes for i in e.instances}
     lines += [f"op {key} is in the plan, not in the model" for key in sorted(entries - nodes)[:5]]
     lines += [f"op {key} is in the model, not in the plan" for key in sorted(nodes - entries)[:5]]
-    return lines or ["model: names agree, but shapes, dtypes, the batch's shape or arguments of ops differ"]
+    return lines
 
 
 def verify(

@@ -220,6 +220,11 @@ class Trace:
         """The outputs that have a tangent, in the order of the tangents' placeholders."""
         return tuple(o for o in self.outputs if o.tangent)
 
+    @property
+    def batch_in_words(self) -> tuple[tuple[str, str], ...]:
+        """(path, dtype and shape) of each input, ``("x", "float32 [8, 16]")``."""
+        return tuple((i.path, f"{str(i.dtype).removeprefix('torch.')} {list(i.shape)}") for i in self.inputs)
+
     def node(self, name: str) -> fx.Node:
         """The node of that name."""
         for node in self.graph.nodes:

@@ -67,7 +67,8 @@ def identity(trace: Trace, plan: Plan, hardware: Hardware) -> Iterator[Finding]:
     """Whether the plan is for this model and hardware."""
     mark = plan.fingerprint
     if mark.model != trace.fingerprint:
-        yield Finding("model", f"the plan is for a model or batch of fingerprint {mark.model}, this is {trace.fingerprint}")
+        other = f"the plan is for another model: its fingerprint is {mark.model[:12]}, this one's {trace.fingerprint[:12]}"
+        yield Finding("model", mark.other_batch(trace.batch_in_words) or other)
     if mark.profile_hash != hardware.hash:
         what = f"the plan is for profile {mark.profile!r} of hash {mark.profile_hash}, this is {hardware.name!r} of {hardware.hash}"
         yield Finding("model", what)

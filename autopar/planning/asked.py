@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
@@ -32,7 +32,7 @@ class Asked:
 
     Attributes:
         part: the trace of one microbatch. how: how microbatches make the batch. batch_bytes: of the whole batch.
-        returned: what a call returns. wish: the pipeline. model_fingerprint: of the whole batch's trace.
+        returned: what a call returns. wish: the pipeline. whole: the whole batch's trace.
     """
 
     part: Trace
@@ -44,7 +44,7 @@ class Asked:
     options: PlanOptions
     wish: Pipelined
     model_name: str
-    model_fingerprint: str
+    whole: Trace
 
     @property
     def axis(self) -> str:
@@ -107,9 +107,9 @@ class Asked:
             raise ConstraintError(f"{self.wish}{wrong}", remedy=f"the model can be cut at {', '.join(modules)}")
         return tuple(sorted(modules[name] for name in wanted))
 
-    def mark(self, model: str, hardware: Hardware) -> Fingerprint:
-        """Of a plan for a trace of this fingerprint."""
-        return replace(fingerprint(self.part, self.model_name, hardware, VERSION), model=model)
+    def mark(self, trace: Trace, hardware: Hardware) -> Fingerprint:
+        """Of a plan for a trace: of the whole batch, or of a stage."""
+        return fingerprint(trace, self.model_name, hardware, VERSION)
 
 
 @dataclass(frozen=True, slots=True)

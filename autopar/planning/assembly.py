@@ -221,4 +221,5 @@ def _on_hosts(draft: Draft) -> dict[str, int]:
 def fingerprint(trace: Trace, model_name: str, hardware: Hardware, version: str) -> Fingerprint:
     """What the plan is made for."""
     mixed = (hardware.axis, tuple((p.name, p.hash) for p in hardware.profiles)) if isinstance(hardware, Mixed) else ("", ())
-    return Fingerprint(trace.fingerprint, model_name, hardware.name, hardware.hash, version, torch.__version__.split("+")[0], *mixed)
+    release = torch.__version__.split("+")[0]
+    return Fingerprint(trace.fingerprint, model_name, hardware.name, hardware.hash, version, release, *mixed, trace.batch_in_words)

@@ -87,7 +87,7 @@ def joined(
     proof = _proof(asked, whole, objective, plans, promised)
     options = asked.options.to_json(max(asked.profiles, key=asked.options.budget))  # of unequal budgets the pipeline says each
     plan = Plan(
-        asked.mesh, asked.mark(asked.model_fingerprint, asked.hardware), options, (), (), (), prediction, proof, str(asked.part.folding),
+        asked.mesh, asked.mark(asked.whole, asked.hardware), options, (), (), (), prediction, proof, str(asked.part.folding),
         pipeline,
     )  # fmt: skip
     with clock.phase("emit"):

@@ -213,7 +213,7 @@ class StagedSearch:
                 forced=replace(forced, starts=starts), crossing=crossing, num_microbatches=asked.how.num, num_in_flight=flying,
             )  # fmt: skip
 
-        mark = asked.mark(stage.fingerprint, profile)
+        mark = asked.mark(stage, profile)
         schedule = self.sharing.schedule(asked.wish.schedule, number)
         job = Job(stage, asked.left, pricing, asked.options, self.clock, mark, {}, budget, schedule, alike=self.alike)
         try:
@@ -288,5 +288,5 @@ def staged_search(
         what = f"outputs={options.outputs!r}, and the model, in stages, returns no loss: each stage would have its own"
         raise ConstraintError(what, remedy='pass outputs="full": then they come whole on every rank')
     batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
-    asked = Asked(part, how, batch_bytes, returned, mesh, hardware, options, wish, model_name, whole.fingerprint)
+    asked = Asked(part, how, batch_bytes, returned, mesh, hardware, options, wish, model_name, whole)
     return StagedSearch(asked, clock, limit_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,8 @@ from autopar.errors import PlanError
 from autopar.layout import Layout, Strategy
 from autopar.problem import Slack
 from autopar.streams import ON_COMPUTE, Balance
+
+_SHOWN = 3  # inputs of a batch, in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +282,7 @@ class Fingerprint:
     Attributes:
         axis, profiles: where devices differ along a mesh axis, that axis, and (name, hash) of the profile at each index along it; `profile`
             and `profile_hash` are then of all together.
+        inputs: (path, dtype and shape) of each tensor of the batch; none in plans that did not record them yet.
     """
 
     model: str
@@ -290,6 +293,16 @@ class Fingerprint:
     torch: str
     axis: str = ""
     profiles: tuple[tuple[str, str], ...] = ()
+    inputs: tuple[tuple[str, str], ...] = ()
+
+    def other_batch(self, inputs: Sequence[tuple[str, str]]) -> str:
+        """How a batch with these inputs differs from the plan's, in words; nothing where it does not, or that is not known."""
+        here, planned = dict(inputs), dict(self.inputs)
+        if not planned or here == planned:
+            return ""
+        names = [name for name in (*planned, *(n for n in here if n not in planned)) if planned.get(name) != here.get(name)]
+        told = [f"{name} is {planned.get(name, 'not there')} in the plan and {here.get(name, 'not there')} here" for name in names[:_SHOWN]]
+        return f"the plan is for another batch: {', '.join(told)}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,4 +358,5 @@ def _multipliers(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_fingerprint(data: Mapping[str, Any]) -> Fingerprint:
-    return Fingerprint(**{**data, "profiles": tuple(map(tuple, data.get("profiles", ())))})
+    pairs = {name: tuple(map(tuple, data.get(name, ()))) for name in ("profiles", "inputs")}
+    return Fingerprint(**{**data, **pairs})

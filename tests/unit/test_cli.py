@@ -207,7 +207,7 @@ def test_a_function_imports_what_lies_beside_its_file_and_has_dataclasses(here: 
 def test_a_plan_that_is_not_certified_exits_with_1_and_says_why(here: Path, command: Command) -> None:
     command(*PLAN, "--module", "model.py:small", "--out", "plan.json")
     code, said, _ = command("check", "plan.json", "--module", "model.py:wide")
-    assert (code, said.startswith("NOT certified, 1 claim does not hold"), "model: the plan is for a model or batch" in said) == (
+    assert (code, said.startswith("NOT certified, 1 claim does not hold"), "model: the plan is for another model: its fingerprint" in said) == (
         1,
         True,
         True,

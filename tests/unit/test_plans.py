@@ -16,6 +16,7 @@ from made_plan import made_plan
 from mlp import traced
 
 from autopar.api.planning import check_fits
+from autopar.certificate.check import identity
 from autopar.errors import PlanError
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout
@@ -163,9 +164,19 @@ def test_a_plan_of_something_else_says_exactly_what_differs() -> None:
         check_fits(planned(num_layers=3), trace, mesh)
     with pytest.raises(PlanError, match=r"parameter layers\.1\.up\.weight is in the model, not in the plan"):
         check_fits(planned(num_layers=1), trace, mesh)
-    for other in (planned(width=4), planned(batch=4)):
-        with pytest.raises(PlanError, match="names agree, but shapes, dtypes, the batch's shape or arguments of ops differ"):
+    for other, shape in ((planned(width=4), r"\[8, 4\]"), (planned(batch=4), r"\[4, 8\]")):
+        with pytest.raises(PlanError, match=rf"another batch: x is float32 {shape} in the plan and float32 \[8, 8\] here"):
             check_fits(other, trace, mesh)
+        assert Plan.loads(other.dumps()) == other and other.fingerprint.inputs
+        (found,) = identity(trace, other, HardwareProfile.load("cpu-gloo"))
+        assert "another batch: x is float32" in found.what
+    same = planned()
+    unnamed = replace(same, fingerprint=replace(same.fingerprint, model="another"))
+    with pytest.raises(PlanError, match="names agree, but shapes, dtypes or arguments of ops differ"):
+        check_fits(unnamed, trace, mesh)
+    older = json.loads(same.dumps())
+    del older["fingerprint"]["inputs"]
+    assert Plan.loads(json.dumps(older)).fingerprint.other_batch(trace.batch_in_words) == ""
     biased = traced(8, 16, 8, num_layers=2, bias=True, dtype=torch.float32)
     message = r"parameter layers\.0\.up\.bias is in the model, not in the plan(.|\n)*op layers\.0\.up/sum\S+ is in the model"
     with pytest.raises(PlanError, match=message):
