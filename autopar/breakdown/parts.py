@@ -7,9 +7,10 @@ a matmul, convolution, attention or embedding where it has one, else the one tha
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -66,7 +67,7 @@ class Part:
     """One module pattern with the copies that took the same decisions. Times and bytes are per device, of all copies.
 
     Attributes:
-        module: the pattern, ``*`` for the indices of repeated modules; ``""`` is the model itself.
+        module: the path, ``*`` for indices that go through repeated modules; ``""`` is the model itself. pattern: ``*`` for every index.
         instances: the indices of its copies. copies: the same as text, where the module has other parts too.
         parallelism: one of `PARALLELISMS` per mesh axis. sharded: ``ZeRO-1`` to ``ZeRO-3`` or ``""`` per mesh axis.
         enters, leaves: layouts of the activation that the first forward op reads and of the one that the last makes.
@@ -91,6 +92,7 @@ class Part:
     recomputed: tuple[str, ...] = ()
     recompute_s: float = 0.0
     entries: tuple[Entry, ...] = field(default=(), repr=False)
+    pattern: str = ""
 
     @property
     def offloaded(self) -> bool:
@@ -113,7 +115,8 @@ class Part:
 
     def matches(self, pattern: str) -> bool:
         """Whether `pattern`, a module path with shell wildcards, names the module or one of its copies."""
-        names = {self.module, *(self.module.replace("*", "{}").format(*i) for i in self.instances if len(i) == self.module.count("*"))}
+        form = self.pattern.replace("*", "{}")
+        names = {self.module, self.pattern, *(form.format(*i) for i in self.instances if len(i) == self.pattern.count("*"))}
         return any(fnmatchcase(name, pattern) for name in names)
 
 
@@ -131,8 +134,24 @@ def breakdown(plan: Plan) -> tuple[Part, ...]:
         kept.setdefault(_find(groups, value.node, value.instances), []).append(value)
     parts = [_part(plan, group, transfers.get(i, ()), kept.get(i, ())) for i, group in enumerate(groups)]
     parts = [part for part in parts if part.compute_s or part.transfers or part.kept_bytes or part.weights]
+    repeated = {prefix for part in parts for prefix, indices in _indices(part) if len(indices) > 1}
+    parts = [replace(part, module=_path(part, repeated), pattern=part.module) for part in parts]
     num_parts = Counter(part.module for part in parts)
     return tuple(replace(part, copies=copies_of(part.instances) if num_parts[part.module] > 1 else "") for part in parts)
+
+
+def _indices(part: Part) -> Iterator[tuple[str, set[int]]]:
+    """Of each ``*`` of a part the path up to it, and the indices that stand there."""
+    pieces = part.module.split("*")
+    if all(len(i) == len(pieces) - 1 for i in part.instances):
+        yield from (("*".join(pieces[: k + 1]), {i[k] for i in part.instances}) for k in range(len(pieces) - 1))
+
+
+def _path(part: Part, repeated: Container[str]) -> str:
+    """The path with those indices that go through no repeated modules, such as a place in a Sequential within each layer."""
+    shown = ["*" if prefix in repeated or len(indices) != 1 else str(*indices) for prefix, indices in _indices(part)]
+    pieces = part.module.split("*")
+    return "".join(itertools.chain(*zip(pieces, shown, strict=False), pieces[-1:])) if shown else part.module
 
 
 def copies_of(instances: Instances) -> str:

@@ -118,3 +118,27 @@ def test_what_runs_again_takes_as_long_as_it_does_then() -> None:
     for module in again:
         assert after[module].recompute_s == pytest.approx(3 * before[module].recompute_s) != 0.0
         assert after[module].compute_s - before[module].compute_s == pytest.approx(2 * before[module].recompute_s)
+
+
+class Layered(nn.Module):
+    """Layers with a Sequential within each, of which two modules are linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.pow(2).mean()
+
+
+def test_an_index_that_goes_through_no_layers_is_shown() -> None:
+    plan = autopar.plan(Layered(), 2, example_inputs=(torch.randn(4, 8),), hardware="cpu-gloo")
+    parts = {part.module: part for part in breakdown(plan)}
+    assert {"layers.*.0", "layers.*.1", "layers.*.2"} <= parts.keys() and "layers.*.*" not in parts
+    assert not any(part.copies for part in parts.values())
+    assert parts["layers.*.2"].matches("layers.1.2") and parts["layers.*.2"].matches("layers.*.*")
+    assert not parts["layers.*.2"].matches("layers.1.0")
+    alone = autopar.plan(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), 2, example_inputs=(torch.randn(4, 8),), hardware="cpu-gloo")
+    assert "0" in {part.module for part in breakdown(alone)}

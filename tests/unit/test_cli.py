@@ -207,11 +207,8 @@ def test_a_function_imports_what_lies_beside_its_file_and_has_dataclasses(here: 
 def test_a_plan_that_is_not_certified_exits_with_1_and_says_why(here: Path, command: Command) -> None:
     command(*PLAN, "--module", "model.py:small", "--out", "plan.json")
     code, said, _ = command("check", "plan.json", "--module", "model.py:wide")
-    assert (code, said.startswith("NOT certified, 1 claim does not hold"), "model: the plan is for another model: its fingerprint" in said) == (
-        1,
-        True,
-        True,
-    )
+    assert code == 1 and said.startswith("NOT certified, 1 claim does not hold")
+    assert "model: the plan is for another model: its fingerprint is" in said
 
 
 def test_a_plan_that_cannot_be_written_is_refused(here: Path, command: Command) -> None:
