@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -47,6 +49,22 @@ def parse_size(text: str | None) -> int | None:
     unit = match[2].lower().removesuffix("b")
     base = 1024 if unit.endswith("i") else 1000
     return int(float(match[1]) * base ** ("kmgt".index(unit[0]) + 1 if unit else 0))
+
+
+def check_writable(path: Path | None) -> None:
+    """That a file can be written there, before what is to be written is made; None is nowhere.
+
+    Raises:
+        AutoparError: where its folder is not there, or nothing can be written to it.
+    """
+    if path is None:
+        return
+    folder = path.absolute().parent
+    why = "" if os.access(folder, os.W_OK) else "it cannot be written to" if folder.is_dir() else "there is no such folder"
+    if path.is_dir():
+        raise AutoparError(f"cannot write to {path}: it is a folder", remedy="name a file in it")
+    if why:
+        raise AutoparError(f"cannot write to {path}: {why}: {folder}", remedy="check the path, or make the folder")
 
 
 def say(line: str) -> None:

@@ -35,7 +35,7 @@ from autopar.mesh import Mesh
 from autopar.plans import Plan
 from autopar.run.launching import launch
 from autopar.run.saved import Checkpoints
-from autopar.terminal import parse_size, progress, say, show
+from autopar.terminal import check_writable, parse_size, progress, say, show
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -173,6 +173,7 @@ def report_command(
     """Draw a plan: layouts per module, memory by kind, time line; of a pipeline its schedule and its stages' memory too."""
     from autopar.report import report
 
+    check_writable(out_file)
     loaded = Plan.load(plan)
     turning = turning_of(loaded, flips, hf, model, module, batch, seq, dtype)
     say(f"written to {report(loaded, out_file, flips=turning)}")

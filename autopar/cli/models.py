@@ -77,6 +77,16 @@ def say_if_none(num: int, found: Sequence[Flip]) -> None:
         say(NO_FLIP)
 
 
+def check_named(config: str | None, name: str | None, module: str | None, dtype: str | None) -> None:
+    """What can be said of a named model before any library is imported that builds it. Raises AutoparError as `built`."""
+    given = [option for option in (config, name, module) if option is not None]
+    if len(given) != 1:
+        raise AutoparError(f"{len(given)} models are named", remedy="pass one of --hf, --model and --module")
+    read_dtype(dtype)
+    if module is None:
+        hf.parse(given[0])
+
+
 def built(
     config: str | None, name: str | None, module: str | None, batch: int | None, seq: int | None, dtype: str | None, device: str,
     *, inference: bool = False,
@@ -86,9 +96,7 @@ def built(
     Raises:
         AutoparError: where none is named, or several, or it cannot be built.
     """
-    given = [option for option in (config, name, module) if option is not None]
-    if len(given) != 1:
-        raise AutoparError(f"{len(given)} models are named", remedy="pass one of --hf, --model and --module")
+    check_named(config, name, module, dtype)
     if module is not None:
         ignored = [option for option, value in (("--batch", batch), ("--seq", seq), ("--dtype", dtype)) if value is not None]
         if ignored:
@@ -96,7 +104,7 @@ def built(
         return hf.load_function(module)
     try:
         network, example = hf.build(
-            given[0], dtype=read_dtype(dtype or _DTYPE), device=device, batch=_BATCH if batch is None else batch, seq=seq
+            config or name or "", dtype=read_dtype(dtype or _DTYPE), device=device, batch=_BATCH if batch is None else batch, seq=seq
         )
         logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of configurations that it made itself
         return (network.eval(), hf.unlabelled(network, example)) if inference else (network, example)

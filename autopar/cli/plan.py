@@ -15,7 +15,7 @@ from autopar.api import as_call
 from autopar.api.arguments import read_mesh
 from autopar.api.hardware import as_hardware
 from autopar.api.planning import plan_call
-from autopar.cli.models import Batch, Dtype, Hf, ModelName, Module, Seq, built
+from autopar.cli.models import Batch, Dtype, Hf, ModelName, Module, Seq, built, check_named
 from autopar.constraints import Constraint
 from autopar.constraints.pipelines import SCHEDULES
 from autopar.constraints.written import parse_constraint
@@ -24,7 +24,7 @@ from autopar.explanation import explain
 from autopar.planning import PlanOptions
 from autopar.plans import Plan
 from autopar.run.executor import Outputs
-from autopar.terminal import PHASES, parse_size, progress, say
+from autopar.terminal import PHASES, check_writable, parse_size, progress, say
 from autopar.units import seconds
 
 _TOLD = 0.01  # share of all seconds, from which on those of plans that were not taken are told
@@ -72,6 +72,8 @@ def plan_command(
     out_file: Annotated[Path | None, typer.Option("--out", help="Where the plan is written.")] = None,
 ) -> None:
     """Plan a model for a mesh: no GPU, no process group, weights on meta."""
+    check_writable(out_file)
+    check_named(hf, model, module, dtype)
     axes = read_mesh(mesh)
     devices = as_hardware(hardware, axes)
     hosts: tuple[Constraint, ...] = (constraints.offload(),) if offload else ()
@@ -86,12 +88,16 @@ def plan_command(
         tell("capturing")
         args, kwargs = as_call(example)
         _, planned = plan_call(network, axes, args, kwargs, devices, options, progress=lambda p: tell(clock.at(p)))
-    phases = clock.phases(planned.seconds)
-    for line in explain(planned.plan).summary():
+    _tell(planned.plan, clock.phases(planned.seconds), out_file)
+
+
+def _tell(plan: Plan, phases: Mapping[str, float], out_file: Path | None) -> None:
+    """What the plan is, and what it took to make it; it is written where that is asked for."""
+    for line in explain(plan).summary():
         say(line)
     say(f"planned in {seconds(sum(phases.values()))}: {', '.join(f'{phase} {seconds(value)}' for phase, value in phases.items())}")
     if out_file is not None:
-        _save(planned.plan, out_file)
+        _save(plan, out_file)
         say(f"written to {out_file}: `autopar explain {out_file}` tells more")
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, Where
 
 _SPEC = re.compile(r"^(?P<type>[\w.-]+)(?:/(?P<head>\w+))?(?::(?P<settings>.*))?$", re.DOTALL)
 
@@ -105,13 +106,28 @@ def load_function(spec: str) -> tuple[nn.Module, Any]:
     if beside not in sys.path:  # as of a script: what lies beside it can be imported
         sys.path.insert(0, beside)
     sys.modules[module_spec.name] = module  # dataclasses look their module up
-    module_spec.loader.exec_module(module)
+    load = module_spec.loader.exec_module
+    _of_users(spec, lambda: load(module))
     function: Callable[[], Any] | None = getattr(module, name, None)
     if not callable(function):
         raise AutoparError(f"{file} has no function {name!r}", remedy="name a function that returns (model, batch)")
-    built = function()
+    built = _of_users(spec, function)
     if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[0], nn.Module):
         raise AutoparError(
             f"{spec} returned {type(built).__name__}, not (model, batch)", remedy="return an nn.Module and its example inputs"
         )
     return built
+
+
+def _of_users(spec: str, run: Callable[[], Any]) -> Any:
+    """What `run` returns of the user's file; what that raises is told with its last line there."""
+    try:
+        return run()
+    except AutoparError:
+        raise
+    except Exception as error:
+        file = Path(spec.rpartition(":")[0]).resolve()
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == file]
+        line = f"{file.name}:{frames[-1].lineno}: {frames[-1].line}" if frames else str(file)
+        where = Where(source=line)
+        raise AutoparError(f"{spec} raised {type(error).__name__}: {error}", where=where, remedy="mend the function") from error

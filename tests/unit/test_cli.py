@@ -38,6 +38,8 @@ def deep(): return Deep(), {"x": torch.randn(64, 128)}
 def small(): return Net(), {"x": torch.randn(64, 128)}
 def wide(): return Net(512), {"x": torch.randn(64, 128)}
 def nothing(): return 3
+def raises():
+    raise ValueError("no such size")
 """
 Command = Callable[..., tuple[int, str, str]]
 PLAN = ("plan", "--mesh", "node=2,gpu=2", "--hardware", "cpu-gloo")
@@ -48,6 +50,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the model's file, which commands run in."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(MODEL, encoding="utf-8")
+    (tmp_path / "broken.py").write_text("def small(: pass", encoding="utf-8")
     return tmp_path
 
 
@@ -184,6 +187,11 @@ def test_a_plan_for_another_model_is_refused_without_a_traceback(here: Path, com
         (("profile", "--device", "abacus"), "device 'abacus' cannot be measured"),
         (("profile", "--device", "cuda", "--world-size", "2"), "leave world_size out"),
         (("report", "missing.json"), "cannot read plan"),
+        ((*PLAN, "--module", "model.py:raises"), "model.py:raises raised ValueError: no such size"),
+        ((*PLAN, "--module", "broken.py:small"), "broken.py:small raised SyntaxError"),
+        ((*PLAN, "--model", "gpt2", "--out", "absent/plan.json"), "cannot write to absent/plan.json: there is no such folder"),
+        ((*PLAN, "--model", "gpt2", "--out", "."), "cannot write to .: it is a folder"),
+        (("report", "missing.json", "--out", "absent/plan.png"), "cannot write to absent/plan.png"),
         (("run", "missing.py"), "there is no script 'missing.py'"),
     ],
 )
@@ -192,6 +200,22 @@ def test_what_is_refused_is_told_and_exits_with_1(here: Path, command: Command, 
     assert code == 1
     assert complaint in said
     assert "Traceback" not in said
+
+
+def test_a_function_that_raises_is_told_with_its_own_line(here: Path, command: Command) -> None:
+    _, _, said = command(*PLAN, "--module", "model.py:raises")
+    line = next(n for n, line in enumerate(MODEL.splitlines(), 1) if "no such size" in line)
+    assert f"model.py:{line}: raise ValueError" in said
+
+
+def test_what_is_mistyped_is_told_before_a_model_is_built(here: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.cli.plan.built", lambda *_, **__: pytest.fail("it was built"))
+    mesh = ("plan", "--model", "gpt2", "--mesh")
+    options = (("--hardware", "abacus"), ("--dtype", "int3"), ("--precision", "fp4"), ("--out", "absent/p"))
+    for wrong in (("node=x",), *(("2", *option) for option in options)):
+        code, _, said = command(*mesh, *wrong)
+        assert code == 1 and "what to do" in said, wrong
+    assert command("plan", "--mesh", "2", "--hf", "gpt2:{")[0] == 1
 
 
 def test_a_function_imports_what_lies_beside_its_file_and_has_dataclasses(here: Path, command: Command) -> None:
@@ -213,7 +237,7 @@ def test_a_plan_that_is_not_certified_exits_with_1_and_says_why(here: Path, comm
 
 def test_a_plan_that_cannot_be_written_is_refused(here: Path, command: Command) -> None:
     code, _, said = command(*PLAN, "--module", "model.py:small", "--out", "missing/plan.json")
-    assert (code, "cannot write the plan" in said) == (1, True)
+    assert (code, "cannot write to missing/plan.json" in said) == (1, True)
 
 
 @pytest.mark.parametrize(
