@@ -305,7 +305,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a multiplier of no tensor": (
         proof(potentials=lambda p: (replace(p.potentials[0], node="up/x/forward/0"), *p.potentials[1:])), "bound: a multiplier is of",
     ),
-    "the model": (lambda p: replace(p, fingerprint=replace(p.fingerprint, model="0" * 16)), "model: the plan is for a model"),
+    "the model": (lambda p: replace(p, fingerprint=replace(p.fingerprint, model="0" * 16)), "model: the plan is for another model"),
     "the profile": (lambda p: replace(p, fingerprint=replace(p.fingerprint, profile_hash=GLOO.hash)), "model: the plan is for profile"),
     "the mesh": (lambda p: replace(p, mesh=Mesh({"data": 4, "tensor": 2})), "layouts|moves|memory|time|bound: "),
 }  # fmt: skip
@@ -426,7 +426,8 @@ def test_what_the_user_calls_finds_the_profile_and_names_another_batch() -> None
     assert autopar.check(plan, model, batch).ok
     other = {name: torch.cat([x, x]) for name, x in batch.items()}
     found = autopar.check(plan, model, other)
-    assert [f.claim for f in found.findings] == ["model"] and found.step_s is None and "fingerprint" in str(found)
+    assert [f.claim for f in found.findings] == ["model"] and found.step_s is None
+    assert "another batch: x is float32 [8, 3, 16, 16] in the plan" in str(found)
     wrong = autopar.check(plan, model, batch, hardware=H100)
     assert [f.claim for f in wrong.findings] == ["model"] and "this is 'h100-sxm'" in str(wrong)
     nowhere = replace(plan, fingerprint=replace(plan.fingerprint, profile="mine"))
