@@ -78,7 +78,6 @@ def test_there_is_no_backward_and_nothing_of_it_in_memory(kind: str) -> None:
     assert held.get("optimizer", 0) == held.get("gradients", 0) == 0 < held["parameters"] == step.plan.prediction.memory_bytes["parameters"]
     assert here.plan.prediction.peak_bytes < step.plan.prediction.peak_bytes
     assert here.plan.prediction.compute_s < 0.6 * step.plan.prediction.compute_s
-    assert here.plan.prediction.step_s < step.plan.prediction.step_s
 
 
 @pytest.mark.parametrize(("kind", "plan"), [("llama", "heads"), ("convolutions", "fsdp"), ("gpt2", "grid")])

@@ -91,7 +91,7 @@ def test_a_stage_s_time_line_and_parts_add_up_to_its_prediction_and_what_crosses
     for number, stage in enumerate(pipeline.stages):
         p, parts = stage.prediction, breakdown(stage)
         slowed_s = p.hidden_s * stage.overlap.slowdown
-        assert sum(bar[4] for bar in p.timeline) == pytest.approx(p.serial_s + slowed_s - p.in_buckets_s)
+        assert sum(bar[4] for bar in p.timeline) == pytest.approx(p.serial_s + p.beyond_shares_s + slowed_s - p.in_buckets_s)
         assert max(bar[3] + bar[4] for bar in p.timeline) == pytest.approx(p.simulated_s)
         assert sum(part.compute_s for part in parts) == pytest.approx(p.compute_s)
         assert sum(part.communication_s for part in parts) == pytest.approx(p.communication_s)

@@ -109,7 +109,9 @@ def test_a_large_batch_through_narrow_layers_is_data_parallel() -> None:
         assert weight.is_replicated
         assert shards(activation) == shards(s.outputs[0]) == {0}
     moved = {c.collective.kind for c in p.communications if c.collective.bytes > 4}
-    assert moved == {"all_reduce"}, "gradients, and beside them only the loss"
+    assert moved <= {"all_reduce", "reduce_scatter", "all_gather"}, "gradients, and parameters that rest sharded; beside them only the loss"
+    gathers = [c.node for c in p.communications if c.collective.kind == "all_gather"]
+    assert all(node.endswith("/parameter") for node in gathers)
 
 
 # Memory
@@ -120,7 +122,7 @@ def test_with_less_memory_parameters_rest_sharded_and_with_less_still_values_are
     ample = plan(trace, mesh, SLUGGISH)
     little = plan(trace, mesh, SLUGGISH, 310 * MIB)
     least = plan(trace, mesh, SLUGGISH, 200 * MIB)
-    assert all(layout.is_replicated for layout in storage(ample)) and not recomputed(ample)
+    assert gathered(ample, "backward") == 0 and not recomputed(ample)
 
     assert all(shards(layout) for layout in storage(little)) and not recomputed(little)
     assert little.prediction.peak_bytes <= 310 * MIB < ample.prediction.peak_bytes
@@ -130,7 +132,7 @@ def test_with_less_memory_parameters_rest_sharded_and_with_less_still_values_are
     assert gathered(least, "backward") > 0, "ZeRO-3: the gathered copy is not kept"
     for p in (ample, little, least):
         assert all(s.inputs[1].is_replicated for s in matmuls(p).values()), "each is data parallel"
-    assert ample.prediction.step_s < little.prediction.step_s < least.prediction.step_s
+    assert ample.prediction.step_s <= little.prediction.step_s < least.prediction.step_s
 
 
 def test_with_too_little_memory_for_anything_planning_is_refused() -> None:

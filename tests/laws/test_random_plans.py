@@ -70,7 +70,9 @@ def test_a_random_legal_plan_holds_every_law(model: str, mesh: str, seed: int) -
     ran = run_lockstep(program, tensors, tensors, [batch[i.path] for i in ready.trace.inputs])
     assert priced == emitted == kinds((phase, c, 1) for phase, _, c in ran.records)
     price = CollectivePrices(ready.mesh, ready.profile)
-    assert sum(price(c) for _, _, c in program.collectives) == pytest.approx(plan.prediction.communication_s)
+    assert sum(price(c) for _, _, c in program.collectives) == pytest.approx(
+        plan.prediction.communication_s + plan.prediction.beyond_shares_s
+    )
 
     # The plan is its file, and the file emits the same program.
     text = plan.dumps()

@@ -26,6 +26,7 @@ from autopar.capture.trace import Parameter
 from autopar.collective import Collective
 from autopar.constraints import fsdp, megatron, pipeline
 from autopar.cost.held import Held, StepMoves, held_ways, stage_on
+from autopar.cost.times import CollectivePrices
 from autopar.emit.calls import CALLS
 from autopar.errors import ConstraintError, LayoutError, VerificationError
 from autopar.hardware import HardwareProfile
@@ -184,8 +185,11 @@ def test_fully_sharded_parameters_are_not_held_gathered() -> None:
 # ── the ways to hold a parameter ──
 
 
-def way_price(c: Collective) -> float:
-    return c.bytes * 1e-9 + 1e-6
+class ByBytes(CollectivePrices):
+    """So much for each byte, and for each collective."""
+
+    def __call__(self, c: Collective) -> float:
+        return c.bytes * 1e-9 + 1e-6
 
 
 def ways(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> list[Held]:
@@ -203,7 +207,7 @@ def test_collectives_lead_from_every_way_to_rest_to_what_is_read_and_from_every_
 ) -> None:
     """On numbers: the parts of a parameter become the parts that are read; partial sums become the parts of the gradient."""
     mesh = Mesh({f"axis{i}": n for i, n in enumerate(mesh_shape)})
-    moves = StepMoves(mesh_shape, way_price, 2)
+    moves = StepMoves(mesh_shape, ByBytes(mesh, HardwareProfile.load("h100-sxm")), 2)
     p = Parameter("w", (), "w", shape, shape, torch.float32, True, 0, torch.float32)
     found = ways(shape, mesh_shape)
     generator = torch.Generator().manual_seed(seed)

@@ -4,8 +4,8 @@
 that want one at the same time, the first traces and the others wait for it: tracing waits for nobody. The folder lives as long as
 the run of the tests, so no source changes under it.
 
-What a key or a trace holds and cannot be told from process to process, as a class that is not found under its name, makes it one
-that each process traces for itself.
+Variables of closures that forward looked at belong to one process: the others do not watch them. What else a key or a trace holds and
+cannot be told from process to process, as a class that is not found under its name, makes it one that each process traces for itself.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import fx
 
 from autopar.capture import Trace
 from autopar.capture._torch.fakes import is_fake, new_fake_mode
+from autopar.capture.trace import OutsideValue
 
 FOLDER = "AUTOPAR_TESTS_CAPTURES"  # in the environment, so that started processes know it too
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -106,8 +107,10 @@ def dumps(trace: Trace) -> bytes:
         (n.op, n.name, n.target, fx.map_arg((n.args, n.kwargs), lambda operand: _Operand(numbers[operand])), n.type, n.meta)
         for n in trace.graph.nodes
     ]
+    told = {f.name: getattr(trace, f.name) for f in fields(trace) if f.name != "graph"}
+    told["attributes"] = tuple(a for a in trace.attributes if not isinstance(a, OutsideValue) or isinstance(a.holder, str))
     out = io.BytesIO()
-    _Pickler(out).dump((nodes, {f.name: getattr(trace, f.name) for f in fields(trace) if f.name != "graph"}))
+    _Pickler(out).dump((nodes, told))
     return out.getvalue()
 
 
