@@ -83,7 +83,8 @@ def rows(first: Plan, second: Plan) -> tuple[Row, ...]:
         parts = [part for side in both for _, _, part in side.get(key, ())]
         copies = copies_of(tuple(i for part in parts for i in part.instances)) if key[0] in several else ""
         shares = (_share(plan, side.get(key, []), axes) for plan, side in zip((first, second), both, strict=True))
-        found.append(Row(replace(parts[0], copies=copies).name, *shares))
+        module = parts[0].module if len({part.module for part in parts}) == 1 else key[0]  # a stage may have but one of the layers
+        found.append(Row(replace(parts[0], module=module, copies=copies).name, *shares))
     return tuple(found)
 
 
@@ -110,7 +111,7 @@ def _places(plan: Plan) -> Mapping[tuple[str, tuple[int, ...]], _Place]:
     for stage, piece in enumerate(_pieces(plan)):
         for number, part in enumerate(breakdown(piece.plan)):
             for instance in part.instances:
-                found[part.module, instance] = (*found.get((part.module, instance), ()), (stage, number))
+                found[part.pattern, instance] = (*found.get((part.pattern, instance), ()), (stage, number))
     return found
 
 
@@ -123,7 +124,7 @@ def _collected(plan: Plan, cell: _Cell) -> _Found:
     found: _Found = {}
     for stage, piece in enumerate(_pieces(plan)):
         for part in breakdown(_split(piece.plan, cell)):
-            found.setdefault((part.module, cell(part.module, part.instances[0])), []).append((stage, piece, part))
+            found.setdefault((part.pattern, cell(part.pattern, part.instances[0])), []).append((stage, piece, part))
     return found
 
 

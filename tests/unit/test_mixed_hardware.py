@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 import autopar
 from autopar.analysis.work import Work
 from autopar.api.hardware import as_hardware
-from autopar.collective import KINDS, Collective, Kind, bucket_time, collective_time, with_faster
+from autopar.collective import BUCKETED, KINDS, Collective, Kind, bucket_time, collective_time, share_of_bucket, with_faster
 from autopar.cost.compute import compute_time
 from autopar.cost.priced import Crossing
 from autopar.errors import HardwareError
@@ -51,7 +52,8 @@ def test_each_collective_takes_on_the_slowest_what_it_takes_on_the_slowest_of_th
 ) -> None:
     parts = tuple(PROFILES[name] for name in names)
     collective = Collective(kind, 0, dim, 1 - dim if kind == "all_to_all" else -1, "", "float32", num_bytes, num_bytes // 4)
-    for time in (collective_time, bucket_time):
+    in_bucket = partial(bucket_time, members=(num_bytes,))
+    for time in (collective_time, in_bucket, share_of_bucket) if kind in BUCKETED else (collective_time,):
         assert time(collective, size, link, slowest_of(parts)) == max(time(collective, size, link, part) for part in parts)
 
 
