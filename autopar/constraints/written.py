@@ -54,9 +54,10 @@ def _parts(text: str) -> tuple[str, list[Any], dict[str, Any]]:
         call = ast.parse(text.strip(), mode="eval").body
         if isinstance(call, ast.Name):
             return call.id, [], {}
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and all(k.arg is not None for k in call.keywords):
-            kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-            return call.func.id, [ast.literal_eval(arg) for arg in call.args], kwargs
-    except (SyntaxError, ValueError):
-        pass
-    raise ConstraintError("this is no constraint", where=text, remedy='write a call with literals, as megatron(tp=8) or pipeline("node")')
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or any(k.arg is None for k in call.keywords):
+            raise ValueError(text)
+        kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        return call.func.id, [ast.literal_eval(arg) for arg in call.args], kwargs
+    except (SyntaxError, ValueError) as error:
+        remedy = 'write a call with literals, as megatron(tp=8) or pipeline("node")'
+        raise ConstraintError("this is no constraint", where=text, remedy=remedy) from error

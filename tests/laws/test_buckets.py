@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import autopar
-from autopar import constraints
+from autopar import collective, constraints
 from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture
 from autopar.certificate.check import certify
@@ -405,6 +405,28 @@ def test_the_saving_of_all_buckets_and_their_absence_are_checked() -> None:
     less = replace(made.plan.prediction, in_buckets_s=made.plan.prediction.in_buckets_s / 2)
     assert "time: buckets save" in str(certify(trace, replace(made.plan, prediction=less), GLOO))
     assert not certify(trace, replace(made.plan, buckets=()), GLOO).ok
+
+
+def test_no_bucket_is_larger_than_one_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, trace, made = planned("gpt2", "ddp")
+    most = made.plan.buckets[0].collective.bytes // 2
+    monkeypatch.setattr(collective, "BUCKET_BYTES", most)
+    assert "it is larger than a bucket may be" in str(certify(trace, made.plan, GLOO))
+    again = make_plan(trace, made.plan.mesh, GLOO, PlanOptions(constraints=(constraints.ddp(),))).plan
+    assert again.buckets and certify(trace, again, GLOO).ok
+    sizes = {(c.phase, node, c.result, c.target): c.collective.bytes for node, c in again.steps()}
+    for b in again.buckets:
+        parts = again.mesh.shape[b.collective.axis] if b.collective.kind == "all_gather" else 1
+        assert parts * sum(sizes[b.phase, m.node, m.result, m.target] for m in b.members) <= most
+
+
+def test_gathers_over_two_axes_share_buckets_of_either() -> None:
+    model, batch, trace, _ = planned("vit", "fsdp")
+    made = make_plan(trace, Mesh({"a": 2, "b": 2}), H100, PlanOptions(constraints=(constraints.fsdp(),)))
+    gathers = [b for b in made.plan.buckets if b.phase == "forward" and b.collective.kind == "all_gather"]
+    first, second = ({m.node for m in b.members} for b in gathers)
+    assert {b.collective.axis for b in gathers} == {0, 1} and first & second, "what one has gathered the other gathers on"
+    assert certify(trace, made.plan, H100).ok and verify_program(trace, made.stage_program(), model, (), batch).ok
 
 
 def test_an_older_plan_has_no_buckets() -> None:

@@ -267,6 +267,18 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "the balance": (proof(balance=(0.9, 1.0)), "bound: the multipliers prove"),
     "a balance beyond its range": (proof(balance=(1.0, 1.5)), "bound: balance .* proves nothing"),
+    "what it takes by itself": (
+        lambda p: with_part(p, "communications", lambda c: c.alone_s, alone_s=lambda c: c.alone_s * 2), "moves: .* s by itself, not",
+    ),
+    "that it may share a bucket": (
+        lambda p: with_part(p, "communications", lambda c: c.alone_s, alone_s=None), "moves: .* counts as a share of a bucket",
+    ),
+    "that it may share none": (
+        lambda p: with_part(
+            p, "communications", lambda c: c.alone_s is None and c.collective.kind != "slice", alone_s=lambda c: c.time_s
+        ),
+        "moves: .* has no share of a bucket",
+    ),
     "the time of what runs again": (
         lambda p: with_part(p, "entries", lambda e: e.again_s, again_s=lambda e: e.again_s * 2), "time: one instance takes .* runs again",
     ),
