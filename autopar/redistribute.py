@@ -50,8 +50,8 @@ def _duration(arc: Arc) -> float:
 
 def cheapest_tree(
     graph: LayoutGraph, sources: Iterable[int], targets: Iterable[int], cost: Callable[[Arc], float] = _duration
-) -> tuple[tuple[Arc, ...], float]:
-    """The cheapest set of arcs that makes all `targets` from any of `sources`, and its time.
+) -> tuple[Arc, ...]:
+    """The cheapest set of arcs that makes all `targets` from any of `sources`.
 
     Args:
         cost: what an arc costs; by default its time.
@@ -65,15 +65,14 @@ def cheapest_tree(
     have = sorted(set(sources))
     want = sorted(set(targets) - set(have))
     if not want:
-        return (), 0.0
+        return ()
     if not have:
         raise LayoutError(f"no version is at hand to make {', '.join(str(graph.layouts[t]) for t in want)} from")
     if 1 < len(want) <= _EXACT_TARGETS:
         arcs = _steiner(graph, have, want, cost)
     else:
         arcs = {arc for target in want for arc in _chain(graph, have, target, cost)}
-    ordered = _in_order(have, arcs)
-    return ordered, sum(arc.time_s for arc in ordered)
+    return _in_order(have, arcs)
 
 
 def _chain(graph: LayoutGraph, have: list[int], target: int, cost: Callable[[Arc], float]) -> set[Arc]:
@@ -181,5 +180,5 @@ def cheapest_chain(
 ) -> tuple[Step, ...]:  # fmt: skip
     """The cheapest chain of collectives from `source` to `target`, each by itself."""
     graph = layout_graph(shape, dtype, mesh_shape, [source], [target], price, share=share)
-    arcs, _ = cheapest_tree(graph, [graph.index[source]], [graph.index[target]])
+    arcs = cheapest_tree(graph, [graph.index[source]], [graph.index[target]])
     return tuple(Step(graph.layouts[a.src], graph.layouts[a.dst], a.collective, a.time_s, a.share_s) for a in arcs)

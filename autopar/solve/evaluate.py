@@ -255,7 +255,7 @@ def _redistribute(
     value = problem.values[problem.variants[v].value]
     graph = value.graph
     kernels = usable(problem, v, late, chosen)
-    tree, _ = cheapest_tree(graph, {*sources, *stored}, wanted, tree_costs(problem, v, late=late, saved_s=most_saved(graph, kernels)))
+    tree = cheapest_tree(graph, {*sources, *stored}, wanted, tree_costs(problem, v, late=late, saved_s=most_saved(graph, kernels)))
     begun = {arc.src for arc in tree} | wanted
     fetches = tuple(_copy(value, value.stored(n), "fetch") for n in sorted(stored) if n in begun)
     arcs, early = (*fetches, *tree), is_early(problem, v, late=late)

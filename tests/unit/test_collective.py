@@ -7,12 +7,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.collective import KINDS, Collective, Kind, collective_time
+from autopar.collective import BUCKET_DTYPES, KINDS, STRIPE, Collective, Kind, collective_time
 from autopar.errors import HardwareError
 from autopar.hardware import HardwareProfile
+from autopar.kernels import library, ordered
 
 GIB = 2**30
 H100 = HardwareProfile.load("h100-sxm")
@@ -114,3 +116,8 @@ def test_more_bytes_never_take_less_time(kind: Kind, name: str, link: str, size:
     profile = HardwareProfile.load(name)
     times = [collective_time(collective(kind, n), size, link, profile) for n in sorted(sizes)]
     assert all(0 < a <= b * (1 + 1e-12) and math.isfinite(b) for a, b in pairwise(times))
+
+
+def test_what_buckets_hold_and_how_they_are_packed_is_what_the_kernels_say() -> None:
+    assert STRIPE == ordered.STRIPE
+    assert {getattr(torch, name): size for name, size in BUCKET_DTYPES.items()} == {dtype: dtype.itemsize for dtype in library.FLOATS}
