@@ -51,6 +51,7 @@ from autopar.training.pretrained import load_adapter, save_pretrained
 from autopar.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from autopar.training.lightning_strategy import LightningStrategy as LightningStrategy
     from autopar.training.trainer import Trainer as Trainer
     from autopar.training.whole_batches import Accelerator as Accelerator
 
@@ -80,12 +81,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`Trainer` and `Accelerator`, which need transformers and accelerate: these are imported when they are asked for.
+    """`Trainer`, `Accelerator` and `LightningStrategy`, which need transformers, accelerate and Lightning: imported when asked for.
 
     Raises:
         AutoparError: where one is not installed, or too old.
     """
-    if name in ("Trainer", "Accelerator"):
+    if name in ("Trainer", "Accelerator", "LightningStrategy"):
         from autopar import training
 
         return training.__getattr__(name)

@@ -164,7 +164,7 @@ def check_foreign_imports(modules: Mapping[str, Module]) -> list[str]:
                 problems.append(f"{where}: only capture/_torch may")
             if first == "transformers" and module.name not in TRANSFORMERS_ONLY_IN and module.unit not in OPTIONAL_ONLY_IN:
                 problems.append(f"{where}: only capture/_transformers.py, training and cli may")
-            if first in ("accelerate", "peft") and module.unit != "training":
+            if first in ("accelerate", "peft", "lightning") and module.unit != "training":
                 problems.append(f"{where}: only training/ may")
             distributed = _is_under(target, ("torch.distributed",))
             if distributed and not _is_under(target, PLACEMENT_MODULES) and module.unit not in PROCESS_GROUP_UNITS:
@@ -281,6 +281,7 @@ PLANTED: list[tuple[str, Checker, dict[str, str], str]] = [
     ("transformers", check_foreign_imports, {"capture/b.py": "from transformers import X"}, "only capture/_transformers.py"),
     ("accelerate", check_foreign_imports, {"run/b.py": "import accelerate"}, "only training/ may"),
     ("peft", check_foreign_imports, {"api/b.py": "from peft import PeftModel"}, "only training/ may"),
+    ("lightning", check_foreign_imports, {"run/b.py": "import lightning.pytorch"}, "only training/ may"),
     ("group", check_foreign_imports, {"emit/b.py": "import torch.distributed as dist"}, "process groups"),
     ("group from", check_foreign_imports, {"emit/b.py": "from torch.distributed import barrier"}, "process groups"),
     ("group spelt", check_foreign_imports, {"mesh.py": "import torch\ntorch.distributed.barrier()"}, "process groups"),

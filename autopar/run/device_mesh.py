@@ -143,12 +143,25 @@ def first_rank_says(number: int, devices: DeviceMesh) -> int:
     return int(of_all(number)[int(devices.mesh.flatten()[0])])
 
 
+def join_launched(device_type: str) -> bool:
+    """Whether a launcher started this process with others; it knows of them then."""
+    if dist.is_initialized():
+        return True
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return False
+    dist.init_process_group(_backend(device_type))
+    return True
+
+
+def _backend(device_type: str) -> str | None:
+    return "gloo" if device_type == "cpu" else None
+
+
 def _initialize(mesh: Mesh, device_type: str) -> None:
-    backend = "gloo" if device_type == "cpu" else None
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
-    elif mesh.num_devices == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if join_launched(device_type):
+        return
+    if mesh.num_devices == 1:
+        dist.init_process_group(_backend(device_type), store=dist.HashStore(), rank=0, world_size=1)
     else:
         raise MeshError(
             f"mesh {mesh} needs {mesh.num_devices} processes, but torch.distributed is not initialised",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,11 @@ def rank() -> int:
 def num_ranks() -> int:
     """How many there are."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def local_rank() -> int:
+    """This process' place on its machine."""
+    return int(os.environ.get("LOCAL_RANK", rank()))
 
 
 def of_all(fact: Any) -> list[Any]:

@@ -1,4 +1,5 @@
-"""Training with transformers' Trainer, accelerate and peft, which are imported when something of this is first used, and not before."""
+"""Training with transformers' Trainer, Lightning's, accelerate and peft, which are imported when something of this is first used, and not
+before."""
 
 from __future__ import annotations
 
@@ -7,14 +8,19 @@ from typing import Any
 
 from autopar.training.libraries import library
 
-_MODULES = {"Trainer": "autopar.training.trainer", "Accelerator": "autopar.training.whole_batches"}
+# Name → its module, and the libraries that it stands on.
+_MODULES = {
+    "Accelerator": ("whole_batches", ("accelerate",)),
+    "LightningStrategy": ("lightning_strategy", ("lightning",)),
+    "Trainer": ("trainer", ("accelerate", "transformers")),
+}
 
 
 def __getattr__(name: str) -> Any:
     """Raises AutoparError where a library that it needs is not installed, or too old."""
     if name not in _MODULES:
         raise AttributeError(f"module 'autopar.training' has no attribute {name!r}")
-    library("accelerate", f"autopar.{name}")
-    if name == "Trainer":
-        library("transformers", f"autopar.{name}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    module, needed = _MODULES[name]
+    for each in needed:
+        library(each, f"autopar.{name}")
+    return getattr(importlib.import_module(f"autopar.training.{module}"), name)

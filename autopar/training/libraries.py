@@ -10,7 +10,7 @@ from types import ModuleType
 from autopar.errors import AutoparError
 
 # The oldest that this was run with.
-LEAST = {"transformers": "5.23", "accelerate": "1.15", "peft": "0.21"}
+LEAST = {"transformers": "5.23", "accelerate": "1.15", "peft": "0.21", "lightning": "2.6"}
 
 
 def library(name: str, wish: str) -> ModuleType:
@@ -22,7 +22,8 @@ def library(name: str, wish: str) -> ModuleType:
     Raises:
         AutoparError: where it is not installed, or older than `LEAST`.
     """
-    remedy = f"pip install '{name}>={LEAST[name]}' (with all that it takes: pip install 'autopar[train]')"
+    extra = "lightning" if name == "lightning" else "train"
+    remedy = f"pip install '{name}>={LEAST[name]}' (with all that it takes: pip install 'autopar[{extra}]')"
     try:
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -14,12 +14,10 @@ import contextlib
 import inspect
 import logging
 import os
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from accelerate.utils import convert_to_fp32, find_batch_size
@@ -33,6 +31,7 @@ from autopar.errors import RuntimeStateError
 from autopar.run.ranks import by_first, num_ranks, rank
 from autopar.run.saved import Checkpoints
 from autopar.run.weights import load_weights
+from autopar.training.first_call import first_call, same_random_numbers
 from autopar.training.plain_model import PlainModel
 from autopar.training.pretrained import is_peft, load_adapter, names_saved, whole_values
 from autopar.training.refusals import OPTIMIZERS, check_arguments, check_inputs, check_optimizer
@@ -122,17 +121,16 @@ class Trainer(transformers.Trainer):
     def _first_call(self, loader: Callable[[], Any]) -> Any:
         """The arguments with which the model is called on the first batch, without having drawn a random number for it."""
         self._check_read_twice()
-        with _same_random_numbers(self.args.device):
+        with same_random_numbers(self.args.device):
             made = loader()
             made = getattr(made, "base_dataloader", made)  # accelerate's counts what is read of it
             batches, num_items = self.get_batch_samples(iter(made), 1, self.args.device)
             if not batches:
                 raise RuntimeStateError("the data has no batch", remedy="pass a dataset that has samples, or example_inputs=")
-            called = _Called(self.model)
-            try:
-                self.compute_loss(called, self._prepare_inputs(batches[0]), num_items_in_batch=num_items)
-            except _Call as call:
-                return call.args if call.args else call.kwargs
+            inputs = self._prepare_inputs(batches[0])
+            found = first_call(self.model, lambda model: self.compute_loss(model, inputs, num_items_in_batch=num_items))
+        if found is not None:
+            return found
         what = "compute_loss did not call the model that it was given"
         remedy = "call its argument `model` there, not self.model; or pass example_inputs=, a batch as the model is called with it"
         raise RuntimeStateError(what, remedy=remedy)
@@ -242,38 +240,6 @@ class Trainer(transformers.Trainer):
             load_adapter(self.compiled(), self.model, folder)
         else:
             load_weights(self.compiled(), folder)
-
-
-class _Call(Exception):
-    """How the model was called."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__("the model is called")
-        self.args, self.kwargs = args, kwargs
-
-
-class _Called(nn.Module):
-    """Stands for the model, and raises how it is called."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        object.__setattr__(self, "_model", model)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise _Call(args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_model"], name)
-
-
-@contextlib.contextmanager
-def _same_random_numbers(device: torch.device) -> Iterator[None]:
-    """What is drawn inside is drawn again after it."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:

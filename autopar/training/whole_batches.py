@@ -8,7 +8,6 @@ for all that it computes, and of this process' rank for what one rank alone does
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from autopar.errors import AutoparError, RuntimeStateError
 from autopar.run.holder import holder_of
-from autopar.run.ranks import num_ranks, of_all, rank
+from autopar.run.ranks import local_rank, num_ranks, of_all, rank
 
 _UNKNOWN = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config", "dynamo_backend", "dynamo_plugin")
 
@@ -159,11 +158,6 @@ def _refuse_casts(mixed_precision: object) -> None:
     if mixed_precision not in (None, "no"):
         what = f"autopar.Accelerator does not take mixed_precision={str(mixed_precision)!r}"
         raise AutoparError(what, remedy='leave it out, and pass precision="bf16" to autopar.compile')
-
-
-def local_rank() -> int:
-    """This process' place on its machine."""
-    return int(os.environ.get("LOCAL_RANK", rank()))
 
 
 def as_one_process(state: PartialState) -> PartialState:

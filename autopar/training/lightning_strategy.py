@@ -1,0 +1,357 @@
+"""`LightningStrategy`: Lightning's Trainer on all processes, with the LightningModule's model compiled.
+
+Each rank runs the loop of one process over the same whole batches; the compiled module alone knows of the others. So Lightning is told of
+one process for all that it computes, and of this process' rank for what one rank alone does: logging, progress, files.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only_of_utilities
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autopar.api import compile
+from autopar.api.arguments import Example, Launched
+from autopar.errors import RuntimeStateError
+from autopar.run.device_mesh import join_launched
+from autopar.run.holder import Holder
+from autopar.run.ranks import by_first, local_rank, num_ranks, of_all, rank
+from autopar.run.saved import Checkpoints
+from autopar.training.first_call import first_call, may_be_read_once, same_random_numbers
+from autopar.training.pretrained import whole_values
+
+log = logging.getLogger("autopar")
+_STATE = ".autopar"  # of the folder of the optimizer's state, beside each checkpoint
+_STEPS = {
+    TrainerFn.FITTING: ("training_step", "fit_loop"),
+    TrainerFn.VALIDATING: ("validation_step", "validate_loop"),
+    TrainerFn.TESTING: ("test_step", "test_loop"),
+    TrainerFn.PREDICTING: ("predict_step", "predict_loop"),
+}
+
+
+class LightningStrategy(Strategy):
+    """Lightning's Trainer on all processes that were started, or on one:
+
+        trainer = lightning.Trainer(strategy=autopar.LightningStrategy(), max_epochs=3, gradient_clip_val=1.0)
+        trainer.fit(module, loader)
+
+    The one child of the LightningModule that has parameters is compiled when a run begins, and stands in its place; the rest of a step
+    (losses, logging, metrics) runs on every rank, on whole outputs. A batch is that of all processes together, as of the same script in
+    one. A checkpoint is the file that Lightning writes on one process, with whole weights, which ``load_from_checkpoint`` reads; the
+    optimizer's state, which loads on any number of processes, lies in a folder beside it.
+
+    Args:
+        mesh, compile_options: as of `autopar.compile`. example_inputs: a batch as the model is called with it; by default what the step
+            calls it with on the loader's first batch, which is read for it.
+
+    Raises:
+        AutoparError: on what a compiled module cannot serve (fp16, several optimizers, parameters in several children), with what to do.
+    """
+
+    def __init__(
+        self, *, mesh: Launched = None, compile_options: Mapping[str, Any] | None = None, example_inputs: Example | None = None
+    ) -> None:
+        super().__init__()
+        self._mesh, self._compile_options, self._example = mesh, dict(compile_options or {}), example_inputs
+        self._name = ""  # of the child that is compiled
+        self._loaded: Path | None = None
+        self.parallel_devices: list[torch.device] | None = None  # Lightning sets both
+        self.num_nodes = 1
+
+    # Who is who
+
+    world_size = 1  # of what Lightning counts: batches are whole
+
+    @property
+    def global_rank(self) -> int:
+        """This process' among all, which a launcher says before processes know of each other."""
+        return int(os.environ.get("RANK", rank()))
+
+    local_rank = property(lambda _: local_rank())
+    node_rank = property(lambda _: int(os.environ.get("GROUP_RANK", 0)))
+    is_global_zero = property(lambda self: self.global_rank == 0)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.local_rank] if len(devices) > 1 else devices[0]
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning which process logs."""
+        rank_zero_only.rank = rank_zero_only_of_utilities.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Let the processes know of each other, and draw the same random numbers.
+
+        Raises:
+            RuntimeStateError: where there are several devices, and no launcher.
+        """
+        super().setup_environment()
+        join_launched(self.root_device.type)
+        asked = len(self.parallel_devices or ()) * self.num_nodes
+        if num_ranks() == 1 and asked > 1:
+            remedy = f"start the script by `autopar run -n {asked}`, or pass Trainer(devices=1)"
+            raise RuntimeStateError(f"{asked} devices are asked for, and there is one process", remedy=remedy)
+        self._draw_alike()
+
+    def _draw_alike(self) -> None:
+        """Shuffled loaders draw from these numbers: all ranks go on as the first does, whether the script set seeds or not."""
+        drawn, python, numpy = self.broadcast((torch.get_rng_state(), random.getstate(), np.random.get_state()))
+        torch.set_rng_state(drawn)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+    # What is computed
+
+    def setup(self, trainer: Any) -> None:
+        """Compile the model, and build the optimizer of its parameters."""
+        self.accelerator.setup(trainer)
+        _check_precision(self.precision_plugin)
+        module = self.precision_plugin.convert_module(self.lightning_module)
+        self._name = _child_with_parameters(module)
+        if not isinstance(getattr(module, self._name), Holder):
+            setattr(module, self._name, self._compiled(trainer, module))
+        self.model_to_device()
+        _count_once(module)
+        # Lightning takes a process group for one of DistributedDataParallel, and would have everything logged averaged over it.
+        warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
+        self.precision_plugin.clip_grad_by_value = self._clip_by_value
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+            _check_one(self.optimizers)
+        self.setup_precision_plugin()
+
+    def _compiled(self, trainer: Any, module: Any) -> nn.Module:
+        trains = trainer.state.fn == TrainerFn.FITTING
+        step, loop = _STEPS[trainer.state.fn]
+        plain = getattr(module, self._name).train(trains)
+        example = self._example if self._example is not None else self._first_call(module, step, getattr(trainer, loop))
+        options = {} if trains or "plan" in self._compile_options else {"inference": True}
+        with self.precision_plugin.forward_context():
+            compiled: nn.Module = compile(plain, self._mesh, example_inputs=example, **{**options, **self._compile_options})
+        if rank() == 0 and num_ranks() > 1:
+            log.warning("a batch of the loader is that of all %d processes, of which each takes its part", num_ranks())
+        return compiled
+
+    def _first_call(self, module: Any, step: str, loop: Any) -> Any:
+        """The arguments with which the step calls the model on the first batch, without having drawn a random number for it."""
+        remedy = f"pass LightningStrategy(example_inputs=...), a batch as {self._name} is called with it"
+        plain, run = getattr(module, self._name), getattr(module, step)
+        with same_random_numbers(self.root_device):
+            batch = self.precision_plugin.convert_input(_first_batch(loop._data_source.dataloader(), remedy))
+            batch = self.batch_to_device(batch)
+
+            def called(stand_in: nn.Module) -> None:
+                setattr(module, self._name, stand_in)
+                with self.precision_plugin.forward_context():
+                    run(batch, *_indices(run))
+
+            try:
+                found = first_call(plain, called)
+            except Exception as error:
+                what = f"{step} failed on the first batch, before it called {self._name}: {type(error).__name__}: {error}"
+                raise RuntimeStateError(what, remedy=remedy) from error
+            finally:
+                setattr(module, self._name, plain)
+        if found is None:
+            raise RuntimeStateError(f"{step} did not call {self._name}", remedy=remedy)
+        return found
+
+    def model_to_device(self) -> None:
+        """All but the compiled module, which is where it has to be."""
+        modules = self.lightning_module._modules
+        compiled = modules.pop(self._name)
+        self.lightning_module.to(self.root_device)
+        modules[self._name] = compiled
+
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """By the norm over all ranks."""
+        getattr(self.lightning_module, self._name).clip_grad_norm_(clip_val)
+
+    def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Each rank its own parts."""
+        for parameter in getattr(self.lightning_module, self._name).parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad
+                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).clamp_(-clip_val, clip_val)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Let workers draw the same random numbers on every rank: Lightning seeds them by rank."""
+        if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", True) is None:
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)
+        return dataloader
+
+    # What all ranks know
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """What was passed: every rank computed it of the whole batch."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """What was passed, as on one process."""
+        return tensor
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Until all ranks are here."""
+        of_all(None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What the rank `src` says."""
+        return of_all(obj)[src]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks say so, or one."""
+        said = of_all(decision)
+        return min(said) if all else max(said)
+
+    # What is saved
+
+    restore_checkpoint_after_setup = True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole values on the first rank; nothing on others."""
+        prefix, module = f"{self._name}.", self.lightning_module
+        whole = whole_values(getattr(module, self._name))
+        if rank() != 0:
+            return {}
+        beside = {name: value for name, value in module.state_dict().items() if not name.startswith(prefix)}
+        return {f"{prefix}{name}": value for name, value in whole.items()} | beside
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing: it lies beside the checkpoint."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Lightning's file by one rank; the optimizer's state by all, before it, unless weights alone are asked for."""
+        path = Path(self.broadcast(filepath))
+        if "optimizer_states" in checkpoint:
+            for optimizer in self.optimizers:
+                self._beside(path).save(checkpoint["global_step"], getattr(self.lightning_module, self._name), _plain(optimizer))
+        save = super().save_checkpoint
+        by_first(lambda: save(checkpoint, path, storage_options), str(path), "see the reason; name a folder that can be written to")
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove the file, and the folder beside it."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(self._beside(Path(filepath)).folder, ignore_errors=True)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's file, on every rank."""
+        self._loaded = Path(os.path.realpath(checkpoint_path))
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Each rank's part of what lies beside the checkpoint.
+
+        Raises:
+            RuntimeStateError: on all ranks, where nothing does.
+        """
+        state = self._beside(self._loaded or Path())
+        if not state.steps():
+            what = "the checkpoint was saved by another strategy, or moved without the folder of the optimizer's state beside it"
+            remedy = f"move {state.folder.name} too, or begin with its weights: load_from_checkpoint, and fit() without ckpt_path"
+            raise RuntimeStateError(what, where=str(self._loaded), remedy=remedy)
+        for optimizer in self.optimizers:
+            state.load(getattr(self.lightning_module, self._name), _plain(optimizer))
+
+    def _beside(self, path: Path) -> Checkpoints:
+        return Checkpoints(path.with_name(path.name + _STATE), keep=1, weights=False)
+
+    def teardown(self) -> None:
+        """Leave the compiled module where it is, for what comes next."""
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+def _child_with_parameters(module: nn.Module) -> str:
+    """The name of the one child that has parameters.
+
+    Raises:
+        RuntimeStateError: where it is not one.
+    """
+    names = [name for name, child in module.named_children() if isinstance(child, Holder) or next(child.parameters(), None) is not None]
+    names += [name for name, parameter in module._parameters.items() if parameter is not None]
+    if len(names) == 1 and names[0] in module._modules:
+        return names[0]
+    what = f"{type(module).__name__} has parameters in {', '.join(names)}" if names else f"{type(module).__name__} has no parameters"
+    remedy = "hold them in one nn.Module, the only child with parameters, and call that in the steps: it is what is compiled"
+    raise RuntimeStateError(what, remedy=remedy)
+
+
+def _check_precision(plugin: Precision) -> None:
+    """Raises RuntimeStateError on precisions that a compiled module does not have."""
+    scaled = isinstance(plugin, MixedPrecision) and plugin.precision != "bf16-mixed"
+    halved = isinstance(plugin, HalfPrecision) and plugin.precision != "bf16-true"
+    if scaled or halved or type(plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
+        what = f"autopar.LightningStrategy does not take precision={plugin.precision!r}"
+        raise RuntimeStateError(what, remedy='pass precision="bf16-mixed", "bf16-true", "32-true" or "64-true"')
+
+
+def _check_one(optimizers: list[Optimizer]) -> None:
+    if len(optimizers) > 1:
+        what = f"configure_optimizers returned {len(optimizers)} optimizers"
+        raise RuntimeStateError(what, remedy="return one, with a group of parameters for each setting")
+
+
+def _count_once(module: nn.Module) -> None:
+    """Let metrics of torchmetrics count each batch once: they add up over processes, and here all have seen the same."""
+    for part in module.modules():
+        if hasattr(part, "distributed_available_fn"):
+            part.distributed_available_fn = _alone
+
+
+def _alone() -> bool:
+    return False
+
+
+def _first_batch(loaders: Any, remedy: str) -> Any:
+    """What a step gets first of a loader, or of several.
+
+    Raises:
+        RuntimeStateError: where there is none, or reading it might take it away.
+    """
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+    for loader in combined.flattened:
+        if may_be_read_once(loader):
+            raise RuntimeStateError("the data gives samples one after another, perhaps once: none is read before the run", remedy=remedy)
+    batch, *_ = next(iter(combined), (None,))
+    if batch is None:
+        raise RuntimeStateError("the data has no batch", remedy=remedy)
+    return batch
+
+
+def _indices(step: Callable[..., Any]) -> tuple[int, ...]:
+    """What a step takes beside the batch: batch_idx and dataloader_idx, as many as have no default."""
+    taken = list(inspect.signature(step).parameters.values())[1:]
+    return (0,) * sum(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in taken)
+
+
+def _plain(optimizer: Any) -> Optimizer:
+    """What Lightning has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)

@@ -1,0 +1,31 @@
+"""Run by some number of processes: Lightning's Trainer with a compiled model."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lit import trained
+
+import autopar
+
+
+def launched(rank: int) -> None:
+    """As torchrun tells processes of each other."""
+    world = str(dist.get_world_size())
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world})
+
+
+def run(rank: int, folder: str) -> list[dict[str, Any]]:
+    """A run on parameters that are split, from other random numbers on each rank, and one that goes on from its first checkpoint."""
+    launched(rank)
+    warnings.simplefilter("ignore")
+    options = {"hardware": "cpu-gloo", "constraints": [autopar.constraints.fsdp()]}
+    torch.manual_seed(rank)
+    first = trained(Path(folder), autopar.LightningStrategy(compile_options=options))
+    again = trained(Path(folder) / "again", autopar.LightningStrategy(compile_options=options), Path(folder) / "epoch=0.ckpt")
+    return [first, again]

@@ -1,0 +1,101 @@
+"""What tests of Lightning share: a LightningModule, data whose last batch is smaller, and a run with checkpoints that tells what it saw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+QUIET = {
+    "accelerator": "cpu", "devices": 1, "logger": False, "log_every_n_steps": 1, "enable_progress_bar": False,
+    "enable_model_summary": False,
+}  # fmt: skip
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Classifier(lightning.LightningModule):
+    """Its loss is computed outside of the net; `seen` adds up over batches, and so would over processes."""
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(0)
+        self.net, self.seen, self.losses = Net(), torchmetrics.SumMetric(), list[float]()
+        self.register_buffer("weights", torch.tensor([1.0, 2.0, 1.0, 1.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.net(x)
+        return found
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1], self.weights)
+        self.log("loss", loss, on_epoch=True)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any) -> None:
+        out = self(batch[0])
+        self.seen(len(out))
+        self.log("seen", self.seen)
+        self.log("val", nn.functional.cross_entropy(out, batch[1]), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        decayed = [{"params": [p for p in self.parameters() if (p.ndim > 1) is many], "weight_decay": 0.1 * many} for many in (True, False)]
+        optimizer = torch.optim.AdamW(decayed, lr=self.hparams.lr)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def batches(count: int, seed: int, **options: Any) -> DataLoader[Any]:
+    """Of four samples and one of the rest."""
+    drawn = torch.randn(count, 16, generator=torch.Generator().manual_seed(seed))
+    return DataLoader([(x, x[:4].argmax()) for x in drawn], batch_size=4, **options)
+
+
+def trained(folder: Path, strategy: Any, resume: Path | None = None, **asked: Any) -> dict[str, Any]:
+    """Two epochs of shuffled batches, two batches a step, clipped, with a checkpoint after each; then a test and predictions."""
+    lightning.seed_everything(1, verbose=False)
+    module, saves = Classifier(), ModelCheckpoint(dirpath=folder, save_top_k=-1, filename="{epoch}", save_last="link")
+    usual = {"max_epochs": 2, "gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
+    trainer = lightning.Trainer(strategy=strategy, callbacks=[saves], **{**QUIET, **usual, **asked})
+    trainer.fit(module, batches(14, 1, shuffle=True), batches(6, 2), ckpt_path=resume)
+    said = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    tested = trainer.test(module, batches(6, 3), verbose=False)[0]
+    predicted = trainer.predict(module, batches(6, 3))
+    return {
+        "losses": module.losses, "said": said, "tested": tested,
+        "predicted": torch.cat(predicted).tolist(), "writes": trainer.is_global_zero,
+        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups] if trainer.optimizers else [],
+        "parts": [getattr(p, "to_local", p.detach)().numel() / p.numel() for p in module.parameters()],
+    }  # fmt: skip
+
+
+def same(ours: dict[str, Any], wanted: dict[str, Any], rel: float = 1e-4) -> None:
+    """Asserts that one run saw what the other did."""
+    import pytest
+
+    assert ours["losses"] == pytest.approx(wanted["losses"], rel=rel) and len(ours["losses"]) > 3
+    for each in ("said", "tested"):
+        assert sorted(ours[each]) == sorted(wanted[each])
+        assert ours[each] == pytest.approx(wanted[each], rel=rel)
+    assert ours["rates"] == wanted["rates"]
+    torch.testing.assert_close(*(torch.tensor(run["predicted"]) for run in (ours, wanted)), rtol=rel, atol=1e-5)

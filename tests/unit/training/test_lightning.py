@@ -1,0 +1,213 @@
+"""Lightning's Trainer with a compiled model on one process sees, saves and ends with what it does with the plain one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lit import QUIET, Classifier, Net, batches, same, trained
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import autopar
+from autopar.errors import AutoparError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning.*"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:lightning.*"),
+]
+OPTIONS = {"hardware": "cpu-gloo"}
+
+
+def strategy(**options: Any) -> Any:
+    return autopar.LightningStrategy(compile_options={**OPTIONS, **options})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("ours", "theirs")}
+    found: dict[str, Any] = {name: trained(folder, strategy() if name == "ours" else "auto") for name, folder in folders.items()}
+    return found | {"folders": folders}
+
+
+def test_a_run_sees_what_it_does_with_the_plain_model(runs: dict[str, Any]) -> None:
+    same(runs["ours"], runs["theirs"])
+    assert runs["ours"]["said"]["seen"] == 6.0
+
+
+def test_a_checkpoint_is_the_file_of_lightning_and_plain_lightning_loads_it(runs: dict[str, Any]) -> None:
+    mine, wanted = (torch.load(runs["folders"][name] / "epoch=1.ckpt", weights_only=False) for name in ("ours", "theirs"))
+    assert sorted(mine) == sorted(wanted) and sorted(mine["state_dict"]) == sorted(wanted["state_dict"])
+    torch.testing.assert_close(mine["state_dict"], wanted["state_dict"], rtol=1e-4, atol=1e-6)
+    module = Classifier.load_from_checkpoint(runs["folders"]["ours"] / "last.ckpt")
+    module.eval()
+    with torch.no_grad():
+        found = torch.cat([module(x.to(module.device)) for x, _ in batches(6, 3)])
+    torch.testing.assert_close(found, torch.tensor(runs["theirs"]["predicted"]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_goes_on_as_the_plain_one_does(runs: dict[str, Any], tmp_path: Path) -> None:
+    found = {
+        name: trained(tmp_path / name, strategy() if name == "ours" else "auto", folder / "epoch=0.ckpt")
+        for name, folder in runs["folders"].items()
+    }
+    same(found["ours"], found["theirs"])
+    assert found["ours"]["losses"] != runs["ours"]["losses"][4:], "it draws its batches anew"
+
+
+def test_it_goes_on_from_a_link_and_a_checkpoint_that_is_removed_takes_the_optimizers_state_along(tmp_path: Path) -> None:
+    saves = ModelCheckpoint(dirpath=tmp_path, save_top_k=1, monitor="loss", save_last="link", filename="{epoch}")
+    trainer = lightning.Trainer(strategy=strategy(), callbacks=[saves], max_epochs=2, **QUIET)
+    trainer.fit(Classifier(), batches(8, 1))
+    here = sorted(each.name for each in tmp_path.iterdir())
+    assert here == ["epoch=1.ckpt", "epoch=1.ckpt.autopar", "last.ckpt"]
+    again = lightning.Trainer(strategy=strategy(), max_epochs=3, enable_checkpointing=False, **QUIET)
+    again.fit(module := Classifier(), batches(8, 1), ckpt_path=tmp_path / "last.ckpt")
+    assert len(module.losses) == 2
+
+
+def test_a_checkpoint_of_another_strategy_is_refused_for_going_on(runs: dict[str, Any]) -> None:
+    trainer = lightning.Trainer(strategy=strategy(), max_epochs=3, enable_checkpointing=False, **QUIET)
+    with pytest.raises(AutoparError, match="saved by another strategy") as refusal:
+        trainer.fit(Classifier(), batches(8, 1), ckpt_path=runs["folders"]["theirs"] / "epoch=0.ckpt")
+    assert "load_from_checkpoint" in refusal.value.remedy
+
+
+def test_where_nothing_is_trained_it_is_planned_for_inference(runs: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    module = Classifier.load_from_checkpoint(runs["folders"]["theirs"] / "epoch=1.ckpt")
+    trainer = lightning.Trainer(strategy=strategy(), **QUIET)
+    found = trainer.test(module, batches(6, 3), verbose=False)[0]
+    assert found == pytest.approx(runs["theirs"]["tested"], rel=1e-4)
+    assert module.net.plan.prediction.memory_bytes.get("gradients", 0) == 0
+
+
+class Manual(Classifier):
+    """Steps by hand, clips by value, and takes its batch in one part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+        optimizer.step()
+        optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=5.0)
+
+
+def test_steps_by_hand_and_clips_by_value() -> None:
+    found = []
+    for each in (strategy(), "auto"):
+        trainer = lightning.Trainer(strategy=each, max_epochs=1, enable_checkpointing=False, **QUIET)
+        trainer.fit(module := Manual(), batches(14, 1))
+        found.append(module.losses)
+    assert found[0] == pytest.approx(found[1], rel=1e-5) and found[0][0] != pytest.approx(found[0][3], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16), ("64-true", torch.float64)]
+)
+def test_precisions(precision: Any, dtype: torch.dtype) -> None:
+    found = []
+    for each in (strategy(), "auto"):
+        trainer = lightning.Trainer(strategy=each, max_epochs=1, precision=precision, enable_checkpointing=False, **QUIET)
+        trainer.fit(module := Classifier(), batches(8, 1))
+        found.append(module.losses)
+    assert found[0] == pytest.approx(found[1], rel=1e-2 if "bf16" in precision else 1e-9)
+    assert {p.dtype for p in module.net.parameters()} == {dtype}
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(batches(8, 1).dataset)  # type: ignore[call-overload]
+
+
+class Before(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch["x"])
+
+
+class Two(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Net()
+
+
+class Bare(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Aside(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch[0].sum()
+
+
+class TwoOptimizers(Manual):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net.up, self.net.down)]
+
+
+REFUSED: dict[str, tuple[type[Classifier], dict[str, Any], Any, str]] = {
+    "fp16": (Classifier, {"precision": "16-true"}, batches(8, 1), "16-true"),
+    "parameters in two children": (Two, {}, batches(8, 1), "net, other"),
+    "parameters of its own": (Bare, {}, batches(8, 1), "net, scale"),
+    "a step that fails": (Before, {}, batches(8, 1), "failed on the first batch, before it called net: TypeError"),
+    "a step without the model": (Aside, {}, batches(8, 1), "did not call net"),
+    "no batch": (Classifier, {}, batches(0, 1), "no batch"),
+    "a stream": (Classifier, {}, DataLoader(Stream(), batch_size=4), "perhaps once"),
+    "two optimizers": (TwoOptimizers, {}, batches(8, 1), "2 optimizers"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_served_is_refused(what: str) -> None:
+    kind, asked, data, words = REFUSED[what]
+    trainer = lightning.Trainer(strategy=strategy(), max_epochs=1, enable_checkpointing=False, **{**QUIET, **asked})
+    with pytest.raises(AutoparError, match=words) as refusal:
+        trainer.fit(kind(), data)
+    assert refusal.value.remedy
+
+
+def test_several_devices_and_one_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    trainer = lightning.Trainer(strategy=strategy(), max_epochs=1, enable_checkpointing=False, **{**QUIET, "devices": 2})
+    with pytest.raises(AutoparError, match="2 devices are asked for, and there is one process") as refusal:
+        trainer.fit(Classifier(), batches(8, 1))
+    assert "autopar run -n 2" in refusal.value.remedy
+
+
+def test_a_stream_is_read_with_an_example_and_a_model_that_is_compiled_stays_so() -> None:
+    example = (torch.zeros(4, 16),)
+    asked = {"max_epochs": 1, "enable_checkpointing": False, **QUIET}
+    found = []
+    trainer = lightning.Trainer(strategy=autopar.LightningStrategy(compile_options=OPTIONS, example_inputs=example), **asked)
+    trainer.fit(module := Classifier(), DataLoader(Stream(), batch_size=4))
+    found.append(module.losses)
+    module = Classifier()
+    module.net = autopar.compile(module.net, example_inputs=example, **OPTIONS)
+    trainer = lightning.Trainer(strategy=strategy(), **asked)
+    trainer.fit(module, DataLoader(Stream(), batch_size=4))
+    assert found[0] == module.losses and len(module.losses) == 2
+
+
+def test_workers_of_loaders_draw_the_same_numbers_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    monkeypatch.setenv("RANK", "3")
+    loader = strategy().process_dataloader(batches(8, 1))
+    assert loader.worker_init_fn.keywords == {"rank": 0}
+    assert os.environ["RANK"] == "3" and strategy().global_rank == 3 and not strategy().is_global_zero
