@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lit import trained
 
@@ -25,7 +25,7 @@ def run(rank: int, folder: str) -> list[dict[str, Any]]:
     launched(rank)
     warnings.simplefilter("ignore")
     options = {"hardware": "cpu-gloo", "constraints": [autopar.constraints.fsdp()]}
-    torch.manual_seed(rank)
-    first = trained(Path(folder), autopar.LightningStrategy(compile_options=options))
-    again = trained(Path(folder) / "again", autopar.LightningStrategy(compile_options=options), Path(folder) / "epoch=0.ckpt")
+    strategy = partial(autopar.LightningStrategy, compile_options=options)
+    first = trained(Path(folder), strategy(), seed=1 + rank)
+    again = trained(Path(folder) / "again", strategy(), Path(folder) / "epoch=0.ckpt", seed=1 + rank)
     return [first, again]

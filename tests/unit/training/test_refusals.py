@@ -93,7 +93,9 @@ def test_a_library_that_is_absent_or_too_old_is_named_with_what_to_install(monke
     monkeypatch.setattr(importlib.metadata, "version", absent)
     with pytest.raises(AutoparError, match=f"this test needs {name}, which is not installed") as missing:
         library(name, "this test")
+    extra = "lightning" if name == "lightning" else "train"
     assert f"pip install '{name}>={LEAST[name]}'" in old.value.remedy == missing.value.remedy
+    assert f"'autopar[{extra}]'" in old.value.remedy
 
 
 def test_the_trainer_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
