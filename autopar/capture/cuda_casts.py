@@ -23,7 +23,8 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# By name of the op, overloads aside. From aten/src/ATen/autocast_mode.h of torch 2.13; `_kernels` takes those that the torch that runs has.
+# By name of the op, overloads aside. From aten/src/ATen/autocast_mode.h of torch 2.13, and as of 2.15 linalg_matrix_sqrth;
+# `_kernels` takes those that the torch that runs has.
 _LOWER = _words(
     "_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution cudnn_convolution "
     "cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul "
@@ -36,7 +37,7 @@ _FP32 = _words(
     "hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss "
     "triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d "
     "_upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d "
-    "upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa"
+    "upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa linalg_matrix_sqrth"
 )
 _FP32_RESULT = _words("prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum")
 _WITH_FP32_RESULT = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}

@@ -7,7 +7,7 @@ calls of the user's own autograd functions. Hooks on tensors, which only backwar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -83,11 +83,11 @@ def _watched(stream: Stream) -> Iterator[None]:
         if module in layers:
             stream.leave(layers[module])
 
-    plain: Callable[..., Any] = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    plain = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         stream.event(("autograd function", cls), (args, kwargs))
-        return plain(cls, *args, **kwargs)
+        return plain.__get__(None, cls)(*args, **kwargs)
 
     def register_hook(*_: Any) -> Any:
         raise stream.refused("forward registers a hook on a tensor, which only backward would show")
