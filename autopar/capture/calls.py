@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from autopar.capture.refusals import user_line
 from autopar.errors import CallError, Where
 
-_KINDS = (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError)  # torch's own subclasses are of fakes
-_OF_FAKES = ("fake", "meta tensor", "data pointer", "not allocated", "subclass", "unbacked", "symint", "item()")
+# Torch's own subclasses are of fakes.
+_KINDS = (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError, NotImplementedError)
+_OF_FAKES = ("fake", "meta tensor", "'meta' backend", "data pointer", "not allocated", "subclass", "unbacked", "symint", "item()")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 

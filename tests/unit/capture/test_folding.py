@@ -390,10 +390,10 @@ def test_a_model_that_cannot_be_captured_is_as_before(change: Callable[[Tensor],
 
 def test_hooks_for_the_check_are_gone_afterwards() -> None:
     seen = len(torch.nn.modules.module._global_forward_pre_hooks), len(torch.nn.modules.module._global_forward_hooks)
-    apply, hook = torch.autograd.Function.apply.__func__, Tensor.register_hook
+    apply, hook = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
     capture(stack(), (X,))
     assert seen == (len(torch.nn.modules.module._global_forward_pre_hooks), len(torch.nn.modules.module._global_forward_hooks))
-    assert torch.autograd.Function.apply.__func__ is apply and Tensor.register_hook is hook
+    assert torch.autograd.Function.__dict__["apply"] is apply and Tensor.register_hook is hook
     assert not torch.compiler.is_compiling()
     assert gc.isenabled()
 
