@@ -190,7 +190,7 @@ def test_lists_are_those_of_the_torch_that_is_installed() -> None:
         names = {".".join(re.split(r",\s*", name)) for name in re.findall(r"_\(([\w, ]+)\)", body)}
         assert names and {name.partition(".")[0] for name in names} <= ops, macro
         listed |= names
-    others = {name for name in there - listed if "cudnn" not in name and ".names_" not in name}  # dims by name went with torch 2.12
+    others = {name for name in there - listed if "cudnn" not in name and ".names_" not in name}  # older torch has dims by name
     others -= {"linalg_matrix_sqrth"}  # of torch 2.15, in no macro
     assert others == {*cuda_casts._WITH_FP32_RESULT, *cuda_casts._REFUSED}
     every = [*_MACROS.values(), cuda_casts._REFUSED, frozenset({"norm"})]
