@@ -24,7 +24,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "item": lambda out: out.argmax(-1).float().mean().item(),
     "float": lambda out: float(out.sum()),
     "int": lambda out: int(out.argmax(-1).sum()),
-    "bool": lambda out: bool((out > 0).any()),
+    "bool": lambda out: bool((out > 0).sum()),
     "format": lambda out: f"{out.mean():.3f}",
     "tolist": lambda out: out.tolist(),
     "numpy": lambda out: out.detach().cpu().numpy(),
