@@ -55,7 +55,7 @@ def check(facts: list[dict[str, Any]], names: Iterable[str], *, staged: bool = T
             assert max(fact["loss"]) < 2e-6 and max(fact["norm"]) < 2e-6 and fact["clipped"]
             assert fact["parameters"] < 1e-5 and fact["logits"] < 1e-4 and fact["scaled"] < 1e-6
             measured, predicted = fact["peak"]
-            assert abs(measured / predicted - 1) < 0.015  # some KB of a tiny model's 400
+            assert -0.03 < measured / predicted - 1 < 0.015  # some KB of a tiny model's 400; with torch 2.15 six fewer
             assert fact["all held"] and fact["not all here"] == staged and fact["state"]
 
 
