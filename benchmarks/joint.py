@@ -222,7 +222,7 @@ def main(arguments: list[str]) -> int:
     published = not named and not options.json
     results = str(tables.JOINT_RESULTS) if published else options.json
     status = run_rows("joint", cases, COLUMNS, results, LIMIT_S)
-    if published:
+    if published and not status:
         rows = json.loads(tables.JOINT_RESULTS.read_text(encoding="utf-8"))["rows"]
         tables.put("benchmarks.joint", joint_table(rows))
     return status

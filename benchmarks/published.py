@@ -119,7 +119,7 @@ def main(arguments: list[str]) -> int:
         path = str(tables.PUBLISHED_RESULTS) if everything else options.json or str(Path(folder) / "rows.json")
         status = run_rows("published", cases, COLUMNS, path, ready=ready)
         _show(path, str(FIGURE) if everything else options.figure)
-    if everything:
+    if everything and not status:
         put()
     return status
 
