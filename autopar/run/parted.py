@@ -20,7 +20,7 @@ _READS = frozenset({
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.is_nonzero, Tensor.allclose, Tensor.__bool__, Tensor.__float__, Tensor.__int__,
     Tensor.__index__, Tensor.__complex__, Tensor.__array__, Tensor.__contains__, torch.is_nonzero, torch.allclose,
 })  # fmt: skip
-_MIXED = "mixed torch.Tensor and DTensor"  # of torch's refusal, 2.11 to 2.13
+_MIXED = "mixed torch.Tensor and DTensor"  # of torch's refusal, 2.11 to 2.15
 _REMEDY = (
     'pass outputs="full" to autopar.compile, and outputs come whole on every rank; or gather this one, on every rank: out.full_tensor()'
 )
