@@ -249,10 +249,17 @@ class LightningStrategy(Strategy):
         """Lightning's file by one rank; the optimizer's state by all, before it, unless weights alone are asked for."""
         path = Path(self.broadcast(filepath))
         if "optimizer_states" in checkpoint:
-            for optimizer in self.optimizers:
-                self._beside(path).save(checkpoint["global_step"], getattr(self.lightning_module, self._name), _plain(optimizer))
+            self._save_beside(path, checkpoint["global_step"])
         save = super().save_checkpoint
         by_first(lambda: save(checkpoint, path, storage_options), str(path), "see the reason; name a folder that can be written to")
+
+    def _save_beside(self, path: Path, step: int) -> None:
+        beside = self._beside(path)
+        if any(later > step for later in beside.steps()):  # of the file that is about to be replaced
+            by_first(lambda: shutil.rmtree(beside.folder), str(beside.folder), "see the reason")
+            beside = self._beside(path)
+        for optimizer in self.optimizers:
+            beside.save(step, getattr(self.lightning_module, self._name), _plain(optimizer))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove the file, and the folder beside it."""
@@ -269,12 +276,16 @@ class LightningStrategy(Strategy):
         """Each rank's part of what lies beside the checkpoint.
 
         Raises:
-            RuntimeStateError: on all ranks, where nothing does.
+            RuntimeStateError: on all ranks, where nothing does, or that of another step.
         """
         state = self._beside(self._loaded or Path())
         if not state.steps():
             what = "the checkpoint was saved by another strategy, or moved without the folder of the optimizer's state beside it"
             remedy = f"move {state.folder.name} too, or begin with its weights: load_from_checkpoint, and fit() without ckpt_path"
+            raise RuntimeStateError(what, where=str(self._loaded), remedy=remedy)
+        if state.steps()[-1] != checkpoint["global_step"]:  # its run ended between the two
+            what = f"the file is of step {checkpoint['global_step']}, the optimizer's state beside it of step {state.steps()[-1]}"
+            remedy = "go on from another checkpoint, or begin with its weights: load_from_checkpoint, and fit() without ckpt_path"
             raise RuntimeStateError(what, where=str(self._loaded), remedy=remedy)
         for optimizer in self.optimizers:
             state.load(getattr(self.lightning_module, self._name), _plain(optimizer))

@@ -80,6 +80,20 @@ def test_a_checkpoint_of_another_strategy_is_refused_for_going_on(runs: dict[str
     assert "load_from_checkpoint" in refusal.value.remedy
 
 
+def test_a_file_that_is_replaced_by_one_of_fewer_steps_has_their_state_and_that_of_others_is_refused(tmp_path: Path) -> None:
+    for epochs, steps in ((2, 4), (1, 2)):
+        trainer = lightning.Trainer(strategy=strategy(), max_epochs=epochs, enable_checkpointing=False, **QUIET)
+        trainer.fit(Classifier(), batches(8, 1))
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+        assert [each.name for each in (tmp_path / "end.ckpt.autopar").iterdir()] == [f"step_{steps:09d}"]
+    again = lightning.Trainer(strategy=strategy(), max_epochs=2, enable_checkpointing=False, **QUIET)
+    again.fit(module := Classifier(), batches(8, 1), ckpt_path=tmp_path / "end.ckpt")
+    assert len(module.losses) == 2
+    (tmp_path / "end.ckpt.autopar" / "step_000000002").rename(tmp_path / "end.ckpt.autopar" / "step_000000003")
+    with pytest.raises(AutoparError, match=r"the file is of step 2, the optimizer's state beside it of step 3"):
+        again.fit(Classifier(), batches(8, 1), ckpt_path=tmp_path / "end.ckpt")
+
+
 def test_where_nothing_is_trained_it_is_planned_for_inference(runs: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     module = Classifier.load_from_checkpoint(runs["folders"]["theirs"] / "epoch=1.ckpt")
     trainer = lightning.Trainer(strategy=strategy(), **QUIET)
