@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import re
 import sys
@@ -25,7 +26,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     holders = [*model.modules(), *configurations(model)]
     saved = [(vars(holder), dict(vars(holder))) for holder in holders]
     inner = [value for _, before in saved for value in before.values() if isinstance(value, (list, dict, set))]
-    filled, empty = [(value, value.copy()) for value in inner if value], [value for value in inner if not value]
+    saved_inner = [(value, _contents(value)) for value in inner]
     python, numpy = random.getstate(), sys.modules.get("numpy.random")
     drawn = numpy.get_state() if numpy else None
     try:
@@ -34,16 +35,22 @@ def preserved(model: nn.Module) -> Iterator[None]:
         for now, held in saved:
             now.clear()
             now.update(held)
-        for value, before in filled:
+        for value, before in saved_inner:
             _restore(value, before)
-        for value in empty:
-            value.clear()
         random.setstate(python)
         if numpy:
             numpy.set_state(drawn)
 
 
-def _restore(value: Any, before: Any) -> None:
+def _contents(value: Any) -> list[Any]:
+    return list(value.items()) if isinstance(value, dict) else list(value)
+
+
+def _restore(value: Any, before: list[Any]) -> None:
+    now = _contents(value)
+    flat = itertools.chain.from_iterable if isinstance(value, dict) else iter
+    if len(now) == len(before) and all(a is b for a, b in zip(flat(now), flat(before), strict=True)):
+        return  # as it was: those that refuse to be changed (diffusers' FrozenDict) are among these
     if isinstance(value, list):
         value[:] = before
     else:

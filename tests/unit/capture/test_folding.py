@@ -369,6 +369,24 @@ def test_a_model_with_weights_is_as_before(walk: Walk) -> None:
     assert model(X).item() == copy.deepcopy(model)(X).item()
 
 
+class Frozen(dict[str, Any]):
+    """Settings that nobody may change, as diffusers' models hold them."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("settings are frozen")
+
+    __setitem__ = clear = pop = update
+
+
+@pytest.mark.parametrize("walk", [plain, SEEN_BY_THE_CHECK["a skip from layer 7"][0]], ids=["folded", "refused"])
+def test_a_model_whose_settings_refuse_to_be_changed_is_captured_and_keeps_them(walk: Walk) -> None:
+    model = stack(walk)
+    model.settings = Frozen(num_layers=N)
+    folded = capture(model, (X,))
+    assert bool(folded.folding.runs) is (walk is plain)
+    assert model.settings == {"num_layers": N}
+
+
 def read_value(x: Tensor) -> Tensor:
     return x * 2 if x.sum() > 0 else x
 
