@@ -87,7 +87,8 @@ def rebinding(warned: Iterable[str]) -> CaptureError | None:
             return CaptureError(
                 "forward binds a buffer or a parameter to a new tensor, which a program cannot do",
                 where=Where(module=path or "the model itself"),
-                remedy="change it in place: `self.name.copy_(value)` instead of `self.name = value`",
+                remedy="change it in place: `self.name.copy_(value)` instead of `self.name = value`; if it is made anew for other shapes "
+                "alone, call the model once on a batch of these shapes before",
             )
     return None
 

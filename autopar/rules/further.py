@@ -134,6 +134,8 @@ _ONE, _TWO, _THREE = "... _", "... _ _", "... _ _ _"
 
 
 RESIZE_GRADIENTS = (
+    aten._upsample_bilinear2d_aa_backward.default,
+    aten._upsample_bicubic2d_aa_backward.default,
     aten.upsample_bilinear2d_backward.default,
     aten.upsample_bicubic2d_backward.default,
     aten.upsample_trilinear3d_backward.default,
@@ -148,6 +150,7 @@ IMAGES: Mapping[Any, f.Family] = {
     **_resized(_ONE, aten.reflection_pad1d.default, aten.replication_pad1d.default),
     **_resized(_TWO, aten.reflection_pad2d.default, aten.replication_pad2d.default),
     **_resized(_TWO, aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default),
+    **_resized(_TWO, aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default),
     **_resized(_TWO, *(op for op in RESIZE_GRADIENTS if "2d" in str(op))),
     **_resized(_THREE, aten.replication_pad3d.default, aten.upsample_trilinear3d.default),
     **_resized(_THREE, *(op for op in RESIZE_GRADIENTS if "3d" in str(op))),
@@ -181,6 +184,11 @@ SIGNALS: Mapping[Any, f.Family] = {
     aten.unsafe_split.Tensor: f.along(FIRST, dim=0),
 }
 
+WINDOWS = (
+    *(getattr(aten, f"{name}_window").default for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")),
+    *(getattr(aten, f"{name}_window").periodic for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")),
+)
+
 ORDERS: Mapping[Any, f.Family] = {
     **{op: f.along() for op in (aten.argsort.default, aten.cumprod.default, aten.cummax.default, aten.logcumsumexp.default)},
     **{
@@ -204,13 +212,14 @@ ORDERS: Mapping[Any, f.Family] = {
     aten.index_add.default: index_add(linear=True),
     aten.index_copy.default: index_add(linear=True),
     aten.scatter_reduce.two: f.scatter(linear=False),
-    **{op: f.factory for op in (aten.linspace.default, aten.tril_indices.default, aten.triu_indices.default)},
+    **{op: f.factory for op in (aten.linspace.default, aten.tril_indices.default, aten.triu_indices.default, *WINDOWS)},
 }
 
 ALGEBRA: Mapping[Any, f.Family] = {
     aten.mv.default: Row("m k, k -> m", EITHER),
     aten.dot.default: Row("k, k -> ", EITHER),
     aten.addmv.default: Row("m, m _, _ -> m", ((0, 1), (0, 2))),
+    aten._euclidean_dist.default: Row("... p _, ... r _ -> ... p r"),
     aten._cdist_forward.default: Row("... p _, ... r _ -> ... p r"),
     aten._cdist_backward.default: Row("... p r, ... p _, ... r _, ... p r -> ... p _", FIRST),
     aten.linalg_inv_ex.default: Row("... _ _ -> ... _ _, ..."),

@@ -211,6 +211,7 @@ POINTWISE_LINEAR: Mapping[Any, f.Family] = {
             aten.neg.default,
             aten.clone.default,
             aten.detach.default,
+            aten.zero.default,
             aten.alias.default,
             aten.lift_fresh_copy.default,
             aten._to_copy.default,

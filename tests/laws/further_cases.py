@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from rule_cases import DIM, DIMS, VARIANCE, Built, Case, aten, cube, graded, ids, last, on, real
 
+from autopar.rules.further import WINDOWS
+
 
 def ordered(rows: torch.Tensor, values: torch.Tensor) -> Built:
     """searchsorted in rows that are not sorted, by their order."""
@@ -42,6 +44,11 @@ def distances(s: Any) -> Built:
 def distances_backward(s: Any) -> Built:
     (x, y, p, _), _ = distances(s)
     return on(real(s.a, s.b, s.c), x, y, p, aten._cdist_forward.default(x, y, p, None))
+
+
+def window(is_named: bool) -> Case:
+    """A window's length, and where it is asked for by name, that it is periodic."""
+    return lambda s: on(s.a, *[True] * is_named)
 
 
 def matrices(s: Any) -> Built:
@@ -83,6 +90,11 @@ FURTHER_CASES: Mapping[Any, Case | list[Case]] = {
         lambda s: on(image(s), [6, 8]), lambda s: on(real(s.a, s.b, 4, 6), [8, 12]), lambda s: on(real(s.a, s.b, 4, 6), [8, 12], 2.3, 2.9),
     ],
     **dict.fromkeys((aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default), lambda s: on(image(s), [6, 8], False)),
+    **dict.fromkeys((aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default), lambda s: on(image(s), [2, 3], False)),
+    **dict.fromkeys(
+        (aten._upsample_bilinear2d_aa_backward.default, aten._upsample_bicubic2d_aa_backward.default),
+        lambda s: on(real(s.a, s.b, 2, 3), [2, 3], [s.a, s.b, 4, 5], False),
+    ),
     aten.upsample_nearest2d_backward.default: lambda s: on(real(s.a, s.b, 6, 8), [6, 8], [s.a, s.b, 4, 5]),
     **dict.fromkeys(
         (aten.upsample_bilinear2d_backward.default, aten.upsample_bicubic2d_backward.default),
@@ -134,9 +146,11 @@ FURTHER_CASES: Mapping[Any, Case | list[Case]] = {
     aten.scatter_reduce.two: lambda s: on(real(s.a, s.b), 1, ids(s.b, s.a, s.c), real(s.a, s.c), "amax"),
     aten.linspace.default: lambda s: on(0.0, 1.0, s.a),
     **dict.fromkeys((aten.tril_indices.default, aten.triu_indices.default), lambda s: on(s.a, s.b)),
+    **{op: window(op._overloadname == "periodic") for op in WINDOWS},
     aten.mv.default: lambda s: on(real(s.a, s.b), real(s.b)),
     aten.dot.default: lambda s: on(real(s.a), real(s.a)),
     aten.addmv.default: lambda s: on(real(s.a), real(s.a, s.b), real(s.b)),
+    aten._euclidean_dist.default: lambda s: on(real(s.a, s.b, 3), real(s.a, s.c, 3) + 9),
     aten._cdist_forward.default: distances,
     aten._cdist_backward.default: distances_backward,
     **dict.fromkeys((aten.linalg_inv_ex.default, aten.linalg_cholesky_ex.default, aten._linalg_det.default), matrices),

@@ -453,6 +453,24 @@ def test_a_buffer_that_forward_binds_anew_is_refused_and_one_changed_in_place_is
         capture(model, (x,))
 
 
+def test_a_buffer_that_is_made_anew_for_other_shapes_is_kept_by_a_call_before_as_the_refusal_says() -> None:
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("places", torch.zeros(1, 1), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.places.shape[1] != x.shape[1]:
+                self.places = torch.arange(x.shape[1]).expand(1, -1) / x.shape[1]
+            return (x * self.places).sum()
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Places()), torch.randn(3, 4)
+    with pytest.raises(CaptureError, match="call the model once on a batch of these shapes before"):
+        capture(model, (x,))
+    model(x)
+    assert not capture(model, (x,)).mutated
+
+
 def test_a_buffer_bound_to_itself_or_a_cache_beside_it_is_no_refusal_and_the_model_stays_as_it_was() -> None:
     class Moved(nn.Module):
         def __init__(self) -> None:
