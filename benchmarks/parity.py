@@ -4,7 +4,8 @@ Mode ``lockstep``: all ranks in one process; largest relative error of loss, out
 Mode ``gloo``: one process per device; the loss over 20 AdamW steps against the same steps on one process.
 
 ``--zoo`` checks the whole zoo in lockstep on meshes of 2, 3 and 4 devices (of 3, splits are uneven) and writes its table of results.
-``--unseen`` checks a list of architectures outside the zoo, on one mesh, under the planner's plan and a random one.
+``--unseen`` checks a list of architectures of transformers outside the zoo, on one mesh, under the planner's plan and a random one;
+``--libraries`` does so with models of torchvision, timm and diffusers, where these are installed.
 
 ``--use outputs`` calls models without labels, and backward goes through all that they return; models that need labels are left out.
 ``--use inference`` plans forward alone, in eval mode. Both in lockstep.
@@ -149,14 +150,14 @@ def main(arguments: list[str]) -> int:
     flags = parser("parity", __doc__ or "", meshes=MESHES)
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
     flags.add_argument(
-        "--random", type=int, metavar="N", help=f"random legal plans (default 2; {ZOO_RANDOM} for the zoo, {UNSEEN_RANDOM} for --unseen)"
+        "--random", type=int, metavar="N", help=f"random legal plans (default 2; {ZOO_RANDOM} for the zoo, {UNSEEN_RANDOM} for these lists)"
     )
-    flags.add_argument("--mode", choices=("lockstep", "gloo", "both"), help="default both; lockstep for --zoo and --unseen")
+    flags.add_argument("--mode", choices=("lockstep", "gloo", "both"), help="default both; lockstep for --zoo, --unseen and --libraries")
     flags.add_argument("--dtype", choices=("float64", "float32"), action="append", help="by default float64 in lockstep, both in gloo")
     flags.add_argument("--hardware", default="cpu-gloo-frictionless")
     flags.add_argument("--use", choices=("step", "outputs", "inference"), default="step")
     options = flags.parse_args(arguments)
-    zoo, unseen = options.zoo is not None, options.unseen is not None
+    zoo, unseen = options.zoo is not None, options.unseen is not None or options.libraries is not None
     mode = options.mode or ("lockstep" if zoo or unseen or options.use != "step" else "both")
     if options.use != "step" and mode != "lockstep":
         flags.error(f"--use {options.use} is compared in lockstep alone")
@@ -179,8 +180,10 @@ def main(arguments: list[str]) -> int:
                 cases.append({**base, "plans": ["planner"], "mode": "gloo", "dtypes": options.dtype or ["float64", "float32"]})
                 cases += [{**base, "plans": [p], "mode": "gloo", "dtypes": ["float64"]} for p in plans[1:2]]
     trained = options.use == "step"
-    whole_zoo, whole_list = options.zoo == [] and not options.mesh and trained, options.unseen == [] and not zoo and trained
-    results = options.json or (str(tables.ZOO_RESULTS) if whole_zoo else str(tables.UNSEEN_RESULTS) if whole_list else None)
+    whole_zoo = options.zoo == [] and not options.mesh and trained
+    lists = {"unseen": tables.UNSEEN_RESULTS, "libraries": tables.LIBRARIES_RESULTS}
+    whole_list = next((path for name, path in lists.items() if getattr(options, name) == [] and not zoo and trained), None)
+    results = options.json or (str(tables.ZOO_RESULTS) if whole_zoo else str(whole_list) if whole_list else None)
     status = run_rows("parity", cases, COLUMNS, results, limit_s=UNSEEN_LIMIT_S if unseen else LIMIT_S)
     if whole_zoo and not options.json:
         tables.put_zoo()

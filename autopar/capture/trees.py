@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -47,8 +48,30 @@ def _holds_tensors(value: Any) -> bool:
 def flatten_with_paths(tree: Any) -> tuple[tuple[tuple[str, Any], ...], Any]:
     """Leaves of `tree` with their paths (``logits``, ``past.0``), and its spec."""
     see_into_dataclasses(tree)
-    pairs, spec = pytree.tree_flatten_with_path(tree)
-    return tuple((".".join(_step(step) for step in path), leaf) for path, leaf in pairs), spec
+    return tuple((".".join(steps), leaf) for steps, leaf in _with_steps(tree)), pytree.tree_structure(tree)
+
+
+def paths_in(tree: Any) -> list[str]:
+    """The paths of the leaves, in order."""
+    return [path for path, _ in flatten_with_paths(tree)[0]]
+
+
+def _with_steps(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for keys, leaf in pytree.tree_flatten_with_path(tree, is_leaf=_is_unnamed)[0]:
+        here = tuple(map(_step, keys))
+        if _is_unnamed(leaf):
+            children, _ = pytree.SUPPORTED_NODES[type(leaf)].flatten_fn(leaf)
+            is_named = isinstance(leaf, Mapping) and len(leaf) == len(children)
+            for name, child in zip(leaf if is_named else range(len(children)), children, strict=True):
+                yield from (((*here, str(name), *steps), below) for steps, below in _with_steps(child))
+        else:
+            yield here, leaf
+
+
+def _is_unnamed(value: Any) -> bool:
+    """Whether its class was registered with torch without names of what is in it, as diffusers registers what its models return."""
+    node = pytree.SUPPORTED_NODES.get(type(value))
+    return node is not None and node.flatten_with_keys_fn is None
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[tuple[str, Any], ...], Any]:

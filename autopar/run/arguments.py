@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autopar.capture.calls import check_call
+from autopar.capture.trees import paths_in
 from autopar.errors import RuntimeStateError
 from autopar.kernels.collectives import Groups
 from autopar.layout import local_shape
@@ -43,7 +44,7 @@ class Arguments:
         self._is_whole, self._num_calls = batch == "global", 0
         self._remedy = _REMEDY if self._is_whole else _OF_PARTS
         args, kwargs = pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec)
-        self._paths = [path.split(".", 1)[1] for path in _paths((args, kwargs))]
+        self._paths = [path.split(".", 1)[1] for path in paths_in((args, kwargs))]
         self._canonical_spec, self._order = None, list(range(self._spec.num_leaves))
         canonical = self._canonical(args, kwargs)
         if canonical is not None:
@@ -140,7 +141,7 @@ class Arguments:
                 return [value for _, value in sorted(zip(self._order, reordered, strict=True), key=lambda pair: pair[0])]
         if self._signature is not None:
             check_call(self._signature, args, kwargs)
-        got = [path.split(".", 1)[1] for path in _paths((args, kwargs))]
+        got = [path.split(".", 1)[1] for path in paths_in((args, kwargs))]
         raise Misfit(f"called with arguments {got}, the program was made for {self._paths}", remedy=self._remedy)
 
     def _canonical(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -176,22 +177,13 @@ class Results:
 
     def __init__(self, program: Program | StagedProgram) -> None:
         self._spec, self._constants = program.out_spec, program.constants
-        paths = _paths(pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec))
+        paths = paths_in(pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec))
         positions = {path: position for position, path in enumerate(paths)}
         self._positions = [positions[tensor.name] for tensor in program.outputs]
 
     def build(self, outputs: Sequence[Any]) -> Any:
         leaves: Mapping[int, Any] = {**self._constants, **dict(zip(self._positions, outputs, strict=True))}
         return pytree.tree_unflatten([leaves[position] for position in range(self._spec.num_leaves)], self._spec)
-
-
-def _paths(tree: Any) -> list[str]:
-    pairs, _ = pytree.tree_flatten_with_path(tree)
-    return [".".join(_step(step) for step in path) for path, _ in pairs]
-
-
-def _step(key: Any) -> str:
-    return str(next(getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field)))
 
 
 def _expected(tensor: ProgramTensor, batch: str, groups: Groups) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
+import autopar
 from autopar.capture import capture, execute
 from autopar.capture.trees import unflatten
 from autopar.errors import CaptureError
@@ -81,6 +84,38 @@ def test_dataclasses_go_in_and_come_out_by_their_fields_and_as_they_were() -> No
     assert type(made) is Result and type(made.parts) is Parts and made.number == 3 and made.missing is None
     torch.testing.assert_close([made.loss, made.logits, *made.parts.hidden], [expected.loss, expected.logits, *expected.parts.hidden])  # type: ignore[union-attr]
     torch.testing.assert_close(gradients, {name: parameter.grad for name, parameter in model.named_parameters()})
+
+
+class Named(OrderedDict[str, Any]):
+    """What a library registers with torch by its values alone, whose names only itself knows."""
+
+
+class Row:
+    """The same of what has no names."""
+
+    def __init__(self, *items: Any) -> None:
+        self.items = items
+
+
+pytree.register_pytree_node(Named, lambda x: (list(x.values()), list(x)), lambda values, names: Named(zip(names, values, strict=True)))
+pytree.register_pytree_node(Row, lambda x: (list(x.items), None), lambda values, _: Row(*values))
+
+
+def test_what_is_registered_without_names_goes_in_and_comes_out_by_its_own_or_by_numbers() -> None:
+    class Rows(nn.Linear):
+        def forward(self, given: Named) -> Named:
+            hidden = super().forward(given["x"])
+            return Named(logits=hidden, rows=Row(hidden * 2, {"sum": hidden.sum()}), kind="linear")
+
+    model, given = Rows(4, 3), Named(x=torch.randn(2, 4))
+    trace = capture(model, (given,))
+    assert [entry.path for entry in trace.inputs] == ["0.x"]
+    assert {entry.path for entry in trace.outputs} == {"logits", "rows.0", "rows.1.sum"}
+    expected = model(given)
+    made = autopar.compile(model, example_inputs=(given,))(given)
+    assert type(made) is Named and type(made["rows"]) is Row and made["kind"] == "linear"
+    torch.testing.assert_close(made["logits"], expected["logits"])
+    torch.testing.assert_close(made["rows"].items, expected["rows"].items)
 
 
 def test_a_dataclass_that_its_fields_do_not_make_again_is_refused() -> None:
