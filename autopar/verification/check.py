@@ -4,8 +4,9 @@ It must equal the plain model in loss, outputs, mutated buffers and every gradie
 smaller dtype than asked for (``logits.float()`` in a float64 run), the plain result is only that precise; then the program
 is also held against the traced graph, which computes everything in the dtype asked for, with that dtype's own tolerance. Where
 no dtype is asked for, nothing is more precise than the smallest dtype that the model computes in (under autocast a 16-bit one).
-Where the plain model cannot be run in the dtype asked for (an op of it has no such kernel, a constant of it overflows), the
-comparison is in the model's own, and says so.
+Where the plain model cannot be run in the dtype asked for (an op of it has no such kernel, a constant of it overflows), or magnifies what
+it computes in a smaller one (the sine of a large float32 number) while the program is its traced graph's equal, the comparison is in the
+model's own, and says so.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from autopar.verification.comparison import Results, compare, floor_share_of, fl
 from autopar.verification.diagnosis import diagnose
 from autopar.verification.report import Verification
 from autopar.verification.zeros import scale_of_zeros
+
+_MAGNIFIED = 10.0  # how many times closer the model has to be in its own dtype
 
 
 def verify_program(
@@ -58,8 +61,13 @@ def verify_program(
     except PlainModelError as error:
         if dtype is None or dtype == case.own:
             raise
-        own = replace(case, dtype=None, computed=case.own)
-        return replace(_compared(own, *_plain(own), tolerance), instead_of=f"{str(dtype).removeprefix('torch.')}: {error.what}")
+        return _in_its_own(case, error.what, tolerance)
+
+
+def _in_its_own(case: Case, why_not: str, tolerance: float | None) -> Verification:
+    """The comparison in the model's own dtype, and why it is not in the one that was asked for."""
+    own = replace(case, dtype=None, computed=case.own)
+    return replace(_compared(own, *_plain(own), tolerance), instead_of=f"{str(case.computed).removeprefix('torch.')}: {why_not}")
 
 
 def _plain(case: Case) -> tuple[Results, Mapping[str, torch.dtype]]:
@@ -81,6 +89,8 @@ def _compared(case: Case, plain: Results, lower: Mapping[str, torch.dtype], tole
         diagnose(case, str(error))
         raise
     result = _judge(case, ran, plain, lower, tolerance)
+    if not result.ok and (magnified := _magnified(case, result, tolerance)) is not None:
+        return magnified
     if not result.ok:
         diagnose(case, str(result))
         raise VerificationError(
@@ -88,6 +98,22 @@ def _compared(case: Case, plain: Results, lower: Mapping[str, torch.dtype], tole
             remedy="report the model: it was captured wrongly, or it computes differently from call to call",
         )
     return result
+
+
+def _magnified(case: Case, result: Verification, tolerance: float | None) -> Verification | None:
+    """The comparison in the model's own dtype, where the model rounds so that in a larger one nothing can be said of it, else None.
+
+    The program has to be its traced graph's equal in the larger dtype. What was captured wrongly is as far away in every dtype; what the
+    model magnifies is there only between its parts in a smaller one and all in the larger one.
+    """
+    if result.traced is None or result.traced > result.traced_tolerance or case.dtype in (None, case.own):
+        return None
+    apart = f"what it computes in {', '.join(result.lower_parts[:2])} and the rest of it are {result.max_error:.0e} apart"
+    try:
+        own = _in_its_own(case, f"{apart}; the program is within {result.traced:.0e} of what was traced", tolerance)
+    except VerificationError:
+        return None
+    return own if own.max_error * _MAGNIFIED <= result.max_error else None
 
 
 def _judge(case: Case, ran: Lockstep, plain: Results, lower: Mapping[str, torch.dtype], tolerance: float | None) -> Verification:

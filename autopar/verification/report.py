@@ -19,7 +19,7 @@ class Verification:
         traced: largest error against the traced graph where there are lower parts, else None.
         traced_tolerance: the limit of `traced`.
         num_collectives: communication steps that ran on each rank, local slices not counted.
-        instead_of: the dtype that was asked for and why the plain model cannot be run in it, or ``""``.
+        instead_of: the dtype that was asked for and why the plain model cannot be compared in it, or ``""``.
     """
 
     ok: bool
@@ -64,7 +64,7 @@ class Verification:
                 name = max(errors, key=lambda n: errors[n])
                 lines.append(f"  {kind:<10} {errors[name]:.2e}  worst of {len(errors)}: {name}")
         if self.instead_of:
-            lines.append(f"  the model cannot be run in {self.instead_of}")
+            lines.append(f"  the model cannot be compared in {self.instead_of}")
         if self.lower_parts:
             lines.append(f"  the model itself computes in a smaller dtype: {', '.join(self.lower_parts[:4])}")
         if self.traced is not None:

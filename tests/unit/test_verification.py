@@ -305,7 +305,7 @@ def test_a_model_that_cannot_be_run_in_float64_is_compared_in_its_own_dtype() ->
     trace = capture(model, batch)
     found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {})
     assert found.ok and (found.dtype, found.tolerance) == ("float32", 1e-4)
-    assert "cannot be run in float64: the plain model fails: value cannot be converted" in str(found)
+    assert "cannot be compared in float64: the plain model fails: value cannot be converted" in str(found)
 
 
 class Waves(nn.Module):
@@ -353,6 +353,37 @@ def test_noise_in_place_of_a_zero_gradient_is_measured_by_what_the_model_compute
     trace = capture(model, batch)
     found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {})
     assert found.ok and found.lower_parts and found.traced is not None and found.traced < 1e-9
+
+
+class Phases(nn.Module):
+    """Sines of float32 numbers up to `largest`: of a large one the last digit counts, 1e4 is known to 5e-4."""
+
+    def __init__(self, largest: float) -> None:
+        super().__init__()
+        self.linear, self.largest, self.scale = nn.Linear(8, 8), largest, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        waves = (torch.linspace(0.0, 1.0, 8, dtype=torch.float32) / 3 * self.largest).sin()
+        return (self.linear(x) * waves).square().mean() * self.scale
+
+
+def test_what_a_model_magnifies_of_its_float32_parts_is_compared_in_its_own_dtype() -> None:
+    torch.manual_seed(0)
+    model, batch = Phases(4e4), (torch.randn(8, 8),)
+    trace = capture(model, batch)
+    found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {})
+    assert found.ok and found.dtype == "float32" and found.max_error < 1e-6
+    assert "cannot be compared in float64: what it computes in" in str(found)
+
+
+def test_what_is_as_far_away_in_its_own_dtype_is_no_rounding() -> None:
+    torch.manual_seed(0)
+    model, batch = Phases(1.0), (torch.randn(8, 8),)
+    trace = capture(model, batch)
+    program = make_plan(trace, MESH, H100, PlanOptions()).program
+    model.scale = 1.00009  # within what float32 is given, and not what was captured
+    with pytest.raises(VerificationError, match="the plain model computes something else"):
+        verify_program(trace, program, model, batch, {})
 
 
 def test_a_model_whose_weights_are_computed_is_verified() -> None:
