@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from autopar.hardware import HardwareProfile
 from autopar.version import VERSION
 from benchmarks import zoo
 from benchmarks.models import TINY, ModelSpec
-from benchmarks.zoo import unseen
+from benchmarks.zoo import libraries, unseen
 
 ROOT = Path(__file__).parent.parent
 Row = dict[str, Any]
@@ -43,6 +44,7 @@ def parser(name: str, description: str, *, batch: int = 8, seq: int = 16, meshes
     made.add_argument("--module", action="append", default=[], metavar="FILE.py:FUNCTION", help="FUNCTION() returns (model, batch)")
     made.add_argument("--zoo", nargs="*", metavar="NAME", help="models of benchmarks.zoo; all of them where none is named")
     made.add_argument("--unseen", nargs="*", metavar="NAME", help="architectures outside the zoo; all of the list where none is named")
+    made.add_argument("--libraries", nargs="*", metavar="NAME", help="models of torchvision, timm, diffusers; all where none is named")
     made.add_argument("--mesh", action="append", default=[], help=f"node=4,gpu=8, 4x8 or a count; by default {' '.join(meshes)}")
     made.add_argument("--batch", type=int, default=batch, help="global batch in samples")
     made.add_argument("--seq", type=int, default=seq, help="sequence length")
@@ -55,6 +57,7 @@ def specs_of(options: argparse.Namespace, default: Sequence[str] = tuple(TINY)) 
     found += [ModelSpec(text, module=text) for text in options.module]
     found += [ModelSpec.of_zoo(name) for name in (() if options.zoo is None else options.zoo or zoo.NAMES)]
     found += [ModelSpec.of_unseen(name) for name in (() if options.unseen is None else options.unseen or unseen.NAMES)]
+    found += [ModelSpec.of_library(name) for name in (() if options.libraries is None else options.libraries or libraries.NAMES)]
     return found or [ModelSpec.known(name) for name in default]
 
 
@@ -79,6 +82,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": _version("transformers"),
+        **{name: found for name in libraries.LIBRARIES if (found := _version(name))},
         "autopar": VERSION,
         "commit": _commit(),
     }
@@ -92,8 +96,8 @@ def _cpu_name() -> str:
 
 def _version(package: str) -> str:
     try:
-        return str(importlib.import_module(package).__version__)
-    except ImportError:
+        return version(package)
+    except PackageNotFoundError:
         return ""
 
 

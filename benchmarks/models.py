@@ -16,7 +16,7 @@ from torch import nn
 from autopar import hf
 from autopar.errors import AutoparError
 from benchmarks import zoo
-from benchmarks.zoo import unseen
+from benchmarks.zoo import libraries, unseen
 
 Batch = dict[str, Any]
 TINY: Mapping[str, str] = {
@@ -33,7 +33,7 @@ class ModelSpec:
 
     Attributes:
         name: for tables. text: a spec of `autopar.hf`. module: ``FILE.py:FUNCTION`` instead, which returns (model, batch).
-        zoo: a model of the zoo instead. unseen: one of `benchmarks.zoo.unseen`.
+        zoo: a model of the zoo instead. unseen: one of `benchmarks.zoo.unseen`. library: one of `benchmarks.zoo.libraries`.
     """
 
     name: str
@@ -41,6 +41,7 @@ class ModelSpec:
     module: str = ""
     zoo: str = ""
     unseen: str = ""
+    library: str = ""
 
     @staticmethod
     def known(name: str) -> ModelSpec:
@@ -80,6 +81,17 @@ class ModelSpec:
             raise AutoparError(f"the list has no {name!r}", remedy=f"name one of {', '.join(unseen.NAMES)}")
         return ModelSpec(name, unseen=name)
 
+    @staticmethod
+    def of_library(name: str) -> ModelSpec:
+        """A model of another library.
+
+        Raises:
+            AutoparError: where the list has none of that name.
+        """
+        if name not in libraries.NAMES:
+            raise AutoparError(f"the list has no {name!r}", remedy=f"name one of {', '.join(libraries.NAMES)}")
+        return ModelSpec(name, library=name)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -95,6 +107,8 @@ class ModelSpec:
             return zoo.build(self.zoo, **how)
         if self.unseen:
             return unseen.build(self.unseen, **how)
+        if self.library:
+            return libraries.build(self.library, **how)
         if not self.module:
             return hf.build(self.text, seq=seq, **how)
         model, made = hf.load_function(self.module)

@@ -12,8 +12,8 @@ from benchmarks.common import ROOT, Row
 
 README = ROOT / "benchmarks" / "README.md"
 _RESULTS = ROOT / "benchmarks" / "results"
-ZOO_RESULTS, UNSEEN_RESULTS, RIVALS_RESULTS, JOINT_RESULTS, BLOCKS_RESULTS, PUBLISHED_RESULTS = (
-    _RESULTS / f"{name}.json" for name in ("zoo", "unseen", "memory_rivals", "joint", "blocks", "published")
+ZOO_RESULTS, UNSEEN_RESULTS, LIBRARIES_RESULTS, RIVALS_RESULTS, JOINT_RESULTS, BLOCKS_RESULTS, PUBLISHED_RESULTS = (
+    _RESULTS / f"{name}.json" for name in ("zoo", "unseen", "libraries", "memory_rivals", "joint", "blocks", "published")
 )
 
 
