@@ -7,6 +7,7 @@ have for something of their own, which `pm.name` is then; by ``pm.get_submodule(
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -52,9 +53,11 @@ class Standing(nn.Module):
             if name == "no_sync":
                 what = "a compiled module has no no_sync: gradients add up over calls of backward, as they do without it"
                 raise NoSuchMethod(what, remedy="leave it out") from None
-            if hasattr(self.__dict__.get("_stands_for"), name) and not name.startswith("__"):
-                what = f"a compiled module has no methods of the model's, as {name!r} is: it is one program, of forward"
-                raise NoSuchMethod(what, remedy="call it on the plain model, whose weights are its own") from None
+            of_class = inspect.getattr_static(self.__dict__.get("_stands_for"), name, None)
+            if of_class is not None and not name.startswith("__"):
+                kind, use = ("properties", "read") if isinstance(of_class, property) else ("methods", "call")
+                what = f"a compiled module has no {kind} of the model's, as {name!r} is: it is one program, of forward"
+                raise NoSuchMethod(what, remedy=f"{use} it on the plain model, whose weights are its own") from None
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -96,11 +96,12 @@ def test_containers_are_walked() -> None:
             change()
 
 
-def test_of_the_models_methods_a_compiled_module_has_none_and_says_so() -> None:
+def test_of_the_models_methods_and_properties_a_compiled_module_has_none_and_says_so() -> None:
     _, module = pair()
-    for part, name in ((module, "generate"), (module.own, "generate"), (module.own, "reset_parameters"), (module.own, "device")):
+    methods = [(part, "methods", name) for part, name in ((module, "generate"), (module.own, "generate"), (module.own, "reset_parameters"))]
+    for part, kind, name in (*methods, (module.own, "properties", "device")):
         assert not hasattr(part, name)
-        with pytest.raises(RuntimeStateError, match=f"no methods of the model's, as '{name}' is[\\s\\S]*on the plain model"):
+        with pytest.raises(RuntimeStateError, match=f"no {kind} of the model's, as '{name}' is[\\s\\S]*on the plain model"):
             getattr(part, name)
     with pytest.raises(RuntimeStateError, match="gradients add up"), module.no_sync():
         pass
