@@ -355,6 +355,42 @@ def test_noise_in_place_of_a_zero_gradient_is_measured_by_what_the_model_compute
     assert found.ok and found.lower_parts and found.traced is not None and found.traced < 1e-9
 
 
+class Offset(nn.Module):
+    """Numbers of float32 with a large mean, normed: torch's kernel adds up in float64, the program's sums are rounded. Both are right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.scale = nn.Linear(8, 8), nn.BatchNorm1d(8), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(self.linear(x))
+        return (normed @ torch.ones(8, 8, dtype=torch.float32) + normed.relu().square()).mean() * self.scale
+
+
+def offset() -> tuple[Offset, tuple[torch.Tensor], Trace, Program]:
+    torch.manual_seed(0)
+    model, batch = Offset(), (torch.randn(256, 8) + 4,)
+    trace = capture(model, batch)
+    return model, batch, trace, make_plan(trace, MESH, H100, PlanOptions()).program
+
+
+def test_a_program_whose_sums_round_otherwise_than_the_models_is_compared_in_float64_with_it() -> None:
+    model, batch, trace, program = offset()
+    with pytest.raises(VerificationError):
+        verify_program(trace, program, model, batch, {}, dtype=None)
+    found = verify_program(trace, program, model, batch, {})
+    assert found.ok and found.dtype == "float64" and found.tolerance == 1e-4
+    assert found.traced is not None and found.traced < 1e-9 < found.max_error
+    assert "it ran in float32, the program in float64" in str(found)
+
+
+def test_what_differs_from_the_model_is_reported_there_too() -> None:
+    model, batch, trace, program = offset()
+    model.scale = 1.001
+    with pytest.raises(VerificationError):
+        verify_program(trace, program, model, batch, {})
+
+
 class Phases(nn.Module):
     """Sines of float32 numbers up to `largest`: of a large one the last digit counts, 1e4 is known to 5e-4."""
 
