@@ -125,8 +125,9 @@ def _compared(case: Case, plain: Results, lower: Mapping[str, torch.dtype], tole
 def _magnified(case: Case, result: Verification, tolerance: float | None) -> Verification | None:
     """The comparison in the model's own dtype, where the model rounds so that in a larger one nothing can be said of it, else None.
 
-    The program has to be its traced graph's equal in the larger dtype. What was captured wrongly is as far away in every dtype; what the
-    model magnifies is there only between its parts in a smaller one and all in the larger one.
+    The program has to be its traced graph's equal in the larger dtype, and in the model's own within the same tolerance, or closer to it.
+    What was captured wrongly is as far away in every dtype; what the model magnifies is there only between its parts in a smaller one and
+    all in the larger one.
     """
     if result.traced is None or result.traced > result.traced_tolerance or case.dtype in (None, case.own):
         return None
@@ -135,7 +136,7 @@ def _magnified(case: Case, result: Verification, tolerance: float | None) -> Ver
         own = _in_its_own(case, f"{apart}; the program is within {result.traced:.0e} of what was traced", tolerance)
     except VerificationError:
         return None
-    return own if own.max_error * _MAGNIFIED <= result.max_error else None
+    return own if own.max_error <= max(result.tolerance, result.max_error / _MAGNIFIED) else None
 
 
 def _judge(case: Case, ran: Lockstep, plain: Results, lower: Mapping[str, torch.dtype], tolerance: float | None) -> Verification:
