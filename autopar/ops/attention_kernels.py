@@ -12,7 +12,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
     """As `autopar.ops.attention` of all queries and of their heads."""
     bias = _bias(mask, q.dtype)
     if q.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
+        return out, lse.to(torch.promote_types(out.dtype, torch.float32))  # as it is, but for fakes of float64 under torch 2.11
     if _flash_fits(q, k, bias, is_causal):
         out, lse, *_ = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, is_causal, False, scale=scale)
         return out, lse

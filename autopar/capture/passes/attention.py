@@ -5,6 +5,9 @@ A capture on the cpu holds the cpu's own flash attention; `autopar.ops.attention
 
 from __future__ import annotations
 
+import operator
+
+import torch
 from torch import fx
 
 from autopar import ops
@@ -19,10 +22,23 @@ def replace_attention(graph: fx.Graph) -> None:
     for node in calls(graph, _FORWARD):
         query, key, value = node.args[:3]
         is_causal = (*node.args, 0.0, False)[4]
+        _settle_sums(node)
         _become(node, ops.attention, (query, key, value), is_causal)
     for node in calls(graph, _BACKWARD):
         *tensors, _, is_causal = node.args
         _become(node, ops.attention_backward, tuple(tensors), is_causal)
+
+
+def _settle_sums(node: fx.Node) -> None:
+    """Say of the logsumexp in which dtype kernels give it: torch 2.11 takes that of float64 for float32."""
+    out, sums = node.meta["val"]
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    if sums.dtype == dtype:
+        return
+    node.meta["val"] = (out, sums.to(dtype))
+    for user in node.users:
+        if user.target is operator.getitem and user.args[1] == 1:
+            user.meta["val"] = node.meta["val"][1]
 
 
 def _become(node: fx.Node, target: object, tensors: tuple[fx.Node, ...], is_causal: bool) -> None:
