@@ -7,9 +7,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.errors import RuntimeStateError
 from autopar.run.holder import holder_of
@@ -87,11 +89,15 @@ def whole_values(module: nn.Module, names: Collection[str] | None = None) -> dic
 
     Args:
         names: of which; by default of all.
+
+    Raises:
+        RuntimeStateError: on all ranks, where values are missing, or torch cannot join one.
     """
     holder = holder_of(module)
     holder.check_values()
     held = {owner: own for owner, own in holder.same_names().items() if names is None or any(name in names for name in own)}
     everywhere = of_all(held)
+    _check_joined({own[0]: holder.stored(own[0]) for own in held.values()})
     found = dict[str, Tensor]()
     for owner in dict.fromkeys(owner for each in everywhere for owner in each):
         holders = [number for number, each in enumerate(everywhere) if owner in each]
@@ -104,6 +110,16 @@ def whole_values(module: nn.Module, names: Collection[str] | None = None) -> dic
             own = everywhere[holders[0]][owner]
             found |= {name: value for name in own if names is None or name in names}
     return found
+
+
+def _check_joined(held: Mapping[str, Tensor]) -> None:
+    """Raises RuntimeStateError on all ranks where torch 2.11 cannot join what is split inside a dim, as heads of a fused projection are."""
+    if torch.__version__ >= (2, 12):
+        return
+    apart = [name for name, x in held.items() if isinstance(x, DTensor) and any(isinstance(p, _StridedShard) for p in x.placements)]
+    if found := sorted({name for of_one in of_all(apart) for name in of_one}):
+        what = f"torch {torch.__version__} cannot join {found[0]!r}, which is split inside a dim"
+        raise RuntimeStateError(what, remedy="write weights by autopar.save_weights, states by autopar.Checkpoints, or use a newer torch")
 
 
 def _whole(stored: Tensor) -> Tensor:
