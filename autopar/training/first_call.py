@@ -6,6 +6,8 @@ Compiling wants the shapes of a batch before the first step, and only the loop k
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 
 class _Call(Exception):
@@ -24,11 +27,12 @@ class _Call(Exception):
 
 
 class _Called(nn.Module):
-    """Stands for the model, and raises how it is called."""
+    """Stands for the model, of which it has the parameters and all attributes, and raises how it is called."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         object.__setattr__(self, "_model", model)
+        self._parameters = dict(model.named_parameters())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise _Call(args, kwargs)
@@ -46,8 +50,17 @@ def first_call(model: nn.Module, step: Callable[[nn.Module], object]) -> Any:
     try:
         step(_Called(model))
     except _Call as call:
+        if call.args and call.kwargs:
+            return _by_name(model, call.args, call.kwargs)
         return call.args if call.args else call.kwargs
     return None
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    signature = inspect.signature(model.forward)
+    bound = signature.bind(*args, **kwargs).arguments
+    rest = next((name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD), "")
+    return {name: x for name, x in bound.items() if name != rest} | bound.get(rest, {})
 
 
 @contextlib.contextmanager
@@ -65,6 +78,29 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 def may_be_read_once(loader: Any) -> bool:
     """Whether reading a batch of it may take the batch away: of what its own samples come from one after another, in this process."""
     data = getattr(loader, "dataset", loader)
-    if not isinstance(data, torch.utils.data.IterableDataset):
+    if not isinstance(data, IterableDataset):
         return data is loader and iter(loader) is loader
     return not type(data).__module__.startswith("datasets.") and getattr(loader, "num_workers", 0) == 0
+
+
+def peeked(loader: Any) -> Any:
+    """A loader's first batch, which it gives again, and after it what it would have given: samplers and their generators are copied, and
+    where it has workers a dataset is read in one of its own. None where there is none.
+
+    Raises:
+        ValueError: where it might not be given again.
+    """
+    if may_be_read_once(loader):
+        raise ValueError("the data gives samples one after another, perhaps once")
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return next(iter(loader), None)
+    whole = loader.batch_sampler is not None
+    chosen = next(iter(copy.deepcopy(loader.batch_sampler if whole else loader.sampler, {id(loader.dataset): loader.dataset})), None)
+    if chosen is None:
+        return None
+    asked: dict[str, Any] = {"batch_sampler": [chosen]} if whole else {"sampler": [chosen], "batch_size": None}
+    alone = DataLoader(
+        loader.dataset, **asked, num_workers=min(loader.num_workers, 1), collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context, generator=torch.Generator(),
+    )  # fmt: skip
+    return next(iter(alone))

@@ -6,13 +6,12 @@ one process for all that it computes, and of this process' rank for what one ran
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import random
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only_of_utilities
 from torch import Tensor, nn
@@ -34,14 +31,15 @@ from autopar.api import compile
 from autopar.api.arguments import Example, Launched
 from autopar.errors import RuntimeStateError
 from autopar.run.device_mesh import join_launched
-from autopar.run.holder import Holder
 from autopar.run.ranks import by_first, local_rank, num_ranks, of_all, rank
 from autopar.run.saved import Checkpoints
-from autopar.training.first_call import first_call, may_be_read_once, same_random_numbers
+from autopar.training.first_call import same_random_numbers
+from autopar.training.lightning_modules import call_of, check_optimizers, check_trainer, child_to_compile, count_once, is_compiled
 from autopar.training.pretrained import whole_values
 
 log = logging.getLogger("autopar")
 _STATE = ".autopar"  # of the folder of the optimizer's state, beside each checkpoint
+_PLAIN = "_plain_of_compiled"  # of a LightningModule whose child was compiled for inference: the child as it was, and its parts' modes
 _STEPS = {
     TrainerFn.FITTING: ("training_step", "fit_loop"),
     TrainerFn.VALIDATING: ("validation_step", "validate_loop"),
@@ -128,58 +126,58 @@ class LightningStrategy(Strategy):
     def setup(self, trainer: Any) -> None:
         """Compile the model, and build the optimizer of its parameters."""
         self.accelerator.setup(trainer)
-        _check_precision(self.precision_plugin)
+        trains = trainer.state.fn == TrainerFn.FITTING
         module = self.precision_plugin.convert_module(self.lightning_module)
-        self._name = _child_with_parameters(module)
-        if not isinstance(getattr(module, self._name), Holder):
-            setattr(module, self._name, self._compiled(trainer, module))
+        check_trainer(trainer, module)
+        self._name = child_to_compile(module)
+        if trains and _PLAIN in vars(module):
+            self._take_back(module)
+        if not is_compiled(getattr(module, self._name)):
+            setattr(module, self._name, self._compiled(trainer, module, trains))
         self.model_to_device()
-        _count_once(module)
+        count_once()
         # Lightning takes a process group for one of DistributedDataParallel, and would have everything logged averaged over it.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
         self.precision_plugin.clip_grad_by_value = self._clip_by_value
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trains:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-            _check_one(self.optimizers)
+            check_optimizers(self.optimizers)
         self.setup_precision_plugin()
 
-    def _compiled(self, trainer: Any, module: Any) -> nn.Module:
-        trains = trainer.state.fn == TrainerFn.FITTING
+    def _compiled(self, trainer: Any, module: Any, trains: bool) -> nn.Module:
+        """In the modes that its parts have, as Lightning trains it; for inference in eval mode, with the plain one kept, in case it is
+        trained later."""
         step, loop = _STEPS[trainer.state.fn]
-        plain = getattr(module, self._name).train(trains)
-        example = self._example if self._example is not None else self._first_call(module, step, getattr(trainer, loop))
-        options = {} if trains or "plan" in self._compile_options else {"inference": True}
+        plain = getattr(module, self._name)
         with self.precision_plugin.forward_context():
+            with same_random_numbers(self.root_device):
+                example = self._example if self._example is not None else self._first_call(module, step, getattr(trainer, loop))
+            if not trains:
+                vars(module)[_PLAIN] = plain, {part: part.training for part in plain.modules()}
+                plain.eval()
+            options = {} if trains or "plan" in self._compile_options else {"inference": True}
             compiled: nn.Module = compile(plain, self._mesh, example_inputs=example, **{**options, **self._compile_options})
         if rank() == 0 and num_ranks() > 1:
             log.warning("a batch of the loader is that of all %d processes, of which each takes its part", num_ranks())
         return compiled
 
     def _first_call(self, module: Any, step: str, loop: Any) -> Any:
-        """The arguments with which the step calls the model on the first batch, without having drawn a random number for it."""
-        remedy = f"pass LightningStrategy(example_inputs=...), a batch as {self._name} is called with it"
-        plain, run = getattr(module, self._name), getattr(module, step)
-        with same_random_numbers(self.root_device):
-            batch = self.precision_plugin.convert_input(_first_batch(loop._data_source.dataloader(), remedy))
-            batch = self.batch_to_device(batch)
+        def prepared(batch: Any) -> Any:
+            return self.batch_to_device(self.precision_plugin.convert_input(batch))
 
-            def called(stand_in: nn.Module) -> None:
-                setattr(module, self._name, stand_in)
-                with self.precision_plugin.forward_context():
-                    run(batch, *_indices(run))
+        return call_of(module, self._name, step, loop._data_source.dataloader(), prepared)
 
-            try:
-                found = first_call(plain, called)
-            except Exception as error:
-                what = f"{step} failed on the first batch, before it called {self._name}: {type(error).__name__}: {error}"
-                raise RuntimeStateError(what, remedy=remedy) from error
-            finally:
-                setattr(module, self._name, plain)
-        if found is None:
-            raise RuntimeStateError(f"{step} did not call {self._name}", remedy=remedy)
-        return found
+    def _take_back(self, module: Any) -> None:
+        """The plain child in the place of what was compiled of it for inference, with its weights."""
+        plain, modes = vars(module).pop(_PLAIN)
+        state = whole_values(getattr(module, self._name))
+        if rank() == 0:  # whose are taken when it is compiled
+            plain.load_state_dict(state)
+        for part, mode in modes.items():
+            part.training = mode
+        setattr(module, self._name, plain)
 
     def model_to_device(self) -> None:
         """All but the compiled module, which is where it has to be."""
@@ -189,12 +187,19 @@ class LightningStrategy(Strategy):
         modules[self._name] = compiled
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """By the norm over all ranks."""
-        getattr(self.lightning_module, self._name).clip_grad_norm_(clip_val)
+        """By the norm over all ranks of what this optimizer steps."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        module = getattr(self.lightning_module, self._name)
+        others = {p: p.grad for p in module.parameters() if id(p) not in stepped}
+        for parameter in others:
+            parameter.grad = None
+        module.clip_grad_norm_(clip_val)
+        for parameter, gradient in others.items():
+            parameter.grad = gradient
 
     def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Each rank its own parts."""
-        for parameter in getattr(self.lightning_module, self._name).parameters():
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None:
                 gradient = parameter.grad
                 (gradient.to_local() if isinstance(gradient, DTensor) else gradient).clamp_(-clip_val, clip_val)
@@ -233,13 +238,13 @@ class LightningStrategy(Strategy):
     restore_checkpoint_after_setup = True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole values on the first rank; nothing on others."""
+        """Whole values on the first rank; on others the same names, with tensors on meta."""
         prefix, module = f"{self._name}.", self.lightning_module
         whole = whole_values(getattr(module, self._name))
-        if rank() != 0:
-            return {}
         beside = {name: value for name, value in module.state_dict().items() if not name.startswith(prefix)}
-        return {f"{prefix}{name}": value for name, value in whole.items()} | beside
+        found = {f"{prefix}{name}": value for name, value in whole.items()} | beside
+        known = self.broadcast({name: x.to("meta") for name, x in found.items() if isinstance(x, Tensor)})
+        return found if rank() == 0 else known
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Nothing: it lies beside the checkpoint."""
@@ -298,69 +303,6 @@ class LightningStrategy(Strategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def _child_with_parameters(module: nn.Module) -> str:
-    """The name of the one child that has parameters.
-
-    Raises:
-        RuntimeStateError: where it is not one.
-    """
-    names = [name for name, child in module.named_children() if isinstance(child, Holder) or next(child.parameters(), None) is not None]
-    names += [name for name, parameter in module._parameters.items() if parameter is not None]
-    if len(names) == 1 and names[0] in module._modules:
-        return names[0]
-    what = f"{type(module).__name__} has parameters in {', '.join(names)}" if names else f"{type(module).__name__} has no parameters"
-    remedy = "hold them in one nn.Module, the only child with parameters, and call that in the steps: it is what is compiled"
-    raise RuntimeStateError(what, remedy=remedy)
-
-
-def _check_precision(plugin: Precision) -> None:
-    """Raises RuntimeStateError on precisions that a compiled module does not have."""
-    scaled = isinstance(plugin, MixedPrecision) and plugin.precision != "bf16-mixed"
-    halved = isinstance(plugin, HalfPrecision) and plugin.precision != "bf16-true"
-    if scaled or halved or type(plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
-        what = f"autopar.LightningStrategy does not take precision={plugin.precision!r}"
-        raise RuntimeStateError(what, remedy='pass precision="bf16-mixed", "bf16-true", "32-true" or "64-true"')
-
-
-def _check_one(optimizers: list[Optimizer]) -> None:
-    if len(optimizers) > 1:
-        what = f"configure_optimizers returned {len(optimizers)} optimizers"
-        raise RuntimeStateError(what, remedy="return one, with a group of parameters for each setting")
-
-
-def _count_once(module: nn.Module) -> None:
-    """Let metrics of torchmetrics count each batch once: they add up over processes, and here all have seen the same."""
-    for part in module.modules():
-        if hasattr(part, "distributed_available_fn"):
-            part.distributed_available_fn = _alone
-
-
-def _alone() -> bool:
-    return False
-
-
-def _first_batch(loaders: Any, remedy: str) -> Any:
-    """What a step gets first of a loader, or of several.
-
-    Raises:
-        RuntimeStateError: where there is none, or reading it might take it away.
-    """
-    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
-    for loader in combined.flattened:
-        if may_be_read_once(loader):
-            raise RuntimeStateError("the data gives samples one after another, perhaps once: none is read before the run", remedy=remedy)
-    batch, *_ = next(iter(combined), (None,))
-    if batch is None:
-        raise RuntimeStateError("the data has no batch", remedy=remedy)
-    return batch
-
-
-def _indices(step: Callable[..., Any]) -> tuple[int, ...]:
-    """What a step takes beside the batch: batch_idx and dataloader_idx, as many as have no default."""
-    taken = list(inspect.signature(step).parameters.values())[1:]
-    return (0,) * sum(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in taken)
 
 
 def _plain(optimizer: Any) -> Optimizer:
