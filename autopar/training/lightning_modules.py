@@ -105,8 +105,9 @@ def _first_batch(loaders: Any, *, in_turn: bool) -> Any:
 
 def _trial(module: Any, name: str, stand_in: nn.Module) -> Any:
     """A copy of the module with another child, which logs nothing, and whose optimizers do nothing."""
-    shared = (module._trainer, *module.parameters(), *(x for x in vars(module).values() if isinstance(x, Dataset)))
+    shared = (*module.parameters(), *(x for x in vars(module).values() if isinstance(x, Dataset)))
     trial = copy.deepcopy(module, {id(getattr(module, name)): stand_in, **{id(x): x for x in shared}})
+    trial._trainer = module._trainer  # which copying leaves out
     for each in ("log", "log_dict", "optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer"):
         setattr(trial, each, MagicMock())
     return trial

@@ -238,13 +238,13 @@ class LightningStrategy(Strategy):
     restore_checkpoint_after_setup = True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole values on the first rank; on others the same names, with tensors on meta."""
+        """Whole values on the first rank; on others zeros under the same names, which take no memory."""
         prefix, module = f"{self._name}.", self.lightning_module
         whole = whole_values(getattr(module, self._name))
         beside = {name: value for name, value in module.state_dict().items() if not name.startswith(prefix)}
         found = {f"{prefix}{name}": value for name, value in whole.items()} | beside
-        known = self.broadcast({name: x.to("meta") for name, x in found.items() if isinstance(x, Tensor)})
-        return found if rank() == 0 else known
+        known = self.broadcast({name: (x.shape, x.dtype) for name, x in found.items() if isinstance(x, Tensor)})
+        return found if rank() == 0 else {name: torch.zeros((), dtype=dtype).expand(shape) for name, (shape, dtype) in known.items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Nothing: it lies beside the checkpoint."""
