@@ -106,6 +106,7 @@ class LightningStrategy(Strategy):
         Raises:
             RuntimeStateError: where there are several devices, and no launcher.
         """
+        check_trainer(self.lightning_module.trainer, self.lightning_module)  # before callbacks set themselves up
         super().setup_environment()
         join_launched(self.root_device.type)
         asked = len(self.parallel_devices or ()) * self.num_nodes
@@ -128,7 +129,6 @@ class LightningStrategy(Strategy):
         self.accelerator.setup(trainer)
         trains = trainer.state.fn == TrainerFn.FITTING
         module = self.precision_plugin.convert_module(self.lightning_module)
-        check_trainer(trainer, module)
         self._name = child_to_compile(module)
         if trains and _PLAIN in vars(module):
             self._take_back(module)

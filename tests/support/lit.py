@@ -55,6 +55,10 @@ class Classifier(lightning.LightningModule):
         self.log("seen", self.seen)
         self.log("val", nn.functional.cross_entropy(out, batch[1]), sync_dist=True)
 
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        state = checkpoint["state_dict"]
+        assert len(state) == 5 and all(isinstance(x.sum().item(), float) for x in state.values()), "on every rank"
+
     test_step = validation_step
 
     def predict_step(self, batch: Any) -> Tensor:
@@ -65,6 +69,19 @@ class Classifier(lightning.LightningModule):
         optimizer = torch.optim.AdamW(decayed, lr=self.hparams.lr)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Outside(lightning.Callback):
+    """Counts with a metric of its own, which it makes as it goes."""
+
+    def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.seen = torchmetrics.SumMetric()
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.seen.update(len(batch[0]))
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.log("seen outside", self.seen.compute())
 
 
 def batches(count: int, seed: int, **options: Any) -> DataLoader[Any]:
@@ -78,7 +95,7 @@ def trained(folder: Path, strategy: Any, resume: Path | None = None, seed: int =
     lightning.seed_everything(seed, verbose=False)
     module, saves = Classifier(), ModelCheckpoint(dirpath=folder, save_top_k=-1, filename="{epoch}", save_last="link")
     usual = {"max_epochs": 2, "gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
-    trainer = lightning.Trainer(strategy=strategy, callbacks=[saves], **{**QUIET, **usual, **asked})
+    trainer = lightning.Trainer(strategy=strategy, callbacks=[saves, Outside()], **{**QUIET, **usual, **asked})
     trainer.fit(module, batches(14, 1, shuffle=True), batches(6, 2), ckpt_path=resume)
     said = {name: value.item() for name, value in trainer.callback_metrics.items()}
     tested = trainer.test(module, batches(6, 3), verbose=False)[0]

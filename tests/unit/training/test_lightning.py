@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
 import torch
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lit import QUIET, Classifier, Net, batches, same, trained
 from torch import nn
@@ -39,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_a_run_sees_what_it_does_with_the_plain_model(runs: dict[str, Any]) -> None:
     same(runs["ours"], runs["theirs"])
-    assert runs["ours"]["said"]["seen"] == 6.0
+    assert runs["ours"]["said"]["seen"] == runs["ours"]["said"]["seen outside"] == 6.0
 
 
 def test_a_checkpoint_is_the_file_of_lightning_and_plain_lightning_loads_it(runs: dict[str, Any]) -> None:
@@ -100,6 +101,152 @@ def test_where_nothing_is_trained_it_is_planned_for_inference(runs: dict[str, An
     found = trainer.test(module, batches(6, 3), verbose=False)[0]
     assert found == pytest.approx(runs["theirs"]["tested"], rel=1e-4)
     assert module.net.plan.prediction.memory_bytes.get("gradients", 0) == 0
+
+
+def both(make: Callable[[], Classifier], data: Callable[[], Any], **asked: Any) -> list[Classifier]:
+    """The module after two epochs with ours and with the plain one, both from the same random numbers."""
+    found = []
+    for each in (strategy(), "auto"):
+        lightning.seed_everything(3, verbose=False)
+        usual = {"max_epochs": 2, "enable_checkpointing": False, **QUIET}
+        lightning.Trainer(strategy=each, **{**usual, **asked}).fit(module := make(), data())
+        found.append(module)
+    assert found[0].losses == pytest.approx(found[1].losses, rel=1e-5) and len(found[0].losses) > 2
+    return found
+
+
+class Normed(Classifier):
+    """Whose statistics are frozen by its mode, as a model of transformers comes in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.BatchNorm1d(16), self.net)
+        self.net[0].eval()
+
+
+def test_parts_keep_the_modes_that_they_have() -> None:
+    ours, plain = both(Normed, lambda: batches(14, 1))
+    assert ours.net.get_submodule("0").running_var.sum().item() == plain.net[0].running_var.sum().item() == 16.0
+
+
+class OfHead(Classifier):
+    """The optimizer has some of the parameters, and no other is frozen."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.down.parameters(), lr=1.0)
+
+
+def test_gradients_are_clipped_of_what_the_optimizer_has() -> None:
+    both(OfHead, lambda: batches(14, 1), gradient_clip_val=0.05)
+
+
+def shuffled(**options: Any) -> DataLoader[Any]:
+    return batches(14, 1, shuffle=True, generator=torch.Generator().manual_seed(5), **options)
+
+
+class Odd(torch.utils.data.Sampler[list[int]]):
+    """Gives each batch another start than the last time."""
+
+    def __init__(self) -> None:
+        self.start = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.start += 1
+        return iter([[(self.start + i) % 14 for i in range(4)] for _ in range(3)])
+
+    def __len__(self) -> int:
+        return 3
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "a generator": shuffled,
+    "workers that stay": lambda: shuffled(num_workers=1, persistent_workers=True),
+    "a sampler with state": lambda: DataLoader(batches(14, 1).dataset, batch_sampler=Odd()),
+    "a sampler without batches": lambda: DataLoader([(x, y) for x, y in batches(12, 1)], batch_size=None),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_loaders_give_what_they_would_have_given(kind: str) -> None:
+    both(Classifier, LOADERS[kind])
+
+
+class Eventful(Classifier):
+    """Counts, draws, logs and changes its batch before it calls the net, which it does with a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.drawn = 0, torch.Generator().manual_seed(7)
+        self.net = Scaled(self.net)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        self.seen.update(1)
+        self.log("rate", self.optimizers().param_groups[0]["lr"] + self.trainer.current_epoch)
+        x = batch[0].add_(torch.randn(batch[0].shape, generator=self.drawn).to(next(self.parameters()).dtype))
+        loss = nn.functional.cross_entropy(self.net(x, scale=torch.ones(())), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+
+class Scaled(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return self.net(x) * scale
+
+
+def test_a_step_is_tried_without_leaving_anything_behind() -> None:
+    data = list(batches(12, 1))
+    ours, plain = both(Eventful, lambda: DataLoader([(x.clone(), y) for x, y in data], batch_size=None))
+    assert ours.steps == plain.steps == 6 and ours.seen.compute() == 6
+
+
+def test_a_module_that_was_evaluated_is_trained_then_with_the_weights_and_modes_that_it_has(runs: dict[str, Any]) -> None:
+    found = []
+    for each in (strategy(), "auto"):
+        lightning.seed_everything(3, verbose=False)
+        trainer = lightning.Trainer(strategy=each, max_epochs=1, enable_checkpointing=False, **QUIET)
+        trainer.validate(module := Normed(), batches(6, 2), verbose=False)
+        module.load_state_dict({name: x + 0.01 for name, x in Normed().state_dict().items() if "net.1" in name}, strict=False)
+        trainer.fit(module, batches(14, 1))
+        found.append(module.losses)
+    assert found[0] == pytest.approx(found[1], rel=1e-5) and len(found[0]) == 4
+
+
+class Taught(Classifier):
+    """Beside a frozen teacher, which is run as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = Net().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) + self.teacher(x)
+
+
+def test_frozen_children_beside_it_are_left_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    ours, _ = both(Taught, lambda: batches(14, 1))
+    assert type(ours.teacher) is Net and "teacher: every rank holds and computes all of it" in caplog.text
+
+
+CALLBACKS = {
+    "StochasticWeightAveraging": lambda: callbacks.StochasticWeightAveraging(1e-2),
+    "EMAWeightAveraging": lambda: callbacks.EMAWeightAveraging(),
+    "BackboneFinetuning": lambda: callbacks.BackboneFinetuning(),
+    "BatchSizeFinder": lambda: callbacks.BatchSizeFinder(),
+    "LearningRateFinder": lambda: callbacks.LearningRateFinder(),
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_callbacks_that_work_on_the_plain_model_are_refused(name: str) -> None:
+    trainer = lightning.Trainer(strategy=strategy(), max_epochs=1, enable_checkpointing=False, callbacks=[CALLBACKS[name]()], **QUIET)
+    with pytest.raises(AutoparError, match=f"does not take {name}") as refusal:
+        trainer.fit(Classifier(), batches(8, 1))
+    assert refusal.value.remedy
 
 
 class Manual(Classifier):
