@@ -120,8 +120,11 @@ class Normed(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.BatchNorm1d(16), self.net)
+        self.net = nn.Sequential(nn.BatchNorm1d(16), self.net, nn.BatchNorm1d(4))
         self.net[0].eval()
+
+    def configure_optimizers(self) -> Any:  # not Adam: of a bias before a norm it has the sign of a gradient that is but rounding
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_parts_keep_the_modes_that_they_have() -> None:
@@ -158,9 +161,24 @@ class Odd(torch.utils.data.Sampler[list[int]]):
         return 3
 
 
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Draws from numbers of its own."""
+
+    def __init__(self) -> None:
+        self.drawn = torch.Generator().manual_seed(9)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        x = torch.randn(16, generator=self.drawn)
+        return x, x[:4].argmax()
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "a generator": shuffled,
     "workers that stay": lambda: shuffled(num_workers=1, persistent_workers=True),
+    "a worker whose data draw": lambda: DataLoader(Noisy(), batch_size=4, num_workers=1, persistent_workers=True),
     "a sampler with state": lambda: DataLoader(batches(14, 1).dataset, batch_sampler=Odd()),
     "a sampler without batches": lambda: DataLoader([(x, y) for x, y in batches(12, 1)], batch_size=None),
 }
