@@ -1,28 +1,17 @@
-"""`LightningStrategy`: Lightning's Trainer on all processes, with the LightningModule's model compiled.
-
-Each rank runs the loop of one process over the same whole batches; the compiled module alone knows of the others. So Lightning is told of
-one process for all that it computes, and of this process' rank for what one rank alone does: logging, progress, files.
-"""
+"""`LightningStrategy`: Lightning's Trainer on all processes, with the LightningModule's model compiled."""
 
 from __future__ import annotations
 
 import logging
 import os
-import random
 import shutil
 import warnings
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only_of_utilities
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -30,11 +19,11 @@ from torch.optim import Optimizer
 from autopar.api import compile
 from autopar.api.arguments import Example, Launched
 from autopar.errors import RuntimeStateError
-from autopar.run.device_mesh import join_launched
-from autopar.run.ranks import by_first, local_rank, num_ranks, of_all, rank
+from autopar.run.ranks import by_first, num_ranks, rank
 from autopar.run.saved import Checkpoints
 from autopar.training.first_call import same_random_numbers
 from autopar.training.lightning_modules import call_of, check_optimizers, check_trainer, child_to_compile, count_once, is_compiled
+from autopar.training.lightning_ranks import WholeBatches
 from autopar.training.pretrained import whole_values
 
 log = logging.getLogger("autopar")
@@ -48,23 +37,24 @@ _STEPS = {
 }
 
 
-class LightningStrategy(Strategy):
+class LightningStrategy(WholeBatches):
     """Lightning's Trainer on all processes that were started, or on one:
 
         trainer = lightning.Trainer(strategy=autopar.LightningStrategy(), max_epochs=3, gradient_clip_val=1.0)
         trainer.fit(module, loader)
 
-    The one child of the LightningModule that has parameters is compiled when a run begins, and stands in its place; the rest of a step
-    (losses, logging, metrics) runs on every rank, on whole outputs. A batch is that of all processes together, as of the same script in
-    one. A checkpoint is the file that Lightning writes on one process, with whole weights, which ``load_from_checkpoint`` reads; the
-    optimizer's state, which loads on any number of processes, lies in a folder beside it.
+    The one child of the LightningModule whose parameters are trained is compiled when a run begins, and stands in its place; the rest of a
+    step (losses, logging, metrics) runs on every rank, on whole outputs. A batch is that of all processes together. A checkpoint is the
+    file that Lightning writes on one process, with whole weights, which ``load_from_checkpoint`` reads; the optimizer's state, which loads
+    on any number of processes, lies in a folder beside it.
 
     Args:
         mesh, compile_options: as of `autopar.compile`. example_inputs: a batch as the model is called with it; by default what the step
             calls it with on the loader's first batch, which is read for it.
 
     Raises:
-        AutoparError: on what a compiled module cannot serve (fp16, several optimizers, parameters in several children), with what to do.
+        AutoparError: on what a compiled module cannot serve (fp16, several optimizers, parameters that are trained in several children),
+            with what to do.
     """
 
     def __init__(
@@ -74,55 +64,13 @@ class LightningStrategy(Strategy):
         self._mesh, self._compile_options, self._example = mesh, dict(compile_options or {}), example_inputs
         self._name = ""  # of the child that is compiled
         self._loaded: Path | None = None
-        self.parallel_devices: list[torch.device] | None = None  # Lightning sets both
-        self.num_nodes = 1
-
-    # Who is who
-
-    world_size = 1  # of what Lightning counts: batches are whole
-
-    @property
-    def global_rank(self) -> int:
-        """This process' among all, which a launcher says before processes know of each other."""
-        return int(os.environ.get("RANK", rank()))
-
-    local_rank = property(lambda _: local_rank())
-    node_rank = property(lambda _: int(os.environ.get("GROUP_RANK", 0)))
-    is_global_zero = property(lambda self: self.global_rank == 0)
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this process."""
-        devices = self.parallel_devices or [torch.device("cpu")]
-        return devices[self.local_rank] if len(devices) > 1 else devices[0]
-
-    def set_world_ranks(self) -> None:
-        """Tell Lightning which process logs."""
-        rank_zero_only.rank = rank_zero_only_of_utilities.rank = self.global_rank
-
-    def setup_environment(self) -> None:
-        """Let the processes know of each other, and draw the same random numbers.
-
-        Raises:
-            RuntimeStateError: where there are several devices, and no launcher.
-        """
-        check_trainer(self.lightning_module.trainer, self.lightning_module)  # before callbacks set themselves up
-        super().setup_environment()
-        join_launched(self.root_device.type)
-        asked = len(self.parallel_devices or ()) * self.num_nodes
-        if num_ranks() == 1 and asked > 1:
-            remedy = f"start the script by `autopar run -n {asked}`, or pass Trainer(devices=1)"
-            raise RuntimeStateError(f"{asked} devices are asked for, and there is one process", remedy=remedy)
-        self._draw_alike()
-
-    def _draw_alike(self) -> None:
-        """Shuffled loaders draw from these numbers: all ranks go on as the first does, whether the script set seeds or not."""
-        drawn, python, numpy = self.broadcast((torch.get_rng_state(), random.getstate(), np.random.get_state()))
-        torch.set_rng_state(drawn)
-        random.setstate(python)
-        np.random.set_state(numpy)
 
     # What is computed
+
+    def setup_environment(self) -> None:
+        """Refuse what cannot be served, before callbacks set themselves up; then as above."""
+        check_trainer(self.lightning_module.trainer, self.lightning_module)
+        super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
         """Compile the model, and build the optimizer of its parameters."""
@@ -203,35 +151,6 @@ class LightningStrategy(Strategy):
             if parameter.grad is not None:
                 gradient = parameter.grad
                 (gradient.to_local() if isinstance(gradient, DTensor) else gradient).clamp_(-clip_val, clip_val)
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Let workers draw the same random numbers on every rank: Lightning seeds them by rank."""
-        if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", True) is None:
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)
-        return dataloader
-
-    # What all ranks know
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """What was passed: every rank computed it of the whole batch."""
-        return tensor
-
-    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """What was passed, as on one process."""
-        return tensor
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Until all ranks are here."""
-        of_all(None)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What the rank `src` says."""
-        return of_all(obj)[src]
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks say so, or one."""
-        said = of_all(decision)
-        return min(said) if all else max(said)
 
     # What is saved
 
