@@ -25,9 +25,8 @@ from rich.table import Table
 
 from autopar.hardware import HardwareProfile
 from autopar.version import VERSION
-from benchmarks import zoo
-from benchmarks.models import TINY, ModelSpec
-from benchmarks.zoo import libraries, unseen
+from benchmarks.models import LISTS, TINY, ModelSpec
+from benchmarks.zoo import libraries
 
 ROOT = Path(__file__).parent.parent
 Row = dict[str, Any]
@@ -55,9 +54,9 @@ def specs_of(options: argparse.Namespace, default: Sequence[str] = tuple(TINY)) 
     """The models that the flags name."""
     found = [ModelSpec.known(name) for name in options.model] + [ModelSpec.parse_hf(text) for text in options.hf]
     found += [ModelSpec(text, module=text) for text in options.module]
-    found += [ModelSpec.of_zoo(name) for name in (() if options.zoo is None else options.zoo or zoo.NAMES)]
-    found += [ModelSpec.of_unseen(name) for name in (() if options.unseen is None else options.unseen or unseen.NAMES)]
-    found += [ModelSpec.of_library(name) for name in (() if options.libraries is None else options.libraries or libraries.NAMES)]
+    for listed, models in LISTS.items():
+        named = getattr(options, listed)
+        found += [ModelSpec.of(listed, name) for name in (() if named is None else named or models.NAMES)]
     return found or [ModelSpec.known(name) for name in default]
 
 

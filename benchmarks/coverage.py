@@ -70,7 +70,7 @@ def _ops(nodes: Iterable[fx.Node], wanted: Callable[[Call], bool]) -> list[dict[
 def main() -> int:
     """The command."""
     options = parser("coverage", __doc__ or "", meshes=("none",)).parse_args()
-    specs = specs_of(options, ()) or [ModelSpec.of_zoo(name) for name in zoo.NAMES]
+    specs = specs_of(options, ()) or [ModelSpec.of("zoo", name) for name in zoo.NAMES]
     cases = [{"spec": spec.to_json(), "mesh": "", "batch": options.batch, "seq": options.seq} for spec in specs]
     return run_rows("coverage", cases, COLUMNS, options.json or str(RESULTS))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ TINY: Mapping[str, str] = {
     "tiny-bert": zoo.spec_of("bert", num_attention_heads=8),
     "tiny-vit": zoo.spec_of("vit", num_attention_heads=8, num_labels=16),
 }
+LISTS: Mapping[str, ModuleType] = {"zoo": zoo, "unseen": unseen, "libraries": libraries}
+"""By the flag that names them: modules with `NAMES` and `build`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +36,13 @@ class ModelSpec:
 
     Attributes:
         name: for tables. text: a spec of `autopar.hf`. module: ``FILE.py:FUNCTION`` instead, which returns (model, batch).
-        zoo: a model of the zoo instead. unseen: one of `benchmarks.zoo.unseen`. library: one of `benchmarks.zoo.libraries`.
+        listed: the list of `LISTS` that has the name, instead.
     """
 
     name: str
     text: str = ""
     module: str = ""
-    zoo: str = ""
-    unseen: str = ""
-    library: str = ""
+    listed: str = ""
 
     @staticmethod
     def known(name: str) -> ModelSpec:
@@ -60,37 +61,15 @@ class ModelSpec:
         return ModelSpec(hf.parse(text)[0], text)
 
     @staticmethod
-    def of_zoo(name: str) -> ModelSpec:
-        """A model of the zoo.
+    def of(listed: str, name: str) -> ModelSpec:
+        """A model of a list.
 
         Raises:
-            AutoparError: where there is none of that name.
+            AutoparError: where it has none of that name.
         """
-        if name not in zoo.NAMES:
-            raise AutoparError(f"the zoo has no {name!r}", remedy=f"name one of {', '.join(zoo.NAMES)}")
-        return ModelSpec(name, zoo=name)
-
-    @staticmethod
-    def of_unseen(name: str) -> ModelSpec:
-        """An architecture outside the zoo.
-
-        Raises:
-            AutoparError: where the list has none of that name.
-        """
-        if name not in unseen.NAMES:
-            raise AutoparError(f"the list has no {name!r}", remedy=f"name one of {', '.join(unseen.NAMES)}")
-        return ModelSpec(name, unseen=name)
-
-    @staticmethod
-    def of_library(name: str) -> ModelSpec:
-        """A model of another library.
-
-        Raises:
-            AutoparError: where the list has none of that name.
-        """
-        if name not in libraries.NAMES:
-            raise AutoparError(f"the list has no {name!r}", remedy=f"name one of {', '.join(libraries.NAMES)}")
-        return ModelSpec(name, library=name)
+        if name not in LISTS[listed].NAMES:
+            raise AutoparError(f"--{listed} has no {name!r}", remedy=f"name one of {', '.join(LISTS[listed].NAMES)}")
+        return ModelSpec(name, listed=listed)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -103,12 +82,9 @@ class ModelSpec:
         A model of the zoo has its own length, and a module's function decides for itself about all of this but the dtype.
         """
         how: dict[str, Any] = {"dtype": dtype, "device": "meta" if meta else device, "batch": batch, "seed": seed}
-        if self.zoo:
-            return zoo.build(self.zoo, **how)
-        if self.unseen:
-            return unseen.build(self.unseen, **how)
-        if self.library:
-            return libraries.build(self.library, **how)
+        if self.listed:
+            built: tuple[nn.Module, Batch] = LISTS[self.listed].build(self.name, **how)
+            return built
         if not self.module:
             return hf.build(self.text, seq=seq, **how)
         model, made = hf.load_function(self.module)

@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("--hardware", default="h100-sxm")
     flags.add_argument("--use", choices=("step", "outputs", "inference"), default="step")
     options = flags.parse_args(arguments)
-    specs = specs_of(options, ()) or [ModelSpec.of_zoo(name) for name in zoo.NAMES]
+    specs = specs_of(options, ()) or [ModelSpec.of("zoo", name) for name in zoo.NAMES]
     if options.use == "outputs":
         specs = [spec for spec in specs if may_lack_labels(spec.build(batch=options.batch, seq=options.seq, meta=True)[0])]
     shared = {"hardware": options.hardware, "batch": options.batch, "seq": options.seq, "use": options.use}

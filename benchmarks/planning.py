@@ -134,8 +134,7 @@ def main(arguments: list[str]) -> int:
     shared = {name: getattr(options, name) for name in ("dtype", "hardware", "memory_gib", "time_limit_s")}
     meshes = [mesh if is_unshaped(read_mesh(mesh)) else str(Mesh.parse(mesh)) for mesh in options.mesh or ("node=32,gpu=8",)]
     asked = options.batch, options.seq, options.axis, options.microbatches, options.gap
-    chosen = bool(options.model or options.hf or options.module or options.zoo is not None or options.unseen is not None)
-    named = [(spec, mesh, *asked) for spec in specs_of(options) for mesh in meshes] if chosen else DEFAULTS
+    named = [(spec, mesh, *asked) for spec in specs_of(options, ()) for mesh in meshes] or DEFAULTS
     keys = ("batch", "seq", "axis", "microbatches", "gap")
     cases = [{"spec": spec.to_json(), "mesh": mesh, **dict(zip(keys, rest, strict=True)), **shared} for spec, mesh, *rest in named]
     return run_rows("planning", cases, ("num_stages", *PHASES, *SIZES), options.json)

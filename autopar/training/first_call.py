@@ -75,32 +75,34 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def may_be_read_once(loader: Any) -> bool:
-    """Whether reading a batch of it may take the batch away: of what its own samples come from one after another, in this process."""
-    data = getattr(loader, "dataset", loader)
-    if not isinstance(data, IterableDataset):
-        return data is loader and iter(loader) is loader
-    return not type(data).__module__.startswith("datasets.") and getattr(loader, "num_workers", 0) == 0
+def may_be_read_once(data: Any, num_workers: int) -> bool:
+    """Whether reading a sample may take it away: of data that give them one after another, in this process."""
+    if isinstance(data, IterableDataset):
+        return not type(data).__module__.startswith("datasets.") and num_workers == 0
+    return hasattr(data, "__next__")
 
 
 def peeked(loader: Any) -> Any:
     """A loader's first batch, which it gives again, and after it what it would have given: samplers and their generators are copied, and
-    where it has workers a dataset is read in one of its own. None where there is none.
+    where it has workers data are read in one of its own. None where there is none.
 
     Raises:
         ValueError: where it might not be given again.
     """
-    if may_be_read_once(loader):
+    data = getattr(loader, "dataset", loader)
+    if may_be_read_once(data, getattr(loader, "num_workers", 0)):
         raise ValueError("the data gives samples one after another, perhaps once")
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not isinstance(loader, DataLoader):
         return next(iter(loader), None)
-    whole = loader.batch_sampler is not None
-    chosen = next(iter(copy.deepcopy(loader.batch_sampler if whole else loader.sampler, {id(loader.dataset): loader.dataset})), None)
-    if chosen is None:
-        return None
-    asked: dict[str, Any] = {"batch_sampler": [chosen]} if whole else {"sampler": [chosen], "batch_size": None}
+    asked: dict[str, Any] = {"batch_size": loader.batch_size}
+    if not isinstance(data, IterableDataset):
+        whole = loader.batch_sampler is not None
+        chosen = next(iter(copy.deepcopy(loader.batch_sampler if whole else loader.sampler, {id(data): data})), None)
+        if chosen is None:
+            return None
+        asked = {"batch_sampler": [chosen]} if whole else {"sampler": [chosen], "batch_size": None}
     alone = DataLoader(
-        loader.dataset, **asked, num_workers=min(loader.num_workers, 1), collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn,
+        data, **asked, num_workers=min(loader.num_workers, 1), collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context, generator=torch.Generator(),
     )  # fmt: skip
-    return next(iter(alone))
+    return next(iter(alone), None)

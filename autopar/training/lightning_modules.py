@@ -144,8 +144,8 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
 
 
 def count_once() -> None:
-    """Let metrics of torchmetrics, wherever they are made, count each batch once: they add up over the processes of a process group, and
-    here all have seen the same."""
+    """Let metrics of torchmetrics, wherever they are made, count each batch once, as long as this process runs: they add up over the
+    processes of a process group, and here all have seen the same."""
     torchmetrics.Metric.sync = _seen_by_all  # type: ignore[method-assign, assignment]
 
 

@@ -31,7 +31,7 @@ from autopar.errors import RuntimeStateError
 from autopar.run.ranks import by_first, num_ranks, rank
 from autopar.run.saved import Checkpoints
 from autopar.run.weights import load_weights
-from autopar.training.first_call import first_call, same_random_numbers
+from autopar.training.first_call import first_call, may_be_read_once, same_random_numbers
 from autopar.training.plain_model import PlainModel
 from autopar.training.pretrained import is_peft, load_adapter, names_saved, whole_values
 from autopar.training.refusals import OPTIMIZERS, check_arguments, check_inputs, check_optimizer
@@ -138,8 +138,7 @@ class Trainer(transformers.Trainer):
     def _check_read_twice(self) -> None:
         """Raises RuntimeStateError where the first batch may not be there again, once it has been read for its shapes."""
         data = self.train_dataset
-        again = data is None or not isinstance(data, torch.utils.data.IterableDataset) or type(data).__module__.startswith("datasets.")
-        if not again and self.args.dataloader_num_workers == 0:
+        if may_be_read_once(data, self.args.dataloader_num_workers):
             what = f"the training set, a {type(data).__name__}, gives samples one after another, perhaps once: none is read before training"
             raise RuntimeStateError(what, remedy="pass example_inputs=, a batch as the model is called with it, whose values are not read")
 

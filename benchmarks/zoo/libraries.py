@@ -1,4 +1,4 @@
-"""Models of other libraries (torchvision, timm, diffusers, torchaudio), which are imported where one is built: see what
+"""Models of other libraries (torchvision, timm, diffusers), which are imported where one is built: see what
 ``libraries.json`` says of itself."""
 
 from __future__ import annotations

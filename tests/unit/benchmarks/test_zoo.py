@@ -91,7 +91,7 @@ def test_the_tiny_models_have_eight_heads(name: str) -> None:
 
 def test_coverage_names_ops_without_a_rule_with_their_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "is_fallback", lambda call: call.target is aten.relu.default)
-    row = coverage.row(ModelSpec.of_zoo("dlrm").to_json(), "", 4, 16)
+    row = coverage.row(ModelSpec.of("zoo", "dlrm").to_json(), "", 4, 16)
     assert row["captured"] and not row["ok"] and row["num_without_rule"] == 3
     [entry] = row["without_rule"]
     assert entry["op"] == "aten.relu.default" and entry["module"] == "bottom.1" and "sequences.py" in entry["source"]

@@ -175,10 +175,23 @@ class Noisy(torch.utils.data.Dataset[Any]):
         return x, x[:4].argmax()
 
 
+class Drawn(IterableDataset[Any]):
+    """Draws as it goes on."""
+
+    def __init__(self) -> None:
+        self.drawn = torch.Generator().manual_seed(9)
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(12):
+            x = torch.randn(16, generator=self.drawn)
+            yield x, x[:4].argmax()
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "a generator": shuffled,
     "workers that stay": lambda: shuffled(num_workers=1, persistent_workers=True),
     "a worker whose data draw": lambda: DataLoader(Noisy(), batch_size=4, num_workers=1, persistent_workers=True),
+    "a stream in a worker that stays": lambda: DataLoader(Drawn(), batch_size=4, num_workers=1, persistent_workers=True),
     "a sampler with state": lambda: DataLoader(batches(14, 1).dataset, batch_sampler=Odd()),
     "a sampler without batches": lambda: DataLoader([(x, y) for x, y in batches(12, 1)], batch_size=None),
 }

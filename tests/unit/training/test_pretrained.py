@@ -9,10 +9,14 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.torch_version import TorchVersion
 from trained import Tagger, adapted, base, samples
 
 import autopar
 from autopar.errors import RuntimeStateError
+from autopar.training.pretrained import _check_joined
 
 BATCH = torch.utils.data.default_collate(samples(4, 1))
 FILE = "adapter_model.safetensors"
@@ -124,3 +128,14 @@ def test_adapters_of_other_kinds_train_as_the_plain_model_and_are_read_by_peft(k
         with torch.no_grad():
             wanted = plain[1](**BATCH).loss.item()
             assert PeftModel.from_pretrained(base(tied=False), tmp_path)(**BATCH).loss.item() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_what_an_older_torch_cannot_join_is_refused_before_anything_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = autopar.compile(Tagger(), example_inputs=torch.utils.data.default_collate(samples(4, 1)), hardware="cpu-gloo").device_mesh
+    apart = DTensor.from_local(torch.zeros(4), mesh, [_StridedShard(0, split_factor=2)], run_check=False)
+    _check_joined({"bias": apart})
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    _check_joined({"bias": DTensor.from_local(torch.zeros(4), mesh, [Shard(0)], run_check=False)})
+    with pytest.raises(RuntimeStateError, match="cannot join 'bias'") as refusal:
+        _check_joined({"bias": apart})
+    assert "save_weights" in refusal.value.remedy
