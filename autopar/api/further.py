@@ -117,5 +117,5 @@ def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 def _shape(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
-        return f"{leaf.dtype} {tuple(leaf.shape)}"
+        return f"{leaf.dtype} {tuple(leaf.shape)}{' with a gradient' if leaf.requires_grad else ''}"
     return repr(leaf) if isinstance(leaf, int | float | complex | str | bytes | None) else type(leaf).__name__  # others differ by address

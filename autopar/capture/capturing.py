@@ -156,11 +156,13 @@ class _Border:
         self._output.args = (tuple(node for _, node in self.results),)
 
     def widen(self) -> None:
-        """Gradients go out in the dtype in which parameters rest; after the passes, which know what makes a gradient."""
+        """Gradients go out in the dtype in which parameters rest, or inputs come; after the passes, which know what makes a gradient."""
         made = list(self._output.args[0])
         for position, ((kind, name), _) in enumerate(self.results):
             if kind == "gradient":
                 made[position] = widened(made[position], self.stored[name])
+            elif kind == "input gradient":
+                made[position] = widened(made[position], self.raw.in_leaves[name][1].dtype)
         self._output.args = (tuple(made),)
         sweep(self.graph)
 
@@ -208,7 +210,7 @@ class _Border:
                 with self.graph.inserting_before(output):
                     node = emit(node, torch.ops.aten.add.Tensor, (found[entry], node), shape_of(node))
             found[entry] = node
-        results = [(entry, node) for group in ("output", "gradient", "mutation") for entry, node in found.items() if entry[0] == group]
+        results = [(entry, node) for group in _GROUPS for entry, node in found.items() if entry[0] == group]
         output.args = (tuple(node for _, node in results),)
         return results
 
@@ -236,7 +238,14 @@ class _Border:
         tensors |= {name: node.meta["val"] for (kind, name), node in self.nodes.items() if kind == "buffer" and name == random_ops.STATE}
         entries = {group: self._parameters(group, tensors, positions) for group in ("parameter", "buffer")}
         paths = dict(enumerate(path for path, _ in self.raw.in_leaves))
-        inputs = tuple(Input(paths[kind[1]], *_border(node)) for kind, node in self.nodes.items() if kind[0] == "input")
+        inputs = tuple(
+            Input(
+                paths[kind[1]], *_border(node), gradient=positions.get(("input gradient", kind[1])),
+                requires_grad=self.raw.in_leaves[kind[1]][1].requires_grad and not self.inference,
+            )
+            for kind, node in self.nodes.items()
+            if kind[0] == "input"
+        )  # fmt: skip
         leaves = self.raw.out_leaves
         tangents = {name: node.name for (kind, name), node in self.nodes.items() if kind == "tangent"}
         outputs = tuple(
@@ -280,6 +289,9 @@ class _Border:
             for (kind, name), node in self.nodes.items()
             if kind == group
         )
+
+
+_GROUPS = ("output", "gradient", "mutation", "input gradient")  # of results, in their order
 
 
 def _border(node: fx.Node) -> tuple[str, tuple[int, ...], torch.dtype]:

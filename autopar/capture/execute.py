@@ -92,8 +92,8 @@ def execute(
         observe: called with every node but the output, and its value.
 
     Returns:
-        The outputs in the order of `trace.outputs`, the gradients by parameter name in the model's own shapes, and the new
-        values of mutated buffers by name.
+        The outputs in the order of `trace.outputs`, the gradients by parameter name in the model's own shapes, those of inputs as
+        `Input.gradient_name` calls them, and the new values of mutated buffers by name.
     """
     scale = 1.0 if tangent is None else float(tangent)
     seeds = [tangent_of(o.path, o.shape, promoted_dtype(o.dtype, dtype), is_loss=o.is_loss, scale=scale) for o in trace.differentiable]
@@ -106,6 +106,7 @@ def execute(
         results = _run(trace.graph, [promoted(value, dtype) for value in values], dtype, observe)
     outputs = tuple(results[: len(trace.outputs)])
     gradients = {entry.name: _stored(results[entry.gradient], entry) for entry in trace.parameters if entry.gradient is not None}
+    gradients |= {i.gradient_name: results[i.gradient] for i in trace.given_back if i.gradient is not None}
     return outputs, gradients, {name: results[position] for name, position in trace.mutated.items()}
 
 

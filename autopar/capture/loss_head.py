@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -24,9 +25,12 @@ from torch.utils import _pytree as pytree
 from autopar import ops
 from autopar.capture.graphs import IN_PLACE, aten, calls, dtype_of, emit, shape_of, sweep
 from autopar.capture.labels import assign_keys
-from autopar.capture.trace import Parameter, Trace
+from autopar.capture.trace import Input, Parameter, Trace
 from autopar.capture.trees import flatten_with_paths
 from autopar.errors import CaptureError
+
+_Entry = TypeVar("_Entry", Parameter, Input)
+
 
 
 def loss_alone(trace: Trace) -> Trace:
@@ -49,13 +53,13 @@ def loss_alone(trace: Trace) -> Trace:
     end.args = (tuple(end.args[0][position] for position in kept),)
     sweep(graph)
 
-    def moved(entries: Sequence[Parameter]) -> tuple[Parameter, ...]:
+    def moved(entries: Sequence[_Entry]) -> tuple[_Entry, ...]:
         return tuple(replace(e, gradient=None if e.gradient is None else place[e.gradient]) for e in entries)
 
     leaves = pytree.tree_unflatten(list(range(trace.out_spec.num_leaves)), trace.out_spec)
     nothing = {leaf: None for path, leaf in flatten_with_paths(leaves)[0] if path in dropped}
     return replace(
-        trace, graph=graph, outputs=outputs, parameters=moved(trace.parameters), buffers=moved(trace.buffers),
+        trace, graph=graph, outputs=outputs, parameters=moved(trace.parameters), buffers=moved(trace.buffers), inputs=moved(trace.inputs),
         mutated={name: place[position] for name, position in trace.mutated.items()}, constants={**trace.constants, **nothing},
     )  # fmt: skip
 

@@ -66,6 +66,7 @@ class Input:
         path: its path in (args, kwargs); the key of the node that makes it where it crosses.
         node: its placeholder.
         crosses: whether it comes from the stage before. gradient: index of its gradient in the graph's output tuple, or None.
+        requires_grad: whether the call's asks for one, which it may not have: where no output that has a tangent depends on it.
     """
 
     path: str
@@ -74,6 +75,17 @@ class Input:
     dtype: torch.dtype
     crosses: bool = False
     gradient: int | None = None
+    requires_grad: bool = False
+
+    @property
+    def gradient_name(self) -> str:
+        """What its gradient is called among those of parameters."""
+        return gradient_name(self.path)
+
+
+def gradient_name(path: str) -> str:
+    """What the gradient of an input is called among those of parameters."""
+    return f"input {path!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +231,11 @@ class Trace:
     def differentiable(self) -> tuple[Output, ...]:
         """The outputs that have a tangent, in the order of the tangents' placeholders."""
         return tuple(o for o in self.outputs if o.tangent)
+
+    @property
+    def given_back(self) -> tuple[Input, ...]:
+        """The inputs of the batch that have a gradient."""
+        return tuple(i for i in self.inputs if i.gradient is not None and not i.crosses)
 
     @property
     def batch_in_words(self) -> tuple[tuple[str, str], ...]:

@@ -105,8 +105,8 @@ class _Builder:
                     self.read((outputs[p.gradient].name, 0), index, 0, "backward")
 
     def placeholders(self) -> None:
-        """Buffers and the loss' tangent are replicated; inputs come in any layout (a rank copies only its own part), those that
-        cross in the layout in which their gradient goes back."""
+        """Buffers and the loss' tangent are replicated; inputs come in any layout (a rank copies only its own part), and a gradient of
+        theirs goes to every rank; those that cross come in the layout in which their gradient goes back."""
         replicated = Layout.replicated(len(self.mesh.axes))
         for b in self.trace.buffers:
             size = local_bytes(b.view, b.dtype, replicated, self.mesh.shape)
@@ -122,14 +122,15 @@ class _Builder:
 
     def _arriving(self, i: Input) -> tuple[OpStrategy, ...]:
         """One strategy per layout."""
-        strategies = []
+        strategies, replicated = [], Layout.replicated(len(self.mesh.axes))
         for layout in self._crossing(i) if i.crosses else all_layouts(i.shape, self.mesh.shape):
             size = local_bytes(i.shape, i.dtype, layout, self.mesh.shape)
             if i.crosses:  # held like an activation, not like the batch
                 arrives_s, back = self.crossing.before.time_s(size), (layout,) if i.gradient is not None else ()
                 strategies.append(OpStrategy(Strategy(back, (layout,)), arrives_s, communication_s=arrives_s))
             else:
-                strategies.append(OpStrategy(Strategy((), (layout,)), size / self.profile.memory_bandwidth_bytes_per_s, size))
+                layouts = Strategy((replicated,) if i.gradient is not None else (), (layout,))
+                strategies.append(OpStrategy(layouts, size / self.profile.memory_bandwidth_bytes_per_s, size))
         return tuple(strategies)
 
     def _crossing(self, border: Input | Output) -> Iterable[Layout]:

@@ -50,6 +50,10 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool
         if len(layouts) != 1 or of_sums or layouts[0].special or not _fits(layouts[0], value.shape, mesh):
             shown = ", ".join(map(str, layouts)) or "no layout"
             raise PlanError(f"{key} of shape {tuple(value.shape)} cannot lie as {shown} on mesh {mesh}", remedy=_REMEDY)
+    for i in trace.given_back:
+        at = index.chosen[input_key(i.path)].inputs[0]
+        if not at.is_replicated:
+            raise PlanError(f"the gradient of input {i.path!r} would come as {at}: it goes whole to every rank", remedy=_REMEDY)
     for (_, tensor), steps in index.steps.items():
         for step in steps.values():
             _check_step(tensor, step, values, mesh)

@@ -250,7 +250,7 @@ class Phase:
 
     def gradients(self) -> list[fx.Node]:
         """One gradient per parameter that has one, as the parameter reads it, or the sum that it was added to; then one per input that
-        has one, as the input lies."""
+        has one, whole, or, where it crosses, as it lies."""
         nodes, chosen = self.job.results(), self.job.index.chosen
         found = []
         for p in self.job.trace.parameters:

@@ -21,7 +21,7 @@ from autopar.kernels.collectives import Groups
 from autopar.layout import local_shape
 from autopar.run.equal import check_batch
 from autopar.run.program import Program, ProgramTensor, StagedProgram
-from autopar.run.variants import Misfit
+from autopar.run.variants import AsksForGradient, Misfit
 
 
 class Arguments:
@@ -81,21 +81,31 @@ class Arguments:
         """The call with tensors of the whole batch in place of this rank's parts, whose values are none.
 
         Raises:
-            Misfit: as `tensors`, plain values apart; of parts alone nothing tells the whole.
+            Misfit: as `tensors`, plain values and gradients apart; of parts alone nothing tells the whole.
         """
         if self._is_whole:
             return args, kwargs
         self._checked(self._leaves(args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         parts = {id(self._leaves(args, kwargs)[position]): tensor for position, tensor, _ in self._inputs}
-        whole = [torch.empty(parts[id(x)].shape, dtype=x.dtype, device=x.device) if id(x) in parts else x for x in leaves]
+        whole = [_of_shape(parts[id(x)].shape, x) if id(x) in parts else x for x in leaves]
         found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(whole, spec)
         return found
 
     def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         leaves = self._leaves(args, kwargs)
         self._check_settings(leaves)
-        return self._checked(leaves)
+        tensors = self._checked(leaves)
+        self._check_asking(tensors)
+        return tensors
+
+    def _check_asking(self, tensors: Sequence[Tensor]) -> None:
+        for (_, tensor, _), value in zip(self._inputs, tensors, strict=True) if torch.is_grad_enabled() else ():
+            if value.requires_grad and not tensor.requires_grad:
+                raise AsksForGradient(
+                    f"argument {tensor.name!r} requires a gradient, which the program does not compute",
+                    remedy="detach it, or let the one in example_inputs require a gradient, too",
+                )
 
     def _check_settings(self, leaves: Sequence[Any]) -> None:
         for position, made_for in self._settings.items():
@@ -121,11 +131,6 @@ class Arguments:
                 raise RuntimeStateError(
                     f"argument {tensor.name!r} is on {value.device}, the mesh on {self._device_type}",
                     remedy=f"move the batch to {self._device_type}",
-                )
-            if value.requires_grad and torch.is_grad_enabled():
-                raise RuntimeStateError(
-                    f"argument {tensor.name!r} requires a gradient, and the program computes those of parameters only",
-                    remedy="detach it, or make what computes it a part of the model",
                 )
             tensors.append(value)
         return tensors
@@ -154,6 +159,10 @@ class Arguments:
             return None
         kinds = {name: parameter.kind for name, parameter in self._signature.parameters.items()}
         return {n: dict(sorted(v.items())) if kinds[n] is inspect.Parameter.VAR_KEYWORD else v for n, v in bound.items()}
+
+
+def _of_shape(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad)
 
 
 def _same_setting(given: Any, made_for: Any) -> bool:

@@ -26,7 +26,7 @@ from autopar.layout import Layout, local_shape
 from autopar.ops import linear_cross_entropy
 from autopar.ops.in_place import functional_form
 from autopar.run.lazy_graph import LazyGraphModule
-from autopar.run.program import Program
+from autopar.run.program import Program, ProgramTensor
 from autopar.run.splitting import local_part
 from autopar.run.unused import tangent_names, without
 
@@ -148,10 +148,17 @@ class Executor:
             torch.cuda.current_stream(self.device).synchronize()
         return gradients
 
+    def as_given(self, gradient: Tensor | None, border: ProgramTensor) -> Tensor | None:
+        """The gradient of an input of the batch, which backward returns whole, as the input came."""
+        if gradient is None or self.batch == "global":
+            return gradient
+        return self._part(gradient, border)
+
     def _localize(self, x: Tensor, position: int) -> Tensor:
         border = self.program.inputs[position]
-        if self.batch == "local" or border.crosses:
-            return x
+        return x if self.batch == "local" or border.crosses else self._part(x, border)
+
+    def _part(self, x: Tensor, border: ProgramTensor) -> Tensor:
         sizes, coordinate = [g.size for g in self.groups], [g.coordinate for g in self.groups]
         return local_part(x, border.layout, sizes, border.view, coordinate).contiguous()
 

@@ -28,7 +28,7 @@ from autopar.run.plain_model import PlainModel
 from autopar.run.program import ProgramTensor
 from autopar.run.ranks import by_all, of_all
 from autopar.run.unset import Unset
-from autopar.run.variants import Misfit, OtherMode, Variant, Variants
+from autopar.run.variants import AsksForGradient, Misfit, OtherMode, Variant, Variants
 
 
 class Holder(Drawing):
@@ -131,6 +131,10 @@ class Holder(Drawing):
             self._check_call()
             return self._arguments.tensors(args, kwargs, devices)
         except Misfit as misfit:
+            plan = self.__dict__.get("plan")
+            if isinstance(misfit, AsksForGradient) and plan is not None and plan.options.get("inference", False):
+                what = f"{misfit.what}: it was made for inference"
+                raise RuntimeStateError(what, remedy="call it under torch.no_grad, or compile without inference=True") from None
             return misfit
 
     def _elsewhere(self, misfit: Misfit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -57,7 +57,7 @@ class Lockstep:
 
     Attributes:
         outputs: by output path. buffers: new values of mutated buffers, by name.
-        gradients: by parameter name, in the stored shape.
+        gradients: by parameter name, in the stored shape; of inputs, as `autopar.capture.trace.gradient_name` calls them.
         records: the communication steps that ran, as (phase, node key, Collective).
     """
 
@@ -78,7 +78,7 @@ def run_lockstep(
     observe: Observer | None = None,
     tolerance: float | None = None,
 ) -> Lockstep:
-    """Run forward and, where a parameter has a gradient, backward.
+    """Run forward and, where a parameter or an input has a gradient, backward.
 
     Args:
         parameters, buffers: full tensors in their stored shapes, by name.
@@ -105,7 +105,7 @@ def run_lockstep(
         first, last = len(program.outputs), len(program.outputs) + len(mutated)
         outputs = joined(program.forward, results[:first], program.outputs, program.mesh, tolerance)
         new_buffers = joined(program.forward, results[first:last], mutated, program.mesh, tolerance, first)
-        trained = [t for t in program.parameters if t.has_gradient]
+        trained = [*(t for t in program.parameters if t.has_gradient), *program.input_gradients]
         gradients: dict[str, Tensor] = {}
         if trained:
             saved = results[len(results) - program.num_saved :]

@@ -74,7 +74,7 @@ class ParallelModule(Holder):
         self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
         self._results = Results(program)
         # in another mode what a trained model returns may have no gradient
-        self._may_train = shared is None or any(t.has_gradient for t in program.parameters)
+        self._may_train = shared is None or any(t.has_gradient for t in (*program.parameters, *program.inputs))
         self._num_backwards = 0
         self._loss = next((i for i, t in enumerate(program.outputs) if t.is_loss and t.has_gradient), None)
         self._stand_for_all(model, program.attributes, shared)
@@ -90,10 +90,12 @@ class ParallelModule(Holder):
         if isinstance(inputs, Misfit):
             return self._elsewhere(inputs, args, kwargs)
         parameters = [self.get_parameter(t.name) for t in self.program.parameters]
-        trained = torch.is_grad_enabled() and self._may_train and self._trains(parameters, self.program.parameters)
+        asking = [x for x, t in zip(inputs, self.program.inputs, strict=True) if t.has_gradient]
+        may_train = torch.is_grad_enabled() and self._may_train
+        trained = may_train and (self._trains(parameters, self.program.parameters) or any(x.requires_grad for x in asking))
         watched = Watched()
         shown: Sequence[Tensor] = (
-            _Step.apply(self, watched, inputs, *parameters) if trained else self._run(inputs, parameters, watched, keep=False)[0]
+            _Step.apply(self, watched, inputs, *asking, *parameters) if trained else self._run(inputs, parameters, watched, keep=False)[0]
         )
         if self._loss is not None:
             pairs = zip(self.program.outputs, shown, strict=True)
@@ -149,8 +151,9 @@ class ParallelModule(Holder):
         with torch.no_grad():
             return [self._present(output, storage) for output, storage in zip(outputs, self._presented, strict=True)], saved
 
-    def _gradients(self, saved: list[Any], tangents: Sequence[Tensor | None]) -> tuple[DTensor | None, ...]:
-        """One per parameter of the program; None stands for the tangent of an output that nothing was computed of."""
+    def _gradients(self, saved: list[Any], tangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """One per input that has one, whole or this rank's part, as it came, then one per parameter of the program; None stands for the
+        tangent of an output that nothing was computed of."""
         pairs = [(s, x) for s, x in zip(self._presented, tangents, strict=True) if s.tensor.has_gradient]
         self._check_returned(pairs)
         returning = [self._returned(tangent, storage) for storage, tangent in pairs]
@@ -159,7 +162,9 @@ class ParallelModule(Holder):
             gradients = iter(self._executor.backward(saved, returning, absent=absent))
         found = [next(gradients) if t.has_gradient else None for t in self.program.parameters]
         named = zip(self.program.parameters, found, strict=True)
-        return tuple(None if gradient is None else self._storages[t.name].wrap(gradient) for t, gradient in named)
+        wrapped = [None if gradient is None else self._storages[t.name].wrap(gradient) for t, gradient in named]
+        asking = (t for t in self.program.inputs if t.has_gradient)
+        return (*(self._executor.as_given(gradient, t) for t, gradient in zip(asking, gradients, strict=True)), *wrapped)
 
     def _check_returned(self, returned: Sequence[tuple[Storage, Tensor | None]]) -> None:
         """That every rank computed the same loss of the outputs; looked at as batches are, in backwards 1, 2, 4, 8 and so on."""
@@ -194,8 +199,9 @@ class _Step(torch.autograd.Function):
     """The forward graph and, as its derivative, the backward graph."""
 
     @staticmethod
-    def forward(ctx: Any, module: ParallelModule, watched: Watched, inputs: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
-        outputs, saved = module._run(inputs, parameters, watched, keep=True)
+    def forward(ctx: Any, module: ParallelModule, watched: Watched, inputs: list[Tensor], *trained: Tensor) -> tuple[Tensor, ...]:
+        """The outputs; `trained` are those of the inputs that have a gradient, and all parameters."""
+        outputs, saved = module._run(inputs, trained[len(trained) - len(module.program.parameters) :], watched, keep=True)
         # Not save_for_backward: backward takes the list and frees it value by value.
         ctx.module, ctx.saved, ctx.watched = module, saved, watched
         ctx.set_materialize_grads(False)

@@ -3,8 +3,8 @@
 The forward graph takes the local parameters, buffers and inputs, and returns one flat tuple: the outputs, the new values of
 mutated buffers, then the saved values. The backward graph takes the saved values and a tangent per output that has one (the
 loss; what crosses to the stage after) and returns one gradient per parameter that has one, each in the parameter's storage
-layout, then one per input that has one (what crosses from the stage before), as the input lies. Where gradients accumulate over
-microbatches, it takes their sums after the tangents, adds to each in place (the first microbatch that counts writes it:
+layout, then one per input that has one: of the batch whole, of what crosses from the stage before as it lies. Where gradients accumulate
+over microbatches, it takes their sums after the tangents, adds to each in place (the first microbatch that counts writes it:
 `autopar.kernels.sums.FIRST`) and returns it, and `begin` and `end` come before the first and after the last microbatch of a step.
 
 Nodes are aten ops, the functions of `autopar.ops`, and the steps of `autopar.kernels.collectives`, which name mesh axes
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.trace import Input, ModuleAttribute, Output, OutsideValue, Trace
+from autopar.capture.trace import Input, ModuleAttribute, Output, OutsideValue, Trace, gradient_name
 from autopar.errors import RuntimeStateError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -35,8 +35,9 @@ class ProgramTensor:
         shape: global shape as the user knows it.
         view: global shape in the graph (see `autopar.capture.trace.Parameter.view`); equal to `shape` for inputs and outputs.
         layout: layout over the dims of `view`. For parameters this is the storage layout; for sums of gradients that of the sum.
-        requires_grad: whether it is trained; of outputs, whether the plain model's has a gradient.
-        has_gradient: whether the backward graph returns its gradient; for outputs, whether it takes its tangent.
+        requires_grad: whether it is trained; of outputs, whether the plain model's has a gradient; of inputs, whether the call's asked.
+        has_gradient: whether the backward graph returns its gradient, that of an input of the batch whole; for outputs, whether it takes
+            its tangent.
         is_loss: outputs only.
         crosses: whether it comes from the stage before, or goes to the stage after; always local.
     """
@@ -89,6 +90,13 @@ class Program:
     begin: fx.GraphModule | None = None
     end: fx.GraphModule | None = None
     sums: tuple[ProgramTensor, ...] = ()
+
+    @property
+    def input_gradients(self) -> tuple[ProgramTensor, ...]:
+        """Of each input of the batch that has one, as backward returns it: whole on every rank."""
+        whole = Layout.replicated(len(self.mesh.axes))
+        returned = (t for t in self.inputs if t.has_gradient and not t.crosses)
+        return tuple(replace(t, name=gradient_name(t.name), layout=whole) for t in returned)
 
 
 @dataclass(frozen=True, slots=True)

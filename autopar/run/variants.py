@@ -27,6 +27,10 @@ class OtherMode(Misfit):
     """A call in train mode of what was made in eval mode, or the other way round."""
 
 
+class AsksForGradient(Misfit):
+    """A call with an input that requires a gradient, of what was made without."""
+
+
 class Variant(Protocol):
     """A module with a program of its own."""
 

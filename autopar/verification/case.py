@@ -161,7 +161,7 @@ class Case:
         for parameter in plain.parameters():
             parameter.data = self._narrowed(parameter.data)
         watch = _LowerDtypes(self.computed)
-        args, kwargs = tree_map(lambda x: self._narrowed(self._promoted(x)), (args, dict(kwargs)))
+        args, kwargs = tree_map(self._input, (args, dict(kwargs)))
         draws, own_eps = PositionalDraws(state), OwnEps(self.own)  # made before anything is watched: it norms a number to know
         trained = bool(self.trace.differentiable)
         with without_caches(plain), torch.set_grad_enabled(trained), self._refused_by_kernels():
@@ -177,7 +177,8 @@ class Case:
         results = Results(
             {o.path: outputs[o.path].detach() for o in self.trace.outputs},
             {name: buffers[name].detach() for name in self.trace.mutated if name != random_ops.STATE},
-            {p.name: _gradient(parameters[p.name]) for p in self.trace.parameters if p.requires_grad and trained},
+            {p.name: _gradient(parameters[p.name]) for p in self.trace.parameters if p.requires_grad and trained}
+            | self._of_inputs(args, kwargs),
         )
         if draws.num_draws != self.num_draws:
             raise VerificationError(
@@ -215,6 +216,16 @@ class Case:
         """As in capture; on a GPU the model's own. Gives what makes a context outside of autocast."""
         on_gpu = any(x.is_cuda for x in (*self.tensors.values(), *self.inputs))
         return nullcontext(lambda: torch.autocast("cuda", enabled=False)) if on_gpu else gpu_autocast(on_gpu=False)
+
+    def _input(self, x: Any) -> Any:
+        """A leaf of the call, which gets a gradient of its own where the user's has one."""
+        given = self._narrowed(self._promoted(x))
+        return given.detach().requires_grad_() if isinstance(x, Tensor) and x.requires_grad and self.trace.differentiable else given
+
+    def _of_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Their gradients, of a call that `_input` made, as they are called among others."""
+        leaves = dict(flatten_call(args, dict(kwargs))[0])
+        return {i.gradient_name: _gradient(leaves[i.path]) for i in self.trace.given_back}
 
     def _narrowed(self, x: Any) -> Any:
         """A parameter or an input in the precision that was asked for, unless all is computed in another dtype."""

@@ -53,7 +53,7 @@ class RawJoint:
         graph: ATen nodes; its output is one flat list.
         constants: tensors that `get_attr` nodes name.
         placeholders: (kind, name or flat index) per placeholder; kind is parameter, buffer, input or tangent (of the result there).
-        results: (kind, name or flat index) per result; kind is output, gradient, mutation or none.
+        results: (kind, name or flat index) per result; kind is output, gradient (of a parameter), input gradient, mutation or none.
         loss: flat position of the loss in the returned structure, None where there is none.
         in_leaves: flat (path, value) of (args, kwargs); out_leaves: of the returned structure, tensors fake.
         attributes: values of modules that forward looked at. outside: of what no module has.
@@ -248,6 +248,8 @@ def _result_kind(desc: Any) -> tuple[str, Any]:
             return "none", None
         case PlainAOTOutput():
             return "output", desc.idx
+        case GradAOTOutput() if isinstance(desc.grad_of, PlainAOTInput):
+            return "input gradient", desc.grad_of.idx
         case GradAOTOutput():
             return "gradient", getattr(desc.grad_of, "target", None)
         case InputMutationAOTOutput() if isinstance(desc.mutated_input, BufferAOTInput):

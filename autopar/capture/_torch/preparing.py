@@ -46,12 +46,12 @@ def prepared(
 
     Args:
         precision: the dtype that wider floating parameters and inputs have meanwhile.
-        inference: whether no parameter requires a gradient meanwhile.
+        inference: whether no parameter, nor input, requires a gradient meanwhile.
     """
     mode = new_fake_mode()
     in_leaves, in_spec = flatten_call(args, kwargs)
     # Each leaf gets its own fake tensor: Dynamo would merge equal objects (labels=ids), and the graph would read only one.
-    fakes = [faked(leaf, mode, precision) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in in_leaves]
+    fakes = [_fake_input(leaf, mode, precision, frozen=inference) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in in_leaves]
     fake_args, fake_kwargs = unflatten(fakes, in_spec)
     named = model.named_parameters(remove_duplicate=False)
     stored = {name: p.dtype for name, p in named if narrowed(p.dtype, precision) != p.dtype}
@@ -63,6 +63,10 @@ def prepared(
         stack.enter_context(_ops_of_training())
         aliases = aliases_of(model)  # captured, a tensor is another object
         yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec, aliases, precision, stored, on_gpu, inference)
+
+
+def _fake_input(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None, *, frozen: bool) -> torch.Tensor:
+    return faked(tensor, mode, precision).requires_grad_(tensor.requires_grad and not frozen)
 
 
 @contextlib.contextmanager

@@ -197,15 +197,6 @@ def test_an_argument_that_is_no_tensor_has_a_program_for_each_of_its_values() ->
     assert masked.item() == 0.0 and module(**values).item() > 0.0
 
 
-def test_an_input_that_requires_a_gradient_is_refused_rather_than_left_without_one() -> None:
-    layer, x = torch.nn.Linear(4, 1), torch.randn(2, 4)
-    module = compile(torch.nn.Sequential(layer, _Mean()), 1, example_inputs=(x,))
-    with pytest.raises(RuntimeStateError, match="argument '0' requires a gradient"):
-        module(x.requires_grad_())
-    with torch.no_grad():
-        assert module(x).isfinite()
-
-
 def test_autocast_around_the_call_must_be_that_around_compile() -> None:
     torch.manual_seed(0)
     plain, x = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 1), _Mean()), torch.randn(8, 16)
