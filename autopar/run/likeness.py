@@ -1,7 +1,8 @@
 """A class of `Part` for each class of module, which it is a subclass of: ``isinstance(part, nn.Linear)`` is what it is of the plain model.
 
-So `apply`, parameter groups by kind of layer and what else asks for classes find what they look for. Nothing of the class runs: its methods
-and properties are hidden, its attributes shown as the plain module has them; torch's own containers can be walked as ever.
+So `apply`, parameter groups by kind of layer and what else asks for classes find what they look for. Of the class properties alone run,
+on what the part holds: its methods are hidden, its attributes shown as the plain module has them; torch's own containers can be walked as
+ever.
 """
 
 from __future__ import annotations

@@ -54,11 +54,21 @@ class Standing(nn.Module):
                 what = "a compiled module has no no_sync: gradients add up over calls of backward, as they do without it"
                 raise NoSuchMethod(what, remedy="leave it out") from None
             of_class = inspect.getattr_static(self.__dict__.get("_stands_for"), name, None)
+            if isinstance(of_class, property):
+                return self._read(name, of_class)
             if of_class is not None and not name.startswith("__"):
-                kind, use = ("properties", "read") if isinstance(of_class, property) else ("methods", "call")
-                what = f"a compiled module has no {kind} of the model's, as {name!r} is: it is one program, of forward"
-                raise NoSuchMethod(what, remedy=f"{use} it on the plain model, whose weights are its own") from None
+                what = f"a compiled module has no methods of the model's, as {name!r} is: it is one program, of forward"
+                raise NoSuchMethod(what, remedy="call it on the plain model, whose weights are its own") from None
             raise
+
+    def _read(self, name: str, of_class: property) -> Any:
+        """A property of the model's class, of what is held here: `device` and `dtype` of models of transformers among them."""
+        try:
+            return of_class.__get__(self)
+        except AttributeError as error:
+            why = error.what if isinstance(error, NoSuchMethod) else str(error)
+            what = f"the model's property {name!r} cannot be read on a compiled module: {why}"
+            raise NoSuchMethod(what, remedy="read it on the plain model, whose weights are its own") from error
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = isinstance(value, nn.Module | nn.Parameter)

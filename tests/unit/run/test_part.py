@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo_small
 from torch import Tensor, nn
 
 import autopar
@@ -36,6 +37,10 @@ class Own(nn.Linear):
     @property
     def device(self) -> Any:
         return self.weight.device
+
+    @property
+    def answer(self) -> Any:
+        return self.generate()
 
     def __len__(self) -> int:
         return 3
@@ -96,12 +101,11 @@ def test_containers_are_walked() -> None:
             change()
 
 
-def test_of_the_models_methods_and_properties_a_compiled_module_has_none_and_says_so() -> None:
+def test_of_the_models_methods_a_compiled_module_has_none_and_says_so() -> None:
     _, module = pair()
-    methods = [(part, "methods", name) for part, name in ((module, "generate"), (module.own, "generate"), (module.own, "reset_parameters"))]
-    for part, kind, name in (*methods, (module.own, "properties", "device")):
+    for part, name in ((module, "generate"), (module.own, "generate"), (module.own, "reset_parameters")):
         assert not hasattr(part, name)
-        with pytest.raises(RuntimeStateError, match=f"no {kind} of the model's, as '{name}' is[\\s\\S]*on the plain model"):
+        with pytest.raises(RuntimeStateError, match=f"no methods of the model's, as '{name}' is[\\s\\S]*on the plain model"):
             getattr(part, name)
     with pytest.raises(RuntimeStateError, match="gradients add up"), module.no_sync():
         pass
@@ -114,6 +118,21 @@ def test_of_the_models_methods_and_properties_a_compiled_module_has_none_and_say
     with pytest.raises(AttributeError, match="nothing") as raised:
         module.own.nothing  # noqa: B018
     assert not isinstance(raised.value, AutoparError)
+
+
+def test_properties_of_the_models_classes_are_of_what_is_held() -> None:
+    plain, module = pair()
+    assert module.own.device == plain.own.device == torch.device("cpu")
+    assert not hasattr(module.own, "answer")
+    with pytest.raises(RuntimeStateError, match=r"property 'answer' cannot be read on a compiled module: [\s\S]*no methods of the model's"):
+        module.own.answer  # noqa: B018
+
+
+def test_a_model_of_transformers_says_where_it_is_and_in_which_dtype() -> None:
+    model, batch = zoo_small.llama()
+    module: Any = autopar.compile(model, example_inputs=batch, hardware="cpu-gloo")
+    assert (module.device, module.dtype, module.config) == (model.device, model.dtype, model.config)
+    assert module.model.device == torch.device("cpu")
 
 
 def test_attributes_of_classes_are_shown_and_not_set() -> None:
