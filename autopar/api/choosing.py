@@ -280,9 +280,6 @@ class Chooser:
         return self.mesh.shape[self.mesh.names.index(wish.axis)] if wish.axis else 1
 
     def _staged(self, here: Pipelined, num: int, limit_s: float) -> Planned:
-        for i in self.trace.given_back:
-            what = f"input {i.path!r} has a gradient, which neither stages nor microbatches give"
-            raise ConstraintError(what, remedy="pass it without requires_grad, or ask for no pipeline and num_microbatches=1")
         if here.axis:
             check_parts(len(cut_points(self.trace)) + 1, here.chunks * self._num_ranks(here))
         part, how = self.part(num, independent=here.independent)

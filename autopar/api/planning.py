@@ -203,13 +203,23 @@ def _model_differences(plan: Plan, trace: Trace) -> list[str]:
     plans = plan.pipeline.stages if plan.pipeline else (plan,)
     planned = {key.removesuffix("/parameter") for p in plans for key in p.node_choices() if key.endswith("/parameter")}
     here = {p.name for p in trace.parameters}
-    lines = [f"parameter {name} is in the plan, not in the model" for name in sorted(planned - here)[:5]]
+    lines = _asked_differences(plan, trace)
+    lines += [f"parameter {name} is in the plan, not in the model" for name in sorted(planned - here)[:5]]
     lines += [f"parameter {name} is in the model, not in the plan" for name in sorted(here - planned)[:5]]
     nodes = {n.meta["key"] for n in trace.graph.nodes if n.op == "call_function"}
     entries = {c.node.format(*i) for p in plans for e in p.entries if e.kind == "compute" for c in e.nodes for i in e.instances}
     lines += [f"op {key} is in the plan, not in the model" for key in sorted(entries - nodes)[:5]]
     lines += [f"op {key} is in the model, not in the plan" for key in sorted(nodes - entries)[:5]]
     return lines
+
+
+def _asked_differences(plan: Plan, trace: Trace) -> list[str]:
+    """Inputs that have a gradient in one of the two; none has in stages and microbatches."""
+    chosen = () if plan.pipeline else [c for e in plan.entries if e.kind == "input" for c in e.nodes]
+    planned = {c.node.removesuffix("/input") for c in chosen if c.strategy.inputs}
+    here = {i.path for i in trace.given_back}
+    lines = [f"input {path} has a gradient in the plan, and requires none" for path in sorted(planned - here)]
+    return lines + [f"input {path} requires a gradient, which the plan does not give" for path in sorted(here - planned)]
 
 
 def verify(

@@ -139,8 +139,11 @@ def trace_part(
         known: traces of calls on so many samples, which this adds to.
 
     Raises:
-        ConstraintError: where the batch does not divide. CoupledError: where samples depend on each other.
+        ConstraintError: where the batch does not divide, or an input has a gradient. CoupledError: where samples depend on each other.
     """
+    for i in whole.given_back:
+        what = f"input {i.path!r} has a gradient, which neither stages nor microbatches give"
+        raise ConstraintError(what, remedy="pass it without requires_grad, or ask for no pipeline and num_microbatches=1")
     known = {} if known is None else known
     known.setdefault(batch_size(args, kwargs), whole)
 

@@ -20,7 +20,7 @@ from autopar import constraints as asked
 from autopar.api.planning import plan_model
 from autopar.capture import capture
 from autopar.constraints import Constraint
-from autopar.errors import ConstraintError, PlanError
+from autopar.errors import ConstraintError, InfeasibleError, PlanError
 from autopar.hardware import HardwareProfile
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
@@ -168,6 +168,29 @@ def test_stages_and_microbatches_are_refused_naming_the_input(options: dict[str,
     model, batch = built("llama")
     with pytest.raises(ConstraintError, match="input 'inputs_embeds' has a gradient, which neither stages nor microbatches give"):
         autopar.plan(model, SQUARE, example_inputs=batch, hardware="cpu-gloo", **options)
+
+
+def test_where_only_microbatches_would_fit_the_refusal_says_so() -> None:
+    model, batch = built("llama")
+    peak = planned("llama", SQUARE, "fsdp").plan.prediction.peak_bytes
+    for memory in (int(peak * 0.9), int(peak * 0.5)):
+        try:
+            plan = autopar.plan(model, SQUARE, example_inputs=batch, hardware="cpu-gloo", memory_bytes=memory, constraints=PLANS["fsdp"])
+        except InfeasibleError as error:
+            assert "fits into" in error.what
+        else:
+            assert plan.pipeline is None and autopar.verify(plan, model, batch, tolerance=TOLERANCE).gradients.keys() == wanted("llama")
+
+
+def test_a_plan_without_a_gradient_is_not_one_for_a_call_that_asks() -> None:
+    model, batch = built("llama")
+    plain = {name: x.detach() for name, x in batch.items()}
+    plan = planned("llama", SQUARE, "ddp").plan
+    with pytest.raises(PlanError, match="input inputs_embeds has a gradient in the plan, and requires none"):
+        autopar.verify(plan, model, plain)
+    without = autopar.plan(model, SQUARE, example_inputs=plain, hardware="cpu-gloo")
+    with pytest.raises(PlanError, match="input inputs_embeds requires a gradient, which the plan does not give"):
+        autopar.verify(without, model, batch)
 
 
 def test_a_free_pipeline_is_none_for_such_a_call() -> None:
