@@ -69,13 +69,18 @@ class Live:
         self.cost = cost
         self._highs.changeColsCost(len(self._numbers), self._numbers, self._begun.costs(cost))
 
-    def solve(self, lower: Floats, upper: Floats) -> Point | None:
+    def solve(self, lower: Floats, upper: Floats, most: int = highspy.kHighsIInf) -> Point | None:
         """Solve within bounds of the columns.
 
+        Args:
+            most: simplex steps. Bounds between which next to nothing is left can lead round in circles.
+
         Returns:
-            None where nothing is within these bounds. Where the time ran out, what the duals of the moment prove.
+            None where nothing is within these bounds. Where the time or the steps ran out, what the duals of the moment prove, and after
+            the steps no values.
         """
         self._highs.changeColsBounds(len(self._numbers), self._numbers, lower, upper)
+        self._highs.setOptionValue("simplex_iteration_limit", most)
         self._highs.setOptionValue("time_limit", self._highs.getRunTime() + self._engine.left_s())
         self._highs.run()
         status, solution = self._highs.getModelStatus(), self._highs.getSolution()
@@ -85,4 +90,5 @@ class Live:
             return None
         found = self._begun.duals(np.array(solution.row_dual))
         bound, reduced, duals = reduced_costs(self.cost, self.rows, found, lower, upper)
-        return Point(bound, np.array(solution.col_value)[: len(self.cost)], duals, reduced)
+        ended = status == _STATUS.kIterationLimit
+        return Point(bound, np.array([] if ended else solution.col_value, float)[: len(self.cost)], duals, reduced)

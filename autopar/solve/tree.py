@@ -7,7 +7,8 @@ or, until there is a plan, the better child of the last one.
 
 Which op to branch on: the one whose two boxes have the higher bounds, which is tried out for a few ops per node, and once an op has
 been tried twice its average stands for it. Relaxations differ by a few simplex steps from node to node, so that a node costs
-hundredths of a second where a restart costs seconds. Limits count relaxations and simplex steps.
+hundredths of a second where a restart costs seconds. Limits count relaxations and simplex steps, of one relaxation, too: a box that takes
+too many keeps the bound of the one around it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,7 +29,7 @@ Key = tuple[int, int]  # 0 and an op, or 1 and the position of a bit: what runs 
 _WHOLE = 1e-6  # what is this close to 0 or 1 is
 _TRIED, _OFTEN = 6, 2  # ops that are tried out per node; how often one is
 _DIVE = 3  # of what is not settled, one in so many is at a time
-_PER_ROW = 1 / 3  # simplex steps, about as many as a relaxation takes that begins with nothing, but at least so many
+_PER_ROW = 1 / 3  # simplex steps, about as many as a relaxation takes that begins with nothing, and at most; but at least so many
 _FEWEST = 1000
 _STEPS = 4  # of the whole tree, in such relaxations: what that does not close, more seldom does
 _SHORT = 0.25  # of a short dive, likewise
@@ -149,7 +150,7 @@ class Tree:
                     return
                 near = self._bits[bits[: max(len(bits) // _DIVE, 1)]]
                 lower[near] = upper[near] = np.round(values[near])
-            node = self._at(lower, upper)
+            node = self._at(lower, upper, node.point.bound)
 
     def _enough(self) -> float:
         best = self.best()
@@ -158,12 +159,18 @@ class Tree:
     def _spent(self) -> bool:
         return self._num >= self.max_relaxations or self.live.num_iterations >= self._last or self.live.timed_out
 
-    def _at(self, lower: Floats, upper: Floats) -> _Node | None:
-        """The node of a box, offered as a plan; None where the box is empty."""
+    def _at(self, lower: Floats, upper: Floats, around: float | None = None) -> _Node | None:
+        """The node of a box, offered as a plan; None where the box is empty.
+
+        Args:
+            around: the bound of a box that this one is in, which holds here where the steps for a better one run out; None of the root.
+        """
         self._num += 1
-        point = self.live.solve(lower, upper)
+        point = self.live.solve(lower, upper) if around is None else self.live.solve(lower, upper, self._unit)
         if point is None:
             return None
+        if around is not None and not len(point.values):
+            point = replace(point, bound=max(point.bound, around))
         if point.bound < self.best() and len(point.values) and not self._broken:
             self._broken = tuple(self.offer(point.values))
         return _Node(lower, upper, point)
@@ -216,7 +223,7 @@ class Tree:
             most = columns[int(np.argmax(node.point.values[columns]))]
             without[most] = 0.0
             with_it[1][columns[columns != most]] = 0.0
-        return [self._at(node.lower, without), self._at(*with_it)]
+        return [self._at(node.lower, without, node.point.bound), self._at(*with_it, node.point.bound)]
 
 
 def _gain(bound: float, pair: Sequence[_Node | None]) -> float:

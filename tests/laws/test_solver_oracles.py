@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from autopar.errors import InfeasibleError, LayoutError
 from autopar.layout import Layout, Strategy
 from autopar.layout_graph import all_layouts, layout_graph, local_bytes
 from autopar.problem import Moment, Op, OpKind, OpStrategy, Phase, Problem, Use, Value, Variant
-from autopar.solve import Evaluation, Least, Lightest, choices_or_least, climbing, evaluate, least_budget, search, solve
+from autopar.solve import Evaluation, Least, Lightest, choices_or_least, climbing, evaluate, least_budget, search, solve, tree
 from autopar.solve.formulation import SCALE
 
 SHAPE, LINE, SQUARE = (4, 4), (2,), (2, 2)
@@ -491,6 +492,28 @@ def test_a_tree_alone_finds_the_optimum_and_proves_it(case: Case, monkeypatch: p
         assert needs(case.problem(budget), found) <= budget
         assert found.objective_s == pytest.approx(best) and found.bound_s <= best * (1 + 1e-6)
         assert found.gap <= 0.02, "collectives shared by several readers are relaxed, all else is whole"
+
+
+def test_where_relaxations_of_a_tree_run_out_of_steps_the_bound_is_that_of_the_box_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[float] = []
+
+    class Short(tree.Tree):
+        def _at(self, *box: Any) -> Any:
+            node = super()._at(*box)
+            if node is not None and not len(node.point.values):
+                ended.append(node.point.bound - box[2])
+            return node
+
+    monkeypatch.setattr(tree, "_FEWEST", 1)
+    monkeypatch.setattr(tree, "_PER_ROW", 0.0)
+    monkeypatch.setattr(tree, "_STEPS", 1000)
+    monkeypatch.setattr(search, "Tree", Short)
+    for case in FAST[:2]:
+        for budget, best in front(case)[:2]:
+            found = choices_or_least(case.problem(budget), gap=0.0, max_nodes=10, time_limit_s=math.inf, solver="highs")
+            assert found.bound_s <= best * (1 + 1e-6) if isinstance(found, Choices) else found.bound_bytes <= budget
+            assert not isinstance(found, Choices) or needs(case.problem(budget), found) <= budget
+    assert ended and min(ended) >= 0.0
 
 
 @every_case
