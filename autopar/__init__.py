@@ -35,25 +35,58 @@ All ranks of the emitted program, in one process, give what the plain model give
 True
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from autopar import constraints
-from autopar.api import check, compile, flips, plan, verify, what_if
-from autopar.errors import AutoparError
-from autopar.explanation import diff, explain
-from autopar.hardware import HardwareProfile
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.plans import Plan
-from autopar.run.saved import Checkpoints
-from autopar.run.weights import load_weights, save_weights, weights_on_meta
-from autopar.training.pretrained import load_adapter, save_pretrained
+from autopar.lazy import lazily
 from autopar.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from autopar import constraints
+    from autopar.api.compiling import compile
+    from autopar.api.planning import check, plan, verify
+    from autopar.api.what_if import flips, what_if
+    from autopar.errors import AutoparError
+    from autopar.explanation.difference import diff
+    from autopar.explanation.explain import explain
+    from autopar.hardware import HardwareProfile
+    from autopar.layout import Layout
+    from autopar.mesh import Mesh
+    from autopar.plans import Plan
+    from autopar.run.saved import Checkpoints
+    from autopar.run.weights import load_weights, save_weights, weights_on_meta
     from autopar.training.lightning_strategy import LightningStrategy as LightningStrategy
+    from autopar.training.pretrained import load_adapter, save_pretrained
     from autopar.training.trainer import Trainer as Trainer
     from autopar.training.whole_batches import Accelerator as Accelerator
+else:
+    # The same; of the three that stand on transformers, accelerate and Lightning autopar.training says what is missing.
+    __getattr__, __dir__ = lazily(
+        "autopar",
+        {
+            "Accelerator": "autopar.training",
+            "AutoparError": "autopar.errors",
+            "Checkpoints": "autopar.run.saved",
+            "HardwareProfile": "autopar.hardware",
+            "Layout": "autopar.layout",
+            "LightningStrategy": "autopar.training",
+            "Mesh": "autopar.mesh",
+            "Plan": "autopar.plans",
+            "Trainer": "autopar.training",
+            "check": "autopar.api.planning",
+            "compile": "autopar.api.compiling",
+            "diff": "autopar.explanation.difference",
+            "explain": "autopar.explanation.explain",
+            "flips": "autopar.api.what_if",
+            "load_adapter": "autopar.training.pretrained",
+            "load_weights": "autopar.run.weights",
+            "plan": "autopar.api.planning",
+            "save_pretrained": "autopar.training.pretrained",
+            "save_weights": "autopar.run.weights",
+            "verify": "autopar.api.planning",
+            "weights_on_meta": "autopar.run.weights",
+            "what_if": "autopar.api.what_if",
+        },
+    )
 
 __all__ = [
     "AutoparError",
@@ -78,16 +111,3 @@ __all__ = [
     "weights_on_meta",
     "what_if",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """`Trainer`, `Accelerator` and `LightningStrategy`, which need transformers, accelerate and Lightning: imported when asked for.
-
-    Raises:
-        AutoparError: where one is not installed, or too old.
-    """
-    if name in ("Trainer", "Accelerator", "LightningStrategy"):
-        from autopar import training
-
-        return training.__getattr__(name)
-    raise AttributeError(f"module 'autopar' has no attribute {name!r}")

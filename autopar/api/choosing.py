@@ -16,7 +16,7 @@ from autopar.api.tracing import batch_size, by_rows, trace_part
 from autopar.api.tries import Tries, covering, numbers_of, walk
 from autopar.capture import Trace
 from autopar.capture.loss_head import heads_of
-from autopar.constraints import AUTO, INTERLEAVED, Pipelined, check, pipeline_in
+from autopar.constraints import Pipelined, check, pipeline_in
 from autopar.errors import AutoparError, ConstraintError, CoupledError, InfeasibleError
 from autopar.garbage import collected_seldom
 from autopar.hardware import Hardware
@@ -26,6 +26,7 @@ from autopar.planning.clock import Progress
 from autopar.planning.units import check_parts
 from autopar.plans import Plan
 from autopar.run.orders import num_rounds
+from autopar.schedules import AUTO, INTERLEAVED
 from autopar.stages.points import cut_points
 
 log = logging.getLogger("autopar")

@@ -10,7 +10,7 @@ from functools import partial
 from autopar.api.choosing import ONE_STAGE, Chooser
 from autopar.api.tracing import by_rows
 from autopar.capture.loss_head import heads_of
-from autopar.constraints import AUTO, Constraint, Pipelined, pipeline_in
+from autopar.constraints import Constraint, Pipelined, pipeline_in
 from autopar.constraints.words import in_words
 from autopar.errors import ConstraintError, InfeasibleError, size_text
 from autopar.planning import Planned
@@ -19,6 +19,7 @@ from autopar.planning.conflicts import conflicting
 from autopar.planning.search import need_of, needs
 from autopar.planning.shortage import Kind, in_one_piece, in_stages
 from autopar.planning.smallest import Need, preferred
+from autopar.schedules import AUTO
 
 log = logging.getLogger("autopar")
 _MOST = 2  # kinds of plans, those with the least bounds, of which small ones are looked for

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from autopar.capture.trace import Trace
 from autopar.certificate.kernels import shared_forms
 from autopar.certificate.report import Finding
-from autopar.constraints import INTERLEAVED
 from autopar.cost.priced import OPTIMIZERS
 from autopar.hardware import Hardware, profile_of
 from autopar.plans import KERNELS_BUFFERS, Pipeline, Plan
 from autopar.run.orders import Action, interleaved, num_rounds
 from autopar.run.program import ProgramTensor, StagedProgram
 from autopar.run.rank_memory import chunk_memory, rank_peak
+from autopar.schedules import INTERLEAVED
 
 _STATIC = ("parameters", "optimizer", "copies", "buffers", "inputs")
 

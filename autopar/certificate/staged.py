@@ -25,7 +25,7 @@ from autopar.certificate.over_cuts import Pipelines, Unfolded
 from autopar.certificate.proof import Stored, proven
 from autopar.certificate.ranks import actions_of, interleaves, shared_memory
 from autopar.certificate.report import Certificate, Finding, near
-from autopar.constraints import INTERLEAVED, Constraint, Pipelined, read_constraint
+from autopar.constraints import Constraint, Pipelined, read_constraint
 from autopar.cost.hosts import shared_by
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, handing_s, wire
@@ -36,6 +36,7 @@ from autopar.hardware import Hardware, HardwareProfile, profile_of
 from autopar.layout import Layout, Strategy
 from autopar.plans import Pipeline, Plan
 from autopar.run.returned import Returned
+from autopar.schedules import INTERLEAVED
 from autopar.stages import Cut, seams, usable_points
 from autopar.strategies import classes_of, resolve
 from autopar.units import seconds

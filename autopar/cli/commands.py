@@ -1,7 +1,7 @@
 """The command line: ``autopar plan|explain|diff|check|verify|what-if|profile|report|export|run``.
 
 `plan`, `explain`, `diff`, `check` and `report` need no process group and no GPU. What autopar refuses is printed without a traceback,
-and the command exits with 1.
+and the command exits with 1. What needs torch is imported inside of a command: help, and what is mistyped, do not wait for it.
 """
 
 from __future__ import annotations
@@ -11,31 +11,10 @@ from typing import Annotated
 
 import typer
 
-from autopar.api import check, verify, what_if
-from autopar.cli.models import (
-    DTYPES,
-    Batch,
-    Dtype,
-    Flips,
-    Function,
-    Hf,
-    ModelName,
-    Module,
-    Seq,
-    built,
-    for_inference,
-    read_dtype,
-    say_if_none,
-    turning_of,
-)
+from autopar.cli.options import DTYPES, Batch, Dtype, Flips, Function, Hf, ModelName, Module, PlanFile, Seq, check_dtype
 from autopar.cli.plan import plan_command
-from autopar.explanation import diff, explain
-from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh
-from autopar.plans import Plan
-from autopar.run.launching import launch
-from autopar.run.saved import Checkpoints
 from autopar.terminal import check_writable, parse_size, progress, say, show
+from autopar.version import VERSION
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,7 +22,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Plan how a PyTorch model runs on many devices, and run it so.",
 )
-PlanFile = Annotated[Path, typer.Argument(help="A plan, as `autopar plan --out` writes it.")]
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        say(f"autopar {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def app_options(
+    version: Annotated[bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say which version this is.")] = False,
+) -> None:
+    """What comes before a command."""
+
 
 app.command("plan")(plan_command)
 
@@ -61,6 +53,10 @@ def explain_command(
     dtype: Dtype = None,
 ) -> None:
     """What a plan does and costs, module by module, and why not otherwise; with --flips and the model also what would turn choices."""
+    from autopar.cli.models import say_if_none, turning_of
+    from autopar.explanation import explain
+    from autopar.plans import Plan
+
     loaded = Plan.load(plan)
     turning = turning_of(loaded, flips, hf, model, function, batch, seq, dtype)
     found = explain(loaded, module=module, flips=turning)
@@ -73,6 +69,9 @@ def explain_command(
 @app.command("diff")
 def diff_command(first: PlanFile, second: PlanFile) -> None:
     """What changed from one plan to another, module by module."""
+    from autopar.explanation import diff
+    from autopar.plans import Plan
+
     show(diff(Plan.load(first), Plan.load(second)))
 
 
@@ -88,6 +87,10 @@ def check_command(
     hardware: Annotated[str | None, typer.Option(help="Name or path of a profile; by default the one that the plan names.")] = None,
 ) -> None:
     """Certify a plan without a solver: legality, every collective, memory, time, and the bound by arithmetic alone."""
+    from autopar.api import check
+    from autopar.cli.models import built, for_inference
+    from autopar.plans import Plan
+
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
         network, example = built(hf, model, module, batch, seq, dtype, "meta", inference=for_inference(loaded))
@@ -109,6 +112,10 @@ def verify_command(
     dtype: Dtype = None,
 ) -> None:
     """Run all ranks of a plan in this process, in float64, and compare loss, outputs and every gradient with the plain model."""
+    from autopar.api import verify
+    from autopar.cli.models import built, for_inference
+    from autopar.plans import Plan
+
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
         network, example = built(hf, model, module, batch, seq, dtype, "cpu", inference=for_inference(loaded))
@@ -133,6 +140,11 @@ def what_if_command(
     flips: Flips = 0,
 ) -> None:
     """What a plan would take on other hardware, and how much a plan made there would gain."""
+    from autopar.api import what_if
+    from autopar.cli.models import built, for_inference, say_if_none
+    from autopar.mesh import Mesh
+    from autopar.plans import Plan
+
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
         network, example = built(hf, model, module, batch, seq, dtype, "meta", inference=for_inference(loaded))
@@ -151,6 +163,7 @@ def profile_command(
     out_file: Annotated[Path | None, typer.Option("--out", help="Where to write; by default what --hardware local loads.")] = None,
 ) -> None:
     """Measure this machine, half a minute; plans then take --hardware local."""
+    from autopar.hardware import HardwareProfile
     from autopar.run.measure import measure
 
     profile = measure(device, world_size, out_file, links=links)
@@ -171,9 +184,11 @@ def report_command(
     dtype: Dtype = None,
 ) -> None:
     """Draw a plan: layouts per module, memory by kind, time line; of a pipeline its schedule and its stages' memory too."""
+    check_writable(out_file)
+    from autopar.cli.models import say_if_none, turning_of
+    from autopar.plans import Plan
     from autopar.report import report
 
-    check_writable(out_file)
     loaded = Plan.load(plan)
     turning = turning_of(loaded, flips, hf, model, module, batch, seq, dtype)
     say(f"written to {report(loaded, out_file, flips=turning)}")
@@ -189,8 +204,13 @@ def export_command(
     max_file: Annotated[str, typer.Option(metavar="SIZE", help="Of a file; where there is more, there are several with an index.")] = "5GB",
 ) -> None:
     """Write the weights of a checkpoint as safetensors, which from_pretrained reads: no mesh, no GPU."""
+    check_dtype(dtype)
+    max_file_bytes = parse_size(max_file) or 1
+    from autopar.cli.models import read_dtype
+    from autopar.run.saved import Checkpoints
+
     with progress("putting the parts together"):
-        done = Checkpoints(checkpoints).export(folder, step=step, dtype=read_dtype(dtype), max_file_bytes=parse_size(max_file) or 1)
+        done = Checkpoints(checkpoints).export(folder, step=step, dtype=read_dtype(dtype), max_file_bytes=max_file_bytes)
     say(f"the weights after step {done} are in {folder}")
 
 
@@ -204,4 +224,6 @@ def run_command(
     restarts: Annotated[int | None, typer.Option(min=0, help="How often all start again where one fails; 0, of 2:4 machines 10.")] = None,
 ) -> None:
     """Start SCRIPT with its arguments in several processes, by torchrun. Where machines come or go those that are there start it again."""
+    from autopar.run.launching import launch
+
     launch(script, context.args, num_processes=num_processes, nodes=nodes, meet=meet, restarts=restarts)

@@ -1,35 +1,19 @@
-"""The models that commands speak of: the options that name one, and building it."""
+"""Building the models that commands name."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Annotated, Any, overload
+from typing import Any, overload
 
 import torch
-import typer
 
 from autopar import hf
 from autopar.api import flips
+from autopar.cli.options import BATCH, DTYPE, check_dtype, check_named
 from autopar.errors import AutoparError
 from autopar.plans import NO_FLIP, Flip, Plan
 from autopar.terminal import progress, say
-
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-Hf = Annotated[
-    str | None, typer.Option("--hf", metavar="TYPE[/AutoClass]:JSON", help="A Hugging Face configuration, built and not downloaded.")
-]
-ModelName = Annotated[str | None, typer.Option("--model", metavar="NAME", help=f"A known size: {', '.join(hf.KNOWN)}.")]
-Module = Annotated[str | None, typer.Option("--module", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch).")]
-Function = Annotated[
-    str | None, typer.Option("--function", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch), for --flips.")
-]
-Flips = Annotated[int, typer.Option(min=0, help="Of so many close choices, in each stage, say at which change of the hardware they turn.")]
-_BATCH, _DTYPE = 8, "bfloat16"
-Batch = Annotated[int | None, typer.Option(min=1, help=f"Global batch in samples; {_BATCH} unless given. Of --module the function says.")]
-Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")]
-Dtype = Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}; {_DTYPE} unless given. Of --module the function says.")]
 
 
 @overload
@@ -44,11 +28,10 @@ def read_dtype(name: str | None) -> torch.dtype | None:
     """torch's dtype of that name; None stays None.
 
     Raises:
-        AutoparError: where it is none of `DTYPES`.
+        AutoparError: where it is none of `options.DTYPES`.
     """
-    if name is not None and name not in DTYPES:
-        raise AutoparError(f"dtype {name!r} is not known", remedy=f"pass one of {', '.join(DTYPES)}")
-    return None if name is None else DTYPES[name]
+    check_dtype(name)
+    return None if name is None else getattr(torch, name)
 
 
 def turning_of(
@@ -77,16 +60,6 @@ def say_if_none(num: int, found: Sequence[Flip]) -> None:
         say(NO_FLIP)
 
 
-def check_named(config: str | None, name: str | None, module: str | None, dtype: str | None) -> None:
-    """What can be said of a named model before any library is imported that builds it. Raises AutoparError as `built`."""
-    given = [option for option in (config, name, module) if option is not None]
-    if len(given) != 1:
-        raise AutoparError(f"{len(given)} models are named", remedy="pass one of --hf, --model and --module")
-    read_dtype(dtype)
-    if module is None:
-        hf.parse(given[0])
-
-
 def built(
     config: str | None, name: str | None, module: str | None, batch: int | None, seq: int | None, dtype: str | None, device: str,
     *, inference: bool = False,
@@ -104,7 +77,7 @@ def built(
         return hf.load_function(module)
     try:
         network, example = hf.build(
-            config or name or "", dtype=read_dtype(dtype or _DTYPE), device=device, batch=_BATCH if batch is None else batch, seq=seq
+            config or name or "", dtype=read_dtype(dtype or DTYPE), device=device, batch=BATCH if batch is None else batch, seq=seq
         )
         logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of configurations that it made itself
         return (network.eval(), hf.unlabelled(network, example)) if inference else (network, example)

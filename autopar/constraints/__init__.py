@@ -11,16 +11,13 @@ from autopar.constraints.layouts import KINDS, LayoutConstraint, layout
 from autopar.constraints.megatron import Megatron, Recompute, megatron
 from autopar.constraints.offloading import Offloaded, offload
 from autopar.constraints.parallel import Parallelism, axes_of, context_parallel, ddp, expert_parallel, fsdp, tensor_parallel
-from autopar.constraints.pipelines import AUTO, GPIPE, INTERLEAVED, SCHEDULES, Pipelined, pipeline
+from autopar.constraints.pipelines import Pipelined, pipeline
 from autopar.constraints.reading import read_constraint
 from autopar.constraints.resting import Resting, rests_as
 from autopar.constraints.together import Constraint, check, check_number, parallelisms, pipeline_in, speak_of
 
 __all__ = [
-    "AUTO",
-    "GPIPE", "INTERLEAVED",
     "KINDS",
-    "SCHEDULES",
     "Constraint",
     "LayoutConstraint",
     "Megatron",

@@ -7,11 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import ConstraintError
-
-INTERLEAVED = "interleaved_1f1b"
-GPIPE = "gpipe"
-SCHEDULES = ("1f1b", GPIPE, INTERLEAVED)
-AUTO = "auto"
+from autopar.schedules import AUTO, INTERLEAVED, SCHEDULES
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ from autopar.constraints.layouts import LayoutConstraint, check_layouts
 from autopar.constraints.megatron import Megatron, parts_of, stage_axis
 from autopar.constraints.offloading import Offloaded
 from autopar.constraints.parallel import Parallelism, axes_of
-from autopar.constraints.pipelines import INTERLEAVED, Pipelined
+from autopar.constraints.pipelines import Pipelined
 from autopar.constraints.resting import Resting
 from autopar.errors import ConstraintError, MeshError
 from autopar.mesh import Mesh
+from autopar.schedules import INTERLEAVED
 
 Constraint = LayoutConstraint | Parallelism | Megatron | Pipelined | Offloaded | Resting
 

@@ -24,10 +24,8 @@ _NAMED: Mapping[str, Callable[..., Constraint]] = {
 def parse_constraint(text: str) -> Constraint:
     """The constraint that `text` writes as a call, of names and literals alone: nothing else in it is run.
 
-    >>> parse_constraint("megatron(tp=2, zero=3)")
-    megatron(tp=2, zero=3)
-    >>> parse_constraint("fsdp")
-    fsdp()
+    >>> print(parse_constraint("megatron(tp=2, zero=3)"), parse_constraint("fsdp"))
+    megatron(tp=2, zero=3) fsdp()
 
     Raises:
         ConstraintError: where it is no call of a constraint, or its arguments are none of that; LayoutError where a layout cannot be read.

@@ -2,11 +2,27 @@
 
 A *spec* is ``TYPE:JSON`` (``llama:{"hidden_size": 64}``), ``TYPE/AutoClass:JSON`` for another head than the causal LM's, or
 one of the names in `KNOWN`. Nothing is downloaded: a model is built from its configuration, on meta unless asked otherwise.
-transformers is imported at the first build.
+transformers is imported at the first build, torch with the first name that needs it.
 """
 
-from autopar.hf.batches import unlabelled
-from autopar.hf.building import Built, build
-from autopar.hf.specs import KNOWN, load_function, parse
+from typing import TYPE_CHECKING
+
+from autopar.hf.specs import KNOWN, parse
+from autopar.lazy import lazily
+
+if TYPE_CHECKING:
+    from autopar.hf.batches import unlabelled
+    from autopar.hf.building import Built, build
+    from autopar.hf.functions import load_function
+else:
+    __getattr__, __dir__ = lazily(
+        "autopar.hf",
+        {
+            "Built": "autopar.hf.building",
+            "build": "autopar.hf.building",
+            "load_function": "autopar.hf.functions",
+            "unlabelled": "autopar.hf.batches",
+        },
+    )
 
 __all__ = ["KNOWN", "Built", "build", "load_function", "parse", "unlabelled"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.capture.trace import Trace
-from autopar.constraints import GPIPE, INTERLEAVED, Pipelined
+from autopar.constraints import Pipelined
 from autopar.emit import emit_staged
 from autopar.errors import size_text
 from autopar.layout_graph import local_bytes
@@ -20,6 +20,7 @@ from autopar.planning.search import Planned
 from autopar.planning.sharing import Sharing
 from autopar.planning.steps import simulated_step_of, slowest_rank, step_of
 from autopar.plans import Crossed, OnProfile, Pipeline, Plan, Prediction, Proof
+from autopar.schedules import GPIPE, INTERLEAVED
 from autopar.stages import Cut
 
 COVERS: tuple[str, ...] = (

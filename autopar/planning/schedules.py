@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.constraints import GPIPE, INTERLEAVED
 from autopar.run.orders import Action, orders
+from autopar.schedules import GPIPE, INTERLEAVED
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.constraints import INTERLEAVED, Pipelined
+from autopar.constraints import Pipelined
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 from autopar.planning.schedules import scheduled_time
 from autopar.plans import Plan, Prediction, forward_load
 from autopar.run.orders import num_rounds
+from autopar.schedules import INTERLEAVED
 
 
 def phases_s(stage: Plan) -> tuple[float, float]:

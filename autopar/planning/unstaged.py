@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.constraints import INTERLEAVED
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.planning.asked import Asked, OnKind, Whole
@@ -18,6 +17,7 @@ from autopar.planning.proving import Pipelines, Proven, parted, proven
 from autopar.planning.schedules import least_time
 from autopar.planning.tried import TooSlow
 from autopar.planning.units import one_stage, units_of
+from autopar.schedules import INTERLEAVED
 from autopar.solve import evaluated, solve
 from autopar.stages import Seams, seams, usable_points
 from autopar.strategies import Forced, classes_of

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
-from autopar.constraints import INTERLEAVED
+from autopar.schedules import INTERLEAVED
 
 _KINDS = {
     "F": "forward", "B": "backward", "SEND_F": "send forward", "SEND_B": "send backward", "RECV_F": "receive forward",

@@ -1,0 +1,48 @@
+"""The options that several commands share: those that name a model, and what can be said of these before anything is built.
+
+Nothing here needs torch, which takes seconds to import: help and what is mistyped come before it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.errors import AutoparError
+from autopar.hf.specs import KNOWN, parse
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+BATCH, DTYPE = 8, "bfloat16"
+"""What is built unless it is given: samples in the global batch, and the parameters' dtype."""
+
+PlanFile = Annotated[Path, typer.Argument(help="A plan, as `autopar plan --out` writes it.")]
+Hf = Annotated[
+    str | None, typer.Option("--hf", metavar="TYPE[/AutoClass]:JSON", help="A Hugging Face configuration, built and not downloaded.")
+]
+ModelName = Annotated[str | None, typer.Option("--model", metavar="NAME", help=f"A known size: {', '.join(KNOWN)}.")]
+Module = Annotated[str | None, typer.Option("--module", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch).")]
+Function = Annotated[
+    str | None, typer.Option("--function", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch), for --flips.")
+]
+Flips = Annotated[int, typer.Option(min=0, help="Of so many close choices, in each stage, say at which change of the hardware they turn.")]
+Batch = Annotated[int | None, typer.Option(min=1, help=f"Global batch in samples; {BATCH} unless given. Of --module the function says.")]
+Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")]
+Dtype = Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}; {DTYPE} unless given. Of --module the function says.")]
+
+
+def check_dtype(name: str | None) -> None:
+    """That it is one of `DTYPES`, or none is named. Raises AutoparError."""
+    if name is not None and name not in DTYPES:
+        raise AutoparError(f"dtype {name!r} is not known", remedy=f"pass one of {', '.join(DTYPES)}")
+
+
+def check_named(config: str | None, name: str | None, module: str | None, dtype: str | None) -> None:
+    """What can be said of a named model before any library is imported that builds it. Raises AutoparError as `models.built`."""
+    given = [option for option in (config, name, module) if option is not None]
+    if len(given) != 1:
+        raise AutoparError(f"{len(given)} models are named", remedy="pass one of --hf, --model and --module")
+    check_dtype(dtype)
+    if module is None:
+        parse(given[0])

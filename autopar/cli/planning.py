@@ -1,0 +1,95 @@
+"""What ``autopar plan`` does."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from autopar import constraints
+from autopar.api import as_call
+from autopar.api.arguments import Unshaped, read_mesh
+from autopar.api.hardware import as_hardware
+from autopar.api.planning import plan_call
+from autopar.cli.models import built
+from autopar.constraints import Constraint
+from autopar.constraints.written import parse_constraint
+from autopar.errors import PlanError
+from autopar.explanation import explain
+from autopar.hardware import Hardware
+from autopar.mesh import Mesh
+from autopar.planning import PlanOptions
+from autopar.plans import Plan
+from autopar.schedules import AUTO
+from autopar.terminal import PHASES, progress, say
+from autopar.units import seconds
+
+Named = tuple[str | None, str | None, str | None, int | None, int | None, str | None]
+"""A model: --hf, --model, --module, --batch, --seq and --dtype."""
+_TOLD = 0.01  # share of all seconds, from which on those of plans that were not taken are told
+
+
+def place(mesh: str, hardware: str) -> tuple[Mesh | Unshaped, Hardware]:
+    """The mesh and the devices that it is of. Raises MeshError and HardwareError."""
+    axes = read_mesh(mesh)
+    return axes, as_hardware(hardware, axes)
+
+
+def forced(
+    written: Sequence[str], axis: str | None, microbatches: int | None, schedule: str | None, chunks: int | None, *, offload: bool
+) -> tuple[Constraint, ...]:
+    """All that is forced: as written, the pipeline along `axis` if any, the hosts' memory. Raises ConstraintError."""
+    found: list[Constraint] = [parse_constraint(text) for text in written]
+    if axis is not None:
+        named = None if axis == AUTO else axis
+        found.append(constraints.pipeline(named, microbatches=microbatches, schedule=schedule, chunks=chunks))
+    return (*found, constraints.offload()) if offload else tuple(found)
+
+
+def plan_named(named: Named, mesh: Mesh | Unshaped, devices: Hardware, options: PlanOptions, out_file: Path | None) -> None:
+    """Build a model on meta, plan it, and say what the plan is; it is written where that is asked for."""
+    clock = _Clock()
+    with progress("building the model") as tell:
+        network, example = built(*named, "meta", inference=options.inference)
+        tell("capturing")
+        args, kwargs = as_call(example)
+        _, planned = plan_call(network, mesh, args, kwargs, devices, options, progress=lambda p: tell(clock.at(p)))
+    _tell(planned.plan, clock.phases(planned.seconds), out_file)
+
+
+def _tell(plan: Plan, phases: Mapping[str, float], out_file: Path | None) -> None:
+    """What the plan is, and what it took to make it."""
+    for line in explain(plan).summary():
+        say(line)
+    say(f"planned in {seconds(sum(phases.values()))}: {', '.join(f'{phase} {seconds(value)}' for phase, value in phases.items())}")
+    if out_file is not None:
+        _save(plan, out_file)
+        say(f"written to {out_file}: `autopar explain {out_file}` tells more")
+
+
+class _Clock:
+    """What planning took, by phase."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._captured = math.inf
+
+    def at(self, phase: str) -> str:
+        """A phase that begins, in words."""
+        self._captured = min(self._captured, time.perf_counter() - self._start)
+        return PHASES.get(phase, phase)
+
+    def phases(self, of_plan: Mapping[str, float]) -> dict[str, float]:
+        """Seconds of all; where plans were tried that are not the one, what they took."""
+        total_s = time.perf_counter() - self._start
+        captured_s = min(self._captured, total_s)
+        others_s = max(total_s - captured_s - sum(of_plan.values()), 0.0)
+        return {"capture": captured_s, **of_plan, **({"plans not taken": others_s} if others_s > _TOLD * total_s else {})}
+
+
+def _save(plan: Plan, path: Path) -> None:
+    try:
+        plan.save(path)
+    except OSError as error:
+        raise PlanError(f"cannot write the plan: {error.strerror}", where=str(path), remedy="check the path") from error
