@@ -24,9 +24,9 @@ from autopar.errors import AutoparError, ConstraintError, PlanError, RuntimeStat
 from autopar.explanation.lines import idle
 from autopar.planning import Planned, PlanOptions
 from autopar.plans import Plan
+from autopar.run.compiled import Compiled
 from autopar.run.device_mesh import agree, device_mesh
 from autopar.run.executor import Backend, Batch, Outputs
-from autopar.run.holder import Holder
 from autopar.run.module import ParallelModule
 from autopar.run.program import Program, StagedProgram
 from autopar.run.ranks import rank
@@ -202,7 +202,7 @@ class Deferred(nn.Module):
 
 @torch.inference_mode(mode=False)  # parameters that are made in it could never be trained
 def _build(
-    order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any], shared: Holder | None = None
+    order: _Order, args: tuple[Any, ...], kwargs: Mapping[str, Any], shared: Compiled | None = None
 ) -> ParallelModule | StagedModule:
     mesh = order.mesh
     kind = _device_type(order.model)

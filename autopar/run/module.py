@@ -21,11 +21,11 @@ from autopar.errors import MeshError, RuntimeStateError
 from autopar.layout import Layout
 from autopar.run.arguments import Arguments, Results
 from autopar.run.clipping import clip_grad_norm_
+from autopar.run.compiled import Compiled
 from autopar.run.derivatives import first_derivatives_only
 from autopar.run.device_mesh import agree, groups_of, mesh_of
 from autopar.run.equal import check_tangents
 from autopar.run.executor import Backend, Batch, Executor, Outputs
-from autopar.run.holder import Holder
 from autopar.run.parameters import Storage
 from autopar.run.parted import parted
 from autopar.run.program import Program
@@ -35,7 +35,7 @@ from autopar.run.variants import Misfit
 from autopar.run.watched import Watched
 
 
-class ParallelModule(Holder):
+class ParallelModule(Compiled):
     """The program of one stage on this rank.
 
     Args:
@@ -61,7 +61,7 @@ class ParallelModule(Holder):
         outputs: Outputs = "full",
         backend: Backend = "eager",
         both_modes: bool = False,
-        shared: Holder | None = None,
+        shared: Compiled | None = None,
     ) -> None:
         if mesh_of(devices).shape != program.mesh.shape:
             raise MeshError(f"the program is for mesh {program.mesh}, not {mesh_of(devices)}", remedy="plan for the mesh that is there")

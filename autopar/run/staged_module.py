@@ -28,9 +28,9 @@ from autopar.kernels.binding import bind
 from autopar.run.answered import Answered
 from autopar.run.arguments import Arguments, Results
 from autopar.run.clipping import clip_over_stages
+from autopar.run.compiled import Compiled
 from autopar.run.device_mesh import agree, groups_of, mesh_of, stage_devices
 from autopar.run.executor import Backend, Batch, Executor, Outputs
-from autopar.run.holder import Holder
 from autopar.run.parameters import Storage
 from autopar.run.parted import parted
 from autopar.run.program import Program, ProgramTensor, StagedProgram
@@ -45,7 +45,7 @@ log = logging.getLogger("autopar")
 _SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
-class StagedModule(Holder):
+class StagedModule(Compiled):
     """The stages of `program` that this rank runs, mostly one; it holds the parameters of those only.
 
     Args:
@@ -70,7 +70,7 @@ class StagedModule(Holder):
         outputs: Outputs = "full",
         backend: Backend = "eager",
         both_modes: bool = False,
-        shared: Holder | None = None,
+        shared: Compiled | None = None,
     ) -> None:
         if mesh_of(devices).shape != program.mesh.shape:
             raise MeshError(f"the program is for mesh {program.mesh}, not {mesh_of(devices)}", remedy="plan for the mesh that is there")

@@ -1,0 +1,151 @@
+"""`Compiled`: a module that is called, of which calls its program is for, and which others go to another program."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.ambient import autocast_around
+from autopar.capture.trace import ModuleAttribute, OutsideValue
+from autopar.errors import RuntimeStateError
+from autopar.run.arguments import Arguments
+from autopar.run.frozen import Frozen
+from autopar.run.holder import Holder
+from autopar.run.plain_model import PlainModel
+from autopar.run.program import ProgramTensor
+from autopar.run.variants import AsksForGradient, Misfit, OtherMode, Variant
+
+
+class Compiled(Holder):
+    """Takes the calls that its program was made for: of one mode, under one autocast, of a model that stays as it was.
+
+    Args:
+        tensors, devices, model, elsewhere, world: as of `Holder`.
+        both_modes: whether the program serves train and eval alike; else a call in the other mode is an error.
+        shared: a module of the same model, whose parameters and buffers this one takes as its own.
+
+    Attributes:
+        variants: of other modes and shapes, where there may be some. only_forward: whether memory was planned for a forward alone.
+
+    Raises:
+        MeshError, RuntimeStateError: as `Holder`.
+    """
+
+    _arguments: Arguments
+
+    def __init__(
+        self,
+        tensors: Sequence[ProgramTensor],
+        devices: DeviceMesh,
+        model: nn.Module,
+        elsewhere: Collection[str] = (),
+        world: DeviceMesh | None = None,
+        *,
+        both_modes: bool = False,
+        shared: Compiled | None = None,
+    ) -> None:
+        super().__init__(tensors, devices, model, elsewhere, world, shared=shared)
+        self.only_forward = False
+        self._captured_mode, self._made_under = None if both_modes else model.training, autocast_around(devices.device_type)
+        self._frozen: Frozen | None = None
+        self._left: PlainModel | None = None
+
+    def _stand_for_all(self, model: nn.Module, attributes: Iterable[ModuleAttribute | OutsideValue], shared: Compiled | None) -> None:
+        """Show plain attributes of all modules, and watch what the user may do to the model; last, since what this module has of its
+        own goes before."""
+        self._frozen = Frozen(model, attributes, None if shared is None else shared._frozen)
+        if shared is None:
+            self._left = PlainModel(model, dict(self.named_parameters()))
+        for path, module in model.named_modules(remove_duplicate=False):
+            part = self._container(path)
+            part.stand_for(module)
+            part.training = module.training
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """What torch's DistributedDataParallel asks of a module that it wraps.
+
+        Raises:
+            RuntimeStateError: always, where it would fail on distributed parameters without a word of why.
+        """
+        what = "a compiled module is not wrapped in DistributedDataParallel: it shares out batches and adds up gradients itself"
+        remedy = "call it as it is; with accelerate use autopar.Accelerator, in the place of transformers' Trainer autopar.Trainer"
+        raise RuntimeStateError(what, remedy=remedy)
+
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
+        """Whether the program was made for such a call in that mode, and for a backward, where one may follow."""
+        fits = self._captured_mode in (None, training) and self._arguments.fit(args, kwargs)
+        return fits and not (self.only_forward and torch.is_grad_enabled())
+
+    def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: DeviceMesh) -> list[Tensor] | Misfit:
+        """The program's inputs, or why it was not made for the call. Raises RuntimeStateError as `_check_call` and `Arguments.tensors`."""
+        try:
+            self._check_call()
+            return self._arguments.tensors(args, kwargs, devices)
+        except Misfit as misfit:
+            plan = self.__dict__.get("plan")
+            if isinstance(misfit, AsksForGradient) and plan is not None and plan.options.get("inference", False):
+                what = f"{misfit.what}: it was made for inference"
+                raise RuntimeStateError(what, remedy="call it under torch.no_grad, or compile without inference=True") from None
+            return misfit
+
+    def _elsewhere(self, misfit: Misfit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns where this program was not made for the call.
+
+        Raises:
+            RuntimeStateError: also where its parameters were converted, for which no other program is made.
+        """
+        for name, stored in self._names.items():
+            if (held := self.stored(name)).dtype != self._storages[stored].tensor.dtype:
+                self._storages[stored].local(held)  # says so
+        if self.variants is None:
+            raise misfit
+        variant = self.variants.find(self, self.training, args, kwargs, lambda: self._arguments.as_whole(args, kwargs), misfit)
+        self._set_up(variant)
+        return variant(*args, **kwargs)
+
+    def _set_up(self, variant: Variant) -> None:
+        """What the user set here holds there, too: tensors that were put in the place of others."""
+        if not isinstance(variant, Compiled):
+            return
+        for path, there in variant.named_modules():
+            here = self.get_submodule(path)
+            for mine, theirs in ((here._parameters, there._parameters), (here._buffers, there._buffers)):
+                theirs.update({name: mine[name] for name in theirs if name in mine and mine[name] is not theirs[name]})
+
+    def _check_call(self) -> None:
+        """Raises Misfit in a mode, RuntimeStateError under an autocast, that the program was not made for, or while weights are missing."""
+        self.check_values()
+        if self._frozen is not None:
+            self._frozen.check(self._container)
+        if self._left is not None:
+            self._left.check(self)
+        if self._captured_mode is not None and self.training != self._captured_mode:
+            mode = "train" if self._captured_mode else "eval"
+            what = f"the program was made in {mode} mode, which this model computes differently"
+            raise OtherMode(what, remedy="compile the model once in each mode")
+        now = autocast_around(self.device_mesh.device_type)
+        if now != self._made_under:
+            raise RuntimeStateError(
+                f"called under {now}, compiled under {self._made_under}: a program's casts are its own",
+                remedy="compile and call the model under the same torch.autocast, or use it inside the model's forward",
+            )
+
+    def _trains(self, parameters: Iterable[Tensor], tensors: Iterable[ProgramTensor]) -> bool:
+        """Whether one of these parameters gets a gradient.
+
+        Raises:
+            RuntimeStateError: where one was frozen when the program was made and is not now.
+        """
+        pairs = list(zip(parameters, tensors, strict=True))
+        for parameter, tensor in pairs:
+            if parameter.requires_grad and not tensor.requires_grad:
+                raise RuntimeStateError(
+                    f"parameter {tensor.name!r} was frozen when the program was made and is not now",
+                    remedy="set requires_grad before autopar.compile, and compile for training (without inference=True)",
+                )
+        return any(p.requires_grad and t.has_gradient for p, t in pairs)
