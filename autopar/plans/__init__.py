@@ -15,14 +15,11 @@ from autopar.plans.parts import (
     InKernel,
     Kept,
     NodeChoice,
-    OnProfile,
-    Potential,
     Prediction,
-    Proof,
     RunnerUp,
-    Version,
 )
 from autopar.plans.plan import FORMAT, VERSION, Pipeline, Plan
+from autopar.plans.proof import OnProfile, Potential, Proof, Version
 
 __all__ = [
     "COMPUTE",

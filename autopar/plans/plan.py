@@ -29,13 +29,12 @@ from autopar.plans.parts import (
     Fingerprint,
     Kept,
     Prediction,
-    Proof,
     read_communication,
     read_entry,
     read_fingerprint,
     read_instances,
-    read_proof,
 )
+from autopar.plans.proof import Proof, read_proof
 from autopar.typed import mismatch
 from autopar.units import microbatches, seconds, size
 
