@@ -16,11 +16,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from autopar.collective import HOST_KINDS, Collective
+from autopar.collective import Collective
 from autopar.errors import AutoparError, PlanError
 from autopar.layout import Layout, Strategy
 from autopar.mesh import Mesh
 from autopar.plans.bucket import Bucket, read_bucket
+from autopar.plans.misfit import misfit
 from autopar.plans.overlap import Overlap, read_overlap
 from autopar.plans.parts import (
     Communication,
@@ -220,7 +221,7 @@ class Plan:
             raise PlanError(f"plan version {data.get('version')!r}, this autopar reads {VERSION}", where=where, remedy="plan again")
         try:
             plan = _decode_plan(data)
-            wrong = mismatch(plan, Plan, (Layout, Mesh)) or _misfit(plan)
+            wrong = mismatch(plan, Plan, (Layout, Mesh)) or misfit(plan)
             if not wrong:  # a pattern that its instances do not fill cannot be expanded
                 plan.node_choices(), plan.recomputed_choices(), plan.kept_layouts(), plan.steps()
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, AutoparError) as error:
@@ -228,75 +229,6 @@ class Plan:
         if wrong:
             raise PlanError(f"plan is malformed: {wrong}", where=where, remedy="plan again")
         return plan
-
-
-def _misfit(plan: Plan) -> str:
-    """What in a plan of the right types cannot be: layouts or axes of another mesh, decisions about nothing."""
-    mark, sizes = plan.fingerprint, {axis.name: axis.size for axis in plan.mesh.axes} | {"": 0}
-    if sizes.get(mark.axis) != len(mark.profiles):
-        return f"it names {len(mark.profiles)} profiles along {mark.axis!r} of mesh {plan.mesh}"
-    if plan.pipeline is not None:
-        return _misfit_of_stages(plan, plan.pipeline)
-    num_axes = len(plan.mesh.axes)
-    choices = [choice for e in plan.entries for choice in (*e.nodes, *e.recompute)]
-    layouts = [x for c in choices for x in (*c.strategy.inputs, *c.strategy.outputs)]
-    layouts += [x for k in plan.kept for x in k.layouts] + [x for c in plan.communications for x in (c.source, c.target)]
-    layouts += [m.target for bucket in plan.buckets for m in bucket.members]
-    for layout in layouts:
-        if len(layout.placements) != num_axes:
-            return f"layout {str(layout)!r} has {len(layout.placements)} placements, mesh {plan.mesh} has {num_axes} axes"
-    for move in plan.communications:
-        if not 0 <= move.collective.axis < num_axes and move.collective.kind not in HOST_KINDS:
-            return f"{move.node} moves along axis {move.collective.axis}, mesh {plan.mesh} has {num_axes} axes"
-    for bucket in plan.buckets:
-        if not 0 <= bucket.collective.axis < num_axes:
-            return f"a bucket moves along axis {bucket.collective.axis}, mesh {plan.mesh} has {num_axes} axes"
-    priced = [key for p in plan.proof.potentials for key in (p.node, p.reader)]
-    for key in (*(c.node for c in choices), *(k.node for k in plan.kept), *(c.node for c in plan.communications), *priced):
-        if "/" not in key:
-            return f"{key!r} is no key of a node"
-    for entry in plan.entries:
-        if not entry.nodes or (entry.kind in ("parameter", "buffer", "input") and not entry.nodes[0].strategy.outputs):
-            return f"{entry.key} decides nothing"
-    if not isinstance(plan.options.get("memory_bytes", 0), int) or plan.options.get("memory_bytes") is True:
-        return f"its budget is {plan.options['memory_bytes']!r}"
-    if plan.loss_rows < 0:
-        return f"its loss has {plan.loss_rows} rows at a time"
-    if any(not cuts or list(cuts) != sorted(set(cuts)) for cuts in plan.starts.values()):
-        return f"its groups of layers are {dict(plan.starts)}"
-    if wrong := plan.overlap.misfit():
-        return wrong
-    if not all(0.0 <= share <= 1.0 for share in plan.proof.balance):
-        return f"its proof's balance is {plan.proof.balance}"
-    return "" if plan.entries and all(k.layouts for k in plan.kept) else "it holds no decisions, or keeps something in no layout"
-
-
-def _misfit_of_stages(plan: Plan, pipeline: Pipeline) -> str:
-    num = len(pipeline.stages)
-    sizes = {axis.name: axis.size for axis in plan.mesh.axes} | {"": 1}
-    if pipeline.axis not in sizes or not num or num % sizes[pipeline.axis]:
-        return f"{num} stages do not lie along axis {pipeline.axis!r} of mesh {plan.mesh}"
-    per_cut = {len(pipeline.positions), len(pipeline.modules), len(pipeline.crossings)}
-    if per_cut != {num - 1} or len(pipeline.num_in_flight) != num or pipeline.num_microbatches < 1:
-        return "its pipeline's cuts are not one less than its stages"
-    ranks = sizes[pipeline.axis]
-    if (len(pipeline.rank_bytes), len(pipeline.budgets)) != ((ranks, num) if num > ranks else (0, 0)):
-        return f"it does not say what {ranks} ranks of {num} stages hold"
-    if pipeline.handed_bytes < 0 or pipeline.handed_s < 0.0:
-        return f"outputs of {pipeline.handed_bytes} bytes go to all of its stages in {pipeline.handed_s} s"
-    if pipeline.rank_budgets and (len(pipeline.rank_budgets) != ranks or min(pipeline.rank_budgets) <= 0):
-        return f"the budgets of its {ranks} ranks are {pipeline.rank_budgets}"
-    mesh = plan.mesh.without(pipeline.axis) if pipeline.axis else plan.mesh
-    for crossed in (c for cut in pipeline.crossings for c in cut):
-        if len(crossed.layout.placements) != len(mesh.axes):
-            return f"{crossed.node} crosses as {str(crossed.layout)!r}, a stage's mesh {mesh} has {len(mesh.axes)} axes"
-    for stage in pipeline.stages:
-        if stage.mesh != mesh or stage.pipeline is not None:
-            return f"a stage is for mesh {stage.mesh}, not {mesh}"
-        wrong = _misfit(stage)
-        if wrong:
-            return wrong
-    return "" if not plan.entries else "it has decisions beside those of its stages"
 
 
 def _expand(entries: tuple[Entry, ...], which: str) -> Iterator[tuple[str, Strategy]]:
