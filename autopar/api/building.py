@@ -1,0 +1,173 @@
+"""Building a `ParallelModule`: the plan that all ranks agree on, its program, and the parameters, sharded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.api.arguments import MeshLike, as_mesh, is_shape_of, is_unshaped
+from autopar.api.further import Structure, asked_of, beside_the_optimizer, shapes_of, storage_of
+from autopar.api.hardware import HardwareLike, planned_for
+from autopar.api.planning import check_fits, plan_told
+from autopar.api.tracing import program_of, refuse_own_losses, settled, traced_for
+from autopar.capture import Trace
+from autopar.errors import ConstraintError, PlanError, RuntimeStateError
+from autopar.explanation.lines import idle
+from autopar.planning import Planned, PlanOptions
+from autopar.plans import Plan
+from autopar.run.compiled import Compiled
+from autopar.run.device_mesh import agree, device_mesh
+from autopar.run.executor import Outputs
+from autopar.run.module import ParallelModule
+from autopar.run.program import Program, StagedProgram
+from autopar.run.ranks import rank
+from autopar.run.staged_module import StagedModule
+from autopar.run.variants import Variants
+
+log = logging.getLogger("autopar")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What `compile` was asked for; `build` goes to the `ParallelModule`, `options` to the planner, or `further` in their place."""
+
+    model: nn.Module
+    mesh: MeshLike
+    plan: Plan | str | Path | None
+    hardware: HardwareLike | None
+    build: Mapping[str, Any]
+    options: Mapping[str, Any]
+    further: _Further | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Further:
+    """How a further program is planned, in place of `Order.options`.
+
+    Attributes:
+        otherwise: options where a constraint cannot hold.
+    """
+
+    options: PlanOptions
+    otherwise: PlanOptions
+
+
+@torch.inference_mode(mode=False)  # parameters that are made in it could never be trained
+def parallel_module(
+    order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any], shared: Compiled | None = None
+) -> ParallelModule | StagedModule:
+    """The module, planned for this call, or with the plan that is there.
+
+    Args:
+        shared: a module of the same model, whose parameters and buffers it takes as its own.
+
+    Raises:
+        as `autopar.compile`.
+    """
+    mesh = order.mesh
+    kind = _device_type(order.model)
+    devices = mesh if isinstance(mesh, DeviceMesh) else device_mesh(as_mesh(mesh), kind)
+    plan, program = _plan_together(order, args, kwargs)
+    if is_unshaped(mesh):  # its shape is the plan's
+        devices = device_mesh(plan.mesh, kind)
+    build: Callable[..., ParallelModule | StagedModule] = StagedModule if isinstance(program, StagedProgram) else ParallelModule
+    as_planned = order.build["outputs"] in ("auto", "loss")  # a call without labels has no loss alone
+    wanted = plan.options.get("outputs", "dtensor") if as_planned else order.build["outputs"]
+    module = build(program, devices, order.model, **{**order.build, "outputs": wanted}, shared=shared)
+    object.__setattr__(module, "plan", plan)
+    if shared is None:
+        for line in idle(plan) if rank() == 0 else ():
+            log.warning(line)
+        usual = wanted == settled("auto", any(t.is_loss for t in program.outputs), plan.options.get("inference", False))
+        further = order.build if usual else {**order.build, "outputs": wanted}
+        module.variants = Variants(partial(_variant, further, order.hardware, Structure.of(order.model), devices))
+    return module
+
+
+def _variant(
+    build: Mapping[str, Any], asked: HardwareLike | None, structure: Structure, devices: DeviceMesh,
+    module: ParallelModule | StagedModule, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any],
+) -> ParallelModule | StagedModule:  # fmt: skip
+    """A program for another mode or a batch of other shapes, over the module's parameters."""
+    agree(f"{'train' if training else 'eval'} mode, {shapes_of(args, kwargs)}", "batch or mode", devices)
+    plan: Plan = module.plan
+    hardware = planned_for(plan) if asked is None else asked  # read where it is planned, on one rank
+    only_forward = not torch.is_grad_enabled()
+    asked_again, otherwise = (replace(options, outputs=build["outputs"]) for options in asked_of(plan, storage_of(module)))
+    further = _Further(asked_again, otherwise)
+    if only_forward:
+        further = _Further(*(beside_the_optimizer(plan, options) for options in (asked_again, otherwise)))
+    with torch.enable_grad():
+        made = parallel_module(Order(structure.in_mode(training), devices, None, hardware, build, {}, further), args, kwargs, module)
+    made.train(training)
+    made.only_forward = only_forward and made.plan.options["inference"] and not plan.options.get("inference", False)
+    return made
+
+
+def _device_type(model: nn.Module) -> str:
+    types = {p.device.type for p in model.parameters()} - {"meta"}
+    if len(types) > 1:
+        raise RuntimeStateError(f"the model's parameters are on {sorted(types)}", remedy="move the model to one kind of device")
+    return types.pop() if types else ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _plan_together(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Program | StagedProgram]:
+    """Rank 0 plans and broadcasts the plan's text (or its error); every rank emits from it."""
+    plan = Plan.load(order.plan) if isinstance(order.plan, str | Path) else order.plan
+    if plan is not None:
+        _check_outputs(plan, order.build["outputs"])
+    if plan is None and (not dist.is_initialized() or dist.get_world_size() == 1):
+        _, planned = _plan_here(order, args, kwargs)
+        return planned.plan, planned.program
+    if plan is None:
+        plan = _from_rank_zero(order, args, kwargs)
+    trace = traced_for(plan, order.model, args, kwargs)
+    refuse_own_losses(trace, order.build["batch"])
+    check_fits(plan, trace, plan.mesh if is_unshaped(order.mesh) and is_shape_of(plan.mesh, order.mesh) else as_mesh(order.mesh))
+    return plan, program_of(plan, order.model, trace, args, kwargs)
+
+
+def _check_outputs(plan: Plan, outputs: Outputs) -> None:
+    made_for = plan.options.get("outputs", "dtensor")
+    if outputs not in (made_for, "auto") and "loss" in (outputs, made_for):
+        what = f"the plan was made for outputs={made_for!r}, this is outputs={outputs!r}"
+        raise PlanError(what, remedy=f"pass outputs={made_for!r}, or plan again")
+
+
+def _plan_here(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Trace, Planned]:
+    log.info("planning for mesh %s", as_mesh(order.mesh))
+    further = order.further
+    if further is None:
+        chosen = {"batch": order.build["batch"], "outputs": order.build["outputs"], **order.options}
+        return plan_told(order.model, order.mesh, args, kwargs, order.hardware, chosen)
+    call = order.model, order.mesh, args, kwargs, order.hardware
+    try:
+        return plan_told(*call, further.options, another=True)
+    except ConstraintError as error:
+        found = plan_told(*call, further.otherwise, another=True)
+        log.warning("for this call constraints on layouts are left out, since they cannot hold: %s", error.what)
+        return found
+
+
+def _from_rank_zero(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [("plan", _plan_here(order, args, kwargs)[1].plan.dumps())]
+        except Exception as error:  # the others wait in the broadcast: they must learn of it, then every rank raises
+            dist.broadcast_object_list([("error", f"{type(error).__name__}: {error}")], src=0)
+            raise
+    dist.broadcast_object_list(box, src=0)
+    kind, text = box[0]
+    if kind == "error":
+        raise PlanError(f"rank 0 could not plan: {text}", remedy="see the error of rank 0")
+    return Plan.loads(text, "broadcast from rank 0")
