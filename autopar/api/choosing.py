@@ -7,57 +7,35 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from torch import nn
-
-from autopar.analysis.microbatches import Microbatching
-from autopar.api.tracing import batch_size, by_rows, trace_part
+from autopar.api.captured import ONE_STAGE, CapturedCall
+from autopar.api.tracing import batch_size
 from autopar.api.tries import Tries, covering, numbers_of, walk
-from autopar.capture import Trace
 from autopar.capture.loss_head import heads_of
 from autopar.constraints import Pipelined, check, pipeline_in
 from autopar.errors import AutoparError, ConstraintError, CoupledError, InfeasibleError
 from autopar.garbage import collected_seldom
-from autopar.hardware import Hardware
-from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, TooSlow, make_plan, make_staged_plan
-from autopar.planning.clock import Progress
-from autopar.planning.units import check_parts
+from autopar.planning import Planned, TooSlow
 from autopar.plans import Plan
 from autopar.run.orders import num_rounds
 from autopar.schedules import AUTO, INTERLEAVED
-from autopar.stages.points import cut_points
 
 log = logging.getLogger("autopar")
 _PARTS = (4, 16)  # into which a device's rows of logits are cut
 _LEAST_ROWS = 64  # below, a product no longer fills a device
 _AGAIN = 0.05  # share of a step that is spent on running ops again: from there on microbatches without stages may be worth it
 _WORTH = 0.01  # share of a step: a further stage per device is to save as much
-ONE_STAGE = Pipelined("", None, "1f1b", None, independent=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Chooser:
+class Chooser(CapturedCall):
     """A captured call that is to be planned; `plan` finds the fastest plan among those tried.
 
     Attributes:
-        captured: traces of the same call on other numbers of samples, as they are needed.
         coupled: why the batch is not cut, once that is known: then stages work on one microbatch, unless more are asked for.
-        rows: of logits that the loss has at a time, 0 for all.
     """
 
-    model: nn.Module
-    trace: Trace
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    mesh: Mesh
-    hardware: Hardware
-    options: PlanOptions
-    progress: Progress = lambda _: None
-    captured: dict[int, Trace] = field(default_factory=dict)
     coupled: list[CoupledError] = field(default_factory=list)
-    rows: int = 0
 
     @collected_seldom()
     def plan(self, limit_s: float = math.inf) -> Planned:
@@ -123,7 +101,7 @@ class Chooser:
         refusal: AutoparError | TooSlow | None = None
         if wish.axis is None and self._number(wish) is None:
             try:
-                tries.add("", 0, self._without(limit_s))
+                tries.add("", 0, self.in_one_piece(limit_s))
             except TooSlow as error:
                 tries.too_slow("", 0, error)
                 refusal = error
@@ -143,7 +121,7 @@ class Chooser:
     def _whole_or_cut(self, limit_s: float) -> Planned:
         """The plan of one microbatch; or of several, one after another, where these are faster and the call returns the same of them: the
         loss, or what can be put together."""
-        whole, tries = self._without(limit_s), Tries()
+        whole, tries = self.in_one_piece(limit_s), Tries()
         if self.options.num_microbatches == "auto" and self.options.outputs in ("loss", "full") and _run_again(whole.plan) >= _AGAIN:
             tries.add("", 0, whole)
             self._one_after_another(limit_s, tries)
@@ -158,7 +136,7 @@ class Chooser:
                 return
             try:
                 limit = limit_s if best is None else best.plan.prediction.step_s
-                tries.add("", num, self._staged(replace(ONE_STAGE, microbatches=num), num, limit))
+                tries.add("", num, self.in_stages(replace(ONE_STAGE, microbatches=num), num, limit))
             except TooSlow as error:
                 tries.too_slow("", num, error)
             except InfeasibleError as error:
@@ -186,7 +164,7 @@ class Chooser:
                 found_s[num], bound_s = math.inf, tries.too_slow(axis, num, error)
                 log.info("no plan of %d microbatches along %r is faster: at least %.4g s", num, axis, bound_s)
                 if axis:  # a smaller microbatch takes no smaller share of its time: launches and latencies stay as they are
-                    alone_s = max(alone_s, bound_s * num / (num + self._num_ranks(wish) - 1))
+                    alone_s = max(alone_s, bound_s * num / (num + self.num_ranks(wish) - 1))
             except (InfeasibleError, ConstraintError) as error:
                 log.info("no plan of %d microbatches along %r: %s", num, axis, error.what)
                 refusal, found_s[num] = error, tries.refused(axis, num)
@@ -209,7 +187,7 @@ class Chooser:
         free = self.options.num_microbatches == "auto" and pipeline_in(self.options.constraints, self.mesh) is None
         for num in self.parts() if free else ():
             try:
-                found = self._staged(replace(ONE_STAGE, microbatches=num), num, limit_s)
+                found = self.in_stages(replace(ONE_STAGE, microbatches=num), num, limit_s)
             except InfeasibleError as error:
                 log.info("no plan of %d microbatches: %s", num, error.what)
             except ConstraintError as error:
@@ -220,29 +198,6 @@ class Chooser:
                 return found
         raise refusal
 
-    def parts(self) -> tuple[int, ...]:
-        """Into how many microbatches the batch may be cut where it does not fit."""
-        samples = batch_size(self.args, self.kwargs) if self.options.batch == "global" else 1
-        return tuple(n for n in range(2, samples + 1) if samples % n == 0)
-
-    def _without(self, limit_s: float = math.inf) -> Planned:
-        options = self.unpiped()
-        name = type(self.model).__name__
-        trace = by_rows(self.trace, self.rows)
-        return self.marked(make_plan(trace, self.mesh, self.hardware, options, model_name=name, progress=self.progress, limit_s=limit_s))
-
-    def unpiped(self) -> PlanOptions:
-        """The options of a plan without stages."""
-        kept = tuple(c for c in self.options.constraints if not isinstance(c, Pipelined))
-        return self.options if len(kept) == len(self.options.constraints) else replace(self.options, constraints=kept)
-
-    def marked(self, found: Planned) -> Planned:
-        """The plan says that its loss goes by rows."""
-        if not self.rows:
-            return found
-        found = replace(found, plan=replace(found.plan, loss_rows=self.rows))
-        return covering(found, f"a loss of {self.rows} rows of logits at a time; all at once it fits no memory or is slower")
-
     def _scheduled(self, wish: Pipelined, num: int, limit_s: float) -> Planned:
         """The plan of the schedule that is asked for, or of the fastest: 1F1B, then more and more stages a device.
 
@@ -250,12 +205,12 @@ class Chooser:
         v-th part. So interleaving is tried where 1F1B, or what bounds it, would be fast enough with so much less to wait for.
         """
         if wish.schedule != AUTO:
-            return self._staged(wish, num, limit_s)
-        ranks = self._num_ranks(wish)
+            return self.in_stages(wish, num, limit_s)
+        ranks = self.num_ranks(wish)
         best: Planned | None = None
         refusal: TooSlow | None = None
         try:
-            best = self._staged(replace(wish, schedule="1f1b"), num, limit_s)
+            best = self.in_stages(replace(wish, schedule="1f1b"), num, limit_s)
             plain_s = best.plan.prediction.step_s
         except TooSlow as error:
             refusal, plain_s = error, error.args[0]
@@ -265,7 +220,7 @@ class Chooser:
             if plain_s * (num + (ranks - 1) / chunks) / (num + ranks - 1) >= fast_enough:
                 break
             try:
-                found = self._staged(replace(wish, schedule=INTERLEAVED, chunks=chunks), num, fast_enough)
+                found = self.in_stages(replace(wish, schedule=INTERLEAVED, chunks=chunks), num, fast_enough)
             except (TooSlow, InfeasibleError, ConstraintError) as error:
                 log.info("no plan of %d stages a device along %r: %s", chunks, wish.axis, error)
                 break
@@ -277,26 +232,6 @@ class Chooser:
             raise refusal
         return best
 
-    def _num_ranks(self, wish: Pipelined) -> int:
-        return self.mesh.shape[self.mesh.names.index(wish.axis)] if wish.axis else 1
-
-    def _staged(self, here: Pipelined, num: int, limit_s: float) -> Planned:
-        if here.axis:
-            check_parts(len(cut_points(self.trace)) + 1, here.chunks * self._num_ranks(here))
-        part, how = self.part(num, independent=here.independent)
-        found = make_staged_plan(
-            self.trace, by_rows(part, self.rows), how, self.mesh, self.hardware, self.options, here,
-            model_name=type(self.model).__name__, limit_s=limit_s, progress=self.progress,
-        )  # fmt: skip
-        return self.marked(found)
-
-    def part(self, num: int, *, independent: bool) -> tuple[Trace, Microbatching]:
-        """As `trace_part`."""
-        return trace_part(
-            self.model, self.trace, self.args, self.kwargs, num, precision=self.options.precision, inference=self.options.inference,
-            independent=independent, known=self.captured,
-        )  # fmt: skip
-
     def candidates(self, wish: Pipelined) -> Iterator[tuple[str, int]]:
         """(axis, number of microbatches) of what is tried at first; 0 for no pipeline at all."""
         if wish.axis is None and self._number(wish) is None:
@@ -307,7 +242,7 @@ class Chooser:
 
     def numbers(self, wish: Pipelined, found_s: Mapping[int, float]) -> Iterator[int]:
         """Of microbatches along an axis, as `walk` has them. More than one no longer come once samples are known to be coupled."""
-        asked, samples, stages = self._number(wish), batch_size(self.args, self.kwargs), self._num_ranks(wish)
+        asked, samples, stages = self._number(wish), batch_size(self.args, self.kwargs), self.num_ranks(wish)
         divisors = [n for n in range(1, samples + 1) if samples % n == 0]
         divisors = [n for n in divisors if num_rounds(stages, n)] if wish.chunks > 1 else divisors
         free = numbers_of(divisors or [samples], stages) if wish.axis else (1,)

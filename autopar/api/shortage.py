@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autopar.api.choosing import ONE_STAGE, Chooser
+from autopar.api.captured import ONE_STAGE
+from autopar.api.choosing import Chooser
 from autopar.api.tracing import by_rows
 from autopar.capture.loss_head import heads_of
 from autopar.constraints import Constraint, Pipelined, pipeline_in

@@ -35,7 +35,7 @@ def test_more_microbatches_are_tried_as_long_as_waiting_less_may_help(
         raise TooSlow(bound_s if len(seen) == 1 else 10.0)
 
     found = SimpleNamespace(plan=SimpleNamespace(prediction=SimpleNamespace(step_s=ALONE_S), pipeline=None, entries=()))
-    monkeypatch.setattr(Chooser, "_without", lambda self, limit_s: found)
+    monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s: found)
     monkeypatch.setattr(Chooser, "_scheduled", too_slow)
     monkeypatch.setattr(tries, "covering", lambda found, line: covered.append(line) or found)
     covered: list[str] = []
@@ -82,8 +82,8 @@ def test_where_much_is_run_again_microbatches_are_tried_while_they_are_faster(
         return plan(step_s, num)
 
     seen: list[int] = []
-    monkeypatch.setattr(Chooser, "_without", lambda self, limit_s: plan(ALONE_S, 1))
-    monkeypatch.setattr(Chooser, "_staged", staged)
+    monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s: plan(ALONE_S, 1))
+    monkeypatch.setattr(Chooser, "in_stages", staged)
     monkeypatch.setattr(tries, "covering", lambda found, line: found)
     options, batch = PlanOptions(**asked), {"x": torch.zeros(16, 2)}
     chooser = Chooser(torch.nn.Identity(), None, (), batch, Mesh(1), HardwareProfile.load("h100-sxm"), options)  # type: ignore[arg-type]
