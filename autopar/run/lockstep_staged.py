@@ -19,7 +19,8 @@ from autopar.capture.execute import promoted, promoted_dtype
 from autopar.capture.tangents import tangent_of
 from autopar.kernels.sums import FIRST
 from autopar.layout import local_shape
-from autopar.run.lockstep import Lockstep, Observer, Ranks, Record, joined
+from autopar.run.lockstep import Lockstep, joined
+from autopar.run.lockstep_ranks import Observer, Ranks, Record
 from autopar.run.program import Program, ProgramTensor, StagedProgram
 from autopar.run.returned import parts_of
 from autopar.run.splitting import split

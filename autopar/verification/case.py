@@ -27,7 +27,8 @@ from autopar.capture.precision import narrowed
 from autopar.capture.tangents import tangent_of
 from autopar.capture.trees import flatten_call, flatten_with_paths, unflatten
 from autopar.errors import VerificationError
-from autopar.run.lockstep import Lockstep, Observer, run_lockstep
+from autopar.run.lockstep import Lockstep, run_lockstep
+from autopar.run.lockstep_ranks import Observer
 from autopar.run.lockstep_staged import run_staged
 from autopar.run.program import Program, StagedProgram
 from autopar.verification.comparison import Results

@@ -14,7 +14,7 @@ from autopar.errors import LayoutError, VerificationError
 from autopar.kernels.bucketed import from_bucket
 from autopar.layout import Layout
 from autopar.rules import where_of
-from autopar.run.lockstep import node_name
+from autopar.run.lockstep_ranks import node_name
 from autopar.run.program import StagedProgram
 from autopar.run.splitting import join
 from autopar.verification.case import Case

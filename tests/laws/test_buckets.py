@@ -36,7 +36,8 @@ from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, make_plan
 from autopar.planning.bucketing import Groups
 from autopar.plans import Bucket, Member, Overlap, Plan
-from autopar.run.lockstep import Ranks, run_lockstep
+from autopar.run.lockstep import run_lockstep
+from autopar.run.lockstep_ranks import Ranks
 from autopar.run.memory import trace_peak
 from autopar.run.program import Program, ProgramTensor
 from autopar.verification import verify_program

@@ -27,7 +27,8 @@ from autopar.ops import dot
 from autopar.planning import PlanOptions, make_plan
 from autopar.plans import KERNELS_BUFFERS, Plan, Prediction
 from autopar.run.live import LiveBytes
-from autopar.run.lockstep import Ranks, run_lockstep
+from autopar.run.lockstep import run_lockstep
+from autopar.run.lockstep_ranks import Ranks
 from autopar.run.memory import trace_peak
 from tests.laws.test_kernel_plans import LINE, PLANS, SLOW, built, kernels, planned
 

@@ -17,7 +17,7 @@ from autopar.api.planning import plan_model
 from autopar.api.what_if import what_if
 from autopar.planning import Planned
 from autopar.plans import KERNELS_BUFFERS, Plan
-from autopar.run.lockstep import Ranks
+from autopar.run.lockstep_ranks import Ranks
 from autopar.run.lockstep_staged import run_staged
 from autopar.run.program import StagedProgram
 from tests.laws.test_kernel_memory import Sharing, needs_kernels

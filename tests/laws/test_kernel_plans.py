@@ -29,7 +29,7 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions, make_plan
 from autopar.plans import Communication, InKernel, Plan
-from autopar.run import lockstep
+from autopar.run import lockstep_ranks
 from autopar.run.lockstep import run_lockstep
 from autopar.strategies import pattern_of
 
@@ -372,13 +372,13 @@ def test_a_plan_with_norms_is_of_the_profile_that_has_figures_for_them(without: 
 
 def test_without_the_collective_of_a_kernel_the_check_of_numbers_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks multiply what one of them has instead of what all have: seen, or the check above could not fail."""
-    plan, (model, batch, _), step = planned("llama"), built("narrow"), lockstep.step
+    plan, (model, batch, _), step = planned("llama"), built("narrow"), lockstep_ranks.step
 
     def stale(kind: str, parts: list[torch.Tensor], dim: int, to_dim: int, op: str) -> list[torch.Tensor]:
         same = [parts[0]] * len(parts) if kind == "all_gather" and parts[0].dim() == 3 else parts
         return step(kind, same, dim, to_dim, op)  # type: ignore[arg-type]
 
     assert autopar.verify(plan, model, batch).ok
-    monkeypatch.setattr(lockstep, "step", stale)
+    monkeypatch.setattr(lockstep_ranks, "step", stale)
     with pytest.raises(VerificationError, match=r"first node that differs is .*input_layernorm/rms_norm/forward/0/all_gather"):
         autopar.verify(plan, model, batch)

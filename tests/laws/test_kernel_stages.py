@@ -21,7 +21,7 @@ from autopar.cost import kernels as offers
 from autopar.cost.price import price
 from autopar.planning import Planned
 from autopar.plans import KERNELS_BUFFERS, Communication, Plan
-from autopar.run.lockstep import Ranks
+from autopar.run.lockstep_ranks import Ranks
 from autopar.run.lockstep_staged import run_staged
 from autopar.run.program import StagedProgram
 from autopar.stages import cut

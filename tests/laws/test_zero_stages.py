@@ -36,7 +36,7 @@ from autopar.layout_graph import all_layouts
 from autopar.mesh import Mesh
 from autopar.planning import Planned
 from autopar.plans import Plan
-from autopar.run.lockstep import Ranks
+from autopar.run.lockstep_ranks import Ranks
 from autopar.run.lockstep_staged import run_staged
 from autopar.run.program import StagedProgram
 from autopar.run.splitting import local_part
