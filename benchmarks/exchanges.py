@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.kernels.normed_scatter import matmul_reduce_add_rmsnorm_reference
-from autopar.kernels.overlapped import all_gather_matmul_reference, matmul_reduce_scatter_reference
+from autopar.kernels.overlapped_references import all_gather_matmul_reference, matmul_reduce_scatter_reference
 from autopar.kernels.peers import VirtualRanks
 from autopar.kernels.routed import moe_combine_reference, moe_dispatch_reference
 from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, scatter_norm_all, shards_of

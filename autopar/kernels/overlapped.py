@@ -7,7 +7,7 @@ shorter); it is in the result, so that the product can be taken chunk by chunk a
     all_gather_matmul      operand `which` comes as this rank's shard → that operand, gathered, and the product, whole on every rank
     matmul_reduce_scatter  all ranks' products are added up → this rank's shard of the sum, along `dim` of the result
 
-The functions that end in ``_reference`` define them, over the list of all ranks' operands. Each op's gradient is the other op. A product
+`autopar.kernels.overlapped_references` defines them, over the list of all ranks' operands. Each op's gradient is the other op. A product
 may have a bias, as of `autopar.ops.dot`: a rank's own, so that of partial sums one rank's product has it and the others' have none.
 
 `all_gather_dot` and `dot_reduce_scatter` choose: the op, with kernels of `autopar_csrc`, where the group's ranks reach each other's
@@ -41,7 +41,6 @@ from autopar.kernels.overlapped_gradients import (
     matmul_reduce_scatter_backward,
 )
 from autopar.kernels.providers import APART, counts_memory, peers_of, runs_kernels, say_once
-from autopar.kernels.sums import sum_dtype
 from autopar.layout import part_range
 
 Dot = Callable[[str, Tensor, Tensor, Tensor | None], Tensor]
@@ -116,15 +115,6 @@ def dot_reduce_scatter(
 # --- all_gather_matmul -----------------------------------------------------------------------------------------------------------------
 
 
-def all_gather_matmul_reference(
-    equation: str, shards: Sequence[Tensor], others: Sequence[Tensor], which: int, dim: int, biases: Sequence[Tensor | None] = ()
-) -> list[tuple[Tensor, Tensor]]:
-    """The definition: of every rank, the shards joined in order of the ranks, and the product with its other operand and its bias."""
-    whole = torch.cat(list(shards), dim)
-    pairs = zip(others, biases or [None] * len(others), strict=True)
-    return [(whole, multiply(equation, *in_order(which, whole, other), bias)) for other, bias in pairs]
-
-
 @torch.library.custom_op("autopar::all_gather_matmul", mutates_args=())
 def all_gather_matmul(
     x: Tensor,
@@ -181,33 +171,6 @@ def _gather_alone(
 
 
 # --- matmul_reduce_scatter -------------------------------------------------------------------------------------------------------------
-
-
-def matmul_reduce_scatter_reference(
-    equation: str,
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    dim: int,
-    addends: Sequence[Tensor] | None = None,
-    biases: Sequence[Tensor | None] = (),
-) -> list[Tensor]:
-    """The definition: the ranks' products with their biases (and addends, in the products' dtype) added one by one in order of the ranks,
-    in fp32 or a wider dtype, cast back, and split along `dim`."""
-    parts = [multiply(equation, a, b, bias) for (a, b), bias in zip(pairs, biases or [None] * len(pairs), strict=True)]
-    if addends is not None:
-        parts = [part + addend for part, addend in zip(parts, addends, strict=True)]
-    return [
-        addin_order([part.narrow(dim, *part_range(part.shape[dim], (len(parts),), (rank,))) for part in parts])
-        for rank in range(len(parts))
-    ]
-
-
-def addin_order(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of the tensors, one after another, in at least fp32; in their dtype."""
-    dtype = sum_dtype(parts[0].dtype)
-    total = parts[0].to(dtype, copy=True)
-    for part in parts[1:]:
-        total = total + part.to(dtype)
-    return total.to(parts[0].dtype).contiguous()
 
 
 @torch.library.custom_op("autopar::matmul_reduce_scatter", mutates_args=())

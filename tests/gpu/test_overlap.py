@@ -15,7 +15,7 @@ from overlap_cases import whole_numbers
 from route_cases import drawn
 from torch import Tensor
 
-from autopar.kernels import chunked, library, normed_scatter, overlapped, routed
+from autopar.kernels import chunked, library, normed_scatter, overlapped_references, routed
 from autopar.kernels.peers import VirtualRanks
 from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, scatter_norm_all, shards_of
 from autopar.ops.dispatched import Together
@@ -56,12 +56,12 @@ def test_whole_numbers_are_gathered_multiplied_and_scattered_exactly(
         shards, others = shards_of(operands[which], dim, size), [operands[1 - which] + rank % 2 for rank in range(size)]
         found = gather_all(peers, equation, moved(shards), moved(others), which, dim, operands[which].shape[dim], num_chunks)
         for (whole, y), (expected, product) in zip(
-            found, overlapped.all_gather_matmul_reference(equation, shards, others, which, dim), strict=True
+            found, overlapped_references.all_gather_matmul_reference(equation, shards, others, which, dim), strict=True
         ):
             assert torch.equal(whole.cpu(), expected)
             assert torch.equal(y.cpu(), product)
         parts = scatter_all(peers, equation, [(a.cuda(), b.cuda()) for a, b in pairs], result_dim, num_chunks)
-        wanted = overlapped.matmul_reduce_scatter_reference(equation, pairs, result_dim)
+        wanted = overlapped_references.matmul_reduce_scatter_reference(equation, pairs, result_dim)
         assert all(torch.equal(part.cpu(), expected) for part, expected in zip(parts, wanted, strict=True))
 
 
@@ -87,7 +87,7 @@ def test_sums_are_the_references_to_the_last_bit_each_time(size: int, dtype: tor
     generator = torch.Generator().manual_seed(3)
     values = [(torch.randn(1037, 40, generator=generator) * 4.0 ** (rank % 5)).to(dtype) for rank in range(size)]
     pairs = [(value, torch.eye(40, dtype=dtype)) for value in values]
-    expected = torch.cat(overlapped.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0))
+    expected = torch.cat(overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0))
     peers = VirtualRanks(size, "cuda", late(size))
     for _ in range(20):
         found = torch.cat(scatter_all(peers, "mk,kn->mn", [(a.cuda(), b.cuda()) for a, b in pairs], 0, 2))

@@ -12,7 +12,7 @@ from overlap_cases import WORLDS, whole_numbers
 from torch import Tensor
 
 from autopar.kernels import library
-from autopar.kernels.overlapped import all_gather_matmul_reference, matmul_reduce_scatter_reference
+from autopar.kernels.overlapped_references import all_gather_matmul_reference, matmul_reduce_scatter_reference
 from autopar.kernels.peers import HostThreads, Peers, VirtualRanks
 from autopar.kernels.together import gather_all, scatter_all, shards_of
 

@@ -11,7 +11,7 @@ from norm_cases import EPS, ranks_of, same
 from overlap_cases import whole_numbers
 
 from autopar import ops
-from autopar.kernels import normed_scatter, overlapped
+from autopar.kernels import normed_scatter, overlapped, overlapped_references
 from autopar.kernels.collectives import AxisGroup
 from autopar.kernels.together import shards_of
 from autopar.ops.products import dot
@@ -33,8 +33,8 @@ def run(rank: int) -> dict[str, Any]:
         part = overlapped.dot_reduce_scatter("mk,kn->mn", pairs[rank], 0, group, 2, dot)
         addends = [y * other for other in range(3)]
         added = overlapped.dot_reduce_scatter("mk,kn->mn", pairs[rank], 0, group, 2, dot, addends[rank])
-        expected = overlapped.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0)[rank]
-        with_addends = overlapped.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0, addends)[rank]
+        expected = overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0)[rank]
+        with_addends = overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0, addends)[rank]
         for name, found, wanted in (
             ("gathered", gathered, x), ("product", y, x @ w), ("sum", part, expected), ("with addends", added, with_addends),
         ):  # fmt: skip
@@ -43,7 +43,7 @@ def run(rank: int) -> dict[str, Any]:
     a, b, residual, weight = ranks.of(rank)
     norm = 16, EPS, torch.float32, torch.float32, torch.float32
     made = normed_scatter.dot_reduce_add_rmsnorm("mk,kn->mn", (a, b), residual, weight, 0, group, 2, *norm, dot)
-    total = overlapped.matmul_reduce_scatter_reference("mk,kn->mn", ranks.pairs, 0)[rank]
+    total = overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", ranks.pairs, 0)[rank]
     squares = ops.square_sum(residual + total, torch.float32)
     wanted = residual + total, squares, ops.rms_norm(residual + total, squares, weight, *norm)
     wrong += [] if same([made], [wanted]) else ["norm"]

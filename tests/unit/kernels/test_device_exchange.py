@@ -12,7 +12,7 @@ from norm_cases import EPS, NORMED, ranks_of, same
 from overlap_cases import whole_numbers
 from route_cases import drawn
 
-from autopar.kernels import library, normed_scatter, overlapped, routed
+from autopar.kernels import library, normed_scatter, overlapped_references, routed
 from autopar.kernels.normed import FLOATS
 from autopar.kernels.peers import VirtualRanks
 from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, scatter_norm_all, shards_of
@@ -37,11 +37,11 @@ def test_products_are_gathered_and_scattered(equation: str, size: int, width: in
         x, w = whole_numbers(shape, epoch), whole_numbers((width, 6), 7)
         shards, others = shards_of(x, dim, size), [w + rank for rank in range(size)]
         found = gather_all(peers, equation, shards, others, 0, dim, 7, 2)
-        expected = overlapped.all_gather_matmul_reference(equation, shards, others, 0, dim)
+        expected = overlapped_references.all_gather_matmul_reference(equation, shards, others, 0, dim)
         assert all(torch.equal(a, b) for pair in zip(found, expected, strict=True) for a, b in zip(*pair, strict=True))
         pairs = [(x + rank, other) for rank, other in enumerate(others)]
         parts = scatter_all(peers, equation, pairs, dim, 2)
-        wanted = overlapped.matmul_reduce_scatter_reference(equation, pairs, dim)
+        wanted = overlapped_references.matmul_reduce_scatter_reference(equation, pairs, dim)
         assert all(torch.equal(a, b) for a, b in zip(parts, wanted, strict=True))
 
 
@@ -62,7 +62,7 @@ def test_parts_are_added_in_order_in_every_dtype(dtype: torch.dtype) -> None:
     values = [(torch.randn(700, 5, generator=generator) * 100.0 ** (rank % 2)).to(dtype) for rank in range(3)]
     pairs = [(value, torch.eye(5, dtype=dtype)) for value in values]
     found = torch.cat(scatter_all(VirtualRanks(3), "mk,kn->mn", pairs, 0, 1))
-    assert torch.equal(found, torch.cat(overlapped.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0)))
+    assert torch.equal(found, torch.cat(overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0)))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import KernelError
-from autopar.kernels import bound, chunked, fused, library, overlapped, providers
+from autopar.kernels import bound, chunked, fused, library, overlapped, overlapped_references, providers
 from autopar.kernels.collectives import AxisGroup
 from autopar.kernels.equations import check_chunked, multiply_into, result_shape
 from autopar.kernels.peers import HostThreads, VirtualRanks
@@ -94,7 +94,7 @@ def test_gradients_of_all_gather_matmul_are_those_of_the_reference(
 
     with HostThreads(size) as peers, providers.provided("gradients", peers):
         found = peers.each(run)
-    reference = overlapped.all_gather_matmul_reference(equation, shards, others, which, dim, biases)
+    reference = overlapped_references.all_gather_matmul_reference(equation, shards, others, which, dim, biases)
     total = sum((loss(rank, *outputs) for rank, outputs in enumerate(reference)), torch.zeros(()))
     expected = torch.autograd.grad(total, [*shards, *others, *biases])
     assert all(torch.equal(a, b) for a, b in zip([f[i] for i in range(3) for f in found], expected, strict=True))
@@ -118,7 +118,7 @@ def test_gradients_of_matmul_reduce_scatter_are_those_of_the_reference(
 
     with HostThreads(size) as peers, providers.provided("gradients", peers):
         found = peers.each(run)
-    parts = overlapped.matmul_reduce_scatter_reference(equation, pairs, dim, addends, biases)
+    parts = overlapped_references.matmul_reduce_scatter_reference(equation, pairs, dim, addends, biases)
     total = sum(((part * whole_numbers(part.shape, 30 + rank)).sum() for rank, part in enumerate(parts)), torch.zeros(()))
     expected = torch.autograd.grad(total, [x for pair, *more in zip(pairs, addends, biases, strict=True) for x in (*pair, *more)])
     assert all(torch.equal(a, b) for a, b in zip([x for f in found for x in f], expected, strict=True))
