@@ -24,8 +24,9 @@ from autopar.errors import ConstraintError
 from autopar.layout import REPLICATE
 from autopar.rules import axis_options
 from autopar.strategies.clusters import Ref
+from autopar.strategies.labels import Spread
 from autopar.strategies.reading import Read, product_of
-from autopar.strategies.spreading import Policy, Spread, spread
+from autopar.strategies.spreading import Policy, spread
 
 log = logging.getLogger("autopar")
 

@@ -20,8 +20,9 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.layout import REPLICATE
 from autopar.rules import AxisOption
 from autopar.strategies.clusters import Ref, offered_options
+from autopar.strategies.labels import Row, Spread
 from autopar.strategies.reading import Read
-from autopar.strategies.spreading import Policy, Row, Spread, Walk
+from autopar.strategies.spreading import Policy, Walk
 
 
 def along_sequence(graph: Read, *, gathers: bool = False) -> Spread | None:

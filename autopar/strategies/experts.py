@@ -19,9 +19,10 @@ from autopar.constraints import Parallelism
 from autopar.errors import ConstraintError
 from autopar.layout import REPLICATE
 from autopar.rules import AxisOption, where_of
+from autopar.strategies.labels import Row, Spread
 from autopar.strategies.reading import Read
 from autopar.strategies.samples import SampleWalk
-from autopar.strategies.spreading import Policy, Row, Spread
+from autopar.strategies.spreading import Policy
 
 BY_EXPERTS = Shard(0)
 _WEIGHTS = {ops.experts: 3, ops.experts_backward: 4}  # the operand that is up's weight; down's is next, tokens are three before

@@ -31,8 +31,9 @@ from autopar.errors import ConstraintError
 from autopar.layout import PARTIAL, REPLICATE
 from autopar.rules import AxisOption, axis_options
 from autopar.strategies.clusters import HEADS, Ref
+from autopar.strategies.labels import Spread, label_of
 from autopar.strategies.reading import Read, product_of
-from autopar.strategies.spreading import Policy, Spread, Walk, label_of
+from autopar.strategies.spreading import Policy, Walk
 
 log = logging.getLogger("autopar")
 Side = Literal["columns", "inner", "outer"]  # the second of 2d; that of 3d where the residual stream's features are split; its other

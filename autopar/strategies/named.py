@@ -24,10 +24,11 @@ from autopar.strategies.columns import by_columns
 from autopar.strategies.context import along_sequence
 from autopar.strategies.experts import by_experts
 from autopar.strategies.grids import SIDES, walk_sides
+from autopar.strategies.labels import Row, Spread
 from autopar.strategies.reading import Read, read
 from autopar.strategies.samples import SampleWalk, check_batch, notes_on
 from autopar.strategies.sequence import with_sequence
-from autopar.strategies.spreading import Policy, Row, Spread
+from autopar.strategies.spreading import Policy
 
 log = logging.getLogger("autopar")
 Rest = tuple[frozenset[Placement] | None, ...]  # per mesh axis the placements with which a parameter may rest; None is any

@@ -22,8 +22,9 @@ from autopar.errors import ConstraintError
 from autopar.layout import REPLICATE, Layout, Strategy
 from autopar.rules import AxisOption, Call, cuts_alike
 from autopar.strategies.context import ContextWalk, read_otherwise
+from autopar.strategies.labels import Spread
 from autopar.strategies.reading import Read
-from autopar.strategies.spreading import Policy, Spread, Walk
+from autopar.strategies.spreading import Policy, Walk
 
 
 class SampleWalk(ContextWalk):

@@ -23,8 +23,9 @@ from autopar.constraints import Parallelism
 from autopar.errors import ConstraintError
 from autopar.strategies.clusters import HEADS, Ref
 from autopar.strategies.context import along_sequence, read_otherwise
+from autopar.strategies.labels import Row, Spread
 from autopar.strategies.reading import Read
-from autopar.strategies.spreading import LOSS_SUMS, Row, Spread
+from autopar.strategies.spreading import LOSS_SUMS
 
 log = logging.getLogger("autopar")
 _KEEPS_SUMS = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default))

@@ -1,7 +1,6 @@
 """One mesh axis over a whole graph: from how a few tensors lie on it to how all do.
 
-Terms. A *label* says how a tensor lies on the axis: split (`Shard`) or *whole* (`Replicate`). A partial sum counts as whole: where it
-is summed is the planner's. A *row* is what is forced on a node: the labels of its operands and results, None where it is free.
+Terms as of `autopar.strategies.labels`.
 
 The graph is walked forward, then backward, in its own order. Every node takes the option of its rule that reads what is there as it
 lies. A weight lies as its first reader asks. Other constants stay free: nothing has to be moved for them.
@@ -23,32 +22,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar import ops
 from autopar.layout import REPLICATE, Special
-from autopar.mirrored import Mirrored
 from autopar.rules import AxisOption
 from autopar.strategies.clusters import Ref, offered_options
+from autopar.strategies.labels import Failure, Row, Spread, label_of
 from autopar.strategies.reading import Read, product_of
 
 LOSS_SUMS = frozenset((ops.sum_exp, ops.pick, torch.ops.aten.amax.default))  # what a cross entropy takes of its logits
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Labels of a node's operands and results; None is free."""
-
-    inputs: tuple[Placement | None, ...]
-    outputs: tuple[Placement | None, ...]
-
-    def admits(self, inputs: tuple[Placement, ...], outputs: tuple[Placement, ...]) -> bool:
-        """Whether placements have these labels."""
-        pairs = zip((*self.inputs, *self.outputs), (*inputs, *outputs), strict=True)
-        return all(label is None or label_of(placement) == label for label, placement in pairs)
-
-
-def label_of(placement: Placement) -> Placement:
-    """The label of a placement: mirrored parts are parts, too."""
-    if isinstance(placement, Partial):
-        return REPLICATE
-    return Shard(placement.dim) if isinstance(placement, Mirrored) else placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,39 +45,6 @@ class Policy:
     weights: Mapping[Ref, Placement] = field(default_factory=dict)
     columns: Mapping[str, Placement] = field(default_factory=dict)
     slices: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A node that reads no split tensor as it lies, and the sources of those it cannot."""
-
-    node: str
-    sources: frozenset[str]
-
-
-@dataclass(slots=True)
-class Spread:
-    """How all tensors lie on the axis.
-
-    Attributes:
-        rows: per node that is forced. labels: per tensor that is not free.
-        sources: per split tensor. contracted, scored: sources of what ended in a product, in a cross entropy.
-        apart: nodes that read an operand otherwise than it is made.
-        weights: names of weights that rest as they are read, of what else is data parallelism.
-        gathering: nodes that read split tensors whole since they cannot compute on a part; along a sequence those that make nothing split.
-        uneven: how the batch is split, in words, where it is unevenly. failure: where the walk stopped, if it did.
-    """
-
-    rows: dict[str, Row] = field(default_factory=dict)
-    labels: dict[Ref, Placement] = field(default_factory=dict)
-    sources: dict[Ref, frozenset[str]] = field(default_factory=dict)
-    contracted: set[str] = field(default_factory=set)
-    scored: set[str] = field(default_factory=set)
-    apart: set[str] = field(default_factory=set)
-    weights: set[str] = field(default_factory=set)
-    gathering: set[str] = field(default_factory=set)
-    uneven: str = ""
-    failure: Failure | None = None
 
 
 def spread(graph: Read, policy: Policy) -> Spread:
