@@ -1,6 +1,7 @@
 """What a plan says about each module."""
 
-from autopar.breakdown.parts import CROSSING, INPUTS, Part, Transfer, Weight, breakdown, copies_of, owner
+from autopar.breakdown.grouping import CROSSING, INPUTS, owner
+from autopar.breakdown.parts import Part, Transfer, Weight, breakdown, copies_of
 from autopar.breakdown.words import PARALLELISMS, in_words, label, over
 
 __all__ = [

@@ -8,7 +8,6 @@ a matmul, convolution, attention or embedding where it has one, else the one tha
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,18 +15,13 @@ from fnmatch import fnmatchcase
 
 from torch.distributed.tensor import Replicate, Shard
 
+from autopar.breakdown.grouping import BEFORE, CROSSING, Group, Instances, grouped, index_of, starred
 from autopar.breakdown.words import ROLES, parallelism_of
 from autopar.collective import Collective
 from autopar.layout import Layout
 from autopar.plans import Communication, Entry, Kept, NodeChoice, Plan, RunnerUp
 
-INPUTS = "(inputs)"  # the part that stands for the batch
-BEFORE, BEHIND = "(from the stage before)", "(from the stage behind)"  # the parts that stand for what crosses between stages
-CROSSING = (BEFORE, BEHIND)
-Instances = tuple[tuple[int, ...], ...]
-
 _LAYOUT_FREE = ("getitem",)  # picks one of several results: says nothing about what a module takes or gives
-_FIELD = re.compile(r"\{\d+\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +119,13 @@ def breakdown(plan: Plan) -> tuple[Part, ...]:
 
     The parts' compute and communication times add up to the prediction's, their kept bytes to its activations.
     """
-    groups = _groups(plan)
+    groups = grouped(plan)
     transfers: dict[int, list[Communication]] = {}
     kept: dict[int, list[Kept]] = {}
     for communication in plan.communications:
-        transfers.setdefault(_find(groups, communication.node, communication.instances), []).append(communication)
+        transfers.setdefault(index_of(groups, communication.node, communication.instances), []).append(communication)
     for value in plan.kept:
-        kept.setdefault(_find(groups, value.node, value.instances), []).append(value)
+        kept.setdefault(index_of(groups, value.node, value.instances), []).append(value)
     parts = [_part(plan, group, transfers.get(i, ()), kept.get(i, ())) for i, group in enumerate(groups)]
     parts = [part for part in parts if part.compute_s or part.transfers or part.kept_bytes or part.weights]
     repeated = {prefix for part in parts for prefix, indices in _indices(part) if len(indices) > 1}
@@ -165,59 +159,7 @@ def copies_of(instances: Instances) -> str:
     return ",".join("-".join(map(str, stretch)) for stretch in stretches)
 
 
-@dataclass(slots=True)
-class _Group:
-    """Decisions and forward nodes of one part, while they are gathered."""
-
-    module: str
-    instances: Instances
-    entries: list[Entry] = field(default_factory=list)
-    nodes: list[tuple[NodeChoice, Entry]] = field(default_factory=list)
-
-
-def owner(node: str) -> str:
-    """Module pattern, with ``*``, of a node pattern: of a parameter or buffer the module that holds it."""
-    if node.count("/") > 1 and node.endswith(("/input", "/output")):  # crosses: named by the node that makes it
-        return BEFORE if node.endswith("/input") else BEHIND
-    path, kind = node.split("/")[:2]
-    if kind in ("input", "output"):
-        return INPUTS if kind == "input" else ""
-    if kind in ("parameter", "buffer", "storage"):
-        path = path.rpartition(".")[0]
-    return _FIELD.sub("*", path)
-
-
-def _groups(plan: Plan) -> list[_Group]:
-    """One group per module and set of copies, computing modules in forward order first."""
-    groups: list[_Group] = []
-    for entry in sorted(plan.entries, key=lambda e: (e.kind != "compute", e.phase != "forward")):
-        _group_for(groups, owner(entry.nodes[0].node), entry.instances).entries.append(entry)
-        if entry.kind == "compute" and entry.phase == "forward":
-            for choice in entry.nodes:
-                _group_for(groups, owner(choice.node), entry.instances).nodes.append((choice, entry))
-    return groups
-
-
-def _group_for(groups: list[_Group], module: str, instances: Instances) -> _Group:
-    for group in groups:
-        if group.module == module and set(instances) <= set(group.instances):
-            return group
-    for group in groups:
-        if group.module == module and set(instances) >= set(group.instances):
-            group.instances = instances
-            return group
-    groups.append(_Group(module, instances))
-    return groups[-1]
-
-
-def _find(groups: Sequence[_Group], node: str, instances: Instances) -> int:
-    """The group of a node's module that has its copies, or most of them."""
-    module = owner(node)
-    mine = [i for i, group in enumerate(groups) if group.module == module]
-    return max(mine, key=lambda i: (len(set(instances) & set(groups[i].instances)), -i))
-
-
-def _part(plan: Plan, group: _Group, communications: Iterable[Communication], kept: Iterable[Kept]) -> Part:
+def _part(plan: Plan, group: Group, communications: Iterable[Communication], kept: Iterable[Kept]) -> Part:
     communications, kept = list(communications), list(kept)
     weights = tuple(_weight(entry, communications, kept) for entry in group.entries if entry.kind == "parameter")
     part = Part(group.module, group.instances, weights=weights, entries=tuple(group.entries))
@@ -278,7 +220,7 @@ def _weight(entry: Entry, communications: Iterable[Communication], kept: Iterabl
     left = {c.source for c in arcs}
     compute = tuple(dict.fromkeys(c.target for c in arcs if c.target not in left)) or (working,)
     copies = any(layout != working for k in kept if k.node == node for layout in k.layouts)
-    return Weight(_FIELD.sub("*", node.partition("/")[0]).rpartition(".")[2], storage, compute, copies, working, sums)
+    return Weight(starred(node.partition("/")[0]).rpartition(".")[2], storage, compute, copies, working, sums)
 
 
 def _sharded(weights: Iterable[Weight], axis: int) -> str:

@@ -1,0 +1,72 @@
+"""Which module each decision of a plan belongs to, and which copies of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopar.plans import Entry, NodeChoice, Plan
+
+INPUTS = "(inputs)"  # the part that stands for the batch
+BEFORE, BEHIND = "(from the stage before)", "(from the stage behind)"  # the parts that stand for what crosses between stages
+CROSSING = (BEFORE, BEHIND)
+Instances = tuple[tuple[int, ...], ...]
+_FIELD = re.compile(r"\{\d+\}")
+
+
+@dataclass(slots=True)
+class Group:
+    """Decisions and forward nodes of one part, while they are gathered."""
+
+    module: str
+    instances: Instances
+    entries: list[Entry] = field(default_factory=list)
+    nodes: list[tuple[NodeChoice, Entry]] = field(default_factory=list)
+
+
+def starred(path: str) -> str:
+    """A node's path with ``*`` for every index of repeated layers."""
+    return _FIELD.sub("*", path)
+
+
+def owner(node: str) -> str:
+    """Module pattern, with ``*``, of a node pattern: of a parameter or buffer the module that holds it."""
+    if node.count("/") > 1 and node.endswith(("/input", "/output")):  # crosses: named by the node that makes it
+        return BEFORE if node.endswith("/input") else BEHIND
+    path, kind = node.split("/")[:2]
+    if kind in ("input", "output"):
+        return INPUTS if kind == "input" else ""
+    if kind in ("parameter", "buffer", "storage"):
+        path = path.rpartition(".")[0]
+    return starred(path)
+
+
+def grouped(plan: Plan) -> list[Group]:
+    """One group per module and set of copies, computing modules in forward order first."""
+    groups: list[Group] = []
+    for entry in sorted(plan.entries, key=lambda e: (e.kind != "compute", e.phase != "forward")):
+        _group_of(groups, owner(entry.nodes[0].node), entry.instances).entries.append(entry)
+        if entry.kind == "compute" and entry.phase == "forward":
+            for choice in entry.nodes:
+                _group_of(groups, owner(choice.node), entry.instances).nodes.append((choice, entry))
+    return groups
+
+
+def _group_of(groups: list[Group], module: str, instances: Instances) -> Group:
+    for group in groups:
+        if group.module == module and set(instances) <= set(group.instances):
+            return group
+    for group in groups:
+        if group.module == module and set(instances) >= set(group.instances):
+            group.instances = instances
+            return group
+    groups.append(Group(module, instances))
+    return groups[-1]
+
+
+def index_of(groups: Sequence[Group], node: str, instances: Instances) -> int:
+    """Which group of a node's module has its copies, or most of them."""
+    module = owner(node)
+    mine = [i for i, group in enumerate(groups) if group.module == module]
+    return max(mine, key=lambda i: (len(set(instances) & set(groups[i].instances)), -i))
