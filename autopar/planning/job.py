@@ -258,16 +258,11 @@ class Job:
         known = None if self.learnt else self.alike.known(problem, effort)
         if known is not None:
             return known
+        gap = self.options.gap / 2 if self.learnt else self.options.gap
         found = choices_or_least(
-            problem,
-            gap=self.options.gap / 2 if self.learnt else self.options.gap,
-            time_limit_s=self.options.time_limit_s,
-            solver=self.options.solver,
-            bound_only=True,
-            whole=self.whole,
-            likely=self._likely,
-            only_plan=not to_the_end,
-        )
+            problem, gap=gap, time_limit_s=self.options.time_limit_s, solver=self.options.solver, bound_only=True, whole=self.whole,
+            likely=self._likely, only_plan=not to_the_end,
+        )  # fmt: skip
         if isinstance(found, Choices) and found.multipliers is not None:
             self._likely = found.multipliers.balance
         if isinstance(found, Choices) and not self.learnt:
