@@ -5,17 +5,10 @@ dim, the order in which they do matters: `order` lists all mesh axes from the ou
 kept canonical (mesh order) wherever it makes no difference, so equal layouts compare equal.
 
 Only the innermost splitter of a dim can be gathered without moving other data.
-
-The codec: ``"S(0) R"`` is `Shard(0)` on the first axis, `Replicate()` on the second. Where a dim is split by several axes
-out of mesh order, each of its splitters carries its rank: ``"S(0)#1 S(0)#0"`` splits dim 0 first by the second axis.
-``"S(2)~1~2"`` is a shard with 1 element of the part before it and 2 of the one behind it (`autopar.halo`), ``"S(2)~mirrored"`` one of two
-halves from either end of the dim (`autopar.mirrored`). ``"P S(0) uncast"`` is a layout of a cast's result that is not
-made: what is cast lies so, and who reads the result reads that. ``"S(0) R host"`` is a part in the memory of the device's host (offload).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,13 +18,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar.errors import LayoutError
 from autopar.halo import Halo
+from autopar.layout.codec import read, write
+from autopar.layout.placements import REPLICATE, Special, splits
 from autopar.mirrored import Mirrored
-
-Special = Halo | Mirrored
-REPLICATE = Replicate()
-PARTIAL = Partial("sum")
-_UNCAST, _HOST = " uncast", " host"
-_TOKEN = re.compile(r"^(?:(R)|P(?:\((\w+)\))?|S\((\d+)\)(?:#(\d+)|~(\d+)~(\d+)(~lowest)?|(~mirrored))?)$")
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -74,49 +63,15 @@ class Layout:
 
     __repr__ = __str__
 
-    def _token(self, axis: int) -> str:
-        placement = self.placements[axis]
-        if isinstance(placement, Special):
-            return str(placement)
-        if isinstance(placement, Shard):
-            splitters = self.splitters(placement.dim)
-            rank = f"#{splitters.index(axis)}" if list(splitters) != sorted(splitters) else ""
-            return f"S({placement.dim}){rank}"
-        if isinstance(placement, Partial):
-            return "P" if placement.reduce_op == "sum" else f"P({placement.reduce_op})"
-        return "R"
-
     @staticmethod
     def parse(text: str) -> Layout:
-        """Read the codec's text, the inverse of ``str``.
+        """Read the text that `autopar.layout.codec` has of it, the inverse of ``str``.
 
         Raises:
             LayoutError: where a token cannot be read, or the splitters of a dim are not numbered 0, 1, … all of them.
         """
-        placements: list[Placement] = []
-        ranks: list[int] = []
-        for token in text.removesuffix(_HOST).removesuffix(_UNCAST).split():
-            match = _TOKEN.match(token)
-            if match is None:
-                remedy = 'write one of R, S(0), P, P(max) per mesh axis, as in "S(0) R"'
-                raise LayoutError(f"cannot read {token!r} in layout {text!r}", remedy=remedy)
-            replicate, reduce_op, dim, rank, before, after, lowest, mirrored = match.groups()
-            if replicate:
-                placements.append(REPLICATE)
-            elif before is not None:
-                placements.append(Halo(int(dim), int(before), int(after), lowest is not None))
-            elif dim is not None:
-                placements.append(Mirrored(int(dim)) if mirrored else Shard(int(dim)))
-            else:
-                placements.append(Partial(reduce_op or "sum"))
-            ranks.append(int(rank) if rank is not None else -1)
-        for dim in {p.dim for p in placements if isinstance(p, Shard)}:
-            numbered = sorted(rank for rank, p in zip(ranks, placements, strict=True) if isinstance(p, Shard) and p.dim == dim)
-            if set(numbered) != {-1} and numbered != list(range(len(numbered))):
-                remedy = f"number all splitters of dim {dim} from 0, the outermost, or none of them"
-                raise LayoutError(f"layout {text!r} does not say in which order axes split dim {dim}", remedy=remedy)
-        order = sorted(range(len(placements)), key=lambda axis: (ranks[axis], axis))
-        return Layout(placements, order, uncast=text.removesuffix(_HOST).endswith(_UNCAST), host=text.endswith(_HOST))
+        placements, order, uncast, host = read(text)
+        return Layout(placements, order, uncast=uncast, host=host)
 
     @staticmethod
     def replicated(num_axes: int) -> Layout:
@@ -229,14 +184,9 @@ class Layout:
         return bool(self._special) and any(isinstance(p, Mirrored) and p.dim == dim for p in self._special)
 
 
-def splits(placement: Placement) -> bool:
-    """Whether it is a shard. torch's placements have an ``isinstance`` of their own, which takes long where they are not."""
-    return issubclass(type(placement), Shard)
-
-
 @lru_cache(maxsize=2**16)  # few layouts are written down many times
 def _text(layout: Layout) -> str:
-    return " ".join(layout._token(axis) for axis in range(len(layout.placements))) + _UNCAST * layout.uncast + _HOST * layout.host
+    return write(layout.placements, layout.order, uncast=layout.uncast, host=layout.host)
 
 
 @lru_cache(maxsize=2**16)  # tensors of one rank share their layouts
@@ -265,39 +215,6 @@ def _canonical(placements: tuple[Placement, ...], order: Sequence[int] | None) -
         for slot, axis in zip(sorted(axes), axes, strict=True):
             result[slot] = axis
     return tuple(result)
-
-
-def part_range(size: int, counts: Sequence[int], coordinates: Sequence[int]) -> tuple[int, int]:
-    """Start and length of a part: `size` cut into as many parts as the first count says, the part there cut again, and so on.
-
-    Uneven sizes follow torch's rule (`torch.chunk`): every part has ``ceil(size / n)`` elements until none is left.
-    """
-    start, length = 0, size
-    for count, coordinate in zip(counts, coordinates, strict=True):
-        chunk = -(-length // count)
-        begin = min(chunk * coordinate, length)
-        start, length = start + begin, min(chunk, length - begin)
-    return start, length
-
-
-def local_range(size: int, layout: Layout, dim: int, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, int]:
-    """Start and length of the part of a dim of `size` that lies at `coordinate` (see `part_range`), without a halo; of a mirrored one the
-    start is its first half's."""
-    splitters = layout.splitters(dim)
-    return part_range(size, [mesh_shape[axis] for axis in splitters], [coordinate[axis] for axis in splitters])
-
-
-def local_shape(
-    shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], coordinate: Sequence[int] | None = None
-) -> tuple[int, ...]:
-    """Shape of the local tensor at `coordinate` (by default at the origin, which has the largest part)."""
-    coordinate = coordinate if coordinate is not None else (0,) * len(mesh_shape)
-    lengths = list(shape)
-    for dim in layout.split:
-        lengths[dim] = local_range(shape[dim], layout, dim, mesh_shape, coordinate)[1]
-    for special in layout.special:
-        lengths[special.dim] += special.length if isinstance(special, Halo) else 0
-    return tuple(lengths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,7 @@
+"""Layouts: how one tensor lies over the mesh, as text, part by part, and what an op asks of its operands."""
+
+from autopar.layout.layout import Layout, Strategy
+from autopar.layout.parts import local_range, local_shape, part_range
+from autopar.layout.placements import PARTIAL, REPLICATE, Special, splits
+
+__all__ = ["PARTIAL", "REPLICATE", "Layout", "Special", "Strategy", "local_range", "local_shape", "part_range", "splits"]
