@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from autopar import random_ops
 from autopar.capture._torch.joint import RawJoint, raw_joint
 from autopar.capture._torch.preparing import Prepared, prepared
 from autopar.capture._transformers import branches_of_eager
 from autopar.capture.attributes import tell_of_unkept
+from autopar.capture.border import Border
 from autopar.capture.calls import check_call
 from autopar.capture.execute import propagate
-from autopar.capture.folding import NotFoldable, Run, Shortened, capture_shortened, renumbered, repeat
-from autopar.capture.graphs import dtype_of, emit, is_tensor, shape_of, sweep
+from autopar.capture.folding import NotFoldable, Shortened, capture_shortened, renumbered
 from autopar.capture.labels import assign_keys, label
 from autopar.capture.mixed import settle_dtypes
 from autopar.capture.notes import of_the_model
 from autopar.capture.passes import PASSES
 from autopar.capture.passes.clean import inline_constants
-from autopar.capture.passes.random import next_state, number_draws, replace_random
-from autopar.capture.passes.tangents_last import add_tangents_last
-from autopar.capture.precision import absorb_casts, before_cast, cast_input, widened
+from autopar.capture.passes.random import number_draws, replace_random
 from autopar.capture.refusals import refuse_float8, refuse_random, refuse_unseen
 from autopar.capture.ties import refuse_overlaps
-from autopar.capture.trace import Folding, Input, Output, Parameter, Trace
+from autopar.capture.trace import Folding, Trace
 from autopar.errors import CaptureError
 from autopar.garbage import collected_seldom
 
@@ -105,7 +101,7 @@ def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None, c
         for node in graph.nodes:
             node.meta["module"] = renumbered(node.meta["module"], shortened.kept)
     inline_constants(graph, raw.constants)
-    border = _Border(raw, call)
+    border = Border(raw, call)
     border.narrow()
     state = replace_random(graph)
     refuse_random(graph)
@@ -123,189 +119,3 @@ def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None, c
     assign_keys(graph)
     graph.lint()
     return replace(border.trace(model), folding=Folding(tuple(map(str, runs)), ""), precision=call.precision)
-
-
-class _Border:
-    """What goes in and out of the graph; made before the passes, which change nodes but not the border's order.
-
-    A tied tensor has one placeholder and one gradient, under its first name.
-    """
-
-    def __init__(self, raw: RawJoint, call: Prepared) -> None:
-        self.raw, self.aliases, self.graph, self.stored = raw, dict(call.aliases), raw.graph, dict(call.stored)
-        self.inference = call.inference
-        self.first = {name: first for first, others in call.aliases.items() for name in (first, *others)}
-        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
-        self.nodes: dict[tuple[str, Any], fx.Node] = {}
-        for node, (kind, name) in zip(placeholders, raw.placeholders, strict=True):
-            self._enter(node, (kind, self.first.get(name, name)))
-        self.results = self._results()
-
-    def narrow(self) -> None:
-        """Inputs come in their own dtype; a parameter is read, and its gradient made, in a narrower one where the graph reads no other."""
-        for (kind, name), node in self.nodes.items():
-            if kind == "input" and self.raw.in_leaves[name][1].dtype != dtype_of(node):
-                cast_input(self.graph, node, self.raw.in_leaves[name][1].dtype)
-            elif kind == "parameter":
-                self.stored.setdefault(name, dtype_of(node))
-                absorb_casts(self.graph, node)
-        narrow = {name for (kind, name), node in self.nodes.items() if kind == "parameter" and dtype_of(node) != self.stored[name]}
-        self.results = [
-            ((kind, name), before_cast(node) if kind == "gradient" and name in narrow else node) for (kind, name), node in self.results
-        ]
-        self._output.args = (tuple(node for _, node in self.results),)
-
-    def widen(self) -> None:
-        """Gradients go out in the dtype in which parameters rest, or inputs come; after the passes, which know what makes a gradient."""
-        made = list(self._output.args[0])
-        for position, ((kind, name), _) in enumerate(self.results):
-            if kind == "gradient":
-                made[position] = widened(made[position], self.stored[name])
-            elif kind == "input gradient":
-                made[position] = widened(made[position], self.raw.in_leaves[name][1].dtype)
-        self._output.args = (tuple(made),)
-        sweep(self.graph)
-
-    def resting(self) -> list[fx.Node]:
-        """The placeholders of parameters and buffers."""
-        return [node for (kind, _), node in self.nodes.items() if kind in ("parameter", "buffer")]
-
-    @property
-    def _output(self) -> fx.Node:
-        return next(iter(reversed(self.graph.nodes)))
-
-    def add_random_state(self, state: fx.Node) -> None:
-        """The state is a buffer that every step changes."""
-        entry = ("buffer", random_ops.STATE)
-        self.nodes[entry], self.aliases[random_ops.STATE] = state, ()
-        self.results.append((("mutation", random_ops.STATE), next_state(self.graph, state)))
-        self._output.args = (tuple(node for _, node in self.results),)
-        resting = [node for node in self.resting() if node is not state]
-        if resting:
-            resting[-1].append(state)
-
-    def _enter(self, node: fx.Node, kind: tuple[str, Any]) -> None:
-        if kind in self.nodes:
-            node.replace_all_uses_with(self.nodes[kind])
-        if kind in self.nodes or not is_tensor(node):
-            if node.users:
-                raise CaptureError(
-                    f"the graph reads the {kind[0]} {self.raw.in_leaves[kind[1]][0]!r}, which is no tensor",
-                    remedy="pass it as a tensor, or make it an attribute of the model",
-                )
-            self.graph.erase_node(node)
-            return
-        self.nodes[kind] = node
-        if kind[0] in ("parameter", "buffer"):
-            node.meta["module"] = kind[1]
-
-    def _results(self) -> list[tuple[tuple[str, Any], fx.Node]]:
-        output = self._output
-        found: dict[tuple[str, Any], fx.Node] = {}
-        for (kind, name), node in zip(self.raw.results, output.args[0], strict=True):
-            entry = (kind, self.first.get(name, name))
-            if node is None:
-                continue
-            if entry in found:
-                with self.graph.inserting_before(output):
-                    node = emit(node, torch.ops.aten.add.Tensor, (found[entry], node), shape_of(node))
-            found[entry] = node
-        results = [(entry, node) for group in _GROUPS for entry, node in found.items() if entry[0] == group]
-        output.args = (tuple(node for _, node in results),)
-        return results
-
-    def repeat(self, runs: Iterable[Run]) -> None:
-        """Repeat the layers of a shortened model's runs in the finished graph.
-
-        Raises:
-            NotFoldable: where they are not alike.
-        """
-        results = dict(zip((kind for kind, _ in self.results), self._output.args[0], strict=True))
-        for run in runs:
-            self.nodes, results = repeat(run, self.graph, self.nodes, results)
-        self.results = list(results.items())
-
-    def add_tangents_last(self) -> None:
-        """In sums of gradients, where the model returns no loss."""
-        if self.raw.loss is None:
-            add_tangents_last(self.graph, [node for (kind, _), node in self.nodes.items() if kind == "tangent"])
-
-    def trace(self, model: nn.Module) -> Trace:
-        """The Trace around the finished graph."""
-        positions = {kind: position for position, (kind, _) in enumerate(self.results)}
-        final = self._output.args[0]
-        tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-        tensors |= {name: node.meta["val"] for (kind, name), node in self.nodes.items() if kind == "buffer" and name == random_ops.STATE}
-        entries = {group: self._parameters(group, tensors, positions) for group in ("parameter", "buffer")}
-        paths = dict(enumerate(path for path, _ in self.raw.in_leaves))
-        inputs = tuple(
-            Input(
-                paths[kind[1]], *_border(node), gradient=positions.get(("input gradient", kind[1])),
-                requires_grad=self.raw.in_leaves[kind[1]][1].requires_grad and not self.inference,
-            )
-            for kind, node in self.nodes.items()
-            if kind[0] == "input"
-        )  # fmt: skip
-        leaves = self.raw.out_leaves
-        tangents = {name: node.name for (kind, name), node in self.nodes.items() if kind == "tangent"}
-        outputs = tuple(
-            Output(
-                leaves[kind[1]][0], *_border(final[position]), kind[1] == self.raw.loss, tangents.get(kind[1], ""),
-                requires_grad=leaves[kind[1]][1].requires_grad,
-            )
-            for kind, position in positions.items()
-            if kind[0] == "output"
-        )  # fmt: skip
-        return Trace(
-            graph=self.graph,
-            parameters=entries["parameter"],
-            buffers=entries["buffer"],
-            inputs=inputs,
-            outputs=outputs,
-            mutated={kind[1]: position for kind, position in positions.items() if kind[0] == "mutation"},
-            in_spec=self.raw.in_spec,
-            out_spec=self.raw.out_spec,
-            constants={position: leaf for position, (_, leaf) in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
-            settings={position: leaf for position, (_, leaf) in enumerate(self.raw.in_leaves) if not isinstance(leaf, torch.Tensor)},
-            fingerprint=_fingerprint(self.graph, entries["parameter"] + entries["buffer"]),
-            attributes=(*self.raw.attributes, *self.raw.outside),
-        )
-
-    def _parameters(
-        self, group: str, tensors: Mapping[str, torch.Tensor], positions: Mapping[tuple[str, Any], int]
-    ) -> tuple[Parameter, ...]:
-        return tuple(
-            Parameter(
-                name=name,
-                aliases=self.aliases[name],
-                node=node.name,
-                shape=tuple(tensors[name].shape),
-                view=shape_of(node),
-                dtype=self.stored.get(name, tensors[name].dtype),
-                requires_grad=tensors[name].requires_grad and not self.inference,
-                gradient=positions.get(("gradient", name)),
-                compute_dtype=node.meta["val"].dtype,
-            )
-            for (kind, name), node in self.nodes.items()
-            if kind == group
-        )
-
-
-_GROUPS = ("output", "gradient", "mutation", "input gradient")  # of results, in their order
-
-
-def _border(node: fx.Node) -> tuple[str, tuple[int, ...], torch.dtype]:
-    return node.name, shape_of(node), node.meta["val"].dtype
-
-
-def _fingerprint(graph: fx.Graph, parameters: tuple[Parameter, ...]) -> str:
-    digest = hashlib.sha256()
-    for entry in parameters:
-        read = f" read as {entry.compute_dtype}" if entry.is_narrowed else ""
-        digest.update(f"{entry.name} {entry.shape} {entry.dtype}{read} {entry.requires_grad}\n".encode())
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        shapes = [tuple(item.shape) for item in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(item, torch.Tensor)]
-        arguments = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["key"])
-        digest.update(f"{node.meta['key']} {shapes} {arguments}\n".encode())
-    return digest.hexdigest()
