@@ -131,7 +131,7 @@ class Instances:
         return op.kind == "compute" and op.phase == "forward" and (op.recomputable or inside or self.forced.recompute is not None)
 
     def _borders(self) -> set[Ref]:
-        """What another layer reads in forward, which no stage runs again (`autopar.cost.price`)."""
+        """What another layer reads in forward, which no stage runs again (`autopar.cost.builder`)."""
         clusters = [c for s in self.priced.sources if s.cluster is not None for c in s.cluster.instances if c.phase == "forward"]
         layers: Mapping[Ref, tuple[int, ...]] = {ref: c.indices for c in clusters for ref in c.results}
         return {ref for c in clusters for ref in c.operands if ref in layers and layers[ref] != c.indices}

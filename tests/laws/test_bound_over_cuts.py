@@ -21,7 +21,7 @@ from autopar.capture import Trace, capture
 from autopar.certificate import over_cuts
 from autopar.certificate.cut_search import least_over_cuts
 from autopar.choices import Multipliers
-from autopar.cost import price as pricing
+from autopar.cost import builder
 from autopar.cost.kernels import in_any_stage
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
@@ -139,14 +139,14 @@ class Model:
 @pytest.fixture(autouse=True)
 def parameters_decide_for_themselves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In the plans that the bound is held against; in the whole they are folded."""
-    fold = pricing._DIGITS
+    fold = builder._DIGITS
 
     class Apart:
         def sub(self, by: str, name: str) -> str:
             return fold.sub(by, name) if folding[0] else name
 
     folding = [False]
-    monkeypatch.setattr(pricing, "_DIGITS", Apart())
+    monkeypatch.setattr(builder, "_DIGITS", Apart())
     whole = Model.whole.func
 
     def folded(model: Model) -> Priced:

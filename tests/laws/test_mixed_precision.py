@@ -21,7 +21,7 @@ import autopar
 from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture, execute
 from autopar.constraints import Constraint, ddp, fsdp, megatron, pipeline, tensor_parallel
-from autopar.cost import price as cost_price
+from autopar.cost import builder
 from autopar.emit import emit
 from autopar.emit.job import CAST
 from autopar.errors import AutoparError, EmissionError, InfeasibleError, PlanError, VerificationError
@@ -172,7 +172,7 @@ def test_the_certificate_refuses_gradients_that_are_reduced_before_they_are_cast
     links = {name: replace(link, latency_s=0.0, curves={}) for name, link in ALONE.links.items()}
     by_bytes = replace(ALONE, links=links, launch_overhead_s=0.0, hash="by bytes")  # so that nothing is gained by buckets
     with monkeypatch.context() as patch:
-        patch.setattr(cost_price, "cast_alone", lambda trace: {})
+        patch.setattr(builder, "cast_alone", lambda trace: {})
         plan = autopar.plan(model, Mesh({"gpu": 4}), example_inputs=batch, hardware=by_bytes, precision="bf16")
     found = autopar.check(plan, model, batch, hardware=by_bytes)
     assert any("it moves bfloat16, the tensor asks for torch.float32" in f.what for f in found.findings), str(found)
