@@ -16,7 +16,12 @@ from typing import Any
 from autopar.errors import AutoparError
 
 # Ranks are forked from a process that has these, which takes seconds to import, and nothing else.
-_PRELOADED = ["autopar", "torch.distributed.tensor", "transformers.modeling_utils"]
+_PRELOADED = [
+    "autopar",
+    "torch.distributed.tensor.experimental",  # Dynamo imports it at a model's first attention
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 def run_ranks(

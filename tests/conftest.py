@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from hypothesis import settings
+
+gc.set_threshold(100_000, 20, 20)  # modules, plans and graphs are many small objects, of which few are garbage
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
@@ -75,7 +78,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What has been imported and collected stays until the end: the garbage collector need not walk it again and again."""
     _settle()
-    gc.set_threshold(10_000, 10, 10)  # plans and graphs are many small objects, of which few are garbage
 
 
 def _settle() -> None:
