@@ -37,7 +37,7 @@ def test_dispatched_experts_are_the_unsplit_ones_and_hold_what_is_predicted() ->
             assert measured == predicted >= 2 * (16 * 2 * row * 4), "rows of pairs that go and that come"
 
 
-def test_five_steps_follow_the_plain_model() -> None:
+def test_steps_follow_the_plain_model() -> None:
     model, batch = zoo_small.mixtral(dtype=torch.float64)
     plans = {name: autopar.plan(model, MESH, example_inputs=batch, hardware="cpu-gloo", constraints=wish) for name, wish in WISHES.items()}
     assert any(c.own for c in plans["mixtral dispatched"].communications)

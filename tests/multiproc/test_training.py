@@ -76,7 +76,7 @@ def test_the_plans_communicate_in_every_way_and_recompute(plans: dict[str, Plan]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_five_steps_with_clipping_follow_the_plain_model(facts: Facts, plans: dict[str, Plan], kind: str) -> None:
+def test_steps_with_clipping_follow_the_plain_model(facts: Facts, plans: dict[str, Plan], kind: str) -> None:
     # 2e-6: both models compute their loss in float32, whatever their weights are.
     for fact in facts:
         assert fact[kind]["hash"] == plans[kind].hash

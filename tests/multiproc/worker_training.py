@@ -12,7 +12,7 @@ import autopar
 from autopar.plans import Plan
 from autopar.run.module import ParallelModule
 
-STEPS, LEARNING_RATE, MAX_NORM = 5, 1e-3, 0.5
+STEPS, LEARNING_RATE, MAX_NORM = 3, 1e-3, 0.5
 
 
 def run(rank: int, plans: dict[str, str]) -> dict[str, Any]:
