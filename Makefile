@@ -29,9 +29,9 @@ types: install
 demo: install
 	$(BIN)/python -m benchmarks.demo
 
-# All tests, the slow ones too, and nothing captured for one of them is used for another.
+# All tests, the slow ones too, each with all of its examples, and nothing captured for one of them is used for another.
 nightly: install
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --fresh-captures -m "slow or not slow"
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --fresh-captures --hypothesis-profile nightly -m "slow or not slow"
 
 clean:
 	rm -rf .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

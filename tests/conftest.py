@@ -25,7 +25,8 @@ SETTLED = 50_000  # objects: fewer are walked in no time
 sys.path[:0] = [str(TESTS), str(TESTS / "support")]  # what tests share: small models, plans written by hand
 
 # Without a deadline: times on a busy machine say nothing. Derandomised: the same commit passes or fails everywhere.
-settings.register_profile("autopar", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("nightly", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("autopar", settings.get_profile("nightly"), max_examples=25)
 settings.load_profile("autopar")
 # Several ranks share a few cores; also inherited by the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -158,6 +158,7 @@ def test_what_the_kernels_of_a_ranks_stages_share_is_there_once(monkeypatch: pyt
     assert plan.prediction.memory_bytes[KERNELS_BUFFERS] == held[fullest] < sum(stages[fullest::2])
 
 
+@pytest.mark.slow  # of one stage a rank it always runs
 def test_under_a_budget_a_ranks_stages_fit_their_kernels_included_and_are_certified() -> None:
     free = interleaving().plan.prediction
     budget = free.peak_bytes - free.memory_bytes[KERNELS_BUFFERS] // 2

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.choices import Choices
@@ -391,7 +392,7 @@ def test_both_compute_and_communication_bound_the_problems_that_are_tried() -> N
     assert any(c.multipliers is not None and min(c.multipliers.balance) < 1.0 for c in found)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=st.integers(0, 2**16), choice=st.integers(0, 2**32), line=st.booleans())
 def test_what_counts_as_running_beside_compute_has_slack_whatever_is_chosen(seed: int, choice: int, line: bool) -> None:
     p, rng = problem(seed, LINE if line else SQUARE, slowdown=0.5), random.Random(choice)

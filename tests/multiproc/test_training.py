@@ -106,7 +106,7 @@ def test_three_processes_train_a_model_whose_dims_they_do_not_divide() -> None:
 
 
 def test_dropout_is_the_same_on_one_process_and_on_four() -> None:
-    model, batch = build("gpt2", dropout=0.2, dtype=torch.float64)
+    model, batch = build("gpt2", dropout=0.2, dtype=torch.float64, n_layer=1)
     plan, program = random_plan(prepare(model, batch, MESH, HardwareProfile.load("cpu-gloo")), 0)
     assert program.collectives
     worker = str(Path(__file__).parent / "worker_dropout.py")
