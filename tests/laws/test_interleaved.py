@@ -221,7 +221,7 @@ def test_what_interleaving_refuses() -> None:
         megatron(chunks=2)
     force = pipeline("stage", microbatches=2, schedule="interleaved_1f1b")
     with pytest.raises(ConstraintError, match="not equal rounds over 4 ranks"):
-        planned("llama", {"stage": 4}, force, layers=2)
+        planned("llama", {"stage": 4}, force, layers=6)
     with pytest.raises(ConstraintError, match="nothing to interleave with"):
         planned("llama", {"stage": 1, "data": 2}, force, layers=2)
     with pytest.raises(ConstraintError, match="8 stages are asked for"):
