@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install test demo lint types nightly clean
+.PHONY: install test tests demo lint types nightly clean
 
 install: $(STAMP)
 
@@ -13,8 +13,11 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
 
+test: lint
+	@$(MAKE) --no-print-directory -j 2 types tests
+
 # A file's tests share what is expensive, so they stay together.
-test: lint types
+tests: install
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 lint: install
@@ -26,9 +29,9 @@ types: install
 demo: install
 	$(BIN)/python -m benchmarks.demo
 
-# All tests, the slow ones too, and nothing captured for one of them is used for another.
+# All tests, the slow ones too, each with all of its examples, and nothing captured for one of them is used for another.
 nightly: install
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --fresh-captures -m "slow or not slow"
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --fresh-captures --hypothesis-profile nightly -m "slow or not slow"
 
 clean:
 	rm -rf .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.collective import BUCKET_DTYPES, BUCKETED, Collective, Kind
 from autopar.halo import Halo
-from autopar.layout import REPLICATE, Layout, Special, local_shape, splits
+from autopar.layout import REPLICATE, Layout, Special, adds_up, local_shape, splits
 from autopar.mirrored import Mirrored
 
 Price = Callable[[Collective], float]
@@ -109,7 +109,7 @@ def neighbours(
                 continue
             after = layout.with_placement(axis, target)
             if after.fits(shape, mesh_shape):
-                moved = (reduce_dtype or dtype) if isinstance(placement, Partial) else dtype
+                moved = (reduce_dtype or dtype) if adds_up(placement) else dtype
                 if moved not in sizes:
                     sizes[moved] = local_bytes(shape, moved, layout, mesh_shape)
                 size = sizes[moved]
@@ -139,13 +139,13 @@ def _collective(axis: int, before: Placement, after: Placement, dtype: str, size
     to = after.dim if splits(after) else -1  # type: ignore[attr-defined]
     if before == REPLICATE:
         return Collective("slice", axis, to, -1, "", dtype, size)
-    if isinstance(before, Partial):
+    if adds_up(before):
         kind: Kind = "all_reduce" if to < 0 else "reduce_scatter"
-        return Collective(kind, axis, to, -1, before.reduce_op, dtype, size)
+        return Collective(kind, axis, to, -1, before.reduce_op, dtype, size)  # type: ignore[attr-defined]
     assert isinstance(before, Shard)
-    if isinstance(after, Mirrored) or isinstance(before, Mirrored):
+    if issubclass(type(after), Mirrored) or issubclass(type(before), Mirrored):
         return Collective("swap", axis, to, -1, "", dtype, size)
-    if isinstance(after, Halo):
+    if issubclass(type(after), Halo):
         return Collective("halo", axis, to, -1, "", dtype, size)
     if to < 0:
         return Collective("all_gather", axis, before.dim, -1, "", dtype, size)
@@ -178,7 +178,7 @@ def layout_graph(
     for axis in range(len(mesh_shape)):
         here = {layout.placements[axis] for layout in lie} | {REPLICATE}
         here |= {Shard(p.dim) for p in here if isinstance(p, Special)}
-        if any(isinstance(p, Partial) for p in here):
+        if any(adds_up(p) for p in here):
             here |= {Shard(dim) for dim in dims}
         allowed.append(here)
     special = tuple(dict.fromkeys(p for layout in wanted for p in layout.special))

@@ -16,7 +16,16 @@ from typing import Any
 from autopar.errors import AutoparError
 
 # Ranks are forked from a process that has these, which takes seconds to import, and nothing else.
-_PRELOADED = ["autopar", "torch.distributed.tensor", "transformers.modeling_utils"]
+_PRELOADED = [
+    "autopar.api.compiling",  # the modules themselves: autopar imports them with the first name that needs them
+    "autopar.api.planning",
+    "autopar.constraints",
+    "autopar.run.saved",
+    "autopar.run.weights",
+    "torch.distributed.tensor.experimental",  # Dynamo imports it at a model's first attention
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 def run_ranks(

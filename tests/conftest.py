@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from hypothesis import settings
+
+gc.set_threshold(100_000, 20, 20)  # modules, plans and graphs are many small objects, of which few are garbage
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
@@ -22,7 +25,8 @@ SETTLED = 50_000  # objects: fewer are walked in no time
 sys.path[:0] = [str(TESTS), str(TESTS / "support")]  # what tests share: small models, plans written by hand
 
 # Without a deadline: times on a busy machine say nothing. Derandomised: the same commit passes or fails everywhere.
-settings.register_profile("autopar", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("nightly", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("autopar", settings.get_profile("nightly"), max_examples=25)
 settings.load_profile("autopar")
 # Several ranks share a few cores; also inherited by the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -75,7 +79,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What has been imported and collected stays until the end: the garbage collector need not walk it again and again."""
     _settle()
-    gc.set_threshold(10_000, 10, 10)  # plans and graphs are many small objects, of which few are garbage
 
 
 def _settle() -> None:

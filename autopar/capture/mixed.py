@@ -22,6 +22,7 @@ from autopar.errors import CaptureError, Where
 Dtypes = tuple[torch.dtype | None, ...]  # of a call's results, None for what is no tensor
 Size = Callable[[int], int]
 _OWN = ("aten", "autopar")
+_ATOMS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))  # what most arguments are that hold no tensor
 _SMALL = 8  # a dim of a small tensor
 _MOST_ELEMENTS = 2**22  # of the operands and results of a call that is tried
 _known: dict[Any, Tried | None] = {}
@@ -172,7 +173,7 @@ def _small(x: Any, size: Size, device: str, dtype: torch.dtype | None) -> Any:
 def _tensors(x: Any) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
-    elif isinstance(x, list | tuple | Mapping):
+    elif isinstance(x, (list, tuple, dict)) or (type(x) not in _ATOMS and isinstance(x, Mapping)):
         for each in x.values() if isinstance(x, Mapping) else x:
             yield from _tensors(each)
 

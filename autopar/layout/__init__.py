@@ -2,6 +2,6 @@
 
 from autopar.layout.layout import Layout, Strategy
 from autopar.layout.parts import local_range, local_shape, part_range
-from autopar.layout.placements import PARTIAL, REPLICATE, Special, splits
+from autopar.layout.placements import PARTIAL, REPLICATE, Special, adds_up, splits
 
-__all__ = ["PARTIAL", "REPLICATE", "Layout", "Special", "Strategy", "local_range", "local_shape", "part_range", "splits"]
+__all__ = ["PARTIAL", "REPLICATE", "Layout", "Special", "Strategy", "adds_up", "local_range", "local_shape", "part_range", "splits"]

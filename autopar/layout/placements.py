@@ -16,3 +16,8 @@ PARTIAL = Partial("sum")
 def splits(placement: Placement) -> bool:
     """Whether it is a shard. torch's placements have an ``isinstance`` of their own, which takes long where they are not."""
     return issubclass(type(placement), Shard)
+
+
+def adds_up(placement: Placement) -> bool:
+    """Whether it is a partial sum, or another reduction's part; as quickly as `splits`."""
+    return issubclass(type(placement), Partial)

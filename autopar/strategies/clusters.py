@@ -28,7 +28,7 @@ from torch.distributed.tensor import Partial
 
 from autopar import ops, random_ops
 from autopar.capture.trace import Trace
-from autopar.layout import Special
+from autopar.layout import Special, adds_up
 from autopar.mirrored import Mirrored
 from autopar.rules import AxisOption, Call, axis_options, call_of, operands_of
 from autopar.strategies.storages import Ref, Storages, size_of
@@ -144,7 +144,7 @@ def _read(trace: Trace) -> _Graph:
         graph.phase[node.name], graph.indices[node.name] = node.meta["phase"], indices
         graph.position[node.name] = len(graph.position)
         graph.options[node.name] = options = _possible_options(graph, call, reads)
-        asked = frozenset(r for o in options for r, p in zip(reads, o.inputs, strict=True) if isinstance(p, Special))
+        asked = frozenset(r for o in options for r, p in zip(reads, o.inputs, strict=True) if issubclass(type(p), Special))
         graph.specially[node.name] = asked if node.target is not operator.getitem else frozenset()
         graph.storages.add(node.name, call, reads)
         for ref in reads:
@@ -163,17 +163,17 @@ def offered_options(call: Call) -> tuple[AxisOption, ...]:
     options = axis_options(call)
     if call.target not in _PRODUCTS or len(call.inputs) < 2:
         return options
-    return tuple(o for o in options if not any(isinstance(p, Partial) for p in o.inputs))
+    return tuple(o for o in options if not any(adds_up(p) for p in o.inputs))
 
 
 def _possible_options(graph: _Graph, call: Call, reads: Sequence[Ref]) -> tuple[AxisOption, ...]:
     """The options whose partial operands some producer can give; of a result that is taken of several, those that are given."""
     made = [(graph.options.get(name, ()), result) for name, result in reads]
-    given = [{o.outputs[result] for o in options if isinstance(o.outputs[result], Partial | Mirrored)} for options, result in made]
-    asked = Partial | Mirrored if call.target is operator.getitem else Partial
+    given = [{o.outputs[result] for o in options if issubclass(type(o.outputs[result]), (Partial, Mirrored))} for options, result in made]
+    asked = (Partial, Mirrored) if call.target is operator.getitem else (Partial,)
 
     def possible(option: AxisOption) -> bool:
-        return all(not isinstance(p, asked) or p in ok for p, ok in zip(option.inputs, given, strict=True))
+        return all(not issubclass(type(p), asked) or p in ok for p, ok in zip(option.inputs, given, strict=True))
 
     return tuple(filter(possible, offered_options(call)))
 
@@ -230,7 +230,7 @@ def _accepts_all(graph: _Graph, member: Member, name: str, operand: int, from_cl
     producer, result = member.reads[operand]
     given = {option.outputs[result] for option in graph.options[producer]}
     others = [i for i in range(len(member.reads)) if i not in from_cluster]
-    usable = [o for o in graph.options[name] if not any(isinstance(o.inputs[i], Partial) for i in others)]
+    usable = [o for o in graph.options[name] if not any(adds_up(o.inputs[i]) for i in others)]
     return given <= {option.inputs[operand] for option in usable}
 
 

@@ -11,12 +11,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.capture.trace import Trace
 from autopar.errors import ConstraintError
-from autopar.layout import REPLICATE, Layout, Strategy
+from autopar.layout import REPLICATE, Layout, Strategy, adds_up, splits
 from autopar.rules import AxisOption, TensorInfo, cuts_alike
 from autopar.strategies.clusters import Cluster, Member, Ref, clusters_of, offered_options
 from autopar.strategies.forced import Forced
@@ -168,7 +168,7 @@ def _join(state: Assignment, member: Member, option: AxisOption, given: Mapping[
     for ref, placement in zip(member.reads, option.inputs, strict=True):
         if joined.setdefault(ref, placement) != placement:
             return None
-        if isinstance(placement, Partial) and ref in given and placement not in given[ref]:
+        if adds_up(placement) and ref in given and placement not in given[ref]:
             return None
     joined.update(zip(member.makes, option.outputs, strict=True))
     return joined
@@ -190,7 +190,7 @@ def _partial_operands(
         key = (signature, *(frozenset(map(str, o)) for o in operands))
         if key not in cache:
             options = _joint_options(cluster, operands)
-            cache[key] = [{o[r] for o in options if isinstance(o[r], Partial)} for r in cluster.results]
+            cache[key] = [{o[r] for o in options if adds_up(o[r])} for r in cluster.results]
         can.update(zip(cluster.results, cache[key], strict=True))
     return result
 
@@ -237,7 +237,7 @@ def _orders(chosen: Sequence[Assignment], shapes: Mapping[Ref, tuple[int, ...]])
     """All orders of the axes where two of them split one dim of some tensor, else mesh order alone."""
     natural = tuple(range(len(chosen)))
     for ref in shapes:
-        dims = [p.dim for option in chosen if isinstance(p := option[ref], Shard)]
+        dims = [p.dim for option in chosen if splits(p := option[ref])]  # type: ignore[attr-defined]
         if len(set(dims)) < len(dims):
             return list(itertools.permutations(natural))
     return [natural]

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import zoo_small
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from measured import measured_peak
 from torch import fx, nn
@@ -133,7 +134,7 @@ def grouped(program: Program) -> list[list[fx.Node]]:
     return [nodes for nodes in found.values() if len(nodes) > 1]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(sent(), st.integers(0, 2**16))
 def test_any_tensors_in_buckets_are_bit_for_bit_what_they_are_alone(tensors: Any, seed: int) -> None:
     program = program_of(tensors)
@@ -175,7 +176,7 @@ def test_members_that_wait_for_each_other_are_refused() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=5), st.sampled_from([torch.float64, torch.float32]))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_out_of_a_bucket_comes_what_went_in(shapes: list[tuple[int, int]], dtype: torch.dtype) -> None:
     tensors = [torch.randn([2 * n] * num_dims) for num_dims, n in shapes]
     for parts in (1, 2) if all(x.dim() for x in tensors) else (1,):

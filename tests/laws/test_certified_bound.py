@@ -11,7 +11,8 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.certificate.bound import MemoryRow, Prices, Versions, lower_bound
@@ -88,7 +89,7 @@ SIZES = {
 }
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(case=st.sampled_from(CASES), number=st.integers(0, 100), seed=st.integers(0, 2**32), **SIZES)
 def test_whatever_the_multipliers_are_no_plan_is_below_the_bound(
     case: Case, number: int, seed: int, size: float, share: float, shift: float
@@ -105,7 +106,7 @@ def test_whatever_the_multipliers_are_no_plan_is_below_the_bound(
 SHARES = st.sampled_from(((1.0, 1.0), (0.5, 0.0), (0.2, 0.9)))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(case=st.sampled_from(BESIDE), number=st.integers(0, 100), seed=st.integers(0, 2**32), balance=SHARES, **SIZES)
 def test_whatever_the_balance_is_no_plan_is_below_the_bound(
     case: Case, number: int, seed: int, balance: tuple[float, float], size: float, share: float, shift: float
@@ -167,7 +168,7 @@ def test_a_balance_beyond_its_range_proves_nothing() -> None:
         lower_bound(BESIDE[0].problem(), {}, [], (1.0, 1.1))
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(seed=st.integers(0, 2**16), **SIZES)
 def test_where_little_is_to_be_chosen_no_multipliers_prove_more_than_what_that_costs(
     seed: int, size: float, share: float, shift: float

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from native import needs_host
 from torch import Tensor
@@ -59,7 +60,7 @@ def dispatching(call: Call, mesh_shape: tuple[int, ...]) -> list[Strategy]:
 # ── the op ──
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     t=st.integers(2, 9), k=st.integers(1, 3), e=st.sampled_from([2, 3, 4, 6, 8]), how=st.sampled_from(PICKS), seed=st.integers(0, 99),
     mesh_shape=st.sampled_from([(2,), (3,), (4,), (2, 2), (2, 3)]),

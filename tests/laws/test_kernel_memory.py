@@ -213,7 +213,8 @@ def under(budget: int, profile: HardwareProfile = SLOW) -> Plan:
     return make_plan(built("narrow")[2], LINE, profile, PlanOptions(memory_bytes=budget)).plan
 
 
-@pytest.mark.parametrize("budget", [pytest.param(LEAST, marks=pytest.mark.slow), SCARCE])
+@pytest.mark.slow  # in microbatches and in stages it always runs, in test_kernel_microbatches and test_kernel_stages
+@pytest.mark.parametrize("budget", [LEAST, SCARCE])
 def test_under_a_budget_the_plan_fits_its_kernels_included_and_is_certified(budget: int) -> None:
     plan, bare = under(budget), under(budget, WITHOUT)
     assert planned("llama").prediction.peak_bytes > budget >= plan.prediction.peak_bytes
@@ -226,7 +227,8 @@ def test_under_a_budget_the_plan_fits_its_kernels_included_and_is_certified(budg
 
 
 def test_what_no_kernel_had_memory_for_is_said() -> None:
-    assert any(offers.NO_ROOM in c.why for c in under(SCARCE).communications)
+    near = PlanOptions(memory_bytes=SCARCE, gap=0.05)  # the last per cent take most of the time, and this is not about them
+    assert any(offers.NO_ROOM in c.why for c in make_plan(built("narrow")[2], LINE, SLOW, near).plan.communications)
     assert not any(offers.NO_ROOM in c.why for c in planned("llama").communications)
 
 

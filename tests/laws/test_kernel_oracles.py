@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.certificate.bound import lower_bound
@@ -279,7 +280,7 @@ def test_what_kernels_save_is_what_the_same_choices_cost_less() -> None:
         assert e.objective_s == pytest.approx(e.compute_s + e.communication_s - e.saved_s)
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(
     seed=st.sampled_from(SEEDS), number=st.integers(0, 2**32), size=st.sampled_from((0.0, 0.02, 0.3, 3.0)),
     share=st.sampled_from((0.0, 0.1, 1.0)), shift=st.sampled_from((0.0, 0.3)), further=st.sampled_from(("", "summed", "normed")),

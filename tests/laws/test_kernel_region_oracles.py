@@ -11,7 +11,8 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.certificate.bound import lower_bound
@@ -206,7 +207,7 @@ def known(seed: int, budget: int, in_flight: int) -> Multipliers:
     return found
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     case=st.sampled_from(((0, 0), (0, 1))), number=st.integers(0, 100), noise=st.integers(0, 2**32),
     size=st.sampled_from((0.0, 0.02, 0.3, 3.0)), share=st.sampled_from((0.0, 0.1, 1.0)), shift=st.sampled_from((0.0, 0.3)),

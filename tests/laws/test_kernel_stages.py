@@ -140,6 +140,7 @@ def test_several_stages_on_a_rank_have_kernels_and_share_what_these_share() -> N
     assert what_if(plan, *deep(), hardware=SLOW).step_s == pytest.approx(plan.prediction.step_s)
 
 
+@pytest.mark.slow  # as what their routes share is, in test_routes, which always runs
 @needs_kernels
 def test_what_the_kernels_of_a_ranks_stages_share_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
     program, (model, batch), plan = interleaving().program, deep(), interleaving().plan
@@ -158,6 +159,7 @@ def test_what_the_kernels_of_a_ranks_stages_share_is_there_once(monkeypatch: pyt
     assert plan.prediction.memory_bytes[KERNELS_BUFFERS] == held[fullest] < sum(stages[fullest::2])
 
 
+@pytest.mark.slow  # of one stage a rank it always runs
 def test_under_a_budget_a_ranks_stages_fit_their_kernels_included_and_are_certified() -> None:
     free = interleaving().plan.prediction
     budget = free.peak_bytes - free.memory_bytes[KERNELS_BUFFERS] // 2
@@ -167,6 +169,7 @@ def test_under_a_budget_a_ranks_stages_fit_their_kernels_included_and_are_certif
     assert found.ok, str(found)
 
 
+@pytest.mark.slow  # test_interleaved changes what a rank claims to hold, and always runs
 def test_a_rank_that_claims_less_of_what_kernels_share_is_found_out() -> None:
     plan = interleaving().plan
     less = {**plan.prediction.memory_bytes, KERNELS_BUFFERS: plan.prediction.memory_bytes[KERNELS_BUFFERS] // 2}

@@ -161,10 +161,15 @@ def test_groups_that_are_none_are_refused(cuts: tuple[int, ...]) -> None:
         Plan.loads(replace(grouped().plan, starts={LIST: cuts}).dumps())
 
 
-def test_what_is_asked_of_a_plan_is_answered() -> None:
+@pytest.mark.slow  # as it is of plans without groups in test_what_if, which always runs
+def test_it_takes_as_long_as_it_says_where_it_was_made() -> None:
     plan, (_, model, batch) = grouped().plan, traced()
     same = autopar.what_if(plan, model, batch, hardware=PROFILE)
     assert same.step_s == pytest.approx(plan.proof.objective_s, rel=1e-9)
+
+
+def test_what_is_asked_of_a_plan_is_answered() -> None:
+    plan = grouped().plan
     text = str(autopar.explain(plan))
     assert all(f"{LIST}.*" in text for _ in plan.starts)
     assert not autopar.diff(plan, plan).changes

@@ -90,11 +90,11 @@ def test_under_a_budget_a_plan_with_hosts_is_no_slower_than_the_best_without_is_
 
 
 def test_hosts_hold_no_more_than_they_are_asked_to() -> None:
-    free = planned("gpt2", SQUARE, hardware=quick_hosts())
+    free = planned("gpt2", ONE, hardware=quick_hosts())
     budget = int(0.7 * free.prediction.peak_bytes)
-    ample = planned("gpt2", SQUARE, asked.offload(), hardware=quick_hosts(), memory_bytes=budget)
+    ample = planned("gpt2", ONE, asked.offload(), hardware=quick_hosts(), memory_bytes=budget)
     most = sum(ample.prediction.host_bytes.values()) // 2
-    less = planned("gpt2", SQUARE, asked.offload(host_bytes=most), hardware=quick_hosts(), memory_bytes=budget)
+    less = planned("gpt2", ONE, asked.offload(host_bytes=most), hardware=quick_hosts(), memory_bytes=budget)
     assert 0 < sum(less.prediction.host_bytes.values()) <= most
     holds("gpt2", less, quick_hosts())
 

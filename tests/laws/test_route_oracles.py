@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.certificate.bound import lower_bound
@@ -94,7 +95,7 @@ def test_cbc_finds_the_same() -> None:
         assert solve(p, gap=0.0, solver="cbc").objective_s == pytest.approx(solve(p, gap=0.0).objective_s, rel=1e-6)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     seed=st.sampled_from((0, 3)), noise=st.integers(0, 2**32), size=st.sampled_from((0.0, 0.02, 0.3, 3.0)),
     share=st.sampled_from((0.0, 0.1, 1.0)), shift=st.sampled_from((0.0, 0.3)),

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -16,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.choices import Choices
@@ -390,7 +392,7 @@ def test_both_compute_and_communication_bound_the_problems_that_are_tried() -> N
     assert any(c.multipliers is not None and min(c.multipliers.balance) < 1.0 for c in found)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=st.integers(0, 2**16), choice=st.integers(0, 2**32), line=st.booleans())
 def test_what_counts_as_running_beside_compute_has_slack_whatever_is_chosen(seed: int, choice: int, line: bool) -> None:
     p, rng = problem(seed, LINE if line else SQUARE, slowdown=0.5), random.Random(choice)
@@ -547,7 +549,7 @@ def test_the_fallback_solver_agrees(case: Case) -> None:
 
 
 SAME = """
-import sys, time; sys.path[:0] = {paths!r}
+import time
 import zoo_small
 from test_solver_oracles import Case
 from autopar.capture import capture
@@ -569,12 +571,15 @@ print(tight.dumps())
 
 
 @pytest.mark.multiproc
-def test_the_same_problem_gives_the_same_choices_and_the_same_plan_byte_for_byte_in_every_process() -> None:
+def test_the_same_problem_gives_the_same_choices_and_the_same_plan_byte_for_byte_in_every_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a new one, whose sets have orders of their own, as in this one, where much was planned before."""
     here = Path(__file__).parent
-    code = SAME.format(paths=[str(here), str(here.parent)])
-    texts = []
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        texts.append(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout)
-    assert "memory binds: True" in texts[0] and '"entries"' in texts[0]
-    assert texts[0] == texts[1]
+    environment = {**os.environ, "PYTHONHASHSEED": "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"}
+    code = f"import sys; sys.path[:0] = {[str(here), str(here.parent)]!r}{SAME}"
+    there = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+    monkeypatch.setattr(time, "monotonic", time.monotonic)  # the code's own is not for what comes after
+    exec(compile(SAME, "same", "exec"), {})
+    assert "memory binds: True" in there and '"entries"' in there
+    assert capsys.readouterr().out == there

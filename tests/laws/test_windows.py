@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
@@ -56,7 +57,7 @@ def image(*shape: int) -> torch.Tensor:
     return torch.randint(-8, 9, shape).double() / 4
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     windows(),
     windows(),
@@ -77,7 +78,7 @@ def test_a_convolution_over_parts_of_space_is_the_whole_one(
     lawful(aten.convolution_backward.default, (grad, x, weight, [2], *how, list(map(bool, mask))), mesh_shape, 2)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(windows(), windows(), st.sampled_from(MESHES), st.booleans(), st.booleans())
 def test_pooling_over_parts_of_space_is_the_whole_one(
     h: Any, w: Any, mesh_shape: tuple[int, ...], ceil_mode: bool, count_include_pad: bool

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import zoo_small
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 from torch.distributed.tensor import Partial, Shard
@@ -196,7 +197,7 @@ def ways(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> list[Held]:
     return [w for at in all_layouts(shape, mesh_shape) for w in held_ways(at, mesh_shape, trained=True, stages={})]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     shape=st.lists(st.integers(2, 6), min_size=1, max_size=3).map(tuple),
     mesh_shape=st.lists(st.sampled_from([2, 3]), min_size=1, max_size=2).map(tuple),

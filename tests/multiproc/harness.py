@@ -7,6 +7,7 @@ processes that wait for each other, not for slow ones. Within a process captures
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -36,6 +37,7 @@ def run_processes(num_processes: int, path: str, function: str, *args: Any, time
 
 def call_in_file(rank: int, tell: Callable[[Any], None], path: str, function: str, args: tuple[Any, ...]) -> Any:
     """What `function` of the file at `path` returns on this rank."""
+    gc.set_threshold(10_000, 10, 10)  # graphs and plans are many small objects, of which few are garbage
     shared_captures.share()
     spec = importlib.util.spec_from_file_location("multiproc_worker", path)
     assert spec is not None and spec.loader is not None

@@ -25,7 +25,7 @@ def test_two_processes_compute_what_they_do_without_buckets() -> None:
         ("llama replicated", constraints.ddp(), "cpu-gloo"),
         ("llama beside compute", constraints.fsdp(), "h100-sxm"),
     ):
-        model, batch = getattr(zoo_small, name.split()[0])(dtype=torch.float64)
+        model, batch = getattr(zoo_small, name.split()[0])(num_layers=1, dtype=torch.float64)
         options = PlanOptions(constraints=(constraint,), outputs="dtensor")
         plan = make_plan(capture(model, (), batch), Mesh(2), HardwareProfile.load(hardware), options).plan
         assert plan.buckets

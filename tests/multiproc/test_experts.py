@@ -37,16 +37,16 @@ def test_dispatched_experts_are_the_unsplit_ones_and_hold_what_is_predicted() ->
             assert measured == predicted >= 2 * (16 * 2 * row * 4), "rows of pairs that go and that come"
 
 
-def test_five_steps_follow_the_plain_model() -> None:
-    model, batch = zoo_small.mixtral(dtype=torch.float64)
+def test_steps_follow_the_plain_model() -> None:
+    model, batch = zoo_small.mixtral(num_layers=1, dtype=torch.float64)
     plans = {name: autopar.plan(model, MESH, example_inputs=batch, hardware="cpu-gloo", constraints=wish) for name, wish in WISHES.items()}
     assert any(c.own for c in plans["mixtral dispatched"].communications)
     texts = {name: plan.dumps() for name, plan in plans.items()}
     assert len(set(texts.values())) == len(texts)
-    for facts in run_processes(4, str(Path(__file__).parent / "worker_training.py"), "run", texts):
+    for facts in run_processes(4, str(Path(__file__).parent / "worker_training.py"), "run", texts, 1):
         assert facts.keys() == plans.keys()
         for name, found in facts.items():
             assert found["hash"] == plans[name].hash
             assert max(found["loss"]) < 2e-6 and max(found["norm"]) < 2e-6 and found["parameters"] < 2e-6
             assert found["state"] == {"keys": "<All keys matched successfully>", "apart": True, "same": True}
-            assert found["sharded"] >= 4, "the experts' two weights of two layers"
+            assert found["sharded"] >= 2, "the experts' two weights"

@@ -12,6 +12,7 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 import zoo_small  # noqa: E402
 from harness import run_processes  # noqa: E402
+from worker_precision import NUM_LAYERS  # noqa: E402
 
 import autopar  # noqa: E402
 from autopar.constraints import Constraint, fsdp, megatron, pipeline  # noqa: E402
@@ -30,7 +31,8 @@ WAYS: dict[str, Constraint] = {
 @pytest.fixture(scope="module")
 def facts() -> list[dict[str, Any]]:
     def plan(way: str) -> Plan:
-        model, batch = getattr(zoo_small, way.split()[0])()
+        kind = way.split()[0]
+        model, batch = getattr(zoo_small, kind)(num_layers=NUM_LAYERS[kind])
         return autopar.plan(model, MESH, example_inputs=batch, hardware="cpu-gloo", constraints=(WAYS[way],), precision="bf16")
 
     return run_processes(4, str(Path(__file__).parent / "worker_precision.py"), "run", {way: plan(way).dumps() for way in WAYS})

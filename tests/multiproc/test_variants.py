@@ -14,14 +14,10 @@ pytestmark = pytest.mark.multiproc
 WORKER = str(Path(__file__).parent / "worker_variants.py")
 
 
-@pytest.fixture(scope="module")
-def wanted() -> list[float]:
-    model = model_of()
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.5))
-
-
 @pytest.mark.parametrize("plan", PLANS)
-def test_an_epoch_of_several_shapes_with_evaluation_follows_the_plain_model(plan: str, wanted: list[float]) -> None:
+def test_an_epoch_of_several_shapes_with_evaluation_follows_the_plain_model(plan: str) -> None:
+    plain = model_of(plan)
+    wanted = train(plain, torch.optim.SGD(plain.parameters(), lr=0.5))
     told = run_processes(math.prod(PLANS[plan][1].values()), WORKER, "epoch", plan)
     for each in told:
         assert each["losses"] == pytest.approx(wanted, rel=2e-5)

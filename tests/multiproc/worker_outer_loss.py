@@ -22,8 +22,8 @@ PLANS: dict[str, tuple[str, dict[str, int], tuple[Any, ...]]] = {
     "several ddp": ("several", {"a": 2}, (constraints.ddp(),)),
     "several fsdp uneven": ("several", {"a": 3}, (constraints.fsdp(),)),
     "convolutions fsdp": ("convolutions", {"a": 2}, (constraints.fsdp(),)),
-    "llama heads": ("llama", {"a": 2}, (constraints.tensor_parallel("1d", axes="a"),)),
-    "llama grid": ("llama", {"a": 2, "b": 2}, (constraints.fsdp(axes="a"), constraints.tensor_parallel("1d", axes="b"))),
+    "llama heads": ("llama_layer", {"a": 2}, (constraints.tensor_parallel("1d", axes="a"),)),
+    "llama grid": ("llama_layer", {"a": 2, "b": 2}, (constraints.fsdp(axes="a"), constraints.tensor_parallel("1d", axes="b"))),
 }
 OUTPUTS = ("auto", "dtensor", "local")
 STEPS, LEARNING_RATE = 3, 0.1

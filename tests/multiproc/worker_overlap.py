@@ -27,7 +27,7 @@ def run(rank: int, plans: dict[str, str]) -> dict[str, Any]:
 
 def follow(kind: str, plan: Plan, rank: int, dtype: torch.dtype) -> dict[str, Any]:
     """Relative errors of loss and gradients, how many steps are started early, and both peaks."""
-    model, batch = getattr(zoo_small, kind)(dtype=dtype)
+    model, batch = getattr(zoo_small, kind)(num_layers=1, dtype=dtype)
     plain = copy.deepcopy(model)
     program = emit(capture(model, (), batch), plan)
     module = ParallelModule(program, device_mesh(plan.mesh), model, outputs="dtensor")

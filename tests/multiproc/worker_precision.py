@@ -11,6 +11,7 @@ import zoo_small
 import autopar
 from autopar.plans import Plan
 
+NUM_LAYERS = {"llama": 1, "gpt2": 2}  # as many as there are stages
 STEPS, LEARNING_RATE, MAX_NORM = 4, 0.1, 0.5
 
 
@@ -20,7 +21,7 @@ def run(rank: int, plans: dict[str, str]) -> dict[str, Any]:
 
 def follow(kind: str, plan: Plan) -> dict[str, Any]:
     """Relative errors of loss and norm, what gradients and weights are, and how far weights are from the reference's."""
-    model, batch = getattr(zoo_small, kind)()
+    model, batch = getattr(zoo_small, kind)(num_layers=NUM_LAYERS[kind])
     plain = copy.deepcopy(model)
     module = autopar.compile(model, plan.mesh, example_inputs=batch, plan=plan)
     facts: dict[str, Any] = {"loss": [], "norm": [], "dtypes": set()}

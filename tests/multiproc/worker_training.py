@@ -12,17 +12,17 @@ import autopar
 from autopar.plans import Plan
 from autopar.run.module import ParallelModule
 
-STEPS, LEARNING_RATE, MAX_NORM = 5, 1e-3, 0.5
+STEPS, LEARNING_RATE, MAX_NORM = 3, 1e-3, 0.5
 
 
-def run(rank: int, plans: dict[str, str]) -> dict[str, Any]:
+def run(rank: int, plans: dict[str, str], num_layers: int = 2) -> dict[str, Any]:
     """By name of a plan, of which the first word is the model's kind."""
-    return {name: follow(name.split()[0], Plan.loads(text)) for name, text in plans.items()}
+    return {name: follow(name.split()[0], Plan.loads(text), num_layers) for name, text in plans.items()}
 
 
-def follow(kind: str, plan: Plan) -> dict[str, Any]:
+def follow(kind: str, plan: Plan, num_layers: int) -> dict[str, Any]:
     """Relative errors of loss, norm and parameters over some steps; the state dict in a fresh module."""
-    model, batch = getattr(zoo_small, kind)(dtype=torch.float64)
+    model, batch = getattr(zoo_small, kind)(num_layers=num_layers, dtype=torch.float64)
     plain = copy.deepcopy(model)
     module = autopar.compile(model, plan.mesh, example_inputs=batch, plan=plan)
     facts: dict[str, Any] = {"hash": module.plan.hash, "loss": [], "norm": []}  # type: ignore[operator, union-attr]
@@ -44,13 +44,13 @@ def follow(kind: str, plan: Plan) -> dict[str, Any]:
     facts["parameters"] = max((p.full_tensor() - q).abs().max().item() for p, q in pairs)
     facts["sharded"] = sum(not all(x.is_replicate() for x in p.placements) for p in module.parameters())
     facts["meshes"] = sorted({str(p.device_mesh.mesh_dim_names) for p in module.parameters()})
-    facts["state"] = _round_trip(kind, batch, module)
+    facts["state"] = _round_trip(kind, num_layers, batch, module)
     return facts
 
 
-def _round_trip(kind: str, batch: dict[str, torch.Tensor], module: Any) -> dict[str, Any]:
+def _round_trip(kind: str, num_layers: int, batch: dict[str, torch.Tensor], module: Any) -> dict[str, Any]:
     """A fresh module with other weights takes the state, and then computes the same loss."""
-    other, _ = getattr(zoo_small, kind)(dtype=torch.float64)
+    other, _ = getattr(zoo_small, kind)(num_layers=num_layers, dtype=torch.float64)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(0.1)

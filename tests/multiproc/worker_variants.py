@@ -25,7 +25,6 @@ PLANS: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
     "free in stages": ((autopar.constraints.pipeline(),), {"node": 2, "gpu": 2}),
 }
 CALLS = ((8, 16), (8, 12), (6, 16), (8, 16), (6, 16))
-LAYERS = 4
 
 
 def batch_of(samples: int, tokens: int) -> dict[str, torch.Tensor]:
@@ -49,15 +48,15 @@ def train(module: Any, optimizer: torch.optim.Optimizer) -> list[float]:
     return losses
 
 
-def model_of() -> torch.nn.Module:
-    return build("gpt2", dropout=0.0, n_layer=LAYERS)[0]
+def model_of(plan: str = "") -> torch.nn.Module:
+    return build("gpt2", dropout=0.0, n_layer=4 if "stages" in plan else 2)[0]
 
 
 def epoch(rank: int, plan: str) -> dict[str, Any]:
     """Losses here, and what programs there are."""
     constraints, mesh = PLANS[plan]
     options: dict[str, Any] = {"hardware": load_profile("cpu-gloo-frictionless"), "outputs": "loss", "constraints": constraints}
-    module: Any = autopar.compile(model_of(), autopar.Mesh(mesh), example_inputs=batch_of(8, 16), **options)
+    module: Any = autopar.compile(model_of(plan), autopar.Mesh(mesh), example_inputs=batch_of(8, 16), **options)
     own = {id(p) for p in module.parameters()}
     losses = train(module, torch.optim.SGD(module.parameters(), lr=0.5))
     same = all({id(p) for p in each.parameters()} <= own for each in module.variants.known)

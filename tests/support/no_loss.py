@@ -73,6 +73,10 @@ def llama() -> tuple[nn.Module, dict[str, Tensor]]:
     return _unlabelled(*zoo_small.llama())
 
 
+def llama_layer() -> tuple[nn.Module, dict[str, Tensor]]:
+    return _unlabelled(*zoo_small.llama(num_layers=1))
+
+
 def bert() -> tuple[nn.Module, dict[str, Tensor]]:
     return _unlabelled(*zoo_small.bert())
 

@@ -6,7 +6,8 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.certificate.cut_search import least_over_cuts
@@ -37,7 +38,7 @@ def enumerated(given: Parts, num_stages: int, num_microbatches: int, allowed: se
     return best
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(parts(), st.integers(1, 4), st.integers(1, 6), st.data())
 def test_the_least_step_is_that_of_the_best_cut(given: Parts, num_stages: int, num_microbatches: int, data: st.DataObject) -> None:
     num = len(given.units)
