@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
+from autopar import random_ops
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.kernels.binding import bind
 from autopar.run.answered import Answered
@@ -82,6 +83,8 @@ class StagedModule(Compiled):
         self._num_ranks = 1 if group is None else group.size()
         stages = {n: program.stages[n] for n in range(self.rank, len(program.stages), self._num_ranks)}
         held = {t.name: t for stage in stages.values() for t in (*stage.parameters, *stage.buffers)}
+        self._draws = random_ops.STATE in held
+        held |= {t.name: t for stage in program.stages for t in stage.buffers if t.name == random_ops.STATE}  # on all ranks alike
         here = {name for t in held.values() for name in (t.name, *t.aliases)}
         every = {name for s in program.stages for t in (*s.parameters, *s.buffers) for name in (t.name, *t.aliases)}
         super().__init__(tuple(held.values()), own, model, elsewhere=every - here, world=devices, both_modes=both_modes, shared=shared)
@@ -129,12 +132,19 @@ class StagedModule(Compiled):
         if torch.is_grad_enabled() and self._may_train:
             self._trains(parameters, self._held)
         outputs = self._waiting(parts, parameters) if trained and self._how.loss is None else self._stepped(parts, parameters, keep=trained)
+        self._count_draws()
         for name, storage in self._presented.items():
             outputs[name] = storage.wrap(outputs[name])
         if self._how.loss is not None:
             refused = [t.name for t in self._kept if t.requires_grad and not t.is_loss]
             outputs |= {name: refusing(name, outputs[name], outputs[self._how.loss]) for name in refused}
         return self._results.build([parted(x) if (x := outputs.get(t.name)) is not None else None for t in self.program.outputs])
+
+    def _count_draws(self) -> None:
+        """Where no stage of this rank draws random numbers, their state goes on as it does where one does."""
+        if not self._draws and random_ops.STATE in self._buffers:
+            with torch.no_grad():
+                self.get_buffer(random_ops.STATE).add_(self._how.num)
 
     def _stepped(self, parts: list[dict[str, Tensor]], parameters: Sequence[Tensor], *, keep: bool) -> dict[str, Tensor]:
         """The outputs; with `keep`, backward has run, too."""

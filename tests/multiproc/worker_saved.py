@@ -21,7 +21,7 @@ TRAINED, ALL_STEPS = 3, 6
 
 def run(rank: int, folder: str, steps: int, stages: bool = False) -> dict[str, Any]:
     """Train up to so many steps, from where the newest checkpoint ends; what was seen on the way."""
-    model, batch = build("gpt2", dropout=0.2, dtype=torch.float64)
+    model, batch = build("gpt2", dropout=0.2, dtype=torch.float64, n_layer=1)  # in two stages one of which draws nothing
     constraints = (autopar.constraints.pipeline("gpu", microbatches=1),) if stages else ()
     options: dict[str, Any] = {"hardware": load_profile("cpu-gloo-frictionless"), "outputs": "loss", "num_microbatches": "auto"}
     module: Any = autopar.compile(model, example_inputs=batch, constraints=constraints, **options)
