@@ -18,6 +18,7 @@ from autopar.planning import PlanOptions
 from autopar.plans import Plan
 from autopar.run.executor import Backend, Batch, Outputs
 from autopar.run.module import ParallelModule
+from autopar.run.part import is_plain
 from autopar.run.staged_module import StagedModule
 
 
@@ -88,6 +89,10 @@ _OF_THE_MODULE = (
 )  # fmt: skip
 
 
+class NotPlannedYet(RuntimeStateError, AttributeError):
+    """What a compiled module has from its first call on."""
+
+
 class Deferred(nn.Module):
     """A compiled model before its first call; from then on it stands for the distributed one."""
 
@@ -139,9 +144,14 @@ class Deferred(nn.Module):
         except AttributeError:
             if name in _OF_THE_MODULE:
                 return getattr(self._ready(name), name)
-            if self.__dict__.get("_waiting", self) is None:
+            order = self.__dict__.get("_waiting", self)
+            if order is None:
                 return getattr(self.module, name)
-            raise
+            if order is self or name.startswith("_") or not hasattr(order.model, name):
+                raise
+            if is_plain(value := getattr(order.model, name)):  # `config`, `device`: the plain model's, which it is made of
+                return value
+            return self._ready(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("random_state", "loss_scale"):
@@ -151,7 +161,7 @@ class Deferred(nn.Module):
 
     def _ready(self, wish: str) -> ParallelModule | StagedModule:
         if self._waiting is not None:
-            raise RuntimeStateError(
+            raise NotPlannedYet(
                 f"{wish} asked for before the first call: the model is not planned yet",
                 remedy="call the model once first, or pass example_inputs=batch to autopar.compile and it is planned at once",
             )

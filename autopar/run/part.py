@@ -33,7 +33,7 @@ class Standing(nn.Module):
         of_classes = {name: x for each in reversed(classes_of(type(module))) for name, x in vars(each).items()}
         found = {name: x for name, x in of_classes.items() if not hasattr(type(x), "__get__")} | vars(module)
         found = {name: x for name, x in found.items() if not name.startswith("_") and name != "training"}
-        plain = {name: x for name, x in found.items() if _is_plain(x) and not hasattr(own, name)}
+        plain = {name: x for name, x in found.items() if is_plain(x) and not hasattr(own, name)}
         self.__dict__["_plain"] = {name: x for name, x in plain.items() if name not in self.__dict__}
         self.__dict__["_stands_for"], self.__dict__["_own"] = type(module), frozenset(self.__dict__)
 
@@ -215,7 +215,7 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
     return "a tensor", tuple(tensor.shape), tensor.dtype
 
 
-def _is_plain(value: Any, depth: int = 3) -> bool:
+def is_plain(value: Any, depth: int = 3) -> bool:
     """Whether it holds no tensor and no module, as far as that is looked for, and cannot be called."""
     if isinstance(value, Tensor | nn.Module) or (callable(value) and not isinstance(value, type)):
         return False
@@ -223,4 +223,4 @@ def _is_plain(value: Any, depth: int = 3) -> bool:
         return True
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set | frozenset) else ()
     inner = (*inner, *getattr(value, "__dict__", {}).values())
-    return all(_is_plain(each, depth - 1) for each in inner if each is not value)
+    return all(is_plain(each, depth - 1) for each in inner if each is not value)

@@ -135,6 +135,20 @@ def test_text_is_a_mesh_or_what_the_planner_is_to_shape() -> None:
         read_mesh("4x8x2")
 
 
+def test_a_model_that_waits_for_its_first_call_shows_the_plain_ones_settings() -> None:
+    model, batch = zoo_small.gpt2()
+    waiting = compile(model, 1)
+    assert (waiting.config, waiting.device, waiting.dtype) == (model.config, model.device, model.dtype)
+    for name in ("transformer", "generate", "plan"):
+        assert not hasattr(waiting, name)
+        with pytest.raises(RuntimeStateError, match=f"{name} asked for before the first call"):
+            getattr(waiting, name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        waiting.nothing  # noqa: B018
+    waiting(**batch)
+    assert waiting.device == model.device and waiting.transformer is not None
+
+
 def test_the_random_state_of_a_model_that_waits_for_its_first_call() -> None:
     model, batch = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), torch.randn(4, 8)
     step = compile(Squared(model), 1)
