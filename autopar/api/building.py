@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from autopar.api.arguments import MeshLike, as_mesh, is_shape_of, is_unshaped
 from autopar.api.further import Structure, asked_of, beside_the_optimizer, shapes_of, storage_of
@@ -85,6 +86,8 @@ def parallel_module(
     module = build(program, devices, order.model, **{**order.build, "outputs": wanted}, shared=shared)
     object.__setattr__(module, "plan", plan)
     if shared is None:
+        asked = order.options if order.plan is None else plan.options
+        module.is_for_inference = bool(asked.get("inference", False))
         for line in idle(plan) if rank() == 0 else ():
             log.warning(line)
         usual = wanted == settled("auto", any(t.is_loss for t in program.outputs), plan.options.get("inference", False))
@@ -102,7 +105,11 @@ def _variant(
     plan: Plan = module.plan
     hardware = planned_for(plan) if asked is None else asked  # read where it is planned, on one rank
     only_forward = not torch.is_grad_enabled()
-    asked_again, otherwise = (replace(options, outputs=build["outputs"]) for options in asked_of(plan, storage_of(module)))
+    asks = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
+    asked_again, otherwise = (
+        replace(options, outputs=build["outputs"], inference=options.inference and not asks)  # of a frozen model by itself
+        for options in asked_of(plan, storage_of(module))
+    )
     further = _Further(asked_again, otherwise)
     if only_forward:
         further = _Further(*(beside_the_optimizer(plan, options) for options in (asked_again, otherwise)))

@@ -95,7 +95,8 @@ def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None, c
     """
     graph = raw.graph
     tell_of_unkept(raw.unkept)
-    label(graph)
+    given = zip((node for node in graph.nodes if node.op == "placeholder"), raw.placeholders, strict=True)
+    label(graph, [node for node, (kind, _) in given if kind == "tangent"])
     refuse_float8(graph)
     if shortened is not None:
         for node in graph.nodes:

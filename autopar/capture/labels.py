@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Collection
 
 from torch import fx
 
@@ -12,18 +13,21 @@ from autopar.capture.refusals import user_line
 _ROOT = re.compile(r"^L\['\w+'\]\.?")
 
 
-def label(graph: fx.Graph) -> None:
+def label(graph: fx.Graph, tangents: Collection[fx.Node] = ()) -> None:
     """Set ``phase``, ``module`` and ``source`` of every node from what Dynamo and AOTAutograd recorded.
 
     Sums of gradients carry no module; they take that of their latest labelled operand, which is the gradient that joined.
-    The backward of a user's autograd function carries no phase; it comes amid the backward.
+    The backward of a user's autograd function carries no phase; it comes amid the backward, or begins it, with a tangent.
+
+    Args:
+        tangents: placeholders.
     """
     order: dict[fx.Node, int] = {}
     phase = "forward"
     for position, node in enumerate(graph.nodes):
         order[node] = position
         meta = node.meta
-        if node.op == "output":
+        if node.op == "output" or any(operand in tangents for operand in node.all_input_nodes):
             phase = "backward"
         elif "partitioner_tag" in meta:
             phase = "backward" if meta["partitioner_tag"].endswith("backward") else "forward"

@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.capture.calls import check_call
@@ -100,6 +102,10 @@ class Arguments:
         return tensors
 
     def _check_asking(self, tensors: Sequence[Tensor]) -> None:
+        for (_, tensor, _), value in zip(self._inputs, tensors, strict=True):
+            if forward_ad.unpack_dual(value).tangent is not None:
+                what = f"argument {tensor.name!r} has a forward-mode tangent: programs have derivatives by backward only"
+                raise RuntimeStateError(what, remedy="differentiate by backward, or call the plain model")
         for (_, tensor, _), value in zip(self._inputs, tensors, strict=True) if torch.is_grad_enabled() else ():
             if value.requires_grad and not tensor.requires_grad:
                 raise AsksForGradient(
@@ -123,6 +129,10 @@ class Arguments:
             value = leaves[position]
             if not isinstance(value, Tensor):
                 raise Misfit(f"argument {tensor.name!r} is {type(value).__name__}, not a tensor", remedy=self._remedy)
+            if isinstance(value, DTensor):
+                what = f"argument {tensor.name!r} is a DTensor, the program takes plain tensors"
+                remedy = "pass x.full_tensor(), called on every rank, or compile the module that it comes from with outputs='full'"
+                raise RuntimeStateError(what, remedy=remedy)
             if tuple(value.shape) != shape or value.dtype != tensor.dtype:
                 part = "" if self._is_whole else f", this rank's part of {tensor.shape}"
                 what = f"argument {tensor.name!r} is {value.dtype} {tuple(value.shape)}, the program takes {tensor.dtype} {shape}{part}"

@@ -30,6 +30,7 @@ class Compiled(Holder):
 
     Attributes:
         variants: of other modes and shapes, where there may be some. only_forward: whether memory was planned for a forward alone.
+        is_for_inference: whether that was asked for.
 
     Raises:
         MeshError, RuntimeStateError: as `Holder`.
@@ -49,7 +50,7 @@ class Compiled(Holder):
         shared: Compiled | None = None,
     ) -> None:
         super().__init__(tensors, devices, model, elsewhere, world, shared=shared)
-        self.only_forward = False
+        self.only_forward = self.is_for_inference = False
         self._captured_mode, self._made_under = None if both_modes else model.training, autocast_around(devices.device_type)
         self._frozen: Frozen | None = None
         self._left: PlainModel | None = None
@@ -87,8 +88,7 @@ class Compiled(Holder):
             self._check_call()
             return self._arguments.tensors(args, kwargs, devices)
         except Misfit as misfit:
-            plan = self.__dict__.get("plan")
-            if isinstance(misfit, AsksForGradient) and plan is not None and plan.options.get("inference", False):
+            if isinstance(misfit, AsksForGradient) and self.is_for_inference:
                 what = f"{misfit.what}: it was made for inference"
                 raise RuntimeStateError(what, remedy="call it under torch.no_grad, or compile without inference=True") from None
             return misfit

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.kernels.collectives import AxisGroup, Groups
 from autopar.mesh import Mesh
-from autopar.run.ranks import of_all
+from autopar.run.ranks import of_all, of_all_alike
 
 
 def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
@@ -125,7 +125,7 @@ def agree(fact: str, what: str, devices: DeviceMesh) -> None:
     """
     if devices.size() == 1:
         return
-    facts = of_all(fact)
+    facts = of_all_alike(f"tells its {what}", fact)
     ranks = [int(rank) for rank in devices.mesh.flatten()]
     different = [rank for rank in ranks if facts[rank] != facts[ranks[0]]]
     if different:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RuntimeStateError
-from autopar.run.ranks import of_all
+from autopar.run.ranks import of_all_alike
 
 log = logging.getLogger("autopar")
 
@@ -26,7 +26,7 @@ def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
     if devices.size() == 1:
         return
     tensors = dict(_tensors(model))
-    every = _gathered([(name, _digest(x)) for name, x in tensors.items()], devices)
+    every = _gathered("weights", [(name, _digest(x)) for name, x in tensors.items()], devices)
     found = [dict(facts) for facts in every]
     names = dict.fromkeys(name for facts in found for name in facts)  # of all ranks, in one order: what follows is collective
     different = [name for name in names if len({facts.get(name) for facts in found}) > 1]
@@ -64,7 +64,7 @@ def check_batch(names: Sequence[str], values: Sequence[Tensor], devices: DeviceM
     """
     if devices.size() == 1 or dist.get_world_size() != devices.size():
         return
-    every = _gathered([_digest(x) for x in values], devices)
+    every = _gathered("batch", [_digest(x) for x in values], devices)
     different = [name for name, *digests in zip(names, *every, strict=True) if len(set(digests)) > 1]
     if different:
         raise RuntimeStateError(
@@ -86,7 +86,7 @@ def check_tangents(returned: Sequence[tuple[str, Tensor | None]], devices: Devic
     """
     if devices.size() == 1 or dist.get_world_size() != devices.size():
         return
-    every = _gathered([None if x is None else _digest(x) for _, x in returned], devices)
+    every = _gathered("gradients of outputs", [None if x is None else _digest(x) for _, x in returned], devices)
     different = [name or "the result" for (name, _), *digests in zip(returned, *every, strict=True) if len(set(digests)) > 1]
     if different:
         raise RuntimeStateError(
@@ -110,9 +110,9 @@ def _digest(x: Tensor) -> tuple[tuple[int, ...], str, str] | None:
     return shape, dtype, hashlib.blake2b(x.view(torch.uint8).numpy(), digest_size=16).hexdigest()
 
 
-def _gathered(fact: object, devices: DeviceMesh) -> list[list]:  # type: ignore[type-arg]
+def _gathered(what: str, fact: object, devices: DeviceMesh) -> list[list]:  # type: ignore[type-arg]
     """Of the mesh's ranks, in its order."""
-    facts = of_all(fact)
+    facts = of_all_alike(f"compares its {what}", fact)
     return [facts[rank] for rank in _ranks(devices)]
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import RuntimeStateError
 
@@ -21,6 +23,14 @@ _KINDS = {"_modules": "module", "_parameters": "parameter", "_buffers": "buffer"
 
 class NoSuchMethod(RuntimeStateError, AttributeError):
     """What the plain model can do by itself and a compiled one cannot."""
+
+
+class _NoComputing(TorchDispatchMode):
+    """Refuses all ops."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        what = f"it computes with tensors ({func}), of which each rank has its part"
+        raise NoSuchMethod(what, remedy="read it on the plain model, whose weights are its own")
 
 
 class Standing(nn.Module):
@@ -54,17 +64,19 @@ class Standing(nn.Module):
                 what = "a compiled module has no no_sync: gradients add up over calls of backward, as they do without it"
                 raise NoSuchMethod(what, remedy="leave it out") from None
             of_class = inspect.getattr_static(self.__dict__.get("_stands_for"), name, None)
-            if isinstance(of_class, property):
+            if isinstance(of_class, property | cached_property):
                 return self._read(name, of_class)
             if of_class is not None and not name.startswith("__"):
                 what = f"a compiled module has no methods of the model's, as {name!r} is: it is one program, of forward"
                 raise NoSuchMethod(what, remedy="call it on the plain model, whose weights are its own") from None
             raise
 
-    def _read(self, name: str, of_class: property) -> Any:
-        """A property of the model's class, of what is held here: `device` and `dtype` of models of transformers among them."""
+    def _read(self, name: str, of_class: property | cached_property[Any]) -> Any:
+        """A property of the model's class, of what is held here: `device` and `dtype` of models of transformers among them. One that
+        computes with tensors, of which there are parts here, is refused."""
         try:
-            return of_class.__get__(self)
+            with _NoComputing():
+                return of_class.func(self) if isinstance(of_class, cached_property) else of_class.__get__(self)
         except AttributeError as error:
             why = error.what if isinstance(error, NoSuchMethod) else str(error)
             what = f"the model's property {name!r} cannot be read on a compiled module: {why}"
@@ -76,7 +88,7 @@ class Standing(nn.Module):
         if own is None or (not held and (name in own or isinstance(getattr(type(self), name, None), property))):
             object.__setattr__(self, name, value)  # its own, whatever the model has under that name
             return
-        if name in self.shown:
+        if name in self.shown or isinstance(inspect.getattr_static(self.__dict__.get("_stands_for"), name, None), property):
             what = f"{name!r} cannot be set: what the model computes was captured with the value that it had then"
             raise RuntimeStateError(what, remedy=f"let forward read it from a buffer (register_buffer({name!r}, torch.tensor(...)))")
         if held or any(name in self.__dict__[kind] for kind in _KINDS):

@@ -34,6 +34,25 @@ def of_all(fact: Any) -> list[Any]:
     return facts
 
 
+def of_all_alike(topic: str, fact: Any) -> list[Any]:
+    """As `of_all`, where ranks may be about to say different things.
+
+    Args:
+        topic: what this rank is doing, in words.
+
+    Raises:
+        RuntimeStateError: on all ranks, where others do something else.
+    """
+    said = of_all((topic, fact))
+    topics = [each[0] for each in said]
+    if len(set(topics)) > 1:
+        other = next(number for number, each in enumerate(topics) if each != topics[0])
+        what = f"ranks do different things: rank 0 {topics[0]}, rank {other} {topics[other]}"
+        remedy = "call the model alike on every rank: in one mode, with batches of the same shapes, dtypes and requires_grad"
+        raise RuntimeStateError(what, remedy=remedy)
+    return [each[1] for each in said]
+
+
 def by_first(action: Callable[[], Any], where: str, remedy: str) -> Any:
     """What `action` returns, which the first rank alone does; the others wait for it.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import constraints
+from autopar.errors import RuntimeStateError
 from autopar.run.splitting import local_part
 
 PLANS: dict[str, tuple[str, dict[str, int], tuple[Any, ...]]] = {
@@ -53,6 +54,16 @@ def gradients(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     loss = found if isinstance(found, Tensor) else found.loss
     (loss if loss.ndim == 0 else loss.square().sum()).backward()
     return {name: x.grad for name, x in given.items() if x.grad is not None}
+
+
+def apart(rank: int) -> str:
+    """What a rank is told whose input requires a gradient, or not, as the other's does not, or does."""
+    module: Any = autopar.compile(nn.Linear(4, 4), autopar.Mesh({"a": 2}), example_inputs=(torch.ones(8, 4),), hardware="cpu-gloo")
+    try:
+        module(torch.ones(8, 4, requires_grad=rank == 0))
+    except RuntimeStateError as error:
+        return str(error)
+    return "nothing"
 
 
 def adversaries(rank: int) -> dict[str, list[float]]:

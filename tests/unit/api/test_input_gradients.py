@@ -11,6 +11,7 @@ import given_back
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import autopar
 from autopar.errors import RuntimeStateError
@@ -115,6 +116,14 @@ def test_a_model_of_which_nothing_is_trained_passes_gradients_on() -> None:
     assert not module(x.detach()).requires_grad
 
 
+def test_a_model_of_which_nothing_is_trained_may_be_asked_later() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False), asking(2, 4)
+    module = compiled(model, x.detach())
+    assert not module(x.detach()).requires_grad
+    torch.testing.assert_close(gradients(square, module, x), gradients(square, model, x))
+    assert len(module.variants.known) == 1
+
+
 def test_a_model_without_parameters_passes_gradients_on() -> None:
     model, x = nn.Softmax(-1), asking(2, 4)
     torch.testing.assert_close(gradients(square, compiled(model, x), x), gradients(square, model, x))
@@ -134,6 +143,21 @@ def test_second_derivatives_are_refused() -> None:
     x = asking(2, 4)
     with pytest.raises(RuntimeStateError, match="first derivatives only"):
         torch.autograd.grad(square(compiled(nn.Linear(4, 4), x)(x)), x, create_graph=True)
+
+
+def test_what_has_a_tangent_of_forward_mode_is_refused() -> None:
+    x = asking(2, 4)
+    module = compiled(nn.Linear(4, 4).requires_grad_(False), x)
+    with forward_ad.dual_level(), pytest.raises(RuntimeStateError, match="argument '0' has a forward-mode tangent"):
+        module(forward_ad.make_dual(x.detach(), torch.ones(2, 4)))
+
+
+def test_a_distributed_tensor_is_no_input() -> None:
+    x = torch.randn(2, 4)
+    first, second = compiled(nn.Linear(4, 4), x, outputs="dtensor"), compiled(nn.Linear(4, 4), x)
+    for _ in range(3):
+        with pytest.raises(RuntimeStateError, match=r"argument '0' is a DTensor[\s\S]*outputs='full'"):
+            second(first(x))
 
 
 def test_inference_has_none_and_says_so() -> None:

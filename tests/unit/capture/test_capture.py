@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import autopar
 from autopar.capture import Trace, capture, execute
 from autopar.errors import CaptureError
 
@@ -531,6 +532,17 @@ class OwnBackward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return Cubed.apply(self.linear(x)).sum()
+
+
+class Returned(OwnBackward):
+    def forward(self, x: Tensor) -> Tensor:
+        return Cubed.apply(self.linear(x))
+
+
+def test_a_users_backward_may_be_the_first_of_all() -> None:
+    model, x = Returned().double(), torch.randn(4, 4).double()
+    plan = autopar.plan(model, 2, example_inputs=(x,), hardware="cpu-gloo", constraints=[autopar.constraints.ddp()])
+    assert autopar.verify(plan, model, (x,)).ok
 
 
 def test_what_a_users_backward_computes_belongs_to_the_backward() -> None:

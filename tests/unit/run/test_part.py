@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections import OrderedDict
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -41,6 +42,14 @@ class Own(nn.Linear):
     @property
     def answer(self) -> Any:
         return self.generate()
+
+    @property
+    def size(self) -> float:
+        return self.weight.norm().item()
+
+    @cached_property
+    def width(self) -> int:
+        return self.weight.shape[1]
 
     def __len__(self) -> int:
         return 3
@@ -123,7 +132,12 @@ def test_of_the_models_methods_a_compiled_module_has_none_and_says_so() -> None:
 def test_properties_of_the_models_classes_are_of_what_is_held() -> None:
     plain, module = pair()
     assert module.own.device == plain.own.device == torch.device("cpu")
-    assert not hasattr(module.own, "answer")
+    assert module.own.width == plain.own.width == 4
+    assert not hasattr(module.own, "answer") and not hasattr(module.own, "size")
+    with pytest.raises(RuntimeStateError, match=r"property 'size' cannot be read on a compiled module: it computes with tensors"):
+        module.own.size  # noqa: B018
+    with pytest.raises(RuntimeStateError, match="'size' cannot be set"):
+        module.own.size = 1.0
     with pytest.raises(RuntimeStateError, match=r"property 'answer' cannot be read on a compiled module: [\s\S]*no methods of the model's"):
         module.own.answer  # noqa: B018
 
