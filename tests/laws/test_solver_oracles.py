@@ -577,7 +577,7 @@ def test_the_same_problem_gives_the_same_choices_and_the_same_plan_byte_for_byte
     """In a new one, whose sets have orders of their own, as in this one, where much was planned before."""
     here = Path(__file__).parent
     environment = {**os.environ, "PYTHONHASHSEED": "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"}
-    code = f"import sys; sys.path[:0] = {[str(here), str(here.parent)]!r}{SAME}"
+    code = f"import sys; sys.path[:0] = {[str(here), str(here.parent), str(here.parent / 'support')]!r}{SAME}"
     there = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
     monkeypatch.setattr(time, "monotonic", time.monotonic)  # the code's own is not for what comes after
     exec(compile(SAME, "same", "exec"), {})
