@@ -41,7 +41,7 @@ from autopar.lazy import lazily
 from autopar.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from autopar import constraints
+    from autopar import constraints, rules
     from autopar.api.compiling import compile
     from autopar.api.planning import check, plan, verify
     from autopar.api.what_if import flips, what_if
@@ -105,6 +105,7 @@ __all__ = [
     "load_adapter",
     "load_weights",
     "plan",
+    "rules",
     "save_pretrained",
     "save_weights",
     "verify",

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def lazily(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package, whose `__all__` says what `dir` shows. The package's modules are names of it, too.
+    """`__getattr__` and `__dir__` of a package. `dir` shows `__all__` and all that is imported so; other modules are names of it, too.
 
     Args:
         package: its full name.
@@ -26,6 +26,7 @@ def lazily(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], An
 
     def names() -> list[str]:
         here = sys.modules[package]
-        return sorted({*vars(here), *here.__all__})
+        own = (name for name in vars(here) if name.startswith("__"))
+        return sorted({*own, *here.__all__, *modules})
 
     return get, names

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autopar.constraints import Constraint
 from autopar.errors import AutoparError, ConstraintError, MeshError
@@ -38,7 +39,12 @@ def as_mesh(mesh: MeshLike) -> Mesh:
     if isinstance(mesh, Mapping):
         return Mesh(mesh)
     remedy = 'pass autopar.Mesh({"node": 4, "gpu": 8}), a torch DeviceMesh, nodes and devices per node as (4, 8), or a device count'
-    raise MeshError(f"{mesh!r} is no mesh", remedy=remedy)
+    remedy += "; the batch is example_inputs=" if any(isinstance(leaf, Tensor) for leaf in tree_leaves(mesh)) else ""
+    raise MeshError(f"{tree_map_only(Tensor, _in_short, mesh)!r} is no mesh", remedy=remedy)
+
+
+def _in_short(x: Tensor) -> str:
+    return f"tensor of shape {tuple(x.shape)}"
 
 
 def launched() -> Unshaped:
@@ -90,10 +96,17 @@ def as_constraints(constraints: Any) -> tuple[Constraint, ...]:
     return tuple(constraints)
 
 
-def runs_on(model: nn.Module, mesh: MeshLike) -> str | None:
-    """Kind of device that a model will run on: the torch mesh's, or its parameters'; None where neither says (weights on meta)."""
+def check_model(model: nn.Module) -> None:
+    """Raises AutoparError where it is none."""
+    if isinstance(model, type):
+        raise AutoparError(f"{model.__name__} is a class and no model", remedy=f"pass a torch.nn.Module: {model.__name__}(...)")
     if not isinstance(model, nn.Module):
         raise AutoparError(f"{type(model).__name__} is no model", remedy="pass a torch.nn.Module")
+
+
+def runs_on(model: nn.Module, mesh: MeshLike) -> str | None:
+    """Kind of device that a model will run on: the torch mesh's, or its parameters'; None where neither says (weights on meta)."""
+    check_model(model)
     if isinstance(mesh, DeviceMesh):
         return str(mesh.device_type)
     types = {p.device.type for p in model.parameters()} - {"meta"}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
 from torch import Tensor, nn
 
-from autopar.api.arguments import Example, Launched, as_call, launched
+from autopar.api.arguments import Example, Launched, as_call, as_mesh, check_model, is_unshaped, launched
 from autopar.api.building import Order, parallel_module
 from autopar.api.hardware import HardwareLike
 from autopar.api.tracing import refuse_wrapped
@@ -56,12 +56,14 @@ def compile(
     Raises:
         as `plan`; PlanError where the plan is for another model or mesh and says what differs, or options are passed beside it.
     """
-    if isinstance(model, nn.Module):
-        refuse_wrapped(model)
+    check_model(model)
+    refuse_wrapped(model)
     _check_options(plan, hardware, {"backend": backend, "batch": batch, "outputs": outputs}, options)
     if example_inputs is None and batch == "local":
         raise RuntimeStateError('batch="local" needs example_inputs', remedy="pass the global batch; its values are not read")
     build = {"backend": backend, "batch": batch, "outputs": outputs}
+    if mesh is not None and not is_unshaped(mesh):
+        as_mesh(mesh)  # what is none is refused at once
     order = Order(model, launched() if mesh is None else mesh, plan, hardware, build, options)
     return Deferred(order) if example_inputs is None else parallel_module(order, *as_call(example_inputs))
 
@@ -132,10 +134,29 @@ class Deferred(nn.Module):
         """Load into the distributed parameters; as `named_parameters`."""
         return self._ready("load_state_dict").load_state_dict(*args, **kwargs)
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The distributed module and its parts, under the model's names; as `named_parameters`."""
+        return self._ready("modules").named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As `named_modules`."""
+        return self._ready("modules").named_children()
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Deferred:
+        """To the distributed module and its parts; as `named_parameters`."""
+        self._ready("apply").apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Deferred:
+        """What `to`, `half` and `cuda` do."""
+        self._ready("a conversion")._apply(fn, recurse)
+        return self
+
     def train(self, mode: bool = True) -> Deferred:
         """Set the mode, also of the distributed module once it is there."""
-        super().train(mode)
-        self._mode_is_set = True
+        self.training, self._mode_is_set = mode, True
+        if self._waiting is None:
+            self.module.train(mode)
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -154,10 +175,15 @@ class Deferred(nn.Module):
             return self._ready(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("random_state", "loss_scale"):
-            setattr(self._ready(name), name, value)
-        else:
+        if name.startswith("_") or name in ("training", "module"):
             super().__setattr__(name, value)
+        else:
+            setattr(self._ready(name), name, value)
+
+    def __dir__(self) -> list[str]:
+        order = self.__dict__.get("_waiting")
+        shown = dir(self.module) if order is None else []
+        return sorted({*super().__dir__(), *shown})
 
     def _ready(self, wish: str) -> ParallelModule | StagedModule:
         if self._waiting is not None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -223,11 +224,17 @@ def _asked_differences(plan: Plan, trace: Trace) -> list[str]:
 
 
 def verify(
-    plan: Plan, model: nn.Module, batch: Example, *, dtype: torch.dtype | None = torch.float64, tolerance: float | None = None
+    plan: Plan | str | Path,
+    model: nn.Module,
+    batch: Example,
+    *,
+    dtype: torch.dtype | None = torch.float64,
+    tolerance: float | None = None,
 ) -> Verification:
     """Run all ranks of a plan in one process, in lockstep, and compare outputs and every gradient with the plain model.
 
     Args:
+        plan: or its file.
         dtype: all floating tensors are promoted to it, on both sides; None computes in the model's own.
         tolerance: largest relative error allowed; by default 1e-9 in fp64 (2e-6 where the model itself computes a part in
             fp32), 1e-4 in fp32, 5e-2 below.
@@ -236,28 +243,28 @@ def verify(
         VerificationError: naming the first node that diverges, with its module path.
         PlanError: where the plan is for another model.
     """
-    args, kwargs = as_call(batch)
+    plan, (args, kwargs) = Plan.of(plan), as_call(batch)
     trace = traced_for(plan, model, args, kwargs)
     check_fits(plan, trace, plan.mesh)
     reference = as_planned(trace, plan)
     return verify_program(reference, program_of(plan, model, trace, args, kwargs), model, args, kwargs, dtype=dtype, tolerance=tolerance)
 
 
-def check(plan: Plan, model: nn.Module, batch: Example, *, hardware: HardwareLike | None = None) -> Certificate:
+def check(plan: Plan | str | Path, model: nn.Module, batch: Example, *, hardware: HardwareLike | None = None) -> Certificate:
     """Certify a plan without a solver: that it is legal, costs and holds what it says, and is as close to the best as it says.
 
     Everything is derived anew from the model, whose weights may be on meta, and the profile; `verify` is what runs the plan.
 
     Args:
-        hardware: as in `plan`; by default the profile that the plan names.
+        plan: or its file. hardware: as in `plan`; by default the profile that the plan names.
 
     Raises:
         CaptureError: where the model cannot be captured.
         HardwareError: where the profile is not here under the name that the plan has: pass its path.
         ConstraintError, EmissionError: where the model cannot be cut as the plan says.
     """
+    plan, (args, kwargs) = Plan.of(plan), as_call(batch)
     devices = of_plan(plan, hardware)
-    args, kwargs = as_call(batch)
     trace = traced_for(plan, model, args, kwargs)
     if plan.pipeline is None:
         return certify(as_planned(trace, plan), plan, devices)

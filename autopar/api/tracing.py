@@ -48,13 +48,18 @@ def refuse_wrapped(model: nn.Module) -> None:
     """Raise CaptureError where something made the model parallel, or compiled it, before: it takes a plain module to start from."""
     if hasattr(model, "_orig_mod"):
         raise _wrapped(model, "", "the result of torch.compile", "pass the plain module, which torch.compile was given (`model._orig_mod`)")
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith("autopar."):
+    modules = [("", model)] if _is_compiled(model) else model.named_modules()  # which one that waits for its first call does not tell
+    for name, module in modules:
+        if _is_compiled(module):
             raise _wrapped(module, name, "compiled by autopar already", "pass the plain module, which autopar.compile was given")
         if isinstance(module, _WRAPPERS):
             raise _wrapped(module, name, "made parallel by torch already", "pass the plain module, which was wrapped (`model.module`)")
         if isinstance(module, FSDPModule):
             raise _wrapped(module, name, "sharded by torch already", "pass the plain module, without fully_shard")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("autopar.")
 
 
 def _wrapped(module: nn.Module, name: str, what: str, remedy: str) -> CaptureError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 
 from rich.console import RenderableType
 from rich.markup import escape
@@ -118,8 +119,9 @@ class Diff(Readable):
         yield f"peak {size(p.peak_bytes)} → {size(q.peak_bytes)} ({_relative(p.peak_bytes, q.peak_bytes)}){': ' + moved if moved else ''}"
 
 
-def diff(first: Plan, second: Plan) -> Diff:
-    """What changed from `first` to `second`: layouts, stages, recomputation, time and memory, per module."""
+def diff(first: Plan | str | Path, second: Plan | str | Path) -> Diff:
+    """What changed from `first` to `second`, plans or their files: layouts, stages, recomputation, time and memory, per module."""
+    first, second = Plan.of(first), Plan.of(second)
     a, b = first.pipeline, second.pipeline
     if _cuts(first) != _cuts(second):
         return _by_shares(first, second)

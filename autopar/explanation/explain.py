@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from autopar.breakdown import Part, breakdown
 from autopar.errors import PlanError
@@ -15,7 +16,7 @@ from autopar.plans.plan import summarized_by
 
 
 def explain(
-    plan: Plan, *, module: str | None = None, profile: Hardware | None = None, flips: Sequence[Flip] = ()
+    plan: Plan | str | Path, *, module: str | None = None, profile: Hardware | None = None, flips: Sequence[Flip] = ()
 ) -> Explanation | StagedExplanation:
     """A readable account of a plan: time, memory, proof; per module its layouts, costs, and the best other choice. Of a plan with a
     pipeline also its schedule and what crosses between stages, then the same per stage.
@@ -23,13 +24,14 @@ def explain(
     Which parallelism a module has is derived from its layouts; `autopar.breakdown.words` states the criteria.
 
     Args:
-        module: a module path with shell wildcards; only these modules, with every decision taken in them.
+        plan: or its file. module: a module path with shell wildcards; only these modules, with every decision taken in them.
         profile: the one that the plan was made for, where it is not a shipped one; it tells what faster links are worth.
         flips: at which change of the hardware close choices turn, as `autopar.flips` finds them for the plan and its model.
 
     Raises:
         PlanError: where no module matches.
     """
+    plan = Plan.of(plan)
     pipeline = plan.pipeline
     priced = Worth() if module is not None else worth(plan, profile)
     if pipeline is None:

@@ -195,6 +195,16 @@ class Plan:
         Path(path).write_text(self.dumps(), encoding="utf-8")
 
     @staticmethod
+    def of(plan: Plan | str | Path) -> Plan:
+        """A plan as it is, or the one in a file. Raises PlanError where it is neither, and as `load`."""
+        if isinstance(plan, str | Path):
+            return Plan.load(plan)
+        if not isinstance(plan, Plan):
+            what = f"{type(plan).__name__} is no plan"
+            raise PlanError(what, remedy="pass an autopar.Plan or its file; a compiled module has its own as pm.plan")
+        return plan
+
+    @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan.
 

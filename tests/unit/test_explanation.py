@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from made_plan import WIRE_S, made_plan, made_staged_plan
@@ -39,6 +40,16 @@ def test_constraints_that_differ_are_said_as_they_were_written() -> None:
     plan = made_plan()
     asked = replace(plan, options={**plan.options, "constraints": [layout("up", weight="S(0) R").to_json(), ddp(["a"]).to_json()]})
     assert "constraints: none → layout('up', weight='S(0) R'), ddp(axes=['a'])" in str(diff(plan, asked)).replace("\n", " ")
+
+
+def test_a_plan_may_be_a_file_and_what_is_none_is_refused(tmp_path: Path) -> None:
+    plan = made_plan()
+    plan.save(tmp_path / "plan.json")
+    assert str(explain(tmp_path / "plan.json")) == str(explain(plan))
+    assert str(diff(plan, str(tmp_path / "plan.json"))) == str(diff(plan, plan))
+    for refused in (explain, lambda what: diff(plan, what)):
+        with pytest.raises(PlanError, match=r"int is no plan[\s\S]*pm\.plan"):
+            refused(3)  # type: ignore[arg-type, operator]
 
 
 def test_a_plan_does_not_differ_from_itself() -> None:

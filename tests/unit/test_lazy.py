@@ -69,7 +69,7 @@ def test_what_was_there_at_once_is_there_when_asked_for() -> None:
 
 @pytest.mark.parametrize("package", [autopar, hf], ids=lambda package: package.__name__)
 def test_every_name_is_there_and_shown(package: ModuleType) -> None:
-    assert set(package.__all__) <= set(dir(package))
+    assert set(package.__all__) <= set(dir(package)) and not {"lazily", "TYPE_CHECKING", "lazy"} & set(dir(package))
     for name in package.__all__:
         assert getattr(package, name) is not None
     with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'absent'"):

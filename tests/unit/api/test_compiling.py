@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,35 @@ def test_a_model_that_waits_for_its_first_call_shows_the_plain_ones_settings() -
         waiting.nothing  # noqa: B018
     waiting(**batch)
     assert waiting.device == model.device and waiting.transformer is not None
+
+
+def test_what_is_done_to_a_model_that_waits_for_its_first_call_is_refused_or_done() -> None:
+    x = torch.randn(4, 8)
+    waiting = compile(Squared(nn.Linear(8, 8)), 1)
+    done: list[Callable[[], object]] = [
+        waiting.half, lambda: waiting.to(torch.float64), lambda: waiting.apply(lambda m: None), lambda: dict(waiting.named_modules()),
+        lambda: list(waiting.children()), lambda: setattr(waiting, "net", nn.Linear(8, 8)), lambda: setattr(waiting, "scale", 2.0),
+    ]  # fmt: skip
+    for do in done:
+        with pytest.raises(RuntimeStateError, match="before the first call"):
+            do()
+    assert waiting.eval().training is False and waiting.train().training
+    waiting(x)
+    assert [name for name, _ in waiting.named_modules()] == ["", "net"] and "net" in dir(waiting)
+    with torch.no_grad():
+        waiting.apply(lambda m: m.weight.zero_() if isinstance(m, nn.Linear) else None)
+    assert not waiting.net.weight.full_tensor().any()
+    with pytest.raises(RuntimeStateError, match="neither replaced nor added"):
+        waiting.net = nn.Linear(8, 8)
+    assert waiting.eval().module.training is False
+
+
+def test_what_is_no_model_and_no_mesh_is_refused_at_once() -> None:
+    x = torch.randn(2, 8)
+    with pytest.raises(AutoparError, match=r"Linear is a class and no model[\s\S]*Linear\(\.\.\.\)"):
+        compile(nn.Linear, 1, example_inputs=(x,))  # type: ignore[arg-type]
+    with pytest.raises(MeshError, match=r"tensor of shape \(2, 8\)[\s\S]*the batch is example_inputs="):
+        compile(nn.Linear(8, 8), (x,))  # type: ignore[arg-type]
 
 
 def test_the_random_state_of_a_model_that_waits_for_its_first_call() -> None:
