@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import RuntimeStateError
 
+_ELSEWHERE = "it on the plain model, which has weights of its own, not those trained here"
 _KINDS = {"_modules": "module", "_parameters": "parameter", "_buffers": "buffer"}
 
 
@@ -30,7 +31,7 @@ class _NoComputing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         what = f"it computes with tensors ({func}), of which each rank has its part"
-        raise NoSuchMethod(what, remedy="read it on the plain model, whose weights are its own")
+        raise NoSuchMethod(what, remedy=f"read {_ELSEWHERE}")
 
 
 class Standing(nn.Module):
@@ -68,7 +69,7 @@ class Standing(nn.Module):
                 return self._read(name, of_class)
             if of_class is not None and not name.startswith("__"):
                 what = f"a compiled module has no methods of the model's, as {name!r} is: it is one program, of forward"
-                raise NoSuchMethod(what, remedy="call it on the plain model, whose weights are its own") from None
+                raise NoSuchMethod(what, remedy=f"call {_ELSEWHERE}") from None
             raise
 
     def _read(self, name: str, of_class: property | cached_property[Any]) -> Any:
@@ -80,7 +81,7 @@ class Standing(nn.Module):
         except AttributeError as error:
             why = error.what if isinstance(error, NoSuchMethod) else str(error)
             what = f"the model's property {name!r} cannot be read on a compiled module: {why}"
-            raise NoSuchMethod(what, remedy="read it on the plain model, whose weights are its own") from error
+            raise NoSuchMethod(what, remedy=f"read {_ELSEWHERE}") from error
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = isinstance(value, nn.Module | nn.Parameter)
