@@ -106,8 +106,7 @@ class Arguments:
             if forward_ad.unpack_dual(value).tangent is not None:
                 what = f"argument {tensor.name!r} has a forward-mode tangent: programs have derivatives by backward only"
                 raise RuntimeStateError(what, remedy="differentiate by backward, or call the plain model")
-        for (_, tensor, _), value in zip(self._inputs, tensors, strict=True) if torch.is_grad_enabled() else ():
-            if value.requires_grad and not tensor.requires_grad:
+            if value.requires_grad and torch.is_grad_enabled() and not tensor.requires_grad:
                 raise AsksForGradient(
                     f"argument {tensor.name!r} requires a gradient, which the program does not compute",
                     remedy="detach it, or let the one in example_inputs require a gradient, too",

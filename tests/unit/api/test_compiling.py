@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from autopar.api import as_mesh, compile, plan
+from autopar.api import as_mesh, check, compile, plan, verify
 from autopar.api.arguments import read_mesh
 from autopar.api.tracing import batch_size
 from autopar.constraints import ddp
@@ -168,6 +168,16 @@ def test_what_is_done_to_a_model_that_waits_for_its_first_call_is_refused_or_don
     with pytest.raises(RuntimeStateError, match="neither replaced nor added"):
         waiting.net = nn.Linear(8, 8)
     assert waiting.eval().module.training is False
+
+
+def test_a_plan_is_checked_and_verified_from_its_file(tmp_path: Path) -> None:
+    model, x = Squared(nn.Linear(8, 8)), torch.randn(4, 8)
+    file = tmp_path / "plan.json"
+    plan(model, 2, example_inputs=(x,), hardware="cpu-gloo").save(file)
+    assert check(file, model, (x,)).ok and verify(str(file), model, (x,)).ok
+    for certify in (check, verify):
+        with pytest.raises(PlanError, match="Linear is no plan"):
+            certify(nn.Linear(8, 8), model, (x,))  # type: ignore[arg-type]
 
 
 def test_what_is_no_model_and_no_mesh_is_refused_at_once() -> None:
