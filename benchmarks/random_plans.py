@@ -2,7 +2,8 @@
 
 Every op's strategies get a random price beside their true one; what is then cheapest is a legal plan, coherent as real
 plans are, but not a good one. Part of the forward ops may also be run again in backward. The plan's prediction comes from the
-true prices, and its peak from the emitted program.
+true prices, and its peak from the emitted program. Asked to, its communications are put in order and into buckets as the planner's are;
+prices of small ones count on that.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ from autopar.cost.priced import Priced
 from autopar.emit import emit
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
+from autopar.planning import PlanOptions
 from autopar.planning.assembly import assemble, fingerprint
+from autopar.planning.clock import Clock
 from autopar.planning.draft import Draft
+from autopar.planning.ordering import Ordering
+from autopar.planning.peaks import Peaks
+from autopar.planning.timeline import beside
+from autopar.planning.tried import Tried
 from autopar.plans import Plan
 from autopar.problem import Op, Problem
-from autopar.run.memory import trace_peak
 from autopar.run.program import Program
 from autopar.solve import Evaluation, evaluate, solve
 from autopar.strategies import classes_of
@@ -62,6 +68,7 @@ def random_plan(
     loudness: tuple[float, float] = (0.0, 1.5),
     recompute_share: float | None = None,
     recompute_otherwise: bool = False,
+    in_order: bool = False,
 ) -> tuple[Plan, Program]:
     """The plan and program of one seed.
 
@@ -69,9 +76,10 @@ def random_plan(
         loudness: range of the noise: powers of ten, times the time of a typical collective. Below 0 plans are close to the best.
         recompute_share: probability with which a forward op is run again in backward; by default random, often 0.
         recompute_otherwise: run it again with a strategy of its own, by chance, not that of forward.
+        in_order: whether buckets and early communication are chosen, too; else there are none.
     """
     choices, evaluation = random_choices(prepared, seed, loudness, recompute_share, recompute_otherwise)
-    return finish(prepared, choices, evaluation, f"random-{seed}")
+    return finish(prepared, choices, evaluation, f"random-{seed}", in_order=in_order)
 
 
 def random_choices(
@@ -131,15 +139,23 @@ def _without_partial(op: Op) -> list[int]:
     return [i for i, each in enumerate(layouts) if not any(layout.has_partial for layout in each)]
 
 
-def finish(prepared: Prepared, choices: Choices, evaluation: Evaluation, name: str) -> tuple[Plan, Program]:
-    """The plan and program of choices."""
+def finish(
+    prepared: Prepared, choices: Choices, evaluation: Evaluation, name: str, *, in_order: bool = False
+) -> tuple[Plan, Program]:
+    """The plan and program of choices; `in_order` as in `random_plan`."""
     trace, profile = prepared.trace, prepared.profile
     mark = fingerprint(trace, name, profile, VERSION)
-    options = {"memory_bytes": AMPLE_BYTES, "optimizer": prepared.priced.optimizer, "batch": "global", "outputs": "dtensor"}
+    options = PlanOptions(memory_bytes=AMPLE_BYTES, optimizer=prepared.priced.optimizer)
+    recorded = {"memory_bytes": AMPLE_BYTES, "optimizer": options.optimizer, "batch": options.batch, "outputs": options.outputs}
     draft = Draft(trace, prepared.mesh, prepared.priced, choices, evaluation, {})
-    plan = assemble(draft, mark, options, 0.0)
-    program = emit(trace, plan)
-    peak = trace_peak(program, outputs="dtensor").peak_bytes + plan.prediction.memory_bytes["optimizer"]
-    plan = replace(plan, prediction=replace(plan.prediction, peak_bytes=peak))
+    plan = assemble(draft, mark, recorded, 0.0)
+    tried = Tried(draft, plan, emit(trace, plan), plan.prediction.peak_bytes, 0.0)
+    peaks = Peaks(options)
+    if in_order:
+        tried = Ordering(prepared.priced, AMPLE_BYTES, peaks.peak_bytes, peaks.by_node, Clock(lambda _: None)).fastest(tried)
+    plan, program = tried.plan, tried.program
+    peak = peaks.peak_bytes(program) + plan.prediction.beside_bytes
+    prediction = replace(plan.prediction, peak_bytes=peak)
+    plan = replace(plan, prediction=beside(prediction, program, plan) if in_order else prediction)
     assert math.isfinite(plan.prediction.step_s)
     return plan, replace(program, plan_hash=plan.hash)

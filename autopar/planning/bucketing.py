@@ -5,8 +5,11 @@ waits, are one collective on one bucket; that pays it once, and for two passes o
 last of them is there, and one of what may be prefetched is done before the first of them is read, which may hide less of it. So those
 members of a group that two of their own size would gain from go together, in the order in which they are issued, in one bucket or in
 several of about equal bytes; as many for every group, since each number that is tried costs a simulation. The one with the shortest
-simulated step is taken, if it is shorter and its peak is within the budget. Of groups that wait for each other the one that saves more
-goes first.
+simulated step is taken, if it is shorter and its peak is within the budget.
+
+A tensor that moves over several axes takes several steps. Where some tensors move over one axis first and others over another, buckets of
+the two axes wait for each other in a circle. Then first steps have buckets of their own, second steps others, and so on: none of a first
+step waits for one of a second.
 
 Objective and bound count what may share a bucket as its share of a full one (`autopar.solve.prices`); the buckets themselves are in the
 simulated step.
@@ -15,7 +18,8 @@ simulated step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -54,15 +58,22 @@ class Groups:
             plan.mesh, profile, num_microbatches, {(c.phase, node, c.result, c.target): c.by_itself_s for node, c in steps if not c.own}
         )
 
-    def of_program(self, program: Program) -> list[list[fx.Node]]:
-        """The members of each group, in the order in which they are issued; the group that saves most first."""
+    def of_program(self, program: Program, *, by_turn: bool = False) -> list[list[fx.Node]]:
+        """The members of each group, in the order in which they are issued; the group that saves most first.
+
+        Args:
+            by_turn: whether first, second, … steps of the tensors are in groups of their own; else steps of a tensor that wait for another
+                in their group are left out.
+        """
         found: dict[_Name, list[fx.Node]] = {}
         for name in ("forward", "backward", "begin", "end"):
-            module = getattr(program, name)
+            module, turns = getattr(program, name), Counter[_Name]()
             for node in module.graph.nodes if module is not None else ():
                 if can_share(node, self.mesh.shape) and self._gains(node):
-                    c = node.meta["collective"]
-                    found.setdefault((name, slack_of(node), c.kind, c.axis, c.dtype, c.reduce_op), []).append(node)
+                    c, tensor = node.meta["collective"], (node.meta["moved"].node, node.meta["moved"].result)
+                    turn = turns[tensor] if by_turn else 0
+                    turns[tensor] += 1
+                    found.setdefault((name, slack_of(node), c.kind, c.axis, c.dtype, c.reduce_op, turn), []).append(node)
         groups = [_apart(nodes) for nodes in found.values()]
         return sorted((nodes for nodes in groups if len(nodes) > 1), key=lambda nodes: -self.bucket(nodes).saved_s)
 
@@ -120,14 +131,23 @@ def offered(
     if sum(groups.bucket(steps).saved_s for steps in found) < WORTH * now_s:
         return
     for num in _NUM_BUCKETS:
-        yield _apart_from_circles([groups.in_buckets(steps, num) for steps in found], fits_together)
+        together = _flat(groups.in_buckets(steps, num) for steps in found)
+        if fits_together(together):
+            yield together
+        else:
+            turns = groups.of_program(program, by_turn=True)
+            yield _apart_from_circles([groups.in_buckets(steps, num) for steps in turns], fits_together)
+
+
+def _flat(offered: Iterable[tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
+    return tuple(bucket for buckets in offered for bucket in buckets)
 
 
 def _apart_from_circles(
     offered: Sequence[tuple[Bucket, ...]], fits_together: Callable[[tuple[Bucket, ...]], bool]
 ) -> tuple[Bucket, ...]:
     """The buckets of all groups, or, where some wait for each other, of as many as do not, in their order."""
-    everything = tuple(bucket for buckets in offered for bucket in buckets)
+    everything = _flat(offered)
     if fits_together(everything):
         return everything
     found = tuple[Bucket, ...]()

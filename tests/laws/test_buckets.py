@@ -42,6 +42,7 @@ from autopar.run.lockstep_ranks import Ranks
 from autopar.run.memory import trace_peak
 from autopar.run.program import Program, ProgramTensor
 from autopar.verification import verify_program
+from benchmarks.random_plans import prepare, random_plan
 
 GLOO, H100 = HardwareProfile.load("cpu-gloo"), HardwareProfile.load("h100-sxm")
 MESH = Mesh({"a": 2, "b": 3})
@@ -175,6 +176,21 @@ def test_members_that_wait_for_each_other_are_refused() -> None:
         bucketed(program, replace(made.plan, buckets=buckets))
 
 
+@examples(60)
+@given(sent())
+def test_turn_by_turn_no_bucket_waits_for_another_in_a_circle(tensors: Any) -> None:
+    """Whatever axes tensors move over, in whatever order."""
+    program = program_of(tensors)
+    steps_of_all = [n for n in program.backward.graph.nodes if "moved" in n.meta]
+    groups = Groups(MESH, GLOO, 1, {n.meta["moved"].name: 1.0 for n in steps_of_all})
+    by_turn = groups.of_program(program, by_turn=True)
+    buckets = tuple(bucket for nodes in by_turn for bucket in groups.in_buckets(nodes, 1))
+    _, _, _, made = planned("gpt2", "ddp")
+    together = bucketed(program, replace(made.plan, buckets=buckets))
+    assert sum(len(b.members) for b in buckets) == sum(map(len, by_turn))
+    assert len(together.collectives) == len(steps_of_all) - sum(len(b.members) - 1 for b in buckets)
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=5), st.sampled_from([torch.float64, torch.float32]))
 @examples(30)
 def test_out_of_a_bucket_comes_what_went_in(shapes: list[tuple[int, int]], dtype: torch.dtype) -> None:
@@ -210,6 +226,23 @@ def test_a_planned_model_computes_what_it_does_without_buckets(case: tuple[str, 
     found = certify(trace, plan, HardwareProfile.load(case[2]))
     assert found.ok, str(found)
     assert Plan.loads(plan.dumps()) == plan
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_parameters_that_move_over_two_axes_in_different_orders_are_in_buckets(kind: str) -> None:
+    model, batch = getattr(zoo_small, kind)()
+    prepared = prepare(model, batch, Mesh({"a": 2, "b": 2}), GLOO)
+    alone, serial = random_plan(prepared, 0)
+    groups = Groups.of(alone, GLOO, 1)
+    circle = tuple(b for nodes in groups.of_program(serial) for b in groups.in_buckets(nodes, 1))
+    with pytest.raises(WaitingError):
+        bucketed(serial, replace(alone, buckets=circle))
+    plan, program = random_plan(prepared, 0, in_order=True)
+    by_turn = groups.of_program(serial, by_turn=True)
+    assert sum(len(b.members) for b in plan.buckets) == sum(map(len, by_turn)) > 0.95 * sum(map(len, groups.of_program(serial)))
+    assert plan.prediction.simulated_s < alone.prediction.serial_s + alone.prediction.beyond_shares_s
+    assert plan.prediction.peak_bytes == trace_peak(program, outputs="dtensor").peak_bytes + plan.prediction.beside_bytes
+    assert verify_program(prepared.trace, program, model, (), batch).ok
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
