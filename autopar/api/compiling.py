@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 from torch import Tensor, nn
 
 from autopar.api.arguments import Example, Launched, as_call, as_mesh, check_model, is_unshaped, launched
 from autopar.api.building import Order, parallel_module
 from autopar.api.hardware import HardwareLike
+from autopar.api.options import Options, spelled_out
 from autopar.api.tracing import refuse_wrapped
 from autopar.errors import AutoparError, PlanError, RuntimeStateError
 from autopar.planning import PlanOptions
@@ -22,6 +23,7 @@ from autopar.run.part import is_plain
 from autopar.run.staged_module import StagedModule
 
 
+@spelled_out
 def compile(
     model: nn.Module,
     mesh: Launched = None,
@@ -32,7 +34,7 @@ def compile(
     batch: Batch = "global",
     outputs: Outputs = "auto",
     hardware: HardwareLike | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> ParallelModule | StagedModule | Deferred:
     """Turn a model into a distributed one: plan (or take a plan), emit, and shard the parameters.
 
@@ -64,7 +66,7 @@ def compile(
     build = {"backend": backend, "batch": batch, "outputs": outputs}
     if mesh is not None and not is_unshaped(mesh):
         as_mesh(mesh)  # what is none is refused at once
-    order = Order(model, launched() if mesh is None else mesh, plan, hardware, build, options)
+    order = Order(model, launched() if mesh is None else mesh, plan, hardware, build, dict(options))
     return Deferred(order) if example_inputs is None else parallel_module(order, *as_call(example_inputs))
 
 
