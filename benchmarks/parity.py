@@ -10,8 +10,8 @@ Mode ``gloo``: one process per device; the loss over 20 AdamW steps against the 
 ``--use outputs`` calls models without labels, and backward goes through all that they return; models that need labels are left out.
 ``--use inference`` plans forward alone, in eval mode. Both in lockstep.
 
-``--random N`` adds N random legal plans per model and mesh: the planner's own would avoid most layouts. Profiles named
-``...-frictionless`` make communication cheap, so that even a tiny model's own plan is sharded.
+``--random N`` adds N random legal plans per model and mesh: the planner's own would avoid most layouts. Every second is one of `cpu-gloo`,
+with buckets. Profiles named ``...-frictionless`` make communication cheap, so that even a tiny model's own plan is sharded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from autopar.verification import verify_program
 from benchmarks import tables
 from benchmarks.common import LIMIT_S, Row, console_of, failed, load_profile, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
-from benchmarks.random_plans import Prepared, prepare, random_plan
+from benchmarks.random_plans import Prepared, prepare, prepared_trace, random_plan
 from benchmarks.ranks import run_ranks
 
 MESHES = ("4", "a=2,b=2", "a=2,b=4", "8")
@@ -51,7 +51,10 @@ LOSS_TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 def make(prepared: Prepared, plan: str, name: str) -> tuple[Plan, Program]:
     """The plan of that name: ``planner`` or ``random-SEED``."""
     if plan.startswith("random-"):
-        return random_plan(prepared, int(plan.removeprefix("random-")))
+        seed = int(plan.removeprefix("random-"))
+        if seed % 2:  # where collectives have latencies, so that there are buckets
+            return random_plan(prepared_trace(prepared.trace, prepared.mesh, load_profile("cpu-gloo")), seed, in_order=True)
+        return random_plan(prepared, seed)
     planned = make_plan(prepared.trace, prepared.mesh, prepared.profile, PlanOptions(), model_name=name)
     return planned.plan, planned.stage_program()
 
