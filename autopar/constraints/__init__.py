@@ -44,3 +44,9 @@ __all__ = [
     "speak_of",
     "tensor_parallel",
 ]
+
+
+def __dir__() -> list[str]:
+    """What users call; all else is the planner's."""
+    called = (context_parallel, ddp, expert_parallel, fsdp, layout, megatron, offload, pipeline, read_constraint, rests_as, tensor_parallel)
+    return [function.__name__ for function in called]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import autopar
+from autopar import constraints
 from autopar.constraints import (
     KINDS,
     Constraint,
@@ -38,6 +39,11 @@ def test_a_constraint_holds_the_layouts_that_were_given_and_no_others() -> None:
     assert made.to_json() == {"pattern": "*.up_proj", "weight": "R S(0)", "input": "S(0) R"}
     for kind in KINDS:
         assert layout("m", **{kind: "R"}).to_json() == {"pattern": "m", kind: "R"}
+
+
+def test_notebooks_show_what_users_call() -> None:
+    assert "pipeline" in dir(constraints) and not {"pipelines", "pipeline_in", "parallelisms"} & set(dir(constraints))
+    assert all(callable(getattr(constraints, name)) for name in dir(constraints))
 
 
 def test_a_constraint_that_forces_nothing_is_refused_with_what_can_be_forced() -> None:
