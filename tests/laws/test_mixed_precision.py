@@ -6,6 +6,7 @@ The reference is a model whose parameters are cast where they are read, as autog
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -51,6 +52,7 @@ WAYS: dict[str, tuple[Mesh, tuple[Constraint, ...], dict[str, Any]]] = {
 }
 
 
+@functools.cache
 def planned(kind: str, way: str, **options: Any) -> tuple[Planned, nn.Module, dict[str, Any]]:
     model, batch = getattr(zoo_small, kind)()
     mesh, constraints, more = WAYS[way]
