@@ -87,7 +87,8 @@ def test_their_plans_are_certified_and_read_back_as_they_were(name: str, request
     assert found.step_s == pytest.approx(made.plan.prediction.step_s, rel=1e-12)
     assert found.peak_bytes == made.plan.prediction.peak_bytes == max(pipe_of(made).rank_bytes)
     assert found.certified_bound_s == pytest.approx(made.plan.proof.certified_bound_s, rel=1e-12)
-    assert 0 < made.plan.proof.certified_bound_s == made.plan.proof.bound_s < made.plan.proof.objective_s
+    assert 0 < made.plan.proof.certified_bound_s <= made.plan.proof.bound_s < made.plan.proof.objective_s
+    assert made.plan.proof.certified_bound_s == pytest.approx(made.plan.proof.bound_s, rel=1e-6), "but for the solver's tolerance"
     assert Plan.loads(made.plan.dumps()) == made.plan
 
 
