@@ -61,8 +61,8 @@ CASES: dict[str, Case] = {
     "uneven cuts": (MESH, (pipeline("stage", microbatches=4, cuts=["layers.1"]),), 4, 16384, H100),
     "interleaved": (MESH, (pipeline("stage", microbatches=4, **INTER),), 4, 16384, H100),
     "one stage": ({"node": 2, "gpu": 2}, (), 2, 4096, GLOO),
-    "partial sums": ({"node": 2, "gpu": 2}, (), 2, 65536, H100),
-    "tied": (MESH, (pipeline("stage", microbatches=2),), 2, 65536, H100),
+    "partial sums": ({"node": 2, "gpu": 2}, (), 2, 16384, GLOO),
+    "tied": (MESH, (pipeline("stage", microbatches=2),), 2, 16384, GLOO),
 }
 Built = tuple[Plan, Trace, PlanOptions, HardwareProfile]
 
