@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,7 +127,8 @@ def test_a_folded_trace_computes_the_model_and_plans_as_the_full_one() -> None:
     profile, mesh = HardwareProfile.load("h100-sxm"), Mesh.parse("node=2,gpu=2")
     plans = [make_plan(trace, mesh, profile, PlanOptions()).plan for trace in traces]
     assert traces[0].folding.runs and not traces[1].folding.runs
-    assert plans[0].dumps() == plans[1].dumps()
+    assert "folded: " in plans[0].capture and "in full" in plans[1].capture
+    assert replace(plans[0], capture="").dumps() == replace(plans[1], capture="").dumps()
 
 
 @pytest.mark.slow
