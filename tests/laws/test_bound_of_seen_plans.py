@@ -115,7 +115,7 @@ def test_no_plan_is_below_the_bound_of_a_budget_that_it_fits(kind: str, mesh: in
 @pytest.mark.parametrize(
     ("kind", "what", "mutant"),
     [
-        ("gpt2", "autopar.strategies.storages.Storages.are_full", lambda self, refs: False),  # attention's result, and a view made with it
+        ("bert", "autopar.strategies.storages.Storages.are_full", lambda self, refs: False),  # attention's result, and a view made with it
         ("reads a view", "autopar.strategies.storages.Storages.are_full", lambda self, refs: False),
         ("ends with a view", "autopar.cost.keeping._is_view", lambda cluster: False),  # a layer's end is kept beside what it is a view of
     ],
