@@ -266,8 +266,10 @@ def cube(case: Case) -> Table:
             parameter = weight if name == module else f"{name}.weight"
             table.thrice(parameter, "i", ring(Fraction(k * m, q * q), q, times))
             table.twice(f"Y of {name}", rows, ring(Fraction(n * m, q * q), q, times))
-            if case.model == "gpt2" and name == "attn.c_attn":  # cannot be stored split further than in two: summed over i and j
-                table.moves("backward", f"gradient of {name}.bias", "", 2 * 2 * ring(Fraction(m, q), q, times))
+            if case.model == "gpt2" and name == "attn.c_attn":  # stored split over l and one other, no further: summed over the third
+                table.moves("forward", f"{name}.bias", "", ring(Fraction(m, q), q, times))
+                summed = 2 * ring(Fraction(m, q * q), q, times)
+                table.moves("backward", f"gradient of {name}.bias", "", ring(Fraction(m, q), q, times) + summed)
             elif case.model == "gpt2" and name != module:
                 table.twice(f"{name}.bias", "", ring(Fraction(m, q), q * q, times))
     table.moves("forward", "sums", "l", 3 * 2 * ring(Fraction(n, q * q), q))  # the loss
