@@ -57,7 +57,7 @@ def plans() -> dict[str, Plan]:
 def _offloaded(model: Any, batch: Any) -> Plan:
     """Parameters rest sharded, some on the hosts, where some of what is kept waits too."""
     free = autopar.plan(model, MESH, example_inputs=batch, hardware=quick_hosts(), constraints=(constraints.fsdp(),))
-    within, asked = int(0.55 * free.prediction.peak_bytes), (constraints.fsdp(), constraints.offload())
+    within, asked = int(0.52 * free.prediction.peak_bytes), (constraints.fsdp(), constraints.offload())
     return autopar.plan(model, MESH, example_inputs=batch, hardware=quick_hosts(), constraints=asked, memory_bytes=within)
 
 
