@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -127,30 +127,12 @@ def offered(
         program: without any, in the order without communication beside compute. now_s: its step, of which what they save is some part.
         fits_together: whether none of these waits for another in a circle.
     """
-    found = groups.of_program(program)
+    found, by_turn = groups.of_program(program), groups.of_program(program, by_turn=True)
     if sum(groups.bucket(steps).saved_s for steps in found) < WORTH * now_s:
         return
     for num in _NUM_BUCKETS:
-        together = _flat(groups.in_buckets(steps, num) for steps in found)
-        if fits_together(together):
-            yield together
-        else:
-            turns = groups.of_program(program, by_turn=True)
-            yield _apart_from_circles([groups.in_buckets(steps, num) for steps in turns], fits_together)
-
-
-def _flat(offered: Iterable[tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
-    return tuple(bucket for buckets in offered for bucket in buckets)
-
-
-def _apart_from_circles(
-    offered: Sequence[tuple[Bucket, ...]], fits_together: Callable[[tuple[Bucket, ...]], bool]
-) -> tuple[Bucket, ...]:
-    """The buckets of all groups, or, where some wait for each other, of as many as do not, in their order."""
-    everything = _flat(offered)
-    if fits_together(everything):
-        return everything
-    found = tuple[Bucket, ...]()
-    for buckets in offered:
-        found = (*found, *buckets) if fits_together((*found, *buckets)) else found
-    return found
+        for members in (found, by_turn):
+            together = tuple(bucket for steps in members for bucket in groups.in_buckets(steps, num))
+            if fits_together(together):
+                yield together
+                break
