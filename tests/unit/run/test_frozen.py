@@ -110,7 +110,9 @@ def test_what_forward_does_not_read_may_change(monkeypatch: pytest.MonkeyPatch) 
     around(unread=2.0)
     monkeypatch.setitem(globals(), "UNREAD", 2.0)
     monkeypatch.setitem(TABLE, "unread", 2.0)
-    module(X).backward()
+    loss = module(X)
+    loss.backward()
+    assert loss.item() == pytest.approx(model(X).item())
 
 
 def test_a_constant_may_be_set_to_what_it_was() -> None:

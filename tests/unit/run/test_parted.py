@@ -75,7 +75,8 @@ def test_a_plain_tensor_beside_it_is_refused_with_what_to_do(beside: str) -> Non
 
 @pytest.mark.parametrize("read", ["item", "float", "int", "bool", "softmax", "topk"])
 def test_what_is_whole_on_every_rank_is_read(read: str) -> None:
-    READS[read](output(Replicate()))
+    out = output(Replicate())
+    assert READS[read](out) == READS[read](out.to_local())
 
 
 def test_all_else_is_a_dtensor_s() -> None:
