@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import row_cases
@@ -21,7 +20,6 @@ from autopar.kernels.together import combine_all, dispatch_all, gather_all, scat
 from autopar.ops.dispatched import Together
 
 pytestmark = [pytest.mark.gpu, needs_gpu, needs_nvcc]
-HERE = Path(__file__).parent
 CYCLES = 200_000  # of the device's clock: about a tenth of a millisecond
 
 
@@ -151,14 +149,6 @@ def test_a_signal_that_comes_before_its_data_changes_the_numbers() -> None:
 
     assert torch.equal(gathered_by_rank_0(early=False), x)
     assert not torch.equal(gathered_by_rank_0(early=True), x)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
-def test_processes_reach_each_others_memory_and_get_the_references_numbers() -> None:
-    from harness import run_processes
-
-    for fact in run_processes(2, str(HERE / "worker_symmetric.py"), "run"):
-        assert fact == {"wrong": [], "why_not": ""}
 
 
 def test_the_library_is_there() -> None:

@@ -1,7 +1,8 @@
-"""Run by two processes with a GPU each: the overlapped products over torch's symmetric memory."""
+"""Run by processes with a GPU each, or which share one: the overlapped products over torch's symmetric memory."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -17,14 +18,19 @@ from autopar.ops.products import dot
 
 def run(rank: int) -> dict[str, Any]:
     """What is wrong in 50 epochs, and why there are no kernels if there are none."""
-    device = torch.device("cuda", rank)
+    size = dist.get_world_size()
+    shared = torch.cuda.device_count() < size
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = str(int(shared))
+    device = torch.device("cuda", 0 if shared else rank)
     torch.cuda.set_device(device)
-    group = AxisGroup(dist.new_group(backend="nccl", device_id=device).group_name, 2, rank)
+    processes = dist.group.WORLD if shared else dist.new_group(backend="nccl", device_id=device)  # NCCL wants a GPU for each
+    assert processes is not None
+    group = AxisGroup(processes.group_name, size, rank)
     x, w = whole_numbers((67, 16), 1).to(device), whole_numbers((16, 24), 2).to(device)
     wrong = []
     for epoch in range(50):
-        whole, pairs = x + epoch % 7, [(x + epoch % 7 + other, w) for other in range(2)]
-        gathered, y = overlapped.all_gather_dot("mk,kn->mn", (shards_of(whole, 0, 2)[rank], w), 0, 0, group, 2, dot, 67)
+        whole, pairs = x + epoch % 7, [(x + epoch % 7 + other, w) for other in range(size)]
+        gathered, y = overlapped.all_gather_dot("mk,kn->mn", (shards_of(whole, 0, size)[rank], w), 0, 0, group, 2, dot, 67)
         part = overlapped.dot_reduce_scatter("mk,kn->mn", pairs[rank], 0, group, 2, dot)
         expected = overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0)[rank]
         wrong += [epoch] if not (torch.equal(gathered, whole) and torch.equal(y, whole @ w) and torch.equal(part, expected)) else []
