@@ -104,12 +104,19 @@ def check_model(model: nn.Module) -> None:
         raise AutoparError(f"{type(model).__name__} is no model", remedy="pass a torch.nn.Module")
 
 
-def runs_on(model: nn.Module, mesh: MeshLike) -> str | None:
-    """Kind of device that a model will run on: the torch mesh's, or its parameters'; None where neither says (weights on meta)."""
+def runs_on(model: nn.Module, mesh: MeshLike, batch: object) -> str | None:
+    """Kind of device that a model will run on: the torch mesh's, or as `kind_of` says."""
     check_model(model)
-    if isinstance(mesh, DeviceMesh):
-        return str(mesh.device_type)
+    return str(mesh.device_type) if isinstance(mesh, DeviceMesh) else kind_of(model, batch)
+
+
+def kind_of(model: nn.Module, batch: object) -> str | None:
+    """Kind of device that a model and its batch are on: the parameters' one, unless they wait on a CPU, to be split, for a batch that is
+    not; None where no parameter says (weights on meta), or they are on several."""
     types = {p.device.type for p in model.parameters()} - {"meta"}
+    given = {x.device.type for x in tree_leaves(batch) if isinstance(x, Tensor)} - {"meta"}
+    if types == {"cpu"} and len(given) == 1:
+        return given.pop()
     return types.pop() if len(types) == 1 else None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from autopar.api.arguments import MeshLike, as_mesh, is_shape_of, is_unshaped
+from autopar.api.arguments import MeshLike, as_mesh, is_shape_of, is_unshaped, kind_of
 from autopar.api.further import Structure, asked_of, beside_the_optimizer, shapes_of, storage_of
 from autopar.api.hardware import HardwareLike, planned_for
 from autopar.api.planning import check_fits, plan_told
@@ -75,7 +75,7 @@ def parallel_module(
         as `autopar.compile`.
     """
     mesh = order.mesh
-    kind = _device_type(order.model)
+    kind = _device_type(order.model, (args, kwargs))
     devices = mesh if isinstance(mesh, DeviceMesh) else device_mesh(as_mesh(mesh), kind)
     plan, program = _plan_together(order, args, kwargs)
     if is_unshaped(mesh):  # its shape is the plan's
@@ -120,11 +120,14 @@ def _variant(
     return made
 
 
-def _device_type(model: nn.Module) -> str:
+def _device_type(model: nn.Module, batch: object) -> str:
+    """Where the model runs, where no torch mesh says it: where its batch is, or, of a batch on the CPU, where its parameters are."""
+    if (kind := kind_of(model, batch)) is not None:
+        return kind
     types = {p.device.type for p in model.parameters()} - {"meta"}
     if len(types) > 1:
         raise RuntimeStateError(f"the model's parameters are on {sorted(types)}", remedy="move the model to one kind of device")
-    return types.pop() if types else ("cuda" if torch.cuda.is_available() else "cpu")
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _plan_together(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Program | StagedProgram]:

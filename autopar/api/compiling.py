@@ -38,7 +38,8 @@ def compile(
 ) -> ParallelModule | StagedModule | Deferred:
     """Turn a model into a distributed one: plan (or take a plan), emit, and shard the parameters.
 
-    Call it on every rank. Rank 0 plans, the others take its plan. With one device no launcher is needed.
+    Call it on every rank. Rank 0 plans, the others take its plan. With one device no launcher is needed. The model runs where a torch mesh
+    says, else where its batch is: its weights may lie on the CPU, or on meta, and each GPU gets its part of them alone.
 
     Args:
         mesh: by default all processes of the job, nodes × processes of each, which the planner shapes.

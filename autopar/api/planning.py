@@ -63,7 +63,7 @@ def plan_call(
     """
     if isinstance(model, nn.Module):  # what is none is refused below
         refuse_wrapped(model)
-    hardware = default_hardware(runs_on(model, mesh)) if hardware is None else hardware
+    hardware = default_hardware(runs_on(model, mesh, (args, kwargs))) if hardware is None else hardware
     devices = as_hardware(hardware, mesh)
     if isinstance(options, PlanOptions):
         chosen = options

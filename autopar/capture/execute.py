@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,12 +98,12 @@ def execute(
     scale = 1.0 if tangent is None else float(tangent)
     seeds = [tangent_of(o.path, o.shape, promoted_dtype(o.dtype, dtype), is_loss=o.is_loss, scale=scale) for o in trace.differentiable]
     read = [(parameters[entry.name], entry) for entry in trace.parameters]
-    device = next((x.device for x in (*inputs, *parameters.values())), torch.device("cpu"))
+    device = device_of((*inputs, *parameters.values()))
     values = [x.detach().reshape(entry.view).to(x.dtype if dtype else entry.compute_dtype) for x, entry in read]
     values += [buffers[entry.name].detach().reshape(entry.view) for entry in trace.buffers]
     values += [*inputs, *(seed.to(device) for seed in seeds)]
     with as_written():
-        results = _run(trace.graph, [promoted(value, dtype) for value in values], dtype, observe)
+        results = _run(trace.graph, [promoted(value, dtype) for value in values], dtype, observe, device)
     outputs = tuple(results[: len(trace.outputs)])
     gradients = {entry.name: _stored(results[entry.gradient], entry) for entry in trace.parameters if entry.gradient is not None}
     gradients |= {i.gradient_name: results[i.gradient] for i in trace.given_back if i.gradient is not None}
@@ -111,7 +111,11 @@ def execute(
 
 
 def _run(
-    graph: fx.Graph, values: Sequence[torch.Tensor], dtype: torch.dtype | None, observe: Callable[[fx.Node, Any], None] | None
+    graph: fx.Graph,
+    values: Sequence[torch.Tensor],
+    dtype: torch.dtype | None,
+    observe: Callable[[fx.Node, Any], None] | None,
+    device: torch.device,
 ) -> tuple[Any, ...]:
     last_use = {operand: node for node in graph.nodes for operand in node.all_input_nodes}
     supply = iter(values)
@@ -119,7 +123,7 @@ def _run(
     for node in graph.nodes:
         if node.op == "output":
             return fx.map_arg(node.args[0], known.__getitem__)
-        known[node] = next(supply) if node.op == "placeholder" else _call(node, known.__getitem__, dtype)
+        known[node] = next(supply) if node.op == "placeholder" else _call(node, known.__getitem__, dtype, device)
         if observe is not None:
             observe(node, known[node])
         for operand in node.all_input_nodes:
@@ -128,14 +132,29 @@ def _run(
     raise AssertionError("a graph ends with its output")
 
 
-def _call(node: fx.Node, value_of: Any, dtype: torch.dtype | None = None) -> Any:
+def _call(node: fx.Node, value_of: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
     args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
+    target: Any = node.target
+    if device is not None:
+        kwargs = placed(kwargs, device)
+        if target is torch.ops.aten.view.default:  # strides are a CPU's, and another device's kernels may choose others
+            target = torch.ops.aten.reshape.default
     if dtype is None:
-        return node.target(*args, **kwargs)
+        return target(*args, **kwargs)
     args = tuple(promoted_dtype(argument, dtype) for argument in args)
     kwargs = {name: promoted_dtype(argument, dtype) for name, argument in kwargs.items()}
     # of integers torch makes floats of its default dtype, whatever that of the model is
-    return tree_map(lambda value: promoted(value, dtype), node.target(*args, **kwargs))
+    return tree_map(lambda value: promoted(value, dtype), target(*args, **kwargs))
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Where a graph on these tensors runs."""
+    return next((x.device for x in tensors), torch.device("cpu"))
+
+
+def placed(kwargs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Of an op that makes a tensor: on `device`. Graphs are captured on the CPU, which theirs name."""
+    return {**kwargs, "device": device} if kwargs.get("device") is not None else dict(kwargs)
 
 
 def promoted(value: Any, dtype: torch.dtype | None) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ambient import as_written
-from autopar.capture.execute import promoted, promoted_dtype
+from autopar.capture.execute import device_of, promoted, promoted_dtype
 from autopar.capture.tangents import tangent_of
 from autopar.errors import AutoparError, VerificationError
 from autopar.mesh import Mesh
@@ -67,7 +67,8 @@ def run_lockstep(
     values += [by_path[t.name] for t in program.inputs]
     borders = (*program.parameters, *program.buffers, *program.inputs)
     operands = [split(promoted(x, dtype), t.layout, program.mesh, t.view) for x, t in zip(values, borders, strict=True)]
-    run = Ranks(program.mesh, dtype, observe)
+    device = device_of(values)
+    run = Ranks(program.mesh, dtype, observe, device)
     with as_written():
         results = run(program.forward, "forward", operands)
         mutated = [t for name in program.mutated for t in program.buffers if t.name == name]
@@ -79,7 +80,6 @@ def run_lockstep(
         if trained:
             saved = results[len(results) - program.num_saved :]
             del results, operands
-            device = next((x.device for x in values), torch.device("cpu"))
             saved += [_tangent(t, program.mesh, tangent, dtype, device) for t in program.outputs if t.has_gradient]
             gradients = joined(program.backward, run(program.backward, "backward", saved), trained, program.mesh, tolerance)
     return Lockstep(outputs, gradients, new_buffers, tuple(run.records))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from autopar.capture.execute import promoted, promoted_dtype
+from autopar.capture.execute import placed, promoted, promoted_dtype
 from autopar.collective import HOST_KINDS, Collective, Kind
 from autopar.errors import AutoparError, VerificationError
 from autopar.halo import Halo
@@ -66,10 +66,10 @@ class Handed:
 
 
 class Ranks:
-    """Runs graphs over lists of ranks and records their communication steps."""
+    """Runs graphs over lists of ranks, all on one device, and records their communication steps."""
 
-    def __init__(self, mesh: Mesh, dtype: torch.dtype | None, observe: Observer | None) -> None:
-        self.mesh, self.dtype, self.observe = mesh, dtype, observe
+    def __init__(self, mesh: Mesh, dtype: torch.dtype | None, observe: Observer | None, device: torch.device) -> None:
+        self.mesh, self.dtype, self.observe, self.device = mesh, dtype, observe, device
         self.ranks = range(mesh.num_devices)
         self.records: list[Record] = []
         self._instead: Mapping[Any, Any] = {}
@@ -102,6 +102,7 @@ class Ranks:
         try:
             if node.op == "get_attr":
                 constant = promoted(_attribute(graph_module, node), self.dtype)
+                constant = constant.to(self.device) if isinstance(constant, Tensor) else constant
                 return [constant for _ in self.ranks]
             if node.target in _KINDS:
                 return self._run_step(phase, node, env, _KINDS[node.target], steps.positional(node))
@@ -134,7 +135,7 @@ class Ranks:
             key = tuple(id(env[operand][rank]) for operand in operands)
             if key not in results:
                 here = fx.node.map_arg((args, kwargs), partial(_of_rank, env, rank))
-                results[key] = tree_map(lambda x: promoted(x, self.dtype), target(*here[0], **here[1]))
+                results[key] = tree_map(lambda x: promoted(x, self.dtype), target(*here[0], **placed(here[1], self.device)))
             by_rank.append(results[key])
         return by_rank
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopar import random_ops
 from autopar.ambient import as_written
-from autopar.capture.execute import promoted, promoted_dtype
+from autopar.capture.execute import device_of, promoted, promoted_dtype
 from autopar.capture.tangents import tangent_of
 from autopar.kernels.sums import FIRST
 from autopar.layout import local_shape
@@ -48,10 +48,10 @@ def run_staged(
     """
     parts = program.microbatches.split(inputs)
     weights = program.microbatches.weights(parts)
-    device = next((x.device for x in (*parameters.values(), *inputs.values())), torch.device("cpu"))
+    device = device_of((*parameters.values(), *inputs.values()))
     tangents = _tangents_of_parts(program, dtype, device, tangent)
     trained = any(t.has_gradient for stage in program.stages for t in stage.parameters)
-    stages = [_Stage(p, parameters, dtype, observe, tolerance) for p in program.stages]
+    stages = [_Stage(p, parameters, dtype, observe, tolerance, device) for p in program.stages]
     state = dict(buffers)
     outputs: dict[str, list[Tensor]] = {}
     new_buffers: dict[str, Tensor] = {}
@@ -98,9 +98,10 @@ class _Stage:
         dtype: torch.dtype | None,
         observe: Observer | None,
         tolerance: float | None,
+        device: torch.device,
     ) -> None:
         self.program, self.dtype, self.tolerance = program, dtype, tolerance
-        self.run = Ranks(program.mesh, dtype, observe)
+        self.run = Ranks(program.mesh, dtype, observe, device)
         self.parameters = [split(promoted(parameters[t.name], dtype), t.layout, program.mesh, t.view) for t in program.parameters]
         if program.begin is not None:
             self.parameters = self.run(program.begin, "step", self.parameters)
@@ -157,10 +158,10 @@ class _Stage:
         mesh = self.program.mesh
         places = map(mesh.coordinate, range(mesh.num_devices))
         shapes = [local_shape(tensor.view, tensor.layout, mesh.shape, place) for place in places]
-        return [promoted(torch.full(shape, math.nan, dtype=tensor.dtype), self.dtype) for shape in shapes]
+        return [promoted(torch.full(shape, math.nan, dtype=tensor.dtype, device=self.run.device), self.dtype) for shape in shapes]
 
     def _tangent(self, output: ProgramTensor, weight: float, answers: Mapping[str, Tensor]) -> Locals:
         mesh = self.program.mesh
         if not output.is_loss:
             return split(answers[output.name], output.layout, mesh, output.view)
-        return [torch.full(output.shape, weight, dtype=self.dtype or output.dtype)] * mesh.num_devices
+        return [torch.full(output.shape, weight, dtype=self.dtype or output.dtype, device=self.run.device)] * mesh.num_devices

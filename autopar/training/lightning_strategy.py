@@ -80,9 +80,9 @@ class LightningStrategy(WholeBatches):
         self._name = child_to_compile(module)
         if trains and _PLAIN in vars(module):
             self._take_back(module)
+        self.model_to_device()
         if not is_compiled(getattr(module, self._name)):
             setattr(module, self._name, self._compiled(trainer, module, trains))
-        self.model_to_device()
         count_once()
         # Lightning takes a process group for one of DistributedDataParallel, and would have everything logged averaged over it.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
@@ -128,7 +128,7 @@ class LightningStrategy(WholeBatches):
         setattr(module, self._name, plain)
 
     def model_to_device(self) -> None:
-        """All but the compiled module, which is where it has to be."""
+        """All but what is compiled: compiled it is where it has to be, and before that it need not fit on one device."""
         modules = self.lightning_module._modules
         compiled = modules.pop(self._name)
         self.lightning_module.to(self.root_device)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autopar import random_ops
 from autopar.capture import Trace
 from autopar.capture._transformers import without_caches
-from autopar.capture.execute import execute, promoted, promoted_dtype
+from autopar.capture.execute import device_of, execute, promoted, promoted_dtype
 from autopar.capture.gpu_autocast import gpu_autocast
 from autopar.capture.precision import narrowed
 from autopar.capture.tangents import tangent_of
@@ -83,7 +83,8 @@ class Case:
             )
         floating = [p.dtype.to_real() for p in model.parameters() if p.is_floating_point() or p.is_complex()]
         own = narrowed(min(floating, key=lambda d: d.itemsize, default=torch.get_default_dtype()), trace.precision)
-        tensors = {name: x.detach() for name, x in named} | {random_ops.STATE: random_ops.initial_state(0)}
+        tensors = {name: x.detach() for name, x in named}
+        tensors[random_ops.STATE] = random_ops.initial_state(0).to(device_of(tensors.values()))
         return Case(trace, program, model, args, kwargs, tensors, tuple(leaves[i.path] for i in trace.inputs), dtype, dtype or own, own)
 
     @property
@@ -145,11 +146,12 @@ class Case:
     def _tangents_of_parts(self, program: StagedProgram, weights: list[float]) -> list[dict[str, Tensor]]:
         """What backward of each microbatch begins with, by autograd through what puts outputs together, not as the program has it."""
         found: list[dict[str, Tensor]] = [{} for _ in weights]
+        device = device_of(self.tensors.values())
         for o in () if self.loss is not None else program.trace.differentiable:
             dtype = promoted_dtype(o.dtype, self.dtype)
-            parts = [torch.zeros(o.shape, dtype=dtype, requires_grad=True) for _ in weights]
+            parts = [torch.zeros(o.shape, dtype=dtype, device=device, requires_grad=True) for _ in weights]
             whole = program.microbatches.join(o.path, list(parts), weights)
-            whole.backward(tangent_of(o.path, whole.shape, dtype, is_loss=False))
+            whole.backward(tangent_of(o.path, whole.shape, dtype, is_loss=False).to(device))
             for mine, part in zip(found, parts, strict=True):
                 mine[o.path] = torch.zeros_like(part) if part.grad is None else part.grad
         return found

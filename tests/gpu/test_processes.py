@@ -1,4 +1,4 @@
-"""Processes on one GPU, over gloo: their memory is mapped into one another, and emitted graphs with kernels train the plain model."""
+"""Processes that share one GPU: their memory is mapped into one another, and emitted graphs, with kernels too, train the plain model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,24 @@ from harness import run_processes
 from native import needs_gpu, needs_nvcc
 from overlapping import NORMING, REACHED, overlapping
 
+import autopar
 from autopar.capture import capture
+from autopar.constraints import expert_parallel, fsdp, tensor_parallel
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions, make_plan
 
 pytestmark = [pytest.mark.gpu, needs_gpu, needs_nvcc]
 HERE = Path(__file__).parent
+WORKER = str(HERE / "worker_shared_gpu.py")
 KERNELS = {"all_gather_matmul", "matmul_reduce_scatter"}
-CASES = {
+WITH_KERNELS = {
     "products": (torch.float64, REACHED, KERNELS, 1e-6),  # parts of the model compute in float32 themselves
     "products and norms": (torch.float32, NORMING, KERNELS | {"matmul_reduce_add_rmsnorm"}, 1e-4),
+}
+PLANS = {
+    "fsdp": ("gpt2", (fsdp(),), {"gpu": 4}),
+    "heads": ("llama", (fsdp(axes="a"), tensor_parallel("1d", axes="b")), {"a": 2, "b": 2}),
+    "experts": ("mixtral", (expert_parallel("expert", tokens="dispatched"), fsdp("data")), {"data": 2, "expert": 2}),
 }
 
 
@@ -32,13 +40,29 @@ def test_processes_reach_each_others_memory_and_get_the_references_numbers(size:
 
 def test_plans_with_kernels_train_the_plain_model_and_the_kernels_run() -> None:
     plans = {}
-    for name, (dtype, reached, expected, _) in CASES.items():
+    for name, (dtype, reached, expected, _) in WITH_KERNELS.items():
         model, batch = zoo_small.llama(num_layers=1, dtype=dtype)
         profile = overlapping(link_bytes_per_s=2e8, kernels=reached)
         plan = make_plan(capture(model, (), batch), Mesh(2), profile, PlanOptions()).plan
         assert {c.kernel.name for c in plan.communications if c.kernel is not None} == expected
-        plans[name] = plan.dumps(), dtype
-    for facts in run_processes(2, str(HERE / "worker_shared_gpu.py"), "run", plans):
-        assert not any("before their communication" in message for message in facts["messages"])
-        for name, (_, _, _, tolerance) in CASES.items():
+        plans[name] = plan.dumps(), "llama", dtype
+    for facts in run_processes(2, WORKER, "train", plans):
+        assert facts["said"] == []  # else products would run before or after their communication
+        for name, (_, _, _, tolerance) in WITH_KERNELS.items():
             assert facts[name]["losses"] < tolerance and facts[name]["parameters"] < tolerance and facts[name]["fell"] > 0
+
+
+def test_plans_of_four_processes_train_the_plain_model() -> None:
+    plans = {}
+    for name, (kind, asked, axes) in PLANS.items():
+        model, batch = getattr(zoo_small, kind)(num_layers=1, dtype=torch.float64)
+        plan = autopar.plan(model, Mesh(axes), example_inputs=batch, hardware="h100-sxm", constraints=asked)
+        plans[name] = plan.dumps(), kind, torch.float64
+    for facts in run_processes(4, WORKER, "train", plans):
+        for name in PLANS:
+            assert facts[name]["losses"] < 2e-6 and facts[name]["parameters"] < 2e-6 and facts[name]["fell"] > 0
+
+
+def test_experts_rows_are_sent_by_kernels_into_the_memory_of_other_processes() -> None:
+    for fact in run_processes(4, WORKER, "dispatch"):
+        assert fact == {"wrong": [], "why_not": ""}

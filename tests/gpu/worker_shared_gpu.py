@@ -1,4 +1,4 @@
-"""Run by processes that share one GPU: plans with collective-overlap kernels, trained beside the plain model."""
+"""Run by processes that share one GPU: plans trained beside the plain model, and experts' rows sent from one to the other."""
 
 from __future__ import annotations
 
@@ -8,30 +8,41 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import zoo_small
+from staged_collectives import stage_collectives
+from worker_dispatch import EXPERTS, NUM, PICKS, Said, operands
 
 import autopar
+from autopar import ops
+from autopar.kernels import dispatched
+from autopar.kernels.collectives import AxisGroup
+from autopar.kernels.providers import peers_of
 from autopar.plans import Plan
 
 STEPS = 3
 
 
-def run(rank: int, plans: dict[str, tuple[str, torch.dtype]]) -> dict[str, Any]:
-    """By name of the plan: the largest relative errors of losses and parameters after some steps, and what the kernels' log says."""
+def share() -> torch.library.Library:
+    """One GPU for all processes; what it returns is to be held."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(0)
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("autopar.kernels").addHandler(handler)
-    facts = {name: trained(Plan.loads(text), dtype) for name, (text, dtype) in plans.items()}
-    return {**facts, "messages": messages}
+    return stage_collectives()
 
 
-def trained(plan: Plan, dtype: torch.dtype) -> dict[str, float]:
-    model, batch = zoo_small.llama(num_layers=1, dtype=dtype)
+def train(rank: int, plans: dict[str, tuple[str, str, torch.dtype]]) -> dict[str, Any]:
+    """Of plans by name, each with its model and dtype: the largest relative errors after some steps; and what the kernels' log says."""
+    held, said = share(), Said()
+    logging.getLogger("autopar.kernels").addHandler(said)
+    facts = {name: trained(Plan.loads(text), kind, dtype) for name, (text, kind, dtype) in plans.items()}
+    del held
+    return {**facts, "said": said.messages}
+
+
+def trained(plan: Plan, kind: str, dtype: torch.dtype) -> dict[str, float]:
+    model, batch = getattr(zoo_small, kind)(num_layers=1, dtype=dtype)
     plain, batch = copy.deepcopy(model).cuda(), {name: x.cuda() for name, x in batch.items()}
-    ours = autopar.compile(model.cuda(), plan.mesh, example_inputs=batch, plan=plan)
+    ours = autopar.compile(model, plan.mesh, example_inputs=batch, plan=plan)  # its weights wait on the CPU
     losses: list[list[float]] = []
     for each in (ours, plain):
         optimizer, seen = torch.optim.SGD(each.parameters(), lr=0.1), []
@@ -50,3 +61,24 @@ def trained(plan: Plan, dtype: torch.dtype) -> dict[str, float]:
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-3))
+
+
+def dispatch(rank: int) -> dict[str, Any]:
+    """What of experts and their gradients is not as where nothing is split, and why rows are not sent by kernels if they are not."""
+    held, device = share(), torch.device("cuda", 0)
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    starts, wrong = [i * EXPERTS // NUM for i in range(NUM)], []
+    for how in ("any", "one", "none", "again"):
+        grad, x, ids, gates, up, down = (t.to(device) for t in operands(how))
+        whole = ops.experts(x, ids, gates, up, down, "relu", EXPERTS)
+        whole_grads = ops.experts_backward(grad, x, ids, gates, up, down, "relu", EXPERTS)
+        parts = [whole, *whole_grads]
+        expected = [t.tensor_split([4, 8, 12])[rank] for t in parts[:3]] + [t.chunk(NUM)[rank] for t in parts[3:]]
+        mine = [t.tensor_split([4, 8, 12])[rank] for t in (grad, x, ids, gates)] + [t.chunk(NUM)[rank] for t in (up, down)]
+        for routed in (False, True):
+            settings = (NUM, name, rank, routed)
+            made = dispatched.experts_bound(*mine[1:], "relu", EXPERTS, starts, 4 * PICKS, *settings)
+            grads = dispatched.experts_backward_bound(*mine, "relu", EXPERTS, starts, 4 * PICKS, *settings)
+            wrong += [(how, routed, i) for i, (a, b) in enumerate(zip((made, *grads), expected, strict=True)) if not torch.equal(a, b)]
+    del held
+    return {"wrong": wrong, "why_not": peers_of(AxisGroup(name, NUM, rank), device)[1]}

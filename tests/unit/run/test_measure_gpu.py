@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from autopar import ops
 from autopar.analysis.work import work
 from autopar.api import default_hardware
+from autopar.api.arguments import kind_of
 from autopar.cost.compute import compute_time
 from autopar.errors import HardwareError
 from autopar.hardware import FLOP_KINDS, MEMORY_KINDS, HardwareProfile
@@ -158,6 +160,19 @@ def _put(home: Path, device_type: str | None) -> None:
 def test_what_was_measured_serves_models_on_that_kind_of_device(gpu: Path, local: str | None, model: str | None, expected: str) -> None:
     _put(gpu, local)
     assert default_hardware(model) == expected
+
+
+@pytest.mark.parametrize(
+    ("weights", "batch", "expected"),
+    [
+        ("cpu", ("cpu",), "cpu"), ("cpu", ("cuda",), "cuda"), ("cuda", ("cpu",), "cuda"), ("cpu", ("cpu", "cuda"), "cpu"),
+        ("cpu", (), "cpu"), ("cuda", ("cuda",), "cuda"), ("meta", ("cuda",), None), ("cpu", ("meta",), "cpu"),
+    ],
+)  # fmt: skip
+def test_weights_on_the_cpu_go_where_the_batch_is(weights: str, batch: tuple[str, ...], expected: str | None) -> None:
+    with FakeTensorMode():
+        model = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(2, device=weights))])
+        assert kind_of(model, ([torch.empty(2, 2, device=device) for device in batch], {"flag": True})) == expected
 
 
 def test_without_a_gpu_weights_on_meta_take_whatever_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
