@@ -18,12 +18,11 @@
 // caller's to see to (include/epoch.h). Device: a block of 256 threads per row; y is read back from the cache by the thread that wrote
 // it. The weight's gradient reads n and y a second time. `bands` is scratch of the caller: [ceil(rows / 64), hidden] in W.
 #include "include/index.h"
+#include "include/norms.h"
 #include "include/sums.h"
 #ifndef AP_DEVICE
 #include "include/threads.h"
 #endif
-
-#include <cmath>
 
 namespace ap {
 namespace {
@@ -50,22 +49,6 @@ AP_HD inline W add_group(const int64_t* parts, int world, const T* residual, T* 
   return sum;
 }
 
-template <class W> AP_HD inline W rstd_of(W squares, int64_t hidden, double eps) {
-  return W(1) / std::sqrt(squares / W(hidden) + W(eps));
-}
-
-template <class T, class W>
-AP_HD inline void norm_group(const T* y, const T* weight, T* normed, W rstd, bool rounded, int64_t at, int64_t column, int64_t left) {
-  W values[kGroup], scale[kGroup];
-  load_group<W>(y + at, left, values);
-  load_group<W>(weight + column, left, scale);
-  for (int i = 0; i < kGroup; ++i) {
-    const W scaled = values[i] * rstd;
-    values[i] = (rounded ? Convert<W, T>::wide(Convert<W, T>::narrow(scaled)) : scaled) * scale[i];
-  }
-  store_group(normed + at, left, values);
-}
-
 // Returns `sum` with u * y of the group added.
 template <class T, class W>
 AP_HD inline W dot_group(const T* grad_normed, const T* y, const T* weight, int64_t at, int64_t column, int64_t left, W sum) {
@@ -88,17 +71,6 @@ AP_HD inline void grad_group(const T* grad_y, const T* grad_normed, const T* y, 
   const W slope = ((rstd * rstd) * rstd) * mean;
   for (int i = 0; i < kGroup; ++i) g[i] = g[i] + ((n[i] * scale[i]) * rstd - values[i] * slope);
   store_group(grad + at, left, g);
-}
-
-// The weight's gradient at one column over one band of rows; `rstd` has the band's rows alone.
-template <class T, class W>
-AP_HD inline W band_sum(const T* grad_normed, const T* y, const W* rstd, int64_t begin, int64_t end, int64_t hidden, int64_t column) {
-  W sum = 0;
-  for (int64_t row = begin; row < end; ++row) {
-    const W n = Convert<W, T>::wide(grad_normed[row * hidden + column]), value = Convert<W, T>::wide(y[row * hidden + column]);
-    sum = sum + (n * value) * rstd[row - begin];
-  }
-  return sum;
 }
 
 }  // namespace
@@ -138,16 +110,19 @@ __global__ void __launch_bounds__(ap::kLanes, 2)
     ap::grad_group(grad_y, grad_normed, y, weight, grad, rstd, mean, row + column, column, hidden - column);
 }
 
-// A thread per column, a block row per band.
+// A thread per group of columns, a block row per band.
 template <class T, class W>
 __global__ void __launch_bounds__(ap::kLanes, 2)
     ap_rmsnorm_bands_kernel(const T* grad_normed, const T* y, const W* squares, W* bands, int64_t rows, int64_t hidden, double eps) {
   __shared__ W rstd[ap::kBand];
-  const int64_t column = int64_t(blockIdx.x) * ap::kLanes + threadIdx.x, begin = int64_t(blockIdx.y) * ap::kBand;
+  const int64_t column = (int64_t(blockIdx.x) * ap::kLanes + threadIdx.x) * ap::kGroup, begin = int64_t(blockIdx.y) * ap::kBand;
   const int64_t end = ap::min_of(begin + ap::kBand, rows);
   if (begin + threadIdx.x < end) rstd[threadIdx.x] = ap::rstd_of(squares[begin + threadIdx.x], hidden, eps);
   __syncthreads();
-  if (column < hidden) bands[blockIdx.y * hidden + column] = ap::band_sum(grad_normed, y, rstd, begin, end, hidden, column);
+  if (column >= hidden) return;
+  W sums[ap::kGroup];
+  ap::band_group(grad_normed, y, rstd, begin, end, hidden, column, sums);
+  ap::store_group(bands + blockIdx.y * hidden + column, hidden - column, sums);
 }
 
 template <class T, class W>
@@ -155,6 +130,7 @@ __global__ void __launch_bounds__(ap::kLanes, 2) ap_rmsnorm_weight_kernel(const 
   const int64_t column = int64_t(blockIdx.x) * ap::kLanes + threadIdx.x;
   if (column >= hidden) return;
   W sum = 0;
+  AP_UNROLL_16
   for (int64_t band = 0; band < num_bands; ++band) sum = sum + bands[band * hidden + column];
   grad_weight[column] = ap::Convert<W, T>::narrow(sum);
 }
@@ -185,7 +161,7 @@ AP_API int ap_reduce_add_rmsnorm_backward_cuda(const void* grad_y, const void* g
     const T *n = static_cast<const T*>(grad_normed), *values = static_cast<const T*>(y);
     const W* squared = static_cast<const W*>(squares);
     if (rows > 0) {
-      const dim3 grid(columns, unsigned(num_bands));
+      const dim3 grid(unsigned(ap::ceil_div(ap::ceil_div(hidden, ap::kGroup), ap::kLanes)), unsigned(num_bands));
       AP_LAUNCH(ap_rmsnorm_backward_kernel<T>, unsigned(rows), ap::kLanes, stream, static_cast<const T*>(grad_y), n, values, squared,
                 static_cast<const T*>(weight), static_cast<T*>(grad), hidden, eps);
       AP_LAUNCH(ap_rmsnorm_bands_kernel, grid, ap::kLanes, stream, n, values, squared, static_cast<W*>(bands), rows, hidden, eps);
@@ -248,8 +224,11 @@ AP_API int ap_reduce_add_rmsnorm_backward_host(const void* grad_y, const void* g
       const int64_t begin = band * ap::kBand, end = ap::min_of(begin + ap::kBand, rows);
       W rstd[ap::kBand];
       for (int64_t row = begin; row < end; ++row) rstd[row - begin] = ap::rstd_of(squared[row], hidden, eps);
-      for (int64_t column = 0; column < hidden; ++column)
-        sums[band * hidden + column] = ap::band_sum(n, values, rstd, begin, end, hidden, column);
+      for (int64_t column = 0; column < hidden; column += ap::kGroup) {
+        W shares[ap::kGroup];
+        ap::band_group(n, values, rstd, begin, end, hidden, column, shares);
+        ap::store_group(sums + band * hidden + column, hidden - column, shares);
+      }
     }, ap::ceil_div(ap::grain_of(hidden), ap::kBand));
     for (int64_t column = 0; column < hidden; ++column) {
       W sum = 0;

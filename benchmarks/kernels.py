@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.kernels import library, normed, packing
+from autopar import ops
+from autopar.kernels import library, normed, packing, rows
 from autopar.kernels.buckets import BucketLayout
 from benchmarks import exchanges
 from benchmarks.common import ROOT, Row, run_rows
@@ -37,29 +38,31 @@ DEVICE_SIZES = ((4096, 4096),) * 12 + ((4096,),) * 24  # the parameters of three
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A call on the device, and the bytes that it has to read and write."""
+    """A call on the device, the bytes that it has to read and write, and where there is no CPU path the same of float64 tensors."""
 
     call: Callable[[], object]
     num_bytes: int
+    exact: Callable[[], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kernel: its numerics on the CPU by world and dtype; its call on a device by dtype, or None where it has none yet."""
+    """A kernel: its numerics on the CPU by world and dtype, None where it runs on devices alone; its call on a device by dtype, or None
+    where it has none."""
 
-    numerics: Callable[[int, torch.dtype], Numerics]
+    numerics: Callable[[int, torch.dtype], Numerics] | None
     timed: Callable[[torch.dtype], Timed] | None
 
 
 def row(spec: dict[str, str], mesh: str) -> list[Row]:
     """All rows of one kernel."""
     case = CASES[spec["name"]]
-    rows = [_numerics_row(case, world, name) for world in WORLDS for name in DTYPES]
-    return rows + [_timed_row(case, name) for name in DTYPES]
+    found = [_numerics_row(case.numerics, world, name) for world in WORLDS for name in DTYPES] if case.numerics else []
+    return found + [_timed_row(case, name) for name in DTYPES]
 
 
-def _numerics_row(case: Case, world: int, name: str) -> Row:
-    found = case.numerics(world, DTYPES[name])
+def _numerics_row(numerics: Callable[[int, torch.dtype], Numerics], world: int, name: str) -> Row:
+    found = numerics(world, DTYPES[name])
     error = max((_error(made, exact) for made, exact in zip(found.made, found.exact, strict=True)), default=0.0)
     same = all(torch.equal(made, reference) for made, reference in found.alike)
     compiled = library.host() is not None
@@ -100,6 +103,12 @@ def _timed_row(case: Case, name: str) -> Row:
     call, copy = found["call"], found["copy"]
     figures = {"num_bytes": timed.num_bytes, "time_s": call.device_s, "host_s": call.host_s, "copy_s": copy.device_s}
     figures["share_of_copy"] = copy.device_s / call.device_s
+    if timed.exact is not None:
+        made = timed.call()
+        assert isinstance(made, Tensor)
+        figures["max_rel_err"] = error = _error(made, timed.exact())
+        base |= {"ok": error <= TOLERANCE * torch.finfo(made.dtype).eps, "error": f"the largest error is {error:.1e}"}
+        base["error"] = None if base["ok"] else base["error"]
     return {**base, **figures, "device": torch.cuda.get_device_name(), "skipped": None}
 
 
@@ -174,6 +183,72 @@ def _norm_backward_timed(dtype: torch.dtype, shape: tuple[int, int] = (8192, 409
     return Timed(lambda: normed.backward_op(grad_y, grad_normed, y, squares, weight, EPS), 4 * y.numel() * dtype.itemsize)
 
 
+NORMED_ROWS, LOGITS = (16384, 4096), (8192, 128256)
+
+
+def _row_norm_timed(dtype: torch.dtype) -> Timed:
+    x, _, squares, weight = _row_inputs(dtype)
+    n = x.shape[-1]
+
+    def exact() -> Tensor:
+        return ops.rms_norm(x.double(), squares.double(), weight.double(), n, EPS, torch.float64, torch.float64, torch.float64)
+
+    return Timed(lambda: rows.rms_norm(x, squares, weight, n, EPS, squares.dtype, squares.dtype, dtype), 2 * x.nbytes, exact)
+
+
+def _row_product_timed(dtype: torch.dtype) -> Timed:
+    x, grad, _, weight = _row_inputs(dtype)
+
+    def exact() -> Tensor:
+        return ops.rms_product(grad.double(), x.double(), weight.double(), torch.float64)
+
+    return Timed(lambda: rows.rms_product(grad, x, weight, dtype), 2 * x.nbytes, exact)
+
+
+def _row_norm_backward_timed(dtype: torch.dtype) -> Timed:
+    x, grad, squares, weight = _row_inputs(dtype)
+    product, n = rows.rms_product(grad, x, weight, dtype), x.shape[-1]
+
+    def exact() -> Tensor:
+        wide = [each.double() for each in (grad, x, squares, product)]
+        return ops.rms_norm_backward(wide[0], wide[1], wide[2], wide[3], weight.double(), n, EPS, torch.float64)
+
+    return Timed(lambda: rows.rms_norm_backward(grad, x, squares, product, weight, n, EPS, dtype), 3 * x.nbytes, exact)
+
+
+def _row_weight_gradient_timed(dtype: torch.dtype) -> Timed:
+    x, grad, squares, _ = _row_inputs(dtype)
+    n = x.shape[-1]
+
+    def exact() -> Tensor:
+        return ops.rms_weight_gradient(grad.double(), x.double(), squares.double(), n, EPS, torch.float64)
+
+    return Timed(lambda: rows.rms_weight_gradient(grad, x, squares, n, EPS, dtype), 2 * x.nbytes, exact)
+
+
+def _row_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, the gradient, squares and the weight."""
+    x, grad = _random(NORMED_ROWS, dtype), _random(NORMED_ROWS, dtype)
+    return x, grad, x.float().square().sum(-1), _random(NORMED_ROWS[1:], dtype)
+
+
+def _sum_exp_timed(dtype: torch.dtype) -> Timed:
+    x = _random(LOGITS, dtype)
+    m = x.amax(-1)
+    return Timed(lambda: rows.sum_exp(x, m), x.nbytes, lambda: ops.sum_exp(x.double(), m.double()))
+
+
+def _cross_entropy_backward_timed(dtype: torch.dtype) -> Timed:
+    x, index = _random(LOGITS, dtype), torch.randint(LOGITS[1], LOGITS[:1], device="cuda")
+    m, scale = x.amax(-1), torch.rand(LOGITS[0], device="cuda")
+    s = rows.sum_exp(x, m)
+
+    def exact() -> Tensor:
+        return ops.cross_entropy_backward(x.double(), m.double(), s.double(), index, scale.double())
+
+    return Timed(lambda: rows.cross_entropy_backward(x, m, s, index, scale), 2 * x.nbytes, exact)
+
+
 CASES: dict[str, Case] = {
     "pack": Case(_pack_numerics, _pack_timed),
     "unpack": Case(_unpack_numerics, _unpack_timed),
@@ -184,6 +259,12 @@ CASES: dict[str, Case] = {
     "matmul_reduce_add_rmsnorm": Case(exchanges.scattered_and_normed, None),
     "moe_dispatch": Case(exchanges.dispatched, None),
     "moe_combine": Case(exchanges.combined, None),
+    "row_norm": Case(None, _row_norm_timed),
+    "row_product": Case(None, _row_product_timed),
+    "row_norm_backward": Case(None, _row_norm_backward_timed),
+    "row_weight_gradient": Case(None, _row_weight_gradient_timed),
+    "sum_exp": Case(None, _sum_exp_timed),
+    "cross_entropy_backward": Case(None, _cross_entropy_backward_timed),
 }
 """By name of the kernel; a further one needs an entry here and nothing else. Overlapped products are timed by `kernels_overlap`."""
 

@@ -1,4 +1,4 @@
-"""What the pieces of a root-mean-square norm (`autopar.ops.rms`) read and write, pass by pass, as their code stands."""
+"""What the pieces of a root-mean-square norm (`autopar.ops.rms`; `autopar.kernels.rows`) read and write, pass by pass, as they stand."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ Kind = Literal["elementwise", "reduction"]
 Pass = tuple[int, Kind]  # bytes, and what is done
 
 
-def passes(target: Callable[..., Any], args: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[Pass]:
-    """The passes of one call; arguments as of `autopar.analysis.work.work`."""
-    num = math.prod(inputs[0].shape)
-    for each_bytes, kind in PIECES[target](args, [info.dtype for info in inputs], outputs[0].dtype):
+def passes(
+    target: Callable[..., Any], args: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], *, by_kernels: bool = False
+) -> Iterator[Pass]:
+    """The passes of one call; arguments as of `autopar.analysis.work.works`."""
+    num, dtypes, out = math.prod(inputs[0].shape), [info.dtype for info in inputs], outputs[0].dtype
+    pieces = PIECES[target]
+    if by_kernels and target in _KERNELS:
+        kernel, *alike = _KERNELS[target]
+        long = {dtypes[i] for i in alike if i < len(dtypes)} | ({out} if target is ops.rms_norm else set())
+        pieces = kernel if len(long) == 1 else pieces  # others are left to the ops
+    for each_bytes, kind in pieces(args, dtypes, out):
         yield num * each_bytes, kind
 
 
@@ -64,3 +71,22 @@ PIECES: Mapping[Callable[..., Any], Callable[[Sequence[Any], Sequence[torch.dtyp
     ops.rms_weight_gradient: _product,
 }  # fmt: skip
 """Bytes for each element of x."""
+
+
+def _normed(args: Sequence[Any], inputs: Sequence[torch.dtype], out: torch.dtype) -> Iterator[Pass]:
+    yield inputs[0].itemsize + out.itemsize, "elementwise"
+
+
+def _summed(args: Sequence[Any], inputs: Sequence[torch.dtype], out: torch.dtype) -> Iterator[Pass]:
+    yield 2 * inputs[0].itemsize, "reduction"
+
+
+def _differentiated(args: Sequence[Any], inputs: Sequence[torch.dtype], out: torch.dtype) -> Iterator[Pass]:
+    yield 2 * inputs[0].itemsize + out.itemsize, "elementwise"
+
+
+_KERNELS: Mapping[Callable[..., Any], tuple[Any, ...]] = {
+    ops.rms_norm: (_normed, 0, 2), ops.rms_product: (_summed, 0, 1, 2), ops.rms_norm_backward: (_differentiated, 0, 1, 4),
+    ops.rms_weight_gradient: (_summed, 0, 1),
+}  # fmt: skip
+"""The same of what kernels do in one pass; and which operands have to be in one dtype, in which the norm is, too."""

@@ -96,17 +96,19 @@ def works(
     num_senders: int = 1,
     *,
     mirrored: bool = False,
+    by_kernels: bool = False,
 ) -> tuple[tuple[Work, int], ...]:
     """The works that one call does one after another, each with how often; arguments as in `work`.
 
     Args:
         num_senders: of experts whose rows are dispatched, the ranks that send as many.
+        by_kernels: whether norms are those of `autopar.kernels.rows`.
     """
     if target is linear_cross_entropy:
         x, weight, index = input_infos
         return _by_rows(_numel(index), args[4], weight.shape, x.dtype)
     if target in PIECES:
-        return tuple((Work(0, moved, kind), 1) for moved, kind in passes(target, args, input_infos, output_infos))
+        return tuple((Work(0, moved, kind), 1) for moved, kind in passes(target, args, input_infos, output_infos, by_kernels=by_kernels))
     if target is experts:
         return _experts(input_infos, args[6], num_senders)
     if target is experts_backward:

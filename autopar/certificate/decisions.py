@@ -222,7 +222,8 @@ class Decisions:
         makes = [TensorInfo(local_lengths(o.shape, at, sizes), o.dtype) for o, at in zip(call.outputs, strategy.outputs, strict=True)]
         along = dispatched_along(call, strategy)
         mirrored = mirrored_queries(call, strategy)
-        done = works(call.target, call.args, call.kwargs, reads, makes, 1 if along is None else sizes[along], mirrored=mirrored)
+        further = {"mirrored": mirrored, "by_kernels": self.profile.has_row_kernels}
+        done = works(call.target, call.args, call.kwargs, reads, makes, 1 if along is None else sizes[along], **further)
         return sum(times * compute_time(each, computes_in(reads), self.profile) for each, times in done)
 
 

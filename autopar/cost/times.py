@@ -51,7 +51,7 @@ def call_time(call: Call, strategy: Strategy, mesh_shape: Sequence[int], profile
     dtype = computes_in(inputs)
     senders = num_senders(call, strategy, mesh_shape)
     mirrored = any(layout.special for layout in strategy.outputs)  # results have no halos
-    done = works(call.target, call.args, call.kwargs, inputs, outputs, senders, mirrored=mirrored)
+    done = works(call.target, call.args, call.kwargs, inputs, outputs, senders, mirrored=mirrored, by_kernels=profile.has_row_kernels)
     return sum(n * compute_time(w, dtype, profile) for w, n in done)
 
 

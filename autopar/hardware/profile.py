@@ -80,6 +80,11 @@ class HardwareProfile:
     def __hash__(self) -> int:
         return hash(self.hash)
 
+    @property
+    def has_row_kernels(self) -> bool:
+        """Whether norms run by kernels (`autopar.kernels.rows`): on a GPU, which a profile that was measured says it is."""
+        return self.device_type == "cuda"
+
     @staticmethod
     def names() -> tuple[str, ...]:
         """The profiles that come with autopar."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.collective import HOST_KINDS
-from autopar.kernels import bound, dispatched, fused, host
+from autopar.kernels import bound, dispatched, fused, host, rows
 from autopar.kernels.collectives import (
     COPIES,
     PARTS,
@@ -33,7 +33,8 @@ from autopar.kernels.collectives import (
 def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup], device: str | None = None) -> fx.GraphModule:
     """A copy of the graph module whose steps name process groups and coordinates instead of mesh axes.
 
-    Graphs are captured on the CPU; ops that name a device make their tensors on `device` instead, where one is given. Steps
+    Graphs are captured on the CPU; ops that name a device make their tensors on `device` instead, where one is given, and on a GPU
+    norms and softmaxes are kernels of one pass (`autopar.kernels.rows`). Steps
     along axes of size 1 vanish (but for `halo`, which pads there) and `local_start` becomes a literal. Tensors held by the
     module are shared.
     """
@@ -60,6 +61,8 @@ def bind(graph_module: fx.GraphModule, groups: Sequence[AxisGroup], device: str 
             starts = dispatched.starts_of(split, axis, tuple(groups))  # type: ignore[arg-type]
             settings = dispatched.settings_of(groups[axis], routed)  # type: ignore[index,arg-type]
             node.target, node.args = dispatched.BOUND[node.target], (*operands, starts, most, *settings)
+        elif device == "cuda" and node.target in rows.ON_GPU:
+            node.target = rows.ON_GPU[node.target]
         elif device == "cuda" and node.meta.get("on_host"):
             node.kwargs = {**node.kwargs, "pin_memory": True}  # else copies from it are not beside anything
         elif device is not None and node.kwargs.get("device") is not None:

@@ -91,6 +91,12 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = {
     "ap_expert_rows_await_host": (_P, _P, NativeRoutes, _U),
     "ap_expert_rows_await_cuda": (_P, _P, NativeRoutes, _U, _P),
     "ap_expert_rows_sizes_host": (_P, NativeRoutes),
+    "ap_row_norm_cuda": (_P, _P, _P, _P, _I, _L, _L, _L, _D, _I, _P),
+    "ap_row_product_cuda": (_P, _P, _P, _P, _I, _L, _L, _P),
+    "ap_row_norm_backward_cuda": (_P, _P, _P, _P, _P, _P, _I, _L, _L, _L, _D, _P),
+    "ap_row_weight_gradient_cuda": (_P, _P, _P, _P, _P, _I, _L, _L, _L, _D, _P),
+    "ap_sum_exp_cuda": (_P, _P, _P, _I, _L, _L, _P),
+    "ap_cross_entropy_backward_cuda": (_P, _P, _P, _P, _P, _P, _I, _L, _L, _L, _P),
 }
 STATUS = {1: "an argument was refused", 2: "a wait for a signal timed out", 3: "the launch failed"}
 TIMED_OUT = 2

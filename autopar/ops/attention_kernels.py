@@ -1,4 +1,4 @@
-"""Softmax attention by the kernel that fits: of the cpu, FlashAttention's or the memory-efficient one of a GPU, or plain products."""
+"""Softmax attention by the kernel that fits: of the cpu; of a GPU cuDNN's, FlashAttention's or the memory-efficient one; or products."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
         return out, lse.to(torch.promote_types(out.dtype, torch.float32))  # as it is, but for fakes of float64 under torch 2.11
+    if _cudnn_fits(q, k, v, bias, is_causal, scale):
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, is_causal, False, scale=scale)
+        return out, lse.view(q.shape[:-1])
     if _flash_fits(q, k, bias, is_causal):
         out, lse, *_ = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, is_causal, False, scale=scale)
         return out, lse
@@ -34,6 +37,11 @@ def attend_backward(
     if q.device.type == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         return backward(grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale)
+    if _cudnn_fits(q, k, v, bias, is_causal, scale):
+        backward = aten._scaled_dot_product_cudnn_attention_backward.default
+        state = torch.zeros((), dtype=torch.int64, device=q.device)  # of the random generator, which no dropout reads
+        rows = lse.unsqueeze(-1)
+        return backward(grad, q, k, v, out, rows, state, state, None, None, None, q.shape[2], k.shape[2], 0.0, is_causal, scale=scale)
     if _flash_fits(q, k, bias, is_causal):
         backward = aten._scaled_dot_product_flash_attention_backward.default
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the random generator, which no dropout reads
@@ -50,6 +58,14 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+
+
+def _cudnn_fits(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> bool:
+    """Whether torch itself prefers cuDNN's kernel; a compiler does not ask."""
+    if torch.compiler.is_compiling() or not _flash_fits(q, k, bias, is_causal):
+        return False
+    chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, is_causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
+    return bool(chosen == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value)
 
 
 def _flash_fits(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool) -> bool:

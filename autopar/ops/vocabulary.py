@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from autopar.ops.blocks import block_length, row_blocks, wide_dtype
 
 aten = torch.ops.aten
+RowLosses = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 def embedding(weight: Tensor, ids: Tensor, start: int | None = None, size: int | None = None) -> Tensor:
@@ -146,6 +147,13 @@ def linear_cross_entropy(
     Raises:
         RuntimeError: where an index is neither a class nor `ignored`.
     """
+    return linear_cross_entropy_by(_row_losses, x, weight, index, ignored, rows, gradients)
+
+
+def linear_cross_entropy_by(
+    row_losses: RowLosses, x: Tensor, weight: Tensor, index: Tensor, ignored: int, rows: int, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`linear_cross_entropy`, given what makes losses of some rows' logits, which it uses up, and their gradient."""
     flat, classes = x.reshape(-1, x.shape[-1]), index.reshape(-1)
     wide = wide_dtype(x.dtype)
     losses = flat.new_empty(flat.shape[0], dtype=wide)
@@ -153,7 +161,7 @@ def linear_cross_entropy(
     d_weight = torch.zeros_like(weight, dtype=wide) if gradients else weight.new_empty(0)
     for start in range(0, flat.shape[0], rows):
         here = slice(start, start + rows)
-        losses[here], logits = _row_losses(flat[here] @ weight.t(), classes[here], ignored)
+        losses[here], logits = row_losses(flat[here] @ weight.t(), classes[here], ignored)
         if gradients:
             torch.mm(logits, weight, out=d_x[here])
             if wide == x.dtype:

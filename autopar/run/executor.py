@@ -21,6 +21,7 @@ from autopar.collective import HOST_KINDS
 from autopar.errors import RuntimeStateError
 from autopar.kernels.binding import bind
 from autopar.kernels.collectives import Groups, all_gather, all_reduce, use_groups
+from autopar.kernels.rows import ON_GPU
 from autopar.kernels.sums import FIRST
 from autopar.layout import Layout, local_shape
 from autopar.ops import linear_cross_entropy
@@ -263,6 +264,6 @@ def without_saved(source: fx.Graph, num_saved: int) -> fx.Graph:
     graph.output(tuple(results[: len(results) - num_saved]))  # type: ignore[index, arg-type]
     graph.eliminate_dead_code()
     for node in graph.nodes:
-        if node.target is linear_cross_entropy and all(user.args[1] == 0 for user in node.users):
+        if node.target in (linear_cross_entropy, ON_GPU[linear_cross_entropy]) and all(user.args[1] == 0 for user in node.users):
             node.kwargs = {**node.kwargs, "gradients": False}
     return graph

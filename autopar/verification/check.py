@@ -56,6 +56,11 @@ def verify_program(
             plain loss is no finite number.
     """
     case = Case.of(trace, program, model, args, kwargs, dtype)
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):  # so that replicas convolve alike, and exactly
+        return _checked(case, dtype, tolerance)
+
+
+def _checked(case: Case, dtype: torch.dtype | None, tolerance: float | None) -> Verification:
     try:
         return _compared(case, *_plain(case), tolerance)
     except PlainModelError as error:

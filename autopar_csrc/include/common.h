@@ -28,6 +28,14 @@
 #if defined(__CUDA_ARCH__) || defined(AP_EMULATED)
 #define AP_ON_DEVICE
 #endif
+// Before a loop whose loads are independent: so many turns are on their way at once.
+#if defined(__CUDA_ARCH__)
+#define AP_UNROLL_4 _Pragma("unroll 4")
+#define AP_UNROLL_16 _Pragma("unroll 16")
+#else
+#define AP_UNROLL_4
+#define AP_UNROLL_16
+#endif
 #define AP_API extern "C" __attribute__((visibility("default")))
 
 enum ap_dtype { AP_F32 = 0, AP_F64 = 1, AP_BF16 = 2, AP_F16 = 3, AP_I32 = 4, AP_I64 = 5, AP_U8 = 6 };

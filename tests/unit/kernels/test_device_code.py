@@ -7,7 +7,8 @@ import torch
 from native import needs_host
 from torch import Tensor
 
-from autopar.kernels import library
+from autopar import ops
+from autopar.kernels import library, rows
 from autopar.kernels.buckets import BucketLayout
 from autopar.kernels.normed import FLOATS, backward_op, reduce_add_rmsnorm, reference_backward, reference_forward
 from autopar.kernels.packing import pack, reference_pack, reference_unpack, unpack
@@ -26,6 +27,13 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def alike(a: Tensor, b: Tensor) -> None:
+    """But for the order of sums and a rounding."""
+    assert a.dtype == b.dtype and a.shape == b.shape
+    scale = b.double().abs().max().clamp(min=1e-30)
+    assert ((a.double() - b.double()).abs().max() / scale).item() <= 8 * torch.finfo(a.dtype).eps
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -77,3 +85,62 @@ def test_a_signal_and_a_wait_on_a_stream() -> None:
     assert (flag.item(), status.item()) == (4, 0)
     library.launch("ap_epoch_wait", flag.device, flag.data_ptr(), 5, status.data_ptr())
     assert status.item() == library.TIMED_OUT
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", ((1, 1), (5, 7), (3, 41, 24), (130, 300), (2, 2051), (9, 4096)))
+@pytest.mark.parametrize("weighted", (True, False))
+def test_norms_of_rows_are_those_of_the_ops(weighted: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, grad, n = drawn(shape, dtype, 0), drawn(shape, dtype, 1), 2 * shape[-1]
+    weight = drawn(shape[-1:], dtype, 2) if weighted else None
+    squares, wide = 2 * ops.square_sum(x, dtype), library.wide(dtype)
+    for rounded in {dtype, wide}:
+        settings = x, squares, weight, n, 1e-5, wide, rounded, dtype
+        alike(rows.rms_norm(*settings), ops.rms_norm(*settings))
+    product = ops.rms_product(grad, x, weight, dtype)
+    alike(rows.rms_product(grad, x, weight, dtype), product)
+    given = grad, x, squares, product, weight, n, 1e-5, dtype
+    alike(rows.rms_norm_backward(*given), ops.rms_norm_backward(*given))
+    alike(rows.rms_weight_gradient(grad, x, squares, n, 1e-5, dtype), ops.rms_weight_gradient(grad, x, squares, n, 1e-5, dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", ((1, 1), (5, 7), (3, 41, 24), (2, 5003)))
+def test_softmaxes_of_rows_are_those_of_the_ops(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, scale = 4 * drawn(shape, dtype, 0), drawn(shape[:-1], library.wide(dtype), 1)
+    index = torch.randint(-3, 2 * shape[-1], shape[:-1], generator=torch.Generator().manual_seed(2))
+    m = x.amax(-1) + 1
+    s = ops.sum_exp(x, m)
+    alike(rows.sum_exp(x, m), s)
+    for start in (0, shape[-1] // 2):
+        expected = ops.cross_entropy_backward(x, m, s, index, scale, start)
+        alike(rows.cross_entropy_backward(x, m, s, index, scale, start), expected)
+        held = x.clone()
+        assert rows.cross_entropy_backward_in_place(held, m, s, index, scale, start) is held
+        alike(held, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_loss_by_rows_is_that_of_the_op(dtype: torch.dtype) -> None:
+    x, weight = drawn((2, 5, 16), dtype, 0), drawn((37, 16), dtype, 1)
+    index = torch.randint(0, 37, (2, 5), generator=torch.Generator().manual_seed(2))
+    index[0, 2] = -100
+    found, expected = (way(x, weight, index, -100, 3) for way in (rows.linear_cross_entropy, ops.linear_cross_entropy))
+    for ours, theirs in zip(found, expected, strict=True):
+        alike(ours, theirs)
+
+
+def test_what_kernels_of_rows_do_not_take_is_left_to_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another dtype of the weight, rows that lie apart, nothing at all, and a dtype that kernels do not know."""
+    x, squares = drawn((4, 8), torch.bfloat16, 0), torch.ones(4)
+    launched: list[str] = []
+    monkeypatch.setattr(library, "launch", lambda kernel, *_: launched.append(kernel))
+    settings = 8, 1e-5, torch.float32, torch.float32, torch.float32
+    assert torch.equal(rows.rms_norm(x, squares, torch.ones(8), *settings), ops.rms_norm(x, squares, torch.ones(8), *settings))
+    apart = x[:, ::2]
+    assert torch.equal(rows.sum_exp(apart, apart.amax(-1)), ops.sum_exp(apart, apart.amax(-1)))
+    assert rows.sum_exp(x[:0], x[:0].amax(-1)).shape == (0,)
+    assert rows.rms_product(x, x.float(), None, torch.float32).shape == (4,)
+    assert launched == []
+    rows.sum_exp(x, x.amax(-1))
+    assert launched == ["ap_sum_exp"]

@@ -1,0 +1,152 @@
+"""Norms and softmaxes of rows in one pass each, on a GPU: what graphs that are bound for one call in the place of ops of `autopar.ops`.
+
+Those are a few calls of ATen, each of which reads and writes all it works on; of these, each reads and writes once and holds nothing
+beside its result. Results are the ops' but for the order of sums and the rounding of an exponential. Where there are no kernels, of other
+dtypes, of tensors that are not contiguous, and under a compiler, which fuses the ops itself, the ops run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar import ops
+from autopar.kernels import library
+from autopar.ops.vocabulary import cross_entropy_backward_, linear_cross_entropy_by
+
+BAND = 64  # rows whose shares of a weight's gradient are summed together
+
+
+def sum_exp(x: Tensor, m: Tensor) -> Tensor:
+    """`autopar.ops.sum_exp`."""
+    if not _serves(x):
+        return ops.sum_exp(x, m)
+    s = x.new_empty(x.shape[:-1], dtype=library.wide(x.dtype))
+    most = _wide(m, x)
+    _launch("ap_sum_exp", x, most, s)
+    return s
+
+
+def cross_entropy_backward(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0) -> Tensor:
+    """`autopar.ops.cross_entropy_backward`."""
+    if not _serves(x):
+        return ops.cross_entropy_backward(x, m, s, index, scale, start)
+    return _cross_entropy_backward(x, m, s, index, scale, start, torch.empty_like(x))
+
+
+def cross_entropy_backward_in_place(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0) -> Tensor:
+    """The same, written into the logits."""
+    if not _serves(x):
+        return cross_entropy_backward_(x, m, s, index, scale, start)
+    return _cross_entropy_backward(x, m, s, index, scale, start, x)
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, index: Tensor, ignored: int, rows: int, gradients: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`autopar.ops.linear_cross_entropy`."""
+    if not _serves(x, weight):
+        return ops.linear_cross_entropy(x, weight, index, ignored, rows, gradients)
+    return linear_cross_entropy_by(_row_losses, x, weight, index, ignored, rows, gradients)
+
+
+def rms_norm(
+    x: Tensor, squares: Tensor, weight: Tensor | None, n: int, eps: float, dtype: torch.dtype, rounded: torch.dtype, out: torch.dtype
+) -> Tensor:
+    """`autopar.ops.rms_norm`."""
+    wide = library.wide(x.dtype)
+    if not _serves(x, weight) or squares.dtype != wide or out != x.dtype or rounded not in (x.dtype, wide):
+        return ops.rms_norm(x, squares, weight, n, eps, dtype, rounded, out)
+    y, sums = torch.empty_like(x), squares.contiguous()
+    _launch("ap_row_norm", x, sums, weight, y, last=(n, eps, int(rounded != wide)))
+    return y
+
+
+def rms_product(grad: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`autopar.ops.rms_product`."""
+    if not _serves(x, grad, weight):
+        return ops.rms_product(grad, x, weight, dtype)
+    product = x.new_empty(x.shape[:-1], dtype=library.wide(x.dtype))
+    _launch("ap_row_product", grad, x, weight, product)
+    return product
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, squares: Tensor, product: Tensor, weight: Tensor | None, n: int, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """`autopar.ops.rms_norm_backward`."""
+    if not _serves(x, grad, weight) or not squares.dtype == product.dtype == library.wide(x.dtype):
+        return ops.rms_norm_backward(grad, x, squares, product, weight, n, eps, dtype)
+    dx, sums, products = torch.empty_like(x), squares.contiguous(), product.contiguous()
+    _launch("ap_row_norm_backward", grad, x, sums, products, weight, dx, last=(n, eps))
+    return dx
+
+
+def rms_weight_gradient(grad: Tensor, x: Tensor, squares: Tensor, n: int, eps: float, dtype: torch.dtype) -> Tensor:
+    """`autopar.ops.rms_weight_gradient`."""
+    num_bands = -(-squares.numel() // BAND)
+    if not _serves(x, grad) or squares.dtype != library.wide(x.dtype) or num_bands > 65535:
+        return ops.rms_weight_gradient(grad, x, squares, n, eps, dtype)
+    dw, bands, sums = squares.new_empty(x.shape[-1]), squares.new_empty(num_bands, x.shape[-1]), squares.contiguous()
+    _launch("ap_row_weight_gradient", grad, x, sums, dw, bands, last=(n, eps))
+    return dw
+
+
+ON_GPU: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    ops.sum_exp: sum_exp,
+    ops.cross_entropy_backward: cross_entropy_backward,
+    cross_entropy_backward_: cross_entropy_backward_in_place,
+    ops.linear_cross_entropy: linear_cross_entropy,
+    ops.rms_norm: rms_norm,
+    ops.rms_product: rms_product,
+    ops.rms_norm_backward: rms_norm_backward,
+    ops.rms_weight_gradient: rms_weight_gradient,
+}
+"""By the op what a graph that is bound for a GPU calls."""
+
+
+def _cross_entropy_backward(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int, grad: Tensor) -> Tensor:
+    rows = [_wide(m, x), _wide(s, x), index.contiguous(), _wide(scale, x)]
+    _launch("ap_cross_entropy_backward", x, *rows, grad, last=(start,))
+    return grad
+
+
+def _row_losses(logits: Tensor, index: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """Losses [n] of logits [n, v], and, where these lie, the gradient of the sum of those that are not ignored."""
+    m, picked = logits.amax(-1), ops.pick(logits, index, ignored)
+    s = sum_exp(logits, m)
+    gradient = cross_entropy_backward_in_place(logits, m, s, index, (index != ignored).to(s.dtype))
+    return s.log().add_(m).sub_(picked), gradient
+
+
+def _serves(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a kernel takes these: all of one dtype, and contiguous."""
+    if torch.compiler.is_compiling() or x.dtype not in library.FLOATS or x.dim() == 0 or not x.numel():
+        return False
+    alike = all(each.dtype == x.dtype and each.is_contiguous() for each in (x, *others) if each is not None)
+    return alike and x.shape[-1] < 2**31 and _num_rows(x) < 2**31 and library.on_device(_kind(x)) and library.has(x.device)
+
+
+def _kind(x: Tensor) -> str:
+    return "cuda" if x.is_cuda else "host"
+
+
+def _num_rows(x: Tensor) -> int:
+    return math.prod(x.shape[:-1])
+
+
+def _wide(row: Tensor, x: Tensor) -> Tensor:
+    """One number for each row of `x`, as kernels read them."""
+    return row.to(library.wide(x.dtype)).contiguous()
+
+
+def _launch(kernel: str, *tensors: Tensor | None, last: tuple[object, ...] = ()) -> None:
+    """`tensors` are held by the caller until the kernel is enqueued; the first is a matrix of rows."""
+    x = tensors[0]
+    assert x is not None
+    addresses = [0 if each is None else each.data_ptr() for each in tensors]
+    library.launch(kernel, x.device, *addresses, library.code_of(x.dtype), _num_rows(x), x.shape[-1], *last)
