@@ -57,9 +57,10 @@ AP_HD inline bool pack_pair(const S* data, const Part& part, B* segment, int64_t
   int64_t left = 0, then = 0;
   const int64_t begin = element_of(part, at, &left), second = element_of(part, next, &then);
   if (left < kGroup || then < kGroup) return false;
+  const Raw<S> raw = fetch_group(data + begin, kGroup), next_raw = fetch_group(data + second, kGroup);
   W values[2][kGroup];
-  load_group<W>(data + begin, kGroup, values[0]);
-  load_group<W>(data + second, kGroup, values[1]);
+  widen(raw, values[0]);
+  widen(next_raw, values[1]);
   for (int turn = 0; turn < 2; ++turn)
     for (int i = 0; i < kGroup; ++i) {
       values[turn][i] = values[turn][i] * W(factor);

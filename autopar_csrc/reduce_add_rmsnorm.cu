@@ -35,12 +35,18 @@ inline int64_t grain_of(int64_t hidden) { return ceil_div(65536, hidden); }
 // One group of y: the sum over peers and the residual, stored rounded; returns `sum` with its squares added.
 template <class T, class W = typename Wide<T>::type>
 AP_HD inline W add_group(const int64_t* parts, int world, const T* residual, T* y, int64_t at, int64_t left, W sum) {
+  const Raw<T> raw_residual = fetch_group(residual + at, left);
   W total[kGroup] = {}, more[kGroup];
-  for (int peer = 0; peer < world; ++peer) {
-    load_group<W>(reinterpret_cast<const T*>(parts[peer]) + at, left, more);
+  for (int peer = 0; peer < world; peer += 2) {
+    const bool pair = peer + 1 < world;
+    const Raw<T> raw = fetch_group(reinterpret_cast<const T*>(parts[peer]) + at, left);
+    const Raw<T> next = pair ? fetch_group(reinterpret_cast<const T*>(parts[peer + 1]) + at, left) : raw;
+    widen(raw, more);
     for (int i = 0; i < kGroup; ++i) total[i] = total[i] + more[i];
+    widen(next, more);
+    for (int i = 0; pair && i < kGroup; ++i) total[i] = total[i] + more[i];
   }
-  load_group<W>(residual + at, left, more);
+  widen(raw_residual, more);
   for (int i = 0; i < kGroup; ++i) {
     total[i] = Convert<W, T>::wide(Convert<W, T>::narrow(more[i] + total[i]));
     sum = i < left ? sum + total[i] * total[i] : sum;
@@ -52,10 +58,12 @@ AP_HD inline W add_group(const int64_t* parts, int world, const T* residual, T* 
 // Returns `sum` with u * y of the group added.
 template <class T, class W>
 AP_HD inline W dot_group(const T* grad_normed, const T* y, const T* weight, int64_t at, int64_t column, int64_t left, W sum) {
+  const Raw<T> raw_n = fetch_group(grad_normed + at, left), raw_y = fetch_group(y + at, left);
+  const Raw<T> raw_weight = fetch_group(weight + column, left);
   W n[kGroup], values[kGroup], scale[kGroup];
-  load_group<W>(grad_normed + at, left, n);
-  load_group<W>(y + at, left, values);
-  load_group<W>(weight + column, left, scale);
+  widen(raw_n, n);
+  widen(raw_y, values);
+  widen(raw_weight, scale);
   for (int i = 0; i < kGroup; ++i) sum = i < left ? sum + (n[i] * scale[i]) * values[i] : sum;
   return sum;
 }
@@ -63,11 +71,13 @@ AP_HD inline W dot_group(const T* grad_normed, const T* y, const T* weight, int6
 template <class T, class W>
 AP_HD inline void grad_group(const T* grad_y, const T* grad_normed, const T* y, const T* weight, T* grad, W rstd, W mean, int64_t at,
                              int64_t column, int64_t left) {
+  const Raw<T> raw_g = fetch_group(grad_y + at, left), raw_n = fetch_group(grad_normed + at, left);
+  const Raw<T> raw_y = fetch_group(y + at, left), raw_weight = fetch_group(weight + column, left);
   W g[kGroup], n[kGroup], values[kGroup], scale[kGroup];
-  load_group<W>(grad_y + at, left, g);
-  load_group<W>(grad_normed + at, left, n);
-  load_group<W>(y + at, left, values);
-  load_group<W>(weight + column, left, scale);
+  widen(raw_g, g);
+  widen(raw_n, n);
+  widen(raw_y, values);
+  widen(raw_weight, scale);
   const W slope = ((rstd * rstd) * rstd) * mean;
   for (int i = 0; i < kGroup; ++i) g[i] = g[i] + ((n[i] * scale[i]) * rstd - values[i] * slope);
   store_group(grad + at, left, g);

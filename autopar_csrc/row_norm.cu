@@ -44,10 +44,12 @@ __global__ void __launch_bounds__(ap::kLanes, 2)
   const int64_t number = int64_t(blockIdx.x) * ap::kLanes + threadIdx.x;
   if (number >= r.rows * ap::groups_per_row(r)) return;
   const ap::Group g = ap::group_of(r, number);
+  const ap::Raw<T> raw_grad = ap::fetch_group(grad + g.at, g.left), raw_x = ap::fetch_group(x + g.at, g.left);
+  const ap::Raw<T> raw_weight = ap::fetch_weight(weight, g.column, g.left);
   W total[ap::kGroup], values[ap::kGroup], scale[ap::kGroup];
-  ap::load_group<W>(grad + g.at, g.left, total);
-  ap::load_group<W>(x + g.at, g.left, values);
-  ap::load_weight(weight, g.column, g.left, scale);
+  ap::widen(raw_grad, total);
+  ap::widen(raw_x, values);
+  ap::widen(raw_weight, scale);
   const W rstd = ap::rstd_of(squares[g.row], n, eps), slope = ((rstd * rstd) * rstd) * product[g.row] / W(n);
   for (int i = 0; i < ap::kGroup; ++i) total[i] = (total[i] * rstd) * scale[i] - values[i] * slope;
   ap::store_group(dx + g.at, g.left, total);
@@ -61,10 +63,12 @@ __global__ void __launch_bounds__(ap::kLanes, 2)
   W sum = 0;
   for (int64_t column = int64_t(threadIdx.x & (threads - 1)) * ap::kGroup; row < r.rows && column < r.width; column += threads * ap::kGroup) {
     const int64_t at = row * r.width + column, left = r.width - column;
+    const ap::Raw<T> raw_grad = ap::fetch_group(grad + at, left), raw_x = ap::fetch_group(x + at, left);
+    const ap::Raw<T> raw_weight = ap::fetch_weight(weight, column, left);
     W gradients[ap::kGroup], values[ap::kGroup], scale[ap::kGroup];
-    ap::load_group<W>(grad + at, left, gradients);
-    ap::load_group<W>(x + at, left, values);
-    ap::load_weight(weight, column, left, scale);
+    ap::widen(raw_grad, gradients);
+    ap::widen(raw_x, values);
+    ap::widen(raw_weight, scale);
     for (int i = 0; i < ap::kGroup; ++i) sum = sum + (gradients[i] * scale[i]) * values[i];  // beyond the row all are zeros
   }
   sum = ap::add_row(sum, lanes, threads);

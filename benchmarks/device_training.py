@@ -4,7 +4,8 @@ Eager, eager with a checkpoint per layer, and autopar's plans under shares of wh
 backward and a fused AdamW. Times are the device's with the host ahead (`benchmarks.device_times`), and the host's beside them: a step
 takes the longer one. Peaks are the allocator's largest count of live bytes, from the begin of forward to the end of backward, of a
 second step, so the optimizer's state is in it. Gradients are compared with eager's, whose own rounding is in the difference.
-Without a device there is one row, which says so.
+With --offload, state and activations may wait on the host; --alone leaves out eager, which a model may be too large for, and with it what
+is compared. Without a device there is one row, which says so.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.api.planning import plan_model
-from autopar.api.tracing import program_of
-from autopar.capture import capture
+from autopar.api.tracing import program_of, traced_for
+from autopar.constraints import offload
 from autopar.errors import InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
@@ -44,7 +45,8 @@ MAX_DIFFERENCE = 0.05  # of all gradients together, in bfloat16
 Build = Callable[[], tuple[nn.Module, dict[str, Any]]]
 COLUMNS = (
     "method", "share", "predicted_peak_bytes", "measured_peak_bytes", "peak_rel_err",
-    "predicted_s", "measured_s", "host_s", "time_rel_err", "over_eager", "num_recomputed", "gap", "difference", "skipped",
+    "predicted_s", "measured_s", "host_s", "time_rel_err", "over_eager", "num_recomputed", "predicted_host_bytes",
+    "gap", "difference", "skipped",
 )  # fmt: skip
 LLAMA = """llama:{"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "bos_token_id": 0, "eos_token_id": 0,
@@ -54,48 +56,55 @@ MODEL = ModelSpec("llama-1.2b", LLAMA)
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a method took: seconds of a step, on the device and on the host; bytes; ‖its gradients − eager's‖ / ‖eager's‖."""
+    """What a method took: seconds of a step, on the device and on the host; bytes; ‖its gradients − eager's‖ / ‖eager's‖, if known."""
 
     device_s: float
     host_s: float
     peak_bytes: int
-    difference: float
+    difference: float | None
 
 
-def row(spec: dict[str, Any], mesh: str, batch: int, seq: int, hardware: str, shares: list[float], plans: str | None) -> list[Row]:
+def row(
+    spec: dict[str, Any], mesh: str, batch: int, seq: int, hardware: str, shares: list[float], plans: str | None, dtype: str,
+    precision: str | None, offloads: bool, alone: bool, rounds: int,
+) -> list[Row]:  # fmt: skip
     """All methods of one model."""
     if not torch.cuda.is_available() and plans is None:
         return [{"method": "", "ok": True, "error": None, "skipped": "there is no CUDA device"}]
     built, profile = ModelSpec(**spec), load_profile(hardware)
-    meta, example = built.build(batch=batch, seq=seq, dtype=torch.bfloat16, meta=True)
+    size: dict[str, Any] = {"batch": batch, "seq": seq, "dtype": getattr(torch, dtype)}
+    meta, example = built.build(**size, meta=True)
+    asked = {"outputs": "loss", "precision": precision, "constraints": (offload(),) if offloads else ()}
     with tempfile.TemporaryDirectory() as folder:
-        made = [*_plans(meta, example, profile, shares, Path(plans or folder))]
+        made = [*_plans(meta, example, profile, shares, Path(plans or folder), asked)]
     if not torch.cuda.is_available():
         cases = [{"share": share, "skipped": reason or "made, not run: there is no CUDA device"} for share, _, reason in made]
         return [{"method": "autopar", "hardware": profile.name, "ok": True, "error": None, **case} for case in cases]
-    base: Row = {"batch": batch, "seq": seq, "hardware": profile.name, "error": None, "skipped": None}
+    base: Row = {"batch": batch, "seq": seq, "dtype": dtype, "hardware": profile.name, "error": None, "skipped": None}
     base["device"] = torch.cuda.get_device_name()
 
     def build() -> tuple[nn.Module, dict[str, Any]]:
-        return built.build(batch=batch, seq=seq, dtype=torch.bfloat16, device="cuda")
+        return built.build(**size, device="cuda")
 
-    theirs: dict[str, Tensor] = {}
-    eager = _seen(build, theirs)
-    rows = [_row(base, "eager", eager, eager)]
-    rows.append(_row(base, "eager, a checkpoint per layer", _seen(lambda: _checkpointed(*build()), theirs), eager))
-    trace, devices = capture(meta, (), example), device_mesh(ONE, "cuda")
+    eager: Seen | None = None
+    rows, theirs = list[Row](), None if alone else dict[str, Tensor]()
+    if theirs is not None:
+        eager = _seen(build, theirs, rounds)
+        rows = [_row(base, "eager", eager, eager)]
+        rows.append(_row(base, "eager, a checkpoint per layer", _seen(lambda: _checkpointed(*build()), theirs, rounds), eager))
+    devices = device_mesh(ONE, "cuda")
     for share, plan, reason in made:
         shown = {**base, "share": share, "method": "autopar"}
         if plan is None:
             rows.append({**shown, "ok": True, "skipped": reason})
         else:
-            program = program_of(plan, meta, trace, (), example)
-            rows.append(_row(shown, "autopar", _seen(partial(_compiled, program, devices, build), theirs), eager, plan))
+            program = program_of(plan, meta, traced_for(plan, meta, (), example), (), example)
+            rows.append(_row(shown, "autopar", _seen(partial(_compiled, program, devices, build), theirs, rounds), eager, plan))
     return rows
 
 
 def _plans(
-    model: nn.Module, example: dict[str, Any], profile: HardwareProfile, shares: list[float], folder: Path
+    model: nn.Module, example: dict[str, Any], profile: HardwareProfile, shares: list[float], folder: Path, asked: Mapping[str, Any]
 ) -> Iterator[tuple[float, Plan | None, str]]:
     """Per share the plan, or why there is none. Plans that lie in the folder are taken from it, so they can be made elsewhere."""
     ample = None
@@ -105,8 +114,7 @@ def _plans(
         budget = None if ample is None else int(share * ample)
         try:
             if not path.exists():
-                options = {"memory_bytes": budget, "outputs": "loss"}
-                plan_model(model, ONE, example_inputs=example, hardware=profile, **options)[1].plan.save(path)
+                plan_model(model, ONE, example_inputs=example, hardware=profile, memory_bytes=budget, **asked)[1].plan.save(path)
             plan = Plan.load(path)
             ample = ample or plan.prediction.peak_bytes
             yield share, plan, ""
@@ -124,15 +132,16 @@ def _compiled(program: Any, devices: DeviceMesh, build: Build) -> tuple[nn.Modul
     return ParallelModule(program, devices, model, outputs="loss"), data
 
 
-def _seen(build: Build, theirs: dict[str, Tensor]) -> Seen:
-    """Measure what `build` makes, and leave nothing of it on the device; eager's gradients, once known, lie on the host in `theirs`."""
-    seen = _measured(*build(), theirs)
+def _seen(build: Build, theirs: dict[str, Tensor] | None, rounds: int) -> Seen:
+    """Measure what `build` makes, and leave nothing of it on the device; eager's gradients, once known, lie on the host in `theirs`, where
+    there is an eager."""
+    seen = _measured(*build(), theirs, rounds)
     gc.collect()
     torch.cuda.empty_cache()
     return seen
 
 
-def _measured(model: nn.Module, data: dict[str, Any], theirs: dict[str, Tensor]) -> Seen:
+def _measured(model: nn.Module, data: dict[str, Any], theirs: dict[str, Tensor] | None, rounds: int) -> Seen:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def gradients() -> None:
@@ -143,21 +152,24 @@ def _measured(model: nn.Module, data: dict[str, Any], theirs: dict[str, Tensor])
         optimizer.zero_grad()
 
     gradients()
-    ours = {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    if not theirs:
-        theirs |= {name: grad.cpu() for name, grad in ours.items()}
-    difference = _difference(ours, theirs)
-    del ours
+    difference = None if theirs is None else _compared(model, theirs)
     update()
     torch.cuda.reset_peak_memory_stats()
     gradients()
     peak_bytes = torch.cuda.max_memory_allocated()
     update()
-    times = measure({"step": in_turn(gradients, update)}, ROUNDS)["step"]
+    times = measure({"step": in_turn(gradients, update)}, rounds)["step"]
     return Seen(times.device_s, times.host_s, peak_bytes, difference)
 
 
-def _row(base: Row, method: str, seen: Seen, eager: Seen, plan: Plan | None = None) -> Row:
+def _compared(model: nn.Module, theirs: dict[str, Tensor]) -> float:
+    ours = {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    if not theirs:
+        theirs |= {name: grad.cpu() for name, grad in ours.items()}
+    return _difference(ours, theirs)
+
+
+def _row(base: Row, method: str, seen: Seen, eager: Seen | None, plan: Plan | None = None) -> Row:
     step_s = max(seen.device_s, seen.host_s)
     found = {
         **base,
@@ -165,14 +177,15 @@ def _row(base: Row, method: str, seen: Seen, eager: Seen, plan: Plan | None = No
         "measured_peak_bytes": seen.peak_bytes,
         "measured_s": seen.device_s,
         "host_s": seen.host_s,
-        "over_eager": step_s / max(eager.device_s, eager.host_s),
+        "over_eager": None if eager is None else step_s / max(eager.device_s, eager.host_s),
         "difference": seen.difference,
-        "ok": seen.difference <= MAX_DIFFERENCE,
+        "ok": seen.difference is None or seen.difference <= MAX_DIFFERENCE,
     }
     if plan is not None:
         predicted = plan.prediction
         found |= {
             "predicted_peak_bytes": predicted.peak_bytes,
+            "predicted_host_bytes": sum(predicted.host_bytes.values()),
             "peak_rel_err": predicted.peak_bytes / seen.peak_bytes - 1,
             "predicted_s": predicted.step_s,
             "time_rel_err": predicted.step_s / step_s - 1,
@@ -198,8 +211,14 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("--hardware", default="h100-sxm")
     flags.add_argument("--plans", metavar="FOLDER", help="read plans from here, or make and leave them here; needs no device for that")
     flags.add_argument("--share", type=float, action="append", help=f"of the plan without a budget; by default {SHARES}")
+    flags.add_argument("--dtype", default="bfloat16", help="of the model's parameters")
+    flags.add_argument("--precision", choices=("bf16",), help="as of autopar.compile")
+    flags.add_argument("--offload", action="store_true", dest="offloads", help="let state and activations wait on the host")
+    flags.add_argument("--alone", action="store_true", help="without eager, and without what is compared with it")
+    flags.add_argument("--rounds", type=int, default=ROUNDS, help="steps that are timed")
     options = flags.parse_args(arguments)
-    shared = {name: getattr(options, name) for name in ("batch", "seq", "hardware", "plans")}
+    asked = ("batch", "seq", "hardware", "plans", "dtype", "precision", "offloads", "alone", "rounds")
+    shared = {name: getattr(options, name) for name in asked}
     shared["shares"] = options.share or SHARES
     specs = specs_of(options, ()) if (options.model or options.hf or options.zoo is not None) else [MODEL]
     return run_rows("device_training", [{"spec": s.to_json(), "mesh": "d=1", **shared} for s in specs], COLUMNS, options.json)

@@ -136,20 +136,38 @@ constexpr int kGroup = 8;  // 16 bytes of bf16 and f16, 32 of float, 64 of doubl
 
 AP_HD inline bool is_aligned(const void* p) { return (reinterpret_cast<uintptr_t>(p) & 15u) == 0; }
 
-// Loads `count` <= 8 elements; the rest of `out` is zero. In accesses of 16 bytes where all eight are wanted and aligned.
-template <class W, class T> AP_HD inline void load_group(const T* p, int64_t count, W out[kGroup]) {
+// Eight elements as they lie in memory. They are fetched before any of them is computed with where several groups are wanted: a load that
+// is converted at once holds up the next one.
+template <class T> struct Raw {
+  alignas(16) T items[kGroup];
+};
+
+// Fetches `count` <= 8 elements; the rest is zero. In accesses of 16 bytes where all eight are wanted and aligned.
+template <class T> AP_HD inline Raw<T> fetch_group(const T* p, int64_t count) {
+  Raw<T> raw;
   if (count >= kGroup && is_aligned(p)) {
-    alignas(16) T raw[kGroup];
 #ifdef AP_ON_DEVICE
-    for (int i = 0; i < int(sizeof raw / 16); ++i) reinterpret_cast<uint4*>(raw)[i] = reinterpret_cast<const uint4*>(p)[i];
+    for (int i = 0; i < int(sizeof raw / 16); ++i) reinterpret_cast<uint4*>(raw.items)[i] = reinterpret_cast<const uint4*>(p)[i];
 #else
-    memcpy(raw, p, sizeof raw);
+    memcpy(raw.items, p, sizeof raw.items);
 #endif
-    for (int i = 0; i < kGroup; ++i) out[i] = Convert<W, T>::wide(raw[i]);
-    return;
+    return raw;
   }
-  for (int i = 0; i < kGroup; ++i) out[i] = i < count ? Convert<W, T>::wide(p[i]) : W(0);
+  for (int i = 0; i < kGroup; ++i) {
+    if (i < count) {
+      raw.items[i] = p[i];
+    } else {
+      raw.items[i] = T{};
+    }
+  }
+  return raw;
 }
+
+template <class W, class T> AP_HD inline void widen(const Raw<T>& raw, W out[kGroup]) {
+  for (int i = 0; i < kGroup; ++i) out[i] = Convert<W, T>::wide(raw.items[i]);
+}
+
+template <class W, class T> AP_HD inline void load_group(const T* p, int64_t count, W out[kGroup]) { widen(fetch_group(p, count), out); }
 
 // Stores the first `count` <= 8 elements.
 template <class W, class T> AP_HD inline void store_group(T* p, int64_t count, const W in[kGroup]) {

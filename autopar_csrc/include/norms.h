@@ -12,17 +12,20 @@ template <class W> AP_HD inline W rstd_of(W squares, int64_t hidden, double eps)
 }
 
 // Eight weights, or ones where there are none.
-template <class T, class W> AP_HD inline void load_weight(const T* weight, int64_t column, int64_t left, W out[kGroup]) {
-  for (int i = 0; i < kGroup; ++i) out[i] = W(1);
-  if (weight != nullptr) load_group<W>(weight + column, left, out);
+template <class T> AP_HD inline Raw<T> fetch_weight(const T* weight, int64_t column, int64_t left) {
+  if (weight != nullptr) return fetch_group(weight + column, left);
+  Raw<T> ones;
+  for (int i = 0; i < kGroup; ++i) ones.items[i] = Convert<typename Wide<T>::type, T>::narrow(1);
+  return ones;
 }
 
 // `rounded`: whether what is normed is rounded before the weight.
 template <class T, class W>
 AP_HD inline void norm_group(const T* y, const T* weight, T* normed, W rstd, bool rounded, int64_t at, int64_t column, int64_t left) {
+  const Raw<T> raw_y = fetch_group(y + at, left), raw_weight = fetch_weight(weight, column, left);
   W values[kGroup], scale[kGroup];
-  load_group<W>(y + at, left, values);
-  load_weight(weight, column, left, scale);
+  widen(raw_y, values);
+  widen(raw_weight, scale);
   for (int i = 0; i < kGroup; ++i) {
     const W scaled = values[i] * rstd;
     values[i] = (rounded ? Convert<W, T>::wide(Convert<W, T>::narrow(scaled)) : scaled) * scale[i];
@@ -34,13 +37,22 @@ AP_HD inline void norm_group(const T* y, const T* weight, T* normed, W rstd, boo
 template <class T, class W>
 AP_HD inline void band_group(const T* grad_normed, const T* y, const W* rstd, int64_t begin, int64_t end, int64_t hidden, int64_t column,
                              W sums[kGroup]) {
+  constexpr int kAhead = sizeof(T) < 4 ? 4 : 2;  // rows that are fetched together
   for (int i = 0; i < kGroup; ++i) sums[i] = W(0);
-  AP_UNROLL_4
-  for (int64_t row = begin; row < end; ++row) {
-    W gradients[kGroup], values[kGroup];
-    load_group<W>(grad_normed + row * hidden + column, hidden - column, gradients);
-    load_group<W>(y + row * hidden + column, hidden - column, values);
-    for (int i = 0; i < kGroup; ++i) sums[i] = sums[i] + (gradients[i] * values[i]) * rstd[row - begin];
+  for (int64_t row = begin; row < end; row += kAhead) {
+    Raw<T> raw_n[kAhead], raw_y[kAhead];
+    for (int turn = 0; turn < kAhead; ++turn) {
+      const int64_t at = row + turn < end ? row + turn : end - 1;
+      raw_n[turn] = fetch_group(grad_normed + at * hidden + column, hidden - column);
+      raw_y[turn] = fetch_group(y + at * hidden + column, hidden - column);
+    }
+    for (int turn = 0; turn < kAhead; ++turn) {
+      if (row + turn >= end) break;
+      W gradients[kGroup], values[kGroup];
+      widen(raw_n[turn], gradients);
+      widen(raw_y[turn], values);
+      for (int i = 0; i < kGroup; ++i) sums[i] = sums[i] + (gradients[i] * values[i]) * rstd[row + turn - begin];
+    }
   }
 }
 

@@ -29,19 +29,4 @@ AP_HD inline int threads_per_row(const Rows& r) {
   return threads;
 }
 
-#ifdef AP_DEVICE
-// The sum over each row's threads, which are neighbours, for all of them. All threads of the block call it.
-template <class W> __device__ inline W add_row(W own, W* lanes, int threads) {
-  const int lane = threadIdx.x, place = lane & (threads - 1);
-  __syncthreads();
-  lanes[lane] = own;
-  __syncthreads();
-  for (int half = threads / 2; half > 0; half /= 2) {
-    if (place < half) lanes[lane] = lanes[lane] + lanes[lane + half];
-    __syncthreads();
-  }
-  return lanes[lane - place];
-}
-#endif
-
 }  // namespace ap
