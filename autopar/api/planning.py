@@ -34,7 +34,7 @@ from autopar.api.waiting import with_waits
 from autopar.capture import Trace
 from autopar.certificate import Certificate, certify, certify_staged
 from autopar.constraints import Constraint, speak_of
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError, PlanError, VerificationError
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions
 from autopar.plans import Plan
@@ -235,14 +235,17 @@ def verify(
 
     Args:
         plan: or its file.
-        dtype: all floating tensors are promoted to it, on both sides; None computes in the model's own.
+        dtype: all floating tensors are promoted to it, float64 or float32, on both sides; None computes in the model's own.
         tolerance: largest relative error allowed; by default 1e-9 in fp64 (2e-6 where the model itself computes a part in
             fp32), 1e-4 in fp32, 5e-2 below.
 
     Raises:
-        VerificationError: naming the first node that diverges, with its module path.
+        VerificationError: naming the first node that diverges, with its module path; or where the dtype is no such one.
         PlanError: where the plan is for another model.
     """
+    if dtype not in (None, torch.float32, torch.float64):
+        remedy = "pass torch.float64, torch.float32, or None, which is the model's own"
+        raise VerificationError(f"nothing can be verified in {dtype}: sums that ops keep in float32 would be in it, too", remedy=remedy)
     plan, (args, kwargs) = Plan.of(plan), as_call(batch)
     trace = traced_for(plan, model, args, kwargs)
     check_fits(plan, trace, plan.mesh)

@@ -18,7 +18,7 @@ from autopar.run.splitting import split
 from benchmarks import zoo
 from benchmarks.random_plans import prepare, random_plan
 
-MODELS = ("llama", "bert", "swin")
+MODELS = ("llama", "swin")
 META = torch.device("meta")
 
 

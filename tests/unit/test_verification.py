@@ -211,6 +211,12 @@ def test_a_model_on_meta_has_nothing_to_compare(gpt2: Built) -> None:
         verify_program(trace, planned.program, copy.deepcopy(model).to("meta"), (), batch)
 
 
+def test_nothing_is_verified_in_half_precision(gpt2: Built) -> None:
+    model, batch, _, planned = gpt2
+    with pytest.raises(VerificationError, match=r"nothing can be verified in torch\.bfloat16"):
+        autopar.verify(planned.plan, model, batch, dtype=torch.bfloat16)
+
+
 def test_a_loss_that_is_no_number_proves_nothing(gpt2: Built) -> None:
     model, batch, trace, planned = gpt2
     broken = copy.deepcopy(model)
