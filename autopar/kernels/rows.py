@@ -110,7 +110,7 @@ ON_GPU: Mapping[Callable[..., Any], Callable[..., Any]] = {
 
 
 def _cross_entropy_backward(x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int, grad: Tensor) -> Tensor:
-    rows = [_wide(m, x), _wide(s, x), index.contiguous(), _wide(scale, x)]
+    rows = [_wide(m, x), _wide(s, x), index.to(torch.int64).contiguous(), _wide(scale, x)]
     _launch("ap_cross_entropy_backward", x, *rows, grad, last=(start,))
     return grad
 
