@@ -7,10 +7,12 @@ When is a node merged into the cluster of a producer? Only where no choice is lo
 contraction or lookup (before these, a gathered operand can pay for itself); on every axis, whatever placement the
 producer can give, the node accepts; and what it makes is no larger than what it reads, so that redistributing its result
 is never dearer than redistributing its operand; its own operands leave it no choice (a tensor made like another may lie in
-any way, and several such would multiply the cluster's strategies); and it reads nothing that the cluster may read with a halo
-or mirrored, which would be another layout. A contraction can be the first node of a cluster, with followers. Where what
-backward reads of one memory is more than it holds (a tensor and a view of it), views are not merged into what makes that, nor
-others into views that backward reads: what is made together is kept together, and counted twice.
+any way, and several such would multiply the cluster's strategies); it reads nothing that the cluster may read with a halo
+or mirrored, which would be another layout; and where the cluster is made of nothing, as zeros or a range is, it reads nothing
+else: such tensors are whole on every device, and what else it read would have to be whole beside them. A contraction can be
+the first node of a cluster, with followers. Where what backward reads of one memory is more than it holds (a tensor and a view
+of it), views are not merged into what makes that, nor others into views that backward reads: what is made together is kept
+together, and counted twice.
 """
 
 from __future__ import annotations
@@ -106,6 +108,7 @@ class _Graph:
     options: dict[str, tuple[AxisOption, ...]] = field(default_factory=dict)
     specially: dict[str, frozenset[Ref]] = field(default_factory=dict)  # what a node may read with a halo or mirrored
     position: dict[str, int] = field(default_factory=dict)
+    from_nothing: set[str] = field(default_factory=set)  # nodes that depend on no tensor from outside the graph
     storages: Storages = field(default_factory=Storages)
 
     def is_kept(self, name: str) -> bool:
@@ -147,6 +150,8 @@ def _read(trace: Trace) -> _Graph:
         asked = frozenset(r for o in options for r, p in zip(reads, o.inputs, strict=True) if issubclass(type(p), Special))
         graph.specially[node.name] = asked if node.target is not operator.getitem else frozenset()
         graph.storages.add(node.name, call, reads)
+        if graph.from_nothing.issuperset(n for n, _ in reads):
+            graph.from_nothing.add(node.name)
         for ref in reads:
             graph.readers.setdefault(ref, []).append(node.name)
     kept = (member for name, member in graph.members.items() if graph.is_kept(name))
@@ -194,7 +199,7 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: Member, name: str)
     inside = set(content)
     if member.call.target is operator.getitem:
         return True
-    if member.call.target in HEADS:
+    if member.call.target in HEADS or (content[0] in graph.from_nothing and name not in graph.from_nothing):
         return False
     if graph.members[content[0]].call.target is ops.linear_cross_entropy:
         return False  # where it runs again for its gradients, what its losses are weighted with would count as asked for

@@ -21,7 +21,7 @@ import autopar
 from autopar import ops
 from autopar.api.planning import plan_model
 from autopar.capture import capture
-from autopar.constraints import Megatron, ddp, expert_parallel, megatron, parallelisms, pipeline, read_constraint, tensor_parallel
+from autopar.constraints import Megatron, ddp, expert_parallel, fsdp, megatron, parallelisms, pipeline, read_constraint, tensor_parallel
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 from autopar.planning import Planned
@@ -93,6 +93,27 @@ def test_rows_are_dispatched_and_combined_once_a_layer(mesh: Mesh, beside: tuple
     gradients_are_of_their_own(made, model, axis)
     assert len(mesh.shape) == 1 or not moved(made, "forward", "all_to_all", 0)
     assert is_right(made, model, batch)
+
+
+class Sparse(nn.Module):
+    """Of each token's scores the two largest remain, among zeros that the model makes of nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        made = self.model(**batch)
+        values, places = made.logits.topk(2, dim=-1)
+        kept = torch.zeros(made.logits.shape, dtype=values.dtype).scatter(-1, places, values)
+        return made.loss + kept.pow(2).mean()
+
+
+def test_beside_experts_and_data_what_is_made_of_nothing_is_read_in_parts() -> None:
+    model, batch = zoo_small.mixtral(num_layers=1, dtype=torch.float64)
+    forced = (expert_parallel("expert", tokens="dispatched"), fsdp("data"))
+    _, made = plan_model(Sparse(model), SQUARE, example_inputs=batch, hardware="h100-sxm", constraints=forced)
+    assert autopar.verify(made.plan, Sparse(model), batch).ok
 
 
 def test_over_two_axes_tokens_are_gathered_along_one_after_the_other() -> None:

@@ -166,6 +166,26 @@ def test_a_tensor_made_like_another_may_lie_in_any_way_and_follows_no_cluster() 
     assert max(len(c.strategies) for c in classes_of(trace, MESH)) < 200
 
 
+class Weighed(nn.Module):
+    """A range, made one step after the other, weighs what a linear makes of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = torch.ones(4, 8).cumsum(0).sqrt()
+        return (weights * self.net(x)).pow(2).mean()
+
+
+def test_what_is_made_of_nothing_has_no_follower_that_reads_anything_else() -> None:
+    trace = capture(Weighed(), (), {"x": torch.randn(4, 8)})
+    names = [[m.call.target.__name__ for m in cluster.members] for cluster in clusters_of(trace) if cluster.phase == "forward"]
+    assert ["ones.default", "cumsum.default", "sqrt.default"] in names, "what is made of it alone is one decision with it"
+    found = next(c for c in classes_of(trace, (2,)) if c.first.members[0].key == "/mul.Tensor/forward/0")
+    assert {"R", "S(0)", "S(1)"} <= {str(s.members[0].outputs[0]) for s in found.strategies}, "all that it reads can be split"
+
+
 def test_what_a_convolution_may_read_with_a_halo_no_follower_of_it_reads_without() -> None:
     trace = capture(Bands(), (), {"x": torch.randn(4, 4, 16, 16)})
     backward = [c for c in classes_of(trace, (2,)) if c.first.members[0].call.target == torch.ops.aten.convolution_backward.default]

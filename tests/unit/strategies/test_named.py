@@ -73,8 +73,8 @@ def products(trace: Trace) -> dict[str, str]:
     }
 
 
-def planned(trace: Trace, constraint: Constraint, mesh: Mesh) -> Planned:
-    return make_plan(trace, mesh, HardwareProfile.load("h100-sxm"), PlanOptions(constraints=(constraint,)))
+def planned(trace: Trace, constraint: Constraint, mesh: Mesh, *beside: Constraint) -> Planned:
+    return make_plan(trace, mesh, HardwareProfile.load("h100-sxm"), PlanOptions(constraints=(constraint, *beside)))
 
 
 def test_of_a_chain_of_two_the_first_is_split_by_columns_and_the_last_by_rows() -> None:
@@ -196,6 +196,34 @@ def test_what_is_made_of_a_scalar_is_made_in_parts_where_the_batch_is_split() ->
     assert verify_program(trace, plan.program, model, (), batch).ok
     expanded = [s for key, s in plan.plan.node_choices().items() if "expand/backward" in key]
     assert expanded and all(str(s.outputs[0]) == "S(0)" for s in expanded)
+
+
+class Filled(nn.Module):
+    """Of each sample's features the two largest remain, among zeros, and are weighed with a tensor that is made of nothing, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        values, places = y.topk(2, dim=-1)
+        kept = torch.full(y.shape, 0.5) * torch.zeros(y.shape).scatter(-1, places, values)
+        return self.down(kept).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    "forced",
+    [(constraints.ddp(),), (constraints.fsdp(),), (constraints.ddp("a"), constraints.fsdp("b"))],
+    ids=lambda forced: " ".join(map(str, forced)),
+)
+def test_of_what_is_made_of_nothing_each_device_reads_its_part(forced: tuple[Constraint, ...]) -> None:
+    model, batch = Filled(), (torch.randn(8, 8),)
+    trace = capture(model, batch, {})
+    plan = planned(trace, forced[0], Mesh({"a": 2, "b": 2}), *forced[1:])
+    assert verify_program(trace, plan.program, model, batch, {}).ok
+    choices = plan.plan.node_choices()
+    assert {str(choices[f"/{op}/forward/0"].outputs[0]) for op in ("scatter.src", "mul.Tensor")} == {"S(0) S(0)"}
 
 
 def test_a_layout_that_contradicts_a_named_plan_is_refused_with_what_is_left() -> None:
