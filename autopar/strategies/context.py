@@ -48,9 +48,9 @@ def read_otherwise(graph: Read, rows: Mapping[str, Row]) -> set[str]:
 
 
 def _apart_on_free(graph: Read, rows: Mapping[str, Row]) -> set[str]:
-    """The nodes that can read a free tensor, such as a range of labels, in no way in which those before them can."""
+    """The nodes that can read a free tensor, such as a range of labels, in no way in which it can be made and those before them can."""
     found: set[str] = set()
-    read: dict[Ref, set[Placement]] = {}
+    read = _made_free(graph, rows)
     for name, row in rows.items():
         free = [(i, ref) for i, ref in enumerate(graph.reads[name]) if row.inputs[i] is None]
         options = [o for o in offered_options(graph.calls[name]) if row.admits(o.inputs, o.outputs)] if free else []
@@ -64,10 +64,29 @@ def _apart_on_free(graph: Read, rows: Mapping[str, Row]) -> set[str]:
     return found
 
 
+def _made_free(graph: Read, rows: Mapping[str, Row]) -> dict[Ref, set[Placement]]:
+    """In which ways the tensors that no row speaks of can be made of operands as those are made."""
+    made: dict[Ref, set[Placement]] = {}
+    for name, call in graph.calls.items():
+        if name in rows:
+            continue
+        given = [made.get(ref) for ref in graph.reads[name]]
+        options = offered_options(call)
+        as_made = [o for o in options if all(ways is None or p in ways for p, ways in zip(o.inputs, given, strict=True))]
+        for i in range(len(call.outputs)):
+            made[name, i] = {o.outputs[i] for o in as_made or options}
+    return made
+
+
 class ContextWalk(Walk):
     def __init__(self, graph: Read, policy: Policy, *, gathers: bool) -> None:
         super().__init__(graph, policy)
         self.gathers = gathers
+
+    def run(self) -> Spread:
+        found = super().run()
+        found.apart |= read_otherwise(self.graph, found.rows)
+        return found
 
     def _choose(self, node: fx.Node) -> AxisOption | None:
         option = super()._choose(node)

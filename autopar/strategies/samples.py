@@ -21,7 +21,7 @@ from autopar.constraints import Parallelism
 from autopar.errors import ConstraintError
 from autopar.layout import REPLICATE, Layout, Strategy
 from autopar.rules import AxisOption, Call, cuts_alike
-from autopar.strategies.context import ContextWalk, read_otherwise
+from autopar.strategies.context import ContextWalk
 from autopar.strategies.labels import Spread
 from autopar.strategies.reading import Read
 from autopar.strategies.spreading import Policy, Walk
@@ -34,11 +34,6 @@ class SampleWalk(ContextWalk):
         super().__init__(graph, policy, gathers=True)
         self.sizes, num = tuple(sizes), math.prod(sizes)
         self.found.uneven = f"{batch} samples in {num} parts; of a multiple of {num} fewer may be gathered" if batch % num else ""
-
-    def run(self) -> Spread:
-        found = super().run()
-        found.apart |= read_otherwise(self.graph, found.rows)
-        return found
 
     def _options(self, node: fx.Node) -> tuple[AxisOption, ...]:
         options = super()._options(node)

@@ -17,7 +17,7 @@ from torch import nn
 
 import autopar
 from autopar.api.planning import plan_model
-from autopar.constraints import context_parallel, megatron, parallelisms, read_constraint
+from autopar.constraints import context_parallel, ddp, megatron, parallelisms, read_constraint
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 from autopar.planning import Planned
@@ -47,6 +47,17 @@ class Attending(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.project(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind()
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).pow(2).sum()
+
+
+class Backwards(nn.Module):
+    """Each token is weighed with what the mask says of the one as far from the other end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 6), nn.Linear(6, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.sigmoid(mask.flip(1)) * self.up(x)).pow(2).mean()
 
 
 LAYERS, B, S = 2, zoo_small.BATCH, zoo_small.SEQUENCE
@@ -113,6 +124,14 @@ def test_memory_is_predicted_of_the_rank_whose_queries_see_the_most_keys() -> No
     measured = [measured_peak(made.program, batch, coordinate=(rank,))[0] for rank in range(4)]
     assert measured == [trace_peak(made.program, coordinate=(rank,)).peak_bytes for rank in range(4)]
     assert measured[0] < measured[3] == max(measured) == trace_peak(made.program).peak_bytes
+
+
+@pytest.mark.parametrize("beside", [(), (ddp("data"),)], ids=["alone", "data beside"])
+def test_of_what_is_made_of_a_whole_mask_each_device_reads_its_part(beside: tuple[Any, ...]) -> None:
+    model, batch = Backwards(), {"x": torch.randn(4, S, 8), "mask": torch.randn(4, S, 6)}
+    mesh, forced = Mesh({"data": 2, "context": 2}), (context_parallel("context"), *beside)
+    plan = autopar.plan(model, mesh, example_inputs=batch, hardware="h100-sxm", constraints=forced)
+    assert autopar.verify(plan, model, batch).ok
 
 
 def test_a_sequence_that_does_not_divide() -> None:

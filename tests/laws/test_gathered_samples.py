@@ -94,6 +94,13 @@ class Alone(Turned):
         return F.mse_loss(self.last(torch.tanh(self.first(x))), y)
 
 
+class Masked(Turned):
+    """Each sample is weighed with what another one's labels say, of which no parameter is part."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(torch.sigmoid(y.flip(0)) * self.last(torch.tanh(self.first(x))), y)
+
+
 COUPLED: dict[type[nn.Module], str] = {Contrasted: "/dot", Turned: "/flip", Routed: "/scatter_add"}
 
 
@@ -111,7 +118,7 @@ def moved(plan: autopar.Plan, kind: str) -> Counter[int]:
     return Counter(max(c.bytes, c.output_bytes(plan.mesh.shape[0])) // 4 for c in found)
 
 
-@pytest.mark.parametrize("kind", [*COUPLED, Placed])
+@pytest.mark.parametrize("kind", [*COUPLED, Placed, Masked])
 @pytest.mark.parametrize("mesh", [LINE, THREE], ids=str)
 @pytest.mark.parametrize("forced", [ddp(), fsdp()], ids=str)
 def test_what_couples_samples_computes_what_the_model_does(kind: type[nn.Module], mesh: Mesh, forced: Constraint) -> None:
