@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from native import needs_gpu
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -23,13 +21,6 @@ from benchmarks.random_plans import prepare, random_plan
 pytestmark = [pytest.mark.gpu, needs_gpu]
 ONE = Mesh.parse("d=1")
 TOLERANCE = 2e-6  # parts of the models compute in float32 themselves
-
-
-@pytest.fixture(autouse=True)
-def own_group() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def on_device(model: nn.Module, batch: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 import zoo_small
 from hosts import quick_hosts
 from native import needs_gpu
@@ -20,13 +18,6 @@ from autopar.mesh import Mesh
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 ONE = Mesh.parse("d=1")
-
-
-@pytest.fixture(autouse=True)
-def own_group() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import lit
 import no_loss
 import pytest
 import torch
-import torch.distributed as dist
 import trained
 import zoo_small
 from hosts import quick_hosts
@@ -33,13 +31,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:lightning.*"),
 ]
 ONE = Mesh.parse("d=1")
-
-
-@pytest.fixture(autouse=True)
-def own_group() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def whole(x: Any) -> Tensor:
