@@ -145,7 +145,7 @@ def test_any_tensors_in_buckets_are_bit_for_bit_what_they_are_alone(tensors: Any
     for shape, moves, _ in tensors:
         local = local_shape(shape, placed(moves)[0], MESH.shape)
         operands.append([torch.randn(local, generator=generator) for _ in range(MESH.num_devices)])
-    alone = Ranks(MESH, None, None)(program.backward, "backward", [list(x) for x in operands])
+    alone = Ranks(MESH, None, None, torch.device("cpu"))(program.backward, "backward", [list(x) for x in operands])
     buckets: tuple[Bucket, ...] = ()
     for nodes in grouped(program):
         more = (*buckets, in_buckets(program, nodes))
@@ -156,7 +156,7 @@ def test_any_tensors_in_buckets_are_bit_for_bit_what_they_are_alone(tensors: Any
         buckets = more
     together = bucketed(program, replace(made.plan, buckets=buckets))
     together.backward.graph.lint()  # type: ignore[no-untyped-call]
-    run = Ranks(MESH, None, None)
+    run = Ranks(MESH, None, None, torch.device("cpu"))
     results = run(together.backward, "backward", operands)
     assert all(torch.equal(x, y) for a, b in zip(alone, results, strict=True) for x, y in zip(a, b, strict=True))
     emitted = Counter(str(c) for _, _, c in together.collectives)

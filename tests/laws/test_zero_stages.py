@@ -238,7 +238,7 @@ def assert_leads(
         node = graph.call_function(call, (node, *args), length)
     graph.output((node,))
     assert at == target
-    (result,) = Ranks(mesh, None, None)(fx.GraphModule({}, graph), "step", [parts_of(whole, mesh, source, generator)])
+    (result,) = Ranks(mesh, None, None, torch.device("cpu"))(fx.GraphModule({}, graph), "step", [parts_of(whole, mesh, source, generator)])
     for rank, part in enumerate(result):
         assert torch.equal(part, parts_of(whole, mesh, target, generator)[rank])
 
