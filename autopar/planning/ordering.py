@@ -124,7 +124,7 @@ class Ordering:
         """With less room in the phases in which an order was over the budget, by what it was over it."""
         excess = dict.fromkeys(("forward", "backward"), 0)
         with self.clock.phase("memory"):
-            for each in self.by_node(over.program):
+            for each in (peak for peak in self.by_node(over.program) if peak.phase in excess):  # at a step's begin nothing is early
                 excess[each.phase] = max(excess[each.phase], each.peak_bytes + beside - self.budget)
         if not any(excess.values()):  # it was over it between the phases
             excess = dict.fromkeys(excess, over.peak_bytes - self.budget)

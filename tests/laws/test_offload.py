@@ -121,7 +121,8 @@ def test_parameters_on_hosts_are_the_plain_models_in_every_way_of_a_step(way: st
         assert plan.prediction.host_bytes["parameters"]
     else:
         free = planned("gpt2", SQUARE, *constraints, **options)
-        plan = planned("gpt2", SQUARE, *constraints, memory_bytes=int(0.7 * free.prediction.peak_bytes), **options)
+        share = 0.5 if "interleaved" in way else 0.7  # in stages less would do without hosts, and take no longer
+        plan = planned("gpt2", SQUARE, *constraints, memory_bytes=int(share * free.prediction.peak_bytes), **options)
         assert sum(plan.prediction.host_bytes.values())
     holds("gpt2", plan)
 

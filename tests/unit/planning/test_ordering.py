@@ -9,8 +9,9 @@ import zoo_small
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.api.planning import plan_model
 from autopar.capture import capture
-from autopar.constraints import fsdp
+from autopar.constraints import fsdp, megatron
 from autopar.emit import overlapped
 from autopar.emit.rooms import Room
 from autopar.hardware import HardwareProfile
@@ -22,6 +23,7 @@ from autopar.planning.ordering import Ordering, _beside
 from autopar.planning.peaks import Peaks
 from autopar.planning.rooms import _WINDOWS, _pieces
 from autopar.planning.tried import Tried
+from autopar.plans import Overlap
 from autopar.run.program import Program
 
 PROFILE = HardwareProfile.load("h100-sxm")
@@ -73,6 +75,29 @@ def test_early_steps_get_the_room_that_the_step_leaves_where_they_are(monkeypatc
             again = overlapped(plain.program, found.plan)[0]
             assert free.peak_bytes(again) + plain.plan.prediction.beside_bytes == found.peak_bytes
     assert numbers[0] == -1 and numbers[3] // 2 < numbers[1] <= numbers[2] <= numbers[3] == starts(roomy.program)
+
+
+def test_room_gets_less_by_what_its_own_phase_is_over_the_budget_though_a_step_holds_more_as_it_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies are gathered as a step of several microbatches begins, where nothing is early."""
+    ordering: list[tuple[Ordering, Tried]] = []
+
+    def seen(self: Ordering, tried: Tried) -> Tried:
+        ordering.append((self, tried))
+        return tried
+
+    monkeypatch.setattr(Ordering, "fastest", seen)
+    model, batch = zoo_small.llama(num_layers=1)
+    plan_model(model, Mesh({"data": 2}), example_inputs=batch, hardware=PROFILE, constraints=(megatron(dp=2, zero=1, microbatches=2),))
+    free, plain = ordering[-1]
+    nodes = free.by_node(plain.program)
+    most = {phase: max(each.peak_bytes for each in nodes if each.phase == phase) for phase in ("begin", "forward", "backward")}
+    budget = min(most.values()) - 100
+    room = ((0, 10 * budget),)
+    less = replace(free, budget=budget)._less(Overlap(0.5, budget, budget, room, room), plain, 0)
+    assert less.forward_room == ((0, 10 * budget - (most["forward"] - budget)),)
+    assert less.backward_room == ((0, 10 * budget - (most["backward"] - budget)),)
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=300), st.integers(0, 1200))
