@@ -14,19 +14,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.cost.moments import Liveness, add, frozen
+from autopar.cost.spans import NEVER
 from autopar.problem import Moment
 from autopar.strategies import Cluster
 
 
 def surely(liveness: Liveness) -> tuple[Moment, ...]:
-    """A moment for each op, of equal ones for the first and the last, and those at which sums are widened."""
-    found = []
+    """A moment for each op that runs where it stands in any plan, of equal ones for the first and the last, and those at which sums are
+    widened."""
+    found, last = [], _last_forward(liveness)
     for op, source in enumerate(liveness.priced.sources):
         if source.cluster is not None:
-            order = sorted((liveness.positions[c.members[0].node], n) for n, c in enumerate(source.cluster.instances))
-            for now, which in dict.fromkeys((order[0], order[-1])):
-                found.append(_Now(liveness, op, source.cluster.instances[which], now).moment())
+            instances = list(enumerate(source.cluster.instances))
+            order = sorted((liveness.positions[c.members[0].node], n) for n, c in instances if c.members[0].node in last)
+            for now, which in dict.fromkeys((*order[:1], *order[-1:])):
+                found.append(_Now(liveness, op, source.cluster.instances[which], now, last).moment())
     return (*found, *liveness.widenings())
+
+
+def _last_forward(liveness: Liveness) -> dict[str, int]:
+    """Of each node that runs where it stands in the trace, in any plan, the last such reader in forward, of it or of a view of it; `NEVER`
+    where there is none. What in forward stands for backward alone is no such node: backward may run it instead."""
+    found: dict[str, int] = {}
+    for node in reversed(liveness.trace.graph.nodes):
+        op, places = liveness.owner.get(node.name), liveness.positions
+        own = node.meta.get("phase") == "backward" or (op is not None and not liveness.priced.problem.ops[op].recomputable)
+        running = [u for u in node.users if u.op == "output" or (u.meta.get("phase") == "forward" and u.name in found)]
+        if own or running or node.op == "placeholder":
+            views = [found[u.name] for u in running if u.op != "output" and liveness.spans[u.name].is_view]
+            found[node.name] = max([NEVER, *(places[u.name] for u in running), *views])
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +54,7 @@ class _Now:
     op: int
     cluster: Cluster
     now: int
+    last_forward: dict[str, int]
 
     @property
     def backward(self) -> bool:
@@ -65,7 +83,7 @@ class _Now:
             else:
                 kept = [s.waits(now, value.num_versions) if self.backward else 0 <= s.last_forward < now and s.until >= 0 for _, s in here]
                 held[v] = sum(kept)
-                num = sum(s.made < now < s.last_forward and s.has_memory and n not in read for n, s in here)
+                num = sum(s.made < now < self.last_forward.get(n, NEVER) and s.has_memory and n not in read for n, s in here)
                 num = 0 if self.backward or value.resident else num
             add(live, [min(value.graph.bytes)] * len(problem.ops[value.op].strategies), value.op, num)
 
