@@ -77,12 +77,13 @@ def row(
     meta, example = built.build(**size, meta=True)
     asked = {"outputs": "loss", "precision": precision, "constraints": (offload(),) if offloads else ()}
     with tempfile.TemporaryDirectory() as folder:
-        made = [*_plans(meta, example, profile, shares, Path(plans or folder), asked)]
+        kind = f"{profile.name}-{batch}x{seq}-{dtype}{f'-{precision}' * bool(precision)}{'-offload' * offloads}"
+        made = [*_plans(meta, example, profile, shares, Path(plans or folder) / built.name.replace("/", "-"), kind, asked)]
     if not torch.cuda.is_available():
         cases = [{"share": share, "skipped": reason or "made, not run: there is no CUDA device"} for share, _, reason in made]
         return [{"method": "autopar", "hardware": profile.name, "ok": True, "error": None, **case} for case in cases]
-    base: Row = {"batch": batch, "seq": seq, "dtype": dtype, "hardware": profile.name, "error": None, "skipped": None}
-    base["device"] = torch.cuda.get_device_name()
+    base: Row = {"batch": batch, "seq": seq, "dtype": dtype, "precision": precision, "offload": offloads, "hardware": profile.name}
+    base |= {"error": None, "skipped": None, "device": torch.cuda.get_device_name()}
     torch.set_num_threads(os.cpu_count() or 1)  # what rests on the host takes its optimizer step on all cores
 
     def build() -> tuple[nn.Module, dict[str, Any]]:
@@ -106,22 +107,27 @@ def row(
 
 
 def _plans(
-    model: nn.Module, example: dict[str, Any], profile: HardwareProfile, shares: list[float], folder: Path, asked: Mapping[str, Any]
-) -> Iterator[tuple[float, Plan | None, str]]:
-    """Per share the plan, or why there is none. Plans that lie in the folder are taken from it, so they can be made elsewhere."""
+    model: nn.Module, example: dict[str, Any], profile: HardwareProfile, shares: list[float], folder: Path, kind: str,
+    asked: Mapping[str, Any],
+) -> Iterator[tuple[float, Plan | None, str]]:  # fmt: skip
+    """Per share the plan, or why there is none: shares of what the plan needs that is made first, within the device's memory alone. Plans
+    of this kind that lie in the folder are taken from it, so they can be made elsewhere."""
     ample = None
     folder.mkdir(parents=True, exist_ok=True)
-    for share in shares:
-        path = folder / f"{profile.name}-{share}.json"
+    for share in (1.0, *(each for each in shares if each != 1.0)):
+        path = folder / f"{kind}-{share}.json"
         budget = None if ample is None else int(share * ample)
         try:
             if not path.exists():
                 plan_model(model, ONE, example_inputs=example, hardware=profile, memory_bytes=budget, **asked)[1].plan.save(path)
             plan = Plan.load(path)
             ample = ample or plan.prediction.peak_bytes
-            yield share, plan, ""
+            if share in shares:
+                yield share, plan, ""
         except InfeasibleError as error:
             yield share, None, str(error).splitlines()[0]
+            if ample is None:
+                return
 
 
 def _checkpointed(model: nn.Module, data: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:

@@ -21,9 +21,10 @@ def passes(
     num, dtypes, out = math.prod(inputs[0].shape), [info.dtype for info in inputs], outputs[0].dtype
     pieces = PIECES[target]
     if by_kernels and target in _KERNELS:
-        kernel, *alike = _KERNELS[target]
+        kernel, squared_in, *alike = _KERNELS[target]
         long = {dtypes[i] for i in alike if i < len(dtypes)} | ({out} if target is ops.rms_norm else set())
-        pieces = kernel if len(long) == 1 else pieces  # others are left to the ops
+        taken = len(long) == 1 and _wide(args[squared_in]) == _wide(*long)
+        pieces = kernel if taken else pieces  # others are left to the ops
     for each_bytes, kind in pieces(args, dtypes, out):
         yield num * each_bytes, kind
 
@@ -86,7 +87,12 @@ def _differentiated(args: Sequence[Any], inputs: Sequence[torch.dtype], out: tor
 
 
 _KERNELS: Mapping[Callable[..., Any], tuple[Any, ...]] = {
-    ops.rms_norm: (_normed, 0, 2), ops.rms_product: (_summed, 0, 1, 2), ops.rms_norm_backward: (_differentiated, 0, 1, 4),
-    ops.rms_weight_gradient: (_summed, 0, 1),
+    ops.rms_norm: (_normed, 5, 0, 2), ops.rms_product: (_summed, 3, 0, 1, 2), ops.rms_norm_backward: (_differentiated, 7, 0, 1, 4),
+    ops.rms_weight_gradient: (_summed, 5, 0, 1),
 }  # fmt: skip
-"""The same of what kernels do in one pass; and which operands have to be in one dtype, in which the norm is, too."""
+"""The same of what kernels do in one pass; which argument says the dtype that is squared in, which has to be as wide as theirs; and which
+operands have to be in one dtype, in which the norm is, too."""
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,8 +1,9 @@
 """Norms and softmaxes of rows in one pass each, on a GPU: what graphs that are bound for one call in the place of ops of `autopar.ops`.
 
 Those are a few calls of ATen, each of which reads and writes all it works on; of these, each reads and writes once and holds nothing
-beside its result. Results are the ops' but for the order of sums and the rounding of an exponential. Where there are no kernels, of other
-dtypes, of tensors that are not contiguous, and under a compiler, which fuses the ops itself, the ops run.
+beside its result. Results are the ops' but for the order of sums and of a product's factors, and the rounding of an exponential. Where
+there are no kernels, of other dtypes, of tensors that are not contiguous or have no data, and under a compiler, which fuses the ops
+itself, the ops run.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from autopar import ops
 from autopar.kernels import library
+from autopar.ops.blocks import wide_dtype
 from autopar.ops.vocabulary import cross_entropy_backward_, linear_cross_entropy_by
 
 BAND = 64  # rows whose shares of a weight's gradient are summed together
+_WITH_DATA = (Tensor, torch.nn.Parameter)  # and no fake
 
 
 def sum_exp(x: Tensor, m: Tensor) -> Tensor:
@@ -68,7 +71,7 @@ def rms_norm(
 
 def rms_product(grad: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`autopar.ops.rms_product`."""
-    if not _serves(x, grad, weight):
+    if not _serves(x, grad, weight) or wide_dtype(dtype) != library.wide(x.dtype):
         return ops.rms_product(grad, x, weight, dtype)
     product = x.new_empty(x.shape[:-1], dtype=library.wide(x.dtype))
     _launch("ap_row_product", grad, x, weight, product)
@@ -124,10 +127,11 @@ def _row_losses(logits: Tensor, index: Tensor, ignored: int) -> tuple[Tensor, Te
 
 
 def _serves(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether a kernel takes these: all of one dtype, and contiguous."""
+    """Whether a kernel takes these: all of one dtype on one device, contiguous, and with data."""
     if torch.compiler.is_compiling() or x.dtype not in library.FLOATS or x.dim() == 0 or not x.numel():
         return False
-    alike = all(each.dtype == x.dtype and each.is_contiguous() for each in (x, *others) if each is not None)
+    given = [each for each in (x, *others) if each is not None]
+    alike = all(each.dtype == x.dtype and each.device == x.device and each.is_contiguous() and type(each) in _WITH_DATA for each in given)
     return alike and x.shape[-1] < 2**31 and _num_rows(x) < 2**31 and library.on_device(_kind(x)) and library.has(x.device)
 
 

@@ -61,8 +61,8 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _cudnn_fits(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> bool:
-    """Whether torch itself prefers cuDNN's kernel; a compiler does not ask."""
-    if torch.compiler.is_compiling() or not _flash_fits(q, k, bias, is_causal):
+    """Whether torch itself prefers cuDNN's kernel, of sizes for which it has a backward, too; a compiler does not ask."""
+    if torch.compiler.is_compiling() or q.shape[-1] > 128 or v.shape[-1] > 128 or not _flash_fits(q, k, bias, is_causal):
         return False
     chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, is_causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
     return bool(chosen == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value)

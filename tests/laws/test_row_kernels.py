@@ -40,16 +40,18 @@ def test_a_kernel_reads_and_writes_once_where_one_takes_the_dtypes(target: objec
     x, row, weight = TensorInfo((64, 32), half), TensorInfo((64,), wide), TensorInfo((32,), half)
     args, inputs, output, passes = {
         ops.rms_norm: ((0, 0, 0, 32, 1e-5, wide, half, half), (x, row, weight), x, 2),
-        ops.rms_product: ((), (x, x, weight), row, 2),
-        ops.rms_norm_backward: ((), (x, x, row, row, weight), x, 3),
-        ops.rms_weight_gradient: ((), (x, x, row), TensorInfo((32,), wide), 2),
+        ops.rms_product: ((0, 0, 0, wide), (x, x, weight), row, 2),
+        ops.rms_norm_backward: ((0, 0, 0, 0, 0, 32, 1e-5, wide), (x, x, row, row, weight), x, 3),
+        ops.rms_weight_gradient: ((0, 0, 0, 32, 1e-5, wide), (x, x, row), TensorInfo((32,), wide), 2),
     }[target]  # type: ignore[index]
 
-    def moved(inputs: tuple[TensorInfo, ...], *, by_kernels: bool) -> list[int]:
-        return [work.bytes for work, _ in works(target, args, {}, inputs, (output,), by_kernels=by_kernels)]  # type: ignore[arg-type]
+    def moved(inputs: tuple[TensorInfo, ...], *, by_kernels: bool, squared_in: torch.dtype = wide) -> list[int]:
+        given = tuple(squared_in if each is wide else each for each in args)
+        return [work.bytes for work, _ in works(target, given, {}, inputs, (output,), by_kernels=by_kernels)]  # type: ignore[arg-type]
 
     assert moved(inputs, by_kernels=True) == [passes * 64 * 32 * 2]
     assert sum(moved(inputs, by_kernels=False)) > passes * 64 * 32 * 2
+    assert moved(inputs, by_kernels=True, squared_in=torch.float64) == moved(inputs, by_kernels=False, squared_in=torch.float64)
     mixed = (inputs[0], replace(inputs[1], dtype=wide), *inputs[2:])
     if target is ops.rms_norm:
         mixed = (*inputs[:2], replace(weight, dtype=wide))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from native import needs_host
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from autopar import ops
 from autopar.kernels import library, rows
@@ -141,6 +142,9 @@ def test_what_kernels_of_rows_do_not_take_is_left_to_the_ops(monkeypatch: pytest
     assert torch.equal(rows.sum_exp(apart, apart.amax(-1)), ops.sum_exp(apart, apart.amax(-1)))
     assert rows.sum_exp(x[:0], x[:0].amax(-1)).shape == (0,)
     assert rows.rms_product(x, x.float(), None, torch.float32).shape == (4,)
+    assert rows.rms_product(x, x, None, torch.float64).dtype == torch.float64, "where the model squares in it"
+    with FakeTensorMode():
+        assert rows.rms_product(torch.empty(4, 8), torch.empty(4, 8), None, torch.float32).shape == (4,)
     assert launched == []
     rows.sum_exp(x, x.amax(-1))
     assert launched == ["ap_sum_exp"]
