@@ -27,8 +27,6 @@
 namespace ap {
 namespace {
 
-constexpr int kBand = 64;  // rows
-
 // Rows of a thread on the host.
 inline int64_t grain_of(int64_t hidden) { return ceil_div(65536, hidden); }
 
@@ -120,21 +118,6 @@ __global__ void __launch_bounds__(ap::kLanes, 2)
     ap::grad_group(grad_y, grad_normed, y, weight, grad, rstd, mean, row + column, column, hidden - column);
 }
 
-// A thread per group of columns, a block row per band.
-template <class T, class W>
-__global__ void __launch_bounds__(ap::kLanes, 2)
-    ap_rmsnorm_bands_kernel(const T* grad_normed, const T* y, const W* squares, W* bands, int64_t rows, int64_t hidden, double eps) {
-  __shared__ W rstd[ap::kBand];
-  const int64_t column = (int64_t(blockIdx.x) * ap::kLanes + threadIdx.x) * ap::kGroup, begin = int64_t(blockIdx.y) * ap::kBand;
-  const int64_t end = ap::min_of(begin + ap::kBand, rows);
-  if (begin + threadIdx.x < end) rstd[threadIdx.x] = ap::rstd_of(squares[begin + threadIdx.x], hidden, eps);
-  __syncthreads();
-  if (column >= hidden) return;
-  W sums[ap::kGroup];
-  ap::band_group(grad_normed, y, rstd, begin, end, hidden, column, sums);
-  ap::store_group(bands + blockIdx.y * hidden + column, hidden - column, sums);
-}
-
 template <class T, class W>
 __global__ void __launch_bounds__(ap::kLanes, 2) ap_rmsnorm_weight_kernel(const W* bands, T* grad_weight, int64_t num_bands, int64_t hidden) {
   const int64_t column = int64_t(blockIdx.x) * ap::kLanes + threadIdx.x;
@@ -174,7 +157,7 @@ AP_API int ap_reduce_add_rmsnorm_backward_cuda(const void* grad_y, const void* g
       const dim3 grid(unsigned(ap::ceil_div(ap::ceil_div(hidden, ap::kGroup), ap::kLanes)), unsigned(num_bands));
       AP_LAUNCH(ap_rmsnorm_backward_kernel<T>, unsigned(rows), ap::kLanes, stream, static_cast<const T*>(grad_y), n, values, squared,
                 static_cast<const T*>(weight), static_cast<T*>(grad), hidden, eps);
-      AP_LAUNCH(ap_rmsnorm_bands_kernel, grid, ap::kLanes, stream, n, values, squared, static_cast<W*>(bands), rows, hidden, eps);
+      AP_LAUNCH(ap_norm_bands_kernel, grid, ap::kLanes, stream, n, values, squared, static_cast<W*>(bands), rows, hidden, hidden, eps);
     }
     const W* sums = static_cast<const W*>(bands);
     AP_LAUNCH(ap_rmsnorm_weight_kernel, columns, ap::kLanes, stream, sums, static_cast<T*>(grad_weight), num_bands, hidden);

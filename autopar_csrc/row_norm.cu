@@ -23,7 +23,7 @@
 namespace ap {
 namespace {
 
-constexpr int kRowBand = 64, kBandLanes = 8, kBandColumns = kLanes / kBandLanes;
+constexpr int kBandLanes = 8, kBandColumns = kLanes / kBandLanes;
 
 }  // namespace
 }  // namespace ap
@@ -73,21 +73,6 @@ __global__ void __launch_bounds__(ap::kLanes, 2)
   }
   sum = ap::add_row(sum, lanes, threads);
   if (row < r.rows && (threadIdx.x & (threads - 1)) == 0) product[row] = sum;
-}
-
-// A thread per group of columns, a block row per band.
-template <class T, class W>
-__global__ void __launch_bounds__(ap::kLanes, 2)
-    ap_row_bands_kernel(const T* grad, const T* x, const W* squares, W* bands, ap::Rows r, int64_t n, double eps) {
-  __shared__ W rstd[ap::kRowBand];
-  const int64_t column = (int64_t(blockIdx.x) * ap::kLanes + threadIdx.x) * ap::kGroup, begin = int64_t(blockIdx.y) * ap::kRowBand;
-  const int64_t end = ap::min_of(begin + ap::kRowBand, r.rows);
-  if (begin + threadIdx.x < end) rstd[threadIdx.x] = ap::rstd_of(squares[begin + threadIdx.x], n, eps);
-  __syncthreads();
-  if (column >= r.width) return;
-  W sums[ap::kGroup];
-  ap::band_group(grad, x, rstd, begin, end, r.width, column, sums);
-  ap::store_group(bands + blockIdx.y * r.width + column, r.width - column, sums);
 }
 
 template <class W>
@@ -159,14 +144,14 @@ AP_API int ap_row_norm_backward_cuda(const void* grad, const void* x, const void
 AP_API int ap_row_weight_gradient_cuda(const void* grad, const void* x, const void* squares, void* dw, void* bands, int dtype, int64_t rows,
                                        int64_t width, int64_t n, double eps, void* stream) {
   const ap::Rows r{rows, width};
-  const int64_t num_bands = ap::ceil_div(rows, ap::kRowBand);
+  const int64_t num_bands = ap::ceil_div(rows, ap::kBand);
   if (!ap::fits(r) || n < width || num_bands > 65535) return AP_BAD_ARGUMENT;  // a grid's second dim
   const dim3 grid(unsigned(ap::ceil_div(ap::groups_per_row(r), ap::kLanes)), unsigned(num_bands));
   AP_FOR_FLOAT(dtype, T, {
     using W = typename ap::Wide<T>::type;
     if (rows > 0)
-      AP_LAUNCH(ap_row_bands_kernel, grid, ap::kLanes, stream, static_cast<const T*>(grad), static_cast<const T*>(x),
-                static_cast<const W*>(squares), static_cast<W*>(bands), r, n, eps);
+      AP_LAUNCH(ap_norm_bands_kernel, grid, ap::kLanes, stream, static_cast<const T*>(grad), static_cast<const T*>(x),
+                static_cast<const W*>(squares), static_cast<W*>(bands), rows, width, n, eps);
     AP_LAUNCH(ap_row_weight_kernel, unsigned(ap::ceil_div(width, ap::kBandColumns)), ap::kLanes, stream, static_cast<const W*>(bands),
               static_cast<W*>(dw), num_bands, width);
   })

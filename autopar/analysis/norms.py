@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from autopar import ops
+from autopar.ops.blocks import wide_dtype
 
 Kind = Literal["elementwise", "reduction"]
 Pass = tuple[int, Kind]  # bytes, and what is done
@@ -23,7 +24,7 @@ def passes(
     if by_kernels and target in _KERNELS:
         kernel, squared_in, *alike = _KERNELS[target]
         long = {dtypes[i] for i in alike if i < len(dtypes)} | ({out} if target is ops.rms_norm else set())
-        taken = len(long) == 1 and _wide(args[squared_in]) == _wide(*long)
+        taken = len(long) == 1 and wide_dtype(args[squared_in]) == wide_dtype(*long)
         pieces = kernel if taken else pieces  # others are left to the ops
     for each_bytes, kind in pieces(args, dtypes, out):
         yield num * each_bytes, kind
@@ -92,7 +93,3 @@ _KERNELS: Mapping[Callable[..., Any], tuple[Any, ...]] = {
 }  # fmt: skip
 """The same of what kernels do in one pass; which argument says the dtype that is squared in, which has to be as wide as theirs; and which
 operands have to be in one dtype, in which the norm is, too."""
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

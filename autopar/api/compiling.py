@@ -39,7 +39,8 @@ def compile(
     """Turn a model into a distributed one: plan (or take a plan), emit, and shard the parameters.
 
     Call it on every rank. Rank 0 plans, the others take its plan. With one device no launcher is needed. The model runs where a torch mesh
-    says, else where its batch is: its weights may lie on the CPU, or on meta, and each GPU gets its part of them alone.
+    says, else where its batch is: its weights may lie on the CPU, and each GPU gets its part of them alone. With weights on meta it runs on
+    GPUs where there is one.
 
     Args:
         mesh: by default all processes of the job, nodes × processes of each, which the planner shapes.

@@ -2,14 +2,16 @@
 
 Those are a few calls of ATen, each of which reads and writes all it works on; of these, each reads and writes once and holds nothing
 beside its result. Results are the ops' but for the order of sums and of a product's factors, and the rounding of an exponential. Where
-there are no kernels, of other dtypes, of tensors that are not contiguous or have no data, and under a compiler, which fuses the ops
-itself, the ops run.
+there are no kernels, and of tensors that are not contiguous, the ops run, which the log says once; so they do of other dtypes, as
+prices know, of tensors without data, and under a compiler, which fuses them itself.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,10 +19,11 @@ from torch import Tensor
 
 from autopar import ops
 from autopar.kernels import library
+from autopar.kernels.normed import BAND
 from autopar.ops.blocks import wide_dtype
 from autopar.ops.vocabulary import cross_entropy_backward_, linear_cross_entropy_by
 
-BAND = 64  # rows whose shares of a weight's gradient are summed together
+_LOG = logging.getLogger(__name__)
 _WITH_DATA = (Tensor, torch.nn.Parameter)  # and no fake
 
 
@@ -131,8 +134,17 @@ def _serves(x: Tensor, *others: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or x.dtype not in library.FLOATS or x.dim() == 0 or not x.numel():
         return False
     given = [each for each in (x, *others) if each is not None]
-    alike = all(each.dtype == x.dtype and each.device == x.device and each.is_contiguous() and type(each) in _WITH_DATA for each in given)
-    return alike and x.shape[-1] < 2**31 and _num_rows(x) < 2**31 and library.on_device(_kind(x)) and library.has(x.device)
+    alike = all(each.dtype == x.dtype and each.device == x.device and type(each) in _WITH_DATA for each in given)
+    there = alike and x.shape[-1] < 2**31 and _num_rows(x) < 2**31 and library.on_device(_kind(x)) and library.has(x.device)
+    if there and (apart := next((each for each in given if not each.is_contiguous()), None)) is not None:
+        _say_once(f"a norm or a loss of {tuple(x.shape)} takes several passes over memory: it reads a tensor of strides {apart.stride()}")
+        return False
+    return there
+
+
+@cache
+def _say_once(what: str) -> None:
+    _LOG.warning(what)
 
 
 def _kind(x: Tensor) -> str:

@@ -28,12 +28,10 @@
 #if defined(__CUDA_ARCH__) || defined(AP_EMULATED)
 #define AP_ON_DEVICE
 #endif
-// Before a loop whose loads are independent: so many turns are on their way at once.
+// Before a loop whose loads are independent: so many are on their way at once.
 #if defined(__CUDA_ARCH__)
-#define AP_UNROLL_4 _Pragma("unroll 4")
 #define AP_UNROLL_16 _Pragma("unroll 16")
 #else
-#define AP_UNROLL_4
 #define AP_UNROLL_16
 #endif
 #define AP_API extern "C" __attribute__((visibility("default")))

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "common.h"
+#include "sums.h"
 
 namespace ap {
 
@@ -56,4 +56,28 @@ AP_HD inline void band_group(const T* grad_normed, const T* y, const W* rstd, in
   }
 }
 
+constexpr int kBand = 64;  // rows
+
 }  // namespace ap
+
+#ifdef AP_DEVICE
+
+namespace {
+
+// `band_group` of all columns and bands: a thread per group of columns, a block row per band. `n` is the length of a whole row.
+template <class T, class W>
+__global__ void __launch_bounds__(ap::kLanes, 2) ap_norm_bands_kernel(const T* grad_normed, const T* y, const W* squares, W* bands, int64_t rows,
+                                                                   int64_t hidden, int64_t n, double eps) {
+  __shared__ W rstd[ap::kBand];
+  const int64_t column = (int64_t(blockIdx.x) * ap::kLanes + threadIdx.x) * ap::kGroup, begin = int64_t(blockIdx.y) * ap::kBand;
+  const int64_t end = begin + ap::kBand < rows ? begin + ap::kBand : rows;
+  if (begin + threadIdx.x < end) rstd[threadIdx.x] = ap::rstd_of(squares[begin + threadIdx.x], n, eps);
+  __syncthreads();
+  if (column >= hidden) return;
+  W sums[ap::kGroup];
+  ap::band_group(grad_normed, y, rstd, begin, end, hidden, column, sums);
+  ap::store_group(bands + blockIdx.y * hidden + column, hidden - column, sums);
+}
+
+}  // namespace
+#endif

@@ -26,6 +26,7 @@ from autopar.planning import Planned, PlanOptions, make_plan
 from autopar.run.lockstep import run_lockstep
 from autopar.run.program import Program
 from autopar.verification import Verification, own_eps, relative_error, verify_program
+from autopar.verification.check import _exact_on_a_gpu
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "support")]
@@ -215,6 +216,18 @@ def test_nothing_is_verified_in_half_precision(gpt2: Built) -> None:
     model, batch, _, planned = gpt2
     with pytest.raises(VerificationError, match=r"nothing can be verified in torch\.bfloat16"):
         autopar.verify(planned.plan, model, batch, dtype=torch.bfloat16)
+
+
+def test_on_a_gpu_torch_is_exact_while_it_is_verified_and_then_as_it_was() -> None:
+    kinds = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul)
+    asked, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, "tf32"
+    try:
+        before = [kind.fp32_precision for kind in kinds], torch.backends.cudnn.deterministic
+        with _exact_on_a_gpu():
+            assert {kind.fp32_precision for kind in kinds} == {"ieee"} and torch.backends.cudnn.deterministic
+        assert ([kind.fp32_precision for kind in kinds], torch.backends.cudnn.deterministic) == before
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = asked
 
 
 def test_a_loss_that_is_no_number_proves_nothing(gpt2: Built) -> None:
