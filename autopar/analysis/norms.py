@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -20,12 +23,15 @@ def passes(
 ) -> Iterator[Pass]:
     """The passes of one call; arguments as of `autopar.analysis.work.works`."""
     num, dtypes, out = math.prod(inputs[0].shape), [info.dtype for info in inputs], outputs[0].dtype
-    pieces = PIECES[target]
-    if by_kernels and target in _KERNELS:
-        kernel, squared_in, *alike = _KERNELS[target]
-        long = {dtypes[i] for i in alike if i < len(dtypes)} | ({out} if target is ops.rms_norm else set())
-        taken = len(long) == 1 and wide_dtype(args[squared_in]) == wide_dtype(*long)
-        pieces = kernel if taken else pieces  # others are left to the ops
+    pieces, kernel = PIECES[target], _KERNELS.get(target) if by_kernels else None
+    if kernel is not None:
+        parameters = _parameters(target)
+        given = dict(zip(parameters, args, strict=False))
+        operands = [name for name, arg in given.items() if parameters[name] and arg is not None]
+        long = {info.dtype for name, info in zip(operands, inputs, strict=True) if name in kernel.alike}
+        long |= {out} if target is ops.rms_norm else set()
+        taken = len(long) == 1 and wide_dtype(given["dtype"]) == wide_dtype(*long)
+        pieces = kernel.pieces if taken else pieces  # others are left to the ops
     for each_bytes, kind in pieces(args, dtypes, out):
         yield num * each_bytes, kind
 
@@ -87,9 +93,23 @@ def _differentiated(args: Sequence[Any], inputs: Sequence[torch.dtype], out: tor
     yield 2 * inputs[0].itemsize + out.itemsize, "elementwise"
 
 
-_KERNELS: Mapping[Callable[..., Any], tuple[Any, ...]] = {
-    ops.rms_norm: (_normed, 5, 0, 2), ops.rms_product: (_summed, 3, 0, 1, 2), ops.rms_norm_backward: (_differentiated, 7, 0, 1, 4),
-    ops.rms_weight_gradient: (_summed, 5, 0, 1),
-}  # fmt: skip
-"""The same of what kernels do in one pass; which argument says the dtype that is squared in, which has to be as wide as theirs; and which
-operands have to be in one dtype, in which the norm is, too."""
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """What a kernel does in one pass, where the operands named `alike` are in one dtype, as wide as that which is squared in."""
+
+    pieces: Callable[[Sequence[Any], Sequence[torch.dtype], torch.dtype], Iterator[Pass]]
+    alike: frozenset[str]
+
+
+_KERNELS: Mapping[Callable[..., Any], _Kernel] = {
+    ops.rms_norm: _Kernel(_normed, frozenset({"x", "weight"})),
+    ops.rms_product: _Kernel(_summed, frozenset({"grad", "x", "weight"})),
+    ops.rms_norm_backward: _Kernel(_differentiated, frozenset({"grad", "x", "weight"})),
+    ops.rms_weight_gradient: _Kernel(_summed, frozenset({"grad", "x"})),
+}
+
+
+@cache
+def _parameters(target: Callable[..., Any]) -> Mapping[str, bool]:
+    """An op's parameters by name, and whether each is an operand."""
+    return {name: "Tensor" in parameter.annotation for name, parameter in signature(target).parameters.items()}

@@ -50,7 +50,7 @@ class HardwareProfile:
         curves: (kind, dtype name) → measured curve; over flops for `FLOP_KINDS`, over bytes, with dtype ``""``, else.
         figures: every figure by its dotted path, for reports.
         hash: fingerprint of the whole profile.
-        device_type: kind of device that was measured, of `DEVICE_TYPES`; empty where the file does not say.
+        device_type: kind of device, of `DEVICE_TYPES`; empty where the file does not say.
         host: what each device has of its host, for offload; None where the file does not say.
         parts: the profiles of which it is the slowest at each op (`slowest_of`); a profile of one kind of device has none.
     """
@@ -82,7 +82,7 @@ class HardwareProfile:
 
     @property
     def has_row_kernels(self) -> bool:
-        """Whether norms run by kernels (`autopar.kernels.rows`): on a GPU, which a profile that was measured says it is."""
+        """Whether norms run by kernels (`autopar.kernels.rows`): on a GPU, where the file says that it is one."""
         return self.device_type == "cuda"
 
     @staticmethod
