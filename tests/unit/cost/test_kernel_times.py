@@ -77,7 +77,7 @@ def test_a_bias_is_read_with_each_chunk_and_is_no_part_of_what_moves(num: int) -
 
 
 def test_no_more_is_saved_than_the_collective_takes_and_nothing_without_a_figure() -> None:
-    moved_s, here = 2e-2, profile(1.0)
+    moved_s, here = 2e-2, replace(profile(1.0), device_type="", hash="norms of several passes")
     assert saved(site(normed=False), moved_s, here)[0] < saved(site(normed=True), moved_s, here)[0]
     assert saved(site(normed=True), 1e-2, replace(here, kernels={**here.kernels, "matmul_reduce_scatter": 1.0}))[0] == 1e-2
     assert saved(site(normed=True), moved_s, profile(None))[0] == 0.0

@@ -146,7 +146,7 @@ def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch: pytest.MonkeyPat
 
 
 def _put(home: Path, device_type: str | None) -> None:
-    data = HardwareProfile.read("cpu-gloo")
+    data = {name: field for name, field in HardwareProfile.read("cpu-gloo").items() if name != "device_type"}
     (home / "local.json").write_text(json.dumps(data if device_type is None else {**data, "device_type": device_type}))
 
 
