@@ -89,6 +89,10 @@ class Mesh:
         span = self.stride(axis) * self.axes[axis].size
         return "intra" if self.devices_per_node % span == 0 else "inter"
 
+    def shares_memory(self, axis: int) -> bool:
+        """Whether ranks along `axis` reach each other's memory, as those of one node do."""
+        return self.link(axis) == "intra"
+
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """The rank's position on every axis."""
         return tuple(rank // self.stride(a) % self.axes[a].size for a in range(len(self.axes)))

@@ -3,7 +3,8 @@
 The data, and what is assumed where sources are silent, are in `benchmarks.runs`. Nothing is fitted to these runs, but that `h100-sxm` puts
 its matmul efficiency between the best shape and the best of DGX Cloud's steps; `benchmarks.calibrate` says what a fit would do.
 `predicted_s` is of the emitted program, as plans tell it, `matmul_s` what of it matmuls take. With ``--free`` also the time of the plan
-that the planner would choose for the same model, batch and cluster.
+that the planner would choose for the same model, batch and cluster. With ``--kernels`` H100s have the collective-overlap kernels that
+one of them was measured with (`h100-sxm-measured`), whose profile has none.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def row(spec: dict[str, str], mesh: str, free: bool) -> Row:
-    """One run."""
+def row(spec: dict[str, str], mesh: str, free: bool, kernels: bool = False) -> Row:
+    """One run; `kernels` as of ``--kernels``."""
     run = next(run for run in RUNS if run.row_id == spec["row_id"])
     setup = setup_of(run)
+    if kernels and setup.profile.name == "h100-sxm":
+        setup = replace(setup, profile=with_kernels(setup.profile))
     shared: Row = {
         "row_id": run.row_id, "source": run.source, "framework": run.framework, "gpu": run.gpu, "batch": run.batch, "seq": run.seq,
         "num_devices": run.num_devices,
@@ -88,6 +91,11 @@ def with_matmuls(profile: HardwareProfile, factor: float) -> HardwareProfile:
     return replace(profile, efficiency={**profile.efficiency, "matmul": slower}, hash=f"{profile.hash}-matmul-{factor:g}")
 
 
+def with_kernels(profile: HardwareProfile) -> HardwareProfile:
+    """The profile with what kernels were measured to reach on one H100."""
+    return replace(profile, kernels=HardwareProfile.load("h100-sxm-measured").kernels, hash=f"{profile.hash}-kernels")
+
+
 def main(arguments: list[str]) -> int:
     flags = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
     flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
@@ -95,6 +103,7 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("--source", default="", help="those alone whose source or framework has this in it")
     flags.add_argument("--every", type=int, metavar="N", help="every N-th of a source's; by default a sample of each source")
     flags.add_argument("--free", action="store_true", help="also what the planner would choose by itself")
+    flags.add_argument("--kernels", action="store_true", help="collective-overlap kernels on H100s, as far as measured on one")
     flags.add_argument("--summary", metavar="FILE", help="only the summary of the rows in this file")
     flags.add_argument("--figure", metavar="FILE.png", help="predicted over measured, as a picture")
     options = flags.parse_args(arguments)
@@ -107,14 +116,13 @@ def main(arguments: list[str]) -> int:
     asked = [run for run in asked if options.source.lower() in f"{run.source} {run.framework}".lower()]
     planned = list(_sample([run for run in asked if why_skipped(run) is None], 1 if options.rows else options.every))
     ready = [_skipped(run, reason) for run in asked if (reason := why_skipped(run)) is not None]
-    cases = [
-        {"spec": {"name": run.model, "row_id": run.row_id}, "mesh": str(setup_of(run).mesh), "free": options.free} for run in planned
-    ]
+    wanted = {"free": options.free, "kernels": options.kernels}
+    cases = [{"spec": {"name": run.model, "row_id": run.row_id}, "mesh": str(setup_of(run).mesh), **wanted} for run in planned]
     for reason, count in Counter(row["skipped"] for row in ready).most_common():
         console_of().print(f"left out: {count:4d}  {reason}", markup=False)
     if not cases:
         flags.error("none of the runs that were asked for can be planned")
-    everything = options.rows is None and not options.source and options.every is None and options.json is None
+    everything = options.rows is None and not options.source and options.every is None and options.json is None and not options.kernels
     with tempfile.TemporaryDirectory() as folder:
         path = str(tables.PUBLISHED_RESULTS) if everything else options.json or str(Path(folder) / "rows.json")
         status = run_rows("published", cases, COLUMNS, path, ready=ready)

@@ -72,6 +72,8 @@ class KernelWalk:
             return
         if step.beside:
             yield "it runs beside compute anyway"
+        if self.mesh.link(step.collective.axis) != "intra":
+            yield f"ranks along {self.mesh.axes[step.collective.axis].name!r} do not reach each other's memory"
         gathers = step.collective.kind == "all_gather"
         found = self._reading(tensor, kernel, phase) if gathers else self._making(tensor, kernel)
         chosen = (self.claims.again if kernel.again else self.claims.chosen).get(found.key) if found else None

@@ -108,7 +108,7 @@ class Unfolded:
         self._shapes = {n.name: tuple(n.meta["val"].shape) for n in ways.trace.graph.nodes if n.name in ways.exposed}
         self.units, self.crosses = [0.0] * ways.num_units, [{} for _ in range(ways.num_units - 1)]
         self._at: dict[tuple[int, int, int, str, int], Ints] = {}
-        self._kernels = in_any_stage(ways.trace, ways.priced, ways.mesh_shape, {p.op for p in self.places.again})
+        self._kernels = in_any_stage(ways.trace, ways.priced, {p.op for p in self.places.again})
         for place, share in self.places.shares.items():
             self.x[place] = share * np.array([s.time_s for s in self.problem.ops[place.op].strategies])
             if place in self.places.again:

@@ -71,7 +71,7 @@ class OwnWalk:
             if not near(c.time_s, time_s):
                 yield Finding("moves", f"an {c.collective.kind} of its own in {phase} takes {time_s:.6g} s, not {c.time_s:.6g} s", key)
         if any(c.kernel is not None for c in said):
-            yield from routed(node, phase, said, self.mesh.shape[said[0].collective.axis], self.profile)
+            yield from routed(node, phase, said, self.mesh, self.profile)
             self.shared.update(shared(node, strategy, self.mesh.shape, said[0].collective.axis))
 
     def _expected(self, node: fx.Node, strategy: Strategy) -> list[Collective]:

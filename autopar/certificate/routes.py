@@ -23,6 +23,7 @@ from autopar.certificate.shards import local_lengths
 from autopar.cost.compute import compute_time
 from autopar.hardware import HardwareProfile
 from autopar.layout import Strategy
+from autopar.mesh import Mesh
 from autopar.plans import Communication
 from autopar.rules import call_of
 from autopar.strategies import pattern_of
@@ -35,7 +36,7 @@ _MOST_RANKS = 64  # that the kernels know
 Form = tuple[object, ...]
 
 
-def routed(node: fx.Node, phase: str, said: Sequence[Communication], num_ranks: int, profile: HardwareProfile) -> Iterator[Finding]:
+def routed(node: fx.Node, phase: str, said: Sequence[Communication], mesh: Mesh, profile: HardwareProfile) -> Iterator[Finding]:
     """What does not hold of a node of which some collectives are said to go between peers."""
     key, reached = node.meta["key"], profile.kernels.get("moe_route", 0.0)
     again, total_s = phase != node.meta["phase"], 0.0
@@ -50,7 +51,10 @@ def routed(node: fx.Node, phase: str, said: Sequence[Communication], num_ranks: 
             yield Finding("kernels", f"{name} saves {saved_s:.6g} s in {phase}, not {c.kernel.saved_s:.6g} s of {c.kernel.node}", key)
     if total_s <= profile.launch_overhead_s:
         yield Finding("kernels", f"its route saves nothing in {phase}, and the problem does not offer it", key)
-    if num_ranks > _MOST_RANKS:
+    axis = said[0].collective.axis
+    if mesh.link(axis) != "intra":
+        yield Finding("kernels", f"ranks along {mesh.axes[axis].name!r} do not reach each other's memory", key)
+    if (num_ranks := mesh.shape[axis]) > _MOST_RANKS:
         yield Finding("kernels", f"there are {num_ranks} ranks, and routes know {_MOST_RANKS}", key)
 
 

@@ -1,6 +1,7 @@
 """Collective-overlap kernels on offer (`autopar.cost.kernel_times` says what they are and what each saves).
 
-On offer is a kernel where it saves more than a launch takes, and nothing has slack anyway; where parts are even; where what is split
+On offer is a kernel along axes whose ranks reach each other's memory; where it saves more than a launch takes, and nothing has slack
+anyway; where parts are even; where what is split
 belongs to rows or columns of the product, not to what it sums over; and where the product's other factor is there whenever what it reads
 is: a parameter, or in backward what forward made, so that the product can stand where its operand is read first. What is gathered is there
 afterwards, for all who read it. Where partial sums of several products are added up before they are scattered, the last addend's product
@@ -43,7 +44,7 @@ class _Offers:
     trace: Trace
     problem: Problem
     sources: Sequence[Source]
-    mesh_shape: tuple[int, ...]
+    mesh: Mesh
     profile: HardwareProfile
     in_any_stage: bool = False  # whether what some stage may have is on offer, too: for bounds alone
     phases: dict[str, str] = field(init=False)  # node → its phase; placeholders have none, but what crosses
@@ -206,6 +207,8 @@ class _Offers:
     def _refusal(self, v: int, product: Product, arc: Arc) -> str:
         """Why a product cannot do a collective at its border; nothing where it can."""
         head, dim = product.cluster.members[0], arc.collective.dim
+        if far := out_of_reach(self.mesh, arc.collective.axis):
+            return far
         if product.result_dim(dim) is None:
             return "it sums over what is gathered, or has it in both factors"
         if product.factor is None and arc.collective.dtype != str(head.call.outputs[0].dtype).removeprefix("torch."):
@@ -218,13 +221,13 @@ class _Offers:
         graph = self.problem.values[self.problem.variants[v].value].graph
         info = head.call.outputs[0] if product.factor is None else head.call.inputs[product.factor]
         split = graph.layouts[arc.dst if product.factor is None else arc.src]
-        return "parts differ in length" if info.shape[dim] % split.num_shards(dim, self.mesh_shape) else ""
+        return "parts differ in length" if info.shape[dim] % split.num_shards(dim, self.mesh.shape) else ""
 
     def _hidden(self, v: int, product: Product, strategy: ClusterStrategy, a: int, arc: Arc) -> list[Hidden]:
         result_dim = product.result_dim(arc.collective.dim)
         if result_dim is None or self._refusal(v, product, arc):
             return []
-        sizes, c = self.mesh_shape, arc.collective
+        sizes, c = tuple(self.mesh.shape), arc.collective
         adds = product.total is not None
         graph = self.problem.values[self.problem.variants[v].value].graph
         normed = self._after(product, graph.layouts[arc.dst])
@@ -246,15 +249,20 @@ class _Offers:
         return after.calls(layout) if after is not None and after.strategies(layout) else ()
 
 
+def out_of_reach(mesh: Mesh, axis: int) -> str:
+    """Why ranks along an axis do not reach each other's memory; nothing where they do."""
+    return "" if mesh.shares_memory(axis) else f"axis {mesh.axes[axis].name!r} has ranks of several nodes, which do not share memory"
+
+
 def with_kernels(trace: Trace, problem: Problem, sources: Sequence[Source], mesh: Mesh, profile: HardwareProfile) -> Problem:
     """The problem with its kernels, by variant and phase, and what they share; none where the profile says of no kernel what it reaches."""
     if not profile.kernels:
         return problem
-    offers = _Offers(trace, problem, sources, tuple(mesh.shape), profile)
+    offers = _Offers(trace, problem, sources, mesh, profile)
     return replace(problem, kernels=offers.all(), regions=tuple(region.num_bytes for _, region in offers.regions))
 
 
-def in_any_stage(trace: Trace, priced: Priced, mesh_shape: Sequence[int], again: Collection[int]) -> Kernels:
+def in_any_stage(trace: Trace, priced: Priced, again: Collection[int]) -> Kernels:
     """The kernels that some stage of a trace may have, by the ops and variants of the whole.
 
     Args:
@@ -263,7 +271,8 @@ def in_any_stage(trace: Trace, priced: Priced, mesh_shape: Sequence[int], again:
     if not priced.profile.kernels:
         return {}
     ops = tuple(replace(op, recomputable=op.recomputable or n in again) for n, op in enumerate(priced.problem.ops))
-    return _Offers(trace, replace(priced.problem, ops=ops), priced.sources, tuple(mesh_shape), priced.profile, True).all()
+    mesh = priced.moves.price.mesh
+    return _Offers(trace, replace(priced.problem, ops=ops), priced.sources, mesh, priced.profile, in_any_stage=True).all()
 
 
 def why_none(trace: Trace, priced: Priced, mesh: Mesh, where: tuple[int, bool], arc: Arc, choices: Choices) -> str:
@@ -274,7 +283,7 @@ def why_none(trace: Trace, priced: Priced, mesh: Mesh, where: tuple[int, bool], 
     """
     if not priced.profile.kernels or arc.collective.kind not in NAMES:
         return ""
-    offers = _Offers(trace, priced.problem, priced.sources, tuple(mesh.shape), priced.profile)
+    offers = _Offers(trace, priced.problem, priced.sources, mesh, priced.profile)
     return "; ".join(dict.fromkeys(offers.why(*where, arc, choices)))
 
 
@@ -282,4 +291,4 @@ def why_not_normed(trace: Trace, priced: Priced, mesh: Mesh, v: int, arc: Arc, c
     """Of a collective of a variant that a product's kernel does: why that norms nothing; nothing where no norm of it follows."""
     if arc.collective.kind != "reduce_scatter":
         return ""
-    return _Offers(trace, priced.problem, priced.sources, tuple(mesh.shape), priced.profile).why_not_normed(v, arc, choices)
+    return _Offers(trace, priced.problem, priced.sources, mesh, priced.profile).why_not_normed(v, arc, choices)

@@ -72,5 +72,5 @@ def price(
         host_budget_bytes=host_budget_bytes,
     )  # fmt: skip
     problem = with_kernels(trace, problem, builder.sources, mesh, profile)
-    problem = with_routes(problem, builder.sources, mesh.shape, moves.price, profile)
+    problem = with_routes(problem, builder.sources, moves.price, profile)
     return Priced(problem, tuple(builder.sources), tuple(refs), optimizer, moves, profile, forced.starts, forced.named.notes)

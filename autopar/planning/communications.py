@@ -73,9 +73,9 @@ def _own_communications(draft: Draft) -> Iterable[Communication]:
         for member, strategy in zip(cluster.first.members, cluster.strategies[s].members, strict=True):
             module, ends = FIELD.sub("*", member.pattern.partition("/")[0]), (strategy.inputs[0], strategy.outputs[0])
             routed = (n, again) in draft.evaluation.routed
-            saved = savings(member.call, strategy, draft.mesh.shape, price, draft.priced.profile) if routed else ()
+            saved = savings(member.call, strategy, price, draft.priced.profile) if routed else ()
             for i, c in enumerate(own_collectives([(member, strategy)], draft.mesh.shape)):
-                why = "" if routed else why_not(draft.priced, n, s, draft.mesh.shape[c.axis])
+                why = "" if routed else why_not(draft.priced, n, s, c.axis)
                 name = EXCHANGES[member.call.target][i][0]
                 kernel = InKernel(name, member.pattern, again, 1, saved[i]) if routed else None
                 yield Communication(member.pattern, 0, instances, module, phase, c, *ends, price(c), kernel=kernel, why=why, own=True)

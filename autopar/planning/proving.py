@@ -86,7 +86,7 @@ def _parting(priced: Priced, forced: Forced, seams: Seams, ways: Pipelines, time
     priced = replace(priced, problem=at_best(priced.problem))
     instances = Instances(ways.trace, priced, ways.placing, forced)
     multipliers = relaxed(priced.problem, time_limit_s, spread(instances))
-    kernels = in_any_stage(ways.trace, priced, ways.mesh_shape, {i.op for i in instances.found if i.again})
+    kernels = in_any_stage(ways.trace, priced, {i.op for i in instances.found if i.again})
     return Parting(instances, ways.num_units, ways.mesh_shape, ways.crossings[0], multipliers, seams.exposed, kernels)
 
 

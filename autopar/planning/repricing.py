@@ -119,7 +119,7 @@ def _saved_s(part: Part, c: Communication, once_s: float, profile: HardwareProfi
     made = next(n for n in part.trace.graph.nodes if crossing.get(n.name, n.meta.get("key")) == key)
     chosen = part.plan.recomputed_choices() if c.kernel.again else part.plan.node_choices()
     if c.own:
-        return saved_of(call_of(made), chosen[key], part.mesh.shape, CollectivePrices(part.mesh, profile), profile, c)
+        return saved_of(call_of(made), chosen[key], CollectivePrices(part.mesh, profile), profile, c)
     product, gathers = product_of(made, c), c.collective.kind == "all_gather"
     call, dim = call_of(product), c.collective.dim
     if gathers:

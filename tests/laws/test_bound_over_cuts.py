@@ -83,7 +83,7 @@ class Model:
 
     @cached_property
     def kernels(self) -> Kernels:
-        return in_any_stage(self.trace, self.whole, self.mesh_shape, {i.op for i in self.instances.found if i.again})
+        return in_any_stage(self.trace, self.whole, {i.op for i in self.instances.found if i.again})
 
     def parting(self, multipliers: Multipliers, kernels: Kernels | None = None) -> Parting:
         offered = self.kernels if kernels is None else kernels

@@ -165,6 +165,16 @@ def test_on_a_fast_link_no_kernel_pays_on_a_slow_one_they_change_the_layouts() -
     assert planned("llama").node_choices() != without.node_choices()
 
 
+def test_between_nodes_no_kernel_is_on_offer_and_plans_say_why() -> None:
+    """Links are as fast there, but no rank reads another node's memory."""
+    apart = Mesh({"gpu": 4}, links={"gpu": "inter"})
+    plan = make_plan(built("narrow")[2], apart, NORMS, PlanOptions()).plan
+    assert not kernels(plan)
+    assert any("axis 'gpu' has ranks of several nodes, which do not share memory" in c.why for c in plan.communications)
+    found = certify(built("narrow")[2], replace(planned("norms"), mesh=apart), NORMS)
+    assert "ranks along 'gpu' do not reach each other's memory" in str(found)
+
+
 def test_small_products_are_not_cut_where_a_launch_costs_more_than_that_hides() -> None:
     sluggish = replace(SLOW, launch_overhead_s=1e-3, hash="sluggish")
     assert not kernels(make_plan(built("narrow")[2], LINE, sluggish, PlanOptions()).plan)

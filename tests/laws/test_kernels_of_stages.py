@@ -66,7 +66,7 @@ def test_no_stage_has_a_kernel_that_the_bound_over_all_cuts_does_not_count_on(tr
     whole = price(trace, classes_of(trace, MESH.shape, forced), MESH, PROFILE, budget_bytes=2**60, forced=forced, exposed=sewn.exposed)
     again = {i.op for i in Instances(trace, whole, placing, forced).found if i.again}
     most: dict[tuple[object, ...], float] = {}
-    for (*place, _), saved_s in places(trace, whole, in_any_stage(trace, whole, MESH.shape, again)):
+    for (*place, _), saved_s in places(trace, whole, in_any_stage(trace, whole, again)):
         most[*place] = max(saved_s, most.get((*place,), 0.0))
     seen = set[bool]()
     for position in [p.position for p in points]:

@@ -105,6 +105,16 @@ def test_between_more_ranks_than_the_kernels_know_there_is_no_route(monkeypatch:
     assert "kernels" in {f.claim for f in found.findings}
 
 
+def test_between_nodes_there_is_no_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, apart = planned(), Mesh({"expert": 4}, links={"expert": "inter"})
+    monkeypatch.setitem(PLACES, "4", (apart, ()))
+    plan = planned.__wrapped__()
+    assert own(plan) and not routed(plan)
+    assert {c.why for c in own(plan)} == {"axis 'expert' has ranks of several nodes, which do not share memory"}
+    found = certify(built()[2], replace(before, mesh=apart), profile())
+    assert "ranks along 'expert' do not reach each other's memory" in str(found)
+
+
 def test_as_memory_shrinks_fewer_routes_have_room_and_the_plan_says_so() -> None:
     free, plain = planned(), planned(share=None)
     some, none = planned(budget=free.prediction.peak_bytes - 1), planned(budget=plain.prediction.peak_bytes)
