@@ -14,15 +14,20 @@ from unittest import mock
 
 from torch._dynamo.variables.tensor import TensorVariable
 
+_GETS = ("tp_getattro_impl", "var_getattr")  # its method that gets an attribute, as of torch 2.14, and before
+
 
 def computed_attributes() -> contextlib.AbstractContextManager[object]:
     """While it is entered, what Dynamo captures computes such attributes in its graph, also where they are returned."""
-    return mock.patch.object(TensorVariable, "var_getattr", _without_place(TensorVariable.var_getattr))
+    name = next((name for name in _GETS if name in vars(TensorVariable)), None)
+    if name is None:  # such attributes are refused where they are returned
+        return contextlib.nullcontext()
+    return mock.patch.object(TensorVariable, name, _without_place(getattr(TensorVariable, name)))
 
 
-def _without_place(var_getattr: Callable[..., Any]) -> Callable[..., Any]:
+def _without_place(get: Callable[..., Any]) -> Callable[..., Any]:
     def found(self: Any, tx: Any, name: str) -> Any:
-        value = var_getattr(self, tx, name)
+        value = get(self, tx, name)
         if isinstance(value, TensorVariable) and value.proxy.node.op != "placeholder":
             value.source = None
         return value
