@@ -22,7 +22,7 @@ from autopar.layout import Layout
 from autopar.run.arguments import Arguments, Results
 from autopar.run.clipping import clip_grad_norm_
 from autopar.run.compiled import Compiled
-from autopar.run.derivatives import first_derivatives_only
+from autopar.run.derivatives import as_given, first_derivatives_only, which_are_plain
 from autopar.run.device_mesh import agree, groups_of, mesh_of
 from autopar.run.equal import check_tangents
 from autopar.run.executor import Backend, Batch, Executor, Outputs
@@ -204,6 +204,7 @@ class _Step(torch.autograd.Function):
         outputs, saved = module._run(inputs, trained[len(trained) - len(module.program.parameters) :], watched, keep=True)
         # Not save_for_backward: backward takes the list and frees it value by value.
         ctx.module, ctx.saved, ctx.watched = module, saved, watched
+        ctx.are_plain = which_are_plain(trained)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x, border in zip(outputs, module.program.outputs, strict=True) if not border.has_gradient))
         return tuple(outputs)
@@ -218,4 +219,4 @@ class _Step(torch.autograd.Function):
                 remedy="call the module again before each backward; one call gives one backward",
             )
         ctx.watched.check()
-        return (None, None, None, *ctx.module._gradients(saved, tangents))
+        return (None, None, None, *as_given(ctx.module._gradients(saved, tangents), ctx.are_plain))
