@@ -9,11 +9,11 @@ from typing import Any, Unpack, get_args
 
 from torch import Tensor, nn
 
-from autopar.api.arguments import Example, Launched, as_call, as_mesh, check_model, is_unshaped, launched
+from autopar.api.arguments import Example, Launched, as_call, as_mesh, check_model, launched
 from autopar.api.building import Order, parallel_module
-from autopar.api.hardware import HardwareLike
 from autopar.api.options import Options, spelled_out
 from autopar.api.tracing import refuse_wrapped
+from autopar.devices import HardwareLike, is_unshaped
 from autopar.errors import AutoparError, PlanError, RuntimeStateError
 from autopar.planning import PlanOptions
 from autopar.plans import Plan
