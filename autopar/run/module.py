@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.layout import Layout
-from autopar.run.arguments import Arguments, Results
+from autopar.run.arguments import Arguments, Results, defaults_of
 from autopar.run.clipping import clip_grad_norm_
 from autopar.run.compiled import Compiled
 from autopar.run.derivatives import as_given, first_derivatives_only, which_are_plain
@@ -71,7 +71,8 @@ class ParallelModule(Compiled):
         self.program, self._outputs = program, outputs
         self._presented = [Storage.of(t, devices) for t in program.outputs]
         self._executor = Executor(program, groups, backend=backend, batch=batch, outputs=outputs, device=devices.device_type)
-        self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
+        signature, defaults = inspect.signature(model.forward), defaults_of(model)
+        self._arguments = Arguments(program, signature, batch, groups, devices.device_type, defaults)
         self._results = Results(program)
         # in another mode what a trained model returns may have no gradient
         self._may_train = shared is None or any(t.has_gradient for t in (*program.parameters, *program.inputs))
