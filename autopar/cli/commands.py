@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.options import DTYPES, Batch, Dtype, Flips, Function, Hf, ModelName, Module, PlanFile, Seq, check_dtype, check_there
+from autopar.cli.options import DTYPES, Batch, Dtype, Flips, Hf, ModelName, Module, PlanFile, Seq, check_dtype, check_there
 from autopar.cli.plan import plan_command
 from autopar.mesh import Mesh
 from autopar.terminal import check_writable, parse_size, progress, say, show
@@ -44,28 +44,31 @@ app.command("plan")(plan_command)
 @app.command("explain")
 def explain_command(
     plan: PlanFile,
-    module: Annotated[str | None, typer.Option(metavar="PATTERN", help="Only these modules, with every decision.")] = None,
+    only: Annotated[str | None, typer.Option(metavar="PATTERN", help="Only these modules of the model, with every decision.")] = None,
     flips: Flips = 0,
     hf: Hf = None,
     model: ModelName = None,
-    function: Function = None,
+    module: Module = None,
+    function: Annotated[str | None, typer.Option(hidden=True)] = None,  # as --module; so it was named here
     batch: Batch = None,
     seq: Seq = None,
     dtype: Dtype = None,
 ) -> None:
     """What a plan does and costs, module by module, and why not otherwise; with --flips and the model also what would turn choices."""
     check_there(plan)
+    if module is not None and ":" not in module:  # a pattern, which --module of this command took once, and no file's function
+        only, module = only or module, None
     from autopar.cli.models import say_if_none, turning_of
     from autopar.explanation import explain
     from autopar.plans import Plan
 
     loaded = Plan.load(plan)
-    turning = turning_of(loaded, flips, hf, model, function, batch, seq, dtype)
-    found = explain(loaded, module=module, flips=turning)
+    turning = turning_of(loaded, flips, hf, model, module or function, batch, seq, dtype)
+    found = explain(loaded, module=only, flips=turning)
     show(found)
     say_if_none(flips, turning)
     if turning and not found.flips:
-        say(f"of the {len(turning)} choices that would turn none is in {module!r}: leave --module out to see them")
+        say(f"of the {len(turning)} choices that would turn none is in {only!r}: leave --only out to see them")
 
 
 @app.command("diff")

@@ -24,9 +24,6 @@ Hf = Annotated[
 ]
 ModelName = Annotated[str | None, typer.Option("--model", metavar="NAME", help=f"A known size: {', '.join(KNOWN)}.")]
 Module = Annotated[str | None, typer.Option("--module", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch).")]
-Function = Annotated[
-    str | None, typer.Option("--function", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch), for --flips.")
-]
 Flips = Annotated[int, typer.Option(min=0, help="Of so many close choices, in each stage, say at which change of the hardware they turn.")]
 Batch = Annotated[int | None, typer.Option(min=1, help=f"Global batch in samples; {BATCH} unless given. Of --module the function says.")]
 Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")]
