@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from autopar.api.arguments import as_mesh, is_unshaped, read_mesh
+from autopar.api.arguments import as_mesh
 from autopar.api.choosing import Chooser
 from autopar.api.shaping import best_shape, shapes
 from autopar.capture import Trace, capture
 from autopar.constraints import pipeline
+from autopar.devices import is_unshaped, read_mesh
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions
 from autopar.plans import Plan

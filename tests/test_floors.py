@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "version", "units", "typed", "garbage", "ambient", "lazy", "schedules"),
     ("mesh", "hardware", "hf", "halo", "mirrored", "streams", "terminal"),
-    ("layout", "collective"),
+    ("layout", "collective", "devices"),
     ("layout_graph", "choices", "random_ops", "norm_ops", "ops"),
     ("redistribute",),
     ("problem",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autopar.constraints import Constraint
+from autopar.devices import Unshaped, is_unshaped
 from autopar.errors import AutoparError, ConstraintError, MeshError
 from autopar.hardware import HardwareProfile
-from autopar.mesh import Mesh, nodes_in
+from autopar.mesh import Mesh
 from autopar.run.device_mesh import mesh_of
 
-Unshaped: TypeAlias = int | tuple[int, int]  # a device count; nodes × devices per node
 MeshLike: TypeAlias = Mesh | DeviceMesh | Unshaped | Mapping[str, int]
 Launched: TypeAlias = MeshLike | None  # None: all processes that a launcher started
 Example: TypeAlias = Mapping[str, Any] | Sequence[Any] | Tensor
@@ -53,17 +53,6 @@ def launched() -> Unshaped:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     return (world // here, here) if world % here == 0 else world
-
-
-def read_mesh(text: str) -> Mesh | Unshaped:
-    """A mesh as the command line has it: axes, or what the planner is to shape, a device count or nodes × devices per node as 4x8."""
-    return int(text) if text.isdecimal() else nodes_in(text) or Mesh.parse(text)
-
-
-def is_unshaped(mesh: MeshLike) -> TypeGuard[Unshaped]:
-    """Whether a mesh is a device count, or nodes × devices per node, whose shape is the planner's choice."""
-    sizes = mesh if isinstance(mesh, tuple) and len(mesh) == 2 else (mesh,)
-    return all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
 
 
 def is_shape_of(mesh: Mesh, asked: Unshaped) -> bool:

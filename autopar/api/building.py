@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from autopar.api.arguments import MeshLike, as_mesh, is_shape_of, is_unshaped, kind_of
+from autopar.api.arguments import MeshLike, as_mesh, is_shape_of, kind_of
 from autopar.api.further import Structure, asked_of, beside_the_optimizer, shapes_of, storage_of
-from autopar.api.hardware import HardwareLike, planned_for
+from autopar.api.hardware import planned_for
 from autopar.api.planning import check_fits, plan_told
 from autopar.api.tracing import program_of, refuse_own_losses, settled, traced_for
 from autopar.capture import Trace
+from autopar.devices import HardwareLike, is_unshaped
 from autopar.errors import ConstraintError, PlanError, RuntimeStateError
 from autopar.explanation.lines import idle
 from autopar.planning import Planned, PlanOptions

@@ -9,14 +9,15 @@ from typing import Any, Unpack, get_args
 
 from torch import Tensor, nn
 
-from autopar.api.arguments import Example, Launched, as_call, as_mesh, check_model, is_unshaped, launched
+from autopar.api.arguments import Example, Launched, as_call, as_mesh, check_model, launched
 from autopar.api.building import Order, parallel_module
-from autopar.api.hardware import HardwareLike
 from autopar.api.options import Options, spelled_out
 from autopar.api.tracing import refuse_wrapped
+from autopar.devices import HardwareLike, is_unshaped
 from autopar.errors import AutoparError, PlanError, RuntimeStateError
 from autopar.planning import PlanOptions
 from autopar.plans import Plan
+from autopar.run.derivatives import refuse_transforms
 from autopar.run.executor import Backend, Batch, Outputs
 from autopar.run.module import ParallelModule
 from autopar.run.part import is_plain
@@ -110,6 +111,7 @@ class Deferred(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Plan at the first call, then run."""
         if self._waiting is not None:
+            refuse_transforms()
             if not self._mode_is_set:  # nothing was captured in the mode that the model had
                 self.training = self._waiting.model.training
             elif self.training != self._waiting.model.training:

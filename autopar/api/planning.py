@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autopar.api.arguments import Example, MeshLike, as_call, as_constraints, as_mesh, default_hardware, is_unshaped, runs_on
+from autopar.api.arguments import Example, MeshLike, as_call, as_constraints, as_mesh, default_hardware, runs_on
 from autopar.api.choosing import Chooser
-from autopar.api.hardware import HardwareLike, as_hardware, of_plan
+from autopar.api.hardware import as_hardware, of_plan
 from autopar.api.shaping import best_shape, shapes, shapes_in_three
 from autopar.api.shortage import instead
 from autopar.api.tracing import (
@@ -34,6 +34,7 @@ from autopar.api.waiting import with_waits
 from autopar.capture import Trace
 from autopar.certificate import Certificate, certify, certify_staged
 from autopar.constraints import Constraint, speak_of
+from autopar.devices import HardwareLike, is_unshaped
 from autopar.errors import InfeasibleError, PlanError, VerificationError
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from autopar.api.arguments import Unshaped
+from autopar.devices import Unshaped
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError, MeshError
 from autopar.mesh import Mesh
 from autopar.planning import Planned, TooSlow

@@ -10,12 +10,13 @@ from typing import Any
 from torch import nn
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh
-from autopar.api.hardware import HardwareLike, as_hardware, of_plan, planned_for
+from autopar.api.hardware import as_hardware, of_plan, planned_for
 from autopar.api.planning import check_fits, plan_told
 from autopar.api.recorded import options_of
 from autopar.api.tracing import as_planned, planned_part, traced_for
 from autopar.capture import Trace
 from autopar.constraints.elsewhere import elsewhere
+from autopar.devices import HardwareLike
 from autopar.emit import returned_of
 from autopar.errors import PlanError
 from autopar.garbage import collected_seldom

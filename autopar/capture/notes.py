@@ -176,7 +176,14 @@ def of_the_model(attributes: Iterable[ModuleAttribute | OutsideValue], model: nn
             found.append(each)
         else:
             found.append(replace(each, value=Stamp.of(place.found) if isinstance(place.found, torch.Tensor) else place.found))
-    return tuple({(each.name, getattr(each, "path", None)): each for each in found}.values())
+    return tuple({_where(each): each for each in found}.values())
+
+
+def _where(each: ModuleAttribute | OutsideValue) -> tuple[Any, str]:
+    """Of two closures' variables the names may be the same."""
+    if isinstance(each, ModuleAttribute):
+        return each.path, each.name
+    return each.holder if isinstance(each.holder, str) else id(each.holder), each.name
 
 
 def _writes(var: Any, effects: Any, scope: dict[str, Any], seen: set[str], everywhere: dict[str, Any]) -> Iterator[Write]:

@@ -60,6 +60,8 @@ def as_capture_error(error: BaseException) -> CaptureError:
         op = what if kind == "DynamicOutputShapeException" else ""
         said = "the shape of a result depends on the values of a tensor, and a program has fixed shapes"
         return CaptureError(said, where=Where(op=op, source=source), remedy=_SHAPES)
+    if isinstance(error, AssertionError) and "backend_input" in traceback.format_tb(error.__traceback__)[-1]:  # Dynamo made no graph
+        return CaptureError("forward computes nothing with tensors", remedy="pass the batch as tensors, and return what is computed of it")
     raised = _RAISED.search(text)
     what = f"{what}: {raised[1] or raised[2]}" if raised else what
     default = _DEFAULT_REMEDY if type(error).__module__.startswith("torch._dynamo") else _BEHIND_DYNAMO

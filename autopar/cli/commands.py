@@ -11,8 +11,9 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.options import DTYPES, Batch, Dtype, Flips, Function, Hf, ModelName, Module, PlanFile, Seq, check_dtype
+from autopar.cli.options import DTYPES, Batch, Dtype, Flips, Hf, ModelName, Module, PlanFile, Seq, check_dtype, check_there
 from autopar.cli.plan import plan_command
+from autopar.mesh import Mesh
 from autopar.terminal import check_writable, parse_size, progress, say, show
 from autopar.version import VERSION
 
@@ -43,32 +44,38 @@ app.command("plan")(plan_command)
 @app.command("explain")
 def explain_command(
     plan: PlanFile,
-    module: Annotated[str | None, typer.Option(metavar="PATTERN", help="Only these modules, with every decision.")] = None,
+    only: Annotated[str | None, typer.Option(metavar="PATTERN", help="Only these modules of the model, with every decision.")] = None,
     flips: Flips = 0,
     hf: Hf = None,
     model: ModelName = None,
-    function: Function = None,
+    module: Module = None,
+    function: Annotated[str | None, typer.Option(hidden=True)] = None,  # as --module; so it was named here
     batch: Batch = None,
     seq: Seq = None,
     dtype: Dtype = None,
 ) -> None:
     """What a plan does and costs, module by module, and why not otherwise; with --flips and the model also what would turn choices."""
+    check_there(plan)
+    if module is not None and ":" not in module:  # a pattern, which --module of this command took once, and no file's function
+        only, module = only or module, None
     from autopar.cli.models import say_if_none, turning_of
     from autopar.explanation import explain
     from autopar.plans import Plan
 
     loaded = Plan.load(plan)
-    turning = turning_of(loaded, flips, hf, model, function, batch, seq, dtype)
-    found = explain(loaded, module=module, flips=turning)
+    turning = turning_of(loaded, flips, hf, model, module or function, batch, seq, dtype)
+    found = explain(loaded, module=only, flips=turning)
     show(found)
     say_if_none(flips, turning)
     if turning and not found.flips:
-        say(f"of the {len(turning)} choices that would turn none is in {module!r}: leave --module out to see them")
+        say(f"of the {len(turning)} choices that would turn none is in {only!r}: leave --only out to see them")
 
 
 @app.command("diff")
 def diff_command(first: PlanFile, second: PlanFile) -> None:
     """What changed from one plan to another, module by module."""
+    check_there(first)
+    check_there(second)
     from autopar.explanation import diff
     from autopar.plans import Plan
 
@@ -87,6 +94,7 @@ def check_command(
     hardware: Annotated[str | None, typer.Option(help="Name or path of a profile; by default the one that the plan names.")] = None,
 ) -> None:
     """Certify a plan without a solver: legality, every collective, memory, time, and the bound by arithmetic alone."""
+    check_there(plan, hardware)
     from autopar.api import check
     from autopar.cli.models import built, for_inference
     from autopar.plans import Plan
@@ -112,6 +120,7 @@ def verify_command(
     dtype: Dtype = None,
 ) -> None:
     """Run all ranks of a plan in this process, in float64, and compare loss, outputs and every gradient with the plain model."""
+    check_there(plan)
     from autopar.api import verify
     from autopar.cli.models import built, for_inference
     from autopar.plans import Plan
@@ -140,16 +149,16 @@ def what_if_command(
     flips: Flips = 0,
 ) -> None:
     """What a plan would take on other hardware, and how much a plan made there would gain."""
+    check_there(plan, hardware)
+    there = None if mesh is None else Mesh.parse(mesh)
     from autopar.api import what_if
     from autopar.cli.models import built, for_inference, say_if_none
-    from autopar.mesh import Mesh
     from autopar.plans import Plan
 
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
         network, example = built(hf, model, module, batch, seq, dtype, "meta", inference=for_inference(loaded))
         tell(f"planning for {hardware or loaded.fingerprint.profile}")
-        there = None if mesh is None else Mesh.parse(mesh)
         found = what_if(loaded, network, example, hardware=hardware, mesh=there, num_flips=flips)
     say(str(found))
     say_if_none(flips, found.flips)
@@ -185,6 +194,7 @@ def report_command(
 ) -> None:
     """Draw a plan: layouts per module, memory by kind, time line; of a pipeline its schedule and its stages' memory too."""
     check_writable(out_file)
+    check_there(plan)
     from autopar.cli.models import say_if_none, turning_of
     from autopar.plans import Plan
     from autopar.report import report

@@ -42,7 +42,7 @@ def turning_of(
         return ()
     if (config, name, function) == (None, None, None):
         what = "what would turn choices cannot be told without the model"
-        raise AutoparError(what, remedy="pass --hf or --model, or a function: --function of explain, --module of report")
+        raise AutoparError(what, remedy="pass one of --hf, --model and --module")
     with progress("building the model") as tell:
         network, example = built(config, name, function, batch, seq, dtype, "meta", inference=for_inference(plan))
         tell("pricing other hardware")

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from autopar.errors import AutoparError
+from autopar.devices import read_hardware
+from autopar.errors import AutoparError, PlanError
 from autopar.hf.specs import KNOWN, parse
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -23,9 +24,6 @@ Hf = Annotated[
 ]
 ModelName = Annotated[str | None, typer.Option("--model", metavar="NAME", help=f"A known size: {', '.join(KNOWN)}.")]
 Module = Annotated[str | None, typer.Option("--module", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch).")]
-Function = Annotated[
-    str | None, typer.Option("--function", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch), for --flips.")
-]
 Flips = Annotated[int, typer.Option(min=0, help="Of so many close choices, in each stage, say at which change of the hardware they turn.")]
 Batch = Annotated[int | None, typer.Option(min=1, help=f"Global batch in samples; {BATCH} unless given. Of --module the function says.")]
 Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")]
@@ -36,6 +34,15 @@ def check_dtype(name: str | None) -> None:
     """That it is one of `DTYPES`, or none is named. Raises AutoparError."""
     if name is not None and name not in DTYPES:
         raise AutoparError(f"dtype {name!r} is not known", remedy=f"pass one of {', '.join(DTYPES)}")
+
+
+def check_there(plan: Path, hardware: str | None = None) -> None:
+    """That there is such a file, and such a profile. Raises PlanError and HardwareError."""
+    if not plan.is_file():
+        why = "it is a folder" if plan.is_dir() else "there is no such file"
+        raise PlanError(f"cannot read plan '{plan}': {why}", remedy="check the path; `autopar plan --out` writes one")
+    if hardware is not None:
+        read_hardware(hardware)
 
 
 def check_named(config: str | None, name: str | None, module: str | None, dtype: str | None) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from autopar.cli.options import Batch, Dtype, Hf, ModelName, Module, Seq, check_named
+from autopar.devices import hardware_of, read_mesh
 from autopar.errors import AutoparError
 from autopar.schedules import AUTO, INTERLEAVED, SCHEDULES
 from autopar.terminal import check_writable, parse_size
@@ -62,9 +63,10 @@ def plan_command(
     check_named(hf, model, module, dtype)
     _check_stages(pipeline, schedule, chunks)
     budget = parse_size(memory)
+    axes = read_mesh(mesh)
+    devices = hardware_of(hardware, axes)
     from autopar.cli import planning  # with torch, for which nothing above waits
 
-    axes, devices = planning.place(mesh, hardware)
     forced = planning.forced(constraint or (), pipeline, microbatches, schedule, chunks, offload=offload)
     options = planning.PlanOptions(
         budget, optimizer, forced, strict, gap, num_microbatches=microbatches or "auto", outputs=cast("Outputs", outputs),

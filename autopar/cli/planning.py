@@ -9,12 +9,11 @@ from pathlib import Path
 
 from autopar import constraints
 from autopar.api import as_call
-from autopar.api.arguments import Unshaped, read_mesh
-from autopar.api.hardware import as_hardware
 from autopar.api.planning import plan_call
 from autopar.cli.models import built
 from autopar.constraints import Constraint
 from autopar.constraints.written import parse_constraint
+from autopar.devices import Unshaped
 from autopar.errors import PlanError
 from autopar.explanation import explain
 from autopar.hardware import Hardware
@@ -28,12 +27,6 @@ from autopar.units import seconds
 Named = tuple[str | None, str | None, str | None, int | None, int | None, str | None]
 """A model: --hf, --model, --module, --batch, --seq and --dtype."""
 _TOLD = 0.01  # share of all seconds, from which on those of plans that were not taken are told
-
-
-def place(mesh: str, hardware: str) -> tuple[Mesh | Unshaped, Hardware]:
-    """The mesh and the devices that it is of. Raises MeshError and HardwareError."""
-    axes = read_mesh(mesh)
-    return axes, as_hardware(hardware, axes)
 
 
 def forced(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import RuntimeStateError
-from autopar.run.derivatives import first_derivatives_only
+from autopar.run.derivatives import as_given, first_derivatives_only, which_are_plain
 from autopar.run.returned import parts_of
 from autopar.run.stage_calls import StageCalls
 
@@ -33,6 +33,7 @@ class Answered(torch.autograd.Function):
             outputs = calls.returned(works)
         ctx.calls, ctx.works, ctx.parameters = calls, works, parameters
         ctx.watched = calls.watched_of(works, parameters, outputs)
+        ctx.are_plain = which_are_plain(parameters)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(outputs[t.name] for t in calls.kept if not t.has_gradient))
         return tuple(outputs[t.name] for t in calls.kept)
@@ -58,4 +59,4 @@ class Answered(torch.autograd.Function):
             work.answer(parts, unused.tangents[calls.rank], unused.gradients[calls.rank])
             calls.runner(works).backward()
             gradients = calls.wrapped(calls.finish(works, parameters, keep=True), unused.parameters)
-        return (None, None, None, None, *gradients)
+        return (None, None, None, None, *as_given(gradients, ctx.are_plain))

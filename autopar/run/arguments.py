@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -31,6 +32,7 @@ class Arguments:
 
     Args:
         signature: of the model's forward; with it an argument may come by position or by name, in any order.
+        defaults: of it, as `defaults_of` gives them; a call that passes one is the call that leaves it out.
         batch: whether tensors come whole (``"global"``) or as the part that belongs to `groups`' coordinate.
     """
 
@@ -41,6 +43,7 @@ class Arguments:
         batch: Literal["global", "local"],
         groups: Groups,
         device_type: str,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._spec, self._signature, self._device_type, self._settings = program.in_spec, signature, device_type, program.settings
         self._is_whole, self._num_calls = batch == "global", 0
@@ -48,9 +51,11 @@ class Arguments:
         args, kwargs = pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec)
         self._paths = [path.split(".", 1)[1] for path in paths_in((args, kwargs))]
         self._canonical_spec, self._order = None, list(range(self._spec.num_leaves))
+        self._defaults, self._names = defaults, list[str]()
         canonical = self._canonical(args, kwargs)
         if canonical is not None:
             self._order, self._canonical_spec = pytree.tree_flatten(canonical)
+            self._names = list(canonical)
         positions = {path: position for position, path in enumerate(self._paths)}
         self._inputs = [(positions[tensor.name], tensor, _expected(tensor, batch, groups)) for tensor in program.inputs]
 
@@ -150,7 +155,7 @@ class Arguments:
             return leaves
         canonical = self._canonical(args, kwargs)
         if canonical is not None and self._canonical_spec is not None:
-            reordered, spec = pytree.tree_flatten(canonical)
+            reordered, spec = pytree.tree_flatten(self._with_defaults(canonical))
             if spec == self._canonical_spec:
                 return [value for _, value in sorted(zip(self._order, reordered, strict=True), key=lambda pair: pair[0])]
         if self._signature is not None:
@@ -168,6 +173,31 @@ class Arguments:
             return None
         kinds = {name: parameter.kind for name, parameter in self._signature.parameters.items()}
         return {n: dict(sorted(v.items())) if kinds[n] is inspect.Parameter.VAR_KEYWORD else v for n, v in bound.items()}
+
+    def _with_defaults(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The same call with just the arguments that the program's has, where defaults account for the others."""
+        more = [name for name in given if name not in self._names]
+        if any(name not in self._defaults or not _is_same(given[name], self._defaults[name]) for name in more):
+            return given
+        if any(name not in given and name not in self._defaults for name in self._names):
+            return given
+        return {name: given[name] if name in given else self._defaults[name] for name in self._names}
+
+
+def defaults_of(model: nn.Module) -> dict[str, Any]:
+    """Those of its forward that are plain values. Where forward is wrapped, or a hook is called before it, either may put in what it likes
+    for an argument that is left out: there None alone, which says as much."""
+    forward: Any = model.forward
+    is_bare = not hasattr(forward, "__wrapped__") and not model._forward_pre_hooks_with_kwargs
+    parameters = inspect.signature(forward).parameters.values()
+    found = {p.name: p.default for p in parameters if p.default is None or (is_bare and p.default is not p.empty)}
+    return {name: x for name, x in found.items() if all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(x))}
+
+
+def _is_same(given: Any, default: Any) -> bool:
+    leaves, spec = pytree.tree_flatten(given)
+    wanted, same = pytree.tree_flatten(default)
+    return spec == same and all(map(_same_setting, leaves, wanted))
 
 
 def _of_shape(shape: tuple[int, ...], like: Tensor) -> Tensor:

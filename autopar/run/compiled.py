@@ -13,6 +13,7 @@ from autopar.ambient import autocast_around
 from autopar.capture.trace import ModuleAttribute, OutsideValue
 from autopar.errors import RuntimeStateError
 from autopar.run.arguments import Arguments
+from autopar.run.derivatives import refuse_transforms
 from autopar.run.frozen import Frozen
 from autopar.run.holder import Holder
 from autopar.run.plain_model import PlainModel
@@ -118,7 +119,9 @@ class Compiled(Holder):
                 theirs.update({name: mine[name] for name in theirs if name in mine and mine[name] is not theirs[name]})
 
     def _check_call(self) -> None:
-        """Raises Misfit in a mode, RuntimeStateError under an autocast, that the program was not made for, or while weights are missing."""
+        """Raises Misfit in a mode, RuntimeStateError under an autocast, that the program was not made for, or under a transform of
+        torch.func, or while weights are missing."""
+        refuse_transforms()
         self.check_values()
         if self._frozen is not None:
             self._frozen.check(self._container)

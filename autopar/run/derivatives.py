@@ -1,15 +1,39 @@
-"""Backward of what programs compute: once, and of first derivatives only."""
+"""Backward of what programs compute: once, and of first derivatives only; and no other way to derive it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import RuntimeStateError
+
+
+def refuse_transforms() -> None:
+    """Raises RuntimeStateError under one of torch.func (`grad`, `vmap`), whose tensors stand for others: a program runs on real ones."""
+    if torch._C._are_functorch_transforms_active():
+        what = "called under a transform of torch.func (grad, vjp, jvp, vmap, jacrev, ...): a program is run, and cannot be transformed"
+        remedy = (
+            "differentiate by backward: torch.autograd.grad(pm(x), list(pm.parameters())), also of what functional_call passes; other "
+            "derivatives, and those of each sample, are the plain model's to compute"
+        )
+        raise RuntimeStateError(what, remedy=remedy)
+
+
+def which_are_plain(given: Iterable[Tensor]) -> tuple[bool, ...]:
+    """Of what autograd gives, which are no DTensors: inputs, and what `torch.func.functional_call` puts in the place of parameters."""
+    return tuple(not isinstance(x, DTensor) for x in given)
+
+
+def as_given(gradients: Iterable[Tensor | None], are_plain: Iterable[bool]) -> tuple[Tensor | None, ...]:
+    """Gradients as plain tensors where that is what they are of."""
+    pairs = zip(gradients, are_plain, strict=True)
+    return tuple(gradient.to_local() if plain and isinstance(gradient, DTensor) else gradient for gradient, plain in pairs)
 
 
 def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,10 +19,10 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.layout import Layout
-from autopar.run.arguments import Arguments, Results
+from autopar.run.arguments import Arguments, Results, defaults_of
 from autopar.run.clipping import clip_grad_norm_
 from autopar.run.compiled import Compiled
-from autopar.run.derivatives import first_derivatives_only
+from autopar.run.derivatives import as_given, first_derivatives_only, which_are_plain
 from autopar.run.device_mesh import agree, groups_of, mesh_of
 from autopar.run.equal import check_tangents
 from autopar.run.executor import Backend, Batch, Executor, Outputs
@@ -71,7 +71,8 @@ class ParallelModule(Compiled):
         self.program, self._outputs = program, outputs
         self._presented = [Storage.of(t, devices) for t in program.outputs]
         self._executor = Executor(program, groups, backend=backend, batch=batch, outputs=outputs, device=devices.device_type)
-        self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
+        signature, defaults = inspect.signature(model.forward), defaults_of(model)
+        self._arguments = Arguments(program, signature, batch, groups, devices.device_type, defaults)
         self._results = Results(program)
         # in another mode what a trained model returns may have no gradient
         self._may_train = shared is None or any(t.has_gradient for t in (*program.parameters, *program.inputs))
@@ -204,6 +205,7 @@ class _Step(torch.autograd.Function):
         outputs, saved = module._run(inputs, trained[len(trained) - len(module.program.parameters) :], watched, keep=True)
         # Not save_for_backward: backward takes the list and frees it value by value.
         ctx.module, ctx.saved, ctx.watched = module, saved, watched
+        ctx.are_plain = which_are_plain(trained)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x, border in zip(outputs, module.program.outputs, strict=True) if not border.has_gradient))
         return tuple(outputs)
@@ -218,4 +220,4 @@ class _Step(torch.autograd.Function):
                 remedy="call the module again before each backward; one call gives one backward",
             )
         ctx.watched.check()
-        return (None, None, None, *ctx.module._gradients(saved, tangents))
+        return (None, None, None, *as_given(ctx.module._gradients(saved, tangents), ctx.are_plain))

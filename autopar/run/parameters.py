@@ -190,7 +190,8 @@ class Storage:
         """The local tensor as graphs see it, a view.
 
         Raises:
-            RuntimeStateError: where the tensor was converted to another dtype or moved since the program was made.
+            RuntimeStateError: where the tensor was converted to another dtype or moved since the program was made, or is another one,
+                which does not rest as this says.
         """
         local = stored.to_local() if isinstance(stored, DTensor) else stored
         expected = "cpu" if self.tensor.layout.host else self.devices.device_type
@@ -199,7 +200,27 @@ class Storage:
                 f"{self.tensor.name!r} is {local.dtype} on {local.device.type}, the program was made for {self.tensor.dtype} on {expected}",
                 remedy="convert the model before autopar.compile, and leave the compiled module as it is",
             )
+        if local.shape != self.stored_shape or not self._is_of(stored):
+            raise self._of_another_form(stored)
         return local.view(self.graph_shape)
+
+    def _is_of(self, stored: Tensor) -> bool:
+        """Whether the local tensor is this rank's part of it; a plain tensor is whole."""
+        if stored.shape != self.tensor.shape:
+            return False
+        if not isinstance(stored, DTensor) or stored.placements == self.placements:
+            return True
+        both = zip(self.placements, stored.placements, strict=False)
+        return all(size == 1 or mine == its for size, (mine, its) in zip(self.seen.shape, both, strict=False))
+
+    def _of_another_form(self, stored: Tensor) -> RuntimeStateError:
+        name, kind = self.tensor.name, f"a DTensor {stored.placements}" if isinstance(stored, DTensor) else "a plain tensor"
+        wanted = "that is whole on each rank" if self.tensor.layout.is_replicated else f"that is a DTensor {self.placements}"
+        return RuntimeStateError(
+            f"{kind} of shape {tuple(stored.shape)} stands for {name!r}, which the program takes as one of {self.tensor.shape} {wanted}",
+            remedy=f"compute it of what pm.get_parameter({name!r}) is; or torch.distributed.tensor.distribute_tensor(whole, p.device_mesh, "
+            "p.placements) of that p; or give pm itself the values: pm.load_state_dict",
+        )
 
 
 def _device_index(devices: DeviceMesh) -> int | None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -125,6 +126,24 @@ class Standing(nn.Module):
     register_module = add_module
     register_parameter = add_module
     register_buffer = add_module
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Standing:
+        """What `to`, `half`, `cuda`, `share_memory` and others do, where it leaves tensors of one kind where they are.
+
+        Raises:
+            RuntimeStateError: where it would convert or move one, before it does.
+        """
+        for name, held in (*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)):
+            made = fn(torch.empty(0, dtype=held.dtype, device=held.device))
+            if (made.dtype, made.device) != (held.dtype, held.device):
+                what = f"{name!r} cannot become {made.dtype} on {made.device}: the program was made for {held.dtype} on {held.device}"
+                remedy = "convert or move the plain model and its batch, and compile that; precision='bf16' reads fp32 parameters in bf16"
+                raise RuntimeStateError(what, remedy=remedy)
+            if made.device.type == "cpu" and made.is_shared():
+                what = f"{name!r} cannot be put into shared memory: each process has its own part of a compiled module"
+                raise RuntimeStateError(what, remedy="leave share_memory out; `autopar run` starts the processes that train one together")
+        super()._apply(fn, recurse)
+        return self
 
     def hold_module(self, name: str, module: Standing) -> None:
         """Under any name, one that this class itself has for something else, too; so do the others."""

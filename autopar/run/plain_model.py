@@ -8,7 +8,8 @@ done to the compiled module; and at
 its first call parameters that were written, such as by `load_state_dict`, when those of the compiled one were not. Later, or where it has
 gradients, the plain model may well be one of its own: of values that are written then there is one warning.
 
-Not seen are writes past what counts changes, by `parameter.data.copy_(...)`.
+Writes past what counts changes, by `parameter.data.copy_(...)`, are seen by the values (`autopar.run.sampled`), which are looked at until
+a first call has passed, and then in calls 2, 4, 8 and so on: some of large tensors, all of small ones.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import RuntimeStateError
 from autopar.run.ranks import rank
+from autopar.run.sampled import sampled
 
 log = logging.getLogger("autopar")
 
@@ -42,7 +45,7 @@ class Noted:
 
     Attributes:
         module: that holds it, weakly. leaf: its name there. number: the object's identity. device, dtype, pointer: of its data.
-        version: how often it had been changed in place.
+        version: how often it had been changed in place. values: some of them, as a number; None where there are none.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Noted:
     version: int
     pointer: int
     place: tuple[Any, Any]
+    values: int | None
 
     def now(self) -> Tensor | None:
         """What bears its name; None where nothing does."""
@@ -65,6 +69,10 @@ class Noted:
     def is_written(self, now: Tensor) -> bool:
         """Whether what bears its name is another tensor, or was written."""
         return (id(now), _version(now), _pointer(now)) != (self.number, self.version, self.pointer)
+
+    def has_other_values(self, now: Tensor) -> bool:
+        """Whether it has, also where nothing counted the write."""
+        return self.values is not None and sampled(now) not in (self.values, None)
 
     def is_moved(self, now: Tensor) -> bool:
         """Whether it has the same values elsewhere, or none any more."""
@@ -87,7 +95,7 @@ def _noted(model: nn.Module) -> Iterator[Noted]:
                     continue
                 seen.add(id(x))
                 place = (x.device, x.dtype)
-                yield Noted(prefix + leaf, held, leaf, is_parameter, x.requires_grad, id(x), _version(x), _pointer(x), place)
+                yield Noted(prefix + leaf, held, leaf, is_parameter, x.requires_grad, id(x), _version(x), _pointer(x), place, sampled(x))
 
 
 class PlainModel:
@@ -101,14 +109,17 @@ class PlainModel:
         self._modes = tuple((path, weakref.ref(module), module.training) for path, module in model.named_modules())
         self._hooks = tuple(_num_hooks(module) for module in model.modules())
         self._tensors = noted(model)
-        self._unwritten: Mapping[str, tuple[int, int]] | None = {name: (id(p), _version(p)) for name, p in compiled.items()}
+        self._unwritten: Mapping[str, Any] | None = _marks(compiled)
+        self._num_checks = 0
         self._is_watched = True  # for writes
         self._checked: list[Any] = []
 
     def check(self, compiled: Compiled) -> None:
         """Raises RuntimeStateError where something was done to the plain model that the compiled one does not do; warns as said above."""
+        self._num_checks += 1
+        looks = self._is_watched and (self._unwritten is not None or self._num_checks & (self._num_checks - 1) == 0)
         state = [compiled.training, *(_state_of(module) for _, ref, _ in self._modes if (module := ref()) is not None)]
-        if state == self._checked:
+        if state == self._checked and not looks:
             return
         self._check_mode(compiled)
         self._check_hooks()
@@ -122,7 +133,7 @@ class PlainModel:
                 raise RuntimeStateError(what, remedy=f"register it on pm.get_parameter({each.name!r})")
             if now.requires_grad != each.trains and each.is_parameter:
                 self._check_frozen(each, now, compiled)
-            if self._is_watched and each.is_written(now) and not each.is_moved(now):
+            if self._is_watched and (each.is_written(now) or (looks and each.has_other_values(now))) and not each.is_moved(now):
                 written.append(each)
         if written:
             self._tell_of_written(written, compiled)
@@ -166,7 +177,7 @@ class PlainModel:
         self._is_watched = False
         name = next((each.name for each in written if each.is_parameter), "")
         if self._unwritten is not None and name and not self._is_trained():
-            held = {name: (id(p), _version(p)) for name, p in compiled.named_parameters()}
+            held = _marks(dict(compiled.named_parameters()))
             if any(held.get(name, before) != before for name, before in self._unwritten.items()):
                 return  # so were those of the compiled one
             self._is_watched = True
@@ -191,6 +202,11 @@ def _state_of(module: nn.Module) -> tuple[Any, ...]:
     except RuntimeError:  # of inference mode, or of a class without data
         each = [(id(x), _version(x), _pointer(x), x.requires_grad, x._backward_hooks is None) for x in tensors]
     return held["training"], _num_hooks(module), each
+
+
+def _marks(compiled: Mapping[str, Tensor]) -> dict[str, Any]:
+    """By which a write to one is known."""
+    return {name: (id(p), _version(p), sampled(p.to_local() if isinstance(p, DTensor) else p)) for name, p in compiled.items()}
 
 
 def _num_hooks(module: nn.Module) -> int:

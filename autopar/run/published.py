@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import RuntimeStateError
-from autopar.run.derivatives import first_derivatives_only
+from autopar.run.derivatives import as_given, first_derivatives_only, which_are_plain
 from autopar.run.stage_calls import StageCalls
 
 
@@ -24,7 +24,7 @@ class Published(torch.autograd.Function):
         Args:
             scale: that losses had in backward. anchor: has a gradient, so that backward comes to ranks whose parameters are all frozen.
         """
-        ctx.calls, ctx.gradients, ctx.scale = calls, gradients, scale
+        ctx.calls, ctx.gradients, ctx.scale, ctx.are_plain = calls, gradients, scale, which_are_plain(parameters)
         return loss[0]
 
     @staticmethod
@@ -41,4 +41,4 @@ class Published(torch.autograd.Function):
         if factor != 1.0:
             for gradient in gradients:
                 gradient.mul_(factor)
-        return (None, None, None, None, None, *ctx.calls.wrapped(gradients))
+        return (None, None, None, None, None, *as_given(ctx.calls.wrapped(gradients), ctx.are_plain))

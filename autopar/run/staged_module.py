@@ -27,7 +27,7 @@ from autopar import random_ops
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.kernels.binding import bind
 from autopar.run.answered import Answered
-from autopar.run.arguments import Arguments, Results
+from autopar.run.arguments import Arguments, Results, defaults_of
 from autopar.run.clipping import clip_over_stages
 from autopar.run.compiled import Compiled
 from autopar.run.device_mesh import agree, groups_of, mesh_of, stage_devices
@@ -102,7 +102,8 @@ class StagedModule(Compiled):
         self._is_trained = bool(trained)
         self._may_train = shared is None or self._is_trained  # in another mode what a trained model returns may have no gradient
         self._held = _held_by(stages.values(), trained)
-        self._arguments = Arguments(program, inspect.signature(model.forward), batch, groups, devices.device_type)
+        signature, defaults = inspect.signature(model.forward), defaults_of(model)
+        self._arguments = Arguments(program, signature, batch, groups, devices.device_type, defaults)
         self._results = Results(program)
         count = program.microbatches.count
         self._how = replace(program.microbatches, count=None if count is None else bind(count, groups, devices.device_type))

@@ -74,7 +74,9 @@ def test_plan_writes_what_explain_diff_check_verify_and_report_read(here: Path, 
     assert "no plan that the bound covers takes less than" in said and "`autopar check` proves it" in said and "plan.json" in said
     assert Plan.load(here / "plan.json").mesh.shape == (2, 2)
     assert "Why not otherwise" in command("explain", "plan.json")[1]
-    assert "Decisions of up" in command("explain", "plan.json", "--module", "up")[1]
+    for pattern in ("--only", "--module"):  # the second as it was spelled once
+        said = command("explain", "plan.json", pattern, "up")[1]
+        assert "Decisions of up" in said and "Decisions of down" not in said
     assert "0 ms" in command("diff", "plan.json", "plan.json")[1]
     code, said, _ = command("verify", "plan.json", "--module", "model.py:small")
     assert (code, said.startswith("equal to the plain model")) == (0, True)
@@ -106,11 +108,12 @@ def test_a_pipeline_is_planned_explained_compared_and_drawn(here: Path, command:
     assert "Between stages" in command("explain", "plan.json")[1]
     assert command("diff", "plan.json", "other.json")[1].startswith("schedule: 1f1b → gpipe")
     assert command("report", "plan.json", "--out", "plan.png")[0] == 0
-    code, said, complaint = command("explain", "plan.json", "--flips", "40", "--function", "model.py:deep")
+    code, said, complaint = command("explain", "plan.json", "--flips", "40", "--module", "model.py:deep")
     assert code == 0, complaint
     assert "What would turn close choices" in said
-    for module, turns in (("layers.*", True), ("(from the stage before)", False)):
-        _, said, _ = command("explain", "plan.json", "--flips", "40", "--function", "model.py:deep", "--module", module)
+    patterns = (("--only", "layers.*"), True), (("--module", "layers.*"), True), (("--only", "(from the stage before)"), False)
+    for pattern, turns in patterns:
+        _, said, _ = command("explain", "plan.json", "--flips", "40", "--function", "model.py:deep", *pattern)
         assert ("What would turn" in said, "that would turn none is in" in said) == (turns, not turns), said
     code, said, complaint = command("report", "plan.json", "--flips", "40", "--module", "model.py:deep", "--out", "plan.html")
     assert code == 0 and "What would turn close choices" in (here / "plan.html").read_text(), complaint
@@ -142,7 +145,7 @@ def test_where_nothing_turns_a_choice_that_and_what_was_looked_at_is_said(here: 
     command("plan", "--mesh", "1", "--hardware", "cpu-gloo", *model, "--out", "plan.json")
     for asked in (
         ("what-if", "plan.json", *model),
-        ("explain", "plan.json", "--function", "model.py:small"),
+        ("explain", "plan.json", *model),
         ("report", "plan.json", *model, "--out", "plan.svg"),
     ):
         code, said, complaint = command(*asked, "--flips", "3")

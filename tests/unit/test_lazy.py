@@ -47,8 +47,16 @@ def fresh(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         ("plan", "--mesh", "8", "--model", "gpt2", "--dtype", "int3"),
         ("plan", "--mesh", "8", "--model", "gpt2", "--chunks", "2"),
         ("plan", "--mesh", "8", "--model", "gpt2", "--memory", "much"),
+        *(("plan", "--model", "gpt2", "--mesh", mesh) for mesh in ("node=2gpu", "node=2,node=2", "2x2x2", "")),
+        *(("plan", "--model", "gpt2", "--mesh", "gpu=2", "--hardware", name) for name in ("h1000", "gpu=h100-sxm")),
+        ("plan", "--model", "gpt2", "--mesh", "gpu=2", "--hardware", "node=h100-sxm,h100-sxm"),
+        ("plan", "--model", "gpt2", "--mesh", "8", "--hardware", "gpu=h100-sxm,h100-sxm"),
+        *((command, "no_plan.json") for command in ("explain", "check", "verify", "what-if", "report")),
+        *((command, __file__, "--hardware", "h1000") for command in ("check", "what-if")),
+        ("what-if", __file__, "--mesh", "node="),
+        ("diff", __file__, "no_plan.json"),
     ],
-    ids=" ".join,
+    ids=lambda arguments: " ".join(arguments).replace(__file__, "FILE"),
 )
 def test_help_and_what_is_mistyped_are_told_without_torch(arguments: tuple[str, ...]) -> None:
     said = fresh(RUN, *arguments)

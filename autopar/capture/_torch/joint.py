@@ -27,6 +27,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from autopar.capture._torch.fakes import faked
 from autopar.capture._torch.preparing import Prepared
+from autopar.capture._torch.tensor_attributes import computed_attributes
 from autopar.capture._transformers import model_loggers
 from autopar.capture.activations import join_activations
 from autopar.capture.attributes import settled
@@ -127,7 +128,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
 def _captured(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
     """Dynamo's graph, and what it noted of the model's attributes."""
     notes: list[Notes] = []
-    with mock.patch.object(OutputGraph, "cleanup", noting(OutputGraph.cleanup, notes)):
+    with computed_attributes(), mock.patch.object(OutputGraph, "cleanup", noting(OutputGraph.cleanup, notes)):
         captured = dynamo_graph_capture_for_export(model)(*call.args, **call.kwargs)
     return captured, notes[-1]
 

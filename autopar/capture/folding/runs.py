@@ -8,6 +8,7 @@ layers (``layer_idx``) does not make them differ: whether it matters is for the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections import Counter
@@ -21,9 +22,9 @@ from torch import nn
 KEPT_FIRST, KEPT_LAST = 2, 2  # units that stay: between two equal neighbours there are enough to see what repeats
 _LEAST_SAVING = 2  # layers: the check costs about as much as capturing one
 _MAX_PERIOD = 8
-_DEPTH = 6  # of nested containers in an attribute
-_INTERNAL = frozenset(vars(nn.Module()))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+DEPTH = 6  # of nested containers in an attribute
+INTERNAL = frozenset(vars(nn.Module()))
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Fact = tuple[str, Any]  # (what, its value) of a layer
 
@@ -177,9 +178,9 @@ def _facts(layer: nn.Module, owners: Counter[int]) -> Iterator[Fact]:
                 if tensor is not None and owners[id(tensor)] > 1:  # what something else has too is like no other
                     yield f"{name}.{attribute} (tied)".lstrip("."), id(tensor)
         for attribute, value in vars(module).items():
-            if attribute not in _INTERNAL:
+            if attribute not in INTERNAL:
                 yield f"{name}.{attribute}".lstrip("."), _described(value, inside)
-        for hooks in _HOOKS:
+        for hooks in HOOKS:
             if vars(module)[hooks]:
                 yield f"{name} {hooks}", tuple(_described(hook, inside) for hook in vars(module)[hooks].values())
 
@@ -194,7 +195,7 @@ def _described(value: Any, inside: dict[int, str], depth: int = 0) -> Any:
         return value if type(value) is int else (type(value), value)
     if isinstance(value, nn.Module) and id(value) in inside:
         return "module", inside[id(value)]
-    if depth < _DEPTH:
+    if depth < DEPTH:
         describe = functools.partial(_described, inside=inside, depth=depth + 1)
         if isinstance(value, (tuple, list)):
             return (type(value), *map(describe, value))
@@ -205,20 +206,15 @@ def _described(value: Any, inside: dict[int, str], depth: int = 0) -> Any:
         if isinstance(value, functools.partial):
             return "partial", describe(value.func), describe(value.args), describe(value.keywords)
         if isinstance(value, types.FunctionType):
-            return "function", value.__code__, describe(value.__defaults__), describe(_cells(value))
+            return "function", value.__code__, describe(value.__defaults__), describe(tuple(contents(value)))
     return type(value), id(value)
 
 
-def _cells(function: types.FunctionType) -> tuple[Any, ...]:
-    return tuple(cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell))
-
-
-def _is_empty(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return True
-    return False
+def contents(function: types.FunctionType) -> Iterator[Any]:
+    """What the variables of its closure hold, but for those without a value."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):
+            yield cell.cell_contents
 
 
 def positions_kept(length: int, runs: Iterable[Run]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from torch import nn
 from autopar.capture._torch.joint import RawJoint, raw_joint
 from autopar.capture._torch.preparing import Prepared
 from autopar.capture.folding.checking import compare, tag, tell
+from autopar.capture.folding.closures import closures_repeated
 from autopar.capture.folding.cutting import cut, preserved
 from autopar.capture.folding.entries import NotFoldable
 from autopar.capture.folding.repeating import attributes_repeated, renumbered
@@ -51,10 +52,12 @@ def capture_shortened(model: nn.Module, call: Prepared) -> Shortened:
             raise NotFoldable(f"the shortened model cannot be captured: {error.what}") from error
     names = [tuple(_renamed(entry, kept) for entry in entries) for entries in (raw.placeholders, raw.results)]
     attributes = tuple(replace(each, path=renumbered(each.path, kept)) for each in raw.attributes)
+    outside = raw.outside
     for run in runs:
-        attributes = attributes_repeated(attributes, run)
+        attributes, outside = attributes_repeated(attributes, run), closures_repeated(outside, model, run)
     unkept = tuple(renumbered(name, kept) for name in raw.unkept)
-    return Shortened(replace(raw, placeholders=names[0], results=names[1], attributes=attributes, unkept=unkept), runs, kept)
+    full = replace(raw, placeholders=names[0], results=names[1], attributes=attributes, outside=outside, unkept=unkept)
+    return Shortened(full, runs, kept)
 
 
 def _check(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> bool:

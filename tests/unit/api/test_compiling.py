@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from autopar.api import as_mesh, check, compile, plan, verify
-from autopar.api.arguments import read_mesh
 from autopar.api.options import Options
 from autopar.api.tracing import batch_size
 from autopar.constraints import ddp
+from autopar.devices import read_mesh
 from autopar.errors import AutoparError, CaptureError, ConstraintError, MeshError, PlanError, RuntimeStateError
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions

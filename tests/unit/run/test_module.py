@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -179,9 +179,40 @@ def test_the_other_mode_is_refused_unless_the_graph_serves_both(devices: DeviceM
     assert call(build(devices, both_modes=True).eval())["loss"].isfinite()
 
 
-def test_a_module_that_was_converted_is_refused(devices: DeviceMesh) -> None:
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: m.double(), lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.to("meta"),
+        lambda m: m.to_empty(device="meta"), lambda m: m.type(torch.float64), lambda m: next(iter(m.children())).half(),
+        lambda m: m.apply(lambda part: part.double()),
+    ],
+)  # fmt: skip
+def test_a_conversion_is_refused_when_it_is_asked_for_and_changes_nothing(devices: DeviceMesh, convert: Callable[[Any], Any]) -> None:
+    module = build(devices)
+    with pytest.raises(RuntimeStateError, match=r"' cannot become torch\.\w+ on \w+: the program was made for torch\.float32 on cpu"):
+        convert(module)
+    assert call(module)["loss"].isfinite()
+
+
+def test_what_converts_nothing_is_done(devices: DeviceMesh) -> None:
+    module = build(devices)
+    held = list(module.parameters())
+    before = call(module)["loss"]
+    for same in (module.cpu(), module.float(), module.to("cpu", torch.float32), module.to(held[0])):
+        assert same is module and all(a is b for a, b in zip(held, module.parameters(), strict=True))
+    assert torch.equal(call(module)["loss"], before)
+
+
+def test_shared_memory_is_refused_as_each_process_has_its_part(devices: DeviceMesh) -> None:
+    with pytest.raises(RuntimeStateError, match="cannot be put into shared memory"):
+        build(devices).share_memory()
+
+
+def test_a_parameter_that_was_replaced_by_one_of_another_dtype_is_refused(devices: DeviceMesh) -> None:
+    module = build(devices)
+    others = {name: p.detach().double() for name, p in module.named_parameters()}
     with pytest.raises(RuntimeStateError, match=r"is torch.float64 on cpu, the program was made for torch.float32"):
-        call(build(devices).double())
+        torch.func.functional_call(module, others, (), batch())
 
 
 def test_a_model_that_is_not_the_planned_one_is_refused(devices: DeviceMesh) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import RuntimeStateError
+from autopar.run.sampled import sampled
 
 X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 
@@ -98,18 +99,71 @@ def _data(plain: Any) -> None:
     plain.layer.weight.data = torch.ones(4, 4)
 
 
-WAYS: list[Callable[[Any], Any]] = [lambda plain: plain.load_state_dict(other()), _in_place, _replace, _data]
+def _past_what_counts(plain: Any) -> None:
+    plain.layer.weight.data.copy_(torch.ones(4, 4))
 
 
-@pytest.mark.parametrize("write", WAYS, ids=["load", "in place", "replace", "data"])
+WAYS: list[Callable[[Any], Any]] = [
+    lambda plain: plain.load_state_dict(other()), _in_place, _replace, _data, _past_what_counts,
+    lambda plain: nn.init.ones_(plain.layer.weight.data), lambda plain: plain.layer.weight.detach().numpy().fill(1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WAYS, ids=["load", "in place", "replace", "data", "in data", "init of data", "numpy"])
 def test_parameters_that_are_written_before_the_first_call_are_refused(write: Callable[[Any], Any]) -> None:
     plain, module = pair()
     write(plain)
-    for _ in range(2):
+    for _ in range(3):
         with pytest.raises(RuntimeStateError, match=r"'layer\.weight' was written after it was compiled[\s\S]*load_state_dict into"):
             module(X)
     module.load_state_dict(plain.state_dict())
     module(X)
+
+
+def test_what_was_written_to_both_before_the_first_call_is_not_refused() -> None:
+    plain, module = pair()
+    for each in (plain, module):
+        for parameter in each.parameters():
+            parameter.data.copy_(torch.ones_like(parameter))
+    torch.testing.assert_close(module.layer.weight.full_tensor(), plain.layer.weight)
+    module(X)
+
+
+def test_values_are_looked_at_in_calls_2_4_8_and_one_written_value_is_enough(caplog: pytest.LogCaptureFixture) -> None:
+    plain, module = pair()
+    for call in range(1, 9):
+        with caplog.at_level(logging.WARNING, "autopar"):
+            module(X)
+        assert bool(caplog.records) == (call == 8), call
+        if call == 4:
+            plain.layer.weight.data[1, 2] += 1.0
+    assert "'layer.weight' of the plain model was written" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(300, 300), lambda: torch.zeros(3, 4).T, lambda: torch.zeros(1000, 30, dtype=torch.bfloat16).T,
+        lambda: torch.zeros(3, dtype=torch.complex128).conj(), lambda: torch.zeros(2, dtype=torch.bool), lambda: torch.tensor(0.0),
+        lambda: torch.full((2,), float("nan")),
+    ],
+)  # fmt: skip
+def test_of_any_tensor_values_that_are_written_are_seen_and_no_others(make: Callable[[], Tensor]) -> None:
+    x = make()
+    before = sampled(x)
+    assert before == sampled(make()) is not None
+    x.data.fill_(1)
+    assert sampled(x) != before
+    assert sampled(x.to("meta")) is None and sampled(x.new_empty(0)) is None
+
+
+def test_of_a_large_tensor_values_of_every_column_are_looked_at() -> None:
+    found = set()
+    for column in range(256):
+        x = torch.zeros(2048, 256)
+        x[:, column] = 1.0
+        found.add(sampled(x))
+    assert sampled(torch.zeros(2048, 256)) not in found
 
 
 @pytest.mark.parametrize("what", ["later", "later by data", "trained", "buffer"])

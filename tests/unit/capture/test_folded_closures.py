@@ -1,0 +1,114 @@
+"""Variables of closures that layers hold are constants of the program, in the layers that were not captured, too."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.capture import capture
+from autopar.capture.trace import OutsideValue
+from autopar.errors import RuntimeStateError
+
+N = 10
+X = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
+
+
+def scaled(scale: float) -> Any:
+    def activation(x: Tensor) -> Tensor:
+        return torch.tanh(x) * scale
+
+    def set_scale(value: float) -> None:
+        nonlocal scale
+        scale = value
+
+    activation.set_scale = set_scale  # type: ignore[attr-defined]
+    return activation
+
+
+def around(inner: Callable[[Tensor], Tensor], sign: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: inner(x) * sign
+
+
+def shifted(x: Tensor, by: Callable[[Tensor], Tensor]) -> Tensor:
+    return x + by(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.linear, self.held = nn.Linear(4, 4), held
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.held[0] if isinstance(self.held, list) else self.held["f"] if isinstance(self.held, dict) else self.held
+        return x + held(self.linear(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, held: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(held(position)) for position in range(N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+SHARED = scaled(2.0)
+HELD: dict[str, Callable[[int], Any]] = {
+    "a function": lambda _: scaled(2.0),
+    "in a list": lambda _: [scaled(2.0)],
+    "in a dict": lambda _: {"f": scaled(2.0)},
+    "of a function in a closure": lambda _: around(scaled(2.0), -1.0),
+    "of an argument": lambda _: functools.partial(shifted, by=scaled(2.0)),
+    "two in turn": lambda position: scaled(2.0 + position % 2),
+    "one of all": lambda _: SHARED,
+}
+
+
+def _variables(model: nn.Module, *, fold: bool) -> set[tuple[Any, ...]]:
+    trace = capture(model, (X,), fold=fold)
+    assert bool(trace.folding.runs) == fold, trace.folding
+    return {(each.name, id(each.holder), each.steps, each.value) for each in trace.attributes if isinstance(each, OutsideValue)}
+
+
+@pytest.mark.parametrize("how", HELD)
+def test_folded_layers_have_the_variables_that_they_have_when_all_are_captured(how: str) -> None:
+    model = Stack(HELD[how])
+    found = _variables(model, fold=True)
+    assert found == _variables(model, fold=False)
+    assert len(found) == {"one of all": 1, "of a function in a closure": 2 * N}.get(how, N)
+
+
+@pytest.mark.parametrize("position", [0, 4, N - 1])
+def test_a_variable_of_any_layer_that_changes_is_refused(position: int) -> None:
+    model = Stack(lambda _: scaled(2.0))
+    module: Any = autopar.compile(model, example_inputs=(X,), hardware="cpu-gloo")
+    module(X)
+    held: Any = model.layers[position].held
+    held.set_scale(3.0)
+    with pytest.raises(RuntimeStateError, match=r"variable scale around scaled\.<locals>\.activation is 3\.0, and was 2\.0"):
+        module(X)
+    held.set_scale(2.0)
+    assert module(X).item() == pytest.approx(model(X).item(), rel=1e-6)
+
+
+def test_tensors_in_closures_of_the_same_name_are_watched_one_by_one() -> None:
+    """They are of no run: each layer has a tensor of its own."""
+
+    def made(weight: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda x: x * weight
+
+    weights = [torch.full((4,), 0.5) for _ in range(3)]
+    model = nn.Sequential(*(Layer(made(weight)) for weight in weights))
+    module: Any = autopar.compile(model, example_inputs=(X,), hardware="cpu-gloo")
+    module(X)
+    weights[0].mul_(2.0)
+    with pytest.raises(RuntimeStateError, match=r"variable weight around .* was written since"):
+        module(X)
