@@ -105,11 +105,13 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Operand `operand` of op `op` reads the value, in `phase` (a parameter op reads its gradient in backward)."""
+    """Operand `operand` of op `op` reads the value, in `phase` (a parameter op reads its gradient in backward); of what forward reads,
+    `again` says whether backward does, too, where it runs the op again."""
 
     op: int
     operand: int
     phase: Phase
+    again: bool = True
 
 
 @dataclass(frozen=True, slots=True)

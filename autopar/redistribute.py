@@ -77,26 +77,32 @@ def cheapest_tree(
 
 def _chain(graph: LayoutGraph, have: list[int], target: int, cost: Callable[[Arc], float]) -> set[Arc]:
     """Dijkstra against the arcs, as far as the nearest layout that is at hand: what `_steiner` gives for one target."""
-    incoming: list[list[Arc]] = [[] for _ in graph.layouts]
-    for arc in graph.arcs:
-        incoming[arc.dst].append(arc)
-    far, how, start = [math.inf] * len(graph.layouts), dict[int, Arc](), set(have)
-    far[target], nearest, heap = 0.0, math.inf, [(0.0, target)]
-    while heap and heap[0][0] <= nearest:
+    root, incoming = have[0], _incoming(graph, have)
+    far, how, heap = [math.inf] * len(graph.layouts), dict[int, Arc](), [(0.0, target)]
+    far[target] = 0.0
+    while heap and heap[0][1] != root:
         so_far, v = heapq.heappop(heap)
         if so_far > far[v]:
             continue
-        nearest = min(nearest, so_far) if v in start else nearest
-        for arc in incoming[v]:
-            if (longer := so_far + cost(arc)) < far[arc.src]:
-                far[arc.src], how[arc.src] = longer, arc
-                heapq.heappush(heap, (longer, arc.src))
-    root = min(have, key=lambda v: (far[v], v))
+        for arc, source in incoming[v]:
+            if (longer := so_far + cost(arc)) < far[source]:
+                far[source], how[source] = longer, arc
+                heapq.heappush(heap, (longer, source))
     _reached(graph, far[root], have, [target])
     found: set[Arc] = set()
     while root != target:
         found.add(how[root])
         root = how[root].dst
+    return found
+
+
+def _incoming(graph: LayoutGraph, have: list[int]) -> list[list[tuple[Arc, int]]]:
+    """By node, the arcs that end there, each with the node that it begins at. What is at hand is one node, the first, where none ends: so
+    each branch of a tree begins where that is cheapest."""
+    at_hand, found = set(have), [list[tuple[Arc, int]]() for _ in graph.layouts]
+    for arc in graph.arcs:
+        if arc.dst not in at_hand:
+            found[arc.dst].append((arc, have[0] if arc.src in at_hand else arc.src))
     return found
 
 
@@ -109,9 +115,7 @@ def _reached(graph: LayoutGraph, cost: float, have: list[int], want: list[int]) 
 
 def _steiner(graph: LayoutGraph, have: list[int], want: list[int], cost: Callable[[Arc], float]) -> set[Arc]:
     """Dreyfus-Wagner: best[mask][v] is the price of a tree rooted at v that reaches the wanted layouts in mask."""
-    incoming: list[list[tuple[Arc, float]]] = [[] for _ in graph.layouts]
-    for arc in graph.arcs:
-        incoming[arc.dst].append((arc, cost(arc)))
+    root, incoming = have[0], [[(arc, v, cost(arc)) for arc, v in arcs] for arcs in _incoming(graph, have)]
     num, full = len(graph.layouts), (1 << len(want)) - 1
     best = [[math.inf] * num for _ in range(full + 1)]
     how: list[list[Arc | int | None]] = [[None] * num for _ in range(full + 1)]
@@ -126,12 +130,11 @@ def _steiner(graph: LayoutGraph, have: list[int], want: list[int], cost: Callabl
                     row[v], how[mask][v] = both, sub
             sub = (sub - 1) & mask
         _relax(row, how[mask], incoming)
-    root = min(have, key=lambda v: (best[full][v], v))
     _reached(graph, best[full][root], have, want)
     return _collect(how, full, root)
 
 
-def _relax(row: list[float], how: list[Arc | int | None], incoming: list[list[tuple[Arc, float]]]) -> None:
+def _relax(row: list[float], how: list[Arc | int | None], incoming: list[list[tuple[Arc, int, float]]]) -> None:
     """Dijkstra against the arcs, from every node that has a price."""
     heap = [(cost, v) for v, cost in enumerate(row) if cost < math.inf]
     heapq.heapify(heap)
@@ -139,10 +142,10 @@ def _relax(row: list[float], how: list[Arc | int | None], incoming: list[list[tu
         cost, v = heapq.heappop(heap)
         if cost > row[v]:
             continue
-        for arc, price in incoming[v]:
-            if (longer := cost + price) < row[arc.src]:
-                row[arc.src], how[arc.src] = longer, arc
-                heapq.heappush(heap, (longer, arc.src))
+        for arc, source, price in incoming[v]:
+            if (longer := cost + price) < row[source]:
+                row[source], how[source] = longer, arc
+                heapq.heappush(heap, (longer, source))
 
 
 def _collect(how: list[list[Arc | int | None]], mask: int, root: int) -> set[Arc]:

@@ -120,7 +120,8 @@ def _recomputation(
     wanted = {index for index, op in enumerate(problem.ops) if op.recomputable and rng.random() < share}
     readers: dict[int, set[tuple[int, str]]] = {}
     for variant in problem.variants:
-        readers.setdefault(problem.values[variant.value].op, set()).update((use.op, use.phase) for use in variant.uses)
+        read = {(use.op, use.phase) for use in variant.uses if use.again or use.phase == "backward"}
+        readers.setdefault(problem.values[variant.value].op, set()).update(read)
     while True:  # what neither backward nor another recomputed op reads is not run again
         useful = {op for op in wanted if any(phase == "backward" or reader in wanted for reader, phase in readers.get(op, ()))}
         if useful == wanted:

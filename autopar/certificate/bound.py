@@ -18,7 +18,8 @@ times its weight. P is what moves
     (2) r[a] ≥ f[c,a], r[a] ≤ Σ_c f[c,a]
     (3) supply(l) + Σ_{head(a)=l} f[c,a] − Σ_{tail(a)=l} f[c,a] ≥ demand(c,l)         per reader c, phase and layout l
         supply: strategies that make l; in backward of what forward made k[v,l] + h[v,l], strategies with which it is made again, and,
-        of what rests anyway, those that make l. demand: strategies of c that read l
+        of what rests anyway, those that make l. demand: strategies of c that read l; of what forward reads, in backward those with which
+        c runs again, if it then reads that operand
     (4) k[v,l] + h[v,l] ≤ strategies that make l + strategies of forward readers that read l; only in layouts in which v may be kept,
         and h[v,l] only where it may be stored on the hosts
     (9) k[v,l] + h[v,l] ≤ strategies that make l, but of what rests anyway, + Σ_{head(a)=l} r[a] of v's own phase
@@ -167,7 +168,7 @@ def _tensor(dual: _Dual, v: int, prices: Prices, per_kept_byte: float) -> None:
     made = _layouts(dual.problem, graph, maker, "outputs", value.result)
     reads = {i: _layouts(dual.problem, graph, u.op, "inputs", u.operand) for i, u in enumerate(variant.uses)}
     first = [i for i, u in enumerate(variant.uses) if u.phase == value.phase]
-    later = [i for i, u in enumerate(variant.uses) if u.phase != value.phase or u.op in dual.again]
+    later = [i for i, u in enumerate(variant.uses) if u.phase != value.phase or (u.again and u.op in dual.again)]
     now = {i: _prices(prices, (v, i, False), graph) for i in first}
     for i, worth in now.items():
         dual.x[variant.uses[i].op] += worth[reads[i]]

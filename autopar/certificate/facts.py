@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,13 +52,15 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A traced model: tensors by what makes them, compute nodes by key, the key of each node of the graph by its name, and every
-    key a plan has to speak of."""
+    """A traced model: tensors by what makes them, compute nodes by key, the key of each node of the graph by its name, every
+    key a plan has to speak of, and which nodes of forward `asked` for: what they make backward reads, or another stage, or what such nodes
+    make of it. Where backward runs an op again it runs these of its nodes."""
 
     tensors: Mapping[TensorKey, Tensor]
     nodes: Mapping[str, fx.Node]
     names: Mapping[str, str]
     keys: frozenset[str]
+    asked: frozenset[str] = frozenset()
 
     @staticmethod
     def of(trace: Trace, *, accumulates: bool = False) -> Facts:
@@ -90,7 +92,26 @@ class Facts:
                     there = node.name in named and node.name not in passing
                     given, resident = there and node.name not in returning, there and node.name not in copied
                     tensors[key, result] = Tensor(key, result, phase, shape, each.dtype, wide, resident, found, given)
-        return Facts(tensors, nodes, names, frozenset(names.values()) | {r.key for _, r in _results(trace)})
+        leaving = {names[o.node] for o in trace.outputs if o.crosses and o.node in names}
+        keys = frozenset(names.values()) | {r.key for _, r in _results(trace)}
+        return Facts(tensors, nodes, names, keys, _asked(tensors.values(), leaving))
+
+
+def _asked(tensors: Collection[Tensor], leaving: set[str]) -> frozenset[str]:
+    """See `Facts`. Args: leaving: keys of what other stages read."""
+    makers: dict[str, list[str]] = {}
+    left = sorted(leaving)
+    for tensor in tensors:
+        for reader in tensor.readers if tensor.phase == "forward" else ():
+            makers.setdefault(reader.key, []).append(tensor.key)
+            left += [tensor.key] if reader.phase == "backward" else []
+    found = set[str]()
+    while left:
+        key = left.pop()
+        if key not in found:
+            found.add(key)
+            left += makers.get(key, ())
+    return frozenset(found)
 
 
 def _reads(nodes: Mapping[str, fx.Node]) -> Iterator[tuple[tuple[str, int], Reader]]:

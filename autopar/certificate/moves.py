@@ -1,7 +1,8 @@
 """Every redistribution, walked: from what makes a tensor, over the plan's collectives, to all who read it, in both phases.
 
 In the phase that makes a tensor its maker's layout is at hand. In backward, of what forward made: the layouts that are kept,
-what rests anyway, and the layout in which backward makes it again. A collective is legal where its source is at hand and it
+what rests anyway, and the layout in which backward makes it again. An op that runs again reads what those of its nodes read
+that backward has a use for (`autopar.certificate.facts`). A collective is legal where its source is at hand and it
 leads to its target; its bytes follow from the source and the dtype, its time from the profile. Nothing is made or kept that
 nobody reads.
 """
@@ -81,15 +82,15 @@ class Walk:
     def _later(self, tensor: Tensor, made: set[Layout], at_hand: set[Layout], kept: Sequence[Layout]) -> Iterator[Finding]:
         """What backward reads of what forward made."""
         claims, here = self.claims, (tensor.key, tensor.result)
-        wanted = {claims.chosen[r.key].inputs[r.operand] for r in tensor.readers if r.phase == "backward"}
-        wanted |= {claims.again[r.key].inputs[r.operand] for r in tensor.readers if r.phase == "forward" and r.key in claims.again}
+        then = [r for r in tensor.readers if r.phase == "backward"]
+        again = [r for r in tensor.readers if r.phase == "forward" and r.key in claims.again and r.key in self.facts.asked]
+        wanted = {claims.chosen[r.key].inputs[r.operand] for r in then} | {claims.again[r.key].inputs[r.operand] for r in again}
         sources = set(kept) | (made if tensor.resident else set())
         if tensor.key in claims.again:
             sources.add(claims.again[tensor.key].outputs[tensor.result])
         steps = claims.steps.get((here, "backward"), ())
-        ops = [r for r in tensor.readers if r.key in self.facts.nodes]
-        waited = {claims.chosen[r.key].inputs[r.operand] for r in ops if r.phase == "backward"}
-        waited |= {claims.again[r.key].inputs[r.operand] for r in ops if r.phase == "forward" and r.key in claims.again}
+        waited = {claims.chosen[r.key].inputs[r.operand] for r in then if r.key in self.facts.nodes}
+        waited |= {claims.again[r.key].inputs[r.operand] for r in again}
         yield from _slacks(tensor, steps, set(kept) | (made if tensor.resident else set()), waited)
         only_kept = tensor.key in self.facts.nodes and self.owner[tensor.key] not in self.again
         yield from self._beside(tensor, steps, tensor.given or only_kept)

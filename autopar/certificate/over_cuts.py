@@ -130,7 +130,9 @@ class Unfolded:
         forward = [i for i, u in enumerate(variant.uses) if u.phase == value.phase]
         hidden = ref in self.places.hidden or (ref in self.places.everywhere and len(makers) > 1)
         now = {i: self._pi(v, i, False, reads[i], num) for i in forward if reads[i]}
-        later = {i: self._pi(v, i, True, r, num) for i, r in enumerate(reads) if r and value.phase == "forward" and not hidden}
+        asked = {i for i, u in enumerate(variant.uses) if (ref, u.op, u.operand) not in self.places.unasked}
+        keeps = value.phase == "forward" and not hidden
+        later = {i: self._pi(v, i, True, r, num) for i, r in enumerate(reads) if r and i in asked and keeps}
         if self._is_narrower(v, exposed):
             now, later = ({i: np.zeros(num) for i in each} for each in (now, later))
         made = flags(num, [self._layouts(value, value.op, "outputs", value.result)])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.capture.trace import Trace
+from autopar.certificate.facts import Facts
 from autopar.cost.priced import Priced
 from autopar.stages.placing import Placing
 from autopar.strategies import Forced, Ref
@@ -30,6 +31,7 @@ class Places:
         readers: (tensor, op, operand) → the ops that read it, of those that have one place.
         hidden: tensors that others read too, or that backward may make again elsewhere.
         alone: of what makes tensors in each unit that reads them.
+        unasked: (tensor, op, operand) where some of the op's instances read it no more as backward runs them again.
     """
 
     priced: Priced
@@ -41,6 +43,7 @@ class Places:
     hidden: set[Ref] = field(default_factory=set)
     everywhere: set[Ref] = field(default_factory=set)
     alone: set[Place] = field(default_factory=set)
+    unasked: set[tuple[Ref, int, int]] = field(default_factory=set)
 
     @staticmethod
     def of(trace: Trace, priced: Priced, placing: Placing, forced: Forced) -> Places:
@@ -49,7 +52,7 @@ class Places:
         made = next(iter(reversed(trace.graph.nodes))).args[0]
         gradients = {p.name: (made[p.gradient].name, 0) for p in trace.parameters if p.gradient is not None}
         loose: list[tuple[int, int, tuple[Ref, ...]]] = []
-        layers = found._layers()
+        layers, asked = found._layers(), Facts.of(trace).asked
         for n, source in enumerate(priced.sources):
             for number, cluster in enumerate(source.cluster.instances if source.cluster else ()):
                 first = cluster.members[0].node
@@ -58,6 +61,8 @@ class Places:
                     loose += [(n, number, cluster.results)] if first in placing.copied else []
                     continue
                 place = found._put(n, number, placing.stage[first], cluster.operands, cluster.results)
+                read = {ref for m in cluster.members if m.key in asked or cluster.phase == "backward" for ref in m.reads}
+                found.unasked |= {(ref, n, operand) for operand, ref in enumerate(cluster.operands) if ref not in read}
                 op = priced.problem.ops[n]
                 passes_on = any((layers.get(ref) or set()) - {cluster.indices} for ref in cluster.results)
                 if op.phase == "forward" and (op.recomputable or forced.recompute is not None or not passes_on):

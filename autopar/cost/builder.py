@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
+from autopar.analysis.again import asked_again
 from autopar.analysis.gradients import cast_alone
 from autopar.capture.trace import Input, Output, Parameter, Trace
 from autopar.cost.held import StepMoves, cannot_rest
@@ -52,17 +53,19 @@ class Builder:
     infos: dict[Ref, TensorInfo] = field(default_factory=dict)
     graphs: dict[tuple[object, ...], LayoutGraph] = field(default_factory=dict)  # by all that they follow from
     only_cast: Mapping[str, torch.dtype] = field(init=False)  # gradients that are cast before they are reduced
+    asked: frozenset[str] = field(init=False)  # nodes of forward that backward may run again
 
     def __post_init__(self) -> None:
         self.only_cast = cast_alone(self.trace)
+        self.asked = asked_again(self.trace)
 
     def add(self, op: Op, source: Source) -> int:
         self.ops.append(op)
         self.sources.append(source)
         return len(self.ops) - 1
 
-    def read(self, ref: Ref, op: int, operand: int, phase: Phase) -> None:
-        self.readers.setdefault(ref, []).append(Use(op, operand, phase))
+    def read(self, ref: Ref, op: int, operand: int, phase: Phase, *, again: bool = True) -> None:
+        self.readers.setdefault(ref, []).append(Use(op, operand, phase, again))
 
     def parameters(self) -> None:
         """One op per class of equal parameters: the storage layout, in which the gradient arrives as well."""
@@ -162,8 +165,9 @@ class Builder:
                 for result, ref in enumerate(cluster.results):
                     self.made[ref] = (index, result)
                     self.infos[ref] = calls[ref]
+                asked = {ref for m in cluster.members if m.node in self.asked for ref in m.reads}
                 for operand, ref in enumerate(cluster.operands):
-                    self.read(ref, index, operand, phase)
+                    self.read(ref, index, operand, phase, again=phase == "backward" or ref in asked)
 
     def settle_sums(self) -> None:
         """Where ZeRO's stage 1 is forced on an axis, gradients that are made as partial sums along it add up so."""
@@ -223,7 +227,7 @@ class Builder:
         """Fold tensors into values by what makes them, and into variants by what reads them."""
         groups: dict[tuple[int, int], dict[tuple[Use, ...], list[Ref]]] = {}
         for ref, made in self.made.items():
-            uses = tuple(sorted(set(self.readers.get(ref, ())), key=lambda u: (u.op, u.operand)))
+            uses = self._uses(ref)
             if uses:
                 groups.setdefault(made, {}).setdefault(uses, []).append(ref)
         values: list[Value] = []
@@ -246,6 +250,11 @@ class Builder:
                 variants.append(Variant(len(values) - 1, len(members), uses))
                 refs.append(tuple(members))
         return values, variants, refs
+
+    def _uses(self, ref: Ref) -> tuple[Use, ...]:
+        """Who reads a tensor; of instances of an op that read it as the same operand, backward reads it again if one of them does."""
+        readers = sorted(self.readers.get(ref, ()), key=lambda u: (u.op, u.operand, u.phase, u.again))
+        return tuple({(u.op, u.operand, u.phase): u for u in readers}.values())
 
     def _keepable(self, op: int, result: int, graph: LayoutGraph, uses: Sequence[Use]) -> frozenset[int] | None:
         """None where constraints demand it; on a grid, of those in which forward makes or reads the value, those split the furthest."""

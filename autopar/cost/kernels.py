@@ -141,7 +141,7 @@ class _Offers:
         value = problem.values[variant.value]
         for use in variant.uses:
             again, classes = late and use.phase == value.phase, self.sources[use.op].cluster
-            runs = problem.ops[use.op].recomputable if again else late == (use.phase != value.phase)
+            runs = (use.again and problem.ops[use.op].recomputable) if again else late == (use.phase != value.phase)
             factor = None if classes is None else factor_of(classes.first, classes.first.operands[use.operand])
             if runs and classes is not None and factor is not None and (self.in_any_stage or self._is_first(use.op, classes, factor)):
                 yield Product(use.op, again, classes, factor)

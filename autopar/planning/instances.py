@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autopar.analysis.again import asked_again
 from autopar.capture.trace import Trace
 from autopar.cost.priced import Priced
 from autopar.stages.placing import Placing
-from autopar.strategies import Forced, Ref
+from autopar.strategies import Cluster, Forced, Ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Instances:
         variant: tensor → its variant. reads: tensor → its readers whose rows have multipliers.
         hidden: tensors that have other readers too, or that backward may make again elsewhere.
         everywhere: tensors that stages have each for themselves.
+        unasked: (tensor, use) where some reader reads it no more as backward runs that again.
     """
 
     trace: Trace
@@ -57,19 +59,20 @@ class Instances:
     reads: dict[Ref, list[Read]] = field(default_factory=dict)
     hidden: set[Ref] = field(default_factory=set)
     everywhere: set[Ref] = field(default_factory=set)
+    unasked: set[tuple[Ref, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for v, refs in enumerate(self.priced.refs):
             self.variant |= dict.fromkeys(refs, v)
         results = next(iter(reversed(self.trace.graph.nodes))).args[0]
         self._gradients = {p.name: (results[p.gradient].name, 0) for p in self.trace.parameters if p.gradient is not None}
+        self._asked = asked_again(self.trace)
         everywhere: list[tuple[int, tuple[Ref, ...]]] = []  # what every stage has for itself
         borders = self._borders()
         for n, source in enumerate(self.priced.sources):
             if source.cluster is not None:
                 for cluster in source.cluster.instances:
-                    operands, again = tuple(enumerate(cluster.operands)), self._again(n, borders.isdisjoint(cluster.results))
-                    self._computed(n, cluster.members[0].node, operands, cluster.results, again, everywhere)
+                    self._computed(n, cluster, self._again(n, borders.isdisjoint(cluster.results)), everywhere)
             else:
                 for name, node in zip(source.names, source.nodes, strict=True):
                     self._placed(n, name, node, everywhere)
@@ -90,15 +93,17 @@ class Instances:
         uses = self.priced.problem.variants[self.variant[ref]].uses
         return next(i for i, use in enumerate(uses) if (use.op, use.operand) == (op, operand))
 
-    def _computed(
-        self, n: int, node: str, operands: tuple[tuple[int, Ref], ...], results: tuple[Ref, ...], again: bool,
-        everywhere: list[tuple[int, tuple[Ref, ...]]],
-    ) -> None:  # fmt: skip
+    def _computed(self, n: int, cluster: Cluster, again: bool, everywhere: list[tuple[int, tuple[Ref, ...]]]) -> None:
+        node = cluster.members[0].node
         if node in self.placing.copied or node in self.placing.dropped:
-            self.hidden |= {*results, *(ref for _, ref in operands)}
-            everywhere += [(n, results)] if node in self.placing.copied else []
-        else:
-            self.found.append(Instance(n, self.placing.stage[node], operands, results, again))
+            self.hidden |= {*cluster.results, *cluster.operands}
+            everywhere += [(n, cluster.results)] if node in self.placing.copied else []
+            return
+        self.found.append(Instance(n, self.placing.stage[node], tuple(enumerate(cluster.operands)), cluster.results, again))
+        asked = {ref for m in cluster.members if m.node in self._asked for ref in m.reads}
+        for operand, ref in enumerate(cluster.operands) if cluster.phase == "forward" else ():
+            if ref not in asked:
+                self.unasked.add((ref, self.use(n, operand, ref)))
 
     def _placed(self, n: int, name: str, node: str, everywhere: list[tuple[int, tuple[Ref, ...]]]) -> None:
         """An op that is no cluster."""

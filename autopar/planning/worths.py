@@ -19,9 +19,9 @@ from autopar.streams import ON_COMPUTE
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Kind = tuple[int, tuple[tuple[int, int], ...], bool, bool]
+Kind = tuple[int, tuple[tuple[int, int], ...], bool, bool, tuple[int, ...]]
 """What decides the multipliers of a tensor: its variant, how many readers share those of each use, whether backward's are 0, whether
-it may cross."""
+it may cross, and the uses of which backward's are 0, since not all of their readers read it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,8 @@ class Worths:
         reads = self.instances.reads.get(ref, ())
         counts = tuple(sorted(Counter(r.use for r in reads).items()))
         hidden = ref in self.instances.hidden or (ref in self.instances.everywhere and len({r.unit for r in reads}) > 1)
-        return self.instances.variant[ref], counts, hidden, ref[0] in self.exposed
+        unasked = tuple(use for use, _ in counts if (ref, use) in self.instances.unasked)
+        return self.instances.variant[ref], counts, hidden, ref[0] in self.exposed, unasked
 
     def of(self, ref: Ref) -> Worth:
         """A tensor's multipliers."""
@@ -94,7 +95,7 @@ class Worths:
         return self._known[kind]
 
     def _found(self, kind: Kind, ref: Ref) -> Worth:
-        v, counts, hidden, exposed = kind
+        v, counts, hidden, exposed, unasked = kind
         variant, value = self.problem.variants[v], self.value(ref)
         num = len(value.graph.layouts)
         read = [self.reads(ref, u.op, u.operand) for u in variant.uses if u.phase == value.phase]
@@ -103,7 +104,8 @@ class Worths:
         if value.keepable is not None and not self._free_keeping:
             versions &= self._at(np.array(sorted(value.keepable), np.int64), num)
         now = {use: self._potential(v, 0, use, share, num) for use, share in counts if variant.uses[use].phase == value.phase}
-        later = {} if hidden or value.phase == "backward" else {u: self._potential(v, 1, u, share, num) for u, share in counts}
+        then = () if hidden or value.phase == "backward" else [(u, share) for u, share in counts if u not in unasked]
+        later = {u: self._potential(v, 1, u, share, num) for u, share in then}
         if self.narrower(v, exposed):
             now, later = {use: np.zeros(num) for use in now}, {use: np.zeros(num) for use in later}
         graph, times = value.graph, dict(counts)

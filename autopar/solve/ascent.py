@@ -141,7 +141,7 @@ class Ascent:
             readers = [(i, self.x[use.op], read[i]) for i, use in first]
             self._group(v, False, [(self.x[value.op], made, np.ones(len(made)))], readers)
         later = [(i, self.x[use.op], read[i]) for i, use in uses if use.phase != value.phase]
-        later += [(i, self.again[use.op], read[i]) for i, use in first if use.op in self.again]
+        later += [(i, self.again[use.op], read[i]) for i, use in first if use.again and use.op in self.again]
         if not later or value.phase != "forward":
             return
         version = np.zeros(len(value.graph.layouts))

@@ -182,7 +182,7 @@ def _variant(
     chosen = strategies, recomputed
     first = _redistribute(problem, v, False, {made}, wanted, {made} if rests else set(), awaited, chosen)
     wanted_later, awaited_later = _wanted(problem, graph, later, strategies)
-    again, awaited_again = _wanted(problem, graph, [u for u in now if u.op in recomputed], recomputed)
+    again, awaited_again = _wanted(problem, graph, [u for u in now if u.again and u.op in recomputed], recomputed)
     wanted_later |= again
     if not wanted_later:
         return first, Redistribution((), (), (), 0.0), ()

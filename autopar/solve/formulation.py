@@ -16,6 +16,7 @@ layers cost one block of variables.
                       (where the value is not keepable in l there is none)
     h[v,l] ∈ {0,1}    version l is stored on the hosts, and fetched in backward: k[v,l] in rows (3), (9), (12) and (18) is k[v,l] + h[v,l]
     rc[n,s] ∈ {0,1}   backward runs n again with s       Σ_s rc[n,s] ≤ 1; its operands are backward readers        (5)
+                      (but those that only what backward has no use for is made of: `autopar.problem.Use.again`)
     k[v,l] ≤ supply(l) + Σ_{a into l} paid[a]            a version is made, or arrives: once, for all its readers  (9)
     k[v,l] ≤ Σ_{c forward} demand(c,l)                   where v rests anyway, what supply(l) makes needs no k     (9)
     Σ host·x + Σ count·bytes(l)·h[v,l] ≤ the host's budget, if something may lie there                             (19)
@@ -165,7 +166,7 @@ class Formulation(KernelRows):
         uses = list(enumerate(variant.uses))
         now = {i: self._demand(u, graph, self.x[u.op]) for i, u in uses if u.phase == value.phase}
         later = {i: self._demand(u, graph, self.x[u.op]) for i, u in uses if u.phase != value.phase}
-        again = [(i, u) for i, u in uses if u.phase == value.phase and u.op in self.again]
+        again = [(i, u) for i, u in uses if u.phase == value.phase and u.again and u.op in self.again]
         later |= {i: self._demand(u, graph, self.again[u.op]) for i, u in again}
         arriving = self._flows((v, 0), supply, now)
         if later and self._has_later(v):

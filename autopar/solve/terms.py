@@ -18,9 +18,9 @@ def worth_recomputing(problem: Problem) -> set[int]:
     for variant in problem.variants:
         value = problem.values[variant.value]
         for use in variant.uses:
-            if use.phase == value.phase:
+            if use.phase == value.phase and use.again:
                 made_by.setdefault(use.op, []).append(value.op)
-            else:
+            elif use.phase != value.phase:
                 useful.add(value.op)
     useful = {n for n in useful if problem.ops[n].recomputable}
     stack = sorted(useful)

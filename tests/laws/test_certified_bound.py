@@ -29,9 +29,9 @@ from autopar.solve.memory import KEPT_ROW, BudgetRow, budget_rows
 from autopar.solve.multipliers import multipliers, tighter
 from autopar.solve.rows import Rows
 from autopar.solve.search import Search
-from tests.laws.test_solver_oracles import AMPLE, LINE, SHAPE, SQUARE, Case, front, problem
+from tests.laws.test_solver_oracles import AMPLE, LINE, SHAPE, SQUARE, Case, X, front, problem
 
-CASES = (Case(0, LINE, True), Case(1, LINE), Case(0, SQUARE), Case(0, LINE, True, hosts=1.0))
+CASES = (Case(0, LINE, True), Case(1, LINE), Case(0, SQUARE), Case(0, LINE, True, hosts=1.0), Case(1, LINE, True, unasked=True))
 BESIDE = (Case(1, LINE, True, 0.4), Case(0, LINE, slowdown=0.4), Case(2, LINE, slowdown=0.0), Case(1, LINE, True, 0.4, hosts=1.0))
 
 
@@ -101,6 +101,18 @@ def test_whatever_the_multipliers_are_no_plan_is_below_the_bound(
     rows = [row(r, known.memory_s.get(r.name, 0.0) + size * rng.gauss(0.0, 1.0)) for r in budget_rows(p)]
     versions = versions_of(p, known, rng, size)
     assert lower_bound(p, changed(p, known, rng, size, share, shift), rows, versions=versions) <= best * (1 + 1e-9)
+
+
+def test_what_an_op_does_not_read_where_it_runs_again_has_no_multiplier_there() -> None:
+    case = Case(1, LINE, True, unasked=True)
+    budget = front(case)[0][0]
+    known = relaxed(case, budget)
+    prices = changed(case.problem(), known, random.Random(0), 0.0, 0.0, 0.0)
+    rows = [row(r, known.memory_s.get(r.name, 0.0)) for r in budget_rows(case.problem(budget))]
+    for unasked in (False, True):
+        p = replace(case, unasked=unasked).problem(budget)
+        bounds = {lower_bound(p, {**prices, (X, 0, True): {layout: worth}}, rows) for layout in range(3) for worth in (0.0, 1.0)}
+        assert (len(bounds) == 1) == unasked
 
 
 SHARES = st.sampled_from(((1.0, 1.0), (0.5, 0.0), (0.2, 0.9)))

@@ -27,11 +27,11 @@ from autopar.streams import ON_COMPUTE, Balance
 from benchmarks.zoo import blocks
 from tests.laws.test_certified_bound import proven
 from tests.laws.test_kernel_oracles import best_s, with_kernels
-from tests.laws.test_solver_oracles import LINE, SQUARE, Case, front
+from tests.laws.test_solver_oracles import LINE, SQUARE, Case, X, front
 
 CASES = [
     *(Case(seed, LINE) for seed in range(6)), *(Case(seed, SQUARE) for seed in range(3)),
-    Case(1, LINE, slowdown=0.4), Case(1, LINE, slowdown=0.4, hosts=1.0),
+    Case(1, LINE, slowdown=0.4), Case(1, LINE, slowdown=0.4, hosts=1.0), Case(4, LINE, unasked=True),
 ]  # fmt: skip
 BALANCES: tuple[Balance, ...] = (ON_COMPUTE, (0.5, 0.2))
 NAMES = ("gpt2", "llama")
@@ -74,6 +74,12 @@ def test_the_bound_rises_from_sweep_to_sweep_to_near_the_relaxation_and_never_pa
         ascent.sweep()
     assert all(before <= after + 1e-12 for before, after in itertools.pairwise(seen))
     assert 0.9 * most <= ascent.bound_s <= most * (1 + 1e-9) <= front(case)[-1][1] * (1 + 2e-9)
+
+
+def test_what_an_op_does_not_read_where_it_runs_again_has_no_potential_there() -> None:
+    for unasked in (False, True):
+        groups = Ascent(Case(1, LINE, unasked=unasked).problem()).groups
+        assert any(group.variant == X and group.late for group in groups) != unasked
 
 
 @pytest.mark.parametrize("name", NAMES)
