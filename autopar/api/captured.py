@@ -18,6 +18,7 @@ from autopar.hardware import Hardware
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, make_plan, make_staged_plan
 from autopar.planning.clock import Progress
+from autopar.planning.staged import check_order
 from autopar.planning.units import check_parts
 from autopar.stages.points import cut_points
 
@@ -76,6 +77,7 @@ class CapturedCall:
         """The plan of this pipeline and number of microbatches; raises as `in_one_piece`."""
         if here.axis:
             check_parts(len(cut_points(self.trace)) + 1, here.chunks * self.num_ranks(here))
+            check_order(self.trace, self.mesh, num, here)
         part, how = self.part(num, independent=here.independent)
         found = make_staged_plan(
             self.trace, by_rows(part, self.rows), how, self.mesh, self.hardware, self.options, here,

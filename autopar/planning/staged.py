@@ -267,6 +267,12 @@ def make_staged_plan(
         raise with_conflict_of_stages(error, whole, part, mesh, here, options.constraints) from error
 
 
+def check_order(whole: Trace, mesh: Mesh, num: int, wish: Pipelined) -> None:
+    """Refuse, with only the batch captured, a schedule that does not run so many microbatches. Raises ConstraintError."""
+    waits = not any(o.is_loss for o in whole.differentiable)
+    in_order(wish, mesh, num, waits=waits, trained=bool(whole.differentiable))
+
+
 def staged_search(
     whole: Trace, part: Trace, how: Microbatching, mesh: Mesh, hardware: Hardware, options: PlanOptions, wish: Pipelined,
     clock: Clock, *, model_name: str = "", limit_s: float = math.inf,

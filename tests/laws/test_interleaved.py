@@ -222,12 +222,27 @@ def test_what_interleaving_refuses() -> None:
     with pytest.raises(ConstraintError, match="no pipeline of so many stages"):
         megatron(chunks=2)
     force = pipeline("stage", microbatches=2, schedule="interleaved_1f1b")
-    with pytest.raises(ConstraintError, match="not equal rounds over 4 ranks"):
-        planned("llama", {"stage": 4}, force, layers=6)
+    with pytest.raises(ConstraintError, match="not equal rounds over 3 ranks"):
+        planned("llama", {"stage": 3}, force)
     with pytest.raises(ConstraintError, match="nothing to interleave with"):
-        planned("llama", {"stage": 1, "data": 2}, force, layers=2)
+        planned("llama", {"stage": 1, "data": 2}, force)
     with pytest.raises(ConstraintError, match="8 stages are asked for"):
-        planned("llama", {"stage": 4}, pipeline("stage", **INTER), layers=2)
+        planned("llama", {"stage": 4}, pipeline("stage", **INTER))
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        (pipeline("stage", microbatches=2, schedule="interleaved_1f1b"), "not equal rounds over 3 ranks"),
+        (pipeline("stage", microbatches=2), "which 1F1B does not run"),
+    ],
+)
+def test_a_schedule_that_does_not_run_is_refused_before_a_microbatch_is_captured(
+    asked: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopar.api.tracing._of_parts", None)  # which captures parts of a batch
+    with pytest.raises(ConstraintError, match=what):
+        planned("llama", {"stage": 3}, asked)
 
 
 def test_interleaving_waits_less_where_stages_are_long(llama: Made) -> None:

@@ -11,6 +11,7 @@ from harness import run_processes
 
 from autopar import constraints
 from autopar.capture import capture
+from autopar.constraints import Constraint
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions, make_plan
@@ -18,14 +19,17 @@ from autopar.planning import PlanOptions, make_plan
 pytestmark = pytest.mark.multiproc
 
 
-def test_two_processes_compute_what_they_do_without_buckets() -> None:
+CASES: dict[str, dict[str, tuple[Constraint, str]]] = {
+    "llama": {"llama replicated": (constraints.ddp(), "cpu-gloo"), "llama beside compute": (constraints.fsdp(), "h100-sxm")},
+    "gpt2": {"gpt2 sharded": (constraints.fsdp(), "cpu-gloo")},
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_two_processes_compute_what_they_do_without_buckets(kind: str) -> None:
     plans = {}
-    for name, constraint, hardware in (
-        ("gpt2 sharded", constraints.fsdp(), "cpu-gloo"),
-        ("llama replicated", constraints.ddp(), "cpu-gloo"),
-        ("llama beside compute", constraints.fsdp(), "h100-sxm"),
-    ):
-        model, batch = getattr(zoo_small, name.split()[0])(num_layers=1, dtype=torch.float64)
+    for name, (constraint, hardware) in CASES[kind].items():
+        model, batch = getattr(zoo_small, kind)(num_layers=1, dtype=torch.float64)
         options = PlanOptions(constraints=(constraint,), outputs="dtensor")
         plan = make_plan(capture(model, (), batch), Mesh(2), HardwareProfile.load(hardware), options).plan
         assert plan.buckets

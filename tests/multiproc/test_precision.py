@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,18 +27,15 @@ WAYS: dict[str, Constraint] = {
 }
 
 
-@pytest.fixture(scope="module")
-def facts() -> list[dict[str, Any]]:
-    def plan(way: str) -> Plan:
-        kind = way.split()[0]
-        model, batch = getattr(zoo_small, kind)(num_layers=NUM_LAYERS[kind])
-        return autopar.plan(model, MESH, example_inputs=batch, hardware="cpu-gloo", constraints=(WAYS[way],), precision="bf16")
-
-    return run_processes(4, str(Path(__file__).parent / "worker_precision.py"), "run", {way: plan(way).dumps() for way in WAYS})
+def plan(way: str) -> Plan:
+    kind = way.split()[0]
+    model, batch = getattr(zoo_small, kind)(num_layers=NUM_LAYERS[kind])
+    return autopar.plan(model, MESH, example_inputs=batch, hardware="cpu-gloo", constraints=(WAYS[way],), precision="bf16")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_training_follows_the_model_whose_weights_are_cast(facts: list[dict[str, Any]], way: str) -> None:
+def test_training_follows_the_model_whose_weights_are_cast(way: str) -> None:
+    facts = run_processes(4, str(Path(__file__).parent / "worker_precision.py"), "run", {way: plan(way).dumps()})
     for fact in facts:
         assert fact[way]["dtypes"] == {"torch.float32"}
         assert max(fact[way]["loss"]) < 5e-3

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 from harness import run_processes
-from worker_stages_without_loss import PLANS
+from worker_stages_without_loss import FURTHER, PLANS
 
 pytestmark = pytest.mark.multiproc
 WORKER = str(Path(__file__).parent / "worker_stages_without_loss.py")
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[*PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)])
 def facts(request: pytest.FixtureRequest) -> list[tuple[str, dict[str, Any]]]:
-    names = [name for name, (_, axes, _) in PLANS.items() if math.prod(axes.values()) == request.param]
-    return [pair for told in run_processes(request.param, WORKER, "run", names) for pair in told.items()]
+    _, axes, _ = (PLANS | FURTHER)[request.param]
+    return [pair for told in run_processes(math.prod(axes.values()), WORKER, "run", [request.param]) for pair in told.items()]
 
 
 def test_training_with_a_loss_outside_follows_the_plain_model(facts: list[tuple[str, dict[str, Any]]]) -> None:

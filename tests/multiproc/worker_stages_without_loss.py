@@ -18,17 +18,20 @@ from autopar import constraints
 from autopar.errors import RuntimeStateError
 from autopar.plans import Plan
 
-PLANS: dict[str, tuple[str, dict[str, int], tuple[Any, ...]]] = {
-    "one microbatch": ("layers", {"stage": 2}, (constraints.pipeline("stage", microbatches=1),)),
+Wish = tuple[str, dict[str, int], tuple[Any, ...]]
+PLANS: dict[str, Wish] = {
     "four, tied": ("gpt2", {"stage": 2}, (constraints.pipeline("stage", microbatches=4),)),
-    "two, sharded": ("layers", {"stage": 2, "data": 2}, (constraints.pipeline("stage", microbatches=2), constraints.fsdp(axes="data"))),
     "four stages": ("layers", {"stage": 4}, (constraints.pipeline("stage", microbatches=4),)),
+}
+FURTHER: dict[str, Wish] = {
+    "one microbatch": ("layers", {"stage": 2}, (constraints.pipeline("stage", microbatches=1),)),
+    "two, sharded": ("layers", {"stage": 2, "data": 2}, (constraints.pipeline("stage", microbatches=2), constraints.fsdp(axes="data"))),
 }
 STEPS = 3
 
 
 def run(rank: int, names: list[str]) -> dict[str, Any]:
-    return {name: follow(*PLANS[name]) for name in names}
+    return {name: follow(*(PLANS | FURTHER)[name]) for name in names}
 
 
 def follow(kind: str, axes: dict[str, int], asked: tuple[Any, ...]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def train(module: Any, optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def model_of(plan: str = "") -> torch.nn.Module:
-    return build("gpt2", dropout=0.0, n_layer=4 if "stages" in plan else 2)[0]
+    return build("gpt2", dropout=0.0, n_layer=4 if "stages" in plan else 1)[0]
 
 
 def epoch(rank: int, plan: str) -> dict[str, Any]:

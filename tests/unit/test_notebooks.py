@@ -15,6 +15,7 @@ PUBLISHED = 'hf.build("llama3-8b", '
 AS_IT_IS: dict[str, str] = {}
 FEW_LAYERS = {
     PUBLISHED: """hf.build('llama:{"num_hidden_layers": 1, "hidden_size": 4096, "intermediate_size": 14336}', """,
+    "heads=4, layers=2": "heads=4, layers=1",
     "heads=64, layers=2": "heads=64, layers=1",
     "heads=16, layers=4": "heads=16, layers=1",
 }
