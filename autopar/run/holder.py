@@ -17,6 +17,7 @@ from autopar.run.checkpoints import checkpointable
 from autopar.run.drawing import Drawing
 from autopar.run.equal import share_weights
 from autopar.run.likeness import likeness
+from autopar.run.given_data import watch_data
 from autopar.run.optimizers import watch_optimizers, watch_replaced
 from autopar.run.parameters import Storage
 from autopar.run.part import Part, Standing
@@ -74,6 +75,7 @@ class Holder(Drawing):
         self.register_state_dict_post_hook(_state_dict_hook)
         self.register_load_state_dict_pre_hook(_load_state_dict_hook)
         watch_optimizers(self.parameters())
+        watch_data(self.parameters())
         if shared is None:
             watch_replaced(model.parameters())
 

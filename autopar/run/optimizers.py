@@ -25,6 +25,7 @@ REFUSED = {
     "Rprop": "it writes through masks, which DTensor cannot",
     "SparseAdam": "gradients are dense",
 }
+_FUSED = ("Adagrad", "SGD")  # whose fused step DTensor has no rule for
 _MARK = "_autopar_parameter"
 _REPLACED = WeakIdKeyDictionary()  # parameters of plain models that were compiled
 _hook: list[RemovableHandle] = []
@@ -44,6 +45,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
                 f"torch.optim.{cls.__name__} does not work on distributed parameters: {REFUSED[cls.__name__]}",
                 remedy=f"use one of {', '.join(SUPPORTED)}",
             )
+        if cls.__module__.startswith("torch.optim") and cls.__name__ in _FUSED and any(g.get("fused") for g in optimizer.param_groups):
+            what = f"torch.optim.{cls.__name__}(fused=True) does not work on distributed parameters: DTensor has no rule for its one kernel"
+            raise RuntimeStateError(what, remedy="leave fused=True out; Adam and AdamW take it")
 
 
 def watch_optimizers(parameters: Iterable[Tensor]) -> None:

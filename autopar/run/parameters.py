@@ -29,6 +29,7 @@ from autopar.errors import LayoutError, RuntimeStateError
 from autopar.kernels import host
 from autopar.layout import Layout, local_shape
 from autopar.run.device_mesh import joined_axes
+from autopar.run.given_data import refuse_given_data
 from autopar.run.program import ProgramTensor
 from autopar.run.splitting import local_part
 from autopar.run.unset import blank
@@ -190,9 +191,10 @@ class Storage:
         """The local tensor as graphs see it, a view.
 
         Raises:
-            RuntimeStateError: where the tensor was converted to another dtype or moved since the program was made, or is another one,
-                which does not rest as this says.
+            RuntimeStateError: where the tensor was converted to another dtype or moved since the program was made, was given data, or is
+                another one, which does not rest as this says.
         """
+        refuse_given_data(self.tensor.name, stored)
         local = stored.to_local() if isinstance(stored, DTensor) else stored
         expected = "cpu" if self.tensor.layout.host else self.devices.device_type
         if local.dtype != self.tensor.dtype or local.device.type != expected:
