@@ -33,7 +33,9 @@ HOSTED = asked.layout("*", storage="R R host")
 
 @cache
 def built(kind: str) -> tuple[Any, Any]:
-    return getattr(zoo_small, kind)()
+    """A model of two layers by name, as ``gpt2`` or, with another number of them, ``gpt2:1``."""
+    name, _, layers = kind.partition(":")
+    return getattr(zoo_small, name)(num_layers=int(layers or 2))  # type: ignore[no-any-return]
 
 
 @cache
@@ -90,13 +92,13 @@ def test_under_a_budget_a_plan_with_hosts_is_no_slower_than_the_best_without_is_
 
 
 def test_hosts_hold_no_more_than_they_are_asked_to() -> None:
-    free = planned("gpt2", ONE, hardware=quick_hosts())
+    free = planned("gpt2:1", ONE, hardware=quick_hosts())
     budget = int(0.7 * free.prediction.peak_bytes)
-    ample = planned("gpt2", ONE, asked.offload(), hardware=quick_hosts(), memory_bytes=budget)
+    ample = planned("gpt2:1", ONE, asked.offload(), hardware=quick_hosts(), memory_bytes=budget)
     most = sum(ample.prediction.host_bytes.values()) // 2
-    less = planned("gpt2", ONE, asked.offload(host_bytes=most), hardware=quick_hosts(), memory_bytes=budget)
+    less = planned("gpt2:1", ONE, asked.offload(host_bytes=most), hardware=quick_hosts(), memory_bytes=budget)
     assert 0 < sum(less.prediction.host_bytes.values()) <= most
-    holds("gpt2", less, quick_hosts())
+    holds("gpt2:1", less, quick_hosts())
 
 
 WAYS: dict[str, tuple[Sequence[Constraint], dict[str, Any]]] = {

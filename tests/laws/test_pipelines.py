@@ -80,6 +80,7 @@ def test_a_plan_is_read_back_as_it_was_written(llama: tuple[Planned, Any, Any]) 
     assert Plan.loads(plan.dumps()) == plan
 
 
+@pytest.mark.slow  # as it is where stages are alike (test_alike_stages), and without stages, which always runs
 def test_a_plan_is_the_same_each_time() -> None:
     one, other = (planned("llama", autopar.Mesh({"stage": 2, "data": 2}), pipeline("stage", microbatches=4))[0].plan for _ in range(2))
     assert one.dumps() == other.dumps()

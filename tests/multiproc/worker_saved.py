@@ -49,7 +49,7 @@ def run(rank: int, folder: str, steps: int, stages: bool = False) -> dict[str, A
 def blind(rank: int, folder: str) -> dict[str, str]:
     """Ranks that do not see one folder, as where machines do not share it, and one that cannot be written to; what each way ends in."""
     saved.SEEN_WITHIN_S = 1.0
-    model, batch = build("gpt2")
+    model, batch = build("gpt2", n_layer=1)
     module = autopar.compile(model, example_inputs=batch, hardware="cpu-gloo")
     shared, own = Path(folder) / "shared", Path(folder) / f"of rank {rank}"
     autopar.Checkpoints(shared).save(1, module)
@@ -64,7 +64,7 @@ def blind(rank: int, folder: str) -> dict[str, str]:
 
 def damaged(rank: int, folder: str) -> list[str]:
     """What loading says of a bit that is flipped in each rank's own file, one after the other."""
-    model, batch = build("gpt2")
+    model, batch = build("gpt2", n_layer=1)
     module = autopar.compile(model, example_inputs=batch, hardware="cpu-gloo")
     checkpoints = autopar.Checkpoints(folder)
     said = []
@@ -84,7 +84,7 @@ def damaged(rank: int, folder: str) -> list[str]:
 
 def beside(rank: int, folder: str, name: str) -> dict[str, Any]:
     """One of two runs that begin in one folder at once: how many steps it saved, and what then ended it."""
-    model, batch = build("gpt2")
+    model, batch = build("gpt2", n_layer=1)
     module = autopar.compile(model, example_inputs=batch, hardware="cpu-gloo")
     checkpoints = autopar.Checkpoints(Path(folder) / "shared")
     assert checkpoints.load(module) == 0
