@@ -81,7 +81,7 @@ def as_constraints(constraints: Any) -> tuple[Constraint, ...]:
         ConstraintError: where it is no sequence, as one constraint alone.
     """
     if not isinstance(constraints, Iterable) or isinstance(constraints, str):
-        raise ConstraintError(f"constraints={constraints!r} is no sequence", remedy="put constraints into a list: constraints=[...]")
+        raise ConstraintError(f"constraints={constraints} is no sequence", remedy="put constraints into a list: constraints=[...]")
     return tuple(constraints)
 
 

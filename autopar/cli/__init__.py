@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from autopar.cli.commands import app
+from autopar.cli.flags import as_flags
 from autopar.errors import AutoparError
 from autopar.terminal import complain
 
@@ -16,5 +17,5 @@ def main() -> None:
     try:
         app()
     except AutoparError as error:
-        complain(str(error))
+        complain(as_flags(str(error)))
         sys.exit(1)

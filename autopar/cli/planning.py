@@ -10,6 +10,7 @@ from pathlib import Path
 from autopar import constraints
 from autopar.api import as_call
 from autopar.api.planning import plan_call
+from autopar.cli.flags import as_flags
 from autopar.cli.models import built
 from autopar.constraints import Constraint
 from autopar.constraints.written import parse_constraint
@@ -54,7 +55,7 @@ def plan_named(named: Named, mesh: Mesh | Unshaped, devices: Hardware, options: 
 def _tell(plan: Plan, phases: Mapping[str, float], out_file: Path | None) -> None:
     """What the plan is, and what it took to make it."""
     for line in explain(plan).summary():
-        say(line)
+        say(as_flags(line))
     say(f"planned in {seconds(sum(phases.values()))}: {', '.join(f'{phase} {seconds(value)}' for phase, value in phases.items())}")
     if out_file is not None:
         _save(plan, out_file)

@@ -1,4 +1,4 @@
-"""Data that a distributed parameter was given, ``p.data = tensor``: torch takes it, and no op reads it, since DTensor's data is its part."""
+"""Data that a distributed parameter was given, ``p.data = tensor``: torch takes it, and ops read this rank's part of before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refuse_given_data(name: str, parameter: Tensor) -> None:
     if noted is not None and noted[0] == id(parameter) and noted != _mark(parameter):
         raise RuntimeStateError(
             f"{name!r} was given data (p.data = ...), which torch does not take over into a distributed parameter: it is what it was",
-            remedy="write into it, with torch.no_grad(): p.copy_(...), p.mul_(...); whole tensors by pm.load_state_dict({...}, strict=False)",
+            remedy="write into it under torch.no_grad(): p.copy_(...); whole tensors by pm.load_state_dict({...}, strict=False)",
         )
 
 

@@ -16,8 +16,8 @@ from autopar.layout import Layout
 from autopar.run.checkpoints import checkpointable
 from autopar.run.drawing import Drawing
 from autopar.run.equal import share_weights
-from autopar.run.likeness import likeness
 from autopar.run.given_data import watch_data
+from autopar.run.likeness import likeness
 from autopar.run.optimizers import watch_optimizers, watch_replaced
 from autopar.run.parameters import Storage
 from autopar.run.part import Part, Standing
