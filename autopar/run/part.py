@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import RuntimeStateError
 
+_reading: ContextVar[bool] = ContextVar("_reading", default=False)  # a property, which may look at private attributes
 _ELSEWHERE = "it on the plain model, which has weights of its own, not those trained here"
 _KINDS = {"_modules": "module", "_parameters": "parameter", "_buffers": "buffer"}
 
@@ -36,7 +38,8 @@ class _NoComputing(TorchDispatchMode):
 
 
 class Standing(nn.Module):
-    """Shows the plain attributes of a module, such as ``config``, and refuses to set them: the program has what they were."""
+    """Shows the plain attributes of a module, such as ``config``, and refuses to set them: the program has what they were. Where the module
+    asks a part of its for what it has not, so does this."""
 
     def stand_for(self, module: nn.Module) -> None:
         """Show what this module and its class have and `self` has not; what holds tensors or modules is no plain attribute, nor is what can
@@ -44,6 +47,8 @@ class Standing(nn.Module):
         own = Part if isinstance(self, Part) else type(self)
         of_classes = {name: x for each in reversed(classes_of(type(module))) for name, x in vars(each).items()}
         found = {name: x for name, x in of_classes.items() if not hasattr(type(x), "__get__")} | vars(module)
+        self.__dict__["_private"] = {n: x for n, x in vars(module).items() if n.startswith("_") and n not in self.__dict__ and is_plain(x)}
+        self.__dict__["_asks"] = _asked_by(module)
         found = {name: x for name, x in found.items() if not name.startswith("_") and name != "training"}
         plain = {name: x for name, x in found.items() if is_plain(x) and not hasattr(own, name)}
         self.__dict__["_plain"] = {name: x for name, x in plain.items() if name not in self.__dict__}
@@ -71,11 +76,17 @@ class Standing(nn.Module):
             if of_class is not None and not name.startswith("__"):
                 what = f"a compiled module has no methods of the model's, as {name!r} is: it is one program, of forward"
                 raise NoSuchMethod(what, remedy=f"call {_ELSEWHERE}") from None
+            private: Mapping[str, Any] = self.__dict__.get("_private", {})
+            if name in private and _reading.get():
+                return private[name]
+            if asked := self.__dict__.get("_asks"):
+                return getattr(self._modules[asked], name)
             raise
 
     def _read(self, name: str, of_class: property | cached_property[Any]) -> Any:
         """A property of the model's class, of what is held here: `device` and `dtype` of models of transformers among them. One that
         computes with tensors, of which there are parts here, is refused."""
+        token = _reading.set(True)
         try:
             with _NoComputing():
                 return of_class.func(self) if isinstance(of_class, cached_property) else of_class.__get__(self)
@@ -83,6 +94,8 @@ class Standing(nn.Module):
             why = error.what if isinstance(error, NoSuchMethod) else str(error)
             what = f"the model's property {name!r} cannot be read on a compiled module: {why}"
             raise NoSuchMethod(what, remedy=f"read {_ELSEWHERE}") from error
+        finally:
+            _reading.reset(token)
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = isinstance(value, nn.Module | nn.Parameter)
@@ -227,6 +240,24 @@ class Part(Standing):
 def classes_of(cls: type) -> list[type]:
     """Those that a module's class has of its own, beside torch's `nn.Module`."""
     return [each for each in cls.__mro__ if each not in nn.Module.__mro__]
+
+
+def _asked_by(module: nn.Module) -> str:
+    """The name of the part that a module's class asks for what it has not itself, as peft's models do; found out by asking for what that
+    part alone has. Empty where there is none."""
+    if not any("__getattr__" in vars(each) for each in classes_of(type(module))):
+        return ""
+    for name, part in module._modules.items():
+        if part is not None:
+            mark = vars(part)["of_one_part_alone"] = object()
+            try:
+                if getattr(module, "of_one_part_alone", None) is mark:
+                    return name
+            except Exception:  # whatever it raises where it does not know a name
+                continue
+            finally:
+                del vars(part)["of_one_part_alone"]
+    return ""
 
 
 def _held(module: nn.Module, kind: str, name: str, target: str) -> Any:

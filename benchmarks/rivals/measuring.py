@@ -160,11 +160,12 @@ def gradient_error(gradients: Mapping[str, Tensor], expected: Mapping[str, Tenso
     return max(float((gradients[name] - b).abs().max() / b.abs().max().clamp_min(1e-30)) for name, b in expected.items())
 
 
-def time_ratios(variants: Sequence[Variant], rounds: int) -> list[tuple[float, float]]:
+def time_ratios(variants: Sequence[Variant], rounds: int) -> list[tuple[float | None, float | None]]:
     """Of each variant's step over the first variant's: seconds, and seconds of this process' processor, which on a shared machine
     say more.
 
-    The median over rounds, in each of which every variant runs once, in an order of its own.
+    The median over rounds, in each of which every variant runs once, in an order of its own. Where a clock is too coarse to move in the
+    first's step, the round says nothing of it; None where none does.
     """
     order, found = random.Random(0), list[list[tuple[float, float]]]()
     for _ in range(rounds):
@@ -174,5 +175,10 @@ def time_ratios(variants: Sequence[Variant], rounds: int) -> list[tuple[float, f
             variants[index].step()
             taken[index] = time.perf_counter() - start[0], time.process_time() - start[1]
             variants[index].take_gradients()
-        found.append([(wall / taken[0][0], cpu / taken[0][1]) for wall, cpu in taken])
-    return [(statistics.median(w for w, _ in each), statistics.median(c for _, c in each)) for each in zip(*found, strict=True)]
+        found.append(taken)
+    return [(_median_ratio(found, place, clock=0), _median_ratio(found, place, clock=1)) for place in range(len(variants))]
+
+
+def _median_ratio(rounds: Sequence[Sequence[tuple[float, float]]], place: int, *, clock: int) -> float | None:
+    ratios = [taken[place][clock] / taken[0][clock] for taken in rounds if taken[0][clock] > 0.0]
+    return statistics.median(ratios) if ratios else None

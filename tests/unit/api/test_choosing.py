@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.api import tries
+from autopar.api import captured, plan, tries
 from autopar.api.choosing import Chooser
 from autopar.constraints import Pipelined, pipeline
-from autopar.errors import InfeasibleError
+from autopar.errors import ConstraintError, InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions, TooSlow
@@ -118,3 +118,32 @@ def test_where_the_first_numbers_do_not_fit_fewer_are_not_tried() -> None:
     for num in tries.walk((1, 2, 4, 8, 16), found):
         found[num] = math.inf
     assert list(found) == [4, 8, 16]
+
+
+@pytest.mark.parametrize("loss", [True, False])
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (pipeline("s", microbatches=2), "2 microbatches are fewer than the stages along 's'"),
+        (pipeline("s", microbatches=2, schedule="interleaved_1f1b"), "2 microbatches are not equal rounds over 4 ranks of 's'"),
+    ],
+    ids=str,
+)
+def test_a_schedule_that_does_not_run_is_refused_before_a_microbatch_is_captured(
+    asked: Pipelined, says: str, loss: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Net(torch.nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y.pow(2).mean() if loss else y
+
+    def part(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a microbatch is captured")
+
+    monkeypatch.setattr(captured, "trace_part", part)
+    if not loss and asked.schedule == "1f1b":  # backward waits for the user's loss: it runs as GPipe, for which a microbatch is captured
+        with pytest.raises(AssertionError, match="is captured"):
+            plan(Net(*map(torch.nn.Linear, [8] * 8, [8] * 8)), {"s": 4}, example_inputs=(torch.ones(8, 8),), constraints=[asked])
+        return
+    with pytest.raises(ConstraintError, match=says if loss else "returns no loss that is differentiated"):
+        plan(Net(*map(torch.nn.Linear, [8] * 8, [8] * 8)), {"s": 4}, example_inputs=(torch.ones(8, 8),), constraints=[asked])

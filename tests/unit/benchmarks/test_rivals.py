@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -121,6 +123,27 @@ def test_variants_are_timed_in_turn_and_leave_no_gradients() -> None:
     assert [sorted(calls[i : i + 3]) for i in range(0, 15, 3)] == [["a", "b", "c"]] * 5
     assert len(set(zip(calls[::3], calls[1::3], strict=True))) > 1  # not always in the same order
     assert weight.grad is None
+
+
+@pytest.mark.parametrize(("ticks", "expected"), [([0.0] * 6, None), ([0.0, 5.0, 1.0, 2.0, 2.0, 6.0], 2.5)])
+def test_rounds_in_which_a_clock_does_not_move_say_nothing(
+    ticks: list[float], expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = nn.Parameter(torch.ones(4))
+    instants = iter([at for end, tick in zip(accumulate(ticks), ticks, strict=True) for at in (end - tick, end)])
+
+    def variant_of(name: str) -> Variant:
+        return Variant(name, {"w": weight}, [], lambda: weight.square().sum())
+
+    class InOrder(random.Random):
+        def sample(self, population: Any, k: int, **_: Any) -> list[Any]:
+            return list(population)[:k]
+
+    monkeypatch.setattr("benchmarks.rivals.measuring.random.Random", InOrder)
+    monkeypatch.setattr("benchmarks.rivals.measuring.time.process_time", lambda: next(instants))
+    ratios = time_ratios([variant_of("a"), variant_of("b")], rounds=3)
+    assert ratios[1][1] == expected and ratios[0][1] == (None if expected is None else 1.0)
+    assert ratios[1][0] is not None and ratios[1][0] > 0.0
 
 
 def test_the_least_budget_is_found() -> None:

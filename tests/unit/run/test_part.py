@@ -264,7 +264,74 @@ def test_under_torch_compile_it_runs_as_ever() -> None:
 @pytest.mark.parametrize("convert", ["half", "double", "bfloat16"])
 def test_what_was_converted_is_refused_whatever_it_is_called_with(convert: str, microbatches: int) -> None:
     _, module = pair(**({"num_microbatches": 2} if microbatches > 1 else {}))
-    getattr(module, convert)()
+    others = {name: getattr(p.detach(), convert)() for name, p in module.named_parameters()}
     for x in (X, getattr(X, convert)()):
         with pytest.raises(RuntimeStateError, match=r"the program was made for torch\.float32 on cpu[\s\S]*before autopar\.compile"):
-            module(x)
+            torch.func.functional_call(module, others, (x,))
+    with pytest.raises(RuntimeStateError, match=r"cannot become torch\.\w+ on cpu: the program was made for torch\.float32 on cpu"):
+        getattr(module, convert)()
+
+
+class Asking(nn.Module):
+    """What it has not it asks a part for, as peft's models do."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.other, self.part = nn.Linear(4, 4), part
+        self._is_tuned, self._weights = True, [torch.ones(1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(self.other(x))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "part":
+                raise
+            return getattr(self.part, name)
+
+    @property
+    def how(self) -> str:
+        return "tuned" if self._is_tuned else "plain"
+
+
+class Asked(nn.Module):
+    depth = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.settings = nn.Linear(4, 4), {"size": 4}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).pow(2).mean()
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def generate(self) -> None:
+        """Does nothing."""
+
+
+def test_a_model_that_asks_a_part_for_what_it_has_not_does_so_when_it_is_compiled() -> None:
+    model: Any = Asking(Asking(Asked()))
+    module: Any = autopar.compile(model, example_inputs=(torch.ones(2, 4),), hardware="cpu-gloo")
+    assert (module.settings, module.depth, module.device, module.how) == (model.settings, 3, torch.device("cpu"), "tuned")
+    assert module.layer is module.part.part.layer
+    with pytest.raises(RuntimeStateError, match="no methods of the model's, as 'generate' is"):
+        module.generate()
+    for absent in ("nothing", "_is_tuned", "_weights", "of_one_part_alone"):
+        assert not hasattr(module, absent), absent
+    assert not hasattr(model, "of_one_part_alone")
+
+
+def test_a_class_that_answers_in_its_own_way_is_not_asked() -> None:
+    class Odd(Asked):
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("of"):
+                raise KeyError(name)
+            return super().__getattr__(name)
+
+    module: Any = autopar.compile(Odd(), example_inputs=(torch.ones(2, 4),), hardware="cpu-gloo")
+    assert module.depth == 3 and not hasattr(module, "weight")

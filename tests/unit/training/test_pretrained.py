@@ -33,6 +33,15 @@ def stepped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
     return module, plain, folder
 
 
+def test_what_peft_reads_through_its_model_is_read_through_the_compiled_one(stepped: tuple[Any, Any, Path]) -> None:
+    module, plain, _ = stepped
+    for name in ("config", "device", "dtype", "generation_config", "peft_config", "active_adapters", "main_input_name", "modules_to_save"):
+        assert getattr(module, name) == getattr(plain, name), name
+    for name in ("generate", "merge_and_unload", "num_parameters", "print_trainable_parameters"):
+        with pytest.raises(RuntimeStateError, match=f"no methods of the model's, as '{name}' is"):
+            getattr(module, name)
+
+
 def test_what_is_saved_is_what_peft_would_save_of_the_same_values(stepped: tuple[Any, Any, Path], tmp_path: Path) -> None:
     module, plain, folder = stepped
     start = {name: value.clone() for name, value in plain.state_dict().items()}
