@@ -1,7 +1,8 @@
 """Problem → Choices: the only package that imports pulp and highspy."""
 
-from autopar.solve.evaluate import Evaluation, evaluate, evaluated, fits, variant_load
+from autopar.solve.evaluate import Evaluation, evaluate, evaluated, fits
 from autopar.solve.least import Least, Lightest, least_budget
+from autopar.solve.moves import variant_load
 from autopar.solve.multipliers import quickest
 from autopar.solve.prices import is_early, op_load, routed_load
 from autopar.solve.solver import REMEDY, choices_or_least, solve

@@ -19,6 +19,7 @@ from autopar.solve.hiding import Excess
 from autopar.solve.illegal import refusal
 from autopar.solve.memory import budget_rows, unsure_bytes
 from autopar.solve.model import Model
+from autopar.streams import PHASES
 
 _ROUNDS = 8
 
@@ -49,7 +50,7 @@ def solve_with_cbc(problem: Problem, gap: float, max_nodes: int, time_limit_s: f
         allowed = regions if active else None  # else they cost nothing yet
         evaluation = evaluate(problem, strategies, recomputed, kept, allowed)
         broken = {r for r, size in enumerate(evaluation.resting_bytes) if size > problem.budget_bytes}
-        exceeds = {phase for phase, said in enumerate(evaluation.load.unbalanced(evaluation.slowdown)) if said} - outlasted
+        exceeds = ({*range(len(PHASES))} if evaluation.outlasted else set()) - outlasted
         if not broken and exceeds:
             for phase in sorted(exceeds):
                 excess.add(phase, evaluation.objective_s)

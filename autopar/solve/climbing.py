@@ -102,7 +102,8 @@ class Climb:
         return self.plans.offer(found.values) if found.values is not None else []
 
     def prove(self, max_nodes: int) -> list[int]:
-        """The program over all columns that could belong to a better plan, if these are few or there is no plan yet."""
+        """The program over all columns that could belong to a better plan, if these are few or there is no plan yet. Where communication
+        outlasts compute in some, half of one tree of collectives and half of another cost less than either; so they are whole there."""
         budget = self.extra.matrix(self.extra.active)
         relaxation = self.engine.relax(budget)
         if self.plans.is_close() or relaxation is None:
@@ -111,7 +112,10 @@ class Climb:
         columns = self.extra.with_excess(relaxation.reduced <= room + 1e-9 * abs(relaxation.bound))
         if self._has_plan and columns.sum() > SMALL:
             return []
-        found = self.engine.restricted(columns, budget, gap=self.gap, target=-np.inf, max_nodes=max_nodes, start=self._start(columns))
+        whole = ~self.extra.with_excess(np.zeros(len(columns), bool)) if self.extra.phases else None
+        found = self.engine.restricted(
+            columns, budget, gap=self.gap, target=-np.inf, max_nodes=max_nodes, start=self._start(columns), whole=whole
+        )
         proven = min(found.bound, self.plans.best_s * SCALE)
         broken = [] if found.values is None else self.plans.offer(found.values)
         self.proven.rise(proven)

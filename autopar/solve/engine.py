@@ -146,19 +146,21 @@ class Engine:
         max_nodes: int,
         start: Floats | None = None,
         quick: bool = False,
+        whole: Columns | None = None,
     ) -> Found:
         """Solve the integer program over some columns.
 
         Args:
             gap: stop at this relative gap to the restricted program's own bound. target: stop at this objective.
             start: a known solution; none that is worse is looked for. quick: for solutions rather than a proof.
+            whole: the columns that are whole numbers, if not those of the model.
         """
         rows = self.rows.plus(budget).only(columns)
         options: Options = {"mip_rel_gap": gap, "objective_target": target, "mip_max_nodes": max(max_nodes, 1)}
         options = {**options, **_QUICK} if quick else options
         lp = Begun(rows).lp(self.cost[columns], rows)
         kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-        lp.integrality_ = [kinds[int(i)] for i in self.integer[columns]]
+        lp.integrality_ = [kinds[int(i)] for i in (self.integer if whole is None else whole)[columns]]
         highs = self._run(lp, options, None if start is None else start[columns])
         info = highs.getInfo()
         if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:

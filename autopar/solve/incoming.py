@@ -70,7 +70,7 @@ class Incoming:
 
     def outlasted(self, evaluation: Evaluation) -> list[int]:
         """Rows that a plan brings in whose communication outlasts its compute: both phases'."""
-        return self.excesses() if any(evaluation.load.unbalanced(evaluation.slowdown)) else []
+        return self.excesses() if evaluation.outlasted else []
 
     def excesses(self) -> list[int]:
         """Both phases' rows, if they are not in yet."""

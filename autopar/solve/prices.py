@@ -9,7 +9,8 @@ With s the profile's `overlap_slowdown` and λ a share per phase (`autopar.strea
 What a kernel saves of a product and a critical collective (`autopar.cost.kernels`), or a route of what an op sends (`autopar.cost.routes`),
 is that much less compute.
 
-With λ = 1 that is the step itself, as long as compute can hide what is early. Communication counts as early here where it has slack
+With λ = 1 that is the step itself, as long as compute can hide what is early; with other λ, trees of collectives are chosen where it
+cannot (`autopar.solve.balanced`). Communication counts as early here where it has slack
 (`autopar.solve.slack`) whatever is chosen, which the problem alone shows (`is_early`); where that hangs on choices, it counts as critical.
 Copies to and from the hosts always have slack.
 
@@ -24,7 +25,7 @@ from collections.abc import Callable, Mapping
 from autopar.collective import HOST_KINDS
 from autopar.layout_graph import Arc
 from autopar.problem import Phase, Problem
-from autopar.streams import ON_COMPUTE, Load, work
+from autopar.streams import ON_COMPUTE, Balance, Load, work
 
 _TIE = 1e-9  # share of its time that an arc costs beside its price: of equally cheap trees the quicker is taken
 
@@ -91,13 +92,16 @@ def away_load(time_s: float, count: float = 1.0) -> Load:
     return work("forward", count * time_s, compute=False, early=True) + work("backward", count * time_s, compute=False, early=True)
 
 
-def tree_costs(problem: Problem, v: int, *, late: bool, saved_s: Mapping[tuple[int, int], float]) -> Callable[[Arc], float]:
-    """What arcs cost where compute hides what is early, without ties between quick and slow.
+def tree_costs(
+    problem: Problem, v: int, *, late: bool, saved_s: Mapping[tuple[int, int], float], balance: Balance = ON_COMPUTE
+) -> Callable[[Arc], float]:
+    """What arcs cost at a balance, without ties between quick and slow.
 
     Args:
         saved_s: ends of an arc → what kernels save where they do it.
     """
     load, slowdown, early = arc_loads(problem, v, late=late), problem.overlap_slowdown, is_early(problem, v, late=late)
+    saved_share = balance[1 if late or problem.values[problem.variants[v].value].phase == "backward" else 0]
     if slowdown >= 1.0 and not saved_s:
         return lambda arc: arc.seconds(shares=early)
     known: dict[tuple[float, str], float] = {}  # as above
@@ -105,8 +109,8 @@ def tree_costs(problem: Problem, v: int, *, late: bool, saved_s: Mapping[tuple[i
     def cost(arc: Arc) -> float:
         key = time_s, _ = arc.seconds(shares=early), arc.collective.kind
         if key not in known:
-            known[key] = load(arc).priced_s(slowdown, ON_COMPUTE)
-        left_s = known[key] - saved_s.get((arc.src, arc.dst), 0.0) if saved_s else known[key]
+            known[key] = load(arc).priced_s(slowdown, balance)
+        left_s = known[key] - saved_share * saved_s.get((arc.src, arc.dst), 0.0) if saved_s else known[key]
         assert left_s >= 0.0, "a kernel saves no more than the collective takes, and does none that is early"
         return left_s + _TIE * time_s
 

@@ -33,7 +33,7 @@ class Taken:
 
 
 class Moves(Protocol):
-    """A variant's collectives in one phase (`autopar.solve.evaluate.Redistribution`)."""
+    """A variant's collectives in one phase (`autopar.solve.moves.Redistribution`)."""
 
     @property
     def arcs(self) -> tuple[Arc, ...]: ...
