@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar import hf
 from autopar.capture import capture
 from autopar.errors import CaptureError
 
@@ -106,3 +108,23 @@ def test_a_parameter_that_forward_changes_in_place_is_refused_with_its_name_and_
     with pytest.raises(CaptureError, match=r"changes the parameter 'layers\.1\.linear\.bias'") as caught:
         capture(Outer(_clamped), (torch.ones(2, 4),))
     assert "clamp_(-0.5, 0.5)" in str(caught.value) and "optimizer.step()" in caught.value.remedy
+
+
+def _small(kind: str, **settings: Any) -> Any:
+    text = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 96}
+    vision = {**text, "num_hidden_layers": 2, "image_size": 16, "patch_size": 8, "model_type": "clip_vision_model"}
+    del vision["vocab_size"]
+    towers = {"text_config": {**text, "model_type": "llama"}, "vision_config": vision}
+    spec = f"{kind}/AutoModelForImageTextToText:{json.dumps({**towers, 'image_token_index': 95, **settings})}"
+    return hf.build(spec, device="cpu", batch=4, seq=20)
+
+
+def test_a_model_that_computes_with_sizes_of_images_by_numpy_and_binds_signatures_is_captured() -> None:
+    model, batch = _small("llava_next", image_grid_pinpoints=[[16, 16]])
+    assert capture(model, (), batch).loss is not None
+
+
+def test_a_part_of_a_model_that_was_called_on_its_own_records_its_outputs_once() -> None:
+    model, batch = _small("llava")
+    model.model.vision_tower(batch["pixel_values"], output_hidden_states=True)  # which makes it record
+    assert capture(model, (), batch).loss is not None
