@@ -183,10 +183,11 @@ def _signatures_in_plain_dicts(model: nn.Module) -> Iterator[None]:
     methods = [method for kind in kinds for method in vars(kind).values() if inspect.isfunction(method)]
     cells = {}
     for method in methods:
-        while method is not None:
-            named = zip(method.__code__.co_freevars, method.__closure__ or (), strict=True)
+        inner: Any = method
+        while inspect.isfunction(inner):
+            named = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
             cells.update({id(cell): cell for name, cell in named if name == "signature"})
-            method = getattr(method, "__wrapped__", None)
+            inner = getattr(inner, "__wrapped__", None)
     bound = [(cell, cell.cell_contents) for cell in cells.values() if isinstance(cell.cell_contents, inspect.Signature)]
     try:
         for cell, signature in bound:

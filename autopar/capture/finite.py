@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, Where
 
 _log = logging.getLogger("autopar")
 _FINITE, _INFINITE, _NO_NUMBER = torch.isfinite, torch.isinf, torch.isnan
@@ -54,7 +54,11 @@ _ANSWERS = {"isfinite": _finite, "isinf": _infinite, "isnan": _no_number}
 
 def asks_for_finite(refusal: CaptureError) -> bool:
     """Whether the line that could not be captured asks whether values are finite."""
-    return any(f"{name}(" in refusal.where.source for name in _ANSWERS)
+    return any(f"{name}(" in _line(refusal) for name in _ANSWERS)
+
+
+def _line(refusal: CaptureError) -> str:
+    return refusal.where.source if isinstance(refusal.where, Where) else ""
 
 
 @contextlib.contextmanager
@@ -64,4 +68,4 @@ def all_finite(refusal: CaptureError) -> Iterator[None]:
         for name, answer in _ANSWERS.items():
             stack.enter_context(mock.patch.object(torch, name, answer))
         yield
-    _log.warning("forward asks whether values are finite (%s): the program has the branch for those that are", refusal.where.source)
+    _log.warning("forward asks whether values are finite (%s): the program has the branch for those that are", _line(refusal))

@@ -39,7 +39,7 @@ from autopar.capture.raw_graphs import drop_checks, plain_copy
 from autopar.capture.refusals import as_capture_error, changes_parameter, quiet, refuse_miscompiled
 from autopar.capture.trace import ModuleAttribute, OutsideValue
 from autopar.capture.trees import flatten_with_paths, leaves_of
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, Where
 
 # A number that differs from an earlier capture would otherwise become symbolic: captures must not depend on each other.
 _STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "specialize_int": True, "specialize_float": True}
@@ -152,6 +152,8 @@ def _call_again(model: nn.Module, call: Prepared) -> None:
 
 def _placed(refusal: CaptureError, model: nn.Module, call: Prepared) -> CaptureError:
     """The refusal with the module whose line it names: Dynamo knows lines alone."""
+    if not isinstance(refusal.where, Where) or refusal.where.module:
+        return refusal
     module = module_of(refusal.where.source, model, lambda copied: _call_again(copied, call))
     return CaptureError(refusal.what, where=replace(refusal.where, module=module), remedy=refusal.remedy) if module else refusal
 
