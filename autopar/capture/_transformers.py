@@ -4,6 +4,8 @@
 - Speech encoders (wav2vec2 and its like) switch `requires_grad` of their input on: off during a capture.
 - Models that record outputs install hooks at their first forward; Dynamo cannot trace the installation, so it is done
   before. The hooks read a context variable, which it cannot trace either: a plain one takes its place.
+- Numbers of shapes. Dynamo makes a tensor of what numpy computes of plain numbers, and a branch on it cannot be traced.
+- Selected hidden states. A wrapper finds which are wanted by binding a signature, which Dynamo cannot trace once a dict was changed.
 - Experts. What transformers does with a layer of experts depends on a setting: a loop over values, which cannot be traced; a copy of an
   expert's weights for each token that picks it; or a sort of all picks, after which no sample stands alone. All give the same, so whatever
   the setting, experts of the common kind (no biases, gated as usual or not at all) are one op, `autopar.ops.experts`. Others stay.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -51,6 +54,8 @@ def transformers_under_capture(model: nn.Module, args: tuple[Any, ...], kwargs: 
         if "transformers" in sys.modules:
             _install_recording_hooks(model)
             stack.enter_context(_recorder_in_a_plain_variable())
+            stack.enter_context(_signatures_in_plain_dicts(model))
+            stack.enter_context(_products_of_plain_numbers())
             stack.enter_context(_experts_as_one_op(model))
             stack.enter_context(_masks_by_shape(_positions_are_default(model, args, kwargs)))
         yield
@@ -97,12 +102,20 @@ def branches_of_eager(model: nn.Module) -> Iterator[bool]:
 def _install_recording_hooks(model: nn.Module) -> None:
     try:
         from transformers import PreTrainedModel
-        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+        from transformers.utils import output_capturing
     except ImportError:
         return  # releases that record outputs in another way need no hooks
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            maybe_install_capturing_hooks(module)
+    install = output_capturing.install_all_output_capturing_hooks
+
+    def install_once(part: nn.Module, prefix: str | None = None) -> None:
+        # A part that was called on its own has its hooks; transformers installs them again with the whole's: all is recorded twice.
+        if not getattr(part, "_output_capturing_hooks_installed", False):
+            install(part, prefix)
+
+    with mock.patch.object(output_capturing, "install_all_output_capturing_hooks", install_once):
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                output_capturing.maybe_install_capturing_hooks(module)
 
 
 class _Variable:
@@ -132,6 +145,59 @@ def _recorder_in_a_plain_variable() -> Iterator[None]:
         return
     with mock.patch.object(_active_collector, "context_var", _Variable()):
         yield
+
+
+@contextlib.contextmanager
+def _products_of_plain_numbers() -> Iterator[None]:
+    """`numpy.prod` of a shape is a number."""
+    import numpy
+
+    product = numpy.prod
+
+    def prod(a: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and isinstance(a, tuple) and not args and not kwargs:
+            return math.prod(a)
+        return product(a, *args, **kwargs)
+
+    with mock.patch.object(numpy, "prod", prod):
+        yield
+
+
+class _Signature:
+    """What `inspect.Signature.bind` gives for calls that fit, of plain dicts; it is what it gives, too."""
+
+    def __init__(self, names: tuple[str, ...], arguments: dict[str, Any]) -> None:
+        self.names, self.arguments = names, arguments
+
+    def bind(self, *args: Any, **kwargs: Any) -> _Signature:
+        return _Signature(self.names, {**self.arguments, **dict(zip(self.names, args, strict=False)), **kwargs})
+
+    def apply_defaults(self) -> None:
+        """They are there from the first."""
+
+
+@contextlib.contextmanager
+def _signatures_in_plain_dicts(model: nn.Module) -> Iterator[None]:
+    """Wrappers of methods that bind the signature in their closure to a call."""
+    kinds = {base for module in model.modules() for base in type(module).__mro__ if base.__module__.startswith("transformers.")}
+    methods = [method for kind in kinds for method in vars(kind).values() if inspect.isfunction(method)]
+    cells = {}
+    for method in methods:
+        inner: Any = method
+        while inspect.isfunction(inner):
+            named = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
+            cells.update({id(cell): cell for name, cell in named if name == "signature"})
+            inner = getattr(inner, "__wrapped__", None)
+    bound = [(cell, cell.cell_contents) for cell in cells.values() if isinstance(cell.cell_contents, inspect.Signature)]
+    try:
+        for cell, signature in bound:
+            parameters = signature.parameters
+            defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+            cell.cell_contents = _Signature(tuple(parameters), defaults)
+        yield
+    finally:
+        for cell, signature in bound:
+            cell.cell_contents = signature
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from autopar.errors import CallError, Where
 # Torch's own subclasses are of fakes.
 _KINDS = (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError, NotImplementedError)
 _OF_FAKES = ("fake", "meta tensor", "'meta' backend", "data pointer", "not allocated", "subclass", "unbacked", "symint", "item()")
+_LINE = re.compile(r"(?P<file>.*?):(?P<line>\d+): ")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -51,9 +53,8 @@ def refused_by_forward(model: nn.Module, run: Callable[[nn.Module], object], lea
 
     What such tensors alone are refused for is none of the call's. It is run of a copy, whose attributes it may change.
     """
-    try:
-        copied = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
-    except Exception:  # whatever a module's attributes raise: then nothing is known
+    copied = _copied(model)
+    if copied is None:
         return None
     try:
         run(copied)
@@ -69,6 +70,42 @@ def refused_by_forward(model: nn.Module, run: Callable[[nn.Module], object], lea
             remedy=f"pass what the plain model takes (this was {shapes or 'no tensor'}); if it takes this, report it",
         )
     return None
+
+
+def module_of(source: str, model: nn.Module, run: Callable[[nn.Module], object]) -> str:
+    """The path of the module in which `run` stops, with tensors that have shapes and no values, in the function that has the line `source`;
+    empty where it does not, or where that is the model itself."""
+    copied = _copied(model)
+    if copied is None:
+        return ""
+    entered: list[str] = []
+    for name, module in copied.named_modules():
+        module.register_forward_pre_hook(lambda _module, _args, name=name: entered.append(name))  # type: ignore[misc]
+        module.register_forward_hook(lambda _module, _args, _made: entered.pop() and None)
+    try:
+        run(copied)
+    except Exception as error:
+        return entered[-1] if entered and _stopped_in(error, source) else ""
+    return ""
+
+
+def _stopped_in(error: BaseException, source: str) -> bool:
+    """Whether the user's innermost function where `error` was raised has the line: tensors without values may stop earlier in it."""
+    at, place = _LINE.match(user_line("".join(traceback.format_tb(error.__traceback__)))), _LINE.match(source)
+    if at is None or place is None:
+        return False
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == at["file"]]
+    lines = {line for _, _, line in codes[-1].co_lines()} if codes else set()
+    return at["file"] == place["file"] and int(place["line"]) in lines
+
+
+def _copied(model: nn.Module) -> nn.Module | None:
+    """A copy over the same tensors; None where an attribute of a module cannot be copied."""
+    attributes = (x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor))
+    try:
+        return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers(), *attributes)})
+    except Exception:  # whatever it raises
+        return None
 
 
 def _named(path: str, model: nn.Module) -> str:

@@ -18,6 +18,7 @@ from autopar.capture.attributes import tell_of_unkept
 from autopar.capture.border import Border
 from autopar.capture.calls import check_call
 from autopar.capture.execute import propagate
+from autopar.capture.finite import all_finite, asks_for_finite
 from autopar.capture.folding import NotFoldable, Shortened, capture_shortened, renumbered
 from autopar.capture.labels import assign_keys, label
 from autopar.capture.mixed import settle_dtypes
@@ -64,10 +65,14 @@ def capture(
 
 
 def _captured_somehow(model: nn.Module, call: Prepared, fold: bool) -> Trace:
-    """With the branches that a transformers model takes under tracing, or else with those that eager takes."""
+    """With the branches that a transformers model takes under tracing, or else with those that eager takes, or with those for finite
+    values."""
     try:
         return _captured(model, call, fold)
     except CaptureError as refusal:
+        if asks_for_finite(refusal):
+            with contextlib.suppress(CaptureError), all_finite(refusal):
+                return _captured(model, call, fold)
         with branches_of_eager(model) as others:
             if not others:
                 raise

@@ -154,6 +154,16 @@ def refuse_unseen(model: nn.Module) -> None:
             )
 
 
+def changes_parameter(name: str, node: fx.Node) -> CaptureError:
+    """The refusal where forward changes a parameter in place; `node` is what it becomes."""
+    return CaptureError(
+        f"forward changes the parameter {name!r} in place, which in a program only the optimizer does",
+        where=Where(module=name.rpartition(".")[0], source=user_line(node.meta.get("stack_trace") or "")),
+        remedy="change it between steps, under torch.no_grad() after optimizer.step(), or compute with what forward makes of it "
+        "(`self.weight.clamp(...)`) and leave it as it is",
+    )
+
+
 def refuse_miscompiled(graph: fx.Graph) -> None:
     """Raise CaptureError at the first call that torch's own decomposition computes otherwise than the call itself."""
     for node in graph.nodes:

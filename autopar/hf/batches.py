@@ -10,15 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from autopar.errors import AutoparError
+from autopar.hf import images
 
 LABELS = "labels"
 _SAMPLES, _SAMPLES_PER_TOKEN = 16000, 4000  # a second of sound, of which speech fills four tokens
 _OWN = "pass --module FILE.py:FUNCTION, which makes its own batch"
 _PER_TOKEN = ("CausalLM", "MaskedLM", "Seq2SeqLM", "PreTraining", "SpeechSeq2Seq", "ImageTextToText")
-_PER_SAMPLE = ("ImageClassification", "SequenceClassification", "AudioClassification")
+_PER_SAMPLE = ("ImageClassification", "SequenceClassification", "AudioClassification", "VideoClassification")
+# Of these the loss is computed by the caller, or by a matching of boxes and masks that no graph has: they come without labels.
+_UNLABELLED = (
+    "AutoModel", "AutoBackbone", "DepthEstimation", "ImageToImage", "KeypointDetection", "ObjectDetection", "InstanceSegmentation",
+    "UniversalSegmentation", "TimeSeriesPrediction",
+)  # fmt: skip
+_WIDTHS = ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins")
 
 
 def unlabelled(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,23 +63,25 @@ class _Sizes:
     def sides(self) -> tuple[int, ...]:
         """Height and width of an image."""
         config = self.config.vision_config if self.reads_images else self.config
-        return _pair(getattr(config, "image_size", None) or self.image)
+        return _pair(getattr(config, "image_size", None) or getattr(config, "crop_size", None) or self.image)
+
+    def frames(self) -> tuple[int, ...]:
+        """How many images a film has, of a model that reads films; else nothing."""
+        config = self.config.vision_config if self.reads_images else self.config
+        found = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
+        return (found,) if found else ()
 
     def channels(self) -> int:
         config = self.config.vision_config if self.reads_images else self.config
         return getattr(config, "num_channels", 3)
 
-    def image_tokens(self) -> int:
-        """Tokens of the text that an image stands for: one for each feature that the model makes of it."""
+    def images(self) -> tuple[images.Form, int]:
+        """What the model takes of an image beside a text, and the number of the text's tokens that it stands for."""
         if not hasattr(self.model, "get_image_features"):
             patches = _pair(self.config.vision_config.patch_size)
-            return math.prod(side // patch for side, patch in zip(self.sides(), patches, strict=True))
-        with torch.device("meta"), torch.no_grad():
-            twin = type(self.model)(self.config).to(self.dtype).eval()
-            features = twin.get_image_features(torch.empty(1, self.channels(), *self.sides(), dtype=self.dtype))
-        pooled = getattr(features, "pooler_output", None)
-        found = tree_leaves(features if pooled is None else pooled)
-        return sum(x.numel() for x in found) // self.text.hidden_size
+            num_tokens = math.prod(side // patch for side, patch in zip(self.sides(), patches, strict=True))
+            return {"pixel_values": (self.channels(), *self.sides())}, num_tokens
+        return images.form_and_tokens(self.model, self.dtype, self.channels(), self.sides(), self.text.hidden_size)
 
 
 def _pair(sizes: int | Sequence[int]) -> tuple[int, ...]:
@@ -91,39 +99,45 @@ def make_batch(model: Any, head: str, dtype: torch.dtype, batch: int, seq: int |
     if make is None:
         raise AutoparError(f"no batch is known for {model.main_input_name!r}", remedy=_OWN)
     inputs = make(sizes)
-    if sizes.reads_images and "pixel_values" not in inputs:
-        inputs |= _pixels(sizes)
     if sizes.reads_images and "input_ids" not in inputs and sizes.text is not sizes.config:
         inputs |= _tokens(sizes)  # a model that reads both may call either its main input
+    if sizes.reads_images and "pixel_values" not in inputs:
+        inputs |= _pixels(sizes)
     return {**inputs, **_targets(sizes, head)}
 
 
-def _tokens(sizes: _Sizes) -> dict[str, Tensor]:
-    """Token ids; of a model that reads images, the first are the image's own."""
+def _tokens(sizes: _Sizes) -> dict[str, Any]:
+    """Token ids; of a model that reads images, the first are the image's own, which comes with them."""
     ids = torch.randint(0, sizes.vocabulary(), (sizes.batch, sizes.length()))
     mark = getattr(sizes.config, "image_token_id", None)
     if mark is None or not sizes.reads_images:
         return {"input_ids": ids}
-    num_tokens = sizes.image_tokens()
+    form, num_tokens = sizes.images()
     if num_tokens >= sizes.length():
         raise AutoparError(f"an image takes {num_tokens} tokens, a sample has {sizes.length()}", remedy="pass a larger --seq")
     ids = torch.where(ids == mark, (mark + 1) % sizes.vocabulary(), ids)
     ids[:, :num_tokens] = mark
-    return {"input_ids": ids}
+    return {"input_ids": ids, **images.made(form, sizes.batch, sizes.dtype)}
 
 
 def _pixels(sizes: _Sizes) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(sizes.batch, sizes.channels(), *sizes.sides()).to(sizes.dtype)}
+    return {"pixel_values": torch.randn(sizes.batch, *sizes.frames(), sizes.channels(), *sizes.sides()).to(sizes.dtype)}
+
+
+def _film(sizes: _Sizes) -> dict[str, Tensor]:
+    return {"pixel_values_videos": _pixels(sizes)["pixel_values"]}
 
 
 def _spectrum(sizes: _Sizes) -> dict[str, Tensor]:
     """Frames of a sound: of the length that the configuration asks for, channels first, or of any length."""
     config = sizes.config
+    inside = getattr(config, "encoder_config", None)
+    if inside is not None and not any(hasattr(config, name) for name in _WIDTHS):
+        config = inside
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
         shape = config.num_mel_bins, 2 * config.max_source_positions  # the encoder's second convolution halves them
     else:
-        names = ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins")
-        width = next((getattr(config, name) for name in names if hasattr(config, name)), None)
+        width = next((getattr(config, name) for name in _WIDTHS if hasattr(config, name)), None)
         if width is None:
             raise AutoparError(f"nothing in the configuration says how wide a {config.model_type} spectrum is", remedy=_OWN)
         most = getattr(config, "max_source_positions", None) or 512
@@ -139,8 +153,36 @@ def _sound(sizes: _Sizes) -> dict[str, Tensor]:
     return {"input_values": torch.randn(sizes.batch, *shape).to(sizes.dtype)}
 
 
-_INPUTS: Mapping[str, Callable[[_Sizes], dict[str, Tensor]]] = MappingProxyType(
-    {"input_ids": _tokens, "pixel_values": _pixels, "input_features": _spectrum, "input_values": _sound}
+def _series(sizes: _Sizes) -> dict[str, Tensor]:
+    """Values that came before, and, as forward asks for them, what goes with them and what comes next."""
+    config, names = sizes.config, inspect.signature(sizes.model.forward).parameters
+    past = config.context_length + max(getattr(config, "lags_sequence", None) or [0])
+    channels = getattr(config, "num_input_channels", None) or getattr(config, "input_size", 1)
+    width = () if channels == 1 and not hasattr(config, "num_input_channels") else (channels,)
+    parts: dict[str, tuple[int, ...]] = {"past_values": (past, *width)}
+    for name, length in (("past", past), ("future", getattr(config, "prediction_length", 0))):
+        parts[f"{name}_time_features"] = (length, getattr(config, "num_time_features", 0))
+        parts[f"{name}_values"] = (length, *width)
+    made = {name: torch.randn(sizes.batch, *shape).to(sizes.dtype) for name, shape in parts.items() if name in names and all(shape)}
+    if "past_observed_mask" in names:
+        made["past_observed_mask"] = torch.ones(sizes.batch, past, *width)
+    return made
+
+
+def _perceived(sizes: _Sizes) -> dict[str, Any]:
+    return {"inputs": _tokens(sizes)["input_ids"]}
+
+
+_INPUTS: Mapping[str, Callable[[_Sizes], dict[str, Any]]] = MappingProxyType(
+    {
+        "input_ids": _tokens,
+        "pixel_values": _pixels,
+        "pixel_values_videos": _film,
+        "input_features": _spectrum,
+        "input_values": _sound,
+        "past_values": _series,
+        "inputs": _perceived,
+    }
 )
 
 
@@ -151,6 +193,8 @@ def _targets(sizes: _Sizes, head: str) -> dict[str, Any]:
         return {"labels": torch.randint(0, num_labels, (*shape, sizes.length()))}
     if head.endswith(_PER_TOKEN):
         return {"labels": torch.randint(0, sizes.vocabulary(), (*shape, sizes.length()))}
+    if head.endswith("TextToSpectrogram"):
+        return {"labels": torch.randn(*shape, sizes.length(), sizes.config.num_mel_bins).to(sizes.dtype)}
     if head.endswith("CTC"):  # shorter than the sound; 0 is mostly the blank
         return {"labels": torch.randint(1, sizes.vocabulary(), (*shape, 2))}
     if head.endswith(_PER_SAMPLE):
@@ -161,4 +205,6 @@ def _targets(sizes: _Sizes, head: str) -> dict[str, Any]:
         return {name: torch.randint(0, sizes.length(), shape) for name in ("start_positions", "end_positions")}
     if head == "AutoModel" and "return_loss" in inspect.signature(sizes.model.forward).parameters:
         return {"return_loss": True}  # pairs of texts and images
+    if head.endswith(_UNLABELLED):
+        return {}
     raise AutoparError(f"no labels are known for {head}", remedy=_OWN)

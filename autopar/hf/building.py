@@ -83,15 +83,17 @@ def _config(kind: str, settings: Mapping[str, Any]) -> Any:
         raise AutoparError(
             f"transformers knows no model type {kind!r}", remedy="name one, for example llama, gpt2, bert, vit, t5, mixtral"
         ) from error
+    known = default.to_dict()
     for name in settings:  # transformers would keep an unknown one as an attribute that nothing reads
-        if not hasattr(default, name) and name not in _READ_ELSEWHERE:
-            close = difflib.get_close_matches(name, default.to_dict(), n=3, cutoff=0.4)
+        # Asked first: of what layers may differ in, a configuration of the whole model raises.
+        if name not in known and not hasattr(default, name) and name not in _READ_ELSEWHERE:
+            close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
             raise AutoparError(
                 f"a {kind} configuration has no setting {name!r}", remedy=f"did you mean {' or '.join(close) or 'another type'}?"
             )
     try:
         return AutoConfig.for_model(kind, **settings)
-    except (StrictDataclassError, ValueError, TypeError) as error:
+    except (StrictDataclassError, ValueError, TypeError, AttributeError) as error:
         raise AutoparError(f"transformers cannot build {kind}: {error}", remedy="mend the settings") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,28 @@ def test_dropouts_in_lists_and_in_nested_configurations_are_0_too() -> None:
         ("deit/AutoModelForImageClassification:{}", {"pixel_values": (2, 3, 224, 224), "labels": (2,)}),
         ("canine/AutoModelForSequenceClassification:{}", {"input_ids": (2, 8), "labels": (2,)}),
         ("bert/AutoModelForQuestionAnswering:{}", {"input_ids": (2, 8), "start_positions": (2,), "end_positions": (2,)}),
+        ("qwen3_5_text/AutoModel:{}", {"input_ids": (2, 8)}),
+        ("yolos/AutoModelForObjectDetection:{}", {"pixel_values": (2, 3, 512, 864)}),
+        ('depth_anything/AutoModelForDepthEstimation:{"patch_size": 8}', {"pixel_values": (2, 3, 64, 64)}),
+        ("videomae/AutoModelForVideoClassification:{}", {"pixel_values": (2, 16, 3, 224, 224), "labels": (2,)}),
+        ("vjepa2/AutoModelForVideoClassification:{}", {"pixel_values_videos": (2, 64, 3, 256, 256), "labels": (2,)}),
+        ('perceiver/AutoModelForMaskedLM:{"max_position_embeddings": 8}', {"inputs": (2, 8), "labels": (2, 8)}),
+        ("parakeet_encoder/AutoModel:{}", {"input_features": (2, 8, 80)}),
+        ("speecht5/AutoModelForTextToSpectrogram:{}", {"input_ids": (2, 8), "labels": (2, 8, 80)}),
+        (
+            'patchtst/AutoModel:{"num_input_channels": 3}',
+            {"past_values": (2, 32, 3), "past_observed_mask": (2, 32, 3), "future_values": (2, 24, 3)},
+        ),
+        (
+            'time_series_transformer/AutoModel:{"context_length": 6, "prediction_length": 2, "num_time_features": 3}',
+            {
+                "past_values": (2, 13),
+                "past_time_features": (2, 13, 3),
+                "past_observed_mask": (2, 13),
+                "future_values": (2, 2),
+                "future_time_features": (2, 2, 3),
+            },
+        ),
     ],
 )
 def test_a_batch_fits_what_the_model_reads_and_its_head(spec: str, inputs: dict[str, tuple[int, ...] | None]) -> None:
@@ -81,6 +104,54 @@ def test_a_text_has_as_many_tokens_of_an_image_as_the_model_makes_features_of_it
     settings = {"text_config": text | {"model_type": "qwen2"}, "vision_config": vision, "image_token_id": 95, "downsample_ratio": 0.5}
     _, batch = hf.build(f"internvl:{json.dumps(settings)}", device="cpu", batch=2, seq=8)
     assert (batch["input_ids"] == 95).sum(1).tolist() == [4, 4]  # 4 x 4 patches, halved each way
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "pixels", "image_sizes", "num_tokens"),
+    [
+        ("idefics3", {"scale_factor": 2}, (2, 1, 3, 32, 32), None, 4),
+        ("llava_next", {"image_grid_pinpoints": [[32, 32]]}, (2, 2, 3, 32, 32), [[32, 32], [32, 32]], 36),
+        ("mistral3", {"spatial_merge_size": 2}, (2, 3, 32, 32), [[32, 32], [32, 32]], 4),
+    ],
+)
+def test_images_come_in_the_form_that_the_model_takes_with_as_many_tokens_as_it_makes_of_them(
+    kind: str, settings: dict[str, Any], pixels: tuple[int, ...], image_sizes: list[list[int]] | None, num_tokens: int
+) -> None:
+    text = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 96}
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    tower = {"idefics3": {}, "llava_next": {"model_type": "clip_vision_model"}, "mistral3": {"model_type": "pixtral", "head_dim": 8}}[kind]
+    mark = "image_token_id" if kind == "idefics3" else "image_token_index"
+    parts = {
+        "text_config": {**text, "num_key_value_heads": 4, "model_type": "mistral" if kind == "mistral3" else "llama"},
+        "vision_config": {**sizes, **tower, "image_size": 32, "patch_size": 8},
+    }
+    model, batch = hf.build(
+        f"{kind}/AutoModelForImageTextToText:{json.dumps({**parts, mark: 95, **settings})}", device="cpu", batch=2, seq=48
+    )
+    assert tuple(batch["pixel_values"].shape) == pixels and batch.get("image_sizes") == image_sizes
+    assert (batch["input_ids"] == 95).sum(1).tolist() == [num_tokens] * 2
+    assert model(**batch).loss.isfinite()
+
+
+def test_a_model_that_looks_at_values_where_it_reads_images_is_asked_itself_not_a_twin_without_values() -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    vision = {**sizes, "image_size": 32, "patch_size": 8}
+    text = {
+        "model_type": "opt", "num_hidden_layers": 1, "hidden_size": 32, "ffn_dim": 48, "num_attention_heads": 4, "vocab_size": 96,
+        "word_embed_proj_dim": 32,
+    }  # fmt: skip
+    query = {**sizes, "encoder_hidden_size": 32}
+    parts = {"vision_config": vision, "text_config": text, "qformer_config": query, "num_query_tokens": 3, "image_token_id": 95}
+    spec = f"blip-2/AutoModelForImageTextToText:{json.dumps(parts)}"
+    assert (hf.build(spec, device="cpu", batch=2, seq=8)[1]["input_ids"] == 95).sum(1).tolist() == [3, 3]
+    with pytest.raises(AutoparError, match="how Blip2ForConditionalGeneration takes images is not known"):
+        hf.build(spec, batch=2, seq=8)
+
+
+def test_settings_in_which_layers_may_differ_are_known() -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 96, "head_dim": 16}
+    small = {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "num_key_value_heads": 2}
+    assert hf.build(f"gemma4_text:{json.dumps(sizes | small)}")[0].config.hidden_size == 32
 
 
 @pytest.mark.parametrize(
@@ -116,6 +187,7 @@ def test_known_sizes_have_the_published_number_of_parameters(name: str, num_para
         ('llama:{"hiden_size": 64}', r"no setting 'hiden_size'[\s\S]*hidden_size"),
         ("llama/Llama:{}", "no class 'Llama'"),
         ('llama:{"hidden_size": 64, "num_attention_heads": 5}', "cannot build"),
+        ('xlstm:{"v_head_dim": 8}', "cannot build"),
     ],
 )
 def test_a_spec_that_cannot_be_read_says_why(spec: str, complaint: str) -> None:

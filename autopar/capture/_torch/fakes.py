@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.capture.mixed import as_kernels_give
 from autopar.capture.precision import narrowed
@@ -49,3 +51,14 @@ def faked(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None) -
     """A new fake tensor on the cpu like a real one, floating ones no wider than `precision`."""
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=narrowed(tensor.dtype, precision), device="cpu")
+
+
+def views_of_one_mode() -> contextlib.AbstractContextManager[object]:
+    """A real view that a mode makes fake is that mode's: torch (2.13) makes views by ops, which an outer mode would take for its own."""
+    make = FakeTensorMode.from_tensor
+
+    def made(mode: FakeMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
+        with _disable_current_modes() if tensor._is_view() and not is_fake(tensor) else contextlib.nullcontext():
+            return make(mode, tensor, **how)
+
+    return mock.patch.object(FakeTensorMode, "from_tensor", made)

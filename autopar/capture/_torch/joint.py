@@ -6,7 +6,7 @@ import builtins
 import contextlib
 import logging
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -25,22 +25,22 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-from autopar.capture._torch.fakes import faked
+from autopar.capture._torch.fakes import faked, views_of_one_mode
 from autopar.capture._torch.preparing import Prepared
 from autopar.capture._torch.tensor_attributes import computed_attributes
 from autopar.capture._transformers import model_loggers
 from autopar.capture.activations import join_activations
 from autopar.capture.attributes import settled
-from autopar.capture.calls import refused_by_forward
+from autopar.capture.calls import module_of, refused_by_forward
 from autopar.capture.gpu_autocast import gpu_autocast, tell_of_disabled
 from autopar.capture.norms import join_norms
 from autopar.capture.notes import Notes, noting
 from autopar.capture.outputs import Differentiated, differentiated
 from autopar.capture.raw_graphs import drop_checks, plain_copy
-from autopar.capture.refusals import as_capture_error, quiet, refuse_miscompiled
+from autopar.capture.refusals import as_capture_error, changes_parameter, quiet, refuse_miscompiled
 from autopar.capture.trace import ModuleAttribute, OutsideValue
 from autopar.capture.trees import flatten_with_paths, leaves_of
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, Where
 
 # A number that differs from an earlier capture would otherwise become symbolic: captures must not depend on each other.
 _STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "specialize_int": True, "specialize_float": True}
@@ -89,6 +89,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         stack.enter_context(_without_record())
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # a recurrent layer is no op of CPUs alone
+        stack.enter_context(views_of_one_mode())
         stack.enter_context(call.mode)
         try:
             captured, notes = _captured(model, call)
@@ -104,7 +105,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             raise
         except Exception as error:  # torch raises many unrelated classes here; every one is a refusal to capture
             refused = refused_by_forward(model, lambda copied: _call_again(copied, call), call.in_leaves)
-            raise (refused or as_capture_error(error)) from error
+            raise (refused or _placed(as_capture_error(error), model, call)) from error
         _let_go(captured)
         written = {(write.place.path, write.place.name) for write in notes.writes}  # a setting that is guessed is no constant
         module = joint.graph_module
@@ -113,7 +114,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             graph=plain_copy(module.graph),
             constants={name: getattr(module, name) for name in names},
             placeholders=tuple(_placeholder_kind(node.meta["desc"]) for node in module.graph.nodes if node.op == "placeholder"),
-            results=tuple(_result_kind(desc) for desc in next(iter(reversed(module.graph.nodes))).meta["desc"]),
+            results=_results(next(iter(reversed(module.graph.nodes)))),
             loss=found.loss,
             in_leaves=call.in_leaves,
             in_spec=call.in_spec,
@@ -148,6 +149,14 @@ def _let_go(captured: Any) -> None:
 def _call_again(model: nn.Module, call: Prepared) -> None:
     with call.mode, torch.no_grad():
         model(*call.args, **call.kwargs)
+
+
+def _placed(refusal: CaptureError, model: nn.Module, call: Prepared) -> CaptureError:
+    """The refusal with the module whose line it names: Dynamo knows lines alone."""
+    if not isinstance(refusal.where, Where) or refusal.where.module:
+        return refusal
+    module = module_of(refusal.where.source, model, lambda copied: _call_again(copied, call))
+    return CaptureError(refusal.what, where=replace(refusal.where, module=module), remedy=refusal.remedy) if module else refusal
 
 
 def _logging_functions() -> set[Any]:
@@ -243,7 +252,13 @@ def _placeholder_kind(desc: Any) -> tuple[str, Any]:
     raise CaptureError(f"the captured graph has an argument of an unknown kind: {desc}", remedy="report the model")
 
 
-def _result_kind(desc: Any) -> tuple[str, Any]:
+def _results(output: fx.Node) -> tuple[tuple[str, Any], ...]:
+    """What each result of the joint graph is, in the order of its output."""
+    returned: Any = output.args[0]
+    return tuple(_result_kind(desc, node) for desc, node in zip(output.meta["desc"], returned, strict=True))
+
+
+def _result_kind(desc: Any, node: Any) -> tuple[str, Any]:
     match desc:
         case None:
             return "none", None
@@ -255,4 +270,6 @@ def _result_kind(desc: Any) -> tuple[str, Any]:
             return "gradient", getattr(desc.grad_of, "target", None)
         case InputMutationAOTOutput() if isinstance(desc.mutated_input, BufferAOTInput):
             return "mutation", desc.mutated_input.target
+        case InputMutationAOTOutput() if isinstance(desc.mutated_input, ParamAOTInput):
+            raise changes_parameter(desc.mutated_input.target, node)
     raise CaptureError(f"the captured graph has a result of an unknown kind: {desc}", remedy="do not change inputs in place")
