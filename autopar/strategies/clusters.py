@@ -5,14 +5,16 @@ which the indices of repeated layers are written ``{0}``, ``{1}``, ….
 
 When is a node merged into the cluster of a producer? Only where no choice is lost that could pay: the node is no
 contraction or lookup (before these, a gathered operand can pay for itself); on every axis, whatever placement the
-producer can give, the node accepts; and what it makes is no larger than what it reads, so that redistributing its result
-is never dearer than redistributing its operand; its own operands leave it no choice (a tensor made like another may lie in
-any way, and several such would multiply the cluster's strategies); it reads nothing that the cluster may read with a halo
-or mirrored, which would be another layout; and where the cluster is made of nothing, as zeros or a range is, it reads nothing
-else: such tensors are whole on every device, and what else it read would have to be whole beside them. A contraction can be
-the first node of a cluster, with followers. Where what backward reads of one memory is more than it holds (a tensor and a view
-of it), views are not merged into what makes that, nor others into views that backward reads: what is made together is kept
-together, and counted twice.
+producer can give, the node accepts, and where it reads several tensors of the cluster, whatever they can be together
+(of samples that are split the mean is a partial sum, which cannot be taken from them); and what it makes is no larger
+than what it reads, so that redistributing its result is never dearer than redistributing its operand; its own operands
+leave it no choice (a tensor made like another may lie in any way, and several such would multiply the cluster's
+strategies); it reads nothing that the cluster may read with a halo or mirrored, which would be another layout; and
+where the cluster is made of nothing, as zeros or a range is, it reads nothing else: such tensors are whole on every
+device, and what else it read would have to be whole beside them. A contraction can be the first node of a cluster, with
+followers. Where what backward reads of one memory is more than it holds (a tensor and a view of it), views are not
+merged into what makes that, nor others into views that backward reads: what is made together is kept together, and
+counted twice.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from autopar.capture.trace import Trace
 from autopar.layout import Special, adds_up
 from autopar.mirrored import Mirrored
 from autopar.rules import AxisOption, Call, axis_options, call_of, operands_of
+from autopar.strategies.joint import joint_options
 from autopar.strategies.storages import Ref, Storages, size_of
 
 HEADS = frozenset(
@@ -213,7 +216,9 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: Member, name: str)
         return False
     if any(r[0] in graph.members and r[0] not in inside and _depends(graph, r[0], inside) for r in member.reads):
         return False
-    return _follows(graph.options[name]) and all(_accepts_all(graph, member, name, i, from_cluster) for i in from_cluster)
+    if not _follows(graph.options[name]) or not all(_accepts_all(graph, member, name, i, from_cluster) for i in from_cluster):
+        return False
+    return _accepts_together(graph, content, member, name, from_cluster)
 
 
 def _would_be_counted_twice(graph: _Graph, content: Sequence[str], member: Member, reads: Sequence[Ref]) -> bool:
@@ -234,9 +239,21 @@ def _accepts_all(graph: _Graph, member: Member, name: str, operand: int, from_cl
     """Whatever the producer gives is accepted, without asking for partial sums from elsewhere (nothing redistributes to them)."""
     producer, result = member.reads[operand]
     given = {option.outputs[result] for option in graph.options[producer]}
+    return given <= {option.inputs[operand] for option in _usable(graph, member, name, from_cluster)}
+
+
+def _accepts_together(graph: _Graph, content: Sequence[str], member: Member, name: str, from_cluster: Sequence[int]) -> bool:
+    """As `_accepts_all`, of all that it reads of the cluster together."""
+    if len({member.reads[i] for i in from_cluster}) < 2:
+        return True
+    given = joint_options((graph.members[n].reads, graph.members[n].makes, graph.options[n]) for n in content)
+    accepted = {tuple(o.inputs[i] for i in from_cluster) for o in _usable(graph, member, name, from_cluster)}
+    return {tuple(state[member.reads[i]] for i in from_cluster) for state in given} <= accepted
+
+
+def _usable(graph: _Graph, member: Member, name: str, from_cluster: Sequence[int]) -> list[AxisOption]:
     others = [i for i in range(len(member.reads)) if i not in from_cluster]
-    usable = [o for o in graph.options[name] if not any(adds_up(o.inputs[i]) for i in others)]
-    return given <= {option.inputs[operand] for option in usable}
+    return [o for o in graph.options[name] if not any(adds_up(o.inputs[i]) for i in others)]
 
 
 def _depends(graph: _Graph, name: str, inside: set[str]) -> bool:

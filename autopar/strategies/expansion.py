@@ -21,8 +21,7 @@ from autopar.rules import AxisOption, TensorInfo, cuts_alike
 from autopar.strategies.clusters import Cluster, Member, Ref, clusters_of, offered_options
 from autopar.strategies.forced import Forced
 from autopar.strategies.groups import Starts, group_of
-
-Assignment = dict[Ref, Placement]  # on one axis
+from autopar.strategies.joint import Assignment, joint_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,23 +154,14 @@ def _joint_options(cluster: Cluster, partial: Sequence[set[Placement]]) -> list[
     `partial` says, per operand, which partial placements some producer can give: others would never be used.
     """
     given = dict(zip(cluster.operands, partial, strict=True))
-    found: list[Assignment] = [{}]
-    for member in cluster.members:
-        options = offered_options(member.call)
-        found = [joined for state in found for option in options if (joined := _join(state, member, option, given)) is not None]
+
+    def options_of(member: Member) -> list[AxisOption]:
+        pairs = ((o, zip(member.reads, o.inputs, strict=True)) for o in offered_options(member.call))
+        return [o for o, read in pairs if not any(adds_up(p) and ref in given and p not in given[ref] for ref, p in read)]
+
+    found = joint_options((m.reads, m.makes, options_of(m)) for m in cluster.members)
     unique = {tuple(sorted((r, str(p)) for r, p in state.items())): state for state in found}
     return list(unique.values())
-
-
-def _join(state: Assignment, member: Member, option: AxisOption, given: Mapping[Ref, set[Placement]]) -> Assignment | None:
-    joined = dict(state)
-    for ref, placement in zip(member.reads, option.inputs, strict=True):
-        if joined.setdefault(ref, placement) != placement:
-            return None
-        if adds_up(placement) and ref in given and placement not in given[ref]:
-            return None
-    joined.update(zip(member.makes, option.outputs, strict=True))
-    return joined
 
 
 def _partial_operands(

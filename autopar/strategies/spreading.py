@@ -12,7 +12,7 @@ is to blame.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -127,8 +127,9 @@ class Walk:
         return min(scored, key=lambda s: s[:2])[2] if scored else None
 
     def _options(self, node: fx.Node) -> tuple[AxisOption, ...]:
-        options = offered_options(self.graph.calls[node.name])
-        options = tuple(o for o in options if not any(isinstance(p, Special) for p in (*o.inputs, *o.outputs)))
+        reads = self.graph.reads[node.name]
+        offered = (o for o in offered_options(self.graph.calls[node.name]) if _reads_alike(reads, o))
+        options = tuple(o for o in offered if not any(isinstance(p, Special) for p in (*o.inputs, *o.outputs)))
         if self.policy.columns and node.target is ops.square_sum:  # summed over ranks, between two linears, it ends no chain of theirs
             options = tuple(o for o in options if not isinstance(o.outputs[0], Partial))
         product = None if self.policy.slices else product_of(self.graph, node)
@@ -248,3 +249,8 @@ class Walk:
             else:
                 best = frozenset(sources) if best is None or len(sources) < len(best) else best
         return best or frozenset()
+
+
+def _reads_alike(reads: Sequence[Ref], option: AxisOption) -> bool:
+    """Whether a tensor that is read twice, as a distance of samples from each other does, is read in one way."""
+    return len(set(zip(reads, option.inputs, strict=True))) == len(set(reads))

@@ -94,6 +94,22 @@ class Alone(Turned):
         return F.mse_loss(self.last(torch.tanh(self.first(x))), y)
 
 
+class Centred(Turned):
+    """The batch's mean is taken from what the last op makes, as losses of covariances do (Bardes et al., 2022, equation 3)."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        made = self.last(torch.tanh(self.first(x)))
+        return (made - made.mean(0)).pow(3).sum() + y.mean()
+
+
+class Spaced(Turned):
+    """How far every two samples are apart: one tensor is read twice."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        made = self.first(x)
+        return torch.cdist(made, made).mean() + F.mse_loss(self.last(made), y)
+
+
 class Masked(Turned):
     """Each sample is weighed with what another one's labels say, of which no parameter is part."""
 
@@ -101,7 +117,7 @@ class Masked(Turned):
         return F.mse_loss(torch.sigmoid(y.flip(0)) * self.last(torch.tanh(self.first(x))), y)
 
 
-COUPLED: dict[type[nn.Module], str] = {Contrasted: "/dot", Turned: "/flip", Routed: "/scatter_add"}
+COUPLED: dict[type[nn.Module], str] = {Contrasted: "/dot", Turned: "/flip", Routed: "/scatter_add", Spaced: "/_cdist_forward"}
 
 
 @cache
@@ -118,7 +134,7 @@ def moved(plan: autopar.Plan, kind: str) -> Counter[int]:
     return Counter(max(c.bytes, c.output_bytes(plan.mesh.shape[0])) // 4 for c in found)
 
 
-@pytest.mark.parametrize("kind", [*COUPLED, Placed, Masked])
+@pytest.mark.parametrize("kind", [*COUPLED, Placed, Masked, Centred])
 @pytest.mark.parametrize("mesh", [LINE, THREE], ids=str)
 @pytest.mark.parametrize("forced", [ddp(), fsdp()], ids=str)
 def test_what_couples_samples_computes_what_the_model_does(kind: type[nn.Module], mesh: Mesh, forced: Constraint) -> None:
@@ -166,6 +182,13 @@ def test_of_a_model_whose_samples_are_alone_nothing_is_gathered_nor_said(
     plan = planned(kind, LINE, ddp())[0]
     assert not moved(plan, "all_gather")
     assert not any(SAYS in line for line in (*plan.proof.covers, *(record.message for record in caplog.records)))
+
+
+def test_a_mean_over_samples_is_summed_and_nothing_is_gathered_nor_said() -> None:
+    plan = planned(Centred, LINE, ddp())[0]
+    assert not moved(plan, "all_gather") and not any(SAYS in line for line in plan.proof.covers)
+    dots = [n.strategy for e in plan.entries if e.phase == "forward" for n in e.nodes if "/dot/" in n.node]
+    assert len(dots) == 2 and all(str(s.inputs[0]) == str(s.outputs[0]) == "S(0)" for s in dots)
 
 
 def test_a_contrastive_loss_gathers_embeddings_and_scores_rows() -> None:

@@ -192,3 +192,25 @@ def test_what_a_convolution_may_read_with_a_halo_no_follower_of_it_reads_without
     assert backward
     for found in backward:
         assert any(halo.dim >= 2 for s in found.strategies for layout in s.outer.inputs for halo in layout.special), "space is a choice"
+
+
+class Centred(nn.Module):
+    """A mean over samples is taken from what one op makes, of which it is made, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.linear(x)
+        return (made - made.mean(0)).pow(3).sum()
+
+
+def test_where_a_node_reads_several_tensors_of_a_cluster_no_way_to_make_them_is_lost() -> None:
+    trace = capture(Centred(), (), {"x": torch.randn(8, 4)})
+    home = {m.node: i for i, c in enumerate(clusters_of(trace)) for m in c.members}
+    (difference,) = (n for n in trace.graph.nodes if n.target is torch.ops.aten.sub.Tensor)
+    (made,) = (n for n in trace.graph.nodes if n.target is ops.dot and n.meta["phase"] == "forward")
+    assert home[difference.name] != home[made.name]
+    (product,) = (c for c in classes_of(trace, (2,)) if c.first.members[0].node == made.name)
+    assert Layout.parse("S(0)") in {s.outer.outputs[0] for s in product.strategies}
