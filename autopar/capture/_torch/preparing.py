@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
 
 from autopar.capture._torch.fakes import FakeMode, fake_like, faked, new_fake_mode
 from autopar.capture._transformers import transformers_under_capture
+from autopar.capture.distributions import known_divergences
 from autopar.capture.precision import narrowed
 from autopar.capture.ties import Aliases, aliases_of
 from autopar.capture.trees import flatten_call, unflatten
@@ -57,10 +59,12 @@ def prepared(
     stored = {name: p.dtype for name, p in named if narrowed(p.dtype, precision) != p.dtype}
     on_gpu = any(getattr(held, "is_cuda", False) for held in (*model.parameters(), *model.buffers(), *(leaf for _, leaf in in_leaves)))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(known_divergences())
         stack.enter_context(_fake_weights(model, mode, precision, frozen=inference))
         stack.enter_context(transformers_under_capture(model, args, kwargs))
         stack.enter_context(torch.set_grad_enabled(not inference))
         stack.enter_context(_ops_of_training())
+        stack.enter_context(_unchecked_distributions())
         aliases = aliases_of(model)  # captured, a tensor is another object
         yield Prepared(mode, fake_args, fake_kwargs, in_leaves, in_spec, aliases, precision, stored, on_gpu, inference)
 
@@ -107,3 +111,14 @@ def _ops_of_training() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextlib.contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Distributions do not look at the values of their parameters, which has no place in a graph: torch.compile leaves it out, too."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
