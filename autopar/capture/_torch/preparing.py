@@ -13,6 +13,7 @@ from torch.distributions import Distribution
 
 from autopar.capture._torch.fakes import FakeMode, fake_like, faked, new_fake_mode
 from autopar.capture._transformers import transformers_under_capture
+from autopar.capture.distributions import known_divergences
 from autopar.capture.precision import narrowed
 from autopar.capture.ties import Aliases, aliases_of
 from autopar.capture.trees import flatten_call, unflatten
@@ -58,6 +59,7 @@ def prepared(
     stored = {name: p.dtype for name, p in named if narrowed(p.dtype, precision) != p.dtype}
     on_gpu = any(getattr(held, "is_cuda", False) for held in (*model.parameters(), *model.buffers(), *(leaf for _, leaf in in_leaves)))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(known_divergences())
         stack.enter_context(_fake_weights(model, mode, precision, frozen=inference))
         stack.enter_context(transformers_under_capture(model, args, kwargs))
         stack.enter_context(torch.set_grad_enabled(not inference))
