@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -27,6 +28,8 @@ def mismatch(value: Any, hint: Any, trusted: tuple[type, ...] = (), path: str = 
     if not fits or (isinstance(value, bool) and kind in (int, float)):
         name = "nothing" if kind is NoneType else " or ".join(map(repr, args)) if origin is Literal else kind.__name__
         return f"{path.lstrip('.')} is {value!r:.60}, not {name}"
+    if isinstance(value, float) and math.isnan(value):
+        return f"{path.lstrip('.')} is no number"
     if kind is Any or isinstance(value, trusted):
         return ""
     return next(filter(None, (mismatch(part, inner, trusted, path + step) for part, inner, step in _parts(value, args))), "")

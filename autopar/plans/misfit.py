@@ -18,7 +18,7 @@ def misfit(plan: Plan) -> str:
         return f"it names {len(mark.profiles)} profiles along {mark.axis!r} of mesh {plan.mesh}"
     if plan.pipeline is not None:
         return _of_stages(plan, plan.pipeline)
-    if wrong := _of_mesh(plan) or _of_decisions(plan) or plan.overlap.misfit():
+    if wrong := _of_mesh(plan) or _of_decisions(plan) or _of_phases(plan) or plan.overlap.misfit():
         return wrong
     if not isinstance(plan.options.get("memory_bytes", 0), int) or plan.options.get("memory_bytes") is True:
         return f"its budget is {plan.options['memory_bytes']!r}"
@@ -59,6 +59,14 @@ def _of_decisions(plan: Plan) -> str:
         if not entry.nodes or (entry.kind in ("parameter", "buffer", "input") and not entry.nodes[0].strategy.outputs):
             return f"{entry.key} decides nothing"
     return "" if plan.entries and all(k.layouts for k in plan.kept) else "it holds no decisions, or keeps something in no layout"
+
+
+def _of_phases(plan: Plan) -> str:
+    """Phases that a step does not have."""
+    said = [(entry.key, entry.phase) for entry in plan.entries] + [("a bucket", bucket.phase) for bucket in plan.buckets]
+    said += [(move.node, move.phase) for move in plan.communications if move.phase != "step"]
+    odd = next((each for each in said if each[1] not in ("forward", "backward")), None)
+    return "" if odd is None else f"{odd[0]} is of phase {odd[1]!r}"
 
 
 def _choices(plan: Plan) -> list[NodeChoice]:

@@ -47,6 +47,9 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "room is not in order": (lambda d: d["overlap"].update(backward_room=[[7, 10], [3, 20]]), "its room for early steps is"),
     "room is less than none": (lambda d: d["overlap"].update(forward_room=[[0, -1]]), "its room for early steps is"),
     "room is of no place": (lambda d: d["overlap"].update(forward_room=[[1]]), "forward_room"),
+    "a phase is none": (lambda d: d["communications"][0].update(phase="R"), "is of phase 'R'"),
+    "a decision is of no phase": (lambda d: d["entries"][2].update(phase="later"), "is of phase 'later'"),
+    "a time is no number": (lambda d: d["entries"][2].update(time_s=float("nan")), r"entries\[2\]\.time_s is no number"),
     "the budget is a word": (lambda d: d["options"].update(memory_bytes="80 GiB"), "its budget is '80 GiB'"),
 }
 
