@@ -3,6 +3,9 @@
     whole     the same                          split(d)   a part along dim d
     sum       a term: the terms' sum is it       mean       a term of which the average is it
     count(c)  a term of which the average, weighted by the node c (a number of labels that are not ignored), is it
+    divisor   what an op makes of sums: good for dividing sums by, since the batch's is what it makes of the batch's sums
+    share(c)  a term of which the sum, weighted by c of it / c of the batch, is it, where the node c is a divisor: weights add up to 1 only
+              where c is as much as the sums are
     place(d)  positions of samples within the microbatch, along dim d: good for looking up along the batch, and nothing else
 
 An op admits a label where its rule does, and where on parts it calls exactly what stands in the graph of the microbatch: microbatches are
@@ -14,7 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -23,7 +26,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar import ops, random_ops
-from autopar.errors import CoupledError
+from autopar.errors import CoupledError, Where
 from autopar.layout import Layout, Strategy
 from autopar.rules import AxisOption, Call, axis_options, call_of, localize, operands_of, where_of
 from autopar.rules.call import argument
@@ -49,7 +52,18 @@ _CONSTANTS = frozenset(
 )
 _FILLED: Mapping[Any, int] = {aten.full.default: 1, aten.new_full.default: 2}  # operand that says with what
 _LOOKUPS = frozenset((aten.index.Tensor, aten._unsafe_index.Tensor))
-Kind = Literal["whole", "split", "sum", "mean", "count", "place"]
+_OF_SUMS = frozenset(
+    (
+        aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.maximum.default, aten.minimum.default,
+        aten.add.Tensor, aten.add.Scalar, aten._to_copy.default,
+    )
+)  # fmt: skip
+_WORDS: Mapping[str, str] = {
+    "whole": "what no sample is part of", "split": "a part of the samples, along dim {dim}", "sum": "a sum over samples",
+    "mean": "an average over samples", "count": "an average over what {count} counts", "divisor": "a divisor made of a sum over samples",
+    "share": "a sum over samples divided by {count}", "place": "positions of samples in the batch",
+}  # fmt: skip
+Kind = Literal["whole", "split", "sum", "mean", "count", "divisor", "share", "place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +82,15 @@ class Label:
         return Shard(self.dim) if self.kind in ("split", "place") else Partial("sum")
 
     @property
+    def is_term(self) -> bool:
+        return self.kind in ("sum", "mean", "count", "share")
+
+    @property
     def is_average(self) -> bool:
         return self.kind in ("mean", "count")
 
 
-WHOLE, SUM_OF, MEAN_OF = Label("whole"), Label("sum"), Label("mean")
+WHOLE, SUM_OF, MEAN_OF, DIVISOR = Label("whole"), Label("sum"), Label("mean"), Label("divisor")
 
 
 def part_label(shape: tuple[int, ...], part: tuple[int, ...], num: int) -> Label | None:
@@ -97,16 +115,34 @@ def node_labels(node: fx.Node, here: fx.Node, labels: Mapping[tuple[str, int], L
         return (labels[node.args[0].name, int(node.args[1])],)  # type: ignore[union-attr, arg-type]
     call, part = call_of(node), call_of(here)
     reads = [labels[operand.name, 0] for operand in operands_of(node)]
-    if any(label.kind == "count" for label in reads) and len({r for r in reads if r.kind not in ("whole", "split")}) > 1:
-        raise refusal(node, num, "it joins terms that weigh differently")
     if any(r.kind == "place" for r in reads):
         found = _by_place(call, part, reads, num)
+    elif DIVISOR in reads:
+        found = _divided(node, call, reads) or _made_of_sums(node, call, part, reads)
     else:
-        found = _special(node, call, part, reads, num) or _by_rule(call, part, reads, num)
+        found = _special(node, call, part, reads, num) or _by_rule(call, part, reads, num) or _made_of_sums(node, call, part, reads)
     if found is None:
-        shown = ", ".join(f"{r.kind}{r.dim if r.kind == 'split' else ''}" for r in reads)
-        raise refusal(node, num, f"its rule does not admit operands that are {shown} of the batch's")
+        raise refusal(node, num, *_why_not(node, reads))
     return found
+
+
+def _divided(node: fx.Node, call: Call, reads: list[Label]) -> tuple[Label, ...] | None:
+    """A sum by a divisor."""
+    return (Label("share", count=node.args[1].name),) if call.target is aten.div.Tensor and reads == [SUM_OF, DIVISOR] else None  # type: ignore[union-attr]
+
+
+def _made_of_sums(node: fx.Node, call: Call, part: Call, reads: list[Label]) -> tuple[Label, ...] | None:
+    """One number, made alike of sums and of constants."""
+    alike = _plain(call.args) == _plain(part.args) and dict(call.kwargs) == dict(part.kwargs) and call.outputs == part.outputs
+    of_sums = {SUM_OF, DIVISOR}.intersection(reads) and {SUM_OF, DIVISOR, WHOLE}.issuperset(reads)
+    if call.target not in _OF_SUMS or not alike or not of_sums or math.prod(call.outputs[0].shape) != 1:
+        return None
+    others = [operand for operand, label in zip(operands_of(node), reads, strict=True) if label == WHOLE]
+    return (DIVISOR,) if all(map(_is_constant, others)) else None
+
+
+def _is_constant(node: fx.Node) -> bool:
+    return node.op != "placeholder" and all(map(_is_constant, node.all_input_nodes))
 
 
 def _special(node: fx.Node, call: Call, part: Call, reads: list[Label], num: int) -> tuple[Label, ...] | None:
@@ -133,6 +169,8 @@ def _special(node: fx.Node, call: Call, part: Call, reads: list[Label], num: int
         a, b = call.args[1], part.args[1]
         return (MEAN_OF,) if (a == b * num if _SCALED[call.target] else b == a * num) else None
     average = next((r for r in reads if r.is_average), None)
+    if alike and call.target is aten._to_copy.default and reads[0].kind == "share":
+        return (reads[0],)
     if average is not None and alike and (call.target in _SUMS or call.target is aten._to_copy.default):
         return (average,) if all(r in (average, WHOLE) for r in reads) else None
     if average is not None and alike and call.target is ops.dot and set(reads[:2]) == {WHOLE, average}:
@@ -173,7 +211,7 @@ def _is_cut_alike(call: Call, reads: list[Label]) -> bool:
 
 def _by_rule(call: Call, part: Call, reads: list[Label], num: int) -> tuple[Label, ...] | None:
     """By the rule of the op for one axis, where what it calls on parts is what the microbatch's graph calls."""
-    terms = {r for r in reads if r.kind in ("sum", "mean", "count")}
+    terms = {r for r in reads if r.is_term}
     if len(terms) > 1:
         return None
     for option in axis_options(call):
@@ -212,7 +250,31 @@ def _plain(value: Any) -> Any:
     return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def refusal(node: fx.Node, num: int, why: str) -> CoupledError:
+def _why_not(node: fx.Node, reads: list[Label]) -> tuple[str, str]:
+    """Why what an op makes of microbatches' operands does not make the batch's, and what to do."""
+    if not reads:
+        return "what it makes follows from the number of samples, of which a microbatch has fewer", _REMEDY
+    kinds, keys = {r.kind for r in reads}, {n.name: n.meta.get("key") for n in node.graph.nodes}
+    shown = " and ".join(dict.fromkeys(_WORDS[r.kind].format(dim=r.dim, count=keys.get(r.count)) for r in reads))
+    if len({r for r in reads if r.is_term}) > 1 and not kinds & {"split", "divisor", "place"}:
+        remedy = f"give all terms one denominator, such as the number of samples, or {_REMEDY}"
+        return f"it joins terms that weigh differently: {shown}", remedy
+    if "whole" in kinds and len(kinds) == 2 and kinds & {"sum", "share"}:
+        remedy = f"divide the sum by the number of samples before it is joined, or {_REMEDY}"
+        return f"it joins {shown}, which each microbatch would join again", remedy
+    return f"it reads {shown}, of which a microbatch's are not enough to make the batch's", _REMEDY
+
+
+def refusal(node: fx.Node, num: int, why: str, remedy: str = _REMEDY) -> CoupledError:
     """That a batch cannot be worked through in `num` microbatches because of this node."""
-    what = f"the batch cannot be worked through in {num} microbatches: at {node.meta['key']} {why}"
-    return CoupledError(what, where=where_of(node), remedy=_REMEDY)
+    place = "" if node.meta.get("module") else " (in the model's own forward)"
+    what = f"the batch cannot be worked through in {num} microbatches: at {node.meta['key']}{place} {why}"
+    return CoupledError(what, where=_where(node), remedy=remedy)
+
+
+def _where(node: fx.Node) -> Where:
+    """Its own line, or that of the next node before it that has one."""
+    near = node
+    while not near.meta.get("source") and near.all_input_nodes:
+        near = near.all_input_nodes[0]
+    return replace(where_of(node), source=near.meta.get("source", ""))

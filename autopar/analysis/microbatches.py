@@ -1,10 +1,11 @@
 """Whether a batch may be worked through in microbatches, and how their losses make the batch's.
 
-A model may be run on parts of its batch one after another where the batch reaches every output by concatenation, and the loss by one
-sum, where it has one. That is inferred from the graph: microbatches are like ranks of a data-parallel axis that run one after another,
-and so the rules of ops say what each makes of parts, and each tensor gets a label (`autopar.analysis.microbatch_labels`). With w the
-weight of a microbatch (1; 1/M; c/Σc), loss = Σ w·loss_m, and by linearity each gradient is Σ w·gradient_m: the tangent of microbatch m
-is w times that of the loss. Without a loss, the tangents of the batch's outputs are cut, or shared, as the outputs are put together.
+A model may be run on parts of its batch one after another where the batch reaches every output by concatenation, and the loss by one sum,
+where it has one. That is inferred from the graph: microbatches are like ranks of a data-parallel axis that run one after another, and so
+the rules of ops say what each makes of parts, and each tensor gets a label (`autopar.analysis.microbatch_labels`). With w the weight of a
+microbatch (1; 1/M; c/Σc; f(c)/f(Σc), where a sum is divided by f(c), as by ``count.clamp(min=1)``), loss = Σ w·loss_m, and by linearity
+each gradient is Σ w·gradient_m: the tangent of microbatch m is w times that of the loss. Without a loss, the tangents of the batch's
+outputs are cut, or shared, as the outputs are put together.
 
 Where the rules cannot see that samples do not depend on each other (tokens sorted by expert), the user may promise it: then a tensor
 whose graph of one microbatch has a dim M times shorter is taken for a part, and every op where that was needed is named.
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar import random_ops
-from autopar.analysis.microbatch_labels import WHOLE, Label, node_labels, part_label, refusal
+from autopar.analysis.microbatch_labels import DIVISOR, SUM_OF, WHOLE, Label, node_labels, part_label, refusal
 from autopar.analysis.vanishing import equal, vanishes
 from autopar.capture.trace import Trace
 from autopar.errors import ConstraintError
@@ -33,6 +34,7 @@ class Microbatching:
         num: how many microbatches. inputs: path of each input that is cut → the dim it is cut along.
         outputs: path → its label, of all that can be put together; the loss among them, where there is one.
         count: name of the node of the microbatch's graph that weighs the loss, ``""`` where all weigh alike.
+        sums: names of the sums that `count` is made of, where it is none itself: of them, not of it, the batch's are the total.
         only_counted: whether a microbatch that has nothing to count has nothing in the sum that is divided by it, either, and adds nothing.
         promised: keys of the ops at which only the user's promise says that samples are independent.
     """
@@ -43,6 +45,7 @@ class Microbatching:
     count: str = ""
     promised: tuple[str, ...] = ()
     only_counted: bool = True
+    sums: tuple[str, ...] = ()
 
 
 def microbatching(whole: Trace, part: Trace, num: int, *, independent: bool = False) -> Microbatching:
@@ -85,34 +88,52 @@ def microbatching(whole: Trace, part: Trace, num: int, *, independent: bool = Fa
     loss = next((outputs[o.path] for o in whole.outputs if o.is_loss), WHOLE)
     for i, o in enumerate(whole.outputs):
         why = _unjoined(whole, outputs[o.path], loss)
-        if why and o.whole:
-            raise refusal(results[i], num, f"output {o.path!r} {why}")
+        if why and (o.whole or o.is_loss):
+            raise refusal(results[i], num, f"{f'output {o.path!r}' if o.path else 'what the model returns'} {why}")
         if why:  # it is not asked for of several microbatches
             del outputs[o.path]
     keys = {n.name: n.meta["key"] for n in nodes}
-    only_counted = True
+    only_counted, sums = True, ()
     if loss.count:
         _check_weighed_by_inputs(whole, loss.count, num)
-        only_counted = _only_counted(whole, labels, loss.count)
+        only_counted = _only_counted(whole, labels, loss)
+        sums = tuple(here[keys[name]].name for name in _sums_of(whole, labels, loss.count))
     cut = {i.path: labels[i.node, 0].dim for i in whole.inputs if labels[i.node, 0].kind == "split"}
     count = here[keys[loss.count]].name if loss.count else ""
-    return Microbatching(num, cut, outputs, count, tuple(promised), only_counted)
+    return Microbatching(num, cut, outputs, count, tuple(promised), only_counted, sums)
 
 
 def _unjoined(whole: Trace, label: Label, loss: Label) -> str:
     """Why the batch's output cannot be put together from those of microbatches, of which the loss alone has weights."""
     if label.kind == "place":
         return "has positions in the batch"
-    if label.kind == "count" and not (loss.count and equal(whole.node(label.count), whole.node(loss.count))):
+    if label == DIVISOR:
+        return "is a sum over samples with something done to it once for the whole batch, and microbatches would do it once each"
+    if label.count and not (loss.count and equal(whole.node(label.count), whole.node(loss.count))):
         return "is an average that weighs otherwise than the loss"
     return ""
 
 
-def _only_counted(whole: Trace, labels: Mapping[tuple[str, int], Label], count: str) -> bool:
+def _only_counted(whole: Trace, labels: Mapping[tuple[str, int], Label], label: Label) -> bool:
     """Whether all sums that are divided by a count are 0 where it is."""
-    label = Label("count", count=count)
-    quotients = (n for n in whole.graph.nodes if labels.get((n.name, 0)) == label and n.args[1:2] == (whole.node(count),))
-    return all(vanishes(n.args[0], whole.node(count)) for n in quotients)
+    count = whole.node(label.count)
+    quotients = (n for n in whole.graph.nodes if labels.get((n.name, 0)) == label and n.args[1:2] == (count,))
+    return all(vanishes(n.args[0], count) for n in quotients)
+
+
+def _sums_of(whole: Trace, labels: Mapping[tuple[str, int], Label], count: str) -> tuple[str, ...]:
+    """The sums that a divisor is made of; none of a count, which is one."""
+    if labels[count, 0] != DIVISOR:
+        return ()
+    found: dict[str, None] = {}
+    stack = [whole.node(count)]
+    while stack:
+        for operand in stack.pop().all_input_nodes:
+            if labels[operand.name, 0] == DIVISOR:
+                stack.append(operand)
+            elif labels[operand.name, 0] == SUM_OF:
+                found[operand.name] = None
+    return tuple(found)
 
 
 def _check_weighed_by_inputs(whole: Trace, count: str, num: int) -> None:
@@ -164,7 +185,8 @@ def for_single_samples(like: Microbatching, made_from: Trace, part: Trace, num: 
     Args:
         like: of batches of two samples, whose trace is `made_from`. part: the trace of one sample.
     """
-    return replace(like, num=num, count=_counterpart(made_from, like.count, part) if like.count else "")
+    sums = tuple(_counterpart(made_from, name, part) for name in like.sums)
+    return replace(like, num=num, count=_counterpart(made_from, like.count, part) if like.count else "", sums=sums)
 
 
 def _counterpart(trace: Trace, name: str, other: Trace) -> str:

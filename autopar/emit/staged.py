@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from autopar.analysis.microbatches import Microbatching
@@ -44,8 +46,11 @@ def microbatches_of(part: Trace, how: Microbatching) -> Microbatches:
     """How a program works through microbatches; arguments as of `emit_staged`."""
     outputs = {path: (label.kind, label.dim) for path, label in how.outputs.items()}
     loss = None if part.loss is None else part.loss.path
-    count, paths = _count(part, how.count) if how.count else (None, ())
-    return Microbatches(how.num, how.inputs, outputs, loss, count, paths, how.only_counted)
+    if not how.count:
+        return Microbatches(how.num, how.inputs, outputs, loss)
+    count, paths = _count(part, how.sums or (how.count,))
+    divisor = _graph_to(part, (how.count,), how.sums) if how.sums else None
+    return Microbatches(how.num, how.inputs, outputs, loss, count, paths, how.only_counted, divisor)
 
 
 def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> Returned:
@@ -55,17 +60,24 @@ def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> Returned:
     return Returned(kept, microbatches, waits=not any(o.is_loss for o in part.differentiable))
 
 
-def _count(part: Trace, name: str) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """The graph from a microbatch's inputs to the node that weighs its loss, and the paths of these inputs."""
-    wanted = {name}
-    for node in reversed(part.graph.nodes):
-        if node.name in wanted:
-            wanted |= {operand.name for operand in node.all_input_nodes}
-    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+def _count(part: Trace, names: Sequence[str]) -> tuple[fx.GraphModule, tuple[str, ...]]:
+    """The graph from a microbatch's inputs to the nodes of which the weight of its loss is made, and the paths of these inputs."""
     inputs = {i.node: i.path for i in part.inputs}
+    graph = _graph_to(part, names, ())
+    return graph, tuple(inputs[node.name] for node in graph.graph.nodes if node.op == "placeholder")
+
+
+def _graph_to(part: Trace, names: Sequence[str], given: Sequence[str]) -> fx.GraphModule:
+    """The graph to nodes, from the nodes `given`, in that order, and from what else they need; a tuple from inputs, else one result."""
+    wanted = set(names)
+    for node in reversed(part.graph.nodes):
+        if node.name in wanted and node.name not in given:
+            wanted |= {operand.name for operand in node.all_input_nodes}
+    graph = fx.Graph()
+    env = {part.node(name): graph.placeholder(name) for name in given}
     for node in part.graph.nodes:
-        if node.name in wanted:
+        if node.name in wanted and node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)
-    graph.output(env[part.node(name)])
-    paths = tuple(inputs[node.name] for node in part.graph.nodes if node.op == "placeholder" and node.name in wanted)
-    return LazyGraphModule({}, graph), paths
+    results = tuple(env[part.node(name)] for name in names)
+    graph.output(results if not given else results[0])
+    return LazyGraphModule({}, graph)

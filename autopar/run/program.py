@@ -13,7 +13,7 @@ by index; `autopar.run` binds these to process groups, the lockstep interpreter 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,9 +106,11 @@ class Microbatches:
     Attributes:
         num: how many. inputs: path of each input that is cut → the dim it is cut along.
         outputs: path, of all that can be put together → what a microbatch's output is of the batch's: (``whole`` | ``split`` | ``sum`` |
-            ``mean`` | ``count``, dim).
+            ``mean`` | ``count`` | ``share``, dim).
         loss: path of the loss, None where the model returns none.
-        count: from the inputs `count_inputs` of a microbatch, whole, to the weight of its loss; None where all weigh alike.
+        count: from the inputs `count_inputs` of a microbatch, whole, to what weighs its loss, or the sums that this is made of; None where
+            all weigh alike.
+        divisor: from these sums, of a microbatch or of the batch, to what weighs it; None where it is the one sum itself.
         only_counted: whether one that has nothing to count adds nothing to the loss, either.
     """
 
@@ -119,6 +121,7 @@ class Microbatches:
     count: fx.GraphModule | None = None
     count_inputs: tuple[str, ...] = ()
     only_counted: bool = True
+    divisor: fx.GraphModule | None = None
 
     def split(self, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """The inputs of each microbatch.
@@ -148,14 +151,25 @@ class Microbatches:
         if self.count is None:
             return [1.0 if kind == "sum" else 1.0 / self.num] * self.num
         with torch.no_grad():
-            counts = [float(self.count(*(part[path] for path in self.count_inputs))) for part in parts]
-        total = sum(counts)
+            sums = [self.count(*(part[path] for path in self.count_inputs)) for part in parts]
+            counts = [float(self._divisor(each)) for each in sums]
+            totals = (torch.stack(each).sum(0, dtype=each[0].dtype) for each in zip(*sums, strict=True))
+            total = sum(counts) if self.divisor is None else float(self._divisor(tuple(totals)))
         if total and not self.only_counted and 0.0 in counts:
             what = f"microbatch {counts.index(0.0)} of {self.num} has nothing to count in what the loss is divided by"
             where = "the loss is a quotient of two sums, of which the first need not be 0 where the second is"
             remedy = "pass batches in which every microbatch has something to count, or compile with num_microbatches=1"
             raise RuntimeStateError(what, where=where, remedy=remedy)
         return [count / total if total else 1.0 / self.num for count in counts]
+
+    def bound(self, bind: Callable[[fx.GraphModule], fx.GraphModule]) -> Microbatches:
+        """With its graphs for one rank."""
+        count, divisor = (None if graph is None else bind(graph) for graph in (self.count, self.divisor))
+        return replace(self, count=count, divisor=divisor)
+
+    def _divisor(self, sums: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        found: torch.Tensor = sums[0] if self.divisor is None else self.divisor(*sums)
+        return found
 
     def join(self, path: str, parts: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
         """The batch's output from the microbatches'. A term of weight 0 may be no number."""
@@ -166,7 +180,7 @@ class Microbatches:
             return parts[-1]
         if kind == "sum":
             return torch.stack(parts).sum(0, dtype=parts[0].dtype)
-        share = weights if kind == "count" else [1.0 / self.num] * self.num
+        share = weights if kind in ("count", "share") else [1.0 / self.num] * self.num
         terms = [part * weight for part, weight in zip(parts, share, strict=True) if weight]
         return torch.stack(terms).sum(0) if terms else parts[0]
 

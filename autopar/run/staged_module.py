@@ -105,8 +105,7 @@ class StagedModule(Compiled):
         signature, defaults = inspect.signature(model.forward), defaults_of(model)
         self._arguments = Arguments(program, signature, batch, groups, devices.device_type, defaults)
         self._results = Results(program)
-        count = program.microbatches.count
-        self._how = replace(program.microbatches, count=None if count is None else bind(count, groups, devices.device_type))
+        self._how = program.microbatches.bound(lambda graph: bind(graph, groups, devices.device_type))
         left_out = [t.name for t in program.outputs if t not in self._kept]
         if outputs not in ("full", "loss") and left_out and rank() == 0:
             num = program.microbatches.num

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -100,8 +101,81 @@ def test_that_a_sum_vanishes_is_seen_in_the_graph(name: str) -> None:
 
 
 def test_a_count_for_each_class_is_refused() -> None:
-    with pytest.raises(CoupledError, match="operands that are sum, sum"):
+    with pytest.raises(CoupledError, match="reads a sum over samples, of which a microbatch's are not enough"):
         planned(lambda z, t: (z.sum(0) / t.sum(0)).sum())
+
+
+def count(t: Tensor) -> Tensor:
+    return (t > 0).sum()
+
+
+MADE_OF_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "no less than one": lambda z, t: (z.square() * mask(t)).sum() / count(t).clamp(min=1),
+    "no less than many": lambda z, t: (z.square() * mask(t)).sum() / mask(t).sum().clamp(min=2.5),
+    "no less than little": lambda z, t: (z.square() * mask(t)).sum() / mask(t).sum().clamp(min=1e-6),
+    "between two": lambda z, t: (z.square() * mask(t)).sum() / mask(t).sum().clamp(0.5, 3.5),
+    "the greater": lambda z, t: (z.square() * mask(t)).sum() / torch.maximum(mask(t).sum(), torch.tensor(2.0)),
+    "and a little": lambda z, t: (z.square() * mask(t)).sum() / (mask(t).sum() + 1e-8),
+    "of two sums": lambda z, t: (z.square() * mask(t)).sum() / torch.maximum(mask(t).sum(), t.square().sum() * 0.75).clamp(min=1),
+    "not only what counts": lambda z, t: z.square().sum() / count(t).clamp(min=1),
+    "of two terms": lambda z, t: (z * mask(t)).sum() / (n := count(t).clamp(min=1)) - 0.5 * (z.sin().sum() / n),
+}
+
+
+@pytest.mark.parametrize("num", [2, 6])
+@pytest.mark.parametrize("name", MADE_OF_SUMS)
+def test_a_sum_is_divided_by_what_is_made_of_the_batchs_sums(name: str, num: int) -> None:
+    model, batch, plan = planned(MADE_OF_SUMS[name], num)
+    for counted in (range(6), (1, 3, 4), (4,), ()):  # in the last three the first microbatch of six has nothing to count
+        labels = torch.zeros_like(batch["y"])
+        for sample in counted:
+            labels[sample, sample % 3] = 1.0
+        found = autopar.verify(plan, model, {**batch, "y": labels})
+        assert found.ok and found.max_error < 1e-12, str(found)
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (lambda z, t: (z * mask(t)).sum() / count(t).clamp(min=1) + torch.ones(3).sum(), "joins a sum over samples divided by /clamp"),
+        (lambda z, t: (z * mask(t)).sum() + 3.0, "what the model returns is a sum over samples with something done to it once"),
+        (lambda z, t: (z * mask(t)).sum() / z.square().sum().clamp(min=1), "weigh by what also follows from 'linear.weight', no input"),
+        (lambda z, t: (z * mask(t)).sum() / count(t).clamp(min=1) * count(t).clamp(min=1), "reads .* a divisor made of a sum over samples"),
+        (lambda z, t: (z * mask(t)).sum() / count(t).clamp(min=1) + z.sum() / count(t), "joins terms that weigh differently: .*clamp"),
+    ],
+    ids=["something whole beside", "no divisor", "a divisor that is trained", "a factor", "beside another"],
+)
+def test_what_is_made_of_sums_divides_and_does_nothing_else(loss: Loss, says: str) -> None:
+    with pytest.raises(CoupledError, match=says):
+        planned(loss)  # type: ignore[arg-type]
+
+
+class Penalised(Net):
+    """A penalty of parameters beside a sum over samples."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.linear(x), y) + 0.1 * self.linear.weight.square().sum()
+
+
+def test_a_penalty_stands_beside_an_average_and_not_beside_a_sum() -> None:
+    batch = {"x": torch.randn(6, 4), "y": torch.ones(6, 3)}
+    options: dict[str, Any] = {"example_inputs": batch, "hardware": "cpu-gloo", "num_microbatches": 2}
+    model = Penalised(F.mse_loss)
+    assert autopar.verify(autopar.plan(model, 1, **options), model, batch).ok
+    with pytest.raises(CoupledError, match="joins a sum over samples and what no sample is part of") as refused:
+        autopar.plan(Penalised(lambda z, t: F.mse_loss(z, t, reduction="sum")), 1, **options)
+    assert "divide the sum by the number of samples" in refused.value.remedy
+
+
+def test_a_refusal_says_what_the_op_reads_where_it_stands_and_what_to_do() -> None:
+    with pytest.raises(CoupledError) as refused:
+        planned(lambda z, t: (z - z.mean(0)).square().sum())
+    said = str(refused.value)
+    assert "reads a part of the samples, along dim 0 and an average over samples" in said and "sub" in said
+    assert "test_microbatch_quotients.py:" in said and "what to do: pass microbatches=1 or num_microbatches=1" in said
+    with pytest.raises(CoupledError, match="what it makes follows from the number of samples") as refused:
+        planned(lambda z, t: (z.sum(1) * torch.linspace(0, 1, len(z))).sum())
+    assert "test_microbatch_quotients.py:" in str(refused.value)
 
 
 def test_floats_of_integers_are_verified_in_float64_too() -> None:

@@ -19,12 +19,12 @@ from autopar.api.tracing import microbatch_of, trace_part
 from autopar.capture import Trace, capture
 from autopar.capture.execute import execute
 from autopar.capture.trees import flatten_call
-from autopar.emit.staged import _count
+from autopar.emit.staged import microbatches_of
 from autopar.errors import AutoparError, ConstraintError, CoupledError
 from autopar.kernels.collectives import fake_groups
 from autopar.mesh import Mesh
 from autopar.run.executor import Executor
-from autopar.run.program import Microbatches, StagedProgram
+from autopar.run.program import StagedProgram
 from autopar.run.stage_work import StageWork
 from benchmarks import zoo
 
@@ -45,10 +45,7 @@ def error(model: nn.Module, batch: dict[str, Any], **how: Any) -> float:
     leaves = dict(flatten_call((), batch)[0])
     inputs = {i.path: leaves[i.path].double() if leaves[i.path].is_floating_point() else leaves[i.path] for i in whole.inputs}
     expected, gradients, _ = execute(whole, tensors, tensors, list(inputs.values()), dtype=torch.float64)
-    count, paths = _count(part, inferred.count) if inferred.count else (None, ())
-    loss = next(o.path for o in whole.outputs if o.is_loss)
-    outputs = {path: (label.kind, label.dim) for path, label in inferred.outputs.items()}
-    batches = Microbatches(NUM, inferred.inputs, outputs, loss, count, paths)
+    batches = microbatches_of(part, inferred)
     parts = batches.split(inputs)
     weights = batches.weights(parts)
     made: dict[str, list[Tensor]] = {}
@@ -245,8 +242,9 @@ def test_a_model_of_one_batch_size_is_refused_as_one_whose_samples_are_coupled()
     [
         lambda z, y: F.cross_entropy(z, y, reduction="sum") / (y != -100).sum(),
         lambda z, y: (F.cross_entropy(z, y.clamp(min=0), reduction="none") * (y != -100)).sum() / (y != -100).sum(),
+        lambda z, y: F.cross_entropy(z, y, reduction="sum") / (y != -100).sum().clamp(min=1),
     ],
-    ids=["sum over count", "masked"],
+    ids=["sum over count", "masked", "sum over clamped count"],
 )
 def test_a_microbatch_in_which_nothing_counts_adds_nothing(loss: Any) -> None:
     torch.manual_seed(0)
