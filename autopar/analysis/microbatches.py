@@ -137,13 +137,15 @@ def _sums_of(whole: Trace, labels: Mapping[tuple[str, int], Label], count: str) 
 
 
 def _check_weighed_by_inputs(whole: Trace, count: str, num: int) -> None:
-    """That what weighs a microbatch's loss follows from its inputs, before any of it has run."""
-    others = {p.node: p.name for p in (*whole.parameters, *whole.buffers)}
+    """That what weighs a microbatch's loss follows from its inputs and buffers, before any of it has run, and has no gradient."""
+    parameters = {p.node: p.name for p in whole.parameters}
     stack, seen = [whole.node(count)], set[fx.Node]()
     while stack:
         node = stack.pop()
-        if node.name in others:
-            raise refusal(whole.node(count), num, f"microbatches' losses weigh by what also follows from {others[node.name]!r}, no input")
+        if node.name in parameters:
+            name = parameters[node.name]
+            why = f"microbatches' losses weigh by what also follows from parameter {name!r}, and may follow from inputs and buffers alone"
+            raise refusal(whole.node(count), num, why)
         if node not in seen:
             seen.add(node)
             stack += node.all_input_nodes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopar.analysis.microbatches import Microbatching
-from autopar.capture.trace import Trace
+from autopar.capture.trace import Input, Parameter, Trace
 from autopar.emit.build import emit
 from autopar.errors import EmissionError
 from autopar.plans import Plan
@@ -48,9 +48,13 @@ def microbatches_of(part: Trace, how: Microbatching) -> Microbatches:
     loss = None if part.loss is None else part.loss.path
     if not how.count:
         return Microbatches(how.num, how.inputs, outputs, loss)
-    count, paths = _count(part, how.sums or (how.count,))
+    names = how.sums or (how.count,)
+    needed = _needed(part, names)
+    buffers, inputs = ({t.node: name for t, name in of if t.node in needed} for of in _named(part))
+    count = _graph_to(part, names, (*buffers, *inputs))
     divisor = _graph_to(part, (how.count,), how.sums) if how.sums else None
-    return Microbatches(how.num, how.inputs, outputs, loss, count, paths, how.only_counted, divisor)
+    paths, read = tuple(inputs.values()), tuple(buffers.values())
+    return Microbatches(how.num, how.inputs, outputs, loss, count, paths, read, how.only_counted, divisor)
 
 
 def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> Returned:
@@ -60,24 +64,26 @@ def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> Returned:
     return Returned(kept, microbatches, waits=not any(o.is_loss for o in part.differentiable))
 
 
-def _count(part: Trace, names: Sequence[str]) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """The graph from a microbatch's inputs to the nodes of which the weight of its loss is made, and the paths of these inputs."""
-    inputs = {i.node: i.path for i in part.inputs}
-    graph = _graph_to(part, names, ())
-    return graph, tuple(inputs[node.name] for node in graph.graph.nodes if node.op == "placeholder")
+def _named(part: Trace) -> tuple[list[tuple[Parameter, str]], list[tuple[Input, str]]]:
+    """Buffers by name, and inputs by path."""
+    return [(b, b.name) for b in part.buffers], [(i, i.path) for i in part.inputs]
 
 
-def _graph_to(part: Trace, names: Sequence[str], given: Sequence[str]) -> fx.GraphModule:
-    """The graph to nodes, from the nodes `given`, in that order, and from what else they need; a tuple from inputs, else one result."""
+def _needed(part: Trace, names: Sequence[str], given: Sequence[str] = ()) -> set[str]:
+    """The nodes that these are made of, themselves among them, as far as those `given`."""
     wanted = set(names)
     for node in reversed(part.graph.nodes):
         if node.name in wanted and node.name not in given:
             wanted |= {operand.name for operand in node.all_input_nodes}
-    graph = fx.Graph()
+    return wanted
+
+
+def _graph_to(part: Trace, names: Sequence[str], given: Sequence[str]) -> fx.GraphModule:
+    """The graph from the nodes `given`, in that order, to these nodes, as a tuple."""
+    graph, wanted = fx.Graph(), _needed(part, names, given)
     env = {part.node(name): graph.placeholder(name) for name in given}
     for node in part.graph.nodes:
         if node.name in wanted and node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)
-    results = tuple(env[part.node(name)] for name in names)
-    graph.output(results if not given else results[0])
+    graph.output(tuple(env[part.node(name)] for name in names))
     return LazyGraphModule({}, graph)

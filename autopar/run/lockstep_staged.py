@@ -21,11 +21,19 @@ from autopar.kernels.sums import FIRST
 from autopar.layout import local_shape
 from autopar.run.lockstep import Lockstep, joined
 from autopar.run.lockstep_ranks import Observer, Ranks, Record
-from autopar.run.program import Program, ProgramTensor, StagedProgram
+from autopar.run.program import Microbatches, Program, ProgramTensor, StagedProgram
 from autopar.run.returned import parts_of
 from autopar.run.splitting import split
 
 Locals = list[Any]  # one tensor per rank of a stage
+
+
+def weights_in(
+    how: Microbatches, parts: list[dict[str, Tensor]], buffers: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> list[float]:
+    """The weights of microbatches' losses, computed in `dtype` where one is given."""
+    wide = [{path: promoted(x, dtype) for path, x in part.items()} for part in parts]
+    return how.weights(wide, {name: promoted(x, dtype) for name, x in buffers.items()})
 
 
 def run_staged(
@@ -47,7 +55,7 @@ def run_staged(
         VerificationError: where replicas differ, or a node fails; names the node, its module and source.
     """
     parts = program.microbatches.split(inputs)
-    weights = program.microbatches.weights(parts)
+    weights = weights_in(program.microbatches, parts, buffers, dtype)
     device = device_of((*parameters.values(), *inputs.values()))
     tangents = _tangents_of_parts(program, dtype, device, tangent)
     trained = any(t.has_gradient for stage in program.stages for t in stage.parameters)

@@ -108,8 +108,8 @@ class Microbatches:
         outputs: path, of all that can be put together → what a microbatch's output is of the batch's: (``whole`` | ``split`` | ``sum`` |
             ``mean`` | ``count`` | ``share``, dim).
         loss: path of the loss, None where the model returns none.
-        count: from the inputs `count_inputs` of a microbatch, whole, to what weighs its loss, or the sums that this is made of; None where
-            all weigh alike.
+        count: from the buffers `count_buffers` and the inputs `count_inputs` of a microbatch, whole, to what weighs its loss, or the sums
+            that this is made of; None where all weigh alike.
         divisor: from these sums, of a microbatch or of the batch, to what weighs it; None where it is the one sum itself.
         only_counted: whether one that has nothing to count adds nothing to the loss, either.
     """
@@ -120,6 +120,7 @@ class Microbatches:
     loss: str | None
     count: fx.GraphModule | None = None
     count_inputs: tuple[str, ...] = ()
+    count_buffers: tuple[str, ...] = ()
     only_counted: bool = True
     divisor: fx.GraphModule | None = None
 
@@ -139,8 +140,11 @@ class Microbatches:
                 part[path] = value
         return parts
 
-    def weights(self, parts: list[dict[str, torch.Tensor]]) -> list[float]:
+    def weights(self, parts: list[dict[str, torch.Tensor]], buffers: Mapping[str, torch.Tensor]) -> list[float]:
         """The weight of each microbatch's loss; 0 for one that has nothing to count. Without a loss all weigh 1.
+
+        Args:
+            parts: the inputs of each. buffers: by name, whole, those of `count_buffers` among them.
 
         Raises:
             RuntimeStateError: where one has nothing to count, and may add something to the loss for all that; on all ranks alike.
@@ -151,7 +155,8 @@ class Microbatches:
         if self.count is None:
             return [1.0 if kind == "sum" else 1.0 / self.num] * self.num
         with torch.no_grad():
-            sums = [self.count(*(part[path] for path in self.count_inputs)) for part in parts]
+            read = [buffers[name] for name in self.count_buffers]
+            sums = [self.count(*read, *(part[path] for path in self.count_inputs)) for part in parts]
             counts = [float(self._divisor(each)) for each in sums]
             totals = (torch.stack(each).sum(0, dtype=each[0].dtype) for each in zip(*sums, strict=True))
             total = sum(counts) if self.divisor is None else float(self._divisor(tuple(totals)))
@@ -168,7 +173,7 @@ class Microbatches:
         return replace(self, count=count, divisor=divisor)
 
     def _divisor(self, sums: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        found: torch.Tensor = sums[0] if self.divisor is None else self.divisor(*sums)
+        (found,) = sums if self.divisor is None else self.divisor(*sums)
         return found
 
     def join(self, path: str, parts: list[torch.Tensor], weights: list[float]) -> torch.Tensor:

@@ -81,7 +81,7 @@ class StageCalls:
             parts: the inputs of each microbatch. buffers: local ones by name. parameters: those held. scale: of losses in backward.
             keep: whether backward runs, too.
         """
-        weights = self.how.weights(parts)
+        weights = self.how.weights(parts, buffers)
         self.begin(self._works, parts, [weight * scale for weight in weights], buffers, parameters, keep=keep)
         if isinstance(self._schedule, Interleaving):
             self._schedule.run(backward=keep)

@@ -84,7 +84,8 @@ class StagedModule(Compiled):
         stages = {n: program.stages[n] for n in range(self.rank, len(program.stages), self._num_ranks)}
         held = {t.name: t for stage in stages.values() for t in (*stage.parameters, *stage.buffers)}
         self._draws = random_ops.STATE in held
-        held |= {t.name: t for stage in program.stages for t in stage.buffers if t.name == random_ops.STATE}  # on all ranks alike
+        on_all_ranks = {random_ops.STATE, *program.microbatches.count_buffers}
+        held |= {t.name: t for stage in program.stages for t in stage.buffers if t.name in on_all_ranks}
         here = {name for t in held.values() for name in (t.name, *t.aliases)}
         every = {name for s in program.stages for t in (*s.parameters, *s.buffers) for name in (t.name, *t.aliases)}
         super().__init__(tuple(held.values()), own, model, elsewhere=every - here, world=devices, both_modes=both_modes, shared=shared)

@@ -29,7 +29,7 @@ from autopar.capture.trees import flatten_call, flatten_with_paths, unflatten
 from autopar.errors import VerificationError
 from autopar.run.lockstep import Lockstep, run_lockstep
 from autopar.run.lockstep_ranks import Observer
-from autopar.run.lockstep_staged import run_staged
+from autopar.run.lockstep_staged import run_staged, weights_in
 from autopar.run.program import Program, StagedProgram
 from autopar.verification.comparison import Results
 from autopar.verification.drawing import PositionalDraws
@@ -124,7 +124,7 @@ class Case:
         leaves, spec = flatten_call(self.args, dict(self.kwargs))
         how, found = self.program.microbatches, dict[str, torch.dtype]()
         parts = how.split({path: x for path, x in leaves if isinstance(x, Tensor)})
-        weights = how.weights(parts)
+        weights = weights_in(how, parts, self.tensors, self.dtype)
         answers = self._tangents_of_parts(self.program, weights)
         steps: list[Results] = []
         for number, part in enumerate(parts):

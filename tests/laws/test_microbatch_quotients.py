@@ -139,7 +139,7 @@ def test_a_sum_is_divided_by_what_is_made_of_the_batchs_sums(name: str, num: int
     [
         (lambda z, t: (z * mask(t)).sum() / count(t).clamp(min=1) + torch.ones(3).sum(), "joins a sum over samples divided by /clamp"),
         (lambda z, t: (z * mask(t)).sum() + 3.0, "what the model returns is a sum over samples with something done to it once"),
-        (lambda z, t: (z * mask(t)).sum() / z.square().sum().clamp(min=1), "weigh by what also follows from 'linear.weight', no input"),
+        (lambda z, t: (z * mask(t)).sum() / z.square().sum().clamp(min=1), "weigh by what also follows from parameter 'linear.weight'"),
         (lambda z, t: (z * mask(t)).sum() / count(t).clamp(min=1) * count(t).clamp(min=1), "reads .* a divisor made of a sum over samples"),
         (lambda z, t: (z * mask(t)).sum() / count(t).clamp(min=1) + z.sum() / count(t), "joins terms that weigh differently: .*clamp"),
     ],

@@ -47,7 +47,7 @@ def error(model: nn.Module, batch: dict[str, Any], **how: Any) -> float:
     expected, gradients, _ = execute(whole, tensors, tensors, list(inputs.values()), dtype=torch.float64)
     batches = microbatches_of(part, inferred)
     parts = batches.split(inputs)
-    weights = batches.weights(parts)
+    weights = batches.weights(parts, tensors)
     made: dict[str, list[Tensor]] = {}
     sums: dict[str, Tensor] = {}
     for one, weight in zip(parts, weights, strict=True):
@@ -172,10 +172,40 @@ class Weighted(nn.Module):
         return nn.functional.cross_entropy(self.net(x), y, weight=self.weights)
 
 
-def test_losses_that_weigh_by_what_is_no_input_are_refused() -> None:
+class Scaled(Weighted):
+    """Parameters say what classes weigh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.weights
+        self.weights = nn.Parameter(torch.rand(5) + 0.1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        weights = self.weights[y]
+        return (nn.functional.cross_entropy(self.net(x), y, reduction="none") * weights).sum() / weights.sum()
+
+
+def test_losses_weigh_by_what_buffers_say_of_classes_as_they_are_in_each_call() -> None:
     torch.manual_seed(0)
-    model, data = Weighted(), {"x": torch.randn(8, 6), "y": torch.randint(0, 5, (8,))}
-    with pytest.raises(ConstraintError, match="weigh by what also follows from 'weights', no input"):
+    model, labels = Weighted(), torch.randint(0, 5, (8,))
+    labels[2:4], labels[4] = -100, -100  # the second microbatch has no label
+    data = {"x": torch.randn(8, 6), "y": labels}
+    assert error(model, data) < 1e-12
+    pm = autopar.compile(copy.deepcopy(model), Mesh(1), example_inputs=data, num_microbatches=NUM)
+    for scale in (1.0, 3.0):
+        for each in (pm, model):
+            each.zero_grad()
+            with torch.no_grad():
+                each.get_buffer("weights")[0] *= scale
+            each(**data).backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(pm.get_parameter(name).grad.full_tensor(), parameter.grad)
+
+
+def test_losses_that_weigh_by_parameters_are_refused() -> None:
+    torch.manual_seed(0)
+    model, data = Scaled(), {"x": torch.randn(8, 6), "y": torch.randint(0, 5, (8,))}
+    with pytest.raises(ConstraintError, match="weigh by what also follows from parameter 'weights'"):
         traced(model, data)
 
 

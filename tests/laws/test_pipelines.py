@@ -137,7 +137,7 @@ def test_a_wrong_weight_of_a_microbatch_is_found(llama: tuple[Planned, Any, Any]
 
     made, model, batch = llama
     right = Microbatches.weights
-    monkeypatch.setattr(Microbatches, "weights", lambda self, parts: [1.01 * right(self, parts)[0], *right(self, parts)[1:]])
+    monkeypatch.setattr(Microbatches, "weights", lambda self, *given: [1.01 * right(self, *given)[0], *right(self, *given)[1:]])
     with pytest.raises(VerificationError):
         autopar.verify(made.plan, model, batch)
 

@@ -95,3 +95,8 @@ def test_parameters_gathered_per_use() -> None:
     check(run_processes(4, WORKER, "run", plans), plans)
     plans = {"zero 3": text("gpt2", {"data": 2}, fsdp("data"), num_microbatches=2)}
     check(run_processes(2, WORKER, "run", plans), plans, staged=False)
+
+
+def test_losses_weigh_by_a_buffer_on_ranks_that_do_not_read_it() -> None:
+    for worst in run_processes(2, str(Path(__file__).parent / "worker_weighted.py"), "run"):
+        assert max(worst) < 1e-12

@@ -1,0 +1,49 @@
+"""Run by two processes: a pipeline whose losses weigh by a buffer that the last stage alone reads, beside the plain model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.constraints import pipeline
+
+
+class Classes(nn.Module):
+    """Two layers, and a cross entropy whose classes weigh as a buffer says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 10), nn.Linear(10, 4)
+        self.register_buffer("weights", torch.tensor([1.0, 2.0, 0.5, 3.0]))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.last(torch.tanh(self.first(x))), y, weight=self.weights)
+
+
+def run(rank: int) -> list[float]:
+    """The largest error of the loss and of this rank's gradients in two steps, between which the buffer changes."""
+    torch.manual_seed(0)
+    model = Classes().double()
+    plain, y = copy.deepcopy(model), torch.randint(0, 4, (8,))
+    y[2:4] = -100  # the second microbatch has no label
+    batch = {"x": torch.randn(8, 6, dtype=torch.float64), "y": y}
+    constraints = [pipeline("stage", microbatches=4)]
+    module: Any = autopar.compile(model, autopar.Mesh({"stage": 2}), example_inputs=batch, constraints=constraints, hardware="cpu-gloo")
+    worst = []
+    for scale in (1.0, 5.0):
+        for each in (module, plain):
+            each.zero_grad()
+            with torch.no_grad():
+                each.get_buffer("weights")[0] *= scale
+        loss, expected = module(**batch), plain(**batch)
+        loss.backward()
+        expected.backward()
+        errors = [abs(float(loss - expected))]
+        errors += [float((p.grad.full_tensor() - plain.get_parameter(n).grad).abs().max()) for n, p in module.named_parameters()]
+        worst.append(max(errors))
+    return worst
