@@ -36,7 +36,7 @@ aten = torch.ops.aten
 _REMEDY = "pass microbatches=1 or num_microbatches=1, or no number, and stages take the whole batch"
 _DRAWS = frozenset((random_ops.keep_mask, random_ops.uniform, random_ops.normal, random_ops.randint))
 _MEANS = frozenset((aten.mean.dim, aten.mean.default))
-_SUMS = frozenset((aten.add.Tensor, aten.sub.Tensor))
+_SUMS = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor))
 _SCALED = {aten.div.Tensor: True, aten.div.Scalar: True, aten.mul.Tensor: False, aten.mul.Scalar: False}
 _MOVES = frozenset(
     (
@@ -256,7 +256,7 @@ def _why_not(node: fx.Node, reads: list[Label]) -> tuple[str, str]:
         return "what it makes follows from the number of samples, of which a microbatch has fewer", _REMEDY
     kinds, keys = {r.kind for r in reads}, {n.name: n.meta.get("key") for n in node.graph.nodes}
     shown = " and ".join(dict.fromkeys(_WORDS[r.kind].format(dim=r.dim, count=keys.get(r.count)) for r in reads))
-    if len({r for r in reads if r.is_term}) > 1 and not kinds & {"split", "divisor", "place"}:
+    if node.target in _SUMS and len({r for r in reads if r.is_term}) > 1 and not kinds & {"split", "divisor", "place"}:
         remedy = f"give all terms one denominator, such as the number of samples, or {_REMEDY}"
         return f"it joins terms that weigh differently: {shown}", remedy
     if "whole" in kinds and len(kinds) == 2 and kinds & {"sum", "share"}:
