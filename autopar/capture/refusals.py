@@ -25,6 +25,12 @@ _REMEDIES = {
     "logging": "remove the log call from forward, or guard it with `if not torch.compiler.is_compiling()`",
     "Dynamic control flow": "the value of a tensor decides the control flow: use torch.where, or pass the choice as a Python value",
     "entirely functional graph": "make a tensor that forward changes in place a buffer: self.register_buffer(name, tensor) in __init__",
+    "Tensor.backward() call": "compute in forward what it needs of gradients by torch.autograd.grad(..., create_graph=True), which returns "
+    "them: `.backward()` writes into parameters",
+    "requires_grad_() call": "let a tensor of forward's own require the gradient: `x = x.detach().requires_grad_()`; or take gradients by "
+    "torch.func.grad",
+    "autograd.grad consumed": "pass create_graph=True, or retain_graph=True, to torch.autograd.grad: backward goes through the graph again",
+    "using `torch.autograd.grad`": "take the gradient by torch.func.grad",
     "item()": "do not read a tensor's value in forward (`.item()`, `int(x)`): compute it before and pass it as a Python value",
 }
 _MISCOMPILED = ("multilabel_margin_loss",)

@@ -25,6 +25,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+from autopar.capture._torch.derivatives import gradients_within
 from autopar.capture._torch.fakes import faked, views_of_one_mode
 from autopar.capture._torch.preparing import Prepared
 from autopar.capture._torch.tensor_attributes import computed_attributes
@@ -87,6 +88,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True, **_STATIC))
         if hasattr(torch._functorch.config, "backward_pass_autocast"):  # outside of autocast, as users run backward; `verify` tells
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
+        stack.enter_context(gradients_within())
         stack.enter_context(_without_record())
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # a recurrent layer is no op of CPUs alone
         stack.enter_context(views_of_one_mode())
@@ -147,8 +149,9 @@ def _let_go(captured: Any) -> None:
 
 
 def _call_again(model: nn.Module, call: Prepared) -> None:
-    with call.mode, torch.no_grad():
-        model(*call.args, **call.kwargs)
+    with call.mode:
+        args, kwargs = call.arguments_anew()
+        model(*args, **kwargs)
 
 
 def _placed(refusal: CaptureError, model: nn.Module, call: Prepared) -> CaptureError:
