@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.capture.refusals import user_line
+from autopar.capture.trees import argument_name
 from autopar.errors import CallError, Where
 
 # Torch's own subclasses are of fakes.
@@ -110,9 +111,7 @@ def _copied(model: nn.Module) -> nn.Module | None:
 
 def _named(path: str, model: nn.Module) -> str:
     """An argument's path with its name in place of its number."""
-    first, dot, rest = path.partition(".")
-    names = list(inspect.signature(model.forward).parameters)
-    return (names[int(first)] if first.isdecimal() and int(first) < len(names) else first) + dot + rest
+    return argument_name(path, list(inspect.signature(model.forward).parameters))
 
 
 def _shown(signature: inspect.Signature) -> str:

@@ -27,6 +27,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from autopar.capture._torch.derivatives import gradients_within
 from autopar.capture._torch.fakes import faked, views_of_one_mode
+from autopar.capture._torch.inputs import refuse_changed_inputs
 from autopar.capture._torch.preparing import Prepared
 from autopar.capture._torch.tensor_attributes import computed_attributes
 from autopar.capture._transformers import model_loggers
@@ -103,6 +104,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             join_norms(captured.graph)
             out_leaves, out_spec, found = _others_detached(captured, (*call.args, *call.kwargs.values()))
             joint = aot_export_joint_with_descriptors(stack, captured, call.args, call.kwargs)
+            refuse_changed_inputs(joint.graph_module.graph, call.in_leaves, model)
         except CaptureError:
             raise
         except Exception as error:  # torch raises many unrelated classes here; every one is a refusal to capture
