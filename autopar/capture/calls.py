@@ -6,7 +6,7 @@ import copy
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -107,6 +107,21 @@ def _copied(model: nn.Module) -> nn.Module | None:
         return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers(), *attributes)})
     except Exception:  # whatever it raises
         return None
+
+
+def called(model: nn.Module, paths: Collection[str], run: Callable[[nn.Module], object]) -> set[str]:
+    """Which of these modules `run` calls, with tensors that have shapes and no values; all where that cannot be found out."""
+    seen: set[str] = set()
+    copied = _copied(model)
+    if copied is None:
+        return set(paths)
+    try:
+        for path in paths:
+            copied.get_submodule(path).register_forward_pre_hook(lambda _module, _args, path=path: seen.add(path))  # type: ignore[misc]
+        run(copied)
+    except Exception:  # whatever a model raises of such tensors
+        return set(paths)
+    return seen
 
 
 def _named(path: str, model: nn.Module) -> str:

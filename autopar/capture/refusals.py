@@ -138,22 +138,26 @@ def refuse_unseen(model: nn.Module) -> None:
                 where=Where(module=name.rpartition(".")[0]),
                 remedy="remove the hooks; register them on what compile returns, or change p.grad after backward",
             )
+
+
+def of_modules(model: nn.Module) -> Iterator[CaptureError]:
+    """The same of single modules, where forward calls them: what is refused then, `where` with the module's path."""
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1 and module.training:
-            raise CaptureError(
+            yield CaptureError(
                 f"the dropout of {type(module).__name__} between its layers is missing in the graph that torch makes of it",
                 where=Where(module=name),
                 remedy="let single layers follow each other with nn.Dropout between them, or set dropout=0.0",
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise CaptureError(
+            yield CaptureError(
                 f"max_norm={module.max_norm} of {type(module).__name__}: forward changes the table, a parameter, where it looks up",
                 where=Where(module=name),
                 remedy="leave max_norm out, and scale the table's rows after optimizer.step() or what was looked up in forward",
             )
         counts = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module.running_mean is not None
         if counts and module.momentum is None:
-            raise CaptureError(
+            yield CaptureError(
                 f"momentum=None of {type(module).__name__}: how much a step counts depends on the number of steps so far, a tensor",
                 where=Where(module=name),
                 remedy="give it a momentum, such as 0.1",
@@ -204,6 +208,18 @@ def refuse_float8(graph: fx.Graph) -> None:
                 f"a tensor of {value.dtype}, which programs do not compute with",
                 where=Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"]),
                 remedy="compute in torch.bfloat16 or float16 instead",
+            )
+
+
+def refuse_sparse(graph: fx.Graph) -> None:
+    """Raise CaptureError at the first sparse value: programs compute with dense tensors, and gradients are parts of such."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise CaptureError(
+                "a tensor that is sparse, as the gradient of an embedding with sparse=True is: programs compute with dense ones",
+                where=Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"]),
+                remedy="pass sparse=False to the embedding, and an optimizer of dense gradients (AdamW in place of SparseAdam)",
             )
 
 

@@ -26,6 +26,6 @@ def refuse_changed_inputs(graph: fx.Graph, leaves: Sequence[tuple[str, Any]], mo
             raise CaptureError(
                 f"forward changes its input {name!r} in place: the caller's tensor, which no program writes to",
                 where=Where(module=recorded_module(node.meta), source=user_line(node.meta.get("stack_trace") or "")),
-                remedy=f"let forward change a copy (`{held} = {held}.clone()` before), or compute a new tensor: x.masked_fill(...) in place of "
-                "x.masked_fill_(...), a module with `inplace=False`",
+                remedy=f"let forward change a copy (`{held} = {held}.clone()` before), or compute a new tensor: x.masked_fill(...) in "
+                "place of x.masked_fill_(...), a module with `inplace=False`",
             )

@@ -151,9 +151,7 @@ def _let_go(captured: Any) -> None:
 
 
 def _call_again(model: nn.Module, call: Prepared) -> None:
-    with call.mode:
-        args, kwargs = call.arguments_anew()
-        model(*args, **kwargs)
+    call.run(model)
 
 
 def _placed(refusal: CaptureError, model: nn.Module, call: Prepared) -> CaptureError:

@@ -45,6 +45,12 @@ class Prepared:
         made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(torch.Tensor, _anew, (self.args, self.kwargs))
         return made
 
+    def run(self, model: nn.Module) -> None:
+        """Call `model`, this one or a copy."""
+        with self.mode:
+            args, kwargs = self.arguments_anew()
+            model(*args, **kwargs)
+
 
 def _anew(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
