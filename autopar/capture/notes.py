@@ -71,6 +71,7 @@ class Notes:
 
     Attributes:
         constants: values of modules that forward looked at. outside: of what no module has. code: all that ran.
+        draws: the user's lines where what Python's generator drew is used, "" where that is not known.
     """
 
     writes: tuple[Write, ...]
@@ -79,6 +80,7 @@ class Notes:
     graph: fx.Graph
     sources: dict[str, str]  # placeholder → Dynamo's name of what goes in
     code: tuple[CodeType, ...]
+    draws: tuple[str, ...]
 
     def write(self, source: str) -> Write | None:
         """The write at a place, by Dynamo's name for it."""
@@ -112,7 +114,15 @@ def _notes(output: Any) -> Notes:
         output.graph,
         held,
         tuple(output.tracing_context.traced_code or ()),
+        _drawn(output, args),
     )
+
+
+def _drawn(output: Any, args: dict[str, Any]) -> tuple[str, ...]:
+    if not output.random_calls:
+        return ()
+    users = [user for node in output.graph.nodes if "RandomValue" in type(args.get(node.name)).__name__ for user in node.users]
+    return tuple(user_line(user.meta.get("stack_trace") or "") for user in users) or ("",)
 
 
 def _name(named: Any) -> str:

@@ -20,6 +20,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n?(?P<code>[^\n]*)')
 _RAISED = re.compile(r"Developer debug context: raised exception (.+)|with fake tensors: .*: got (\w+\(.+\))")
+_CALLED = re.compile(r"(?:trace (?:the )?builtin(?: operator)?|that the function) `(?:<unknown module>\.)?(?P<name>[\w.]+?)\.?`")
 _REMEDIES = {
     "data-dependent": "the value of a tensor decides the control flow: use torch.where, or pass the choice as a Python value",
     "logging": "remove the log call from forward, or guard it with `if not torch.compiler.is_compiling()`",
@@ -33,6 +34,10 @@ _REMEDIES = {
     "using `torch.autograd.grad`": "take the gradient by torch.func.grad",
     "item()": "do not read a tensor's value in forward (`.item()`, `int(x)`): compute it before and pass it as a Python value",
 }
+_OUTSIDE = (
+    "compute the loss outside of the model: let forward return the log-probabilities, and go on with `loss = F.ctc_loss(pm(x), ...)` and "
+    "`loss.backward()`"
+)
 _MISCOMPILED = ("multilabel_margin_loss",)
 _SHAPES = (
     "keep shapes fixed: compute for all rows and multiply by a mask (`y + expert(x) * picked.unsqueeze(-1)`, torch.where(mask, x, 0)), "
@@ -62,12 +67,17 @@ def as_capture_error(error: BaseException) -> CaptureError:
     text = str(error)
     source = user_line("".join(_frames(error))) or user_line(text)
     kind = type(error).__name__  # torch's classes for these are private
+    if "_ctc_loss" in text:
+        said = "torch gives F.ctc_loss a result whose shape depends on the values of the lengths"
+        return CaptureError(said, where=Where(source=source), remedy=_OUTSIDE)
     if kind == "DynamicOutputShapeException" or "dynamic shape operator" in text.lower():
         op = what if kind == "DynamicOutputShapeException" else ""
         said = "the shape of a result depends on the values of a tensor, and a program has fixed shapes"
         return CaptureError(said, where=Where(op=op, source=source), remedy=_SHAPES)
     if isinstance(error, AssertionError) and "backend_input" in traceback.format_tb(error.__traceback__)[-1]:  # Dynamo made no graph
         return CaptureError("forward computes nothing with tensors", remedy="pass the batch as tensors, and return what is computed of it")
+    if called := _CALLED.search(text):
+        return _cannot_call(called["name"], source)
     raised = _RAISED.search(text)
     what = f"{what}: {raised[1] or raised[2]}" if raised else what
     default = _DEFAULT_REMEDY if type(error).__module__.startswith("torch._dynamo") else _BEHIND_DYNAMO
@@ -76,6 +86,27 @@ def as_capture_error(error: BaseException) -> CaptureError:
         what = f"forward reads the value of a tensor ({what})"
         remedy = _REMEDIES["item()"]
     return CaptureError(f"the model cannot be captured as one graph: {what}", where=Where(source=source), remedy=remedy)
+
+
+def _cannot_call(name: str, source: str) -> CaptureError:
+    """The refusal of a call of what is neither torch's nor the model's own Python, by what Dynamo calls it."""
+    if name.startswith(("Random.", "random.")):
+        return draws_of_python(name.replace("Random.", "random.", 1), source)
+    said = f"forward calls {name}, of which there is no graph"
+    if name == "print":
+        return CaptureError(said, where=Where(source=source), remedy=_REMEDIES["logging"])
+    remedy = "call it outside of the model and pass in what it gives, or compute that by torch's functions"
+    return CaptureError(said, where=Where(source=source), remedy=remedy)
+
+
+def draws_of_python(name: str, source: str = "") -> CaptureError:
+    """The refusal of numbers that Python's generator draws: in a graph they would be constants."""
+    return CaptureError(
+        f"forward draws of Python's generator ({name}), which a program does not do",
+        where=Where(source=source),
+        remedy="draw with torch.rand, randn, randint or bernoulli, which follow torch.manual_seed and are the same on every layout; or "
+        "draw outside of the model, and pass the number in as a tensor",
+    )
 
 
 def _frames(error: BaseException) -> Iterable[str]:
@@ -125,6 +156,10 @@ def rebinds(model: nn.Module, run: Callable[[], object]) -> bool:
 
 def refuse_unseen(model: nn.Module) -> None:
     """Raise CaptureError where the model does in training what no graph of it shows, and a program would leave out silently."""
+    if type(model).__name__ == "OptimizedModule":  # a private class of torch's
+        raise CaptureError("the model is what torch.compile made of one", remedy="pass the model itself: model._orig_mod")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise _scripted("")
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise CaptureError(
@@ -140,9 +175,19 @@ def refuse_unseen(model: nn.Module) -> None:
             )
 
 
+def _scripted(name: str) -> CaptureError:
+    return CaptureError(
+        "a module of TorchScript (torch.jit.script, trace or load), which has no forward that can be captured",
+        where=Where(module=name),
+        remedy="use the nn.Module that it was made of",
+    )
+
+
 def of_modules(model: nn.Module) -> Iterator[CaptureError]:
     """The same of single modules, where forward calls them: what is refused then, `where` with the module's path."""
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            yield _scripted(name)
         if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1 and module.training:
             yield CaptureError(
                 f"the dropout of {type(module).__name__} between its layers is missing in the graph that torch makes of it",

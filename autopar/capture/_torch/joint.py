@@ -39,7 +39,7 @@ from autopar.capture.norms import join_norms
 from autopar.capture.notes import Notes, noting
 from autopar.capture.outputs import Differentiated, differentiated
 from autopar.capture.raw_graphs import drop_checks, plain_copy
-from autopar.capture.refusals import as_capture_error, changes_parameter, quiet, refuse_miscompiled
+from autopar.capture.refusals import as_capture_error, changes_parameter, draws_of_python, quiet, refuse_miscompiled
 from autopar.capture.trace import ModuleAttribute, OutsideValue
 from autopar.capture.trees import flatten_with_paths, leaves_of
 from autopar.errors import CaptureError, Where
@@ -135,6 +135,8 @@ def _captured(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
     notes: list[Notes] = []
     with computed_attributes(), mock.patch.object(OutputGraph, "cleanup", noting(OutputGraph.cleanup, notes)):
         captured = dynamo_graph_capture_for_export(model)(*call.args, **call.kwargs)
+    if notes[-1].draws:
+        raise draws_of_python("random", notes[-1].draws[0])
     return captured, notes[-1]
 
 
@@ -150,8 +152,8 @@ def _let_go(captured: Any) -> None:
         vars(part).clear()
 
 
-def _call_again(model: nn.Module, call: Prepared) -> None:
-    call.run(model)
+def _call_again(model: nn.Module, call: Prepared) -> Any:
+    return call.run(model)
 
 
 def _placed(refusal: CaptureError, model: nn.Module, call: Prepared) -> CaptureError:

@@ -45,11 +45,11 @@ class Prepared:
         made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(torch.Tensor, _anew, (self.args, self.kwargs))
         return made
 
-    def run(self, model: nn.Module) -> None:
-        """Call `model`, this one or a copy."""
+    def run(self, model: nn.Module) -> Any:
+        """What `model`, this one or a copy, returns of the call."""
         with self.mode:
             args, kwargs = self.arguments_anew()
-            model(*args, **kwargs)
+            return model(*args, **kwargs)
 
 
 def _anew(tensor: torch.Tensor) -> torch.Tensor:
