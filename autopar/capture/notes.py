@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.outside import PLAIN, STEP, name_outside, outside_values
+from autopar.capture.outside import PLAIN, STEP, lines_of_draws, name_outside, outside_values
 from autopar.capture.refusals import is_torchs, user_line
 from autopar.capture.trace import ModuleAttribute, OutsideValue, Stamp
 
@@ -114,15 +114,8 @@ def _notes(output: Any) -> Notes:
         output.graph,
         held,
         tuple(output.tracing_context.traced_code or ()),
-        _drawn(output, args),
+        lines_of_draws(output, args),
     )
-
-
-def _drawn(output: Any, args: dict[str, Any]) -> tuple[str, ...]:
-    if not output.random_calls:
-        return ()
-    users = [user for node in output.graph.nodes if "RandomValue" in type(args.get(node.name)).__name__ for user in node.users]
-    return tuple(user_line(user.meta.get("stack_trace") or "") for user in users) or ("",)
 
 
 def _name(named: Any) -> str:
