@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.capture.refusals import user_line
-from autopar.errors import CallError, Where
+from autopar.capture.refusals import is_torchs, user_line
+from autopar.capture.trees import argument_name, leaves_of
+from autopar.errors import CallError, CaptureError, Where
 
 # Torch's own subclasses are of fakes.
 _KINDS = (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError, NotImplementedError)
@@ -48,7 +50,7 @@ def _unbound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappin
     return (f"forward() misses {', '.join(map(repr, missing))}" if missing else f"forward(): {otherwise}"), takes
 
 
-def refused_by_forward(model: nn.Module, run: Callable[[nn.Module], object], leaves: Iterable[tuple[str, Any]]) -> CallError | None:
+def refused_by_forward(model: nn.Module, run: Callable[[nn.Module], object], leaves: Iterable[tuple[str, Any]]) -> CaptureError | None:
     """The refusal of forward itself, where `run` calls it with tensors that have shapes and no values; None where it does not refuse.
 
     What such tensors alone are refused for is none of the call's. It is run of a copy, whose attributes it may change.
@@ -57,17 +59,20 @@ def refused_by_forward(model: nn.Module, run: Callable[[nn.Module], object], lea
     if copied is None:
         return None
     try:
-        run(copied)
+        if not any(isinstance(leaf, Tensor) for leaf in leaves_of(run(copied))):
+            return CaptureError("forward returns no tensor", remedy="let it return its loss, or the outputs of which the loss is computed")
     except Exception as error:
         text = str(error).strip()
+        if _raised_by_the_model(error):
+            return _own(error, shapes_of(model, leaves))
         if type(error) not in _KINDS or any(mark in text.lower() for mark in _OF_FAKES):
             return None
-        shapes = ", ".join(f"{_named(path, model)} {tuple(x.shape)}" for path, x in leaves if isinstance(x, Tensor))
+        shapes = shapes_of(model, leaves)
         kind = "" if isinstance(error, RuntimeError | ValueError) else f"{type(error).__name__}: "
         return CallError(
             f"forward does not take this call: {kind}{text.splitlines()[0] if text else type(error).__name__}",
             where=Where(source=user_line("".join(traceback.format_tb(error.__traceback__)))),
-            remedy=f"pass what the plain model takes (this was {shapes or 'no tensor'}); if it takes this, report it",
+            remedy=f"pass what the plain model takes (this was {shapes}); if it takes this, report it",
         )
     return None
 
@@ -108,11 +113,48 @@ def _copied(model: nn.Module) -> nn.Module | None:
         return None
 
 
+def _raised_by_the_model(error: Exception) -> bool:
+    """Whether a `raise` or `assert` outside of torch raised it, or a name that is nowhere."""
+    inner = error.__traceback__
+    while inner is not None and inner.tb_next is not None:
+        inner = inner.tb_next
+    if inner is None or is_torchs(inner.tb_frame.f_code.co_filename):
+        return False
+    return isinstance(error, NameError) or inner.tb_frame.f_code.co_code[inner.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def _own(error: Exception, shapes: str) -> CallError:
+    text = str(error).strip()
+    return CallError(
+        f"forward itself raises {type(error).__name__}{': ' + text.splitlines()[0] if text else ''}",
+        where=Where(source=user_line("".join(traceback.format_tb(error.__traceback__)))),
+        remedy=f"see why the line raises it, as the plain model does, and pass what the model takes (this was {shapes})",
+    )
+
+
+def shapes_of(model: nn.Module, leaves: Iterable[tuple[str, Any]]) -> str:
+    """``x (8, 16), y (8,)``: the tensors of a call, by path."""
+    return ", ".join(f"{_named(path, model)} {tuple(x.shape)}" for path, x in leaves if isinstance(x, Tensor)) or "no tensor"
+
+
+def called(model: nn.Module, paths: Collection[str], run: Callable[[nn.Module], object]) -> set[str]:
+    """Which of these modules `run` calls, with tensors that have shapes and no values; all where that cannot be found out."""
+    seen: set[str] = set()
+    copied = _copied(model)
+    if copied is None:
+        return set(paths)
+    try:
+        for path in paths:
+            copied.get_submodule(path).register_forward_pre_hook(lambda _module, _args, path=path: seen.add(path))  # type: ignore[misc]
+        run(copied)
+    except Exception:  # whatever a model raises of such tensors
+        return set(paths)
+    return seen
+
+
 def _named(path: str, model: nn.Module) -> str:
     """An argument's path with its name in place of its number."""
-    first, dot, rest = path.partition(".")
-    names = list(inspect.signature(model.forward).parameters)
-    return (names[int(first)] if first.isdecimal() and int(first) < len(names) else first) + dot + rest
+    return argument_name(path, list(inspect.signature(model.forward).parameters))
 
 
 def _shown(signature: inspect.Signature) -> str:

@@ -16,7 +16,7 @@ from autopar.capture._torch.preparing import Prepared, prepared
 from autopar.capture._transformers import branches_of_eager
 from autopar.capture.attributes import tell_of_unkept
 from autopar.capture.border import Border
-from autopar.capture.calls import check_call
+from autopar.capture.calls import called, check_call
 from autopar.capture.execute import propagate
 from autopar.capture.finite import all_finite, asks_for_finite
 from autopar.capture.folding import NotFoldable, Shortened, capture_shortened, renumbered
@@ -26,10 +26,10 @@ from autopar.capture.notes import of_the_model
 from autopar.capture.passes import PASSES
 from autopar.capture.passes.clean import inline_constants
 from autopar.capture.passes.random import number_draws, replace_random
-from autopar.capture.refusals import refuse_float8, refuse_random, refuse_unseen
+from autopar.capture.refusals import of_modules, refuse_float8, refuse_random, refuse_sparse, refuse_unseen
 from autopar.capture.ties import refuse_overlaps
 from autopar.capture.trace import Folding, Trace
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, Where
 from autopar.garbage import collected_seldom
 
 
@@ -60,8 +60,18 @@ def capture(
     refuse_overlaps(model)
     check_call(inspect.signature(model.forward), args, kwargs or {})
     with collected_seldom(), prepared(model, args, dict(kwargs or {}), precision, inference=inference) as call:
+        _refuse_called(model, call)
         trace = _captured_somehow(model, call, fold)
     return replace(trace, attributes=of_the_model(trace.attributes, model))
+
+
+def _refuse_called(model: nn.Module, call: Prepared) -> None:
+    """Raise CaptureError at the first module that cannot be captured, if forward calls it."""
+    refusals = {refusal.where.module: refusal for refusal in of_modules(model) if isinstance(refusal.where, Where)}
+    reached = called(model, refusals, call.run) if refusals else set()
+    for path, refusal in refusals.items():
+        if path in reached:
+            raise refusal
 
 
 def _captured_somehow(model: nn.Module, call: Prepared, fold: bool) -> Trace:
@@ -103,6 +113,7 @@ def _normal_form(model: nn.Module, raw: RawJoint, shortened: Shortened | None, c
     given = zip((node for node in graph.nodes if node.op == "placeholder"), raw.placeholders, strict=True)
     label(graph, [node for node, (kind, _) in given if kind == "tangent"])
     refuse_float8(graph)
+    refuse_sparse(graph)
     if shortened is not None:
         for node in graph.nodes:
             node.meta["module"] = renumbered(node.meta["module"], shortened.kept)

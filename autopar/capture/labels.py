@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection
+from typing import Any
 
 from torch import fx
 
@@ -31,15 +32,24 @@ def label(graph: fx.Graph, tangents: Collection[fx.Node] = ()) -> None:
             phase = "backward"
         elif "partitioner_tag" in meta:
             phase = "backward" if meta["partitioner_tag"].endswith("backward") else "forward"
-        stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
-        module = _path(next(reversed(stack.values()))[0]) if stack else ""
+        module = recorded_module(meta)
         source = user_line(meta.get("stack_trace") or "")
-        if not stack and phase == "backward" and node.op == "call_function":
+        if not _modules(meta) and phase == "backward" and node.op == "call_function":
             sources = [operand for operand in node.all_input_nodes if operand.op == "call_function"]
             nearest = max(sources, key=order.__getitem__, default=None)
             if nearest is not None:
                 module, source = nearest.meta["module"], source or nearest.meta["source"]
         node.meta = {"phase": phase, "module": module, "source": source, **({"val": meta["val"]} if "val" in meta else {})}
+
+
+def recorded_module(meta: dict[str, Any]) -> str:
+    """The path of the module that ran a node, by what torch recorded of it; empty of the model itself, or where it did not."""
+    stack = _modules(meta)
+    return _path(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def _modules(meta: dict[str, Any]) -> Any:
+    return meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
 
 
 def assign_keys(graph: fx.Graph) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.outside import PLAIN, STEP, name_outside, outside_values
+from autopar.capture.outside import PLAIN, STEP, lines_of_draws, name_outside, outside_values
 from autopar.capture.refusals import is_torchs, user_line
 from autopar.capture.trace import ModuleAttribute, OutsideValue, Stamp
 
@@ -71,6 +71,7 @@ class Notes:
 
     Attributes:
         constants: values of modules that forward looked at. outside: of what no module has. code: all that ran.
+        draws: the user's lines where what Python's generator drew is used, "" where that is not known.
     """
 
     writes: tuple[Write, ...]
@@ -79,6 +80,7 @@ class Notes:
     graph: fx.Graph
     sources: dict[str, str]  # placeholder → Dynamo's name of what goes in
     code: tuple[CodeType, ...]
+    draws: tuple[str, ...]
 
     def write(self, source: str) -> Write | None:
         """The write at a place, by Dynamo's name for it."""
@@ -112,6 +114,7 @@ def _notes(output: Any) -> Notes:
         output.graph,
         held,
         tuple(output.tracing_context.traced_code or ()),
+        lines_of_draws(output, args),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autopar.capture.refusals import user_line
 from autopar.capture.trace import OutsideValue, Stamp
 
 STEP = re.compile(r"\.(\w+)|\[([^\[\]]+)\]")
@@ -85,6 +86,18 @@ def name_outside(source: str, local: Mapping[str, Any], everywhere: dict[str, An
     except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, NameError):
         return ""
     return "" if found is None else found[0]
+
+
+def lines_of_draws(output: Any, args: Mapping[str, Any]) -> tuple[str, ...]:
+    """The user's lines where what Python's generator drew is used, ``""`` where that is not known; none where it drew nothing.
+
+    Args:
+        output: Dynamo's graph as it is made. args: placeholder → where what goes in comes from.
+    """
+    if not output.random_calls:
+        return ()
+    users = [user for node in output.graph.nodes if "RandomValue" in type(args.get(node.name)).__name__ for user in node.users]
+    return tuple(user_line(user.meta.get("stack_trace") or "") for user in users) or ("",)
 
 
 def _found(source: str, local: Mapping[str, Any], everywhere: dict[str, Any]) -> tuple[str, Any, tuple[tuple[str, Any], ...]] | None:

@@ -20,13 +20,24 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n?(?P<code>[^\n]*)')
 _RAISED = re.compile(r"Developer debug context: raised exception (.+)|with fake tensors: .*: got (\w+\(.+\))")
+_CALLED = re.compile(r"(?:trace (?:the )?builtin(?: operator)?|that the function) `(?:<unknown module>\.)?(?P<name>[\w.]+?)\.?`")
 _REMEDIES = {
     "data-dependent": "the value of a tensor decides the control flow: use torch.where, or pass the choice as a Python value",
     "logging": "remove the log call from forward, or guard it with `if not torch.compiler.is_compiling()`",
     "Dynamic control flow": "the value of a tensor decides the control flow: use torch.where, or pass the choice as a Python value",
     "entirely functional graph": "make a tensor that forward changes in place a buffer: self.register_buffer(name, tensor) in __init__",
+    "Tensor.backward() call": "compute in forward what it needs of gradients by torch.autograd.grad(..., create_graph=True), which returns "
+    "them: `.backward()` writes into parameters",
+    "requires_grad_() call": "let a tensor of forward's own require the gradient: `x = x.detach().requires_grad_()`; or take gradients by "
+    "torch.func.grad",
+    "autograd.grad consumed": "pass create_graph=True, or retain_graph=True, to torch.autograd.grad: backward goes through the graph again",
+    "using `torch.autograd.grad`": "take the gradient by torch.func.grad",
     "item()": "do not read a tensor's value in forward (`.item()`, `int(x)`): compute it before and pass it as a Python value",
 }
+_OUTSIDE = (
+    "compute the loss outside of the model: let forward return the log-probabilities, and go on with `loss = F.ctc_loss(pm(x), ...)` and "
+    "`loss.backward()`"
+)
 _MISCOMPILED = ("multilabel_margin_loss",)
 _SHAPES = (
     "keep shapes fixed: compute for all rows and multiply by a mask (`y + expert(x) * picked.unsqueeze(-1)`, torch.where(mask, x, 0)), "
@@ -56,12 +67,17 @@ def as_capture_error(error: BaseException) -> CaptureError:
     text = str(error)
     source = user_line("".join(_frames(error))) or user_line(text)
     kind = type(error).__name__  # torch's classes for these are private
+    if "_ctc_loss" in text:
+        said = "torch gives F.ctc_loss a result whose shape depends on the values of the lengths"
+        return CaptureError(said, where=Where(source=source), remedy=_OUTSIDE)
     if kind == "DynamicOutputShapeException" or "dynamic shape operator" in text.lower():
         op = what if kind == "DynamicOutputShapeException" else ""
         said = "the shape of a result depends on the values of a tensor, and a program has fixed shapes"
         return CaptureError(said, where=Where(op=op, source=source), remedy=_SHAPES)
     if isinstance(error, AssertionError) and "backend_input" in traceback.format_tb(error.__traceback__)[-1]:  # Dynamo made no graph
         return CaptureError("forward computes nothing with tensors", remedy="pass the batch as tensors, and return what is computed of it")
+    if called := _CALLED.search(text):
+        return _cannot_call(called["name"], source)
     raised = _RAISED.search(text)
     what = f"{what}: {raised[1] or raised[2]}" if raised else what
     default = _DEFAULT_REMEDY if type(error).__module__.startswith("torch._dynamo") else _BEHIND_DYNAMO
@@ -70,6 +86,27 @@ def as_capture_error(error: BaseException) -> CaptureError:
         what = f"forward reads the value of a tensor ({what})"
         remedy = _REMEDIES["item()"]
     return CaptureError(f"the model cannot be captured as one graph: {what}", where=Where(source=source), remedy=remedy)
+
+
+def _cannot_call(name: str, source: str) -> CaptureError:
+    """The refusal of a call of what is neither torch's nor the model's own Python, by what Dynamo calls it."""
+    if name.startswith(("Random.", "random.")):
+        return draws_of_python(name.replace("Random.", "random.", 1), source)
+    said = f"forward calls {name}, of which there is no graph"
+    if name == "print":
+        return CaptureError(said, where=Where(source=source), remedy=_REMEDIES["logging"])
+    remedy = "call it outside of the model and pass in what it gives, or compute that by torch's functions"
+    return CaptureError(said, where=Where(source=source), remedy=remedy)
+
+
+def draws_of_python(name: str, source: str = "") -> CaptureError:
+    """The refusal of numbers that Python's generator draws: in a graph they would be constants."""
+    return CaptureError(
+        f"forward draws of Python's generator ({name}), which a program does not do",
+        where=Where(source=source),
+        remedy="draw with torch.rand, randn, randint or bernoulli, which follow torch.manual_seed and are the same on every layout; or "
+        "draw outside of the model, and pass the number in as a tensor",
+    )
 
 
 def _frames(error: BaseException) -> Iterable[str]:
@@ -119,6 +156,10 @@ def rebinds(model: nn.Module, run: Callable[[], object]) -> bool:
 
 def refuse_unseen(model: nn.Module) -> None:
     """Raise CaptureError where the model does in training what no graph of it shows, and a program would leave out silently."""
+    if type(model).__name__ == "OptimizedModule":  # a private class of torch's
+        raise CaptureError("the model is what torch.compile made of one", remedy="pass the model itself: model._orig_mod")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise _scripted("")
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise CaptureError(
@@ -132,22 +173,36 @@ def refuse_unseen(model: nn.Module) -> None:
                 where=Where(module=name.rpartition(".")[0]),
                 remedy="remove the hooks; register them on what compile returns, or change p.grad after backward",
             )
+
+
+def _scripted(name: str) -> CaptureError:
+    return CaptureError(
+        "a module of TorchScript (torch.jit.script, trace or load), which has no forward that can be captured",
+        where=Where(module=name),
+        remedy="use the nn.Module that it was made of",
+    )
+
+
+def of_modules(model: nn.Module) -> Iterator[CaptureError]:
+    """The same of single modules, where forward calls them: what is refused then, `where` with the module's path."""
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            yield _scripted(name)
         if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1 and module.training:
-            raise CaptureError(
+            yield CaptureError(
                 f"the dropout of {type(module).__name__} between its layers is missing in the graph that torch makes of it",
                 where=Where(module=name),
                 remedy="let single layers follow each other with nn.Dropout between them, or set dropout=0.0",
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise CaptureError(
+            yield CaptureError(
                 f"max_norm={module.max_norm} of {type(module).__name__}: forward changes the table, a parameter, where it looks up",
                 where=Where(module=name),
                 remedy="leave max_norm out, and scale the table's rows after optimizer.step() or what was looked up in forward",
             )
         counts = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module.running_mean is not None
         if counts and module.momentum is None:
-            raise CaptureError(
+            yield CaptureError(
                 f"momentum=None of {type(module).__name__}: how much a step counts depends on the number of steps so far, a tensor",
                 where=Where(module=name),
                 remedy="give it a momentum, such as 0.1",
@@ -198,6 +253,18 @@ def refuse_float8(graph: fx.Graph) -> None:
                 f"a tensor of {value.dtype}, which programs do not compute with",
                 where=Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"]),
                 remedy="compute in torch.bfloat16 or float16 instead",
+            )
+
+
+def refuse_sparse(graph: fx.Graph) -> None:
+    """Raise CaptureError at the first sparse value: programs compute with dense tensors, and gradients are parts of such."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise CaptureError(
+                "a tensor that is sparse, as the gradient of an embedding with sparse=True is: programs compute with dense ones",
+                where=Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"]),
+                remedy="pass sparse=False to the embedding, and an optimizer of dense gradients (AdamW in place of SparseAdam)",
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -78,6 +78,12 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[t
     """Leaves of (args, kwargs) with their paths, and the spec: keyword arguments by name, positional ones by number."""
     leaves, spec = flatten_with_paths((args, kwargs))
     return tuple((path.split(".", 1)[1], leaf) for path, leaf in leaves), spec
+
+
+def argument_name(path: str, names: Sequence[str]) -> str:
+    """The path of an argument's leaf in a call, with the argument's name in place of its number; `names` are those of the signature."""
+    first, dot, rest = path.partition(".")
+    return (names[int(first)] if first.isdecimal() and int(first) < len(names) else first) + dot + rest
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:

@@ -25,7 +25,7 @@ def embedding(weight: Tensor, ids: Tensor, start: int | None = None, size: int |
     """
     if start is None:
         return aten.embedding.default(weight, ids)
-    _assert_inside(ids, size, "token ids")
+    _assert_inside(ids, size, "token ids", "give the embedding as many rows as there are ids, or see where the others come from")
     local, inside = _local_index(ids, start, weight.shape[0])
     return aten.embedding.default(weight, local).mul_(inside.unsqueeze(-1))
 
@@ -67,7 +67,8 @@ def pick(x: Tensor, index: Tensor, ignored: int, start: int = 0, size: int | Non
     Raises:
         RuntimeError: where an index is neither a class nor `ignored`.
     """
-    _assert_inside(torch.where(index == ignored, 0, index), x.shape[-1] if size is None else size, "labels")
+    remedy = f"give the loss as many classes as labels name, and what shall not count its ignore_index, {ignored} here"
+    _assert_inside(torch.where(index == ignored, 0, index), x.shape[-1] if size is None else size, "labels", remedy)
     local, inside = _local_index(index, start, x.shape[-1])
     return x.gather(-1, local.unsqueeze(-1)).squeeze(-1).mul_(inside)
 
@@ -185,10 +186,10 @@ def _row_losses(logits: Tensor, index: Tensor, ignored: int) -> tuple[Tensor, Te
     return s.log_().add_(m).sub_(picked), exp.mul_((index != ignored).unsqueeze(-1)).to(dtype)
 
 
-def _assert_inside(index: Tensor, size: int | None, what: str) -> None:
+def _assert_inside(index: Tensor, size: int | None, what: str, remedy: str) -> None:
     """Without waiting for the device."""
     if size is not None:
-        torch._assert_async(((index >= 0) & (index < size)).all(), f"{what} must be in 0…{size - 1}")
+        torch._assert_async(((index >= 0) & (index < size)).all(), f"{what} must be in 0…{size - 1}\n  what to do: {remedy}")
 
 
 def _local_index(index: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,9 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+from autopar.capture._torch.derivatives import gradients_within
 from autopar.capture._torch.fakes import faked, views_of_one_mode
+from autopar.capture._torch.inputs import refuse_changed_inputs
 from autopar.capture._torch.preparing import Prepared
 from autopar.capture._torch.tensor_attributes import computed_attributes
 from autopar.capture._transformers import model_loggers
@@ -37,7 +39,7 @@ from autopar.capture.norms import join_norms
 from autopar.capture.notes import Notes, noting
 from autopar.capture.outputs import Differentiated, differentiated
 from autopar.capture.raw_graphs import drop_checks, plain_copy
-from autopar.capture.refusals import as_capture_error, changes_parameter, quiet, refuse_miscompiled
+from autopar.capture.refusals import as_capture_error, changes_parameter, draws_of_python, quiet, refuse_miscompiled
 from autopar.capture.trace import ModuleAttribute, OutsideValue
 from autopar.capture.trees import flatten_with_paths, leaves_of
 from autopar.errors import CaptureError, Where
@@ -87,6 +89,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True, **_STATIC))
         if hasattr(torch._functorch.config, "backward_pass_autocast"):  # outside of autocast, as users run backward; `verify` tells
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
+        stack.enter_context(gradients_within())
         stack.enter_context(_without_record())
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # a recurrent layer is no op of CPUs alone
         stack.enter_context(views_of_one_mode())
@@ -101,6 +104,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             join_norms(captured.graph)
             out_leaves, out_spec, found = _others_detached(captured, (*call.args, *call.kwargs.values()))
             joint = aot_export_joint_with_descriptors(stack, captured, call.args, call.kwargs)
+            refuse_changed_inputs(joint.graph_module.graph, call.in_leaves, model)
         except CaptureError:
             raise
         except Exception as error:  # torch raises many unrelated classes here; every one is a refusal to capture
@@ -131,6 +135,8 @@ def _captured(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
     notes: list[Notes] = []
     with computed_attributes(), mock.patch.object(OutputGraph, "cleanup", noting(OutputGraph.cleanup, notes)):
         captured = dynamo_graph_capture_for_export(model)(*call.args, **call.kwargs)
+    if notes[-1].draws:
+        raise draws_of_python("random", notes[-1].draws[0])
     return captured, notes[-1]
 
 
@@ -146,9 +152,8 @@ def _let_go(captured: Any) -> None:
         vars(part).clear()
 
 
-def _call_again(model: nn.Module, call: Prepared) -> None:
-    with call.mode, torch.no_grad():
-        model(*call.args, **call.kwargs)
+def _call_again(model: nn.Module, call: Prepared) -> Any:
+    return call.run(model)
 
 
 def _placed(refusal: CaptureError, model: nn.Module, call: Prepared) -> CaptureError:

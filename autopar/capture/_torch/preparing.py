@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributions import Distribution
+from torch.utils._pytree import tree_map_only
 
 from autopar.capture._torch.fakes import FakeMode, fake_like, faked, new_fake_mode
 from autopar.capture._transformers import transformers_under_capture
@@ -38,6 +39,21 @@ class Prepared:
     stored: Mapping[str, torch.dtype]
     on_gpu: bool
     inference: bool
+
+    def arguments_anew(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Like args and kwargs, for a run of forward, which may change them."""
+        made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(torch.Tensor, _anew, (self.args, self.kwargs))
+        return made
+
+    def run(self, model: nn.Module) -> Any:
+        """What `model`, this one or a copy, returns of the call."""
+        with self.mode:
+            args, kwargs = self.arguments_anew()
+            return model(*args, **kwargs)
+
+
+def _anew(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 @contextlib.contextmanager

@@ -58,7 +58,8 @@ def _run(model: nn.Module, prepared: Prepared, stream: Stream, name: str) -> tup
     """What forward returns, described; everything else is in the stream."""
     try:
         with _watched(stream), prepared.mode, stream:
-            results = model(*prepared.args, **prepared.kwargs)
+            args, kwargs = prepared.arguments_anew()
+            results = model(*args, **kwargs)
         stream.finish()
         return tuple(stream.described(leaf, []) for leaf in leaves_of(results))
     except NotFoldable:

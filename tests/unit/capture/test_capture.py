@@ -8,6 +8,7 @@ import time
 from types import ModuleType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -359,9 +360,10 @@ def test_a_shape_that_depends_on_values_is_refused_with_op_and_line_and_the_way_
     [
         (lambda hidden, loss: loss * hidden.sum().item(), "do not read a tensor's value"),
         (lambda hidden, loss: hidden[hidden > 0].sum(), "multiply by a mask"),
-        (lambda hidden, loss: loss * time.time(), "fullgraph=True"),
+        (lambda hidden, loss: loss * time.time(), "outside of the model"),
+        (lambda hidden, loss: loss * float(numpy.random.default_rng(0).random()), "fullgraph=True"),
     ],
-    ids=["item", "a mask as index", "an error that torch finds too"],
+    ids=["item", "a mask as index", "a call", "an error that torch finds too"],
 )
 def test_the_way_out_of_a_refusal_is_one_of_its_own_cause(returns: Any, says: str) -> None:
     with pytest.raises(CaptureError) as refusal:

@@ -92,5 +92,5 @@ def test_a_forward_that_computes_nothing_is_refused_as_that(returned: Callable[[
         def forward(self, x: Tensor) -> Any:
             return returned(x)
 
-    with pytest.raises(CaptureError, match="forward computes nothing with tensors"):
+    with pytest.raises(CaptureError, match="forward returns no tensor"):
         capture(Nothing(), (REAL,))

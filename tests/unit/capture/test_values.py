@@ -99,6 +99,7 @@ def test_a_plain_tensor_that_is_a_view_is_captured_as_any_other() -> None:
 
 
 def test_a_distribution_is_made_in_forward_without_a_look_at_its_values_and_looks_again_afterwards() -> None:
+    torch.distributions.Distribution.set_default_validate_args(True)  # torch.compile in another test turns it off for good
     _verified(lambda module, x: x * torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(0.75, dtype=x.dtype)))
     with pytest.raises(ValueError, match="constraint"):
         torch.distributions.Normal(0.0, -1.0)
