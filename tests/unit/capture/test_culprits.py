@@ -59,7 +59,7 @@ def _refusal(model: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("does", "what", "line", "remedy"),
     [
-        (lambda x: x * random.random(), "Python's generator (random.random)", "random.random()", "torch.rand"),
+        (lambda x: x * random.random(), "Python's generator (random", "random.random()", "torch.rand"),
         (lambda x: x * random.randint(1, 9), "Python's generator (random)", "random.randint(1, 9)", "torch.rand"),
         (lambda x: x * time.time(), "forward calls time.time", "time.time()", "outside of the model"),
         (_ctc, "F.ctc_loss", "F.ctc_loss(", "let forward return the log-probabilities"),
