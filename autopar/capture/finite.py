@@ -20,17 +20,36 @@ _log = logging.getLogger("autopar")
 _FINITE, _INFINITE, _NO_NUMBER = torch.isfinite, torch.isinf, torch.isnan
 
 
+class _Answer:
+    """To a question about all elements. It is no number: where a model computes with it, that fails, and the model stays refused."""
+
+    def __init__(self, answer: bool) -> None:
+        self.answer = answer
+
+    def __bool__(self) -> bool:
+        return self.answer
+
+    def __or__(self, other: _Answer) -> _Answer:
+        return _Answer(self.answer or other.answer)
+
+    def __and__(self, other: _Answer) -> _Answer:
+        return _Answer(self.answer and other.answer)
+
+    def item(self) -> _Answer:
+        return self
+
+
 class _Everywhere:
     """One answer for all elements of a tensor. No tensor: whatever else is done with it fails, and the model stays refused."""
 
     def __init__(self, answer: bool) -> None:
         self.answer = answer
 
-    def all(self) -> bool:
-        return self.answer
+    def all(self) -> _Answer:
+        return _Answer(self.answer)
 
-    def any(self) -> bool:
-        return self.answer
+    def any(self) -> _Answer:
+        return _Answer(self.answer)
 
     def __invert__(self) -> _Everywhere:
         return _Everywhere(not self.answer)

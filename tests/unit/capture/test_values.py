@@ -52,6 +52,22 @@ def _guarded_twice(module: Inner, x: Tensor) -> Tensor:
     return x.clamp(min=-9.0)  # torch makes its values of isnan, too
 
 
+def _guarded_at_once(module: Inner, x: Tensor) -> Tensor:
+    if (torch.isnan(x).any() | torch.isinf(x).any()).item():
+        x = torch.zeros_like(x)
+    return x
+
+
+def _weighed(module: Inner, x: Tensor) -> Tensor:
+    x = _guarded(module, x)
+    return x * torch.isfinite(x).all()
+
+
+def _masked(module: Inner, x: Tensor) -> Tensor:
+    x = _guarded(module, x)
+    return torch.where(torch.isinf(x), torch.zeros_like(x), x)
+
+
 def _positive(module: Inner, x: Tensor) -> Tensor:
     if (x > 0).all():
         x = x * 2
@@ -71,7 +87,7 @@ def _verified(does: Any) -> None:
     assert autopar.verify(plan, model, batch).ok
 
 
-@pytest.mark.parametrize("does", [_guarded, _guarded_twice], ids=["isfinite", "isnan, isinf"])
+@pytest.mark.parametrize("does", [_guarded, _guarded_twice, _guarded_at_once], ids=["isfinite", "isnan, isinf", "at once"])
 def test_of_a_branch_on_whether_values_are_finite_a_program_has_the_one_for_finite_values_and_says_so(
     does: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -84,6 +100,13 @@ def test_what_a_branch_on_finite_values_needs_is_not_there_afterwards() -> None:
     capture(Outer(_guarded), (torch.ones(2, 4),))
     assert torch.isfinite(torch.tensor(1.0)).all().item() is True
     assert torch.isnan(torch.tensor(float("nan"))).item() and torch.isinf(torch.tensor(float("inf"))).item()
+
+
+@pytest.mark.parametrize("does", [_weighed, _masked])
+def test_where_the_answer_is_computed_with_as_well_the_model_stays_refused(does: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(CaptureError):
+        capture(Outer(does), (torch.ones(2, 4),))
+    assert not any("the branch for those" in text for text in caplog.messages)
 
 
 def test_other_control_flow_on_values_is_refused_with_module_and_line_and_way_out() -> None:
