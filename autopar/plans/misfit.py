@@ -63,8 +63,9 @@ def _of_decisions(plan: Plan) -> str:
 
 def _of_phases(plan: Plan) -> str:
     """Phases that a step does not have."""
-    said = [(entry.key, entry.phase) for entry in plan.entries] + [("a bucket", bucket.phase) for bucket in plan.buckets]
-    said += [(move.node, move.phase) for move in plan.communications if move.phase != "step"]
+    said = [(entry.key, entry.phase) for entry in plan.entries]
+    moved = [(move.node, move.phase) for move in plan.communications] + [("a bucket", bucket.phase) for bucket in plan.buckets]
+    said += [each for each in moved if each[1] != "step"]
     odd = next((each for each in said if each[1] not in ("forward", "backward")), None)
     return "" if odd is None else f"{odd[0]} is of phase {odd[1]!r}"
 
