@@ -1,5 +1,6 @@
 """Every kernel of a plan: that its product stands at an end of the collective, could do it, and saves what the plan says.
 
+Ranks along the collective's axis are of one node, so that they reach each other's memory.
 A product does one collective of a tensor, and is cut into chunks one way: for what it reads, or for what it makes. What is scattered at
 once is nowhere in one piece, so nothing else starts from there, and nobody reads or keeps it so. What has slack whatever is chosen is no
 kernel's, and the product can stand where what it reads is first read: its other factor is a parameter, an input, or forward's. What comes

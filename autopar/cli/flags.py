@@ -17,7 +17,12 @@ _FLAGS = (
 
 def as_flags(text: str) -> str:
     """The text, with options of `autopar.plan` as flags."""
-    text = _CONSTRAINT.sub(lambda found: f"--constraint {shlex.quote(found[1].replace(chr(39), chr(34)))}", text)
+    text = _CONSTRAINT.sub(_constraint, text)
     for python, flag in _FLAGS:
         text = re.sub(python, flag, text)
     return text
+
+
+def _constraint(found: re.Match[str]) -> str:
+    call = found[1].replace("'", '"')  # so that one pair of quotes holds it in a shell
+    return f"--constraint {shlex.quote(call)}"

@@ -39,13 +39,16 @@ def check_optimizer(optimizer: Optimizer) -> None:
     Raises:
         RuntimeStateError: for those known to fail, with the reason.
     """
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
     for cls in type(optimizer).__mro__:
-        if cls.__module__.startswith("torch.optim") and cls.__name__ in REFUSED:
+        if not cls.__module__.startswith("torch.optim"):
+            continue
+        if cls.__name__ in REFUSED:
             raise RuntimeStateError(
                 f"torch.optim.{cls.__name__} does not work on distributed parameters: {REFUSED[cls.__name__]}",
                 remedy=f"use one of {', '.join(SUPPORTED)}",
             )
-        if cls.__module__.startswith("torch.optim") and cls.__name__ in _FUSED and any(g.get("fused") for g in optimizer.param_groups):
+        if cls.__name__ in _FUSED and is_fused:
             what = f"torch.optim.{cls.__name__}(fused=True) does not work on distributed parameters: DTensor has no rule for its one kernel"
             raise RuntimeStateError(what, remedy="leave fused=True out; Adam and AdamW take it")
 

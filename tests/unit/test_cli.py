@@ -180,6 +180,7 @@ def test_a_plan_for_another_model_is_refused_without_a_traceback(here: Path, com
         ((*PLAN, "--module", "model.py:small", "--batch", "4", "--dtype", "float32"), "--batch and --dtype with --module"),
         ((*PLAN, "--module", "model.py:small", "--memory", "much"), "'much' is no size"),
         ((*PLAN, "--module", "model.py:small", "--memory", "100KiB"), "no plan fits"),
+        ((*PLAN, "--module", "model.py:small", "--memory", "100KiB"), "or pass a larger --memory"),
         ((*PLAN, "--model", "gpt2", "--dtype", "int3"), "dtype 'int3'"),
         ((*PLAN, "--module", "model.py:deep", "--schedule", "gpipe"), "--schedule gpipe is of stages, and none are asked for"),
         ((*PLAN, "--module", "model.py:deep", "--chunks", "2", "--microbatches", "4"), "pass --pipeline AXIS or --pipeline auto too"),

@@ -12,7 +12,7 @@ from autopar import hf
 from autopar.constraints import speak_of
 from autopar.hardware import HardwareProfile
 from benchmarks import tables
-from benchmarks.published import main, row
+from benchmarks.published import main, row, with_kernels
 from benchmarks.runs import RUNS, Run, setup_of, why_skipped
 from benchmarks.runs.comparison import draw, published_table, summary
 
@@ -21,6 +21,19 @@ PLANNED = [run for run in RUNS if why_skipped(run) is None]
 
 def run_of(row_id: str) -> Run:
     return next(run for run in RUNS if run.row_id == row_id)
+
+
+def test_with_kernels_a_profile_has_what_was_measured_on_one_gpu_and_the_readme_says_what_that_does() -> None:
+    plain, measured = HardwareProfile.load("h100-sxm"), HardwareProfile.load("h100-sxm-measured")
+    made = with_kernels(plain)
+    assert not plain.kernels and made.kernels == measured.kernels and made.links == plain.links and made != plain
+    ratios = {}
+    for name in ("published", "published_kernels"):
+        rows = json.loads((tables.PUBLISHED_RESULTS.parent / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+        ratios[name] = {r["row_id"]: f"{r['ratio']:.2f}" for r in rows if r.get("ratio")}
+    before, after = ([ratios[name][row_id] for row_id in ("p0414", "p0479", "p0541")] for name in ("published", "published_kernels"))
+    said = " ".join(tables.README.read_text(encoding="utf-8").split())
+    assert f"go from {before[0]} and {before[1]} to {after[0]} and {after[1]}, one of 340B from {before[2]} to {after[2]}" in said
 
 
 def test_every_run_is_planned_or_left_out_for_a_reason() -> None:
