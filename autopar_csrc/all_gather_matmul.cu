@@ -5,7 +5,8 @@
 //
 // Order on rank r: own shard, then those of r + 1, r + 2, … (mod size), each in num_chunks chunks.
 //
-// Lanes. The compute lane publishes, then for each position and chunk waits and multiplies; the copy lane pulls. Signals of epoch e:
+// Lanes. The compute lane publishes, then for each position and chunk waits and multiplies; the copy lane pulls, by the copy engine or by
+// a kernel of few blocks (include/blocks.h). Signals of epoch e:
 //   own flag              "the shard of epoch e lies in slot e mod 2 of my source"       r's compute lane → all peers' copy lanes
 //   chunk flag (p, c)     "this chunk of epoch e lies in gathered"                        r's copy lane → r's compute lane
 //
@@ -16,13 +17,14 @@
 //
 // Order of work: all ranks' publish before any rank's pull, a rank's pull before or beside its waits. No allocation, no synchronisation.
 
+#include "include/blocks.h"
 #include "include/lanes.h"
 
 namespace ap {
 namespace {
 
 // Copies one chunk of the shard that begins at `shard` to its place in `gathered`.
-template <class Lane> int place(const Lane& lane, const Shards& s, char* gathered, const char* shard, int64_t owner, int64_t chunk) {
+AP_EITHER template <class Lane> AP_HD int place(const Lane& lane, const Shards& s, char* gathered, const char* shard, int64_t owner, int64_t chunk) {
   const Block b = block_of(s, owner, chunk);
   return lane.copy(gathered + b.in_whole, b.whole_pitch, shard + b.in_shard, b.shard_pitch, b.width, b.height);
 }
@@ -37,8 +39,8 @@ int publish(const Lane& lane, const Shards& s, const char* x, char* source, char
   return AP_OK;
 }
 
-template <class Lane>
-int pull(const Lane& lane, const Shards& s, char* gathered, const char* const* sources, uint64_t* const* flags, uint64_t epoch) {
+AP_EITHER template <class Lane>
+AP_HD int pull(const Lane& lane, const Shards& s, char* gathered, const char* const* sources, uint64_t* const* flags, uint64_t epoch) {
   if (!is_valid(s) || epoch == 0) return AP_BAD_ARGUMENT;
   uint64_t* const own = flags[s.rank];
   for (int64_t position = 1; position < s.size; ++position) {
@@ -58,6 +60,13 @@ int wait_chunk(const Lane& lane, const Shards& s, const uint64_t* flags, int64_t
   if (!is_valid(s) || position < 1 || position >= s.size || chunk < 0 || chunk >= s.num_chunks) return AP_BAD_ARGUMENT;
   return lane.wait(flags + chunk_flag(s, position, chunk), epoch);
 }
+
+#ifdef AP_DEVICE
+__global__ void __launch_bounds__(kLaneThreads) ap_pull_kernel(BlockLane lane, Shards s, char* gathered, const __grid_constant__ Peers sources,
+                                                               const __grid_constant__ Signals flags, uint64_t epoch) {
+  if (pull(lane, s, gathered, sources.at, flags.at, epoch) != AP_OK) stop();
+}
+#endif
 
 }  // namespace
 }  // namespace ap
@@ -110,6 +119,15 @@ AP_API int ap_all_gather_matmul_publish_cuda(const void* x, void* source, void* 
 AP_API int ap_all_gather_matmul_pull_cuda(void* gathered, const void* const* sources, uint64_t* const* flags, ap::Shards s, uint64_t epoch,
                                           void* stream) {
   return ap::pull(ap::StreamLane{stream}, s, (char*)gathered, (const char* const*)sources, flags, epoch);
+}
+
+// As pull, by one kernel of `num_blocks` blocks, which copy at most `bytes_per_s` together where that is not 0.
+AP_API int ap_all_gather_matmul_pull_by_blocks_cuda(void* gathered, void* const* sources, uint64_t* const* flags, ap::Shards s,
+                                                    uint64_t epoch, int64_t num_blocks, double bytes_per_s, void* stream) {
+  if (!ap::can_run(s, epoch, num_blocks, bytes_per_s)) return AP_BAD_ARGUMENT;
+  AP_LAUNCH(ap::ap_pull_kernel, unsigned(num_blocks), unsigned(ap::kLaneThreads), stream, ap::lane_of(bytes_per_s), s, (char*)gathered,
+            ap::peers_at(s.size, sources), ap::signals_at(s.size, flags), epoch);
+  return ap::launched();
 }
 
 AP_API int ap_all_gather_matmul_wait_cuda(const uint64_t* flags, ap::Shards s, int64_t position, int64_t chunk, uint64_t epoch,

@@ -29,17 +29,6 @@ namespace {
 
 #ifdef AP_DEVICE
 
-// Every rank's flags.
-struct Signals {
-  uint64_t* at[kMaxRanks];
-};
-
-Signals signals_at(const Routes& r, uint64_t* const* flags) {
-  Signals signals{};
-  for (int64_t rank = 0; rank < r.size; ++rank) signals.at[rank] = flags[rank];
-  return signals;
-}
-
 // A thread for each rank, so that no rank's flag costs a launch of its own.
 __global__ void __launch_bounds__(kMaxRanks) ap_rows_tell_kernel(Routes r, Signals signals, uint64_t epoch) {
   if (threadIdx.x < r.size && signal(signals.at[threadIdx.x] + come_flag(r.rank), epoch) != AP_OK) stop();
@@ -73,7 +62,7 @@ dim3 grid_of(const Routes& r) {
 }
 
 int tell(const StreamLane& lane, const Routes& r, uint64_t* const* flags, uint64_t epoch) {
-  AP_LAUNCH(ap_rows_tell_kernel, 1, unsigned(kMaxRanks), lane.stream, r, signals_at(r, flags), epoch);
+  AP_LAUNCH(ap_rows_tell_kernel, 1, unsigned(kMaxRanks), lane.stream, r, signals_at(r.size, flags), epoch);
   return launched();
 }
 int wait_for_all(const StreamLane& lane, const Routes& r, const uint64_t* flags, uint64_t epoch) {
@@ -82,7 +71,7 @@ int wait_for_all(const StreamLane& lane, const Routes& r, const uint64_t* flags,
 }
 int write_counts(const StreamLane& lane, const Routes& r, const int64_t* counts, const Peers& tables, uint64_t* const* flags,
                  uint64_t epoch) {
-  AP_LAUNCH(ap_rows_announce_kernel, unsigned(r.size), 128, lane.stream, r, counts, tables, signals_at(r, flags), epoch);
+  AP_LAUNCH(ap_rows_announce_kernel, unsigned(r.size), 128, lane.stream, r, counts, tables, signals_at(r.size, flags), epoch);
   return launched();
 }
 int push_rows(const StreamLane& lane, const Routes& r, const char* x, const int64_t* index, const int64_t* table, const Peers& homes) {
@@ -130,7 +119,7 @@ template <class Lane> int await(const Lane& lane, const Routes& r, uint64_t* con
 template <class Lane>
 int announce(const Lane& lane, const Routes& r, const int64_t* counts, void* const* memory, uint64_t* const* flags, uint64_t epoch) {
   if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
-  return write_counts(lane, r, counts, peers_at(r, memory), flags, epoch);
+  return write_counts(lane, r, counts, peers_at(r.size, memory), flags, epoch);
 }
 
 template <class Lane>
@@ -144,7 +133,7 @@ template <class Lane>
 int push(const Lane& lane, const Routes& r, const char* x, const int64_t* index, const int64_t* table, void* const* memory,
          uint64_t* const* flags, uint64_t epoch) {
   if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
-  AP_TRY(push_rows(lane, r, x, index, table, peers_at(r, memory)));
+  AP_TRY(push_rows(lane, r, x, index, table, peers_at(r.size, memory)));
   return tell(lane, r, flags, epoch);
 }
 
@@ -152,7 +141,7 @@ template <class Lane>
 int give_back(const Lane& lane, const Routes& r, const char* rows, const int64_t* table, void* const* memory, uint64_t* const* flags,
               uint64_t epoch) {
   if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
-  AP_TRY(return_rows(lane, r, rows, table, peers_at(r, memory)));
+  AP_TRY(return_rows(lane, r, rows, table, peers_at(r.size, memory)));
   return tell(lane, r, flags, epoch);
 }
 

@@ -7,7 +7,8 @@
 // the own inbox at once. The sum runs over ranks 0, 1, …, size - 1, for every element, whatever came first: fp32 for fp32, bf16 and
 // fp16, fp64 for fp64, 64 bits for integers; the last step is the cast to the dtype. So it is the same in every bit each time.
 //
-// Lanes. The compute lane multiplies and says so; the copy lane pushes; then the compute lane waits for its peers and adds up. What else
+// Lanes. The compute lane multiplies and says so; the copy lane pushes, by the copy engine or by a kernel of few blocks
+// (include/blocks.h); then the compute lane waits for its peers and adds up. What else
 // is made of the sum may be made in that step: reduce_add_rmsnorm.cu takes the slots as its parts.
 // Signals of epoch e:
 //   chunk flag (p, c)     "this chunk of epoch e is made"                                 r's compute lane → r's copy lane
@@ -20,6 +21,7 @@
 //
 // Order of work: a rank's products before or beside its push, all ranks' push before any rank's sum. No allocation, no synchronisation.
 
+#include "include/blocks.h"
 #include "include/lanes.h"
 
 namespace ap {
@@ -30,8 +32,8 @@ template <class Lane> int produced(const Lane& lane, const Shards& s, uint64_t* 
   return lane.signal(flags + chunk_flag(s, position, chunk), epoch);
 }
 
-template <class Lane>
-int push(const Lane& lane, const Shards& s, const char* partial, char* const* inboxes, uint64_t* const* flags, uint64_t epoch) {
+AP_EITHER template <class Lane>
+AP_HD int push(const Lane& lane, const Shards& s, const char* partial, char* const* inboxes, uint64_t* const* flags, uint64_t epoch) {
   if (!is_valid(s) || epoch == 0) return AP_BAD_ARGUMENT;
   for (int64_t position = 0; position < s.size - 1; ++position) {
     const int64_t owner = scattered_owner(s, position);
@@ -46,7 +48,15 @@ int push(const Lane& lane, const Shards& s, const char* partial, char* const* in
   return AP_OK;
 }
 
-template <class Lane> int arrive(const Lane& lane, const Shards& s, const uint64_t* flags, uint64_t epoch) {
+#ifdef AP_DEVICE
+__global__ void __launch_bounds__(kLaneThreads) ap_push_kernel(BlockLane lane, Shards s, const char* partial,
+                                                               const __grid_constant__ Peers inboxes,
+                                                               const __grid_constant__ Signals flags, uint64_t epoch) {
+  if (push(lane, s, partial, inboxes.at, flags.at, epoch) != AP_OK) stop();
+}
+#endif
+
+template <class Lane> int await_all(const Lane& lane, const Shards& s, const uint64_t* flags, uint64_t epoch) {
   if (!is_valid(s) || epoch == 0) return AP_BAD_ARGUMENT;
   for (int64_t peer = 0; peer < s.size; ++peer)
     if (peer != s.rank) AP_TRY(lane.wait_for_pushed(flags + peer_flag(peer), epoch));
@@ -120,7 +130,7 @@ AP_API int ap_matmul_reduce_scatter_push_host(const void* partial, void* const* 
 
 // Returns when all peers' parts of epoch `epoch` are in this rank's inbox.
 AP_API int ap_matmul_reduce_scatter_arrive_host(const uint64_t* flags, ap::Shards s, uint64_t epoch) {
-  return ap::arrive(ap::HostLane{}, s, flags, epoch);
+  return ap::await_all(ap::HostLane{}, s, flags, epoch);
 }
 
 // out [count] = the sum of all slots of this epoch, `count` elements of `dtype` each.
@@ -160,8 +170,17 @@ AP_API int ap_matmul_reduce_scatter_push_cuda(const void* partial, void* const* 
   return ap::push(ap::StreamLane{stream}, s, (const char*)partial, (char* const*)inboxes, flags, epoch);
 }
 
+// As push, by one kernel of `num_blocks` blocks, which copy at most `bytes_per_s` together where that is not 0.
+AP_API int ap_matmul_reduce_scatter_push_by_blocks_cuda(const void* partial, void* const* inboxes, uint64_t* const* flags, ap::Shards s,
+                                                        uint64_t epoch, int64_t num_blocks, double bytes_per_s, void* stream) {
+  if (!ap::can_run(s, epoch, num_blocks, bytes_per_s)) return AP_BAD_ARGUMENT;
+  AP_LAUNCH(ap::ap_push_kernel, unsigned(num_blocks), unsigned(ap::kLaneThreads), stream, ap::lane_of(bytes_per_s), s,
+            (const char*)partial, ap::peers_at(s.size, inboxes), ap::signals_at(s.size, flags), epoch);
+  return ap::launched();
+}
+
 AP_API int ap_matmul_reduce_scatter_arrive_cuda(const uint64_t* flags, ap::Shards s, uint64_t epoch, void* stream) {
-  return ap::arrive(ap::StreamLane{stream}, s, flags, epoch);
+  return ap::await_all(ap::StreamLane{stream}, s, flags, epoch);
 }
 
 AP_API int ap_matmul_reduce_scatter_reduce_cuda(const void* inbox, void* out, int64_t count, int32_t dtype, ap::Shards s, uint64_t epoch,

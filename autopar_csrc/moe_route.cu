@@ -165,7 +165,7 @@ int push(const Lane& lane, const Routes& r, const char* x, const int64_t* expert
   for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] + counts_flag(peer), epoch));
   const int64_t num_bytes = r.size * r.num_experts * 8;
   AP_TRY(lane.copy(reinterpret_cast<char*>(table), num_bytes, static_cast<const char*>(memory[r.rank]), num_bytes, num_bytes, 1));
-  AP_TRY(push_pairs(lane, r, x, experts, within, table, offsets, peers_at(r, memory), position));
+  AP_TRY(push_pairs(lane, r, x, experts, within, table, offsets, peers_at(r.size, memory), position));
   for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.signal(flags[peer] + rows_flag(r, r.rank), epoch));
   return AP_OK;
 }
@@ -187,7 +187,7 @@ template <class Lane>
 int give_back(const Lane& lane, const Routes& r, const char* rows, const int64_t* table, void* const* memory, uint64_t* const* flags,
               uint64_t epoch) {
   if (!can_run(r, epoch)) return AP_BAD_ARGUMENT;
-  AP_TRY(return_rows(lane, r, rows, table, peers_at(r, memory), epoch));
+  AP_TRY(return_rows(lane, r, rows, table, peers_at(r.size, memory), epoch));
   for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.signal(flags[peer] + rows_flag(r, r.rank), epoch));
   return AP_OK;
 }

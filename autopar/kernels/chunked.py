@@ -112,7 +112,7 @@ def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
 
     def pull(lane: Lane, rank: int) -> None:
         all_ranks = addresses(regions.data), addresses(regions.flags)
-        lane.call("all_gather_matmul_pull", jobs[rank].gathered.data_ptr(), *all_ranks, shards.seen_by(rank), epochs[rank])
+        peers.move(lane, "all_gather_matmul_pull", jobs[rank].gathered.data_ptr(), *all_ranks, shards.seen_by(rank), epochs[rank])
 
     def consume(lane: Lane, rank: int) -> None:
         own = regions.flags[rank].data_ptr(), shards.seen_by(rank)
@@ -167,7 +167,7 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
 
     def push(lane: Lane, rank: int) -> None:
         all_ranks = addresses(regions.data), addresses(regions.flags)
-        lane.call("matmul_reduce_scatter_push", jobs[rank].partial.data_ptr(), *all_ranks, shards.seen_by(rank), epochs[rank])
+        peers.move(lane, "matmul_reduce_scatter_push", jobs[rank].partial.data_ptr(), *all_ranks, shards.seen_by(rank), epochs[rank])
 
     def add_up(lane: Lane, rank: int) -> None:
         out, flags, then = jobs[rank].out, regions.flags[rank].data_ptr(), jobs[rank].add_up

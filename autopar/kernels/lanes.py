@@ -41,6 +41,19 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
+class Blocks:
+    """A copy lane that is one kernel of few blocks (`autopar_csrc/include/blocks.h`), in the place of a device's copy engine.
+
+    Attributes:
+        num_blocks: each takes a multiprocessor from the products beside it. All uses of a provider's regions have the same number.
+        bytes_per_s: at most, of all together; 0: as fast as they can.
+    """
+
+    num_blocks: int = 4
+    bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Streams:
     """A rank's two lanes on a device. Copies and their signals go first: they are short, and a product beside them can wait."""
 

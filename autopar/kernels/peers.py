@@ -31,7 +31,7 @@ from torch import Tensor
 
 from autopar.errors import KernelError
 from autopar.kernels import library
-from autopar.kernels.lanes import COMPUTE, COPY, Lane, Phase, Streams, within
+from autopar.kernels.lanes import COMPUTE, COPY, Blocks, Lane, Phase, Streams, within
 
 _LOG = logging.getLogger(__name__)
 _ALIGNMENT = 128
@@ -57,11 +57,20 @@ class Regions:
 
 
 class Peers(ABC):
-    """The ranks of a group, as seen from this process."""
+    """The ranks of a group, as seen from this process.
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.size, self.device = size, device
+    Args:
+        blocks: what copies for the overlapped products on a device; None: its copy engine.
+
+    Raises:
+        KernelError: for blocks where the device's code does not run.
+    """
+
+    def __init__(self, size: int, device: torch.device, blocks: Blocks | None = None) -> None:
+        self.size, self.device, self._blocks = size, device, blocks
         self.kind = "host" if device.type == "cpu" else "cuda"
+        if blocks is not None and not library.on_device(self.kind):
+            raise KernelError("copies by blocks are a device's", remedy="leave blocks out where the ranks are threads of the host")
         self._regions: dict[Hashable, Regions] = {}
         self._lock = threading.Lock()
         self._may_be_refused = library.on_device(self.kind)
@@ -74,6 +83,13 @@ class Peers(ABC):
     @abstractmethod
     def run(self, ranks: Sequence[int], phases: Sequence[Phase]) -> None:
         """Carry out the phases for some of `ranks`; returns when they are done or, on a GPU, enqueued."""
+
+    def move(self, lane: Lane, name: str, *arguments: object) -> None:
+        """Call the function of a copy lane: by its name, or as a kernel of blocks."""
+        if self._blocks is None:
+            lane.call(name, *arguments)
+        else:
+            lane.call(f"{name}_by_blocks", *arguments, self._blocks.num_blocks, self._blocks.bytes_per_s)
 
     def regions(self, key: Hashable, num_bytes: int, num_words: int) -> Regions:
         """The regions of this name, made at the first call with `num_bytes` and `num_words` of flags per rank, and kept."""
@@ -105,10 +121,17 @@ class VirtualRanks(Peers):
 
     Args:
         pause: called with rank and phase before each; tests slow ranks down with it.
+        blocks: as of `Peers`; all ranks' kernels have to find room on the device beside each other.
     """
 
-    def __init__(self, size: int, device: torch.device | str = "cpu", pause: Callable[[int, int], None] | None = None) -> None:
-        super().__init__(size, torch.device(device))
+    def __init__(
+        self,
+        size: int,
+        device: torch.device | str = "cpu",
+        pause: Callable[[int, int], None] | None = None,
+        blocks: Blocks | None = None,
+    ) -> None:
+        super().__init__(size, torch.device(device), blocks)
         self._pause = pause
         self._streams = [Streams.new(self.device) for _ in range(size)] if self.kind == "cuda" else []
 
@@ -195,8 +218,8 @@ class SymmetricMemory(Peers):
     Making regions is collective: all processes of the group make the same ones in the same order, and wait for each other.
     """
 
-    def __init__(self, name: str, size: int, rank: int, device: torch.device) -> None:
-        super().__init__(size, device)
+    def __init__(self, name: str, size: int, rank: int, device: torch.device, blocks: Blocks | None = None) -> None:
+        super().__init__(size, device, blocks)
         self._name, self._rank = name, rank
         self._copy = torch.cuda.Stream(device, priority=-1)
         self._held: list[object] = []

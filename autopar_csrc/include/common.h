@@ -34,6 +34,12 @@
 #else
 #define AP_UNROLL_16
 #endif
+// Before a template that is called with what runs on the host and with what runs on the device: nvcc checks each call by itself.
+#if defined(__CUDACC__)
+#define AP_EITHER _Pragma("nv_exec_check_disable")
+#else
+#define AP_EITHER
+#endif
 #define AP_API extern "C" __attribute__((visibility("default")))
 
 enum ap_dtype { AP_F32 = 0, AP_F64 = 1, AP_BF16 = 2, AP_F16 = 3, AP_I32 = 4, AP_I64 = 5, AP_U8 = 6 };

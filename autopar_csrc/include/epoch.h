@@ -61,6 +61,12 @@ __device__ inline int wait(const uint64_t* flag, uint64_t epoch) {
   return AP_OK;
 }
 
+// How many have arrived before; what the caller, and those it had a barrier with, wrote before is seen by whoever arrives later.
+__device__ inline uint64_t arrive(uint64_t* count) {
+  __threadfence_system();
+  return atomicAdd_system(reinterpret_cast<unsigned long long*>(count), 1ull);
+}
+
 #else
 
 inline uint64_t read_flag(const uint64_t* flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
@@ -84,6 +90,12 @@ inline int wait(const uint64_t* flag, uint64_t epoch) {
     std::this_thread::yield();  // ranks may be more than cores
   }
   return AP_OK;
+}
+
+inline uint64_t arrive(uint64_t* count) { return __atomic_fetch_add(count, 1, __ATOMIC_ACQ_REL); }
+
+inline uint64_t now_ns() {
+  return uint64_t(std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count());
 }
 
 #endif

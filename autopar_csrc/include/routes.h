@@ -7,6 +7,7 @@
 #pragma once
 
 #include "index.h"
+#include "peers.h"
 
 namespace ap {
 
@@ -69,18 +70,7 @@ AP_HD inline int64_t rows_flag(const Routes& r, int64_t peer) { return (r.size +
 AP_HD inline int64_t num_route_flags(const Routes& r) { return 2 * r.size * 16; }
 
 // --- what a thread does with one row, pair, block or group ----------------------------------------------------------------------------
-constexpr int64_t kMaxRanks = 64;
-struct Peers {
-  char* at[kMaxRanks];
-};
-
 inline bool can_run(const Routes& r, uint64_t epoch) { return is_valid(r) && r.size <= kMaxRanks && epoch > 0; }
-
-inline Peers peers_at(const Routes& r, void* const* addresses) {
-  Peers peers{};
-  for (int64_t rank = 0; rank < r.size; ++rank) peers.at[rank] = static_cast<char*>(addresses[rank]);
-  return peers;
-}
 
 // Copies a row by `lanes` threads, of which this is number `lane`; in pieces of 16 bytes where that can be.
 AP_HD inline void copy_row(char* to, const char* from, int64_t num_bytes, int64_t lane, int64_t lanes) {

@@ -17,7 +17,7 @@ struct Range {
   int64_t begin, length;
 };
 
-inline bool is_valid(const Shards& s) {
+AP_HD inline bool is_valid(const Shards& s) {
   return s.outer >= 0 && s.rows >= 0 && s.row_bytes >= 0 && s.size > 0 && s.rank >= 0 && s.rank < s.size && s.num_chunks > 0;
 }
 

@@ -15,11 +15,13 @@ from route_cases import drawn
 from torch import Tensor
 
 from autopar.kernels import chunked, library, normed_scatter, overlapped_references, routed
+from autopar.kernels.lanes import Blocks
 from autopar.kernels.peers import VirtualRanks
 from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, scatter_norm_all, shards_of
 from autopar.ops.dispatched import Together
 
 pytestmark = [pytest.mark.gpu, needs_gpu, needs_nvcc]
+COPIES = (None, Blocks(1), Blocks(4))
 CYCLES = 200_000  # of the device's clock: about a tenth of a millisecond
 
 
@@ -38,15 +40,23 @@ def moved(tensors: list[Tensor]) -> list[Tensor]:
     return [x.cuda() for x in tensors]
 
 
+@pytest.mark.parametrize("blocks", COPIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", WORLDS)
 @pytest.mark.parametrize(("equation", "left", "right", "which", "dim"), [
     ("mk,kn->mn", (131, 24), (24, 40), 0, 0), ("bsk,nk->bsn", (2, 67, 24), (40, 24), 0, 1), ("mk,nk->mn", (24, 8), (99, 8), 1, 0),
 ])  # fmt: skip
 def test_whole_numbers_are_gathered_multiplied_and_scattered_exactly(
-    equation: str, left: tuple[int, ...], right: tuple[int, ...], which: int, dim: int, size: int, dtype: torch.dtype
+    equation: str,
+    left: tuple[int, ...],
+    right: tuple[int, ...],
+    which: int,
+    dim: int,
+    size: int,
+    dtype: torch.dtype,
+    blocks: Blocks | None,
 ) -> None:
-    peers = VirtualRanks(size, "cuda", late(size))
+    peers = VirtualRanks(size, "cuda", late(size), blocks)
     operands = whole_numbers(left, 1, dtype) % 2, whole_numbers(right, 2, dtype) % 2
     pairs = [(whole_numbers(left, 2 * rank, dtype) % 2, whole_numbers(right, 2 * rank + 1, dtype) % 2) for rank in range(size)]
     result_dim = equation.partition("->")[2].index(equation.partition("->")[0].split(",")[which][dim])
@@ -63,9 +73,10 @@ def test_whole_numbers_are_gathered_multiplied_and_scattered_exactly(
         assert all(torch.equal(part.cpu(), expected) for part, expected in zip(parts, wanted, strict=True))
 
 
+@pytest.mark.parametrize("blocks", COPIES)
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_a_thousand_epochs_with_random_delays_use_the_same_memory_without_a_reset(size: int) -> None:
-    peers = VirtualRanks(size, "cuda", late(7, 0.05))
+def test_a_thousand_epochs_with_random_delays_use_the_same_memory_without_a_reset(size: int, blocks: Blocks | None) -> None:
+    peers = VirtualRanks(size, "cuda", late(7, 0.05), blocks)
     x, w = whole_numbers((67, 16), 1).cuda(), whole_numbers((16, 24), 2).cuda()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for epoch in range(1000):
@@ -78,15 +89,16 @@ def test_a_thousand_epochs_with_random_delays_use_the_same_memory_without_a_rese
     assert all(regions.epochs == [1000] * size for regions in peers._regions.values())
 
 
+@pytest.mark.parametrize("blocks", COPIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", WORLDS)
-def test_sums_are_the_references_to_the_last_bit_each_time(size: int, dtype: torch.dtype) -> None:
+def test_sums_are_the_references_to_the_last_bit_each_time(size: int, dtype: torch.dtype, blocks: Blocks | None) -> None:
     """Each rank's factor is the unit matrix, so that only the order of the sum can differ."""
     generator = torch.Generator().manual_seed(3)
     values = [(torch.randn(1037, 40, generator=generator) * 4.0 ** (rank % 5)).to(dtype) for rank in range(size)]
     pairs = [(value, torch.eye(40, dtype=dtype)) for value in values]
     expected = torch.cat(overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0))
-    peers = VirtualRanks(size, "cuda", late(size))
+    peers = VirtualRanks(size, "cuda", late(size), blocks)
     for _ in range(20):
         found = torch.cat(scatter_all(peers, "mk,kn->mn", [(a.cuda(), b.cuda()) for a, b in pairs], 0, 2))
         assert torch.equal(found.cpu(), expected)
@@ -132,6 +144,27 @@ def test_rows_of_experts_are_used_where_they_come_to_lie(size: int, dtype: torch
         here = row_cases.drawn(size, 2, dtype, seed, h=(row_cases.H, 32)[seed % 2])
         ranks = [tuple(x.cuda() if isinstance(x, Tensor) else x for x in rank) for rank in here]
         assert row_cases.same(row_cases.both(ranks, row_cases.between(peers)), row_cases.both(ranks, Together))
+
+
+@pytest.mark.parametrize("blocks", COPIES)
+def test_large_shards_are_whole_when_their_products_begin(blocks: Blocks | None) -> None:
+    """Each chunk is read as soon as it is signalled: one that a block has not finished would show."""
+    x = torch.arange(1 << 22, dtype=torch.int64, device="cuda").view(1 << 13, -1)
+    peers = VirtualRanks(2, "cuda", None, blocks)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def job(rank: int, part: Tensor, epoch: int) -> chunked.Gather:
+        whole = torch.full_like(x, -1)
+
+        def check(begin: int, length: int) -> None:
+            wrong.add_((whole[begin : begin + length] != x[begin : begin + length] + epoch).sum())
+
+        return chunked.Gather(part + epoch, whole, check)
+
+    shards = chunked.Shards.of(x.shape, 0, x.dtype, 2, 4)
+    for epoch in range(20):
+        chunked.gather(peers, shards, {rank: job(rank, part, epoch) for rank, part in enumerate(shards_of(x, 0, 2))})
+    assert wrong.item() == 0
 
 
 def test_a_signal_that_comes_before_its_data_changes_the_numbers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 import row_cases
@@ -12,8 +13,11 @@ from norm_cases import EPS, NORMED, ranks_of, same
 from overlap_cases import whole_numbers
 from route_cases import drawn
 
+from autopar.errors import KernelError
 from autopar.kernels import library, normed_scatter, overlapped_references, routed
 from autopar.kernels.normed import FLOATS
+from autopar.kernels.chunked import Gather, Shards, gather
+from autopar.kernels.lanes import Blocks
 from autopar.kernels.peers import VirtualRanks
 from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, scatter_norm_all, shards_of
 from autopar.ops.dispatched import Together
@@ -30,8 +34,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("equation", ["mk,kn->mn", "bmk,kn->bmn"])
 @pytest.mark.parametrize("width", [3, 40])  # so that outer dims are copied at once, and one by one
-def test_products_are_gathered_and_scattered(equation: str, size: int, width: int) -> None:
-    peers, dim = VirtualRanks(size), equation.index("m")
+@pytest.mark.parametrize("blocks", [None, Blocks(1), Blocks(3)])
+def test_products_are_gathered_and_scattered(equation: str, size: int, width: int, blocks: Blocks | None) -> None:
+    peers, dim = VirtualRanks(size, blocks=blocks), equation.index("m")
     shape = [{"b": 2, "m": 7, "k": width}[letter] for letter in equation.partition(",")[0]]
     for epoch in range(1, 4):
         x, w = whole_numbers(shape, epoch), whole_numbers((width, 6), 7)
@@ -43,6 +48,39 @@ def test_products_are_gathered_and_scattered(equation: str, size: int, width: in
         parts = scatter_all(peers, equation, pairs, dim, 2)
         wanted = overlapped_references.matmul_reduce_scatter_reference(equation, pairs, dim)
         assert all(torch.equal(a, b) for a, b in zip(parts, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("shape", [(601, 513), (2, 301, 516), (3, 7, 5)])
+def test_blocks_copy_all_of_runs_that_take_many_turns(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """In units of 16 bytes, of 4 and of 1, contiguous or run by run."""
+    x, dim = (torch.arange(math.prod(shape)) % 251).reshape(shape).to(dtype), len(shape) - 2
+    peers = VirtualRanks(3, blocks=Blocks(2))
+    parts, shards = shards_of(x, dim, 3), Shards.of(x.shape, dim, dtype, 3, 2)
+    for epoch in range(2):
+        wanted = x + epoch
+        jobs = {rank: Gather(part + epoch, torch.zeros_like(x), lambda begin, length: None) for rank, part in enumerate(parts)}
+        gather(peers, shards, jobs)
+        assert all(torch.equal(job.gathered, wanted) for job in jobs.values())
+
+
+def test_blocks_that_are_held_back_to_a_rate_copy_all() -> None:
+    x = torch.arange(3 << 15, dtype=torch.uint8).reshape(-1, 1)
+    jobs = {rank: Gather(part, torch.zeros_like(x), lambda begin, length: None) for rank, part in enumerate(shards_of(x, 0, 3))}
+    gather(VirtualRanks(3, blocks=Blocks(2, 1e9)), Shards.of(x.shape, 0, x.dtype, 3, 1), jobs)
+    assert all(torch.equal(job.gathered, x) for job in jobs.values())
+
+
+def test_blocks_are_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AUTOPAR_KERNELS")
+    with pytest.raises(KernelError, match="copies by blocks"):
+        VirtualRanks(2, blocks=Blocks())
+
+
+@pytest.mark.parametrize("blocks", [Blocks(0), Blocks(1 << 16), Blocks(1, -1.0)])
+def test_no_blocks_and_too_many_are_refused(blocks: Blocks) -> None:
+    with pytest.raises(KernelError, match="all_gather_matmul_pull"):
+        gather_all(VirtualRanks(1, blocks=blocks), "mk,kn->mn", [torch.ones(4, 3)], [torch.ones(3, 2)], 0, 0, 4, 1)
 
 
 def test_that_signals_are_kernels_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
