@@ -2,23 +2,27 @@
 
 The rank does all of its own work; its peers are done already: their shards lie ready, and their signals have come. So one GPU times
 what one rank of a group does, without the others' products beside it. Peers' memory is pinned memory of the host (each copy crosses the
-bus, as it would cross a link between GPUs) or other memory of the same GPU (a copy takes bandwidth that the product wants too).
+bus, as it would cross a link between GPUs) or other memory of the same GPU. No engine copies within a device, so there a kernel of few
+blocks does (`autopar.kernels.lanes.Blocks`), at most at a link's rate, and torch keeps the vendor's products off the multiprocessors that
+the blocks have. Without a limit their rate falls with the device's clock, which a product beside them lowers; a link's does not.
 
     t_mm       the whole product, in one piece               t_comm     the copies alone, by the same protocol
     t_seq      the copies, then the product (or the other way round)     t_overlap   both, chunk by chunk
     efficiency = (t_seq − t_overlap) / min(t_mm, t_comm)     1: the shorter one is hidden; 0: nothing is
     share = (t_seq − t_overlap) / what so many chunks could hide were they free (`autopar.cost.kernel_times`)
 
-The number of columns of the product is chosen so that t_comm / t_mm is near `ratio`; what was reached stands in the row. Times are medians
-in milliseconds, by the device's events, with the host far ahead (`benchmarks.device_times`); `host_ms` is what the host needs to enqueue
-the overlapped call. Without a GPU there is one row per kernel and link, which says why it is skipped.
+Products beside blocks are cublasLt's, in one piece or in chunks: its kernels keep their multiprocessors to the end, and it alone can be
+told to leave some. The number of columns of the product is chosen so that t_comm / t_mm is near `ratio`; what was reached stands in the
+row. Times are medians in milliseconds, by the device's events, with the host far ahead (`benchmarks.device_times`); `host_ms` is what the
+host needs to enqueue the overlapped call. Without a GPU there is one row per kernel and link, which says why it is skipped.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +31,7 @@ from torch import Tensor
 
 from autopar.kernels import library
 from autopar.kernels.chunked import Gather, Shards, gather, scatter
+from autopar.kernels.lanes import Blocks
 from autopar.kernels.normed_scatter import norming
 from autopar.kernels.overlapped import gathering, scattering
 from autopar.kernels.peers import Regions, SymmetricMemory
@@ -39,21 +44,22 @@ RATIOS = (0.3, 0.6, 1.0, 1.7, 3.0)
 CHUNKS = (1, 2, 4, 8)
 ROUNDS = 10
 COLUMNS = (
-    "link", "ratio", "num_chunks", "reached", "t_mm_ms", "t_comm_ms", "t_seq_ms", "t_overlap_ms",
+    "link", "blocks", "gb_per_s", "ratio", "num_chunks", "reached", "t_mm_ms", "t_comm_ms", "t_seq_ms", "t_overlap_ms",
     "efficiency", "share", "host_ms", "skipped",
 )  # fmt: skip
 PAST = 1 << 62  # an epoch that no measurement reaches: its signal has come
 COLUMNS_OF = {"all_gather_matmul": 1024, "matmul_reduce_scatter": 4096, "matmul_reduce_add_rmsnorm": 4096}
 ROWS = {"pinned": 8192, "device": 65536}  # so that a chunk's product, too, fills the device
 EQUATION = "mk,kn->mn"
+NUM_BLOCKS, GB_PER_S = 2, 70.0  # so much two blocks reach on an H200 whose clock a product has lowered
 EPS = 1e-5
 
 
 class FirstRank(SymmetricMemory):
     """Rank 0, whose peers are done: their memory is in pinned memory of the host, or on the same device."""
 
-    def __init__(self, size: int, link: str, device: torch.device) -> None:
-        super().__init__("", size, 0, device)
+    def __init__(self, size: int, link: str, device: torch.device, blocks: Blocks | None = None) -> None:
+        super().__init__("", size, 0, device, blocks)
         self._link = link
 
     def _new_regions(self, num_bytes: int, num_words: int) -> Regions:
@@ -68,6 +74,20 @@ class FirstRank(SymmetricMemory):
             flags[0][(1 + peer) * 16] = PAST  # its part has come
         torch.cuda.synchronize(self.device)
         return Regions(tuple(bytes_of(rank) for rank in range(self.size)), tuple(flags), [0] * self.size)
+
+
+@contextmanager
+def beside(blocks: Blocks | None) -> Iterator[None]:
+    """Products that are enqueued inside leave multiprocessors to the blocks."""
+    if blocks is None:
+        yield
+        return
+    carveout = torch._C._set_sm_carveout_experimental
+    carveout(blocks.num_blocks)
+    try:
+        yield
+    finally:
+        carveout(None)
 
 
 def pieces(kernel: str, peers: FirstRank, rows: int, inner: int, columns: int, num_chunks: int) -> dict[str, Callable[[], object]]:
@@ -105,9 +125,22 @@ def pieces(kernel: str, peers: FirstRank, rows: int, inner: int, columns: int, n
     return {"mm": multiply_all, "comm": push, "seq": in_turn(multiply_all, push), "overlap": both}
 
 
-def row(spec: dict[str, str], mesh: str, link: str, ratios: list[float], chunks: list[int], rows: int | None, inner: int) -> list[Row]:
+def row(
+    spec: dict[str, str],
+    mesh: str,
+    link: str,
+    ratios: list[float],
+    chunks: list[int],
+    rows: int | None,
+    inner: int,
+    num_blocks: int,
+    gb_per_s: float,
+) -> list[Row]:
     """The measurements of one kernel over one link; `mesh` is ``gpu=N`` for a group of N ranks."""
+    blocks = Blocks(num_blocks, 1e9 * gb_per_s) if link == "device" else None
     shown: Row = {"link": link, "error": None, "ok": True, "skipped": None}
+    if blocks is not None:
+        shown |= {"blocks": num_blocks, "gb_per_s": gb_per_s or None}
     reason = "there is no GPU" if not torch.cuda.is_available() else library.why_not("cuda")
     if reason:
         return [{**shown, "skipped": reason}]
@@ -115,8 +148,16 @@ def row(spec: dict[str, str], mesh: str, link: str, ratios: list[float], chunks:
     columns = COLUMNS_OF[kernel]
 
     def timed(num_chunks: int, inner: int, columns: int, which: tuple[str, ...]) -> dict[str, Times]:
-        runs = pieces(kernel, FirstRank(size, link, torch.device("cuda")), rows, inner, columns, num_chunks)
-        return measure({name: runs[name] for name in which}, ROUNDS)
+        runs = pieces(kernel, FirstRank(size, link, torch.device("cuda"), blocks), rows, inner, columns, num_chunks)
+
+        def both() -> None:
+            with beside(blocks):
+                runs["overlap"]()
+
+        return measure({name: both if name == "overlap" else runs[name] for name in which}, ROUNDS)
+
+    if blocks is not None:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
 
     found, first = [], timed(1, inner, columns, ("mm", "comm"))
     for ratio in ratios:
@@ -160,13 +201,18 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("--chunks", type=int, action="append", default=[], help="per shard; by default 1, 2, 4 and 8")
     flags.add_argument("--rows", type=int, help=f"by default, by link: {ROWS}")
     flags.add_argument("--inner", type=int, default=4096)
+    flags.add_argument("--links", choices=LINKS, action="append", default=[], help="by default both")
+    flags.add_argument("--kernels", choices=KERNELS, action="append", default=[], help="by default all")
+    flags.add_argument("--blocks", type=int, default=NUM_BLOCKS, help="that copy within the device")
+    flags.add_argument("--rate", type=float, action="append", default=[], help=f"their GB/s at most; 0: no limit; by default {GB_PER_S:g}")
     options = flags.parse_args(arguments)
     shared = {"ratios": RATIOS, "chunks": options.chunks or CHUNKS, "rows": options.rows, "inner": options.inner}
     cases: list[dict[str, Any]] = [
-        {"spec": {"name": kernel}, "mesh": mesh, "link": link, **shared}
-        for kernel in KERNELS
+        {"spec": {"name": kernel}, "mesh": mesh, "link": link, "num_blocks": options.blocks, "gb_per_s": rate, **shared}
+        for kernel in options.kernels or KERNELS
         for mesh in options.mesh or ["gpu=4"]
-        for link in LINKS
+        for link in options.links or LINKS
+        for rate in (options.rate or [GB_PER_S] if link == "device" else [0.0])
     ]
     return run_rows("kernels_overlap", cases, COLUMNS, options.json)
 

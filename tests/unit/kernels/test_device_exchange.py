@@ -15,9 +15,9 @@ from route_cases import drawn
 
 from autopar.errors import KernelError
 from autopar.kernels import library, normed_scatter, overlapped_references, routed
-from autopar.kernels.normed import FLOATS
 from autopar.kernels.chunked import Gather, Shards, gather
 from autopar.kernels.lanes import Blocks
+from autopar.kernels.normed import FLOATS
 from autopar.kernels.peers import VirtualRanks
 from autopar.kernels.together import combine_all, dispatch_all, gather_all, scatter_all, scatter_norm_all, shards_of
 from autopar.ops.dispatched import Together
