@@ -16,7 +16,7 @@
 
 namespace ap {
 
-constexpr int kLaneThreads = 512;
+constexpr int kLaneThreads = 512;  // a multiple of a warp's
 constexpr int kAtOnce = 8;  // loads of a thread on their way: with all threads', more than a multiprocessor's path to memory takes
 
 struct BlockLane {
@@ -54,7 +54,7 @@ struct BlockLane {
   template <class Unit>
   __device__ void copy_in(char* to, int64_t to_pitch, const char* from, int64_t from_pitch, int64_t width, int64_t height) const {
     constexpr int64_t kTile = 32 * kAtOnce;
-    const int64_t warps = int64_t(gridDim.x) * (kLaneThreads / 32), warp = blockIdx.x * (kLaneThreads / 32) + threadIdx.x / 32;
+    const int64_t per_block = blockDim.x / 32, warps = gridDim.x * per_block, warp = blockIdx.x * per_block + threadIdx.x / 32;
     const int64_t units = width / int64_t(sizeof(Unit)), tiles = ceil_div(units, kTile);
     const double ns_per_turn = ns_per_byte * double(warps * kTile * int64_t(sizeof(Unit)));
     const uint64_t start = ns_per_byte > 0 ? now_ns() : 0;

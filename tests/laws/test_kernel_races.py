@@ -16,7 +16,12 @@ import pytest
 from autopar.kernels import build
 
 KERNELS = ("all_gather_matmul.cu", "matmul_reduce_scatter.cu", "moe_route.cu", "expert_rows.cu")
-DRIVERS = {"overlap_driver.cpp": KERNELS[:2], "route_driver.cpp": KERNELS[2:3], "rows_driver.cpp": KERNELS[3:]}
+DRIVERS = {
+    "overlap_driver.cpp": KERNELS[:2],
+    "blocks_driver.cpp": KERNELS[:2],
+    "route_driver.cpp": KERNELS[2:3],
+    "rows_driver.cpp": KERNELS[3:],
+}
 RACE, WRONG_STATUS, RACE_FOUND = "data race", 2, 66
 TIMED_OUT = "status 2"
 
@@ -38,20 +43,21 @@ PUSHING = f"""    for (int64_t chunk = 0; chunk < s.num_chunks; ++chunk) {{
 {PUSHED}"""
 CAME = "    if (peer != s.rank) AP_TRY(lane.wait_for_pushed(flags + peer_flag(peer), epoch));"
 SOURCE, INBOX = "return int64_t(epoch % 2) * slot_bytes(s);", "return (int64_t(epoch % 2) * s.size + from) * slot_bytes(s);"
-MAPS, ROUTES = "include/shards.h", "include/routes.h"
+MAPS, ROUTES, BLOCKS = "include/shards.h", "include/routes.h", "include/blocks.h"
+LAST, BARRIER = "% gridDim.x == gridDim.x - 1", "    __syncthreads();\n"
 ANNOUNCED = """    AP_TRY(lane.copy(static_cast<char*>(memory[peer]) + place, num_bytes, from, num_bytes, num_bytes, 1));
     AP_TRY(lane.signal(flags[peer] + counts_flag(r.rank), epoch));
 """
 COUNTS = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] + counts_flag(peer), epoch));\n"
 TOLD = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.signal(flags[peer] + rows_flag(r, r.rank), epoch));\n"
-SENT = "  AP_TRY(push_pairs(lane, r, x, experts, within, table, offsets, peers_at(r, memory), position));\n"
-GIVEN = "  AP_TRY(return_rows(lane, r, rows, table, peers_at(r, memory), epoch));\n"
+SENT = "  AP_TRY(push_pairs(lane, r, x, experts, within, table, offsets, peers_at(r.size, memory), position));\n"
+GIVEN = "  AP_TRY(return_rows(lane, r, rows, table, peers_at(r.size, memory), epoch));\n"
 ROWS = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags[r.rank] + rows_flag(r, peer), epoch));\n"
 TOLD_ALL = "  return tell(lane, r, flags, epoch);\n"
 WRITTEN = {
     "counts": "  for (int64_t peer = 0; peer < r.size; ++peer) memcpy(tables.at[peer] + size_t(r.rank) * num_bytes, counts, num_bytes);\n",
-    "rows": "  AP_TRY(push_rows(lane, r, x, index, table, peers_at(r, memory)));\n",
-    "results": "  AP_TRY(return_rows(lane, r, rows, table, peers_at(r, memory)));\n",
+    "rows": "  AP_TRY(push_rows(lane, r, x, index, table, peers_at(r.size, memory)));\n",
+    "results": "  AP_TRY(return_rows(lane, r, rows, table, peers_at(r.size, memory)));\n",
 }
 COUNTED = "  AP_TRY(await(lane, r, flags, epoch));\n"
 COME = "  for (int64_t peer = 0; peer < r.size; ++peer) AP_TRY(lane.wait_for_pushed(flags + come_flag(peer), epoch));\n"
@@ -82,6 +88,9 @@ EARLY = {
     "a part is signalled before it is pushed": (KERNELS[1], PUSHING, PUSHED + PUSHING.removesuffix(PUSHED)),
     "parts are added up before they came": (KERNELS[1], CAME, "    (void)peer;"),
     "an inbox has one slot per rank": (MAPS, INBOX, INBOX.replace("% 2", "% 1")),
+    "the first block signals": (BLOCKS, LAST, "% gridDim.x == 0"),
+    "a block arrives before all of its threads have": (BLOCKS, BARRIER + "    const bool is_last", "    const bool is_last"),
+    "one thread of a block waits": (BLOCKS, BARRIER + "    return AP_OK;", "    return AP_OK;"),
     "counts are signalled before they are copied": (KERNELS[2], ANNOUNCED, swapped(ANNOUNCED)),
     "rows are pushed before all counts came": (KERNELS[2], COUNTS, ""),
     "rows are signalled before they are pushed": (KERNELS[2], SENT + TOLD, TOLD + SENT),
@@ -99,6 +108,7 @@ MISSING = {
     "no shard is signalled": (KERNELS[0], PUBLISHED, PUBLISHED.splitlines(keepends=True)[0]),
     "no product is signalled": (KERNELS[1], PRODUCED, "return (void)lane, (void)flags, AP_OK;"),
     "no part is signalled": (KERNELS[1], PUSHED, ""),
+    "no block signals": (BLOCKS, LAST, "% gridDim.x == gridDim.x"),
     "no counts are signalled": (KERNELS[2], ANNOUNCED, ANNOUNCED.splitlines(keepends=True)[0]),
     "no rows are signalled as pushed": (KERNELS[2], SENT + TOLD, SENT),
     "no rows are signalled as given back": (KERNELS[2], GIVEN + TOLD, GIVEN),
@@ -107,6 +117,7 @@ MISSING = {
     "no results are signalled as written": untold("results"),
 }
 OFTEN = {
+    "the first block signals",
     "a chunk is signalled before it is copied",
     "an inbox has one slot per rank",
     "rows come back into one slot",
@@ -153,7 +164,8 @@ def watched(folder: Path, driver: str, num_epochs: int, *mode: str) -> subproces
 
 def plant(folder: Path, name: str, there: str, planted: str) -> str:
     """Plant the fault among the sources of a driver that meets it; the driver."""
-    driver = {KERNELS[2]: "route_driver.cpp", ROUTES: "route_driver.cpp", KERNELS[3]: "rows_driver.cpp"}.get(name, "overlap_driver.cpp")
+    others = {KERNELS[2]: "route_driver.cpp", ROUTES: "route_driver.cpp", KERNELS[3]: "rows_driver.cpp", BLOCKS: "blocks_driver.cpp"}
+    driver = others.get(name, "overlap_driver.cpp")
     put_kernels(folder, driver)
     text = (folder / name).read_text(encoding="utf-8")
     assert text.count(there) == 1
