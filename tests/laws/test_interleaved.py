@@ -182,7 +182,7 @@ def test_what_is_put_together_of_chunks_is_what_the_running_rank_holds(
                         buffers = [x.clone() if t.name in changed else x for t, x in zip(stage.buffers, held[number][count:], strict=True)]
                         changed |= {*stage.mutated}
                         wanted = {t.name for t in stage.outputs if outputs == "full" or t.is_loss}
-                        work.begin(wanted, held[number][:count], buffers, [given] * 4, [1.0] * 4, keep=True)
+                        work.begin(wanted, held[number][:count], buffers, [given] * 4, 1.0, keep=True)
                     del work, buffers
                     running.run(backward=True)
                     for number in works:
