@@ -224,6 +224,9 @@ class Trace:
     precision: torch.dtype | None = None
     attributes: tuple[ModuleAttribute | OutsideValue, ...] = ()
 
+    def __deepcopy__(self, memo: Any) -> Trace:
+        return self  # nothing changes it; torch warns of specs of calls that are copied
+
     @property
     def loss(self) -> Output | None:
         """The loss; None where the model returns none, or this is the trace of a stage before the last."""

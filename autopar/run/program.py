@@ -94,6 +94,9 @@ class Program:
     end: fx.GraphModule | None = None
     sums: tuple[ProgramTensor, ...] = ()
 
+    def __deepcopy__(self, memo: Any) -> Program:
+        return self  # nothing changes it; torch warns of specs of calls that are copied
+
     @property
     def input_gradients(self) -> tuple[ProgramTensor, ...]:
         """Of each input of the batch that has one, as backward returns it: whole on every rank."""
@@ -227,6 +230,9 @@ class StagedProgram:
     schedule: str
     shared: Mapping[str, tuple[int, ...]]
     plan_hash: str = ""
+
+    def __deepcopy__(self, memo: Any) -> StagedProgram:
+        return self  # nothing changes it; torch warns of specs of calls that are copied
 
     @property
     def begins_backward(self) -> bool:
