@@ -50,6 +50,10 @@ class AutoparError(Exception):
         super().__init__("\n".join(lines))
 
 
+class ArgumentError(AutoparError, TypeError):
+    """A call of autopar's own names an argument that it does not take, or leaves out one that it needs."""
+
+
 class CaptureError(AutoparError):
     """The model cannot be captured as one graph."""
 

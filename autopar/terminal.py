@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,7 +18,9 @@ from rich.text import Text
 
 from autopar.errors import AutoparError
 
+log = logging.getLogger("autopar")
 out, err = Console(), Console(stderr=True)
+_EVERY_S = 5.0  # between two lines in the log
 _SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*((?:[kmgt]i?)?b?)\s*$", re.IGNORECASE)
 PHASES = {
     "enumerate": "finding strategies",
@@ -87,7 +91,11 @@ def show(readable: Any) -> None:
 
 @contextmanager
 def progress_of_long(first: str, after_s: float = 2.0) -> Iterator[Callable[[str], None]]:
-    """As `progress`, of what may be done before that long: then nothing is said."""
+    """As `progress`, of what may be done before that long: then nothing is said. Where there is no terminal the log says it."""
+    if not err.is_terminal:
+        with _in_log(first, after_s) as tell:
+            yield tell
+        return
     status = err.status(f"{first} …")
 
     def start() -> None:
@@ -96,15 +104,35 @@ def progress_of_long(first: str, after_s: float = 2.0) -> Iterator[Callable[[str
 
     timer = threading.Timer(after_s, start)
     timer.daemon = True
-    if err.is_terminal:
-        timer.start()
+    timer.start()
     try:
         yield lambda what: status.update(f"{what} …")
     finally:
         timer.cancel()
-        if timer.ident is not None:
-            timer.join()
+        timer.join()
         status.stop()
+
+
+@contextmanager
+def _in_log(first: str, after_s: float) -> Iterator[Callable[[str], None]]:
+    """What is going on after that long, and again from time to time, as INFO."""
+    now, begin, done = [first], time.monotonic(), threading.Event()
+
+    def watch() -> None:
+        wait_s = after_s
+        while not done.wait(wait_s):
+            log.info("%s … (%.0f s so far)", now[0], time.monotonic() - begin)
+            wait_s = _EVERY_S
+
+    thread = threading.Thread(target=watch, name="autopar progress", daemon=True)
+    if log.isEnabledFor(logging.INFO):
+        thread.start()
+    try:
+        yield lambda what: now.__setitem__(0, what)
+    finally:
+        done.set()
+        if thread.ident is not None:
+            thread.join()
 
 
 @contextmanager

@@ -2,10 +2,6 @@
 
     whole     the same                          split(d)   a part along dim d
     sum       a term: the terms' sum is it       mean       a term of which the average is it
-    count(c)  a term of which the average, weighted by the node c (a number of labels that are not ignored), is it
-    divisor   what an op makes of sums: good for dividing sums by, since the batch's is what it makes of the batch's sums
-    share(c)  a term of which the sum, weighted by c of it / c of the batch, is it, where the node c is a divisor: weights add up to 1 only
-              where c is as much as the sums are
     place(d)  positions of samples within the microbatch, along dim d: good for looking up along the batch, and nothing else
 
 An op admits a label where its rule does, and where on parts it calls exactly what stands in the graph of the microbatch: microbatches are
@@ -14,7 +10,6 @@ like ranks of a data-parallel axis that run one after another.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -52,18 +47,11 @@ _CONSTANTS = frozenset(
 )
 _FILLED: Mapping[Any, int] = {aten.full.default: 1, aten.new_full.default: 2}  # operand that says with what
 _LOOKUPS = frozenset((aten.index.Tensor, aten._unsafe_index.Tensor))
-_OF_SUMS = frozenset(
-    (
-        aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.maximum.default, aten.minimum.default,
-        aten.add.Tensor, aten.add.Scalar, aten._to_copy.default,
-    )
-)  # fmt: skip
 _WORDS: Mapping[str, str] = {
     "whole": "what no sample is part of", "split": "a part of the samples, along dim {dim}", "sum": "a sum over samples",
-    "mean": "an average over samples", "count": "an average over what {count} counts", "divisor": "a divisor made of a sum over samples",
-    "share": "a sum over samples divided by {count}", "place": "positions of samples in the batch",
+    "mean": "an average over samples", "place": "positions of samples in the batch",
 }  # fmt: skip
-Kind = Literal["whole", "split", "sum", "mean", "count", "divisor", "share", "place"]
+Kind = Literal["whole", "split", "sum", "mean", "place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +60,6 @@ class Label:
 
     kind: Kind
     dim: int = -1
-    count: str = ""
 
     @property
     def placement(self) -> Placement:
@@ -83,14 +70,10 @@ class Label:
 
     @property
     def is_term(self) -> bool:
-        return self.kind in ("sum", "mean", "count", "share")
-
-    @property
-    def is_average(self) -> bool:
-        return self.kind in ("mean", "count")
+        return self.kind in ("sum", "mean")
 
 
-WHOLE, SUM_OF, MEAN_OF, DIVISOR = Label("whole"), Label("sum"), Label("mean"), Label("divisor")
+WHOLE, SUM_OF, MEAN_OF = Label("whole"), Label("sum"), Label("mean")
 
 
 def part_label(shape: tuple[int, ...], part: tuple[int, ...], num: int) -> Label | None:
@@ -102,11 +85,14 @@ def part_label(shape: tuple[int, ...], part: tuple[int, ...], num: int) -> Label
     return Label("split", differs[0]) if cut else None
 
 
-def node_labels(node: fx.Node, here: fx.Node, labels: Mapping[tuple[str, int], Label], num: int) -> tuple[Label, ...]:
+def node_labels(
+    node: fx.Node, here: fx.Node, labels: Mapping[tuple[str, int], Label], num: int, unknown: Mapping[str, str]
+) -> tuple[Label, ...]:
     """The labels of a node's results.
 
     Args:
         here: its counterpart in the graph of one of `num` microbatches. labels: of what it reads, by node and result.
+        unknown: node → what it follows from, so that it is known of no microbatch before that has run.
 
     Raises:
         CoupledError: where the op does not make the batch's result of microbatches' results.
@@ -117,35 +103,14 @@ def node_labels(node: fx.Node, here: fx.Node, labels: Mapping[tuple[str, int], L
     reads = [labels[operand.name, 0] for operand in operands_of(node)]
     if any(r.kind == "place" for r in reads):
         found = _by_place(call, part, reads, num)
-    elif DIVISOR in reads:
-        found = _divided(node, call, reads) or _made_of_sums(node, call, part, reads)
     else:
-        found = _special(node, call, part, reads, num) or _by_rule(call, part, reads, num) or _made_of_sums(node, call, part, reads)
+        found = _special(call, part, reads, num) or _by_rule(call, part, reads, num)
     if found is None:
-        raise refusal(node, num, *_why_not(node, reads))
+        raise refusal(node, num, *_why_not(node, reads, unknown))
     return found
 
 
-def _divided(node: fx.Node, call: Call, reads: list[Label]) -> tuple[Label, ...] | None:
-    """A sum by a divisor."""
-    return (Label("share", count=node.args[1].name),) if call.target is aten.div.Tensor and reads == [SUM_OF, DIVISOR] else None  # type: ignore[union-attr]
-
-
-def _made_of_sums(node: fx.Node, call: Call, part: Call, reads: list[Label]) -> tuple[Label, ...] | None:
-    """One number, made alike of sums and of constants."""
-    alike = _plain(call.args) == _plain(part.args) and dict(call.kwargs) == dict(part.kwargs) and call.outputs == part.outputs
-    of_sums = {SUM_OF, DIVISOR}.intersection(reads) and {SUM_OF, DIVISOR, WHOLE}.issuperset(reads)
-    if call.target not in _OF_SUMS or not alike or not of_sums or math.prod(call.outputs[0].shape) != 1:
-        return None
-    others = [operand for operand, label in zip(operands_of(node), reads, strict=True) if label == WHOLE]
-    return (DIVISOR,) if all(map(_is_constant, others)) else None
-
-
-def _is_constant(node: fx.Node) -> bool:
-    return node.op != "placeholder" and all(map(_is_constant, node.all_input_nodes))
-
-
-def _special(node: fx.Node, call: Call, part: Call, reads: list[Label], num: int) -> tuple[Label, ...] | None:
+def _special(call: Call, part: Call, reads: list[Label], num: int) -> tuple[Label, ...] | None:
     """Ops that make averages, or join them; and random numbers, which each microbatch draws anew."""
     alike = call.args == part.args and dict(call.kwargs) == dict(part.kwargs)
     if all(r == WHOLE for r in reads) and alike and call.outputs == part.outputs:
@@ -163,18 +128,15 @@ def _special(node: fx.Node, call: Call, part: Call, reads: list[Label], num: int
         return (MEAN_OF,) if reduction == MEAN else (SUM_OF,)
     if call.target is aten.arange.default and call.args == (part.args[0] * num,) and dict(call.kwargs) == dict(part.kwargs):
         return (Label("place", 0),)
-    if call.target is aten.div.Tensor and reads == [SUM_OF, SUM_OF] and math.prod(call.inputs[1].shape) == 1:
-        return (Label("count", count=node.args[1].name),)  # type: ignore[union-attr]
     if call.target in _SCALED and len(reads) == 1 and reads[0] == SUM_OF and not alike:
         a, b = call.args[1], part.args[1]
         return (MEAN_OF,) if (a == b * num if _SCALED[call.target] else b == a * num) else None
-    average = next((r for r in reads if r.is_average), None)
-    if alike and call.target is aten._to_copy.default and reads[0].kind == "share":
-        return (reads[0],)
-    if average is not None and alike and (call.target in _SUMS or call.target is aten._to_copy.default):
-        return (average,) if all(r in (average, WHOLE) for r in reads) else None
-    if average is not None and alike and call.target is ops.dot and set(reads[:2]) == {WHOLE, average}:
-        return (average,) if reads[2:] == [WHOLE] else None  # else the rule says what it is
+    if MEAN_OF not in reads or not alike:
+        return None
+    if call.target in _SUMS or call.target is aten._to_copy.default:
+        return (MEAN_OF,) if {MEAN_OF, WHOLE}.issuperset(reads) else None
+    if call.target is ops.dot and set(reads[:2]) == {WHOLE, MEAN_OF}:
+        return (MEAN_OF,) if reads[2:] == [WHOLE] else None  # else the rule says what it is
     return None
 
 
@@ -250,19 +212,21 @@ def _plain(value: Any) -> Any:
     return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _why_not(node: fx.Node, reads: list[Label]) -> tuple[str, str]:
+def _why_not(node: fx.Node, reads: list[Label], unknown: Mapping[str, str]) -> tuple[str, str]:
     """Why what an op makes of microbatches' operands does not make the batch's, and what to do."""
     if not reads:
         return "what it makes follows from the number of samples, of which a microbatch has fewer", _REMEDY
-    kinds, keys = {r.kind for r in reads}, {n.name: n.meta.get("key") for n in node.graph.nodes}
-    shown = " and ".join(dict.fromkeys(_WORDS[r.kind].format(dim=r.dim, count=keys.get(r.count)) for r in reads))
-    if node.target in _SUMS and len({r for r in reads if r.is_term}) > 1 and not kinds & {"split", "divisor", "place"}:
+    kinds = {r.kind for r in reads}
+    shown = " and ".join(dict.fromkeys(_WORDS[r.kind].format(dim=r.dim) for r in reads))
+    if node.target in _SUMS and kinds == {"sum", "mean"}:
         remedy = f"give all terms one denominator, such as the number of samples, or {_REMEDY}"
         return f"it joins terms that weigh differently: {shown}", remedy
-    if "whole" in kinds and len(kinds) == 2 and kinds & {"sum", "share"}:
+    if node.target in _SUMS and kinds == {"sum", "whole"}:
         remedy = f"divide the sum by the number of samples before it is joined, or {_REMEDY}"
         return f"it joins {shown}, which each microbatch would join again", remedy
-    return f"it reads {shown}, of which a microbatch's are not enough to make the batch's", _REMEDY
+    terms = [o for o, r in zip(operands_of(node), reads, strict=True) if r.is_term and o.name in unknown]
+    late = f"; the batch's follows from {unknown[terms[-1].name]}, and is not known before the last of them" if terms else ""
+    return f"it reads {shown}, of which a microbatch's are not enough to make the batch's{late}", _REMEDY
 
 
 def refusal(node: fx.Node, num: int, why: str, remedy: str = _REMEDY) -> CoupledError:

@@ -2,10 +2,10 @@
 
 A model may be run on parts of its batch one after another where the batch reaches every output by concatenation, and the loss by one sum,
 where it has one. That is inferred from the graph: microbatches are like ranks of a data-parallel axis that run one after another, and so
-the rules of ops say what each makes of parts, and each tensor gets a label (`autopar.analysis.microbatch_labels`). With w the weight of a
-microbatch (1; 1/M; c/Σc; f(c)/f(Σc), where a sum is divided by f(c), as by ``count.clamp(min=1)``), loss = Σ w·loss_m, and by linearity
-each gradient is Σ w·gradient_m: the tangent of microbatch m is w times that of the loss. Without a loss, the tangents of the batch's
-outputs are cut, or shared, as the outputs are put together.
+the rules of ops say what each makes of parts, and each tensor gets a label (`autopar.analysis.microbatch_labels`). Where an op wants the
+batch's sum or average, and that follows from the call and from buffers alone, each microbatch is given it (`autopar.analysis.given`).
+With w = 1 of a sum, 1/M of an average, loss = Σ w·loss_m, and by linearity each gradient is Σ w·gradient_m: the tangent of microbatch m is
+w times that of the loss. Without a loss, the tangents of the batch's outputs are cut, or shared, as the outputs are put together.
 
 Where the rules cannot see that samples do not depend on each other (tokens sorted by expert), the user may promise it: then a tensor
 whose graph of one microbatch has a dim M times shorter is taken for a part, and every op where that was needed is named.
@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar import random_ops
-from autopar.analysis.microbatch_labels import DIVISOR, SUM_OF, WHOLE, Label, node_labels, part_label, refusal
-from autopar.analysis.vanishing import equal, vanishes
+from autopar.analysis.given import Counting, Given, ReadOtherwiseError, counting, divides, scaled, with_given
+from autopar.analysis.microbatch_labels import MEAN_OF, WHOLE, Label, node_labels, part_label, refusal
 from autopar.capture.trace import Trace
-from autopar.errors import ConstraintError
-from autopar.rules import call_of
+from autopar.errors import ConstraintError, CoupledError
+from autopar.rules import call_of, operands_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,18 @@ class Microbatching:
     Attributes:
         num: how many microbatches. inputs: path of each input that is cut → the dim it is cut along.
         outputs: path → its label, of all that can be put together; the loss among them, where there is one.
-        count: name of the node of the microbatch's graph that weighs the loss, ``""`` where all weigh alike.
-        sums: names of the sums that `count` is made of, where it is none itself: of them, not of it, the batch's are the total.
-        only_counted: whether a microbatch that has nothing to count has nothing in the sum that is divided by it, either, and adds nothing.
         promised: keys of the ops at which only the user's promise says that samples are independent.
+        given: what each microbatch is given of the batch. averages: names of the quotients by it that are averages, and no sums.
+        counting: how that is computed, once `ready` has made the graph of one that takes it.
     """
 
     num: int
     inputs: Mapping[str, int]
     outputs: Mapping[str, Label]
-    count: str = ""
     promised: tuple[str, ...] = ()
-    only_counted: bool = True
-    sums: tuple[str, ...] = ()
+    given: tuple[Given, ...] = ()
+    averages: tuple[str, ...] = ()
+    counting: tuple[Counting, ...] = ()
 
 
 def microbatching(whole: Trace, part: Trace, num: int, *, independent: bool = False) -> Microbatching:
@@ -59,96 +58,128 @@ def microbatching(whole: Trace, part: Trace, num: int, *, independent: bool = Fa
     """
     if num == 1:
         return Microbatching(1, {}, {o.path: WHOLE for o in whole.outputs})
-    here = {n.meta["key"]: n for n in part.graph.nodes if n.op == "call_function"}
-    labels: dict[tuple[str, int], Label] = {}
-    promised: list[str] = []
-    for x, y in zip(whole.inputs, part.inputs, strict=True):
-        labels[x.node, 0] = _input_label(x.path, x.shape, y.shape, num)
-    labels.update({(p.node, 0): WHOLE for p in (*whole.parameters, *whole.buffers)})
-    nodes = [n for n in whole.graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward"]
-    wanted = _wanted(whole)
-    for node in nodes:
-        if node.name not in wanted:
-            continue
-        if node.meta["key"] not in here:
-            raise refusal(node, num, "the graph of one microbatch has no such op")
+    refusals: list[CoupledError] = []
+    for averages in (False, True):
+        labelling = _Labelling(whole, part, num, independent, averages=averages)
         try:
-            made = node_labels(node, here[node.meta["key"]], labels, num)
+            return labelling.run()
+        except CoupledError as error:
+            refusals.append(error)
+        if not labelling.given:  # nothing is divided by what is given
+            break
+    raise refusals[0]
+
+
+def ready(part: Trace, how: Microbatching) -> tuple[Trace, Microbatching]:
+    """The trace of one microbatch that takes what it is given of the batch, and how that is computed."""
+    if not how.given:
+        return part, how
+    try:
+        return with_given(part, how.given, how.averages, how.num), replace(how, counting=counting(part, how.given))
+    except ReadOtherwiseError as error:  # the graph of one sample is another one than that of two
+        raise refusal(error.args[0], how.num, _READ_OTHERWISE) from error
+
+
+_READ_OTHERWISE = "the batch's sum is read by more than what divides sums by it"
+
+
+class _Labelling:
+    """One pass over the graph of the whole batch.
+
+    Args:
+        averages: sums that are divided by what is given are averages.
+    """
+
+    def __init__(self, whole: Trace, part: Trace, num: int, independent: bool, *, averages: bool = False) -> None:
+        self.whole, self.part, self.num, self.independent, self.averages = whole, part, num, independent, averages
+        self.here = {n.meta["key"]: n for n in part.graph.nodes if n.op == "call_function"}
+        self.given: dict[str, Label] = {}
+        self._labels: dict[tuple[str, int], Label] = {}
+        self._promised: dict[str, None] = {}
+        self._quotients: dict[str, None] = {}
+        self._made_of_given: set[str] = set()
+        self._unknown = {p.node: f"parameter {p.name!r}" for p in whole.parameters}  # node → what it follows from
+        for x, y in zip(whole.inputs, part.inputs, strict=True):
+            self._labels[x.node, 0] = _input_label(x.path, x.shape, y.shape, num)
+        self._labels |= {(p.node, 0): WHOLE for p in (*whole.parameters, *whole.buffers)}
+
+    def run(self) -> Microbatching:
+        wanted = _wanted(self.whole)
+        nodes = [n for n in self.whole.graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward" and n.name in wanted]
+        places = {node.name: place for place, node in enumerate(nodes)}
+        for node in nodes:
+            reason = next((self._unknown[o.name] for o in node.all_input_nodes if o.name in self._unknown), "")
+            if reason:
+                self._unknown[node.name] = reason
+        place = 0
+        while place < len(nodes):
+            again = self._label(nodes[place])
+            place = min((places[name] for name in again), default=place) + 1
+        return self._found()
+
+    def _label(self, node: fx.Node) -> list[str]:
+        """Label a node; or give the batch's value of what it reads, of which these names have to be labelled anew."""
+        if node.name in self.given:
+            return []
+        if node.meta["key"] not in self.here:
+            raise refusal(node, self.num, "the graph of one microbatch has no such op")
+        operands = operands_of(node)
+        try:
+            made = self._quotient(node) or node_labels(node, self.here[node.meta["key"]], self._labels, self.num, self._unknown)
         except ConstraintError:
-            made = _promised(node, here[node.meta["key"]], num) if independent else ()
+            known = [o.name for o in operands if self._labels[o.name, 0].is_term and o.name not in self._unknown]
+            if known:
+                self._give(known)
+                return known
+            made = _promised(node, self.here[node.meta["key"]], self.num) if self.independent else ()
             if not made:
                 raise
-            promised.append(node.meta["key"])
-        labels.update({(node.name, result): label for result, label in enumerate(made)})
-    results = next(iter(reversed(whole.graph.nodes))).args[0]
-    for name, position in whole.mutated.items():
-        if name != random_ops.STATE:
-            raise refusal(results[position], num, f"buffer {name!r} would be updated {num} times a step")
-    outputs = {o.path: labels[results[i].name, 0] for i, o in enumerate(whole.outputs)}
-    loss = next((outputs[o.path] for o in whole.outputs if o.is_loss), WHOLE)
-    for i, o in enumerate(whole.outputs):
-        why = _unjoined(whole, outputs[o.path], loss)
-        if why and (o.whole or o.is_loss):
-            raise refusal(results[i], num, f"{f'output {o.path!r}' if o.path else 'what the model returns'} {why}")
-        if why:  # it is not asked for of several microbatches
-            del outputs[o.path]
-    keys = {n.name: n.meta["key"] for n in nodes}
-    only_counted, sums = True, ()
-    if loss.count:
-        _check_weighed_by_inputs(whole, loss.count, num)
-        only_counted = _only_counted(whole, labels, loss)
-        sums = tuple(here[keys[name]].name for name in _sums_of(whole, labels, loss.count))
-    cut = {i.path: labels[i.node, 0].dim for i in whole.inputs if labels[i.node, 0].kind == "split"}
-    count = here[keys[loss.count]].name if loss.count else ""
-    return Microbatching(num, cut, outputs, count, tuple(promised), only_counted, sums)
+            self._promised[node.meta["key"]] = None
+        self._labels.update({(node.name, result): label for result, label in enumerate(made)})
+        if any(o.name in self._made_of_given for o in operands) and node.name not in self._unknown and made == (WHOLE,):
+            self._made_of_given.add(node.name)
+        return []
 
+    def _give(self, names: list[str]) -> None:
+        for name in names:
+            self.given[name] = self._labels[name, 0]
+            self._labels[name, 0] = WHOLE
+            self._made_of_given.add(name)
 
-def _unjoined(whole: Trace, label: Label, loss: Label) -> str:
-    """Why the batch's output cannot be put together from those of microbatches, of which the loss alone has weights."""
-    if label.kind == "place":
-        return "has positions in the batch"
-    if label == DIVISOR:
-        return "is a sum over samples with something done to it once for the whole batch, and microbatches would do it once each"
-    if label.count and not (loss.count and equal(whole.node(label.count), whole.node(loss.count))):
-        return "is an average that weighs otherwise than the loss"
-    return ""
+    def _quotient(self, node: fx.Node) -> tuple[Label, ...]:
+        """Of a sum that is divided by what is given, where that is to be an average."""
+        reads = [self._labels[o.name, 0] for o in operands_of(node)]
+        if not (self.averages and sorted(r.kind for r in reads) == ["sum", "whole"] and divides(node, self._made_of_given)):
+            return ()
+        self._quotients[node.name] = None
+        return (MEAN_OF,)
 
+    def _found(self) -> Microbatching:
+        whole, labels, num = self.whole, self._labels, self.num
+        results = next(iter(reversed(whole.graph.nodes))).args[0]
+        for name, position in whole.mutated.items():
+            if name != random_ops.STATE:
+                raise refusal(results[position], num, f"buffer {name!r} would be updated {num} times a step")
+        outputs = {o.path: labels[results[i].name, 0] for i, o in enumerate(whole.outputs)}
+        for i, o in enumerate(whole.outputs):
+            if outputs[o.path].kind == "place":
+                if o.whole or o.is_loss:
+                    what = f"output {o.path!r}" if o.path else "what the model returns"
+                    raise refusal(results[i], num, f"{what} has positions in the batch")
+                del outputs[o.path]  # it is not asked for of several microbatches
+        keys = {n.name: n.meta["key"] for n in whole.graph.nodes}
+        given = tuple(Given(self.here[keys[n]].name, f"{keys[n]} of the batch", label.kind) for n, label in self.given.items())  # type: ignore[arg-type]
+        averages = tuple(self.here[keys[n]].name for n in self._quotients)
+        if averages:
+            self._check_averages(given, averages)
+        cut = {i.path: labels[i.node, 0].dim for i in whole.inputs if labels[i.node, 0].kind == "split"}
+        return Microbatching(num, cut, outputs, tuple(self._promised), given, averages)
 
-def _only_counted(whole: Trace, labels: Mapping[tuple[str, int], Label], label: Label) -> bool:
-    """Whether all sums that are divided by a count are 0 where it is."""
-    count = whole.node(label.count)
-    quotients = (n for n in whole.graph.nodes if labels.get((n.name, 0)) == label and n.args[1:2] == (count,))
-    return all(vanishes(n.args[0], count) for n in quotients)
-
-
-def _sums_of(whole: Trace, labels: Mapping[tuple[str, int], Label], count: str) -> tuple[str, ...]:
-    """The sums that a divisor is made of; none of a count, which is one."""
-    if labels[count, 0] != DIVISOR:
-        return ()
-    found: dict[str, None] = {}
-    stack = [whole.node(count)]
-    while stack:
-        for operand in stack.pop().all_input_nodes:
-            if labels[operand.name, 0] == DIVISOR:
-                stack.append(operand)
-            elif labels[operand.name, 0] == SUM_OF:
-                found[operand.name] = None
-    return tuple(found)
-
-
-def _check_weighed_by_inputs(whole: Trace, count: str, num: int) -> None:
-    """That what weighs a microbatch's loss follows from its inputs and buffers, before any of it has run, and has no gradient."""
-    parameters = {p.node: p.name for p in whole.parameters}
-    stack, seen = [whole.node(count)], set[fx.Node]()
-    while stack:
-        node = stack.pop()
-        if node.name in parameters:
-            name = parameters[node.name]
-            why = f"microbatches' losses weigh by what also follows from parameter {name!r}, and may follow from inputs and buffers alone"
-            raise refusal(whole.node(count), num, why)
-        if node not in seen:
-            seen.add(node)
-            stack += node.all_input_nodes
+    def _check_averages(self, given: tuple[Given, ...], averages: tuple[str, ...]) -> None:
+        try:
+            scaled(self.part, given, averages)
+        except ReadOtherwiseError as error:
+            raise refusal(error.args[0], self.num, _READ_OTHERWISE) from error
 
 
 def _promised(node: fx.Node, here: fx.Node, num: int) -> tuple[Label, ...]:
@@ -182,33 +213,31 @@ def for_single_samples(like: Microbatching, made_from: Trace, part: Trace, num: 
     """How `num` microbatches of one sample make a batch.
 
     A graph of one sample lacks ops that do nothing to it, and cannot be compared with that of the batch. Labels do not depend on how many
-    samples there are, so they are those of two microbatches of two samples; only the node that weighs the loss has to be found anew.
+    samples there are, so they are those of two microbatches of two samples; only what is given of the batch has to be found anew.
 
     Args:
         like: of batches of two samples, whose trace is `made_from`. part: the trace of one sample.
     """
-    sums = tuple(_counterpart(made_from, name, part) for name in like.sums)
-    return replace(like, num=num, count=_counterpart(made_from, like.count, part) if like.count else "", sums=sums)
+    given = tuple(replace(g, node=_counterpart(made_from, g.node, part)) for g in like.given)
+    averages = tuple(_counterpart(made_from, name, part) for name in like.averages)
+    return replace(like, num=num, given=given, averages=averages)
 
 
 def _counterpart(trace: Trace, name: str, other: Trace) -> str:
-    """The node of another trace that is reached from its loss as `name` is from this one's."""
-    stack: list[tuple[fx.Node, tuple[int, ...]]] = [(_loss(trace), ())]
+    """The node of another trace that is reached from its outputs as `name` is from this one's."""
+    stack: list[tuple[fx.Node, fx.Node | None]] = [(a, b) for a, b in zip(_results(trace), _results(other), strict=True)]
     seen: set[fx.Node] = set()
     while stack:
-        node, path = stack.pop()
-        if node.name == name:
-            found = _loss(other)
-            for step in path:
-                found = found.all_input_nodes[step]
-            if found.target is not node.target:
-                break
-            return found.name
+        node, its = stack.pop()
+        if node.name == name and its is not None and its.target is node.target:
+            return its.name
         if node not in seen:
             seen.add(node)
-            stack += [(operand, (*path, step)) for step, operand in enumerate(node.all_input_nodes)]
+            reads = () if its is None else its.all_input_nodes
+            stack += [(operand, reads[step] if step < len(reads) else None) for step, operand in enumerate(node.all_input_nodes)]
     raise ConstraintError("the loss of one sample is computed otherwise than that of two", remedy="use microbatches of two samples or more")
 
 
-def _loss(trace: Trace) -> fx.Node:
-    return trace.node(next(o.node for o in trace.outputs if o.is_loss))
+def _results(trace: Trace) -> tuple[fx.Node, ...]:
+    """The nodes of the outputs."""
+    return tuple(trace.node(o.node) for o in trace.outputs)

@@ -15,6 +15,7 @@ from autopar.api.options import Options, spelled_out
 from autopar.api.tracing import refuse_wrapped
 from autopar.devices import HardwareLike, is_unshaped
 from autopar.errors import AutoparError, PlanError, RuntimeStateError
+from autopar.keywords import named
 from autopar.planning import PlanOptions
 from autopar.plans import Plan
 from autopar.run.derivatives import refuse_transforms
@@ -24,6 +25,7 @@ from autopar.run.part import is_plain
 from autopar.run.staged_module import StagedModule
 
 
+@named("autopar.compile", "Using it")
 @spelled_out
 def compile(
     model: nn.Module,

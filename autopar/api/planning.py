@@ -36,6 +36,7 @@ from autopar.certificate import Certificate, certify, certify_staged
 from autopar.constraints import Constraint, speak_of
 from autopar.devices import HardwareLike, is_unshaped
 from autopar.errors import InfeasibleError, PlanError, VerificationError
+from autopar.keywords import named
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions
 from autopar.plans import Plan
@@ -119,6 +120,7 @@ def plan_told(*call: Any, another: bool = False) -> tuple[Trace, Planned]:
         return plan_call(*call, progress=lambda phase: tell(PHASES.get(phase, phase)), another=another)
 
 
+@named("autopar.plan", "Using it")
 def plan(
     model: nn.Module,
     mesh: MeshLike,

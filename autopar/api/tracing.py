@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autopar.analysis.microbatches import Microbatching, for_single_samples, microbatching
+from autopar.analysis.microbatches import Microbatching, for_single_samples, microbatching, ready
 from autopar.capture import Trace, capture
 from autopar.capture.loss_head import loss_alone, loss_by_rows, outputs_whole
 from autopar.emit import emit, emit_staged
@@ -163,9 +163,9 @@ def trace_part(
         four, two = (captured(_of_samples(args, kwargs, samples)) for samples in (4, 2))
         like = microbatching(four, two, 2, independent=independent)  # before one sample is captured: coupled ones may need others
         part = captured(microbatch_of(args, kwargs, num))
-        return part, for_single_samples(like, two, part, num)
+        return ready(part, for_single_samples(like, two, part, num))
     part = captured(microbatch_of(args, kwargs, num))
-    return part, microbatching(whole, part, num, independent=independent)
+    return ready(part, microbatching(whole, part, num, independent=independent))
 
 
 def _of_parts(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], precision: str | None, inference: bool) -> Trace:

@@ -74,7 +74,8 @@ class Border:
         """The state is a buffer that every step changes."""
         entry = ("buffer", random_ops.STATE)
         self.nodes[entry], self.aliases[random_ops.STATE] = state, ()
-        self.results.append((("mutation", random_ops.STATE), next_state(self.graph, state)))
+        now = zip((kind for kind, _ in self.results), self._output.args[0], strict=True)  # a draw's backward may be a gradient itself
+        self.results = [*now, (("mutation", random_ops.STATE), next_state(self.graph, state))]
         self._output.args = (tuple(node for _, node in self.results),)
         resting = [node for node in self.resting() if node is not state]
         if resting:

@@ -77,3 +77,12 @@ def sweep(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """The same nodes, under the same names."""
+    result, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        env[node] = result.node_copy(node, env.__getitem__)
+        assert node.op == "output" or env[node].name == node.name, "names are unique in a trace"
+    return result

@@ -23,7 +23,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopar import ops
-from autopar.capture.graphs import IN_PLACE, aten, calls, dtype_of, emit, shape_of, sweep
+from autopar.capture.graphs import IN_PLACE, aten, calls, copied, dtype_of, emit, shape_of, sweep
 from autopar.capture.labels import assign_keys
 from autopar.capture.trace import Input, Parameter, Trace
 from autopar.capture.trees import flatten_with_paths
@@ -45,7 +45,7 @@ def loss_alone(trace: Trace) -> Trace:
     dropped = {o.path for o in trace.outputs if not o.is_loss}
     if not dropped:
         return trace
-    graph = _copy(trace.graph)
+    graph = copied(trace.graph)
     end = next(iter(reversed(graph.nodes)))
     outputs = tuple(o for o in trace.outputs if o.is_loss)
     kept = [position for position in range(len(end.args[0])) if position >= len(trace.outputs) or trace.outputs[position].is_loss]
@@ -112,9 +112,9 @@ def loss_by_rows(trace: Trace, rows: int) -> Trace:
     Raises:
         CaptureError: where the model has none that can.
     """
-    graph = _copy(trace.graph)
-    copied = replace(trace, graph=graph)
-    heads, refusals = heads_of(copied)
+    graph = copied(trace.graph)
+    result = replace(trace, graph=graph)
+    heads, refusals = heads_of(result)
     if not heads:
         raise CaptureError("no loss of the model can be computed by rows: " + ("; ".join(refusals) or "it has no cross entropy"))
     for head in heads:
@@ -122,7 +122,7 @@ def loss_by_rows(trace: Trace, rows: int) -> Trace:
     sweep(graph)
     assign_keys(graph)
     graph.lint()
-    return copied
+    return result
 
 
 class _OtherwiseError(Exception):
@@ -228,12 +228,3 @@ def _rewrite(graph: fx.Graph, head: Head, rows: int) -> None:
             scaled = emit(gradient, aten.mul.Tensor, (part, head.scale), shape_of(gradient), dtype=dtype_of(gradient))
         scaled.meta[IN_PLACE] = True
         gradient.replace_all_uses_with(scaled)
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    """The same nodes, under the same names."""
-    result, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        env[node] = result.node_copy(node, env.__getitem__)
-        assert node.op == "output" or env[node].name == node.name, "names are unique in a trace"
-    return result

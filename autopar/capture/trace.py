@@ -60,13 +60,14 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A tensor of the batch, or one that crosses from the stage before.
+    """A tensor of the batch, one that is made of all of it for each microbatch, or one that crosses from the stage before.
 
     Attributes:
         path: its path in (args, kwargs); the key of the node that makes it where it crosses.
         node: its placeholder.
         crosses: whether it comes from the stage before. gradient: index of its gradient in the graph's output tuple, or None.
         requires_grad: whether the call's asks for one, which it may not have: where no output that has a tangent depends on it.
+        given: whether it is made of the whole batch before the first microbatch (`autopar.analysis.given`); none of the call's.
     """
 
     path: str
@@ -76,6 +77,7 @@ class Input:
     crosses: bool = False
     gradient: int | None = None
     requires_grad: bool = False
+    given: bool = False
 
     @property
     def gradient_name(self) -> str:
@@ -222,6 +224,9 @@ class Trace:
     precision: torch.dtype | None = None
     attributes: tuple[ModuleAttribute | OutsideValue, ...] = ()
 
+    def __deepcopy__(self, memo: Any) -> Trace:
+        return self  # nothing changes it; torch warns of specs of calls that are copied
+
     @property
     def loss(self) -> Output | None:
         """The loss; None where the model returns none, or this is the trace of a stage before the last."""
@@ -239,8 +244,8 @@ class Trace:
 
     @property
     def batch_in_words(self) -> tuple[tuple[str, str], ...]:
-        """(path, dtype and shape) of each input, ``("x", "float32 [8, 16]")``."""
-        return tuple((i.path, f"{str(i.dtype).removeprefix('torch.')} {list(i.shape)}") for i in self.inputs)
+        """(path, dtype and shape) of each input of the call, ``("x", "float32 [8, 16]")``."""
+        return tuple((i.path, f"{str(i.dtype).removeprefix('torch.')} {list(i.shape)}") for i in self.inputs if not i.given)
 
     def node(self, name: str) -> fx.Node:
         """The node of that name."""

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from autopar.errors import ConstraintError
+from autopar.keywords import named
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 
@@ -45,6 +46,7 @@ class LayoutConstraint:
         return {"pattern": self.pattern, **{name: str(value) for name, value in parts if value is not None}}
 
 
+@named("autopar.constraints.layout", "Constraints")
 def layout(
     pattern: str,
     *,

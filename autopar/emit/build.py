@@ -63,7 +63,7 @@ def _program(job: Job, plan: Plan, forward: Phase, backward: Phase, num_saved: i
     inputs = tuple(
         ProgramTensor(
             i.path, i.shape, i.shape, i.dtype, chosen[input_key(i.path)].outputs[0],
-            requires_grad=i.requires_grad, has_gradient=i.gradient is not None, crosses=i.crosses,
+            requires_grad=i.requires_grad, has_gradient=i.gradient is not None, crosses=i.crosses, given=i.given,
         )
         for i in trace.inputs
     )  # fmt: skip

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import fx
-
 from autopar.analysis.microbatches import Microbatching
-from autopar.capture.trace import Input, Parameter, Trace
+from autopar.capture.trace import Trace
 from autopar.emit.build import emit
 from autopar.errors import EmissionError
 from autopar.plans import Plan
 from autopar.run.executor import Outputs
 from autopar.run.lazy_graph import LazyGraphModule
-from autopar.run.program import Microbatches, StagedProgram, whole_outputs
+from autopar.run.program import Count, Microbatches, StagedProgram, whole_outputs
 from autopar.run.returned import Returned, is_returned
 from autopar.stages import Cut
 
@@ -46,15 +42,8 @@ def microbatches_of(part: Trace, how: Microbatching) -> Microbatches:
     """How a program works through microbatches; arguments as of `emit_staged`."""
     outputs = {path: (label.kind, label.dim) for path, label in how.outputs.items()}
     loss = None if part.loss is None else part.loss.path
-    if not how.count:
-        return Microbatches(how.num, how.inputs, outputs, loss)
-    names = how.sums or (how.count,)
-    needed = _needed(part, names)
-    buffers, inputs = ({t.node: name for t, name in of if t.node in needed} for of in _named(part))
-    count = _graph_to(part, names, (*buffers, *inputs))
-    divisor = _graph_to(part, (how.count,), how.sums) if how.sums else None
-    paths, read = tuple(inputs.values()), tuple(buffers.values())
-    return Microbatches(how.num, how.inputs, outputs, loss, count, paths, read, how.only_counted, divisor)
+    counts = (Count({g.path: g.kind for g in c.given}, LazyGraphModule({}, c.graph), c.buffers, c.inputs) for c in how.counting)
+    return Microbatches(how.num, how.inputs, outputs, loss, tuple(counts))
 
 
 def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> Returned:
@@ -62,28 +51,3 @@ def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> Returned:
     microbatches = microbatches_of(part, how)
     kept = tuple(t for t in whole_outputs(part, microbatches, 0) if is_returned(t, outputs))
     return Returned(kept, microbatches, waits=not any(o.is_loss for o in part.differentiable))
-
-
-def _named(part: Trace) -> tuple[list[tuple[Parameter, str]], list[tuple[Input, str]]]:
-    """Buffers by name, and inputs by path."""
-    return [(b, b.name) for b in part.buffers], [(i, i.path) for i in part.inputs]
-
-
-def _needed(part: Trace, names: Sequence[str], given: Sequence[str] = ()) -> set[str]:
-    """The nodes that these are made of, themselves among them, as far as those `given`."""
-    wanted = set(names)
-    for node in reversed(part.graph.nodes):
-        if node.name in wanted and node.name not in given:
-            wanted |= {operand.name for operand in node.all_input_nodes}
-    return wanted
-
-
-def _graph_to(part: Trace, names: Sequence[str], given: Sequence[str]) -> fx.GraphModule:
-    """The graph from the nodes `given`, in that order, to these nodes, as a tuple."""
-    graph, wanted = fx.Graph(), _needed(part, names, given)
-    env = {part.node(name): graph.placeholder(name) for name in given}
-    for node in part.graph.nodes:
-        if node.name in wanted and node not in env:
-            env[node] = graph.node_copy(node, env.__getitem__)
-    graph.output(tuple(env[part.node(name)] for name in names))
-    return LazyGraphModule({}, graph)

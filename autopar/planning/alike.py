@@ -81,7 +81,7 @@ class Alike:
         if form not in self._memories:
             self._memories[form] = measure()
         found = self._memories[form]
-        names = [t.name for t in (*program.parameters, *program.buffers)]
+        names = [t.name for t in (*program.parameters, *program.buffers, *(t for t in program.inputs if t.given))]
         return replace(found, resting=dict(zip(names, found.resting.values(), strict=True)), mutated=program.mutated)
 
 
@@ -113,7 +113,7 @@ def form_of(program: Program) -> Form:
 
 
 def _tensor(tensor: ProgramTensor) -> Form:
-    flags = tensor.requires_grad, tensor.has_gradient, tensor.is_loss, tensor.crosses
+    flags = tensor.requires_grad, tensor.has_gradient, tensor.is_loss, tensor.crosses, tensor.given
     return tensor.shape, tensor.view, str(tensor.dtype), str(tensor.layout), flags
 
 

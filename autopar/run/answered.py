@@ -28,7 +28,7 @@ class Answered(torch.autograd.Function):
         """
         works = calls.new_works()
         with torch.autocast(anchor.device.type, enabled=False):
-            calls.begin(works, parts, [1.0] * len(parts), buffers, parameters, keep=True)
+            calls.begin(works, parts, 1.0, buffers, parameters, keep=True)
             calls.runner(works).forward()
             outputs = calls.returned(works)
         ctx.calls, ctx.works, ctx.parameters = calls, works, parameters

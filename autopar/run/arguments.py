@@ -5,6 +5,7 @@ Paths name leaves as the program does: keyword arguments by name, positional one
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -58,6 +59,9 @@ class Arguments:
             self._names = list(canonical)
         positions = {path: position for position, path in enumerate(self._paths)}
         self._inputs = [(positions[tensor.name], tensor, _expected(tensor, batch, groups)) for tensor in program.inputs]
+
+    def __deepcopy__(self, memo: Any) -> Arguments:
+        return copy.copy(self)  # what it holds is never changed; torch warns of specs of calls that are copied
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: DeviceMesh) -> list[Tensor]:
         """The program's input tensors, in its order.
@@ -228,6 +232,9 @@ class Results:
         paths = paths_in(pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec))
         positions = {path: position for position, path in enumerate(paths)}
         self._positions = [positions[tensor.name] for tensor in program.outputs]
+
+    def __deepcopy__(self, memo: Any) -> Results:
+        return copy.copy(self)  # what it holds is never changed; torch warns of specs of calls that are copied
 
     def build(self, outputs: Sequence[Any]) -> Any:
         leaves: Mapping[int, Any] = {**self._constants, **dict(zip(self._positions, outputs, strict=True))}

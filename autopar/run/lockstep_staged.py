@@ -11,14 +11,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
 
 from autopar import random_ops
 from autopar.ambient import as_written
-from autopar.capture.execute import device_of, promoted, promoted_dtype
+from autopar.capture.execute import device_of, placed, promoted, promoted_dtype
+from autopar.capture.graphs import copied
 from autopar.capture.tangents import tangent_of
 from autopar.kernels.sums import FIRST
 from autopar.layout import local_shape
+from autopar.run.lazy_graph import LazyGraphModule
 from autopar.run.lockstep import Lockstep, joined
 from autopar.run.lockstep_ranks import Observer, Ranks, Record
 from autopar.run.program import Microbatches, Program, ProgramTensor, StagedProgram
@@ -28,12 +31,20 @@ from autopar.run.splitting import split
 Locals = list[Any]  # one tensor per rank of a stage
 
 
-def weights_in(
-    how: Microbatches, parts: list[dict[str, Tensor]], buffers: Mapping[str, Tensor], dtype: torch.dtype | None
-) -> list[float]:
-    """The weights of microbatches' losses, computed in `dtype` where one is given."""
-    wide = [{path: promoted(x, dtype) for path, x in part.items()} for part in parts]
-    return how.weights(wide, {name: promoted(x, dtype) for name, x in buffers.items()})
+def parts_in(
+    how: Microbatches, inputs: Mapping[str, Tensor], buffers: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> list[dict[str, Tensor]]:
+    """The inputs of microbatches; in `dtype`, where one is given, and so is what they are given of the batch."""
+
+    def bound(count: fx.GraphModule) -> fx.GraphModule:
+        graph = copied(count.graph)
+        for node in graph.nodes:
+            node.args, node.kwargs = tree_map(lambda a: promoted_dtype(a, dtype), (node.args, placed(node.kwargs, device)))
+        return LazyGraphModule(count, graph)
+
+    device = device_of(inputs.values())
+    wide = {path: promoted(x, dtype) for path, x in inputs.items()}
+    return how.bound(bound).parts(wide, {name: promoted(x, dtype) for name, x in buffers.items()})
 
 
 def run_staged(
@@ -54,8 +65,8 @@ def run_staged(
     Raises:
         VerificationError: where replicas differ, or a node fails; names the node, its module and source.
     """
-    parts = program.microbatches.split(inputs)
-    weights = weights_in(program.microbatches, parts, buffers, dtype)
+    how = program.microbatches
+    parts = parts_in(how, inputs, buffers, dtype)
     device = device_of((*parameters.values(), *inputs.values()))
     tangents = _tangents_of_parts(program, dtype, device, tangent)
     trained = any(t.has_gradient for stage in program.stages for t in stage.parameters)
@@ -64,7 +75,7 @@ def run_staged(
     outputs: dict[str, list[Tensor]] = {}
     new_buffers: dict[str, Tensor] = {}
     with as_written():
-        for part, weight, answers in zip(parts, weights, tangents, strict=True):
+        for part, answers in zip(parts, tangents, strict=True):
             crossing: dict[str, Locals] = {}
             for stage in stages:
                 own, crossing, changed = stage.forward(part, crossing, state)
@@ -74,15 +85,14 @@ def run_staged(
             if random_ops.STATE in new_buffers:
                 state[random_ops.STATE] = new_buffers[random_ops.STATE]
             returning: dict[str, Locals] = {}
-            for stage in reversed(stages) if weight and trained else ():  # as `StageWork.backward`
-                returning = stage.backward(returning, weight * tangent, answers)
+            for stage in reversed(stages) if trained else ():
+                returning = stage.backward(returning, how.weight * tangent, answers)
         gradients: dict[str, Tensor] = {}
         for stage in stages if trained else ():
             stage.end()
             for name, value in stage.joined_gradients().items():
                 gradients[name] = gradients[name] + value if name in gradients else value
-    how = program.microbatches
-    whole = {path: how.join(path, values, weights) for path, values in outputs.items() if path in how.outputs}
+    whole = {path: how.join(path, values) for path, values in outputs.items() if path in how.outputs}
     records: tuple[Record, ...] = tuple(record for stage in stages for record in stage.run.records)
     return Lockstep(whole, gradients, new_buffers, records)
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar import random_ops
 from autopar.capture.trace import Input, ModuleAttribute, Output, OutsideValue, Trace, gradient_name
 from autopar.errors import RuntimeStateError
 from autopar.layout import Layout
@@ -40,6 +41,7 @@ class ProgramTensor:
             its tangent.
         is_loss: outputs only.
         crosses: whether it comes from the stage before, or goes to the stage after; always local.
+        given: of inputs, whether it is made of the whole batch for each microbatch (`Count`).
     """
 
     name: str
@@ -52,6 +54,7 @@ class ProgramTensor:
     has_gradient: bool = False
     is_loss: bool = False
     crosses: bool = False
+    given: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,9 @@ class Program:
     end: fx.GraphModule | None = None
     sums: tuple[ProgramTensor, ...] = ()
 
+    def __deepcopy__(self, memo: Any) -> Program:
+        return self  # nothing changes it; torch warns of specs of calls that are copied
+
     @property
     def input_gradients(self) -> tuple[ProgramTensor, ...]:
         """Of each input of the batch that has one, as backward returns it: whole on every rank."""
@@ -100,36 +106,75 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
+class Count:
+    """What every microbatch is given of the batch (`autopar.analysis.given`).
+
+    Attributes:
+        given: path of each input → what a microbatch's own is of it: ``sum`` | ``mean``.
+        graph: from the buffers and the inputs of a microbatch, whole, to its own; among the inputs may be what was counted before.
+    """
+
+    given: Mapping[str, str]
+    graph: fx.GraphModule
+    buffers: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+    def of(self, parts: list[dict[str, torch.Tensor]], buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """By path. Random numbers are those that each microbatch draws."""
+        terms = []
+        with torch.no_grad():
+            for number, part in enumerate(parts):
+                read = [buffers[name] + number if name == random_ops.STATE else buffers[name] for name in self.buffers]
+                terms.append(self.graph(*read, *(part[path] for path in self.inputs)))
+            totals = [torch.stack(each).sum(0, dtype=each[0].dtype) for each in zip(*terms, strict=True)]
+        return {p: total if kind == "sum" else total / len(parts) for (p, kind), total in zip(self.given.items(), totals, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
 class Microbatches:
     """How a batch is worked through (`autopar.analysis.microbatches` infers it and says why it is so).
 
     Attributes:
         num: how many. inputs: path of each input that is cut → the dim it is cut along.
         outputs: path, of all that can be put together → what a microbatch's output is of the batch's: (``whole`` | ``split`` | ``sum`` |
-            ``mean`` | ``count`` | ``share``, dim).
+            ``mean``, dim).
         loss: path of the loss, None where the model returns none.
-        count: from the buffers `count_buffers` and the inputs `count_inputs` of a microbatch, whole, to what weighs its loss, or the sums
-            that this is made of; None where all weigh alike.
-        divisor: from these sums, of a microbatch or of the batch, to what weighs it; None where it is the one sum itself.
-        only_counted: whether one that has nothing to count adds nothing to the loss, either.
+        counts: what every microbatch is given of the batch, one after another.
     """
 
     num: int
     inputs: Mapping[str, int]
     outputs: Mapping[str, tuple[str, int]]
     loss: str | None
-    count: fx.GraphModule | None = None
-    count_inputs: tuple[str, ...] = ()
-    count_buffers: tuple[str, ...] = ()
-    only_counted: bool = True
-    divisor: fx.GraphModule | None = None
+    counts: tuple[Count, ...] = ()
 
-    def split(self, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """The inputs of each microbatch.
+    @property
+    def count_buffers(self) -> frozenset[str]:
+        """Buffers that something given follows from."""
+        return frozenset(name for count in self.counts for name in count.buffers)
+
+    @property
+    def weight(self) -> float:
+        """Of each microbatch's loss, and of its tangent; without a loss 1."""
+        return 1.0 if self.loss is None or self.outputs[self.loss][0] == "sum" else 1.0 / self.num
+
+    def parts(self, inputs: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """The inputs of each microbatch, with what it is given of the batch.
+
+        Args:
+            buffers: by name, whole, those of `count_buffers` among them.
 
         Raises:
             RuntimeStateError: where a batch does not divide.
         """
+        parts = self.split(inputs)
+        for count in self.counts:
+            given = count.of(parts, buffers)
+            parts = [{**part, **given} for part in parts]
+        return parts
+
+    def split(self, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """The inputs of each microbatch that are of the call; raises as `parts`."""
         parts: list[dict[str, torch.Tensor]] = [dict(inputs) for _ in range(self.num)]
         for path, dim in self.inputs.items():
             whole = inputs[path]
@@ -140,44 +185,12 @@ class Microbatches:
                 part[path] = value
         return parts
 
-    def weights(self, parts: list[dict[str, torch.Tensor]], buffers: Mapping[str, torch.Tensor]) -> list[float]:
-        """The weight of each microbatch's loss; 0 for one that has nothing to count. Without a loss all weigh 1.
-
-        Args:
-            parts: the inputs of each. buffers: by name, whole, those of `count_buffers` among them.
-
-        Raises:
-            RuntimeStateError: where one has nothing to count, and may add something to the loss for all that; on all ranks alike.
-        """
-        if self.loss is None:
-            return [1.0] * self.num
-        kind, _ = self.outputs[self.loss]
-        if self.count is None:
-            return [1.0 if kind == "sum" else 1.0 / self.num] * self.num
-        with torch.no_grad():
-            read = [buffers[name] for name in self.count_buffers]
-            sums = [self.count(*read, *(part[path] for path in self.count_inputs)) for part in parts]
-            counts = [float(self._divisor(each)) for each in sums]
-            totals = (torch.stack(each).sum(0, dtype=each[0].dtype) for each in zip(*sums, strict=True))
-            total = sum(counts) if self.divisor is None else float(self._divisor(tuple(totals)))
-        if total and not self.only_counted and 0.0 in counts:
-            what = f"microbatch {counts.index(0.0)} of {self.num} has nothing to count in what the loss is divided by"
-            where = "the loss is a quotient of two sums, of which the first need not be 0 where the second is"
-            remedy = "pass batches in which every microbatch has something to count, or compile with num_microbatches=1"
-            raise RuntimeStateError(what, where=where, remedy=remedy)
-        return [count / total if total else 1.0 / self.num for count in counts]
-
     def bound(self, bind: Callable[[fx.GraphModule], fx.GraphModule]) -> Microbatches:
         """With its graphs for one rank."""
-        count, divisor = (None if graph is None else bind(graph) for graph in (self.count, self.divisor))
-        return replace(self, count=count, divisor=divisor)
+        return replace(self, counts=tuple(replace(count, graph=bind(count.graph)) for count in self.counts))
 
-    def _divisor(self, sums: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        (found,) = sums if self.divisor is None else self.divisor(*sums)
-        return found
-
-    def join(self, path: str, parts: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-        """The batch's output from the microbatches'. A term of weight 0 may be no number."""
+    def join(self, path: str, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The batch's output from the microbatches'."""
         kind, dim = self.outputs[path]
         if kind == "split":
             return torch.cat(parts, dim)
@@ -185,9 +198,7 @@ class Microbatches:
             return parts[-1]
         if kind == "sum":
             return torch.stack(parts).sum(0, dtype=parts[0].dtype)
-        share = weights if kind in ("count", "share") else [1.0 / self.num] * self.num
-        terms = [part * weight for part, weight in zip(parts, share, strict=True) if weight]
-        return torch.stack(terms).sum(0) if terms else parts[0]
+        return torch.stack([part * (1.0 / self.num) for part in parts]).sum(0)
 
     def tangents(self, path: str, whole: torch.Tensor) -> list[torch.Tensor]:
         """Of each microbatch's output, from that of the batch's: the derivative of `join`, for models without a loss."""
@@ -220,6 +231,9 @@ class StagedProgram:
     shared: Mapping[str, tuple[int, ...]]
     plan_hash: str = ""
 
+    def __deepcopy__(self, memo: Any) -> StagedProgram:
+        return self  # nothing changes it; torch warns of specs of calls that are copied
+
     @property
     def begins_backward(self) -> bool:
         """Whether backward follows from the model's own loss, so that it may run among forwards."""
@@ -229,7 +243,8 @@ class StagedProgram:
     def inputs(self) -> tuple[ProgramTensor, ...]:
         """The whole batch's inputs."""
         cut = self.microbatches.inputs
-        return tuple(_whole(i, self.microbatches.num, cut.get(i.path, -1), len(self.mesh.shape)) for i in self.trace.inputs)
+        called = (i for i in self.trace.inputs if not i.given)
+        return tuple(_whole(i, self.microbatches.num, cut.get(i.path, -1), len(self.mesh.shape)) for i in called)
 
     @property
     def outputs(self) -> tuple[ProgramTensor, ...]:

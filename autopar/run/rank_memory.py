@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from autopar.ambient import as_written
 from autopar.capture._torch.fakes import new_fake_mode
 from autopar.run.executor import Outputs
 from autopar.run.memory import LiveBytes
 from autopar.run.orders import Action
 from autopar.run.program import Program
-from autopar.run.stage_memory import put_together, stage_work
+from autopar.run.stage_memory import batch_of, put_together, stage_work
 from autopar.run.stage_work import StageWork, outputs_kept
 
 
@@ -37,7 +35,7 @@ class ChunkMemory:
     """What a chunk's work adds on one rank.
 
     Attributes:
-        resting: parameter or buffer → its bytes. mutated: the buffers that it changes.
+        resting: parameter, buffer or what microbatches are given → its bytes. mutated: the buffers that it changes.
         begin, finish: of a step. received, received_back: buffers of a microbatch for what arrives, in forward and in backward.
         forward, backward: on one microbatch. backward_beside: where what forward sent is still held.
         sent: what is freed when that is let go before backward. sent_late: after it. returned: the same of the gradients that are sent.
@@ -65,7 +63,8 @@ def chunk_memory(program: Program, outputs: Outputs) -> ChunkMemory:
     memory = LiveBytes()
     with new_fake_mode(), as_written():
         work, tensors = stage_work(program, outputs, memory)
-        parts = [{t.name: torch.empty(t.shape, dtype=t.dtype) for t in program.inputs if not t.crosses} for _ in range(2)]
+        parts, given = batch_of(program, 2)
+        parts = [{**part, **given} for part in parts]
         with memory:
             memory.register((*tensors, *(x for part in parts for x in part.values())))
             found = _Measured(work, memory)
@@ -75,6 +74,7 @@ def chunk_memory(program: Program, outputs: Outputs) -> ChunkMemory:
                 measured = found.step(tensors[:num], tensors[num:], parts, collected)
     names = [t.name for t in (*program.parameters, *program.buffers)]
     resting = {name: x.untyped_storage().nbytes() for name, x in zip(names, tensors, strict=True)}
+    resting |= {path: x.untyped_storage().nbytes() for path, x in given.items()}
     return ChunkMemory(resting, program.mutated, **measured)
 
 
@@ -85,7 +85,7 @@ class _Measured:
     def step(self, parameters: Sequence[Any], buffers: Sequence[Any], parts: Sequence[Any], collected: set[str]) -> dict[str, Any]:
         work = self._work
         found: dict[str, Any] = {}
-        found["begin"], _ = self._rise(lambda: work.begin(collected, parameters, buffers, parts, [1.0] * 2, keep=True))
+        found["begin"], _ = self._rise(lambda: work.begin(collected, parameters, buffers, parts, 1.0, keep=True))
         before = self._memory.live_bytes
         for number, beside in enumerate((False, True)):
             rise, received = self._rise(partial(work.arriving, number))

@@ -81,8 +81,7 @@ class StageCalls:
             parts: the inputs of each microbatch. buffers: local ones by name. parameters: those held. scale: of losses in backward.
             keep: whether backward runs, too.
         """
-        weights = self.how.weights(parts, buffers)
-        self.begin(self._works, parts, [weight * scale for weight in weights], buffers, parameters, keep=keep)
+        self.begin(self._works, parts, self.how.weight * scale, buffers, parameters, keep=keep)
         if isinstance(self._schedule, Interleaving):
             self._schedule.run(backward=keep)
         elif keep and self._schedule is not None:
@@ -94,7 +93,7 @@ class StageCalls:
                 self._works[self.rank].backward(number)
         else:
             self.runner(self._works).forward()
-        own = self._joined(self._works, weights)
+        own = self._joined(self._works)
         gradients = self.finish(self._works, parameters, keep=keep)
         return self.exchange.spread(self.kept, own), gradients
 
@@ -110,7 +109,7 @@ class StageCalls:
         self,
         works: Mapping[int, StageWork],
         parts: list[dict[str, Tensor]],
-        weights: list[float],
+        weight: float,
         buffers: Mapping[str, Tensor],
         parameters: Sequence[Tensor],
         *,
@@ -125,16 +124,16 @@ class StageCalls:
             mine = {t.name: buffers[t.name].clone() if t.name in changed & {*program.mutated} else buffers[t.name] for t in program.buffers}
             changed |= {*program.mutated}
             kept = [t.name for t in self.kept]
-            work.begin(kept, [locals[t.name] for t in program.parameters], list(mine.values()), parts, weights, keep=keep)
+            work.begin(kept, [locals[t.name] for t in program.parameters], list(mine.values()), parts, weight, keep=keep)
 
     def returned(self, works: Mapping[int, StageWork]) -> dict[str, Tensor]:
         """After all forwards of a model without a loss: the batch's outputs on all ranks."""
-        return self.exchange.spread(self.kept, self._joined(works, [1.0] * self.how.num))
+        return self.exchange.spread(self.kept, self._joined(works))
 
-    def _joined(self, works: Mapping[int, StageWork], weights: list[float]) -> dict[str, Tensor]:
+    def _joined(self, works: Mapping[int, StageWork]) -> dict[str, Tensor]:
         """The batch's outputs that this rank's stages make. Lets go of microbatches'."""
         made = [(path, values) for work in works.values() for path, values in work.outputs.items()]
-        found = {path: self.how.join(path, values, weights).contiguous() for path, values in made}
+        found = {path: self.how.join(path, values).contiguous() for path, values in made}
         del made
         for work in works.values():
             work.outputs.clear()

@@ -56,18 +56,19 @@ def trace_stage_peak(
     memory = LiveBytes()
     with new_fake_mode(), as_written():
         work, tensors = stage_work(program, outputs, memory)
-        parts = [{t.name: torch.empty(t.shape, dtype=t.dtype) for t in program.inputs if not t.crosses} for _ in range(num)]
+        parts, given = batch_of(program, num)
         with memory:
             memory.register(x for part in parts for x in part.values())
             batch_bytes = memory.live_bytes  # the user's: parts are views of the batch
-            memory.register(tensors)
+            memory.register((*tensors, *given.values()))
+            parts = [{**part, **given} for part in parts]
             parameters, buffers = tensors[: len(program.parameters)], tensors[len(program.parameters) :]
             collected = {t.name for t in outputs_kept(program, outputs, num_microbatches)}
-            work.begin((), parameters, buffers, parts, [1.0] * num, keep=trained)
+            work.begin((), parameters, buffers, parts, 1.0, keep=trained)
             held = _held(work, memory, sends=schedule == "gpipe" and waiting is None)
             work.clear()
             memory.reset_peak()
-            work.begin(collected, parameters, buffers, parts, [1.0] * num, keep=trained)
+            work.begin(collected, parameters, buffers, parts, 1.0, keep=trained)
             if waiting is not None:
                 _forwards_first(work, num, num_microbatches - num, waiting, trained=trained)
             else:
@@ -79,6 +80,13 @@ def trace_stage_peak(
                 work.finish()
                 del joined
     return StagePeak(memory.peak_bytes - batch_bytes + (num_in_flight - flying) * held, held)
+
+
+def batch_of(program: Program, num: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """The inputs of `num` microbatches by path, those of each, and those that all are given."""
+    own = [t for t in program.inputs if not t.crosses]
+    parts = [{t.name: torch.empty(t.shape, dtype=t.dtype) for t in own if not t.given} for _ in range(num)]
+    return parts, {t.name: torch.empty(t.shape, dtype=t.dtype) for t in own if t.given}
 
 
 def stage_work(program: Program, outputs: Outputs, memory: LiveBytes) -> tuple[StageWork, list[Tensor]]:
@@ -134,7 +142,7 @@ def _forwards_first(work: StageWork, num: int, num_more: int, returned: Returned
         work.forward(number)
         sent = work.leaving(number)
     del sent
-    made = {path: returned.how.join(path, values, [1.0] * len(values)).contiguous() for path, values in work.outputs.items()}
+    made = {path: returned.how.join(path, values).contiguous() for path, values in work.outputs.items()}
     work.outputs.clear()
     for t in returned.outputs:  # those of other stages
         if t.name not in made:

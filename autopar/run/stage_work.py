@@ -37,7 +37,7 @@ class StageWork:
         parameters: Sequence[Tensor],
         buffers: Sequence[Tensor],
         parts: Sequence[Mapping[str, Tensor]],
-        weights: Sequence[float],
+        weight: float,
         *,
         keep: bool,
     ) -> None:
@@ -46,9 +46,9 @@ class StageWork:
         Args:
             wanted: paths of the outputs that are collected.
             parameters, buffers: local tensors as they rest. parts: the inputs of each microbatch, by path.
-            weights: tangent of each microbatch's loss. keep: whether backward follows.
+            weight: tangent of each microbatch's loss. keep: whether backward follows.
         """
-        self._resting, self._buffers, self._parts, self._weights, self._keep = parameters, buffers, parts, weights, keep
+        self._resting, self._buffers, self._parts, self._weight, self._keep = parameters, buffers, parts, weight, keep
         with torch.no_grad():
             self._parameters = self.executor.begin(parameters)
         self._sums = self.executor.new_sums() if keep else []
@@ -94,15 +94,13 @@ class StageWork:
     def finish(self) -> list[Tensor]:
         """After a step: one gradient per parameter that has one. Lets go of everything."""
         sums, gradients = self._sums, self._gradients
-        for total in () if self._added else sums:  # nothing counted in any microbatch
-            total.zero_()
         self.clear()
         with torch.no_grad():
             return self.executor.end(sums) if sums else gradients
 
     def clear(self) -> None:
         """Let go of everything."""
-        self._parameters, self._buffers, self._parts, self._weights, self._sums, self._gradients = [], (), (), (), [], []
+        self._parameters, self._buffers, self._parts, self._sums, self._gradients = [], (), (), [], []
         self._resting = ()
         self.answer(())
         self._forget()
@@ -142,13 +140,7 @@ class StageWork:
             self._saved[number] = saved
 
     def backward(self, number: int) -> None:
-        """Run backward on one microbatch and add up its gradients; not on one whose loss weighs nothing, on any rank: there is nothing to
-        count in it, its loss may be no number, and so would be its gradients."""
-        if self._sums and not self._weights[number]:
-            self._tangents.pop(number, None)
-            del self._saved[number]
-            self._returning[number] = [self._empty(t).zero_() for t in self.program.inputs if t.has_gradient]
-            return
+        """Run backward on one microbatch and add up its gradients."""
         arrived = iter(self._tangents.pop(number, []))
         ends = [t for t in self.program.outputs if t.has_gradient]
         tangents = [next(arrived) if t.crosses and t.name not in self._absent else self._tangent(t, number) for t in ends]
@@ -169,7 +161,7 @@ class StageWork:
         if output.name in self._absent:
             return self._empty(output).zero_()
         if output.is_loss:
-            return torch.full(output.shape, self._weights[number], dtype=output.dtype, device=self.device)
+            return torch.full(output.shape, self._weight, dtype=output.dtype, device=self.device)
         whole = self._answers[number][output.name]
         return local_part(whole, output.layout, self.program.mesh.shape, output.view, self._coordinate).contiguous()
 

@@ -127,7 +127,7 @@ class StagedModule(Compiled):
         values = self._taken(args, kwargs, self.world_mesh)
         if isinstance(values, Misfit):
             return self._elsewhere(values, args, kwargs)
-        parts = self._how.split({t.name: x for t, x in zip(self.program.inputs, values, strict=True)})
+        parts = self._how.parts({t.name: x for t, x in zip(self.program.inputs, values, strict=True)}, self._local_buffers())
         parameters = [self.get_parameter(t.name) for t in self._held]
         trained = torch.is_grad_enabled() and self._is_trained  # a stage that trains nothing takes part all the same
         if torch.is_grad_enabled() and self._may_train:

@@ -105,6 +105,8 @@ class _Stage:
         held |= {name for name, stage in self.placing.returning.items() if stage == self.number and nodes[name].op == "placeholder"}
         changed = {name for name, index in self.trace.mutated.items() if flat[index].name in self._needed}
         held |= {b.node for b in self.trace.buffers if b.name in changed}
+        if self.number == len(self.positions):  # the last stage has the buffers that only what is given of the batch follows from
+            held |= {b.node for b in self.trace.buffers if not nodes[b.node].users}
         for entries in (self.trace.parameters, self.trace.buffers, self.trace.inputs):
             for entry in entries:
                 if entry.node in held or (entry.node in read and not any(entry.node == p.node for p in self.trace.parameters)):

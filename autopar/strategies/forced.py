@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 from torch import fx
 from torch.distributed.tensor import Shard
@@ -18,6 +19,7 @@ from torch.distributed.tensor import Shard
 from autopar.capture.trace import Parameter, Trace
 from autopar.constraints import KINDS, Constraint, LayoutConstraint, Megatron, Offloaded, Recompute, Resting, parallelisms
 from autopar.errors import ConstraintError
+from autopar.keywords import close_to
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.rules import operands_of
@@ -113,7 +115,7 @@ def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forc
             if not found:
                 raise ConstraintError(
                     f"{kind}={str(layout)!r} on {constraint.pattern!r} matches nothing in the model",
-                    remedy=f"module paths are such as {_examples(trace)}",
+                    remedy=_nearest(trace, constraint.pattern, kind),
                 )
             for name, forced in found:
                 if not isinstance(forced, Layout):
@@ -234,6 +236,14 @@ def _scope(module: str, constraint: LayoutConstraint) -> str:
     return ""
 
 
-def _examples(trace: Trace) -> str:
-    modules = dict.fromkeys(p.name.rpartition(".")[0] for p in trace.parameters)
-    return ", ".join(list(modules)[:4])
+def _nearest(trace: Trace, pattern: str, kind: str) -> str:
+    """What to write instead of a pattern that matches nothing: the module paths that are most like it."""
+    named = [p.name.rpartition(".")[0] for p in trace.parameters]
+    run = [n.meta["module"] for n in trace.graph.nodes if n.op == "call_function"]
+    modules = list(dict.fromkeys(path for path in (*named, *run) if path))
+    here = next((m for m in modules if fnmatchcase(m, pattern)), None)
+    if here is not None:
+        return f"module {here!r} is there, and has no {kind} of its own that can be forced"
+    repeated = dict.fromkeys(".".join("*" if part.isdecimal() else part for part in m.split(".")) for m in modules)
+    close = close_to(pattern, [*repeated, *modules] if "*" in pattern else modules)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else f"module paths are such as {', '.join(modules[:4])}"

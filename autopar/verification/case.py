@@ -29,10 +29,10 @@ from autopar.capture.trees import flatten_call, flatten_with_paths, unflatten
 from autopar.errors import VerificationError
 from autopar.run.lockstep import Lockstep, run_lockstep
 from autopar.run.lockstep_ranks import Observer
-from autopar.run.lockstep_staged import run_staged, weights_in
+from autopar.run.lockstep_staged import run_staged
 from autopar.run.program import Program, StagedProgram
 from autopar.verification.comparison import Results
-from autopar.verification.drawing import PositionalDraws
+from autopar.verification.drawing import PositionalDraws, draws_by_sample
 from autopar.verification.own_eps import OwnEps
 
 # Making numbers in a small dtype, or moving them, loses nothing that a run in a larger one could keep.
@@ -115,27 +115,37 @@ class Case:
     def run_plain(self) -> tuple[Results, dict[str, torch.dtype]]:
         """The plain model's step, and the ops that it computes in a smaller dtype than `computed`, each with that dtype.
 
-        Where microbatches draw random numbers, the plain model is run on each, with the numbers that it draws.
+        Where microbatches draw random numbers, each sample gets those of its own microbatch; where numbers are for all samples of one, the
+        plain model is run on each.
+
+        Raises:
+            VerificationError: where it is run on each, and its loss is divided by what is counted in all.
         """
-        if self.num_draws_apart == 1:
-            step, lower = self._run_plain(self.args, self.kwargs, self.tensors[random_ops.STATE], {})
+        state = self.tensors[random_ops.STATE]
+        if isinstance(self.program, StagedProgram) and self.num_draws_apart > 1:
+            by_sample = draws_by_sample(self.trace, self.program.trace, self.program.microbatches.num, state)
+        else:
+            by_sample = PositionalDraws(state)
+        if by_sample is not None:
+            step, lower = self._run_plain(self.args, self.kwargs, by_sample, {})
             return replace(step, outputs=self._returned(step.outputs)), lower
         assert isinstance(self.program, StagedProgram), "only programs with stages have microbatches"
+        if self.program.microbatches.counts:
+            what = "microbatches draw random numbers of their own that no sample has, and the loss is divided by what all of them count"
+            raise VerificationError(what, remedy="verify in eval mode, or a plan of one microbatch")
         leaves, spec = flatten_call(self.args, dict(self.kwargs))
         how, found = self.program.microbatches, dict[str, torch.dtype]()
         parts = how.split({path: x for path, x in leaves if isinstance(x, Tensor)})
-        weights = weights_in(how, parts, self.tensors, self.dtype)
-        answers = self._tangents_of_parts(self.program, weights)
+        answers = self._tangents_of_parts(self.program)
         steps: list[Results] = []
         for number, part in enumerate(parts):
             args, kwargs = unflatten([part.get(path, leaf) for path, leaf in leaves], spec)
-            step, lower = self._run_plain(args, kwargs, self.tensors[random_ops.STATE] + number, answers[number])
+            step, lower = self._run_plain(args, kwargs, PositionalDraws(state + number), answers[number])
             found |= lower
             steps.append(step)
         made = self._returned(steps[0].outputs)
-        outputs = {path: how.join(path, [step.outputs[path] for step in steps], weights) for path in made}
-        pairs = [(step, weight) for step, weight in zip(steps, weights, strict=True) if weight]
-        gradients = {name: torch.stack([step.gradients[name] * weight for step, weight in pairs]).sum(0) for name in steps[0].gradients}
+        outputs = {path: how.join(path, [step.outputs[path] for step in steps]) for path in made}
+        gradients = {name: torch.stack([step.gradients[name] * how.weight for step in steps]).sum(0) for name in steps[0].gradients}
         return Results(outputs, steps[-1].buffers, gradients), found
 
     def _returned(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -143,21 +153,21 @@ class Case:
         made = self.program.microbatches.outputs if isinstance(self.program, StagedProgram) else outputs
         return {path: x for path, x in outputs.items() if path in made}
 
-    def _tangents_of_parts(self, program: StagedProgram, weights: list[float]) -> list[dict[str, Tensor]]:
+    def _tangents_of_parts(self, program: StagedProgram) -> list[dict[str, Tensor]]:
         """What backward of each microbatch begins with, by autograd through what puts outputs together, not as the program has it."""
-        found: list[dict[str, Tensor]] = [{} for _ in weights]
+        found: list[dict[str, Tensor]] = [{} for _ in range(program.microbatches.num)]
         device = device_of(self.tensors.values())
         for o in () if self.loss is not None else program.trace.differentiable:
             dtype = promoted_dtype(o.dtype, self.dtype)
-            parts = [torch.zeros(o.shape, dtype=dtype, device=device, requires_grad=True) for _ in weights]
-            whole = program.microbatches.join(o.path, list(parts), weights)
+            parts = [torch.zeros(o.shape, dtype=dtype, device=device, requires_grad=True) for _ in found]
+            whole = program.microbatches.join(o.path, list(parts))
             whole.backward(tangent_of(o.path, whole.shape, dtype, is_loss=False).to(device))
             for mine, part in zip(found, parts, strict=True):
                 mine[o.path] = torch.zeros_like(part) if part.grad is None else part.grad
         return found
 
     def _run_plain(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Tensor, answers: Mapping[str, Tensor]
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], draws: PositionalDraws, answers: Mapping[str, Tensor]
     ) -> tuple[Results, dict[str, torch.dtype]]:
         plain = _copied(self.model)._apply(self._promoted)  # Module.to would make complex buffers real
         plain.zero_grad(set_to_none=True)
@@ -165,7 +175,7 @@ class Case:
             parameter.data = self._narrowed(parameter.data)
         watch = _LowerDtypes(self.computed)
         args, kwargs = tree_map(self._input, (args, dict(kwargs)))
-        draws, own_eps = PositionalDraws(state), OwnEps(self.own)  # made before anything is watched: it norms a number to know
+        own_eps = OwnEps(self.own)  # made before anything is watched: it norms a number to know
         trained = bool(self.trace.differentiable)
         with without_caches(plain), torch.set_grad_enabled(trained), self._refused_by_kernels():
             drawn = draws if self.num_draws else nullcontext()

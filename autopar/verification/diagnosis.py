@@ -15,7 +15,7 @@ from autopar.kernels.bucketed import from_bucket
 from autopar.layout import Layout
 from autopar.rules import where_of
 from autopar.run.lockstep_ranks import node_name
-from autopar.run.lockstep_staged import weights_in
+from autopar.run.lockstep_staged import parts_in
 from autopar.run.program import StagedProgram
 from autopar.run.splitting import join
 from autopar.verification.case import Case
@@ -69,8 +69,8 @@ def _run_reference(case: Case, remember: Callable[[fx.Node, Any], None]) -> Trac
         case.run_traced(remember)
         return case.trace
     how, part = case.program.microbatches, case.program.trace
-    parts = how.split({i.path: x for i, x in zip(case.trace.inputs, case.inputs, strict=True)})
-    tangent = torch.tensor(weights_in(how, parts, case.tensors, case.dtype)[0], dtype=case.computed)
+    parts = parts_in(how, {i.path: x for i, x in zip(case.trace.inputs, case.inputs, strict=True)}, case.tensors, case.dtype)
+    tangent = torch.tensor(how.weight, dtype=case.computed)
     inputs = [parts[0][i.path] for i in part.inputs]
     execute(part, case.tensors, case.tensors, inputs, tangent, dtype=case.dtype, observe=remember)
     return part

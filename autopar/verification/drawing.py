@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import random_ops
+from autopar.analysis.microbatch_labels import part_label
+from autopar.capture import Trace
 from autopar.errors import VerificationError
 
 aten = torch.ops.aten
@@ -44,6 +46,39 @@ class PositionalDraws(TorchDispatchMode):
         """The next draw."""
         number, self.num_draws = self.num_draws, self.num_draws + 1
         return kind(self.state, tuple(shape), *settings, draw=number)
+
+
+class DrawsBySample(PositionalDraws):
+    """Of a whole batch, with the numbers that each of `num` microbatches draws for its samples.
+
+    Args:
+        dims: of each draw, the dim that the batch is cut along.
+    """
+
+    def __init__(self, state: Tensor, dims: Mapping[int, int], num: int) -> None:
+        super().__init__(state)
+        self._dims, self._num = dims, num
+
+    def draw(self, kind: Callable[..., Tensor], shape: Any, *settings: Any) -> Tensor:
+        """The next draw."""
+        if self.num_draws not in self._dims:  # nothing reads it
+            return super().draw(kind, shape, *settings)
+        number, self.num_draws = self.num_draws, self.num_draws + 1
+        dim, part = self._dims[number], list(shape)
+        part[dim] //= self._num
+        return torch.cat([kind(self.state + m, tuple(part), *settings, draw=number) for m in range(self._num)], dim)
+
+
+def draws_by_sample(whole: Trace, part: Trace, num: int, state: Tensor) -> DrawsBySample | None:
+    """The draws of a whole batch that is worked through in `num` microbatches; None where some are for all samples of one.
+
+    Args:
+        part: the trace of one microbatch.
+    """
+    shapes = [{n.kwargs["draw"]: tuple(n.meta["val"].shape) for n in t.graph.nodes if "draw" in n.kwargs} for t in (whole, part)]
+    labels = {number: part_label(shape, shapes[1][number], num) for number, shape in shapes[0].items() if number in shapes[1]}
+    dims = {number: label.dim for number, label in labels.items() if label is not None and label.kind == "split"}
+    return DrawsBySample(state, dims, num) if len(dims) == len(labels) else None
 
 
 Drawn = Callable[[PositionalDraws, Any, tuple[Any, ...], Mapping[str, Any]], Any]

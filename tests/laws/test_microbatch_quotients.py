@@ -1,4 +1,4 @@
-"""Losses over microbatches: every loss of torch and reduction, and quotients of sums of which a microbatch has nothing to count."""
+"""Losses over microbatches: every loss of torch and reduction, and what is divided by sums and averages of the whole batch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.analysis.vanishing import vanishes
-from autopar.capture import capture
-from autopar.errors import CoupledError, RuntimeStateError
+from autopar.errors import CoupledError
 
 Loss = Callable[[Tensor, Tensor, str], Tensor]
 LOSSES: dict[str, Loss] = {
@@ -53,15 +51,14 @@ def planned(loss: Callable[[Tensor, Tensor], Tensor], num: int = 2) -> tuple[nn.
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_is_that_of_the_batch(name: str, reduction: str) -> None:
     model, batch, plan = planned(lambda z, t: LOSSES[name](z, t, reduction), num=3)
-    found = autopar.verify(plan, model, batch)
-    assert found.ok and found.max_error < 1e-12, str(found)
+    assert_equal(plan, model, batch)
 
 
 def mask(t: Tensor) -> Tensor:
     return (t > 0).to(torch.float64)
 
 
-ONLY_COUNTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+QUOTIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a factor": lambda z, t: (z.square() * mask(t)).sum() / mask(t).sum(),
     "a factor of each term": lambda z, t: (z * mask(t) - z.sin() * (t > 0)).sum() / (t > 0).sum(),
     "filled": lambda z, t: z.square().masked_fill(~(t > 0), 0.0).sum() / (t > 0).sum(),
@@ -69,8 +66,6 @@ ONLY_COUNTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "chosen": lambda z, t: torch.where(t > 0, z, 0.0).sum() / (t > 0).sum(),
     "chosen elsewhere": lambda z, t: torch.where(t <= 0, 0.0, z).sum() / (t > 0).sum(),
     "of rows": lambda z, t: (z.square().mean(-1) * mask(t[:, 0])).sum() / mask(t[:, 0]).sum(),
-}
-NOT_ONLY_COUNTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "free": lambda z, t: z.square().sum() / (t > 0).sum(),
     "one term is free": lambda z, t: (z * mask(t) + z.sin()).sum() / mask(t).sum(),
     "filled with ones": lambda z, t: z.masked_fill(~(t > 0), 1.0).sum() / (t > 0).sum(),
@@ -80,29 +75,17 @@ NOT_ONLY_COUNTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*ONLY_COUNTED, *NOT_ONLY_COUNTED])
-def test_a_microbatch_that_counts_nothing_is_left_out_or_refused(name: str) -> None:
-    model, batch, plan = planned({**ONLY_COUNTED, **NOT_ONLY_COUNTED}[name])
-    assert autopar.verify(plan, model, batch).ok
+@pytest.mark.parametrize("name", QUOTIENTS)
+def test_a_sum_is_divided_by_what_the_whole_batch_counts(name: str) -> None:
+    model, batch, plan = planned(QUOTIENTS[name])
+    assert_equal(plan, model, batch)
     batch["y"][:3] = 0.0  # the first microbatch has nothing to count
-    if name in ONLY_COUNTED:
-        assert autopar.verify(plan, model, batch).ok
-        return
-    with pytest.raises(RuntimeStateError, match="microbatch 0 of 2 has nothing to count"):
-        autopar.verify(plan, model, batch)
+    assert_equal(plan, model, batch)
 
 
-@pytest.mark.parametrize("name", [*ONLY_COUNTED, *NOT_ONLY_COUNTED])
-def test_that_a_sum_vanishes_is_seen_in_the_graph(name: str) -> None:
-    model = Net({**ONLY_COUNTED, **NOT_ONLY_COUNTED}[name])
-    trace = capture(model, (), {"x": torch.randn(6, 4), "y": torch.ones(6, 3)})
-    (quotient,) = (n for n in trace.graph.nodes if n.target is torch.ops.aten.div.Tensor and n.meta["phase"] == "forward")
-    assert vanishes(*quotient.args) == (name in ONLY_COUNTED)
-
-
-def test_a_count_for_each_class_is_refused() -> None:
-    with pytest.raises(CoupledError, match="reads a sum over samples, of which a microbatch's are not enough"):
-        planned(lambda z, t: (z.sum(0) / t.sum(0)).sum())
+def assert_equal(plan: autopar.Plan, model: nn.Module, batch: dict[str, Tensor]) -> None:
+    found = autopar.verify(plan, model, batch)
+    assert found.ok and found.max_error < 1e-12, str(found)
 
 
 def count(t: Tensor) -> Tensor:
@@ -130,22 +113,57 @@ def test_a_sum_is_divided_by_what_is_made_of_the_batchs_sums(name: str, num: int
         labels = torch.zeros_like(batch["y"])
         for sample in counted:
             labels[sample, sample % 3] = 1.0
-        found = autopar.verify(plan, model, {**batch, "y": labels})
-        assert found.ok and found.max_error < 1e-12, str(found)
+        assert_equal(plan, model, {**batch, "y": labels})
+
+
+def entropy(z: Tensor, labels: Tensor, **how: Any) -> Tensor:
+    return F.cross_entropy(z, labels, ignore_index=2, **how)
+
+
+JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "two counts": lambda z, t: (z * mask(t)).sum() / mask(t).sum() + (z.square() * (t < 0.5)).sum() / (t < 0.5).sum(),
+    "two entropies": lambda z, t: entropy(z, t.argmax(-1)) + 0.3 * entropy(z.sin(), t.argmin(-1)),
+    "entropies of classes that weigh otherwise": lambda z, t: (
+        entropy(z, t.argmax(-1), weight=torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64)) + entropy(z.sin(), t.argmin(-1))
+    ),
+    "a count and what is clamped": lambda z, t: (z * mask(t)).sum() / count(t).clamp(min=1) + z.sum() / count(t),
+    "a count and a sum": lambda z, t: (z * mask(t)).sum() / mask(t).sum() + z.square().sum(),
+    "a count and an average": lambda z, t: entropy(z, t.argmax(-1)) + 0.1 * F.mse_loss(z, t),
+    "what is clamped, and whole": lambda z, t: (z * mask(t)).sum() / count(t).clamp(min=1) + torch.ones(3).sum(),
+    "two counts, an average and what is whole": lambda z, t: (
+        entropy(z, t.argmax(-1)) - (z * t).sum() / (t.sum() + 1) + z.sin().mean() + 2.0
+    ),
+    "times a count": lambda z, t: (z * mask(t)).sum() / count(t).clamp(min=1) * count(t).clamp(min=1),
+    "times one over a count": lambda z, t: (z * mask(t)).sum() * (1.0 / mask(t).sum()) + z.mean(),
+    "each element by a count": lambda z, t: (z * mask(t) / mask(t).sum()).sum() + (z.square() / count(t)).sum(),
+    "0 where nothing counts": lambda z, t: torch.where(count(t) > 0, (z * mask(t)).sum() / count(t), 0.0 * z.sum()) + z.square().sum(),
+    "classes that are rare weigh more": lambda z, t: (F.cross_entropy(z, t.argmax(-1), reduction="none") * (t / t.sum(0)).sum(-1)).sum(),
+    "a count for each class": lambda z, t: (z.sum(0) / t.sum(0)).sum(),
+    "less the batch's average of labels": lambda z, t: F.mse_loss(z, t - t.mean(0)),
+    "by the batch's deviation of labels": lambda z, t: (z.square() / (t - t.mean(0)).square().mean()).sum(),
+}
+
+
+@pytest.mark.parametrize("num", [2, 6])
+@pytest.mark.parametrize("name", JOINED)
+def test_terms_of_different_counts_are_joined_as_in_the_whole_batch(name: str, num: int) -> None:
+    model, batch, plan = planned(JOINED[name], num)
+    batch["y"] = torch.eye(3, dtype=torch.float64)[torch.tensor([0, 0, 1, 2, 0, 2])]  # unlike numbers of each class
+    assert_equal(plan, model, batch)
 
 
 @pytest.mark.parametrize(
     ("loss", "says"),
     [
-        (lambda z, t: (z * mask(t)).sum() / count(t).clamp(min=1) + torch.ones(3).sum(), "joins a sum over samples divided by /clamp"),
-        (lambda z, t: (z * mask(t)).sum() + 3.0, "what the model returns is a sum over samples with something done to it once"),
-        (lambda z, t: (z * mask(t)).sum() / z.square().sum().clamp(min=1), "weigh by what also follows from parameter 'linear.weight'"),
-        (lambda z, t: (z * mask(t)).sum() / count(t).clamp(min=1) * count(t).clamp(min=1), "reads .* a divisor made of a sum over samples"),
-        (lambda z, t: (z * mask(t)).sum() / count(t).clamp(min=1) + z.sum() / count(t), "joins terms that weigh differently: .*clamp"),
+        (lambda z, t: (z * mask(t)).sum() + 3.0, "reads a sum over samples, of which a microbatch's are not enough"),
+        (lambda z, t: (z * mask(t)).sum() / z.square().sum().clamp(min=1), "the batch's follows from parameter 'linear.weight'"),
+        (lambda z, t: z.sum() + z.mean() + t.sum(), "joins terms that weigh differently: a sum over samples and an average over samples"),
+        (lambda z, t: (z * mask(t)).sum() / count(t) + z.sum() + z.mean(), "joins terms that weigh differently"),
+        (lambda z, t: (z * mask(t)).sum() / count(t) + z.mean() / count(t), "joins terms that weigh differently"),
     ],
-    ids=["something whole beside", "no divisor", "a divisor that is trained", "a factor", "beside another"],
+    ids=["no divisor", "a divisor that is trained", "a sum and an average", "all three", "an average by a count"],
 )
-def test_what_is_made_of_sums_divides_and_does_nothing_else(loss: Loss, says: str) -> None:
+def test_what_only_microbatches_that_have_run_know_is_refused(loss: Loss, says: str) -> None:
     with pytest.raises(CoupledError, match=says):
         planned(loss)  # type: ignore[arg-type]
 
@@ -162,6 +180,9 @@ def test_a_penalty_stands_beside_an_average_and_not_beside_a_sum() -> None:
     options: dict[str, Any] = {"example_inputs": batch, "hardware": "cpu-gloo", "num_microbatches": 2}
     model = Penalised(F.mse_loss)
     assert autopar.verify(autopar.plan(model, 1, **options), model, batch).ok
+    counted = Penalised(JOINED["two entropies"])
+    found = autopar.verify(autopar.plan(counted, 1, **options), counted, batch)
+    assert found.ok and found.max_error < 1e-12, str(found)
     with pytest.raises(CoupledError, match="joins a sum over samples and what no sample is part of") as refused:
         autopar.plan(Penalised(lambda z, t: F.mse_loss(z, t, reduction="sum")), 1, **options)
     assert "divide the sum by the number of samples" in refused.value.remedy

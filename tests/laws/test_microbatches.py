@@ -13,14 +13,14 @@ from torch.nn import functional as F
 
 import autopar
 from autopar import random_ops
-from autopar.analysis.microbatches import Microbatching, microbatching
+from autopar.analysis.microbatches import Microbatching, microbatching, ready
 from autopar.api.planning import plan_model
 from autopar.api.tracing import microbatch_of, trace_part
 from autopar.capture import Trace, capture
 from autopar.capture.execute import execute
 from autopar.capture.trees import flatten_call
 from autopar.emit.staged import microbatches_of
-from autopar.errors import AutoparError, ConstraintError, CoupledError
+from autopar.errors import AutoparError, ConstraintError, CoupledError, VerificationError
 from autopar.kernels.collectives import fake_groups
 from autopar.mesh import Mesh
 from autopar.run.executor import Executor
@@ -34,7 +34,7 @@ NUM = 4
 def traced(model: nn.Module, batch: dict[str, Any], **how: Any) -> tuple[Trace, Trace, Microbatching]:
     whole = capture(model, (), batch)
     part = capture(model, *microbatch_of((), batch, NUM))
-    return whole, part, microbatching(whole, part, NUM, **how)
+    return whole, *ready(part, microbatching(whole, part, NUM, **how))
 
 
 def error(model: nn.Module, batch: dict[str, Any], **how: Any) -> float:
@@ -46,21 +46,19 @@ def error(model: nn.Module, batch: dict[str, Any], **how: Any) -> float:
     inputs = {i.path: leaves[i.path].double() if leaves[i.path].is_floating_point() else leaves[i.path] for i in whole.inputs}
     expected, gradients, _ = execute(whole, tensors, tensors, list(inputs.values()), dtype=torch.float64)
     batches = microbatches_of(part, inferred)
-    parts = batches.split(inputs)
-    weights = batches.weights(parts, tensors)
+    parts = batches.parts(inputs, tensors)
     made: dict[str, list[Tensor]] = {}
     sums: dict[str, Tensor] = {}
-    for one, weight in zip(parts, weights, strict=True):
-        got, grads, _ = execute(
-            part, tensors, tensors, [one[i.path] for i in part.inputs], torch.tensor(weight, dtype=torch.float64), dtype=torch.float64
-        )
+    tangent = torch.tensor(batches.weight, dtype=torch.float64)
+    for one in parts:
+        got, grads, _ = execute(part, tensors, tensors, [one[i.path] for i in part.inputs], tangent, dtype=torch.float64)
         for o, x in zip(part.outputs, got, strict=True):
             made.setdefault(o.path, []).append(x)
         sums = {n: sums[n] + g if n in sums else g for n, g in grads.items()}
     scale = max(float(g.abs().max()) for g in gradients.values())
     worst = max(float((sums[n] - g).abs().max()) for n, g in gradients.items()) / scale
     for o, x in zip(whole.outputs, expected, strict=True):
-        worst = max(worst, float((batches.join(o.path, made[o.path], weights) - x).abs().max()) / float(x.abs().max()))
+        worst = max(worst, float((batches.join(o.path, made[o.path]) - x).abs().max()) / float(x.abs().max()))
     return worst
 
 
@@ -208,7 +206,7 @@ def test_losses_weigh_by_what_buffers_say_of_classes_as_they_are_in_each_call() 
 def test_losses_that_weigh_by_parameters_are_refused() -> None:
     torch.manual_seed(0)
     model, data = Scaled(), {"x": torch.randn(8, 6), "y": torch.randint(0, 5, (8,))}
-    with pytest.raises(ConstraintError, match="weigh by what also follows from parameter 'weights'"):
+    with pytest.raises(ConstraintError, match="the batch's follows from parameter 'weights', and is not known before"):
         traced(model, data)
 
 
@@ -235,22 +233,59 @@ class Averages(nn.Module):
         return {"loss": F.cross_entropy(self.loss(x), y), "other": F.cross_entropy(self.other(x), y if self.same else z)}
 
 
-@pytest.mark.parametrize("outputs", ["full", "dtensor"])
-def test_an_average_that_weighs_otherwise_than_the_loss_is_not_put_together_with_its_weights(outputs: str) -> None:
+@pytest.mark.parametrize("same", [True, False])
+def test_an_average_beside_the_loss_is_that_of_the_batch_whatever_it_counts(same: bool) -> None:
     torch.manual_seed(0)
     y, z = (torch.randint(0, 4, (8,)).masked_fill(torch.arange(8) < num, -100) for num in (3, 5))
-    batch: dict[str, Any] = {"x": torch.randn(8, 8), "y": y, "z": z}
-    options: dict[str, Any] = {"example_inputs": batch, "hardware": "cpu-gloo", "num_microbatches": 2, "outputs": outputs}
-    plan = autopar.plan(Averages(same=True), 1, **options)
-    assert autopar.verify(plan, Averages(same=True), batch).ok
-    if outputs == "full":
-        with pytest.raises(CoupledError, match="'other' is an average that weighs otherwise than the loss"):
-            autopar.plan(Averages(same=False), 1, **options)
-    else:  # of microbatches the loss alone is returned
-        other = Averages(same=False)
-        assert autopar.verify(autopar.plan(other, 1, **options), other, batch).outputs == {}
-        module: Any = autopar.compile(other, 1, **options)
-        assert module(**batch)["other"] is None
+    model, batch = Averages(same=same), {"x": torch.randn(8, 8), "y": y, "z": z}
+    options: dict[str, Any] = {"example_inputs": batch, "hardware": "cpu-gloo", "num_microbatches": 2, "outputs": "full"}
+    expected = model(**batch)
+    found = autopar.verify(autopar.plan(model, 1, **options), model, batch)
+    assert found.ok and "other" in found.outputs
+    module: Any = autopar.compile(model, 1, **options)
+    torch.testing.assert_close(module(**batch)["other"], expected["other"].detach())
+
+
+class Masked(nn.Module):
+    """Two entropies of their own labels, over dropout, and a mask that is drawn and counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.drop = nn.Linear(8, 4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        scores = self.net(self.drop(x))
+        seen = (torch.rand_like(x[:, 0]) > 0.4).to(x.dtype)
+        return F.cross_entropy(scores, y) + F.cross_entropy(scores.sin(), z) + (scores.sum(1) * seen).sum() / seen.sum()
+
+
+def test_each_sample_has_the_random_numbers_of_its_microbatch_and_what_they_count_is_of_the_batch() -> None:
+    torch.manual_seed(0)
+    y, z = (torch.randint(0, 4, (8,)).masked_fill(torch.arange(8) < num, -100) for num in (3, 5))
+    batch = {"x": torch.randn(8, 8), "y": y, "z": z}
+    plan = autopar.plan(Masked(), 1, example_inputs=batch, hardware="cpu-gloo", num_microbatches=NUM)
+    found = autopar.verify(plan, Masked(), batch)
+    assert found.ok and found.max_error < 1e-12, str(found)
+
+
+class Connections(nn.Module):
+    """Dropout of weights, of which each microbatch draws its own."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.weight, self.loss = nn.Parameter(torch.ones(5, 3)), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(F.linear(x, F.dropout(self.weight, 0.5)), y)
+
+
+def test_numbers_that_no_sample_has_are_verified_microbatch_by_microbatch_where_nothing_is_counted() -> None:
+    options: dict[str, Any] = {"example_inputs": batch(), "hardware": "cpu-gloo", "num_microbatches": NUM}
+    model = Connections(F.mse_loss)
+    assert autopar.verify(autopar.plan(model, 1, **options), model, batch()).ok
+    counted = Connections(lambda z, y: (z * (y > 0)).sum() / (y > 0).sum())
+    with pytest.raises(VerificationError, match="draw random numbers of their own that no sample has"):
+        autopar.verify(autopar.plan(counted, 1, **options), counted, batch())
 
 
 class Positions(nn.Module):
@@ -340,7 +375,7 @@ def test_gradients_are_zero_where_no_microbatch_weighs_anything(monkeypatch: pyt
     (stage,) = made.program.stages
     work = StageWork(stage, Executor(stage, fake_groups(stage.mesh), outputs="local"), torch.device("cpu"))
     parts = [{name: x[2 * n : 2 * n + 2] for name, x in batch().items()} for n in range(NUM)]
-    work.begin([], [torch.randn(t.shape) for t in stage.parameters], [], parts, [0.0] * NUM, keep=True)
+    work.begin([], [torch.randn(t.shape) for t in stage.parameters], [], parts, 0.0, keep=True)
     for number in range(NUM):
         work.forward(number)
         work.backward(number)

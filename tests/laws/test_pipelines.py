@@ -132,12 +132,12 @@ def test_a_plan_whose_stages_disagree_is_refused(llama: tuple[Planned, Any, Any]
         autopar.verify(swapped, model, batch)
 
 
-def test_a_wrong_weight_of_a_microbatch_is_found(llama: tuple[Planned, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.run.program import Microbatches
+def test_a_wrong_count_of_the_batch_is_found(llama: tuple[Planned, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.run.program import Count
 
     made, model, batch = llama
-    right = Microbatches.weights
-    monkeypatch.setattr(Microbatches, "weights", lambda self, *given: [1.01 * right(self, *given)[0], *right(self, *given)[1:]])
+    right = Count.of
+    monkeypatch.setattr(Count, "of", lambda self, *read: {path: x * 1.01 for path, x in right(self, *read).items()})
     with pytest.raises(VerificationError):
         autopar.verify(made.plan, model, batch)
 

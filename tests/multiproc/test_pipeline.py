@@ -97,6 +97,7 @@ def test_parameters_gathered_per_use() -> None:
     check(run_processes(2, WORKER, "run", plans), plans, staged=False)
 
 
-def test_losses_weigh_by_a_buffer_on_ranks_that_do_not_read_it() -> None:
-    for worst in run_processes(2, str(Path(__file__).parent / "worker_weighted.py"), "run"):
+@pytest.mark.parametrize("axis", ["stage", "data"])
+def test_losses_are_divided_by_what_the_whole_batch_counts_also_by_a_buffer_on_ranks_that_do_not_read_it(axis: str) -> None:
+    for worst in run_processes(2, str(Path(__file__).parent / "worker_weighted.py"), "run", axis):
         assert max(worst) < 1e-12

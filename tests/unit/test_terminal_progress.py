@@ -1,8 +1,9 @@
-"""What takes long is said on a terminal; what does not, and what is no terminal, is silent."""
+"""What takes long is said on a terminal, or else in the log; what does not is silent."""
 
 from __future__ import annotations
 
 import io
+import logging
 import time
 
 import pytest
@@ -27,6 +28,24 @@ def test_only_what_takes_long_on_a_terminal_is_said(monkeypatch: pytest.MonkeyPa
     assert shown(monkeypatch, after_s=0.01, takes_s=0.2, is_terminal=False) == ""
 
 
+def test_without_a_terminal_the_log_says_what_takes_long_and_not_too_often(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(terminal, "_EVERY_S", 30.0)
+    with caplog.at_level(logging.INFO, "autopar"):
+        assert shown(monkeypatch, after_s=0.01, takes_s=0.5, is_terminal=False) == ""
+        assert [record.getMessage() for record in caplog.records] == ["solving … (0 s so far)"]
+        shown(monkeypatch, after_s=30.0, takes_s=0.0, is_terminal=False)
+        assert len(caplog.records) == 1
+        monkeypatch.setattr(terminal, "_EVERY_S", 0.01)
+        shown(monkeypatch, after_s=0.01, takes_s=0.5, is_terminal=False)
+        assert len(caplog.records) > 2
+    with caplog.at_level(logging.WARNING, "autopar"):
+        caplog.clear()
+        shown(monkeypatch, after_s=0.01, takes_s=0.2, is_terminal=False)
+        assert not caplog.records
+
+
 def test_planning_tells_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
@@ -35,6 +54,7 @@ def test_planning_tells_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
         progress("solve")
 
     monkeypatch.setattr(planning, "plan_call", planned)
+    monkeypatch.setattr(terminal, "err", Console(force_terminal=True))
     monkeypatch.setattr(terminal.err, "status", lambda _: type("S", (), {"update": staticmethod(told.append), "stop": lambda _: None})())
     planning.plan_model(None, 1, example_inputs={})  # type: ignore[arg-type]
     assert told == ["solving …"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections import OrderedDict
 from functools import cached_property
 from typing import Any
@@ -191,6 +192,34 @@ def test_parameters_and_buffers_are_replaced_by_their_like_alone() -> None:
     before = module(X).item()
     module.center, module.own.weight = torch.ones(4), nn.Parameter(module.own.weight.detach() * 2)
     assert module(X).item() != before
+
+
+@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("kwargs", [False, True])
+def test_a_copy_is_made_without_a_warning_and_learns_apart(num: int, kwargs: bool) -> None:
+    plain, batch = Plain(), {"x": torch.randn(4, 4)}
+    example: Any = batch if kwargs else (batch["x"],)
+    module: Any = autopar.compile(plain, 1, example_inputs=example, hardware="cpu-gloo", num_microbatches=num)
+    call = (lambda m: m(**batch)) if kwargs else (lambda m: m(batch["x"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copied = copy.deepcopy(module)
+    before = call(module).item()
+    assert call(copied).item() == before
+    call(copied).backward()
+    with torch.no_grad():
+        copied.net.weight.zero_()
+    assert module.net.weight.grad is None and copied.net.weight.grad is not None
+    assert call(module).item() == before != call(copied).item()
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x).square().mean()
 
 
 def test_what_is_copied_is_whole_and_nothing_is_pickled() -> None:
