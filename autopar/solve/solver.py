@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal, overload
 
-from autopar.choices import Choices
+from autopar.choices import Apart, Choices
 from autopar.errors import InfeasibleError, size_text
 from autopar.problem import Problem
 from autopar.solve.cbc import solve_with_cbc
@@ -40,15 +41,30 @@ def solve(problem: Problem, *, gap: float = 0.01, max_nodes: int = 200, time_lim
 REMEDY = "use more devices, a smaller batch or shorter sequence, or pass a larger memory_bytes"
 
 
+@overload
+def choices_or_least(
+    problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False,
+    whole: Literal[True] = True, likely: Balance = ON_COMPUTE, only_plan: bool = False,
+) -> Choices | Least: ...  # fmt: skip
+
+
+@overload
+def choices_or_least(
+    problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False, whole: bool,
+    likely: Balance = ON_COMPUTE, only_plan: bool = False,
+) -> Choices | Least | Apart: ...  # fmt: skip
+
+
 def choices_or_least(
     problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False, whole: bool = True,
     likely: Balance = ON_COMPUTE, only_plan: bool = False,
-) -> Choices | Least:  # fmt: skip
+) -> Choices | Least | Apart:  # fmt: skip
     """As `solve`, but where no plan fits, how much memory would do.
 
     Args:
         bound_only: what would do need not be found (`least_budget`) where it is proven that nothing fits.
-        whole: search on where the relaxation mixes decisions of equal ops; else the answer then says which (`Choices.mixed`).
+        whole: search on where the relaxation mixes decisions of equal ops; else the answer then says which (`Choices.mixed`), without a
+            plan (`Apart`) where memory binds in a large problem, only a plan is asked for, and none is near the relaxation.
         likely: at which balance the bound of a problem like this one was best; a search that begins there is sooner done.
         only_plan: where memory binds in a large problem, end with a plan, however far its bound (`Choices.unfinished`).
 
@@ -69,6 +85,8 @@ def choices_or_least(
         proven_by = search.proven.multipliers() if choices is None and not proven else None
         if search.least is not None and bound_only:
             return search.least
+        if choices is None and search.apart is not None:
+            return search.apart
     if choices is not None:
         return without_idle(problem, choices)
     least = least_budget(problem, time_limit_s, bound_only=bound_only and proven)

@@ -19,7 +19,7 @@ from autopar.emit import emit
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, job, make_plan
+from autopar.planning import Planned, PlanOptions, make_plan, solving
 from autopar.planning.clock import Clock
 from autopar.planning.job import Job
 from autopar.planning.peaks import Peaks
@@ -88,14 +88,14 @@ def test_a_budget_that_only_the_transient_peak_breaks_is_refused_with_a_peak_tha
 
 
 def test_a_bound_is_searched_for_to_its_end_where_it_may_come_near_and_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, answer = list[bool](), job.choices_or_least
+    ended, answer = list[bool](), solving.choices_or_least
 
     def cut_short(problem: Problem, *, only_plan: bool, **how: Any) -> Choices | Least:
         ended.append(not only_plan)
         found = answer(problem, only_plan=only_plan, **how)
         return replace(found, bound_s=found.bound_s / 2, unfinished=True) if only_plan and isinstance(found, Choices) else found
 
-    monkeypatch.setattr(job, "choices_or_least", cut_short)
+    monkeypatch.setattr(solving, "choices_or_least", cut_short)
     proof = planned().plan.proof
     assert ended == [False, True] and proof.gap <= 0.01
     ended.clear()
