@@ -17,12 +17,13 @@ class Solving:
     """Asks the solver, or what it said of a stage that is alike.
 
     Attributes:
-        likely: the balance of the last problem whose bound has multipliers.
+        likely: the balance of the last problem whose bound has multipliers. has_plan: whether there is any, so that time may end a search.
     """
 
     options: PlanOptions
     alike: Alike
     likely: Balance = ON_COMPUTE
+    has_plan: bool = False
 
     def answer(self, problem: Problem, effort: Effort, *, learnt: bool, regions: frozenset[int] | None) -> Choices | Least | Apart:
         """The answer to a problem.
@@ -45,8 +46,9 @@ class Solving:
         found = choices_or_least(
             problem, gap=self.options.gap / 2 if learnt else self.options.gap, time_limit_s=self.options.solve_s,
             solver=self.options.solver, bound_only=True, whole=effort is not Effort.MIXED, likely=self.likely,
-            only_plan=effort is not Effort.END,
+            only_plan=effort is not Effort.END, waits=not self.has_plan,
         )  # fmt: skip
+        self.has_plan = self.has_plan or isinstance(found, Choices)
         if isinstance(found, Choices) and found.multipliers is not None:
             self.likely = found.multipliers.balance
         if not isinstance(found, Least) and not learnt:

@@ -54,7 +54,7 @@ class Search:
     """One search: the program, which rows are in it, the best plan and what is proven.
 
     Attributes:
-        whole, likely, only_plan: as in `autopar.solve.choices_or_least`. known: before the search.
+        whole, likely, only_plan, waits: as in `autopar.solve.choices_or_least`. known: before the search.
         free: the columns of the relaxation without budget rows. extra: the rows that came in beside the formulation's.
         infeasible: proven so. least: what is then needed at least, where known. apart: where that is the answer.
     """
@@ -67,6 +67,7 @@ class Search:
     likely: Balance = ON_COMPUTE
     known: Quick | None = None
     only_plan: bool = False
+    waits: bool = False
     program: Formulation = field(init=False)
     engine: Engine = field(init=False)
     excess: Excess = field(init=False)
@@ -87,6 +88,7 @@ class Search:
         self.program = Formulation(self.problem)
         self.excess = Excess(self.program)
         self.engine = Engine(self.program.model, self.time_limit_s)
+        self.engine.waits = self.waits
         self.extra = Incoming(self.program, self.engine, self.excess)
         self.proven = Proven(self.program, self.engine, self.extra)
         self.climb = Climb(self.program, self.engine, self.extra, self.proven, self.gap, self)
@@ -99,6 +101,7 @@ class Search:
         """
         if self.known is not None:
             self.best = self.known.best
+            self.engine.waits = self.waits and self.best is None
             self.proven.know(self.known)
         relaxation = self._relax()
         if relaxation is None:
@@ -320,7 +323,7 @@ class Search:
             evaluation = evaluate(self.problem, strategies, recomputed, kept, regions)
         if evaluation.objective_s < self.best_s and fits(self.problem, evaluation):
             self.best = Choices(strategies, recomputed, evaluation.kept, evaluation.objective_s, 0.0, regions=regions)
-            self.start = values
+            self.start, self.engine.waits = values, False
         if over is not None:
             return over
         return [] if self.is_close() else self.extra.outlasted(evaluation)
