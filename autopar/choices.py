@@ -73,3 +73,11 @@ class Choices:
     def gap(self) -> float:
         """Relative distance between incumbent and bound."""
         return (self.objective_s - self.bound_s) / max(self.objective_s, 1e-30)
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Which ops would decide apart, of a search that has met no plan on the way: `mixed` and `bound_s` as of `Choices`."""
+
+    mixed: Mapping[int, tuple[float, ...]]
+    bound_s: float

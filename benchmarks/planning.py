@@ -62,19 +62,19 @@ def row(
     Where pipelines or shapes of the mesh are tried (which a count or 4x8 leaves to the planner), the phases are those of the plan that was
     chosen, and `total_s` and `cpu_s` of all that were tried."""
     model, data = ModelSpec(**spec).build(batch=batch, seq=seq, dtype=getattr(torch, dtype), meta=True)
+    memory = None if memory_gib is None else int(memory_gib * 2**30)
+    asked = (pipeline(None if axis == FREE else axis, microbatches=microbatches),) if axis else ()
+    options = PlanOptions(memory_bytes=memory, gap=gap, time_limit_s=time_limit_s or math.inf, constraints=asked).begun()
     start, cpu = time.perf_counter(), time.process_time()
     trace = capture(model, (), data)
     trace_s = time.perf_counter() - start
-    memory = None if memory_gib is None else int(memory_gib * 2**30)
-    asked = (pipeline(None if axis == FREE else axis, microbatches=microbatches),) if axis else ()
-    options = PlanOptions(memory_bytes=memory, gap=gap, time_limit_s=time_limit_s or math.inf, constraints=asked)
     captured: dict[int, Trace] = {}
     given, profile = read_mesh(mesh), load_profile(hardware)
 
     def fastest(shape: Mesh, limit_s: float) -> Planned:
         return Chooser(model, trace, (), data, shape, profile, options, captured=captured).plan(limit_s)
 
-    planned = best_shape(shapes(given) if is_unshaped(given) else (as_mesh(given),), fastest).closer_proven()
+    planned = best_shape(shapes(given) if is_unshaped(given) else (as_mesh(given),), fastest).closer_proven(in_time=not options.is_late)
     all_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
     seconds = planned.seconds
     emit_s = seconds["emit"] + seconds["memory"]
@@ -128,7 +128,7 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     flags.add_argument("--memory-gib", type=float, help="budget per device; by default the profile's memory less 10 %%")
     flags.add_argument("--gap", type=float, default=0.01)
-    flags.add_argument("--time-limit", type=float, dest="time_limit_s", help="seconds per solve; by default none")
+    flags.add_argument("--time-limit", type=float, dest="time_limit_s", help="seconds of each row's planning; by default none")
     flags.add_argument("--pipeline", default="", dest="axis", help="a mesh axis whose devices are stages, or free: any, or none")
     flags.add_argument("--microbatches", type=int, help="of the pipeline; by default the planner's choice")
     options = flags.parse_args(arguments)

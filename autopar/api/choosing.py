@@ -61,6 +61,8 @@ class Chooser(CapturedCall):
             return best
         tried = self.row_choices(max((head.num_rows for head in heads), default=0), best)
         for rows in tried:
+            if best is not None and self.options.is_late:
+                break
             here = replace(self, rows=rows)
             try:
                 found = here._pipelines(limit_s if best is None else best.plan.prediction.step_s)
@@ -132,7 +134,7 @@ class Chooser(CapturedCall):
         """Try microbatches without stages, as long as much is run again for lack of memory, and more of them make the step faster."""
         for num in self.parts():
             best = tries.best
-            if best is not None and _run_again(best.plan) < _AGAIN:
+            if best is not None and (self.options.is_late or _run_again(best.plan) < _AGAIN):
                 return
             try:
                 limit = limit_s if best is None else best.plan.prediction.step_s
@@ -153,6 +155,9 @@ class Chooser(CapturedCall):
         axis, found_s, alone_s = wish.axis or "", dict[int, float](), 0.0  # what they take at least if no stage waits, however many
         refusal: AutoparError | TooSlow | None = None
         for num in self.numbers(wish, found_s):
+            if tries.best is not None and self.options.is_late:
+                log.warning("the time was over before %d microbatches along %r were tried", num, axis)
+                break
             limit = limit_s if tries.best is None else tries.best.plan.prediction.step_s
             if alone_s >= limit and num > min(found_s):
                 log.info("more microbatches along %r are not tried: with nothing to wait for they take %.4g s", axis, alone_s)

@@ -58,7 +58,7 @@ def compile(
             several microbatches, or stages, only ``"full"`` gives them: parts of these have no place in a whole tensor. Of a model that
             returns a loss, backward goes through that alone; else through whatever the user computes of the outputs, on every rank
             the same: with ``"local"`` the gradient that comes back is taken for this rank's part of the whole loss' gradient.
-        hardware, options: as in `plan`; `time_limit_s` is there per solve, of which planning makes several.
+        hardware, options: as in `plan`; `time_limit_s` is of each planning.
 
     Raises:
         as `plan`; PlanError where the plan is for another model or mesh and says what differs, or options are passed beside it.

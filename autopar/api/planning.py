@@ -71,6 +71,7 @@ def plan_call(
         chosen = options
     else:
         chosen = PlanOptions(**{"outputs": "auto", **options, "constraints": as_constraints(options.get("constraints", ()))})
+    chosen = chosen.begun()
     trace = traced(model, args, kwargs, chosen.precision, inference=chosen.inference)
     if not trace.differentiable and not chosen.inference:
         log.warning("nothing that the model returns has a gradient: planned for inference, without gradients and optimizer state")
@@ -95,7 +96,8 @@ def plan_call(
 
     meshes, further = (shapes(mesh), shapes_in_three(mesh)) if is_unshaped(mesh) else ((as_mesh(mesh),), ())
     try:
-        found = best_shape(meshes, fastest, further=further, holds=partial(speak_of, chosen.constraints))
+        holds, late = partial(speak_of, chosen.constraints), partial(getattr, chosen, "is_late")
+        found = best_shape(meshes, fastest, further=further, holds=holds, late=late)
     except InfeasibleError as error:
         if wanted == "auto" and chosen.outputs == "full" and has_loss:
             log.warning("whole outputs beside the loss do not fit into memory, so that each rank keeps its part of them: %s", error.what)
@@ -104,7 +106,7 @@ def plan_call(
         if len(meshes) > 1:
             raise
         found = instead(error, chooser(meshes[0]))
-    return trace, with_waits(found.closer_proven(), devices, part_of)
+    return trace, with_waits(found.closer_proven(in_time=not chosen.is_late), devices, part_of)
 
 
 def plan_model(
@@ -158,9 +160,9 @@ def plan(
         constraints: what is forced (`autopar.constraints`).
         strict: refuse ops that run replicated for want of a rule.
         gap: relative distance between plan and proven bound at which the search stops.
-        time_limit_s: per solve, of which planning makes several, one after another (per mesh, stage, number of microbatches and round).
-            By default none: all other limits count work, not seconds, so that the same input gives the same plan, byte for byte.
-            Where a limit ends a solve, a warning says that the plan may be another in the next run.
+        time_limit_s: of all planning. When it is nearly over, the best plan so far is the answer, with its gap; only a first plan that
+            fits may take longer. By default none: all other limits count work, not seconds, so that the same input gives the same plan,
+            byte for byte. Where a limit ends a solve, a warning says that the plan may be another in the next run.
         num_microbatches: into how many microbatches the batch is cut, one after another; ``"auto"``: one, or, where nothing fits
             the memory, as few as do; in a pipeline (`autopar.constraints.pipeline`) the planner's choice, one where samples depend on
             each other.

@@ -85,19 +85,20 @@ def best_shape(
     *,
     further: tuple[Mesh, ...] = (),
     holds: Callable[[Mesh], bool] = lambda _: True,
+    late: Callable[[], bool] = lambda: False,
 ) -> Planned:
     """The fastest plan over the shapes; it says which were tried.
 
     Args:
         plan: of one shape, or `TooSlow` where none is faster than so many seconds.
         further: shapes that are tried where none of `meshes` has a plan, and not for want of memory alone.
-        holds: whether a shape has the axes that constraints speak of.
+        holds: whether a shape has the axes that constraints speak of. late: whether what was found is to do.
 
     Raises:
         ConstraintError, InfeasibleError, MeshError: where none has a plan, of the shape that says most: of those that want memory alone
             the one that wants least, else the plainest that has the axes, else one of the most axes.
     """
-    tried = _Tried(plan)
+    tried = _Tried(plan, late)
     tried.add(meshes)
     if tried.best is None and not all(isinstance(error, InfeasibleError) for _, error in tried.refusals):
         tried.add(further)
@@ -115,6 +116,7 @@ class _Tried:
     """
 
     plan: Callable[[Mesh, float], Planned]
+    late: Callable[[], bool]
     best: Planned | None = None
     refusals: list[tuple[Mesh, AutoparError]] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
@@ -122,6 +124,9 @@ class _Tried:
     def add(self, meshes: tuple[Mesh, ...]) -> None:
         """Plan for these shapes, each for less time than the best before it."""
         for mesh in meshes:
+            if self.best is not None and self.late():
+                self.told.append(f"{mesh} (not tried: the time was over)")
+                continue
             try:
                 found = self.plan(mesh, math.inf if self.best is None else self.best.plan.prediction.step_s)
             except TooSlow as error:

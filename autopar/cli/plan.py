@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -35,6 +36,10 @@ def plan_command(
     ] = None,
     optimizer: Annotated[str, typer.Option(help="Whose state rests: adamw, adam, sgd, momentum or none.")] = "adamw",
     gap: Annotated[float, typer.Option(help="Relative distance to the proven bound at which the search stops.")] = 0.01,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Of planning; then the best plan so far is taken, with its gap. By default none."),
+    ] = None,
     strict: Annotated[bool, typer.Option(help="Refuse ops that run replicated for want of a rule.")] = False,
     constraint: Annotated[
         list[str] | None,
@@ -69,8 +74,8 @@ def plan_command(
 
     forced = planning.forced(constraint or (), pipeline, microbatches, schedule, chunks, offload=offload)
     options = planning.PlanOptions(
-        budget, optimizer, forced, strict, gap, num_microbatches=microbatches or "auto", outputs=cast("Outputs", outputs),
-        precision=precision, inference=inference,
+        budget, optimizer, forced, strict, gap, math.inf if time_limit is None else time_limit,
+        num_microbatches=microbatches or "auto", outputs=cast("Outputs", outputs), precision=precision, inference=inference,
     )  # fmt: skip
     planning.plan_named((hf, model, module, batch, seq, dtype), axes, devices, options, out_file)
 

@@ -43,7 +43,7 @@ def forced(
 
 def plan_named(named: Named, mesh: Mesh | Unshaped, devices: Hardware, options: PlanOptions, out_file: Path | None) -> None:
     """Build a model on meta, plan it, and say what the plan is; it is written where that is asked for."""
-    clock = _Clock()
+    clock, options = _Clock(), options.begun()
     with progress("building the model") as tell:
         network, example = built(*named, "meta", inference=options.inference)
         tell("capturing")

@@ -39,6 +39,7 @@ class Liveness:
     returned: dict[str, tuple[int, list[int]]] = field(init=False)  # node → the output's op, bytes by its strategies
     scratch: dict[str, tuple[int, list[int]]] = field(init=False)  # node → its op, bytes that it needs for a while, beside its result
     widened: dict[str, tuple[int, list[int]]] = field(init=False)  # node → its op, `widened_bytes`; nodes that may make partial sums
+    _certain: tuple[Moment, ...] | None = None
 
     def __post_init__(self) -> None:
         nodes = list(self.trace.graph.nodes)
@@ -180,14 +181,17 @@ class Liveness:
 
         Of equal ops the one that runs first, when most is held.
         """
-        found = []
+        if self._certain is None:
+            self._certain = (*self._at_ops(), *self.widenings())
+        return self._certain
+
+    def _at_ops(self) -> Iterator[Moment]:
         for index, source in enumerate(self.priced.sources):
             if source.cluster is not None and self.priced.problem.ops[index].phase == "backward":
                 now, which = min((self.positions[c.members[0].node], n) for n, c in enumerate(source.cluster.instances))
                 made = self.made_at(index, source.cluster.instances[which].members[0].node)
                 if made:
-                    found.append(self._while(index, source.cluster.instances[which], now, made))
-        return (*found, *self.widenings())
+                    yield self._while(index, source.cluster.instances[which], now, made)
 
     def add_scratch(self, live: dict[int, list[int]], node: str) -> None:
         """Add what a node needs for a while, beside its result."""
@@ -207,7 +211,7 @@ class Liveness:
                 value = self.priced.problem.values[self.priced.problem.variants[v].value]
                 others = [(n, self.spans[n]) for n, _ in refs if n != name]
                 if value.phase == "forward":
-                    held[v] = sum(self.spans[n].waits(now, value.num_versions) for n, _ in refs)
+                    held[v] = self._num_waiting(refs, now, value.num_versions)
                 else:
                     num_waiting = sum(s.made < now < s.until and s.has_memory for _, s in others)
                     add(live, [min(value.graph.bytes)] * len(self.sizes_of(value)), value.op, num_waiting)
@@ -238,8 +242,9 @@ class Liveness:
         problem, first = self.priced.problem, cluster.members[0]
         values = [problem.values[variant.value] for variant in problem.variants]
         held = {
-            v: sum(self.spans[name].waits(now, value.num_versions) for name, _ in refs)
+            v: self._num_waiting(refs, now, value.num_versions)
             for v, (value, refs) in enumerate(zip(values, self.priced.refs, strict=True))
+            if value.phase == "forward"
         }
         for operand, ref in enumerate(cluster.operands):
             v = self.variant[ref]
@@ -247,10 +252,13 @@ class Liveness:
             if ref in first.reads and not value.resident and not self.spans[ref[0]].is_view:
                 read = [value.graph.bytes[value.graph.index[s.layouts.inputs[operand]]] for s in problem.ops[op].strategies]
                 add(live, read, op, 1)
-                held[v] -= self.spans[ref[0]].waits(now, value.num_versions)
+                if v in held:
+                    held[v] -= self.spans[ref[0]].waits(now, value.num_versions)
         self.add_returned(live, now)
-        forward = ((v, n) for v, n in held.items() if n and values[v].phase == "forward")
-        return Moment(first.node, tuple(forward), frozen(live))
+        return Moment(first.node, tuple((v, n) for v, n in held.items() if n), frozen(live))
+
+    def _num_waiting(self, refs: Sequence[Ref], now: float, num_versions: int) -> int:
+        return sum(self.spans[name].waits(now, num_versions) for name, _ in refs)
 
     def is_view(self, node: str) -> bool:
         """Whether a node's result shares the memory of its operand."""

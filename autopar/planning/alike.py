@@ -13,7 +13,7 @@ from enum import IntEnum
 
 from torch import fx
 
-from autopar.choices import Choices
+from autopar.choices import Apart, Choices
 from autopar.problem import Problem
 from autopar.run.program import Program, ProgramTensor
 from autopar.run.rank_memory import ChunkMemory
@@ -41,16 +41,21 @@ class Alike:
     """What was found for the stages so far."""
 
     _answers: list[tuple[Problem, Problem, Effort, Choices]] = field(default_factory=list)  # the problem, without names, how far searched
+    _apart: list[tuple[Problem, int, Apart]] = field(default_factory=list)  # the problem without names, and how many are in flight
     _peaks: dict[Form, tuple[int, StagePeak]] = field(default_factory=dict)  # and with how many in flight
     _memories: dict[Form, ChunkMemory] = field(default_factory=dict)
 
-    def known(self, problem: Problem, effort: Effort) -> Choices | None:
-        """The choices for a problem that is alike, where they are as good here: they fit, and what is proven of them holds.
+    def known(self, problem: Problem, effort: Effort) -> Choices | Apart | None:
+        """The choices for a problem that is alike, where they are as good here: they fit, and what is proven of them holds. Or which of its
+        ops decide apart, where so many are in flight.
 
         Args:
             effort: the answer to a search that went on stands for one that did not.
         """
         nameless = _nameless(problem)
+        for form, num, apart in self._apart if effort is Effort.MIXED else ():
+            if num == problem.num_in_flight and form == nameless:
+                return apart
         for other, form, spent, choices in self._answers:
             if effort > spent and (choices.mixed or choices.unfinished):
                 continue
@@ -61,9 +66,11 @@ class Alike:
                 return _renamed(choices, other, problem)
         return None
 
-    def learn(self, problem: Problem, choices: Choices, effort: Effort) -> None:
+    def learn(self, problem: Problem, choices: Choices | Apart, effort: Effort) -> None:
         """Remember an answer that the solver gave without running out of time."""
-        if not choices.stats.get("timed_out"):
+        if isinstance(choices, Apart):
+            self._apart.append((_nameless(problem), problem.num_in_flight, choices))
+        elif not choices.stats.get("timed_out"):
             self._answers.append((problem, _nameless(problem), effort, choices))
 
     def peak(self, program: Program, num_in_flight: int, measure: Callable[[], StagePeak]) -> StagePeak:

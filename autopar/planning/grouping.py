@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from autopar.choices import Choices
+from autopar.choices import Apart, Choices
 from autopar.cost.priced import Priced, Source
 from autopar.strategies import Starts, layer_of
 
@@ -17,7 +17,7 @@ _CUTS = 2  # of a list
 _NEAR = 16  # cuts that are nearer to each other than this part of the list are one
 
 
-def starts_of(priced: Priced, choices: Choices) -> Starts:
+def starts_of(priced: Priced, choices: Choices | Apart) -> Starts:
     """The groups that would come nearer to the bound; empty where all layers that are alike decide alike in the relaxation."""
     wanted: dict[str, Counter[int]] = {}
     for n, shares in choices.mixed.items():

@@ -17,9 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autopar.capture.trace import Trace
-from autopar.choices import Choices, Multipliers
+from autopar.choices import Apart, Choices, Multipliers
 from autopar.cost.moments import Liveness
 from autopar.cost.priced import Priced
 from autopar.emit import emit
@@ -30,32 +31,20 @@ from autopar.planning.assembly import assemble
 from autopar.planning.clock import Clock
 from autopar.planning.draft import Draft
 from autopar.planning.grouping import starts_of
-from autopar.planning.learnt import Learnt
+from autopar.planning.learnt import Known, Learnt
 from autopar.planning.multipliers import certified
 from autopar.planning.options import PlanOptions
 from autopar.planning.ordering import Ordering
 from autopar.planning.peaks import Peaks, Schedule
 from autopar.planning.smallest import Need, light, preferred, refusal
+from autopar.planning.solving import Solving
 from autopar.planning.tried import TooSlow, Tried
 from autopar.plans import Fingerprint
-from autopar.problem import Problem
-from autopar.solve import Least, choices_or_least, evaluated, quickest, within
+from autopar.solve import Least, evaluated, quickest
 from autopar.strategies import Starts
-from autopar.streams import ON_COMPUTE, Balance
 
 _ROUNDS = 12  # each either fits or adds moments at which the plan before did not
 _WASTE = 0.02  # share of the budget: where a plan leaves more unused, moments learnt from it may admit a better one
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """Of a job whose layers are in some groups."""
-
-    priced: Priced
-    learnt: Learnt
-    bound_s: float
-    multipliers: Multipliers | None
-    starts: Starts
 
 
 @dataclass
@@ -85,18 +74,25 @@ class Job:
     whole: bool = False
     regions: frozenset[int] | None = None
     _starts: Starts = field(default_factory=dict)  # of the groups that layers are in
+    _ungrouped: tuple[Priced, Liveness] | None = None  # of layers in no groups
     _is_cut_anew: bool = False
     _free: tuple[Priced, Choices] | None = None  # the last answer with nothing learnt, and its problem
-    _likely: Balance = ON_COMPUTE  # of the last problem whose bound has multipliers
+    _solving: Solving = field(init=False)
 
     def __post_init__(self) -> None:
+        self._solving = Solving(self.options, self.alike)
         self._cut({})
 
     def _cut(self, starts: Starts) -> None:
         """Put layers into these groups, of which nothing is known."""
         with self.clock.phase("price"):
-            self.priced = self.pricing(starts)
-            self.learnt, self.bound_s, self._starts = Learnt.nothing(Liveness(self.trace, self.priced)), 0.0, starts
+            known = None if starts else self._ungrouped
+            if known is None:
+                priced = self.pricing(starts)
+                known = priced, Liveness(self.trace, priced)
+            self._ungrouped = self._ungrouped if starts else known
+            self.priced, liveness = known
+            self.learnt, self.bound_s, self._starts = Learnt.nothing(liveness), 0.0, starts
 
     def best_tried(self) -> Tried:
         """The best plan that fits; where none with kernels was found, without, and where none at all was, one that needs little memory.
@@ -121,7 +117,7 @@ class Job:
             self._cut({})
         self.multipliers = quickest(self.priced.problem)
         self.bound_s = max(proven_s, self.multipliers.bound_s if self.multipliers else 0.0)  # of layers in groups: they may decide alike
-        plans = light(self.trace, self.priced, self.options.time_limit_s, self.tried)
+        plans = light(self.trace, self.priced, self.options.solve_s, self.tried)
         found = preferred(plans, lambda tried: (Need(tried.peak_bytes, self.budget), tried.time_s))
         return self.ordered(found) if found is not None and found.peak_bytes <= self.budget else found
 
@@ -145,11 +141,11 @@ class Job:
                 improved = best is None or tried.time_s < best.time_s
                 best = tried if improved else best
                 wasted = tried.peak_bytes < self.budget * (1 - _WASTE)
-                if not (improved and wasted and self.learnt and tried.gap > self.options.gap):
+                if self.options.is_late or not (improved and wasted and self.learnt and tried.gap > self.options.gap):
                     break
             smallest = min(smallest or tried.peak_bytes, tried.peak_bytes)
             self._learn(tried)
-            if self._starts and self.regions is None and not self._is_cut_anew:
+            if self._starts and self.regions is None and not self._is_cut_anew and not self.options.is_late:
                 self._cut_anew()
         if best is not None:
             return self.ordered(self._proven_to_the_end(best))
@@ -161,8 +157,10 @@ class Job:
 
     def _proven_to_the_end(self, best: Tried) -> Tried:
         """The plan with a bound that was searched for to the end, or a better one that this search finds, where the bound may be near."""
-        if best.gap <= self.options.gap or self._free is None or self._free[0] is not best.draft.priced or self.regions is not None:
-            return best  # near enough, or what would be proven is of other plans
+        if self.options.is_late or best.gap <= self.options.gap:
+            return best
+        if self._free is None or self._free[0] is not best.draft.priced or self.regions is not None:
+            return best  # what would be proven is of other plans
         free = self._free[1]
         if not free.unfinished or best.time_s * (1 - self.options.gap) > free.objective_s:
             return best  # no bound of a problem is above its answer
@@ -180,7 +178,10 @@ class Job:
 
     def ordered(self, tried: Tried) -> Tried:
         """A plan that fits, in the order in which its simulated step is the shortest, within the budget."""
-        return Ordering(tried.draft.priced, self.budget, self._peaks.peak_bytes, self._peaks.by_node, self.clock).fastest(tried)
+        if self.options.is_over:
+            return tried
+        over = partial(getattr, self.options, "is_over")
+        return Ordering(tried.draft.priced, self.budget, self._peaks.peak_bytes, self._peaks.by_node, self.clock, over).fastest(tried)
 
     def _prove(self, choices: Choices) -> None:
         """Take over what is proven of all plans, those with kernels included."""
@@ -192,9 +193,15 @@ class Job:
 
     def _answer(self) -> Choices | Least:
         """The solver's answer, for layers in groups where that is better, to the problem with the moments that are known."""
-        found = self._solved()
-        if self.whole or not isinstance(found, Choices) or not found.mixed or found.bound_s >= self.limit_s:
-            return found  # it is close enough, or was searched for to the end
+        if self.whole:
+            return self._solved()
+        found = self._mixed()
+        if isinstance(found, Apart) and found.bound_s >= self.limit_s:
+            raise TooSlow(found.bound_s)
+        if isinstance(found, Choices) and found.bound_s >= self.limit_s:
+            return found
+        if isinstance(found, Least) or (isinstance(found, Choices) and (not found.mixed or self.options.is_late)):
+            return found  # it is close enough, or was searched for to the end, or to that of the time
         self.whole = True
         starts = starts_of(self.priced, found)
         if not starts:
@@ -202,10 +209,16 @@ class Job:
         before = self._known()
         self._cut(starts)
         finer = self._solved()
-        if isinstance(finer, Choices) and finer.objective_s < found.objective_s:
+        if isinstance(finer, Choices) and (finer.gap <= self.options.gap if isinstance(found, Apart) else _is_faster(finer, found)):
             return finer
+        groups, free = self._known(), self._free
         self._know(before)
-        return self._solved()
+        alike = self._solved()
+        if not isinstance(finer, Choices) or (isinstance(alike, Choices) and not _is_faster(finer, alike)):
+            return alike
+        self._know(groups)
+        self._free = free
+        return finer
 
     def _cut_anew(self) -> None:
         """Put layers into the groups that the relaxation asks for now that there are moments, if these are others.
@@ -216,10 +229,8 @@ class Job:
         before, reserves = self._known(), self.learnt.reserves
         self._cut({})
         self.learnt = Learnt.expected(self.learnt.liveness, reserves)
-        self.whole = False
-        mixed = self._solved()
-        self.whole = True
-        starts = starts_of(self.priced, mixed) if isinstance(mixed, Choices) else {}
+        mixed = self._mixed()
+        starts = {} if isinstance(mixed, Least) else starts_of(self.priced, mixed)
         if starts and starts != before.starts:
             self._cut(starts)
             free = self._solved()
@@ -229,44 +240,33 @@ class Job:
                 return
         self._know(before)
 
-    def _known(self) -> _Known:
-        return _Known(self.priced, self.learnt, self.bound_s, self.multipliers, self._starts)
+    def _known(self) -> Known:
+        return Known(self.priced, self.learnt, self.bound_s, self.multipliers, self._starts)
 
-    def _know(self, known: _Known) -> None:
+    def _know(self, known: Known) -> None:
         self.priced, self.learnt, self._starts = known.priced, known.learnt, known.starts
         self.bound_s, self.multipliers = known.bound_s, known.multipliers
 
     def _solved(self, *, to_the_end: bool = False) -> Choices | Least:
-        """The solver's answer, or what it said of a stage that is alike.
+        """The solver's answer for layers as they are, or what it said of a stage that is alike.
 
         Args:
             to_the_end: until plan and bound are near, or limits are reached; else until there is a plan where that would take long.
         """
+        found = self._solution(Effort.END if to_the_end else Effort.WHOLE)
+        assert not isinstance(found, Apart), "only a search for what decides apart ends with that"
+        return found
+
+    def _mixed(self) -> Choices | Least | Apart:
+        """Which equal layers would decide apart; a plan, where one is met on the way."""
+        return self._solution(Effort.MIXED)
+
+    def _solution(self, effort: Effort) -> Choices | Least | Apart:
         with self.clock.phase("solve"):
-            problem = within(self.priced.problem, self.regions)
-            found = self._solution(replace(problem, moments=self.learnt.moments), to_the_end)
+            problem = replace(self.priced.problem, moments=self.learnt.moments)
+            found = self._solving.answer(problem, effort, learnt=bool(self.learnt), regions=self.regions)
         if isinstance(found, Choices) and not self.learnt:
             self._free = self.priced, found
-        if self.regions is None:
-            return found
-        chosen = found.choices if isinstance(found, Least) else found
-        bare = None if chosen is None else replace(chosen, regions=self.regions)
-        return replace(found, choices=bare) if isinstance(found, Least) else bare or found
-
-    def _solution(self, problem: Problem, to_the_end: bool) -> Choices | Least:
-        effort = Effort.END if to_the_end else Effort.WHOLE if self.whole else Effort.MIXED
-        known = None if self.learnt else self.alike.known(problem, effort)
-        if known is not None:
-            return known
-        gap = self.options.gap / 2 if self.learnt else self.options.gap
-        found = choices_or_least(
-            problem, gap=gap, time_limit_s=self.options.time_limit_s, solver=self.options.solver, bound_only=True, whole=self.whole,
-            likely=self._likely, only_plan=not to_the_end,
-        )  # fmt: skip
-        if isinstance(found, Choices) and found.multipliers is not None:
-            self._likely = found.multipliers.balance
-        if isinstance(found, Choices) and not self.learnt:
-            self.alike.learn(problem, found, effort)
         return found
 
     def tried(self, choices: Choices) -> Tried:
@@ -294,3 +294,7 @@ class Job:
             if self.schedule is not None:  # what the schedule holds beside the microbatch that runs
                 beside = tried.peak_bytes - max(peak.peak_bytes for peak in peaks)
             self.learnt = self.learnt.further(tried.draft.choices, peaks, beside, self.budget)
+
+
+def _is_faster(choices: Choices, others: Choices) -> bool:
+    return choices.objective_s < others.objective_s

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.choices import Choices
+from autopar.choices import Choices, Multipliers
 from autopar.cost.learnt import by_trace_node, explained, over_budget
 from autopar.cost.moments import Liveness
+from autopar.cost.priced import Priced
 from autopar.cost.widening import WIDENED
 from autopar.problem import Moment
 from autopar.run.memory import NodePeak
+from autopar.strategies import Starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +65,14 @@ class Learnt:
         first = len(self.retained)
         now = (replace(moment, key=f"{moment.key} ({first + n})") for n, moment in enumerate(self.latest.values()))
         return replace(self, retained=(*self.retained, *now))
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Of a job whose layers are in some groups."""
+
+    priced: Priced
+    learnt: Learnt
+    bound_s: float
+    multipliers: Multipliers | None
+    starts: Starts

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,6 +21,7 @@ PRECISIONS = {"bf16": torch.bfloat16}
 """What parameters may be read in where they rest in a wider dtype. fp16 is none: its loss would have to be scaled."""
 UNLIMITED = 2**60
 """Bytes of a budget that limits nothing."""
+_BEHIND = 0.25  # share of a time limit that is left to what comes behind the last solve: emission, memory, the order of communications
 RESERVED_SHARE = 0.1  # of the device's memory, left to the allocator, kernels' workspaces and communication buffers
 
 
@@ -32,12 +34,14 @@ class PlanOptions:
         optimizer: ``adamw``, ``adam``, ``sgd``, ``momentum`` or ``none``; sets the resting state and the step's traffic.
         constraints: what is forced (`autopar.constraints`).
         strict: refuse plans that run a tensor op replicated because no rule is known.
-        gap: relative distance of incumbent and bound at which the search stops. time_limit_s: per solve; by default none, as all other
-            limits count work, so that the same input gives the same plan.
+        gap: relative distance of incumbent and bound at which the search stops. time_limit_s: of all planning; by default none, as all
+            other limits count work, so that the same input gives the same plan. When it is nearly over, the best plan so far is the answer;
+            where there is none yet, the search goes on to the first.
         solver: ``highs`` or ``cbc``.
         num_microbatches: into how many microbatches a step's batch is cut, or ``"auto"``.
         loss_rows: rows of a cross entropy's logits that there are at a time on a device, 0 for all, or ``"auto"``.
         precision: ``"bf16"``: what wider floating parameters and inputs are read in; None: what the model computes in by itself.
+        ends: when, on the monotonic clock, the time of a planning that has begun is over (`begun`).
         inference: whether forward alone is planned. batch, outputs: as in `autopar.compile`; they bear on the peak.
     """
 
@@ -54,6 +58,7 @@ class PlanOptions:
     inference: bool = False
     batch: Batch = "global"
     outputs: Outputs = "dtensor"
+    ends: float = field(default=math.inf, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -74,6 +79,9 @@ class PlanOptions:
             raise AutoparError(what, remedy=f"pass one of {', '.join(PRECISIONS)}, or None; fp16 would need its loss scaled")
         if not 0 <= self.gap < 1:
             raise AutoparError(f"gap={self.gap} is no relative gap", remedy="pass a number from 0 to below 1, for example 0.01")
+        if not self.time_limit_s > 0.0:
+            what = f"time_limit_s={self.time_limit_s} is no limit"
+            raise AutoparError(what, remedy="pass seconds of planning, for example 60, or leave it out")
         if self.solver not in SOLVERS:
             raise AutoparError(f"solver {self.solver!r} is not known", remedy=f"pass one of {', '.join(SOLVERS)}")
         for constraint in self.constraints:
@@ -81,6 +89,25 @@ class PlanOptions:
                 raise ConstraintError(f"{constraint!r} is no constraint", remedy="make constraints with autopar.constraints")
         if self.num_microbatches != "auto":
             check_number(self.constraints, self.num_microbatches)
+
+    def begun(self) -> PlanOptions:
+        """These, of a planning that begins now, if none with them has begun."""
+        return self if math.isfinite(self.ends) else replace(self, ends=time.monotonic() + self.time_limit_s)
+
+    @property
+    def solve_s(self) -> float:
+        """Seconds that a solve may take which begins now."""
+        return max(self.ends - _BEHIND * self.time_limit_s - time.monotonic(), 0.0) if math.isfinite(self.ends) else self.time_limit_s
+
+    @property
+    def is_late(self) -> bool:
+        """Whether no further solve is to begin if there is a plan."""
+        return self.solve_s <= 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no time is left at all."""
+        return time.monotonic() >= self.ends
 
     def budget(self, profile: HardwareProfile) -> int:
         """Bytes per device that a plan may use."""

@@ -31,6 +31,7 @@ class Ordering:
 
     Attributes:
         peak_bytes: of what a program holds. by_node: of one microbatch, while each node runs.
+        over: whether the first order that is found is to do.
     """
 
     priced: Priced
@@ -38,6 +39,7 @@ class Ordering:
     peak_bytes: Callable[[Program], int]
     by_node: Callable[[Program], tuple[NodePeak, ...]]
     clock: Clock
+    over: Callable[[], bool] = lambda: False
 
     def fastest(self, tried: Tried) -> Tried:
         """The plan in the order in which its simulated step is the shortest; as it is, it fits."""
@@ -48,14 +50,21 @@ class Ordering:
         with self.clock.phase("overlap"):
             roomy = [_beside(plain, self._all_room(plain)) for plain in plans]
             shortest_first = sorted(zip(map(_seconds, roomy), plans, roomy, strict=True), key=lambda each: each[0])
-        best, least_s = tried, math.inf
+        found: tuple[Tried, Tried] | None = None  # the best plan so far, with communication beside compute and without
+        least_s = math.inf
         for roomy_s, plain, ordered in shortest_first:
-            if roomy_s >= least_s:
+            if roomy_s >= least_s or (math.isfinite(least_s) and self.over()):
                 break
-            found = self._within_budget(plain, ordered)
-            if found is not None and _seconds(found) < least_s:
-                best, least_s = found, _seconds(found)
-        return best
+            within = self._within_budget(plain, ordered)
+            if within is not None and _seconds(within) < least_s:
+                found, least_s = (within, plain), _seconds(within)
+        return tried if found is None else self._in_little_room(*found)
+
+    def _in_little_room(self, ordered: Tried, plain: Tried) -> Tried:
+        """The plan, of which the overlap says no more than what gives its program."""
+        with self.clock.phase("overlap"):
+            least = least_overlap(plain.program, ordered.plan)
+        return replace(ordered, plan=replace(ordered.plan, overlap=least))
 
     def _in_buckets(self, tried: Tried) -> Iterator[Tried]:
         """The plan with buckets, and its program, in the order of its ops."""
@@ -103,9 +112,7 @@ class Ordering:
                 allowed = Overlap(allowed.slowdown)
                 is_within = fits(allowed)
                 assert is_within, "it is the plan with nothing early"
-        with self.clock.phase("overlap"):
-            least = least_overlap(plain.program, replace(plain.plan, overlap=allowed))
-        return replace(tried[allowed], plan=replace(plain.plan, overlap=least))
+        return replace(tried[allowed], plan=replace(plain.plan, overlap=allowed))
 
     def _left(self, plain: Tried, held: Overlap) -> _Left | None:
         """Beside what a plan holds with nothing early; None where that alone is over the budget."""

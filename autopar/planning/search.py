@@ -41,10 +41,14 @@ class Planned:
     seconds: dict[str, float]
     closer: Callable[[float], float] | None = field(default=None, repr=False, compare=False)
 
-    def closer_proven(self) -> Planned:
-        """The plan with a bound as close as was asked for, if that can be had; by the search's word, since no multipliers prove it."""
+    def closer_proven(self, *, in_time: bool = True) -> Planned:
+        """The plan with a bound as close as was asked for, if that can be had; by the search's word, since no multipliers prove it.
+
+        Args:
+            in_time: whether there is time for that.
+        """
         proof, gap = self.plan.proof, float(self.plan.options["gap"])  # type: ignore[arg-type]
-        if self.closer is None or proof.gap <= gap or not proof.bound_s:
+        if not in_time or self.closer is None or proof.gap <= gap or not proof.bound_s:
             return replace(self, closer=None)
         found_s = min(self.closer(proof.objective_s * (1.0 - gap) / proof.bound_s), proof.objective_s)
         if found_s > proof.bound_s:
@@ -71,7 +75,7 @@ def make_plan(
         InfeasibleError: where nothing fits the memory; says what would.
         TooSlow: where the bound shows that no plan beats the limit.
     """
-    clock = Clock(progress)
+    clock, options = Clock(progress), options.begun()
     return finished(whole_job(trace, mesh, hardware, options, clock, model_name=model_name, limit_s=limit_s).best_tried(), clock, options)
 
 

@@ -42,7 +42,7 @@ def in_one_piece(trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOpti
         tried = job.lightest()
         return None if tried is None else finished(tried, clock, options)
 
-    return Kind(Need(proven_bytes(trace, job.priced, options.time_limit_s), options.budget(slowest(hardware))), lightest)
+    return Kind(Need(proven_bytes(trace, job.priced, options.solve_s), options.budget(slowest(hardware))), lightest)
 
 
 def in_stages(

@@ -87,7 +87,7 @@ class StageSizes:
                 stage, classes, asked.left, profile, budget_bytes=UNLIMITED, optimizer=asked.options.optimizer, forced=forced,
                 crossing=asked.crossing(number), num_microbatches=asked.how.num, num_in_flight=flying,
             )  # fmt: skip
-            self._known[key] = proven_bytes(stage, priced, asked.options.time_limit_s)
+            self._known[key] = proven_bytes(stage, priced, asked.options.solve_s)
         unequal = len(set(budgets)) > 1
         where = f"stage {number} of {asked.num_stages} ({profile.name})" if unequal else ""
         return Need(self._known[key], budgets[number % len(budgets)], where)

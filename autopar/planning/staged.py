@@ -94,7 +94,7 @@ class StagedSearch:
         for _ in range(_ROUNDS if asked.wish.cuts is None and asked.num_stages > 1 else 0):
             ways = choice.ways(reweighed(whole.units, first, best.times))
             again = next((cuts for cuts in ways if cuts not in tried), None)
-            if again is None:
+            if again is None or asked.options.is_late:
                 break
             tried.add(again)
             try:

@@ -68,13 +68,13 @@ def _alone(asked: Asked, kind: int, forced: Forced, sewn: Seams, clock: Clock) -
         )  # fmt: skip
     with clock.phase("solve"):
         gap = asked.options.gap / _CLOSER
-        choices = solve(priced.problem, gap=gap, time_limit_s=asked.options.time_limit_s, solver=asked.options.solver)
+        choices = solve(priced.problem, gap=gap, time_limit_s=asked.options.solve_s, solver=asked.options.solver)
         return OnKind(priced, choices, evaluated(priced.problem, choices), ())
 
 
 def _over_cuts(asked: Asked, priced: Sequence[Priced], forced: Forced, sewn: Seams, ways: Pipelines) -> Proven:
     """What is proven over all cuts: of one microbatch through all stages, and from that of the step, where stages are interleaved."""
-    time_limit_s = asked.options.time_limit_s
+    time_limit_s = asked.options.solve_s
     if asked.wish.schedule != INTERLEAVED:
         return proven(priced, forced, sewn, ways, time_limit_s)
     one = proven(priced, forced, sewn, replace(ways, num_microbatches=1), time_limit_s)

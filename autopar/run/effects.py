@@ -48,6 +48,7 @@ class Storage:
         return self.memory.mark(key) is None
 
 
+_LITERALS = frozenset((int, float, bool, str, type(None)))
 Lie = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, bool, bool]  # size, stride, offset, dtype; read conjugated, negated
 
 
@@ -101,6 +102,9 @@ class Operands:
         self._in_lists: dict[int, int] = {}  # storage's number → holders in lists that are given
 
     def token(self, x: Any) -> Any:
+        kind = type(x)
+        if kind in _LITERALS:
+            return kind, x
         if isinstance(x, fx.Node):
             return self._of_value(self.env[x])
         if isinstance(x, list | tuple):
@@ -109,7 +113,7 @@ class Operands:
             return tuple((name, self.token(value)) for name, value in x.items())
         if isinstance(x, slice):
             return "slice", self.token((x.start, x.stop, x.step))
-        return type(x), x
+        return kind, x
 
     def _of_value(self, value: Any) -> Any:
         if isinstance(value, Value):

@@ -101,11 +101,15 @@ class Climb:
         )  # fmt: skip
         return self.plans.offer(found.values) if found.values is not None else []
 
-    def prove(self, max_nodes: int) -> list[int]:
+    def prove(self, max_nodes: int, point: Point | None = None) -> list[int]:
         """The program over all columns that could belong to a better plan, if these are few or there is no plan yet. Where communication
-        outlasts compute in some, half of one tree of collectives and half of another cost less than either; so they are whole there."""
+        outlasts compute in some, half of one tree of collectives and half of another cost less than either; so they are whole there.
+
+        Args:
+            point: a vertex whose reduced costs say which, where a relaxation with all rows would take long; by default that one's do.
+        """
         budget = self.extra.matrix(self.extra.active)
-        relaxation = self.engine.relax(budget)
+        relaxation = self.engine.relax(budget) if point is None else point
         if self.plans.is_close() or relaxation is None:
             return []
         room = self.plans.best_s * SCALE - relaxation.bound

@@ -66,6 +66,9 @@ class Engine:
 
     Args:
         model: without budget rows; its columns come by name. time_limit_s: for all runs together.
+
+    Attributes:
+        waits: whether runs go on when that is over, since there is nothing yet to end with.
     """
 
     def __init__(self, model: Model, time_limit_s: float = math.inf) -> None:
@@ -80,19 +83,19 @@ class Engine:
         self.rows = Rows(starts, self._at[numbers], np.array(model.values), np.array(model.lower), np.array(model.upper))
         self.begun = Begun(self.rows)
         self.time_limit_s, self._end = time_limit_s, time.monotonic() + time_limit_s
-        self.timed_out = False
+        self.timed_out = self.waits = False
         self.basis: highspy.HighsBasis | None = None  # of the last vertex of the relaxation without further rows, and the steps to it
         self.num_iterations = 0
 
     def left_s(self) -> float:
         """Seconds that the next run may take."""
-        return max(self._end - time.monotonic(), 0.1)
+        return math.inf if self.waits else max(self._end - time.monotonic(), 0.1)
 
     def note(self, status: highspy.HighsModelStatus) -> None:
         """Say once where a run ended for want of time: only work, not time, is the same from run to run."""
         if status == highspy.HighsModelStatus.kTimeLimit and not self.timed_out:
             self.timed_out = True
-            log.warning("a solve ended at its limit of %g s: the plan may be another in the next run", self.time_limit_s)
+            log.warning("the time limit ended a search: the plan may be another in the next run")
 
     def begin(self, duals: Floats) -> None:
         """Have relaxations begin at these duals of the program's rows."""

@@ -43,6 +43,7 @@ class Live:
         self._begun = engine.begun if duals is None else Begun(self.rows, duals)
         self.num_iterations, self._engine = engine.num_iterations, engine
         self._numbers = np.arange(len(self.cost), dtype=np.int32)
+        self._bounds = np.zeros(len(self.cost)), np.ones(len(self.cost))
         self._highs = highspy.Highs()
         options: Options = {"output_flag": False, "threads": 1, "solver": "simplex"}
         for name, value in options.items():
@@ -79,7 +80,9 @@ class Live:
             None where nothing is within these bounds. Where the time or the steps ran out, what the duals of the moment prove, and after
             the steps no values.
         """
-        self._highs.changeColsBounds(len(self._numbers), self._numbers, lower, upper)
+        changed = self._numbers[(lower != self._bounds[0]) | (upper != self._bounds[1])]
+        self._highs.changeColsBounds(len(changed), changed, lower[changed], upper[changed])
+        self._bounds = lower.copy(), upper.copy()
         self._highs.setOptionValue("simplex_iteration_limit", most)
         self._highs.setOptionValue("time_limit", self._highs.getRunTime() + self._engine.left_s())
         self._highs.run()

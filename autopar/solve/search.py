@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopar.choices import Choices
+from autopar.choices import Apart, Choices
 from autopar.errors import LayoutError
 from autopar.problem import Problem
 from autopar.solve.ascent import Ascent
@@ -54,9 +54,9 @@ class Search:
     """One search: the program, which rows are in it, the best plan and what is proven.
 
     Attributes:
-        whole, likely, only_plan: as in `autopar.solve.choices_or_least`. known: before the search.
+        whole, likely, only_plan, waits: as in `autopar.solve.choices_or_least`. known: before the search.
         free: the columns of the relaxation without budget rows. extra: the rows that came in beside the formulation's.
-        infeasible: proven so. least: what is then needed at least, where known.
+        infeasible: proven so. least: what is then needed at least, where known. apart: where that is the answer.
     """
 
     problem: Problem
@@ -67,6 +67,7 @@ class Search:
     likely: Balance = ON_COMPUTE
     known: Quick | None = None
     only_plan: bool = False
+    waits: bool = False
     program: Formulation = field(init=False)
     engine: Engine = field(init=False)
     excess: Excess = field(init=False)
@@ -81,11 +82,13 @@ class Search:
     live: Live | None = None
     point: Point | None = None
     beginning: Beginning | None = None
+    apart: Apart | None = None
 
     def __post_init__(self) -> None:
         self.program = Formulation(self.problem)
         self.excess = Excess(self.program)
         self.engine = Engine(self.program.model, self.time_limit_s)
+        self.engine.waits = self.waits
         self.extra = Incoming(self.program, self.engine, self.excess)
         self.proven = Proven(self.program, self.engine, self.extra)
         self.climb = Climb(self.program, self.engine, self.extra, self.proven, self.gap, self)
@@ -98,6 +101,7 @@ class Search:
         """
         if self.known is not None:
             self.best = self.known.best
+            self.engine.waits = self.waits and self.best is None
             self.proven.know(self.known)
         relaxation = self._relax()
         if relaxation is None:
@@ -106,12 +110,12 @@ class Search:
             broken = [] if self.extra.active else self._rounded(relaxation)
             broken += self.extra.excesses() if broken and self.likely != ON_COMPUTE else []
             broken = broken or ([] if self.is_close() else self._grow())
-            if not broken and not self.is_close() and (self._set_apart() or self._will_do()):
+            if not broken and not self.is_close() and (self._set_apart() or self._will_do() or self.apart is not None):
                 break
             if not broken and self.extra.active and not self.infeasible:
                 broken = self._climb()
             if not broken and not self.infeasible and not self.is_close():
-                broken = self.climb.prove(self.max_nodes)
+                broken = self.climb.prove(self.max_nodes, self.point if self._is_large and self.best is not None else None)
             if not broken:
                 break
             if self._fits_nowhere(broken) or self._within(broken) is None:
@@ -239,6 +243,9 @@ class Search:
         grown = tree.dive()
         if tree.root is not None and not grown.broken and not self.is_close() and self._set_apart():
             return self.climb.from_vertex(tree.root.point, self.free, soon=True)  # what a dive finds hangs on the vertex
+        if tree.root is not None and not grown.broken and self._needs_no_plan():
+            self.apart = Apart(self.proven.mixed, self.proven.bound_s)
+            return []
         if tree.root is not None and not grown.broken and not self.is_close():
             broken = self._climb() if self._asks_only_for_a_plan() else self._few() if self.extra.phases else []
             if broken or self.is_close() or self._set_apart():
@@ -270,6 +277,11 @@ class Search:
     def _set_apart(self) -> bool:
         """Whether equal ops that decide apart are to be tried rather than a tree."""
         return self._forms_groups and self.best is not None and len(self.engine.names) > SMALL
+
+    def _needs_no_plan(self) -> bool:
+        """Whether it is enough to know which equal ops decide apart: where no plan is near the relaxation, one takes long to find, and what
+        layers in groups do is better."""
+        return self._forms_groups and self.best is None and self._asks_only_for_a_plan() and not self.engine.timed_out
 
     @property
     def _forms_groups(self) -> bool:
@@ -311,7 +323,7 @@ class Search:
             evaluation = evaluate(self.problem, strategies, recomputed, kept, regions)
         if evaluation.objective_s < self.best_s and fits(self.problem, evaluation):
             self.best = Choices(strategies, recomputed, evaluation.kept, evaluation.objective_s, 0.0, regions=regions)
-            self.start = values
+            self.start, self.engine.waits = values, False
         if over is not None:
             return over
         return [] if self.is_close() else self.extra.outlasted(evaluation)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal, overload
 
-from autopar.choices import Choices
+from autopar.choices import Apart, Choices
 from autopar.errors import InfeasibleError, size_text
 from autopar.problem import Problem
 from autopar.solve.cbc import solve_with_cbc
@@ -40,16 +41,32 @@ def solve(problem: Problem, *, gap: float = 0.01, max_nodes: int = 200, time_lim
 REMEDY = "use more devices, a smaller batch or shorter sequence, or pass a larger memory_bytes"
 
 
+@overload
+def choices_or_least(
+    problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False,
+    whole: Literal[True] = True, likely: Balance = ON_COMPUTE, only_plan: bool = False, waits: bool = False,
+) -> Choices | Least: ...  # fmt: skip
+
+
+@overload
+def choices_or_least(
+    problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False, whole: bool,
+    likely: Balance = ON_COMPUTE, only_plan: bool = False, waits: bool = False,
+) -> Choices | Least | Apart: ...  # fmt: skip
+
+
 def choices_or_least(
     problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False, whole: bool = True,
-    likely: Balance = ON_COMPUTE, only_plan: bool = False,
-) -> Choices | Least:  # fmt: skip
+    likely: Balance = ON_COMPUTE, only_plan: bool = False, waits: bool = False,
+) -> Choices | Least | Apart:  # fmt: skip
     """As `solve`, but where no plan fits, how much memory would do.
 
     Args:
         bound_only: what would do need not be found (`least_budget`) where it is proven that nothing fits.
-        whole: search on where the relaxation mixes decisions of equal ops; else the answer then says which (`Choices.mixed`).
+        whole: search on where the relaxation mixes decisions of equal ops; else the answer then says which (`Choices.mixed`), without a
+            plan (`Apart`) where memory binds in a large problem, only a plan is asked for, and none is near the relaxation.
         likely: at which balance the bound of a problem like this one was best; a search that begins there is sooner done.
+        waits: let the search go on past the time limit as long as it has no plan.
         only_plan: where memory binds in a large problem, end with a plan, however far its bound (`Choices.unfinished`).
 
     Raises:
@@ -64,14 +81,16 @@ def choices_or_least(
         known = quick(problem, gap)
         if known is not None and known.close and known.answer is not None:
             return without_idle(problem, known.answer)
-        search = Search(problem, gap, max_nodes, time_limit_s, whole, likely, known, only_plan)
+        search = Search(problem, gap, max_nodes, time_limit_s, whole, likely, known, only_plan, waits)
         choices, bound_s, proven = search.run(), search.proven.bound_s, search.infeasible
         proven_by = search.proven.multipliers() if choices is None and not proven else None
         if search.least is not None and bound_only:
             return search.least
+        if choices is None and search.apart is not None:
+            return search.apart
     if choices is not None:
         return without_idle(problem, choices)
-    least = least_budget(problem, time_limit_s, bound_only=bound_only and proven)
+    least = least_budget(problem, math.inf if waits else time_limit_s, bound_only=bound_only and proven)
     if least.choices is None or least.size_bytes > problem.budget_bytes:
         return least
     # The limits ended the search before it found a plan; this one fits, however long it takes.

@@ -117,7 +117,7 @@ class Tree:
         waiting = [(root.point.bound, next(order), root)]
         last: _Node | None = None  # the better child, which comes next while there is no plan
         while (waiting or last) and not self._broken and not self._spent():
-            if last is None and min(waiting[0][0], self._closed) >= self._enough():
+            if last is None and (min(waiting[0][0], self._closed) >= self._enough() or self._is_proven(waiting[0][0])):
                 break
             children = self._children(last or heapq.heappop(waiting)[2])
             last = min(children, key=lambda c: c.point.bound, default=None) if np.isinf(self.best()) else None
@@ -155,6 +155,12 @@ class Tree:
     def _enough(self) -> float:
         best = self.best()
         return best * (1 - self.wanted) if np.isfinite(best) else np.inf
+
+    def _is_proven(self, least: float) -> bool:
+        """Whether there is a plan, and no box that waits, of which one proves the least, can raise the bound: one that is closed proves no
+        more. So it is where the relaxation's prices take early communication to be hidden (`autopar.solve.hiding`), and settled choices
+        cost more than they do at these prices."""
+        return bool(np.isfinite(self.best())) and least >= self._closed
 
     def _spent(self) -> bool:
         return self._num >= self.max_relaxations or self.live.num_iterations >= self._last or self.live.timed_out

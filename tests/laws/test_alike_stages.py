@@ -12,7 +12,7 @@ import autopar
 from autopar.api.planning import plan_model
 from autopar.choices import Choices
 from autopar.constraints import fsdp, pipeline
-from autopar.planning import Planned, job, peaks
+from autopar.planning import Planned, peaks, solving
 from autopar.planning.alike import Alike, Effort, form_of
 from autopar.problem import Problem
 from autopar.run.program import StagedProgram
@@ -31,7 +31,7 @@ def planned(schedule: str) -> Planned:
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
 def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"solved": 0, "measured": 0}
-    solve, measure = job.choices_or_least, trace_stage_peak
+    solve, measure = solving.choices_or_least, trace_stage_peak
 
     def counted_solve(problem: Problem, **how: Any) -> object:
         counts["solved"] += 1
@@ -41,7 +41,7 @@ def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(schedu
         counts["measured"] += 1
         return measure(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(job, "choices_or_least", counted_solve)
+    monkeypatch.setattr(solving, "choices_or_least", counted_solve)
     monkeypatch.setattr(peaks, "trace_stage_peak", counted_measure)
     shared = planned(schedule)
     seen = dict(counts)

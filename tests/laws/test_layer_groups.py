@@ -12,17 +12,20 @@ from torch import nn
 
 import autopar
 from autopar.capture import Trace, capture
-from autopar.choices import Choices
+from autopar.choices import Apart, Choices
 from autopar.cost.moments import Liveness
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.errors import PlanError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, job, make_plan
+from autopar.planning import Planned, PlanOptions, job, make_plan, solving
 from autopar.plans import Plan
+from autopar.problem import Problem
 from autopar.run.memory import trace_peak
-from autopar.solve import choices_or_least, solve
+from autopar.solve import choices_or_least, evaluate, search, solve
+from autopar.solve.climbing import Climb
+from autopar.solve.search import Search
 from autopar.strategies import Forced, Starts, apart, classes_of
 from autopar.verification import verify_program
 
@@ -191,3 +194,61 @@ def test_a_search_that_ends_early_says_which_ops_it_would_have_apart() -> None:
     assert early.mixed
     assert all(problem.ops[n].count > 1 and all(0.0 < share < 1.0 for share in shares) for n, shares in early.mixed.items())
     assert early.gap > 1e-5
+
+
+def test_a_search_that_meets_no_plan_says_which_ops_it_would_have_apart_without_looking_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, best_s = traced()[0], solved({}).objective_s
+    priced = price(trace, classes_of(trace, MESH.shape), MESH, PROFILE, budget_bytes=budget(), optimizer="sgd")
+    problem = replace(priced.problem, moments=tuple(Liveness(trace, priced).certain()))
+    monkeypatch.setattr(search, "SMALL", 0)
+    monkeypatch.setattr(Search, "_consider", meeting_none)
+    monkeypatch.setattr(Climb, "over", lambda climb, columns: pytest.fail("a plan is looked for"))
+    found = choices_or_least(problem, gap=1e-5, time_limit_s=60.0, solver="highs", whole=False, only_plan=True)
+    assert isinstance(found, Apart)
+    assert all(problem.ops[n].count > 1 and all(0.0 < share < 1.0 for share in shares) for n, shares in found.mixed.items())
+    assert found.mixed and found.bound_s <= best_s * (1 + 1e-9)
+
+
+def meeting_none(search: Search, *choices: Any) -> list[int]:
+    """Rows come in as they do, and no plan is taken."""
+    over = search.extra.over(evaluate(search.problem, *choices[:3]))
+    return over or []
+
+
+def told_apart(monkeypatch: pytest.MonkeyPatch, poorer: float) -> list[bool]:
+    """Have searches say which ops would decide apart without a plan, and the next one give a plan so many times as slow; whether each was
+    for all layers alike."""
+    alike, answer = list[bool](), solving.choices_or_least
+
+    def without_plan(problem: Problem, *, whole: bool, **how: Any) -> object:
+        found = answer(problem, whole=whole, **how)
+        if isinstance(found, Choices) and not whole and found.mixed:
+            alike.append(True)
+            return Apart(found.mixed, found.bound_s)
+        alike.append(len(problem.ops) == len(ungrouped().ops))
+        return replace(found, objective_s=found.objective_s * poorer) if len(alike) == 2 and isinstance(found, Choices) else found
+
+    monkeypatch.setattr(solving, "choices_or_least", without_plan)
+    return alike
+
+
+@cache
+def ungrouped() -> Problem:
+    trace = traced()[0]
+    return price(trace, classes_of(trace, MESH.shape), MESH, PROFILE, budget_bytes=budget(), optimizer="sgd").problem
+
+
+@pytest.mark.slow
+def test_layers_are_cut_into_the_same_groups_where_no_plan_was_met_for_all_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, alike = grouped().plan, told_apart(monkeypatch, 1.0)
+    found = planned().plan
+    assert found.starts == expected.starts
+    assert found.proof.objective_s == expected.proof.objective_s and found.proof.bound_s == expected.proof.bound_s
+    assert alike[:2] == [True, False]
+
+
+@pytest.mark.slow
+def test_groups_whose_plan_is_far_from_the_bound_are_compared_with_all_layers_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    alike = told_apart(monkeypatch, 2.0)
+    assert not planned().plan.starts
+    assert alike[:3] == [True, False, True]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,3 +60,18 @@ def test_two_numbers_of_microbatches_are_refused_with_both_named(asked: Constrai
     for num in (2, "auto"):
         PlanOptions(num_microbatches=num, constraints=(asked,))
     PlanOptions(num_microbatches=4, constraints=(pipeline("a"), megatron(pp=2)))
+
+
+def test_a_time_limit_is_of_a_whole_planning_which_begins_once() -> None:
+    free = PlanOptions()
+    assert free.begun().solve_s == math.inf and not free.begun().is_late and not free.begun().is_over
+    given = PlanOptions(time_limit_s=1000.0)
+    assert given.solve_s == 1000.0, "nothing has begun"
+    begun = given.begun()
+    assert begun == given and begun.begun() is begun
+    assert 0.0 < begun.solve_s <= 750.0, "the rest is for what comes behind"
+    late = replace(begun, ends=time.monotonic() + 100.0)
+    assert late.is_late and late.solve_s == 0.0 and not late.is_over
+    assert replace(late, ends=time.monotonic() - 1.0).is_over
+    with pytest.raises(AutoparError, match="time_limit_s=0 is no limit"):
+        PlanOptions(time_limit_s=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -19,9 +20,10 @@ from autopar.emit import emit
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.hardware import HardwareProfile
 from autopar.mesh import Mesh
-from autopar.planning import Planned, PlanOptions, job, make_plan
+from autopar.planning import Planned, PlanOptions, make_plan, solving
 from autopar.planning.clock import Clock
 from autopar.planning.job import Job
+from autopar.planning.ordering import Ordering
 from autopar.planning.peaks import Peaks
 from autopar.planning.runner_up import runner_ups
 from autopar.planning.search import whole_job
@@ -29,6 +31,7 @@ from autopar.problem import Problem
 from autopar.run.memory import trace_peak
 from autopar.run.program import Program
 from autopar.solve import Least, evaluate, solve
+from autopar.solve.search import Search
 from autopar.strategies import classes_of
 
 MESH = Mesh({"a": 2, "b": 2})
@@ -88,14 +91,14 @@ def test_a_budget_that_only_the_transient_peak_breaks_is_refused_with_a_peak_tha
 
 
 def test_a_bound_is_searched_for_to_its_end_where_it_may_come_near_and_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, answer = list[bool](), job.choices_or_least
+    ended, answer = list[bool](), solving.choices_or_least
 
     def cut_short(problem: Problem, *, only_plan: bool, **how: Any) -> Choices | Least:
         ended.append(not only_plan)
         found = answer(problem, only_plan=only_plan, **how)
         return replace(found, bound_s=found.bound_s / 2, unfinished=True) if only_plan and isinstance(found, Choices) else found
 
-    monkeypatch.setattr(job, "choices_or_least", cut_short)
+    monkeypatch.setattr(solving, "choices_or_least", cut_short)
     proof = planned().plan.proof
     assert ended == [False, True] and proof.gap <= 0.01
     ended.clear()
@@ -191,3 +194,31 @@ def test_an_optimizer_without_state_needs_less_memory() -> None:
 def test_a_profile_without_a_links_figures_is_an_error_of_its_own() -> None:
     with pytest.raises(AutoparError, match="has no link 'inter'"):
         make_plan(trace(), Mesh({"a": 2, "b": 2}, links={"a": "inter"}), replace(GLOO, links={"intra": GLOO.links["intra"]}), PlanOptions())
+
+
+def test_when_the_time_is_over_the_best_plan_so_far_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    solves, answer, orders = list[bool](), solving.choices_or_least, list[Program]()
+
+    def counted(problem: Problem, *, waits: bool, **how: Any) -> object:
+        solves.append(waits)
+        return answer(problem, waits=waits, **how)
+
+    monkeypatch.setattr(solving, "choices_or_least", counted)
+    monkeypatch.setattr(Ordering, "fastest", lambda _, tried: (tried, orders.append(tried.program))[0])  # type: ignore[func-returns-value]
+    tight = {"memory_bytes": 110 * KIB, "gap": 0.0}
+    free = planned(**tight).plan
+    assert len(solves) > 2 and orders
+    solves.clear()
+    orders.clear()
+    found = planned(**tight, time_limit_s=1e-6).plan
+    assert found.prediction.peak_bytes <= 110 * KIB
+    assert found.proof.bound_s <= free.prediction.step_s * (1 + 1e-9) and found.proof.gap > 0.0
+    assert solves[0] and not orders, "a first plan is waited for, an order of its communications is not"
+
+
+def test_a_search_without_a_plan_outlasts_its_time_only_until_it_has_one() -> None:
+    problem = priced(MESH).problem
+    engines = [Search(problem, 0.0, 10, time_limit_s=0.0, waits=waits) for waits in (True, False)]
+    assert [search.engine.left_s() for search in engines] == [math.inf, 0.1]
+    assert engines[0].run() is not None
+    assert engines[0].engine.left_s() == 0.1

@@ -134,7 +134,7 @@ def test_a_run_that_its_limit_ends_says_so_once(caplog: pytest.LogCaptureFixture
     for _ in range(2):
         engine.restricted(every, nothing, gap=0.0, target=-np.inf, max_nodes=10**9)
     assert engine.timed_out and [r.getMessage() for r in caplog.records if r.name == "autopar"] == [
-        "a solve ended at its limit of 0.5 s: the plan may be another in the next run"
+        "the time limit ended a search: the plan may be another in the next run"
     ]
 
 

@@ -1,0 +1,50 @@
+"""When a search tree is not grown any further."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autopar.solve.live import Point
+from autopar.solve.tree import Tree, _Node
+
+BOXES = {1.0: [2.0, 3.0], 3.0: [4.0, 5.0], 4.0: [], 5.0: []}  # the bound of a box → those of the boxes that it falls into
+CLOSED = {1.0: 2.0}  # which of them are closed
+
+
+def grown(best: float, monkeypatch: pytest.MonkeyPatch) -> tuple[float, list[float]]:
+    """The bound that a tree of these boxes proves, and the boxes that it looks into."""
+    program: Any = SimpleNamespace(x=[], again={}, keep={}, regions={})
+    engine: Any = SimpleNamespace(column={}, cost=np.zeros(1), rows=SimpleNamespace(lower=np.zeros(1)))
+    live: Any = SimpleNamespace(num_iterations=0, timed_out=False)
+    looked_into: list[float] = []
+
+    def node(bound: float) -> _Node:
+        return _Node(np.zeros(1), np.ones(1), Point(bound, np.zeros(1), np.zeros(1), np.zeros(1)))
+
+    def children(tree: Tree, box: _Node) -> list[_Node]:
+        looked_into.append(box.point.bound)
+        closed = CLOSED.get(box.point.bound, np.inf)
+        tree._closed = min(tree._closed, closed)
+        return [node(bound) for bound in BOXES[box.point.bound] if bound != closed]
+
+    monkeypatch.setattr(Tree, "_children", children)
+    monkeypatch.setattr(Tree, "_dive", lambda tree, root: None)
+    tree = Tree(program, engine, live, lambda values: [], lambda: best, 0.01, 100, np.zeros(1))
+    tree.root = node(1.0)
+    return tree.branch().bound, looked_into
+
+
+def test_it_ends_once_a_closed_box_proves_no_more_than_any_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound, looked_into = grown(10.0, monkeypatch)
+    assert bound == 2.0, "what waits cannot raise it"
+    assert looked_into == [1.0]
+
+
+def test_without_a_plan_it_looks_for_one_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound, looked_into = grown(np.inf, monkeypatch)
+    assert bound == 2.0
+    assert sorted(looked_into) == [1.0, 3.0, 4.0, 5.0]
