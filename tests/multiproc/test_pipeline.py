@@ -56,7 +56,9 @@ def check(facts: list[dict[str, Any]], names: Iterable[str], *, staged: bool = T
             assert fact["parameters"] < 1e-5 and fact["logits"] < 1e-4 and fact["scaled"] < 1e-6
             measured, predicted = fact["peak"]
             assert -0.03 < measured / predicted - 1 < 0.015  # some KB of a tiny model's 400; with torch 2.15 six fewer
-            assert fact["all held"] and fact["not all here"] == staged and fact["state"]
+            assert fact["all held"] and fact["state"]
+        # Not of every rank: where a tied head is a stage of its own, the stage before it has all.
+        assert any(f[name]["not all here"] for f in facts) == staged
 
 
 def follow(num_processes: int, wanted: dict[str, tuple[str, dict[str, int], tuple[Any, ...]]]) -> None:
