@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from autopar.solve.engine import Engine
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.incoming import Incoming
+from autopar.solve.incumbent import Incumbent
 from autopar.solve.live import Point
 from autopar.solve.proven import Proven
 from autopar.solve.rows import Columns, Floats
@@ -28,27 +28,6 @@ _WIDE_SHARE = 1e-3  # the same, of a program that is not large
 _USED = 1e-6  # of a column: from here on a solution takes it
 
 
-class Plans(Protocol):
-    """The best plan so far, and where better ones go.
-
-    Attributes:
-        best_s: infinite where there is none. start: its columns, where they are known.
-    """
-
-    start: Floats | None
-
-    @property
-    def best_s(self) -> float: ...
-
-    def offer(self, values: Floats) -> list[int]:
-        """Take a plan if it fits and is the best; else the rows that it breaks, where none of them is in yet."""
-        ...
-
-    def is_close(self) -> bool:
-        """Whether the best plan is as near to the bound as is asked for."""
-        ...
-
-
 @dataclass
 class Climb:
     """The restricted programs of one search; each method returns rows that are to come in, and ends where there are some."""
@@ -58,7 +37,7 @@ class Climb:
     extra: Incoming
     proven: Proven
     gap: float
-    plans: Plans
+    plans: Incumbent
 
     def up(self, point: Point | None, free: Floats, rungs: Sequence[int] = ()) -> list[int]:
         """From small to large, until the gap is closed.

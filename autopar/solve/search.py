@@ -26,11 +26,11 @@ from autopar.solve.ascent import Ascent
 from autopar.solve.beginning import Beginning
 from autopar.solve.climbing import LARGE, SMALL, Climb
 from autopar.solve.engine import Engine, Relaxation
-from autopar.solve.evaluate import evaluate, fits
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.hiding import Excess
 from autopar.solve.illegal import refusal
 from autopar.solve.incoming import Incoming
+from autopar.solve.incumbent import Incumbent
 from autopar.solve.least import Least, Lightest
 from autopar.solve.live import Live, Point
 from autopar.solve.multipliers import tighter
@@ -45,13 +45,12 @@ _FEW = (500, 1000, 2000)  # columns of restricted programs that come before a tr
 _ROUNDS = 12
 _HUGE = 100_000  # columns: from here on a balance that will do ends the sifting, and all budget rows at once take too long
 _RELAXATIONS = 2  # of a tree, per node that a search may have
-_FAR = 0.05  # relative distance of plan and relaxation from which on mixtures are told, though none unmixed is better
 _SHORT_TREE = 40  # relaxations of one that is to better a plan, not to prove it
 
 
 @dataclass
 class Search:
-    """One search: the program, which rows are in it, the best plan and what is proven.
+    """One search: the program, which rows are in it, the best plan (`plans`) and what is proven.
 
     Attributes:
         whole, likely, only_plan, waits: as in `autopar.solve.choices_or_least`. known: before the search.
@@ -73,9 +72,8 @@ class Search:
     excess: Excess = field(init=False)
     extra: Incoming = field(init=False)
     proven: Proven = field(init=False)
+    plans: Incumbent = field(init=False)
     climb: Climb = field(init=False)
-    best: Choices | None = None
-    start: Floats | None = None
     free: Floats = field(default_factory=lambda: np.zeros(0))
     infeasible: bool = False
     least: Least | None = None
@@ -91,7 +89,8 @@ class Search:
         self.engine.waits = self.waits
         self.extra = Incoming(self.program, self.engine, self.excess)
         self.proven = Proven(self.program, self.engine, self.extra)
-        self.climb = Climb(self.program, self.engine, self.extra, self.proven, self.gap, self)
+        self.plans = Incumbent(self.program, self.engine, self.extra, self.proven, self.gap)
+        self.climb = Climb(self.program, self.engine, self.extra, self.proven, self.gap, self.plans)
 
     def run(self) -> Choices | None:
         """The best plan found, or None.
@@ -100,33 +99,33 @@ class Search:
             InfeasibleError: where no assignment of layouts is legal, whatever the memory.
         """
         if self.known is not None:
-            self.best = self.known.best
-            self.engine.waits = self.waits and self.best is None
+            self.plans.best = self.known.best
+            self.engine.waits = self.waits and self.plans.best is None
             self.proven.know(self.known)
         relaxation = self._relax()
         if relaxation is None:
             raise refusal(self.problem)
         for _ in range(_ROUNDS):
-            broken = [] if self.extra.active else self._rounded(relaxation)
+            broken = [] if self.extra.active else self.plans.rounded(relaxation)
             broken += self.extra.excesses() if broken and self.likely != ON_COMPUTE else []
-            broken = broken or ([] if self.is_close() else self._grow())
-            if not broken and not self.is_close() and (self._set_apart() or self._will_do() or self.apart is not None):
+            broken = broken or ([] if self.plans.is_close() else self._grow())
+            if not broken and not self.plans.is_close() and (self._set_apart() or self._will_do() or self.apart is not None):
                 break
             if not broken and self.extra.active and not self.infeasible:
                 broken = self._climb()
-            if not broken and not self.infeasible and not self.is_close():
-                broken = self.climb.prove(self.max_nodes, self.point if self._is_large and self.best is not None else None)
+            if not broken and not self.infeasible and not self.plans.is_close():
+                broken = self.climb.prove(self.max_nodes, self.point if self._is_large and self.plans.best is not None else None)
             if not broken:
                 break
             if self._fits_nowhere(broken) or self._within(broken) is None:
-                self.infeasible = self.best is None
+                self.infeasible = self.plans.best is None
                 break
         return self._answer()
 
     def _fits_nowhere(self, broken: list[int]) -> bool:
         """Whether no plan fits, before the first budget rows come in: all rows at once say so sooner than one after another."""
         budget = [r for r in broken if r < len(self.extra.rows)]
-        if self.best is None and budget and not self.extra.budget and SMALL < len(self.engine.names) < LARGE:
+        if self.plans.best is None and budget and not self.extra.budget and SMALL < len(self.engine.names) < LARGE:
             needed = Lightest(self.problem, self.time_limit_s).bound_bytes
             self.least = Least(needed) if needed > self.problem.budget_bytes else None
         return self.least is not None
@@ -135,21 +134,17 @@ class Search:
     def _is_large(self) -> bool:
         return len(self.engine.names) >= LARGE
 
-    @property
-    def best_s(self) -> float:
-        return np.inf if self.best is None else self.best.objective_s
-
     def _answer(self) -> Choices | None:
-        if self.best is None:
+        if self.plans.best is None:
             return None
-        bound = min(self.proven.bound_s, self.best.objective_s)
+        bound = min(self.proven.bound_s, self.plans.best.objective_s)
         stats = {"timed_out": self.engine.timed_out, "budget_rows": len(self.extra.budget), "outlasted": len(self.extra.phases)}
         return replace(
-            self.best, bound_s=bound, free_bound_s=min(self.proven.free / SCALE, bound), num_variables=self.program.num_variables,
+            self.plans.best, bound_s=bound, free_bound_s=min(self.proven.free / SCALE, bound), num_variables=self.program.num_variables,
             num_constraints=self.program.num_constraints + len(self.extra.active), solver="highs",
             memory_price_s_per_byte=self.proven.price_s_per_byte, stats={k: float(n) for k, n in stats.items()},
-            multipliers=self.proven.multipliers(), mixed=self.proven.mixed if self._is_far() else {},
-            unfinished=self._will_do() and not self.is_close(),
+            multipliers=self.proven.multipliers(), mixed=self.proven.mixed if self.plans.is_far() else {},
+            unfinished=self._will_do() and not self.plans.is_close(),
         )  # fmt: skip
 
     def _relax(self) -> Relaxation | None:
@@ -171,7 +166,7 @@ class Search:
             return self._priced(self.beginning)
         live = self._live()
         if self.extra.phases:
-            cost = self.excess.price(self.engine, self.proven.bound_s if self.best is None else self.best_s)
+            cost = self.excess.price(self.engine, self.proven.bound_s if self.plans.best is None else self.plans.best_s)
             if self._is_large:
                 live.add(self.extra.matrix([r for r in broken if r < len(self.extra.rows)]))
                 return self._sifted(live)
@@ -207,9 +202,9 @@ class Search:
             self.proven.learn(
                 at.point, at.balance, dict(zip(rows, at.point.duals[len(at.point.duals) - len(rows) :].tolist(), strict=True))
             )
-            if not self.is_close():
+            if not self.plans.is_close():
                 self.climb.over(self.extra.with_excess(at.columns))
-            if self.is_close() and len(self.engine.names) >= _HUGE:
+            if self.plans.is_close() and len(self.engine.names) >= _HUGE:
                 break
         if found is not None:
             self.point = found.point
@@ -226,33 +221,33 @@ class Search:
 
         def offer(values: Floats) -> list[int]:
             try:
-                return self.offer(values)
+                return self.plans.offer(values)
             except LayoutError:  # rounded strategies may make nothing that a reader can use
                 return []
 
         def best() -> float:
-            return self.best_s * SCALE
+            return self.plans.best_s * SCALE
 
         if self._is_large and self._asks_only_for_a_plan():
             broken = self._climb()
-            if broken or self.is_close() or self._will_do():
+            if broken or self.plans.is_close() or self._will_do():
                 return broken
         live = self._live()
         sizes = self.extra.sizes()
         tree = Tree(self.program, self.engine, live, offer, best, self.gap, self.max_nodes * _RELAXATIONS, sizes)
         grown = tree.dive()
-        if tree.root is not None and not grown.broken and not self.is_close() and self._set_apart():
+        if tree.root is not None and not grown.broken and not self.plans.is_close() and self._set_apart():
             return self.climb.from_vertex(tree.root.point, self.free, soon=True)  # what a dive finds hangs on the vertex
         if tree.root is not None and not grown.broken and self._needs_no_plan():
             self.apart = Apart(self.proven.mixed, self.proven.bound_s)
             return []
-        if tree.root is not None and not grown.broken and not self.is_close():
+        if tree.root is not None and not grown.broken and not self.plans.is_close():
             broken = self._climb() if self._asks_only_for_a_plan() else self._few() if self.extra.phases else []
-            if broken or self.is_close() or self._set_apart():
+            if broken or self.plans.is_close() or self._set_apart():
                 return broken
             grown = tree.branch(_SHORT_TREE if self._will_do() else None)
         if np.isinf(grown.bound):
-            self.infeasible = self.best is None
+            self.infeasible = self.plans.best is None
         else:
             self.proven.rise(min(grown.bound, best()))
         return list(grown.broken)
@@ -272,58 +267,18 @@ class Search:
         return self.only_plan and bool(self.extra.budget) and len(self.engine.names) > SMALL
 
     def _will_do(self) -> bool:
-        return self._asks_only_for_a_plan() and self.best is not None
+        return self._asks_only_for_a_plan() and self.plans.best is not None
 
     def _set_apart(self) -> bool:
         """Whether equal ops that decide apart are to be tried rather than a tree."""
-        return self._forms_groups and self.best is not None and len(self.engine.names) > SMALL
+        return self._forms_groups and self.plans.best is not None and len(self.engine.names) > SMALL
 
     def _needs_no_plan(self) -> bool:
         """Whether it is enough to know which equal ops decide apart: where no plan is near the relaxation, one takes long to find, and what
         layers in groups do is better."""
-        return self._forms_groups and self.best is None and self._asks_only_for_a_plan() and not self.engine.timed_out
+        return self._forms_groups and self.plans.best is None and self._asks_only_for_a_plan() and not self.engine.timed_out
 
     @property
     def _forms_groups(self) -> bool:
         """Whether equal ops decide apart, and what is found only says how to group them."""
         return bool(self.proven.mixed) and not self.whole
-
-    def _rounded(self, relaxation: Relaxation) -> list[int]:
-        """Offer the relaxation itself, rounded where it is fractional, with every version kept that backward reads."""
-        strategies = self.program.chosen(self._named(relaxation.values))[0]
-        try:
-            return self._consider(strategies, {}, None, relaxation.values)
-        except LayoutError:  # rounded strategies may make nothing that a reader can use
-            return []
-
-    def is_close(self) -> bool:
-        return self.best is not None and self.best_s * SCALE * (1 - self.gap) <= self.proven.bound
-
-    def _is_far(self) -> bool:
-        """Whether equal ops that decide apart could be much better: the search has not closed the gap, or has only by not mixing them."""
-        return not self.is_close() or self.best_s * SCALE * (1 - max(self.gap, _FAR)) > self.proven.relaxed
-
-    def _named(self, values: Floats) -> dict[str, float]:
-        return dict(zip(self.engine.names, values.tolist(), strict=True))
-
-    def offer(self, values: Floats) -> list[int]:
-        strategies, recomputed, kept, regions = self.program.chosen(self._named(values))
-        return self._consider(strategies, recomputed, kept, values, regions if self.extra.budget else None)  # else they cost nothing yet
-
-    def _consider(
-        self, strategies: tuple[int, ...], recomputed: dict[int, int], kept: dict[int, tuple[int, ...]] | None, values: Floats | None,
-        regions: frozenset[int] | None = None,
-    ) -> list[int]:  # fmt: skip
-        """Take a plan, or itself without kernels, if it fits and is the best. If it breaks rows none of which is in yet, these, the worst
-        first; else, as long as the best is too far from the bound, and communication outlasts compute in it, the excess of both phases."""
-        evaluation = evaluate(self.problem, strategies, recomputed, kept, regions)
-        over = self.extra.over(evaluation)
-        if over is not None and evaluation.regions:
-            regions, values = frozenset(), None
-            evaluation = evaluate(self.problem, strategies, recomputed, kept, regions)
-        if evaluation.objective_s < self.best_s and fits(self.problem, evaluation):
-            self.best = Choices(strategies, recomputed, evaluation.kept, evaluation.objective_s, 0.0, regions=regions)
-            self.start, self.engine.waits = values, False
-        if over is not None:
-            return over
-        return [] if self.is_close() else self.extra.outlasted(evaluation)

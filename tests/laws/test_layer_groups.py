@@ -25,7 +25,7 @@ from autopar.problem import Problem
 from autopar.run.memory import trace_peak
 from autopar.solve import choices_or_least, evaluate, search, solve
 from autopar.solve.climbing import Climb
-from autopar.solve.search import Search
+from autopar.solve.incumbent import Incumbent
 from autopar.strategies import Forced, Starts, apart, classes_of
 from autopar.verification import verify_program
 
@@ -201,7 +201,7 @@ def test_a_search_that_meets_no_plan_says_which_ops_it_would_have_apart_without_
     priced = price(trace, classes_of(trace, MESH.shape), MESH, PROFILE, budget_bytes=budget(), optimizer="sgd")
     problem = replace(priced.problem, moments=tuple(Liveness(trace, priced).certain()))
     monkeypatch.setattr(search, "SMALL", 0)
-    monkeypatch.setattr(Search, "_consider", meeting_none)
+    monkeypatch.setattr(Incumbent, "_consider", meeting_none)
     monkeypatch.setattr(Climb, "over", lambda climb, columns: pytest.fail("a plan is looked for"))
     found = choices_or_least(problem, gap=1e-5, time_limit_s=60.0, solver="highs", whole=False, only_plan=True)
     assert isinstance(found, Apart)
@@ -209,9 +209,9 @@ def test_a_search_that_meets_no_plan_says_which_ops_it_would_have_apart_without_
     assert found.mixed and found.bound_s <= best_s * (1 + 1e-9)
 
 
-def meeting_none(search: Search, *choices: Any) -> list[int]:
+def meeting_none(plans: Incumbent, *choices: Any) -> list[int]:
     """Rows come in as they do, and no plan is taken."""
-    over = search.extra.over(evaluate(search.problem, *choices[:3]))
+    over = plans.extra.over(evaluate(plans.program.problem, *choices[:3]))
     return over or []
 
 

@@ -470,8 +470,8 @@ def test_a_balance_that_is_sifted_for_proves_what_rows_over_all_columns_do(monke
                 patch.setattr(module, "LARGE", 0)
             sifted = search.Search(p, 0.0, 200, 60.0)
             found = sifted.run()
-        assert found is not None and within.best is not None
-        assert found.objective_s == pytest.approx(within.best.objective_s) and found.bound_s <= found.objective_s * (1 + 1e-9)
+        assert found is not None and within.plans.best is not None
+        assert found.objective_s == pytest.approx(within.plans.best.objective_s) and found.bound_s <= found.objective_s * (1 + 1e-9)
         if within.extra.phases and {*within.extra.active} == {*sifted.extra.active}:
             outlasted += 1
             assert sifted.proven.relaxed == pytest.approx(within.proven.relaxed, rel=3e-3), "relaxations, before any branching"
