@@ -106,7 +106,7 @@ class _Stage:
         changed = {name for name, index in self.trace.mutated.items() if flat[index].name in self._needed}
         held |= {b.node for b in self.trace.buffers if b.name in changed}
         if self.number == len(self.positions):  # the last stage has the buffers that only what is given of the batch follows from
-            held |= {b.node for b in self.trace.buffers if not nodes[b.node].users}
+            held |= {b.node for b in self.trace.buffers if not nodes[b.node].users and b.name not in self.trace.mutated}
         for entries in (self.trace.parameters, self.trace.buffers, self.trace.inputs):
             for entry in entries:
                 if entry.node in held or (entry.node in read and not any(entry.node == p.node for p in self.trace.parameters)):

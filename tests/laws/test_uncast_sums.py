@@ -201,14 +201,16 @@ def measured_peak(program: Program, batch: dict[str, Tensor]) -> int:
     def local(tensors: tuple[ProgramTensor, ...]) -> list[Tensor]:
         return [torch.zeros(local_shape(t.view, t.layout, program.mesh.shape), dtype=t.dtype) for t in tensors]
 
-    parts = [{t.name: batch[t.name].chunk(NUM)[n] for t in program.inputs} for n in range(NUM)]
+    parts = [{t.name: batch[t.name].chunk(NUM)[n] for t in program.inputs if not t.given} for n in range(NUM)]
     work, memory = StageWork(program, Executor(program, fake_groups(program.mesh), outputs="local"), torch.device("cpu")), LiveBytes()
     with memory:
         memory.register(batch.values())
         batch_bytes = memory.live_bytes
         parameters, buffers = local(program.parameters), local(program.buffers)
+        given = {t.name: torch.ones(t.shape, dtype=t.dtype) for t in program.inputs if t.given}
         memory.reset_peak()
-        work.begin([t.name for t in program.outputs if t.is_loss], parameters, buffers, parts, [1 / NUM] * NUM, keep=True)
+        parts = [{**part, **given} for part in parts]
+        work.begin([t.name for t in program.outputs if t.is_loss], parameters, buffers, parts, 1 / NUM, keep=True)
         for number in range(NUM):
             work.forward(number)
             work.backward(number)
