@@ -51,7 +51,7 @@ PAST = 1 << 62  # an epoch that no measurement reaches: its signal has come
 COLUMNS_OF = {"all_gather_matmul": 1024, "matmul_reduce_scatter": 4096, "matmul_reduce_add_rmsnorm": 4096}
 ROWS = {"pinned": 8192, "device": 65536}  # so that a chunk's product, too, fills the device
 EQUATION = "mk,kn->mn"
-NUM_BLOCKS, GB_PER_S = 2, 70.0  # so much two blocks reach on an H200 whose clock a product has lowered
+NUM_BLOCKS, GB_PER_S = 2, 70.0  # less than two blocks copy alone on an H200 (`--rate 0`), whose clock a product lowers
 EPS = 1e-5
 
 
