@@ -7,7 +7,8 @@ compiled beside its place and renamed into it under a lock: processes that build
 each library lies what the compiler said (``.log``); for cuda that is ptxas's report of registers and spills.
 
 Variants: ``release``; ``debug``, in which a wait for a signal has a time-out (``include/epoch.h``); of the host alone ``thread``, for
-ThreadSanitizer, and ``emulated``, in which the device's code runs on the CPU (``include/emulated.h``): for tests.
+ThreadSanitizer, and ``emulated``, in which the device's code runs on the CPU (``include/emulated.h``), or ``emulated-thread``, likewise for
+ThreadSanitizer: for tests.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ from autopar.terminal import complain, err, say
 
 SOURCES = Path(__file__).parent.parent / "csrc"
 ARCHITECTURES = ("80", "90a", "100a")
+_EMULATED = ("-O1", "-g", "-DAP_DEBUG", "-DAP_EMULATED", "-fno-strict-aliasing")
 VARIANTS = {
     "release": ("-O3",),
     "debug": ("-O1", "-g", "-DAP_DEBUG"),
     "thread": ("-O1", "-g", "-DAP_DEBUG", "-fsanitize=thread"),
-    "emulated": ("-O1", "-g", "-DAP_DEBUG", "-DAP_EMULATED", "-fno-strict-aliasing"),
+    "emulated": _EMULATED,
+    "emulated-thread": (*_EMULATED, "-DAP_EMULATED_THREADS", "-fsanitize=thread"),
 }
 COMPILERS = {"host": ("CXX", "g++"), "cuda": ("NVCC", "nvcc")}
 """By kind: the variable that names a compiler, and its name where that is not set."""
-HOST_ONLY = ("thread", "emulated")
+HOST_ONLY = ("thread", "emulated", "emulated-thread")
 LIMIT_S = 600.0
 _QUIET_S = 2.0  # a build that takes longer says so
 _HOST = ("-x", "c++", "-std=c++17", "-fPIC", "-pthread", "-Wall", "-Wextra", "-fvisibility=hidden", "-ffp-contract=off")

@@ -189,7 +189,7 @@ template <class W, class T> AP_HD inline void store_group(T* p, int64_t count, c
 }
 
 #if defined(AP_EMULATED)
-inline int launched() { return AP_OK; }
+inline int launched() { return ap_emulated::has_failed() ? AP_LAUNCH_FAILED : AP_OK; }
 #elif defined(__CUDACC__)
 // The status of the launch before it. Later faults of the kernel show where the caller synchronises.
 inline int launched() { return cudaGetLastError() == cudaSuccess ? AP_OK : AP_LAUNCH_FAILED; }

@@ -30,21 +30,9 @@ template <class W, class Value> inline W add_all(int64_t size, const Value& valu
 constexpr int kWarp = 32;
 
 // The sum of the first `threads` <= 32 lanes of each such group in a warp, in its first lane: again in halves.
-template <class W> __device__ inline W add_in_warp(W own, W* lanes, int threads) {
-#if defined(__CUDA_ARCH__)
-  (void)lanes;
+template <class W> __device__ inline W add_in_warp(W own, int threads) {
   for (int half = threads / 2; half > 0; half /= 2) own = own + __shfl_down_sync(0xffffffffu, own, half);
   return own;
-#else
-  const int lane = threadIdx.x;
-  lanes[lane] = own;
-  __syncthreads();
-  for (int half = threads / 2; half > 0; half /= 2) {
-    if ((lane & (threads - 1)) < half) lanes[lane] = lanes[lane] + lanes[lane + half];
-    __syncthreads();
-  }
-  return lanes[lane];
-#endif
 }
 
 // The sum over each group of `threads` neighbours, a power of two, for all of them. All threads of the block, 256, call it; `lanes` is
@@ -60,7 +48,7 @@ template <class W> __device__ inline W add_row(W own, W* lanes, int threads) {
   }
   own = lanes[lane];
   __syncthreads();
-  own = add_in_warp(own, lanes, threads < kWarp ? threads : kWarp);
+  own = add_in_warp(own, threads < kWarp ? threads : kWarp);
   if (place == 0) lanes[lane] = own;
   __syncthreads();
   return lanes[lane - place];

@@ -27,8 +27,10 @@ struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 static thread_local Index threadIdx, blockIdx, blockDim, gridDim;
-static thread_local pthread_barrier_t* barrier = nullptr;
-static void __syncthreads() { pthread_barrier_wait(barrier); }
+// Two that take turns: a thread that leaves one late would else seem to come after what others have signalled by arriving at the next.
+static thread_local pthread_barrier_t* barriers = nullptr;
+static thread_local unsigned turns = 0;
+static void __syncthreads() { pthread_barrier_wait(&barriers[turns++ % 2]); }
 
 namespace ap {
 constexpr int64_t kMaxPitch = 64;
@@ -84,22 +86,21 @@ struct Memory {
 // The kernel's threads; `body` is what each of them runs.
 template <class F> struct Kernel {
   F body;
-  std::vector<pthread_barrier_t> barriers{kBlocks};
+  std::vector<pthread_barrier_t> pairs{2 * kBlocks};
   std::vector<std::thread> threads;
 
   explicit Kernel(F body_) : body(body_) {
-    for (unsigned block = 0; block < kBlocks; ++block) {
-      pthread_barrier_init(&barriers[block], nullptr, kThreads);
+    for (auto& one : pairs) pthread_barrier_init(&one, nullptr, kThreads);
+    for (unsigned block = 0; block < kBlocks; ++block)
       for (unsigned thread = 0; thread < kThreads; ++thread)
         threads.emplace_back([this, block, thread] {
-          threadIdx.x = thread, blockIdx.x = block, blockDim.x = kThreads, gridDim.x = kBlocks, barrier = &barriers[block];
+          threadIdx.x = thread, blockIdx.x = block, blockDim.x = kThreads, gridDim.x = kBlocks, barriers = &pairs[2 * block];
           body();
         });
-    }
   }
   ~Kernel() {
     for (auto& thread : threads) thread.join();
-    for (auto& one : barriers) pthread_barrier_destroy(&one);
+    for (auto& one : pairs) pthread_barrier_destroy(&one);
   }
 };
 

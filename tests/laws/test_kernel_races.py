@@ -148,11 +148,11 @@ def put_kernels(folder: Path, driver: str) -> None:
         shutil.copy(build.SOURCES / name, folder / name)
 
 
-def watched(folder: Path, driver: str, num_epochs: int, *mode: str) -> subprocess.CompletedProcess[str]:
+def watched(folder: Path, driver: str, *arguments: object, variant: str = "thread") -> subprocess.CompletedProcess[str]:
     """The driver's run with ThreadSanitizer, with the kernels in `folder`."""
-    program = build.build_program(Path(__file__).with_name(driver), "thread", folder)
+    program = build.build_program(Path(__file__).with_name(driver), variant, folder)
     environment = {**os.environ, "TSAN_OPTIONS": f"exitcode={RACE_FOUND}:halt_on_error=1"}
-    command = [str(program.path), str(num_epochs), *mode]
+    command = [str(program.path), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     if "FATAL: ThreadSanitizer" in done.stderr and shutil.which("setarch"):  # its shadow memory needs addresses that are not random
         command = ["setarch", os.uname().machine, "-R", *command]
@@ -173,10 +173,11 @@ def plant(folder: Path, name: str, there: str, planted: str) -> str:
     return driver
 
 
+@pytest.mark.parametrize("num_epochs", [5, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_the_protocols_have_no_race_and_right_numbers(planted: Path, driver: str) -> None:
+def test_the_protocols_have_no_race_and_right_numbers(planted: Path, driver: str, num_epochs: int) -> None:
     put_kernels(planted, driver)
-    done = watched(planted, driver, 50)
+    done = watched(planted, driver, num_epochs)
     assert done.returncode == 0, done.stderr
 
 

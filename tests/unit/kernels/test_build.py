@@ -174,7 +174,7 @@ def test_without_kernels_there_is_nothing_to_build(folder: Path, monkeypatch: py
 
 
 def test_an_unknown_variant_and_a_sanitizer_for_the_device_are_refused() -> None:
-    with pytest.raises(KernelError, match="release, debug, thread, emulated"):
+    with pytest.raises(KernelError, match="release, debug, thread, emulated, emulated-thread"):
         build.build_library("host", "fast")
     with pytest.raises(KernelError, match="of the host only"):
         build.build_library("cuda", "thread")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from native import needs_host
@@ -21,9 +23,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.flo
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In memory that holds NaN until something is written."""
     monkeypatch.setenv("AUTOPAR_KERNELS", "emulated")
     assert library.host() is not None, library.why_not()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
