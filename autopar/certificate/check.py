@@ -26,6 +26,7 @@ from autopar.certificate.proof import Stored, proven
 from autopar.certificate.report import Certificate, Finding
 from autopar.certificate.resources import emission, memory, overlap, resting, seconds_of, times
 from autopar.certificate.steps import steps_per_step
+from autopar.certificate.words import words
 from autopar.cost.priced import OPTIMIZERS, Priced
 from autopar.emit import emit, least_overlap, overlapped
 from autopar.emit.choices import storage_key
@@ -124,6 +125,7 @@ class _Job:
         own = OwnWalk(self.facts, self.claims, plan.mesh, self.profile)
         shared = BucketWalk(self.trace, plan, self.facts, self.claims, self.profile, self.context.num_microbatches)
         found = [*decisions.findings(), *walk.findings(), *own.findings(), *kernels.findings(), *shared.findings(), *once, *found]
+        found += words(plan, self.trace, self.facts)
         if not any(f.claim == "layouts" for f in found):
             seconds = seconds_of(plan, decisions, self.profile.overlap_slowdown)
             report = replace(report, step_s=seconds.step_s)

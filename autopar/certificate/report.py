@@ -8,7 +8,7 @@ from typing import Literal
 
 from autopar.units import seconds, share, size
 
-Claim = Literal["model", "layouts", "moves", "kernels", "buckets", "kept values", "emission", "overlap", "memory", "time", "bound"]
+Claim = Literal["model", "layouts", "moves", "kernels", "buckets", "kept values", "emission", "overlap", "memory", "time", "bound", "words"]
 _SHOWN = 12  # findings of one claim that are printed
 NEAR = 1e-9  # relative: sums of the same numbers in another order
 _SAME = 1e-4  # of the objective: bounds that are no farther apart are told as one

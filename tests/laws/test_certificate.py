@@ -189,7 +189,31 @@ def other_layout(k: Any) -> tuple[Layout, ...]:
     return tuple(Layout.parse(text) for text in ("R R", "S(0) R") if Layout.parse(text) not in k.layouts)[:1]
 
 
+def bars(**changes: Any) -> Change:
+    """The second bar of the time line changed."""
+
+    def change(plan: Plan) -> Plan:
+        timeline = list(plan.prediction.timeline)
+        names = ("label", "phase", "kind", "start_s", "duration_s")
+        timeline[1] = tuple(changes.get(name, value) for name, value in zip(names, timeline[1], strict=True))  # type: ignore[assignment]
+        return replace(plan, prediction=replace(plan.prediction, timeline=tuple(timeline)))
+
+    return change
+
+
 CHANGES: dict[str, tuple[Change, str]] = {
+    "another decision's name": (entry(lambda e: e.op == "dot", key="h.*.attn/dot/forward/7"), r"words: its key is '.*/dot/.*', not 'h"),
+    "another module's name": (entry(lambda e: e.op == "dot", module="h.*.mlp.other"), "words: its module is .* not 'h"),
+    "another op's name": (entry(lambda e: e.op == "dot", op="mm"), "words: its op is 'dot', not 'mm'"),
+    "an op that has a rule, as one without": (entry(lambda e: e.op == "dot", replicated=True), "words: its replicated is False"),
+    "a rule of ours as one found by experiment": (entry(lambda e: e.op == "dot", discovered=("dot",)), "words: its discovered is"),
+    "a collective in another module": (
+        lambda p: with_part(p, "communications", is_gather, module="lm_head.other"), "words: a collective .* said to be of lm_head.other",
+    ),
+    "a bar of a layer that is not there": (bars(label="transformer.h.9"), "words: there is no .* of transformer.h.9 in"),
+    "a bar of another lane": (bars(kind="waiting"), "words: there is no waiting of"),
+    "a bar of another phase": (bars(phase="sideways"), "words: there is no .* in sideways"),
+    "a bar that begins before time": (bars(start_s=-1.0), "words: .* begins at -1 s, before"),
     "a layout that no rule offers": (entry(lambda e: e.op == "dot", nodes=relaid("P P", "inputs")), "layouts: no rule"),
     "a layout without its axis order": (entry(lambda e: e.kind == "output", nodes=relaid("S(0) S(0)", "inputs")), "layouts: "),
     "a layout of a dim that the tensor has not": (
@@ -367,7 +391,7 @@ FREE = (
 
 
 def numbers(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every number of a plan that claims something; where a bar of the time line begins is for the eye."""
+    """The way to every number of a plan that claims something; where a bar of the time line begins between others is for the eye."""
     if isinstance(data, int | float) and not isinstance(data, bool) and not (path[-3:-2] == ("timeline",) and path[-1] == 3):
         yield path
     for key in data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
