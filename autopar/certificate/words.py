@@ -27,7 +27,7 @@ def words(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
     for c in plan.communications:
         if c.module != _module(c.node):
             yield Finding("words", f"a collective of {_module(c.node) or 'the model'} is said to be of {c.module or 'the model'}", c.node)
-    yield from _bars(plan, trace)
+    yield from _bars(plan, trace, facts)
 
 
 def _decisions(plan: Plan, nodes: Mapping[str, fx.Node]) -> Iterator[Finding]:
@@ -54,9 +54,9 @@ def _module(pattern: str) -> str:
     return _FIELD.sub("*", pattern.partition("/")[0])
 
 
-def _bars(plan: Plan, trace: Trace) -> Iterator[Finding]:
-    """Each bar is of a part of the model, and follows the last of its lane."""
-    modules = {str(node.meta.get("module", "")) for node in trace.graph.nodes}
+def _bars(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
+    """Each bar is of a part of the model, or of what is given to it, and follows the last of its lane."""
+    modules = {key.partition("/")[0] for key in facts.keys} | {str(node.meta.get("module", "")) for node in trace.graph.nodes}
     known = {*_OUTSIDE, *(".".join(parts[:n]) for parts in (m.split(".") for m in modules) for n in range(len(parts) + 1))}
     ends = dict.fromkeys(_LANES, 0.0)
     for label, phase, kind, start_s, duration_s in plan.prediction.timeline:
