@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias, TypeGuard
 
-from autopar.errors import HardwareError
+from autopar.errors import HardwareError, MeshError
 from autopar.hardware import Hardware, HardwareProfile, Mixed
 from autopar.mesh import Mesh, nodes_in
 
@@ -19,13 +19,26 @@ HardwareLike: TypeAlias = ProfileLike | Mixed | Mapping[str, Sequence[ProfileLik
 _FORM = 'one axis of the mesh and a profile per index along it, {"stage": ["h100-sxm", "a100-sxm-80gb"]}'
 
 
-def read_mesh(text: str) -> Mesh | Unshaped:
+def read_mesh(text: str, devices_per_node: int | None = None) -> Mesh | Unshaped:
     """A mesh as the command line has it: axes, or what the planner is to shape, a device count or nodes × devices per node as 4x8.
 
+    Args:
+        devices_per_node: where the text does not say it; of axes by default as `Mesh` has it.
+
     Raises:
-        MeshError: where it is none of these.
+        MeshError: where it is none of these, or its nodes are not of so many devices.
     """
-    return int(text) if text.isdecimal() else nodes_in(text) or Mesh.parse(text)
+    found = int(text) if text.isdecimal() else nodes_in(text) or Mesh.parse(text)
+    if devices_per_node is None:
+        return found
+    if isinstance(found, tuple):
+        raise MeshError(f"mesh {text} says how many devices a node has", remedy="leave --devices-per-node out")
+    total = found if isinstance(found, int) else found.num_devices
+    if total % devices_per_node:
+        raise MeshError(f"{total} devices are no whole nodes of {devices_per_node}", remedy="pass a divisor as --devices-per-node")
+    if isinstance(found, int):
+        return total // devices_per_node, devices_per_node
+    return Mesh(found.axes, devices_per_node=devices_per_node, links=dict(found.links))
 
 
 def is_unshaped(mesh: object) -> TypeGuard[Unshaped]:

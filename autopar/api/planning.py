@@ -202,7 +202,9 @@ def check_fits(plan: Plan, trace: Trace, mesh: Mesh) -> None:
         log.warning("plan made with torch %s, this is %s: entries are matched by key", plan.fingerprint.torch, torch.__version__)
     if differs:
         what = "the plan was made for something else: " + "; ".join(differs)
-        raise PlanError(what, remedy="plan again, or pass the plan of this model and mesh")
+        alone = mesh.num_devices == 1 < plan.mesh.num_devices
+        start = f"start the script with: autopar run -n {plan.mesh.num_devices} SCRIPT; or " if alone else ""
+        raise PlanError(what, remedy=f"{start}plan again, or pass the plan of this model and mesh")
 
 
 def _model_differences(plan: Plan, trace: Trace) -> list[str]:

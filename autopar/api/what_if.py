@@ -15,7 +15,9 @@ from autopar.api.planning import check_fits, plan_told
 from autopar.api.recorded import options_of
 from autopar.api.tracing import as_planned, planned_part, traced_for
 from autopar.capture import Trace
+from autopar.constraints import read_constraint
 from autopar.constraints.elsewhere import elsewhere
+from autopar.constraints.words import in_words
 from autopar.devices import HardwareLike
 from autopar.emit import returned_of
 from autopar.errors import PlanError
@@ -38,8 +40,8 @@ class WhatIf:
 
     Attributes:
         plan: the plan. hardware: name of the other profile. step_s, peak_bytes: of the plan's decisions there.
-        best: the plan made there, with the same options. budget_bytes: per device there; where stages' devices have other budgets, peak
-            and budget are those of the device that has least left.
+        best: the plan made there, with the same options and constraints. budget_bytes: per device there; where stages' devices have other
+            budgets, peak and budget are those of the device that has least left.
         flips: the choices of `best` that the least change of the hardware would turn, where they were asked for.
         notes: what is to be known of axes that only one of the meshes has.
     """
@@ -72,13 +74,15 @@ class WhatIf:
         peak, budget = size(self.peak_bytes), size(self.budget_bytes)
         where = self.hardware if self.best.mesh.axes == self.plan.mesh.axes else f"{self.hardware} and mesh {self.best.mesh}"
         before, made = self.plan.prediction.step_s, self.best.prediction
+        forced = ", ".join(in_words(read_constraint(data)) for data in self.best.options.get("constraints", ()))
+        under = f", {forced} forced as well," if forced else ""
         return "\n".join(
             (
                 f"{self.plan.fingerprint.model_name or 'model'} on mesh {self.plan.mesh}: planned for {self.plan.fingerprint.profile},"
                 f" asked about {where}",
                 f"the plan takes {seconds(self.step_s)} a step there ({seconds(before)} on {self.plan.fingerprint.profile})"
                 f" and {'fits' if self.fits else 'does not fit'}: {peak} of {budget} per device",
-                f"the plan made for {where} takes {seconds(made.step_s)} with a peak of {size(made.peak_bytes)}",
+                f"the plan made for {where}{under} takes {seconds(made.step_s)} with a peak of {size(made.peak_bytes)}",
                 f"regret {share(self.regret, signed=True)}; against the proven bound at most {share(self.most_regret, signed=True)}",
                 *self.notes,
                 *map(str, self.flips),

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.options import DTYPES, Batch, Dtype, Flips, Hf, ModelName, Module, PlanFile, Seq, check_dtype, check_there
+from autopar.cli.options import DTYPES, Batch, DevicesPerNode, Dtype, Flips, Hf, ModelName, Module, PlanFile, Seq, check_dtype, check_there
 from autopar.cli.plan import plan_command
-from autopar.mesh import Mesh
+from autopar.devices import read_mesh
 from autopar.terminal import check_writable, parse_size, progress, say, show
 from autopar.version import VERSION
 
@@ -96,12 +96,12 @@ def check_command(
     """Certify a plan without a solver: legality, every collective, memory, time, and the bound by arithmetic alone."""
     check_there(plan, hardware)
     from autopar.api import check
-    from autopar.cli.models import built, for_inference
+    from autopar.cli.models import asked, built
     from autopar.plans import Plan
 
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = built(hf, model, module, batch, seq, dtype, "meta", inference=for_inference(loaded))
+        network, example = built(hf, model, module, batch, seq, dtype, "meta", **asked(loaded))
         tell("deriving every claim anew")
         found = check(loaded, network, example, hardware=hardware)
     say(str(found))
@@ -122,12 +122,12 @@ def verify_command(
     """Run all ranks of a plan in this process, in float64, and compare loss, outputs and every gradient with the plain model."""
     check_there(plan)
     from autopar.api import verify
-    from autopar.cli.models import built, for_inference
+    from autopar.cli.models import asked, built
     from autopar.plans import Plan
 
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = built(hf, model, module, batch, seq, dtype, "cpu", inference=for_inference(loaded))
+        network, example = built(hf, model, module, batch, seq, dtype, "cpu", **asked(loaded))
         tell(f"running {loaded.mesh.num_devices} ranks")
         found = verify(loaded, network, example)
     say(str(found))
@@ -140,6 +140,7 @@ def what_if_command(
     plan: PlanFile,
     hardware: Annotated[str | None, typer.Option(help="Name or path of the other hardware profile; by default the plan's.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Another mesh, node=4,gpu=8; an axis is the plan's of its name.")] = None,
+    devices_per_node: DevicesPerNode = None,
     hf: Hf = None,
     model: ModelName = None,
     module: Module = None,
@@ -150,14 +151,14 @@ def what_if_command(
 ) -> None:
     """What a plan would take on other hardware, and how much a plan made there would gain."""
     check_there(plan, hardware)
-    there = None if mesh is None else Mesh.parse(mesh)
+    there = None if mesh is None else read_mesh(mesh, devices_per_node)
     from autopar.api import what_if
-    from autopar.cli.models import built, for_inference, say_if_none
+    from autopar.cli.models import asked, built, say_if_none
     from autopar.plans import Plan
 
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = built(hf, model, module, batch, seq, dtype, "meta", inference=for_inference(loaded))
+        network, example = built(hf, model, module, batch, seq, dtype, "meta", **asked(loaded))
         tell(f"planning for {hardware or loaded.fingerprint.profile}")
         found = what_if(loaded, network, example, hardware=hardware, mesh=there, num_flips=flips)
     say(str(found))

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, TypedDict, overload
 
 import torch
 
 from autopar import hf
 from autopar.api import flips
-from autopar.cli.options import BATCH, DTYPE, check_dtype, check_named
+from autopar.cli.options import BATCH, DTYPE, RESTING, check_dtype, check_named
 from autopar.errors import AutoparError
 from autopar.plans import NO_FLIP, Flip, Plan
 from autopar.terminal import progress, say
+
+
+class Asked(TypedDict):
+    """Options of a plan, as `built` takes them."""
+
+    inference: bool
+    precision: str | None
 
 
 @overload
@@ -44,14 +51,14 @@ def turning_of(
         what = "what would turn choices cannot be told without the model"
         raise AutoparError(what, remedy="pass one of --hf, --model and --module")
     with progress("building the model") as tell:
-        network, example = built(config, name, function, batch, seq, dtype, "meta", inference=for_inference(plan))
+        network, example = built(config, name, function, batch, seq, dtype, "meta", **asked(plan))
         tell("pricing other hardware")
         return flips(plan, network, example, most=num)
 
 
-def for_inference(plan: Plan) -> bool:
-    """Whether it has no backward."""
-    return bool(plan.options.get("inference"))
+def asked(plan: Plan) -> Asked:
+    """What of its options bears on the model that is built for it: whether it has no backward, and in what parameters are read."""
+    return {"inference": bool(plan.options.get("inference")), "precision": plan.options.get("precision")}
 
 
 def say_if_none(num: int, found: Sequence[Flip]) -> None:
@@ -62,9 +69,9 @@ def say_if_none(num: int, found: Sequence[Flip]) -> None:
 
 def built(
     config: str | None, name: str | None, module: str | None, batch: int | None, seq: int | None, dtype: str | None, device: str,
-    *, inference: bool = False,
+    *, inference: bool = False, precision: str | None = None,
 ) -> tuple[torch.nn.Module, Any]:  # fmt: skip
-    """The model that is named, and a batch for it; for inference without labels, in eval mode.
+    """The model that is named, and a batch for it; for inference without labels, in eval mode. With a precision parameters rest wider.
 
     Raises:
         AutoparError: where none is named, or several, or it cannot be built.
@@ -76,9 +83,8 @@ def built(
             raise AutoparError(f"{' and '.join(ignored)} with --module: its function makes the batch", remedy="change what it returns")
         return hf.load_function(module)
     try:
-        network, example = hf.build(
-            config or name or "", dtype=read_dtype(dtype or DTYPE), device=device, batch=BATCH if batch is None else batch, seq=seq
-        )
+        rests = read_dtype(dtype or (RESTING if precision else DTYPE))
+        network, example = hf.build(config or name or "", dtype=rests, device=device, batch=BATCH if batch is None else batch, seq=seq)
         logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of configurations that it made itself
         return (network.eval(), hf.unlabelled(network, example)) if inference else (network, example)
     except ModuleNotFoundError as error:

@@ -15,8 +15,8 @@ from autopar.errors import AutoparError, PlanError
 from autopar.hf.specs import KNOWN, parse
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-BATCH, DTYPE = 8, "bfloat16"
-"""What is built unless it is given: samples in the global batch, and the parameters' dtype."""
+BATCH, DTYPE, RESTING = 8, "bfloat16", "float32"
+"""What is built unless it is given: samples in the global batch, and the parameters' dtype; with --precision that in which they rest."""
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan, as `autopar plan --out` writes it.")]
 Hf = Annotated[
@@ -26,8 +26,16 @@ ModelName = Annotated[str | None, typer.Option("--model", metavar="NAME", help=f
 Module = Annotated[str | None, typer.Option("--module", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch).")]
 Flips = Annotated[int, typer.Option(min=0, help="Of so many close choices, in each stage, say at which change of the hardware they turn.")]
 Batch = Annotated[int | None, typer.Option(min=1, help=f"Global batch in samples; {BATCH} unless given. Of --module the function says.")]
+DevicesPerNode = Annotated[
+    int | None, typer.Option(min=1, help="Of axes: how many ranks in a row share a node; by default as many as the last axis has.")
+]
 Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")]
-Dtype = Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}; {DTYPE} unless given. Of --module the function says.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Of parameters, one of {', '.join(DTYPES)}; unless given {DTYPE}, with --precision {RESTING}. Of --module the function says."
+    ),
+]
 
 
 def check_dtype(name: str | None) -> None:
@@ -49,7 +57,8 @@ def check_named(config: str | None, name: str | None, module: str | None, dtype:
     """What can be said of a named model before any library is imported that builds it. Raises AutoparError as `models.built`."""
     given = [option for option in (config, name, module) if option is not None]
     if len(given) != 1:
-        raise AutoparError(f"{len(given)} models are named", remedy="pass one of --hf, --model and --module")
+        what = f"{len(given)} models are named" if given else "no model is named"
+        raise AutoparError(what, remedy="pass one of --hf, --model and --module")
     check_dtype(dtype)
     if module is None:
         parse(given[0])

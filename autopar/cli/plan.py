@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from autopar.cli.options import Batch, Dtype, Hf, ModelName, Module, Seq, check_named
+from autopar.cli.options import Batch, DevicesPerNode, Dtype, Hf, ModelName, Module, Seq, check_named
 from autopar.devices import hardware_of, read_mesh
 from autopar.errors import AutoparError
 from autopar.schedules import AUTO, INTERLEAVED, SCHEDULES
@@ -22,6 +22,7 @@ def plan_command(
     mesh: Annotated[
         str, typer.Option(help="Axes from the slowest to the fastest, node=4,gpu=8; or, to be shaped, nodes × devices, 4x8, or a count.")
     ],
+    devices_per_node: DevicesPerNode = None,
     hf: Hf = None,
     model: ModelName = None,
     module: Module = None,
@@ -68,7 +69,7 @@ def plan_command(
     check_named(hf, model, module, dtype)
     _check_stages(pipeline, schedule, chunks)
     budget = parse_size(memory)
-    axes = read_mesh(mesh)
+    axes = read_mesh(mesh, devices_per_node)
     devices = hardware_of(hardware, axes)
     from autopar.cli import planning  # with torch, for which nothing above waits
 

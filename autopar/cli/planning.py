@@ -45,7 +45,7 @@ def plan_named(named: Named, mesh: Mesh | Unshaped, devices: Hardware, options: 
     """Build a model on meta, plan it, and say what the plan is; it is written where that is asked for."""
     clock, options = _Clock(), options.begun()
     with progress("building the model") as tell:
-        network, example = built(*named, "meta", inference=options.inference)
+        network, example = built(*named, "meta", inference=options.inference, precision=options.precision)
         tell("capturing")
         args, kwargs = as_call(example)
         _, planned = plan_call(network, mesh, args, kwargs, devices, options, progress=lambda p: tell(clock.at(p)))

@@ -18,6 +18,7 @@ from rich.text import Text
 from autopar.breakdown import Part, breakdown, label
 from autopar.constraints import read_constraint
 from autopar.constraints.words import in_words
+from autopar.explanation.lines import as_emitted
 from autopar.explanation.rendering import Readable, table
 from autopar.explanation.shares import Share, beside_modules, rows
 from autopar.plans import Pipeline, Plan
@@ -114,6 +115,9 @@ class Diff(Readable):
             f" compute {seconds(q.compute_s - p.compute_s, signed=True)},"
             f" communication {seconds(q.communication_s - p.communication_s, signed=True)}"
         )
+        if p.simulated_s and q.simulated_s and (as_emitted(a) or as_emitted(b)):
+            pair = _pair(seconds(p.simulated_s), seconds(q.simulated_s))
+            yield f"simulated as emitted {pair} ({_relative(p.simulated_s, q.simulated_s)})"
         kinds = {k: q.memory_bytes.get(k, 0) - p.memory_bytes.get(k, 0) for k in sorted({*p.memory_bytes, *q.memory_bytes})}
         moved = ", ".join(f"{kind} {size(delta, signed=True)}" for kind, delta in kinds.items() if delta)
         yield f"peak {size(p.peak_bytes)} → {size(q.peak_bytes)} ({_relative(p.peak_bytes, q.peak_bytes)}){': ' + moved if moved else ''}"

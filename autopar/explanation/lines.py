@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar.mesh import Mesh
 from autopar.plans import RESTING, Pipeline, Plan, idle_axes
 from autopar.units import seconds, share, size
 
@@ -18,7 +19,15 @@ def made_for(plan: Plan) -> str:
     optimizer, precision = plan.options.get("optimizer", "none"), plan.options.get("precision")
     read = f", parameters read in {precision}" if precision else ""
     use = "inference" if plan.options.get("inference") else f"optimizer {optimizer}"
-    return f"{model} on mesh {plan.mesh} ({plan.mesh.num_devices} devices), {plan.fingerprint.profile}, {use}{read}"
+    return f"{model} on mesh {plan.mesh} ({devices_of(plan.mesh)}), {plan.fingerprint.profile}, {use}{read}"
+
+
+def devices_of(mesh: Mesh) -> str:
+    """How many there are, and in nodes of how many, where several axes do not say so by name."""
+    per_node, total = mesh.devices_per_node, mesh.num_devices
+    told = len(mesh.axes) == 1 or "node" in mesh.names
+    nodes = "" if told or total % per_node else ", one node" if total == per_node else f", {total // per_node} nodes of {per_node}"
+    return f"{total} devices{nodes}"
 
 
 def beside(plan: Plan) -> Iterator[str]:

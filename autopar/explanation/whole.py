@@ -34,6 +34,7 @@ from autopar.plans import Entry, Flip, Plan, RunnerUp
 from autopar.units import seconds, share, size
 
 _ROUNDING = 1e-12
+_NO_OTHER = "Why not otherwise: the constraints leave no choice that another strategy could take"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -76,7 +77,8 @@ class Explanation(Readable):
         )
         if self.pattern is None:
             columns = ("<module", "op", "chosen", "runner-up, all else equal", *self._longer())
-            yield from table("Why not otherwise", columns, list(self._runner_ups()))
+            rows = list(self._runner_ups())
+            yield from table("Why not otherwise", columns, rows) if rows else (Text(), Text(_NO_OTHER))
             yield from kernels_considered(self.plan)
             yield from buckets_of(self.plan)
             yield from self.worth.renderables()

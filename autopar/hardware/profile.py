@@ -162,7 +162,7 @@ def _path(profile: str | os.PathLike[str]) -> Path:
         if not path.is_file():
             raise HardwareError("this machine has not been measured", where=str(path), remedy="run `autopar profile` first")
         return path
-    if os.sep in text or text.endswith(".json"):
+    if os.sep in text or text.endswith(".json") or os.path.exists(text):
         return Path(text)
     known = ", ".join((*HardwareProfile.names(), "local"))
     remedy = f"name one of {known}, or the path of a JSON file; or pass a profile itself as hardware="

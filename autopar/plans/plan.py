@@ -172,7 +172,8 @@ class Plan:
     def __repr__(self) -> str:
         """One line; `autopar.explain` tells all."""
         parts = self.pipeline
-        stages = f", {len(parts.stages)} stages, {microbatches(parts.num_microbatches)}" if parts else f", {len(self.entries)} decisions"
+        staged = f", {len(parts.stages)} stages" if parts and len(parts.stages) > 1 else ""
+        stages = f"{staged}, {microbatches(parts.num_microbatches)}" if parts else f", {len(self.entries)} decisions"
         step_s, peak = seconds(self.prediction.step_s), size(self.prediction.peak_bytes)
         return f"Plan({self.fingerprint.model_name or 'model'} on {self.mesh}{stages}: step {step_s}, peak {peak})"
 
@@ -234,7 +235,9 @@ class Plan:
             wrong = mismatch(plan, Plan, (Layout, Mesh)) or misfit(plan)
             if not wrong:  # a pattern that its instances do not fill cannot be expanded
                 plan.node_choices(), plan.recomputed_choices(), plan.kept_layouts(), plan.steps()
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, AutoparError) as error:
+        except KeyError as error:
+            raise PlanError(f"plan is malformed: it has no {error}", where=where, remedy="plan again") from error
+        except (IndexError, TypeError, ValueError, AttributeError, AutoparError) as error:
             raise PlanError(f"plan is malformed: {type(error).__name__}: {error}", where=where, remedy="plan again") from error
         if wrong:
             raise PlanError(f"plan is malformed: {wrong}", where=where, remedy="plan again")

@@ -172,7 +172,7 @@ def test_a_plan_for_another_model_is_refused_without_a_traceback(here: Path, com
         (("explain", "missing.json"), "cannot read plan 'missing.json'"),
         (("explain", "model.py"), "plan is no JSON"),
         ((*PLAN, "--model", "nope"), "'nope' is no model"),
-        (PLAN, "0 models are named"),
+        (PLAN, "no model is named"),
         ((*PLAN, "--model", "gpt2", "--module", "model.py:small"), "2 models are named"),
         ((*PLAN, "--module", "model.py:absent"), "has no function 'absent'"),
         ((*PLAN, "--module", "model.py:nothing"), "returned int"),
