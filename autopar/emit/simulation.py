@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -9,7 +10,8 @@ from torch import fx
 from autopar.emit.times import blocked_s, node_times
 from autopar.kernels import collectives as kernels
 from autopar.plans import Plan
-from autopar.run.program import Program
+from autopar.run.program import Action, Program
+from autopar.run.reordered import order_of
 from autopar.streams import Streams
 
 _ROUNDING = 1e-9  # share of a sum
@@ -33,19 +35,21 @@ class Simulated:
 
 def simulated(program: Program, plan: Plan) -> tuple[Simulated, Simulated]:
     """Forward and backward; of the plan's entries those that are run in neither graph, such as the optimizer's, are in neither."""
-    return _phase("forward", program.forward.graph, plan), _phase("backward", program.backward.graph, plan)
+    forward, backward = (
+        _phase(phase, order_of(program, phase), node_times(getattr(program, phase).graph, plan), plan) for phase in ("forward", "backward")
+    )
+    return forward, backward
 
 
-def _phase(phase: str, graph: fx.Graph, plan: Plan) -> Simulated:
-    times = node_times(graph, plan)
+def _phase(phase: str, order: Sequence[Action], times: Mapping[fx.Node, float], plan: Plan) -> Simulated:
     streams = Streams(plan.overlap.slowdown)
     spans: list[Span] = []
-    for node in graph.nodes:
+    for action, node in order:
         before_s, time_s = streams.now_s, times.get(node, 0.0)
-        if node.target is kernels.start:
+        if action == "start" or node.target is kernels.start:
             streams.start(node, time_s)
-        elif node.target is kernels.finish:
-            streams.finish(node.args[0])
+        elif action == "finish" or node.target is kernels.finish:
+            streams.finish(node if action == "finish" else node.args[0])
         else:
             waits = "collective" in node.meta and node.meta["collective"].kind != "slice"  # a slice is a local copy
             if blocked_s(node):

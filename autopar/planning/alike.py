@@ -2,11 +2,13 @@
 
 Two problems are alike if they are equal but for the names of what they speak of and the number of microbatches in flight: then the same
 choices, by index, cost the same in both. Two programs are alike if their graphs are, node by node, and the tensors at their borders:
-then they hold the same at each moment.
+then they hold the same at each moment. Of the last programs, what they hold is remembered by what they are: the search asks for the peak,
+and, where that is too much, for all moments.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -15,6 +17,7 @@ from torch import fx
 
 from autopar.choices import Apart, Choices
 from autopar.problem import Problem
+from autopar.run.memory import NodePeak, PeakMemory
 from autopar.run.program import Program, ProgramTensor
 from autopar.run.rank_memory import ChunkMemory
 from autopar.run.stage_memory import SIMULATED, StagePeak
@@ -22,6 +25,8 @@ from autopar.solve import evaluated, fits
 from autopar.solve.memory import budget_rows
 
 Form = tuple[object, ...]
+Held = tuple[PeakMemory, tuple[NodePeak, ...]]
+_LAST = 4  # programs: a plan as it is, and those with communication beside compute that are tried against it
 
 
 class Effort(IntEnum):
@@ -44,6 +49,7 @@ class Alike:
     _apart: list[tuple[Problem, int, Apart]] = field(default_factory=list)  # the problem without names, and how many are in flight
     _peaks: dict[Form, tuple[int, StagePeak]] = field(default_factory=dict)  # and with how many in flight
     _memories: dict[Form, ChunkMemory] = field(default_factory=dict)
+    _rehearsed: deque[tuple[Program, Held]] = field(default_factory=lambda: deque(maxlen=_LAST))
 
     def known(self, problem: Problem, effort: Effort) -> Choices | Apart | None:
         """The choices for a problem that is alike, where they are as good here: they fit, and what is proven of them holds. Or which of its
@@ -72,6 +78,14 @@ class Alike:
             self._apart.append((_nameless(problem), problem.num_in_flight, choices))
         elif not choices.stats.get("timed_out"):
             self._answers.append((problem, _nameless(problem), effort, choices))
+
+    def rehearsed(self, program: Program, measure: Callable[[], Held]) -> Held:
+        """What one of the last programs holds, else what is measured."""
+        for other, found in self._rehearsed:
+            if other is program:
+                return found
+        self._rehearsed.append((program, measure()))
+        return self._rehearsed[-1][1]
 
     def peak(self, program: Program, num_in_flight: int, measure: Callable[[], StagePeak]) -> StagePeak:
         """The peak of a stage under one schedule, with so many microbatches in flight."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from autopar.cost.priced import Priced
-from autopar.emit import WaitingError, bucketed, least_overlap, overlapped
+from autopar.emit import Orders, WaitingError, bucketed
 from autopar.planning.bucketing import WORTH, Groups, offered
 from autopar.planning.clock import Clock
 from autopar.planning.rooms import rooms_left
@@ -21,6 +21,7 @@ from autopar.planning.tried import Tried
 from autopar.plans import Bucket, Overlap
 from autopar.run.memory import NodePeak
 from autopar.run.program import Program
+from autopar.run.reordered import written
 
 _TRIES = 6  # with ever less room for early steps, before there is none
 
@@ -48,23 +49,25 @@ class Ordering:
         if len(plans) == 1 and self.priced.problem.overlap_slowdown >= 1.0:
             return tried
         with self.clock.phase("overlap"):
-            roomy = [_beside(plain, self._all_room(plain)) for plain in plans]
-            shortest_first = sorted(zip(map(_seconds, roomy), plans, roomy, strict=True), key=lambda each: each[0])
-        found: tuple[Tried, Tried] | None = None  # the best plan so far, with communication beside compute and without
+            every = [_Plain(plain, Orders(plain.program, plain.plan)) for plain in plans]
+            roomy = [plain.beside(self._all_room(plain.tried)) for plain in every]
+            shortest_first = sorted(zip(map(_seconds, roomy), every, roomy, strict=True), key=lambda each: each[0])
+        found: tuple[Tried, _Plain] | None = None  # the best plan so far, with communication beside compute and without
         least_s = math.inf
         for roomy_s, plain, ordered in shortest_first:
             if roomy_s >= least_s or (math.isfinite(least_s) and self.over()):
                 break
             within = self._within_budget(plain, ordered)
-            if within is not None and _seconds(within) < least_s:
-                found, least_s = (within, plain), _seconds(within)
+            seconds = math.inf if within is None else _seconds(within)
+            if within is not None and seconds < least_s:
+                found, least_s = (within, plain), seconds
         return tried if found is None else self._in_little_room(*found)
 
-    def _in_little_room(self, ordered: Tried, plain: Tried) -> Tried:
-        """The plan, of which the overlap says no more than what gives its program."""
+    def _in_little_room(self, ordered: Tried, plain: _Plain) -> Tried:
+        """The plan, of which the overlap says no more than what gives its program, and that program."""
         with self.clock.phase("overlap"):
-            least = least_overlap(plain.program, ordered.plan)
-        return replace(ordered, plan=replace(ordered.plan, overlap=least))
+            least = plain.orders.least(ordered.plan.overlap)
+            return replace(ordered, plan=replace(ordered.plan, overlap=least), program=written(ordered.program))
 
     def _in_buckets(self, tried: Tried) -> Iterator[Tried]:
         """The plan with buckets, and its program, in the order of its ops."""
@@ -86,21 +89,22 @@ class Ordering:
         slowdown = self.priced.problem.overlap_slowdown
         return Overlap(slowdown, self.budget, self.budget) if slowdown < 1.0 else plain.plan.overlap
 
-    def _within_budget(self, plain: Tried, roomy: Tried) -> Tried | None:
+    def _within_budget(self, plain: _Plain, roomy: Tried) -> Tried | None:
         """With as much beside compute as the budget allows; None where the plan is over it with nothing."""
         tried: dict[Overlap, Tried] = {}
+        beside_bytes = plain.tried.plan.prediction.beside_bytes
 
         def fits(allowed: Overlap) -> bool:
             with self.clock.phase("overlap"):
-                ordered = tried.get(allowed) or (_beside(plain, allowed) if tried else roomy)
+                ordered = tried.get(allowed) or (plain.beside(allowed) if tried else roomy)
             with self.clock.phase("memory"):
-                peak = ordered.peak_bytes if allowed in tried else self.peak_bytes(ordered.program) + plain.plan.prediction.beside_bytes
+                peak = ordered.peak_bytes if allowed in tried else self.peak_bytes(ordered.program) + beside_bytes
             tried[allowed] = replace(ordered, peak_bytes=peak)
             return peak <= self.budget
 
-        allowed = self._all_room(plain)
+        allowed = self._all_room(plain.tried)
         if not fits(allowed):
-            left = self._left(plain, roomy.plan.overlap)
+            left = self._left(plain.tried, roomy.plan.overlap)
             if left is None:
                 return None
             allowed = left.overlap
@@ -112,7 +116,7 @@ class Ordering:
                 allowed = Overlap(allowed.slowdown)
                 is_within = fits(allowed)
                 assert is_within, "it is the plan with nothing early"
-        return replace(tried[allowed], plan=replace(plain.plan, overlap=allowed))
+        return replace(tried[allowed], plan=replace(plain.tried.plan, overlap=allowed))
 
     def _left(self, plain: Tried, held: Overlap) -> _Left | None:
         """Beside what a plan holds with nothing early; None where that alone is over the budget."""
@@ -150,9 +154,17 @@ class _Left:
     beside_bytes: int
 
 
-def _beside(plain: Tried, allowed: Overlap) -> Tried:
-    program, held = overlapped(plain.program, replace(plain.plan, overlap=allowed))
-    return replace(plain, plan=replace(plain.plan, overlap=held), program=program)
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """A plan in the order of its ops, and the orders that it may have."""
+
+    tried: Tried
+    orders: Orders
+
+    def beside(self, allowed: Overlap) -> Tried:
+        """With as much beside compute as is allowed; the program's graphs are not written."""
+        program, held = self.orders.within(allowed)
+        return replace(self.tried, plan=replace(self.tried.plan, overlap=held), program=program)
 
 
 def _seconds(tried: Tried) -> float:

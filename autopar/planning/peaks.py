@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 from autopar.planning.alike import Alike
 from autopar.planning.options import PlanOptions
-from autopar.run.memory import NodePeak, node_peaks, trace_peak
+from autopar.run.memory import NodePeak, PeakMemory, all_peaks
 from autopar.run.orders import Action
 from autopar.run.program import Program
 from autopar.run.rank_memory import chunk_memory, rank_peak
+from autopar.run.reordered import written
 from autopar.run.returned import Returned
 from autopar.run.stage_memory import StagePeak, trace_stage_peak
 
@@ -49,12 +50,15 @@ class Peaks:
         """The most that the program holds at any moment of a step."""
         schedule = self.schedule
         if schedule is None:
-            return trace_peak(program, batch=self.options.batch, outputs=self.options.outputs).peak_bytes
-        return schedule.batch_bytes + self._of_stage(schedule, program)
+            return self._rehearsed(program)[0].peak_bytes
+        return schedule.batch_bytes + self._of_stage(schedule, written(program))
 
     def by_node(self, program: Program) -> tuple[NodePeak, ...]:
         """What it holds while each node runs, for one microbatch."""
-        return node_peaks(program, batch=self.options.batch, outputs=self.options.outputs)
+        return self._rehearsed(program)[1]
+
+    def _rehearsed(self, program: Program) -> tuple[PeakMemory, tuple[NodePeak, ...]]:
+        return self.alike.rehearsed(program, lambda: all_peaks(program, batch=self.options.batch, outputs=self.options.outputs))
 
     def _of_stage(self, schedule: Schedule, program: Program) -> int:
         if schedule.actions:

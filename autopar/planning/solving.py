@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.choices import Apart, Choices
 from autopar.planning.alike import Alike, Effort
 from autopar.planning.options import PlanOptions
 from autopar.problem import Problem
-from autopar.solve import Least, choices_or_least, within
+from autopar.solve import Common, Least, choices_or_least, within
 from autopar.streams import ON_COMPUTE, Balance
 
 
@@ -18,12 +18,14 @@ class Solving:
 
     Attributes:
         likely: the balance of the last problem whose bound has multipliers. has_plan: whether there is any, so that time may end a search.
+        common: what its searches share.
     """
 
     options: PlanOptions
     alike: Alike
     likely: Balance = ON_COMPUTE
     has_plan: bool = False
+    common: Common = field(default_factory=Common)
 
     def answer(self, problem: Problem, effort: Effort, *, learnt: bool, regions: frozenset[int] | None) -> Choices | Least | Apart:
         """The answer to a problem.
@@ -46,7 +48,7 @@ class Solving:
         found = choices_or_least(
             problem, gap=self.options.gap / 2 if learnt else self.options.gap, time_limit_s=self.options.solve_s,
             solver=self.options.solver, bound_only=True, whole=effort is not Effort.MIXED, likely=self.likely,
-            only_plan=effort is not Effort.END, waits=not self.has_plan,
+            only_plan=effort is not Effort.END, waits=not self.has_plan, common=self.common,
         )  # fmt: skip
         self.has_plan = self.has_plan or isinstance(found, Choices)
         if isinstance(found, Choices) and found.multipliers is not None:

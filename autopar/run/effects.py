@@ -143,8 +143,8 @@ class Operands:
         return tuple((size, n in self.freed, s.on_host) for n, (size, s) in enumerate(zip(self.num_bytes, self.storages, strict=True)))
 
 
-def tried_out(node: fx.Node, call: Operands, env: Mapping[fx.Node, Any], outside: LiveBytes) -> Effect:
-    """The effect of a call, run on fake tensors."""
+def tried_out(node: Any, call: Operands, env: Mapping[fx.Node, Any], outside: LiveBytes) -> Effect:
+    """The effect of a call, which is a node or looks like one, run on fake tensors."""
     outside.paused = True
     try:
         with LiveBytes() as memory:
@@ -164,7 +164,7 @@ class _Trial:
         self.marks: dict[int, object] = {}
         self.made: list[tuple[int, bool]] = []
 
-    def run(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Effect:
+    def run(self, node: Any, env: Mapping[fx.Node, Any]) -> Effect:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._real(env[n]))
         given = [a for a in args if isinstance(a, list)] if self.call.started else []
         addresses = [base.untyped_storage()._cdata for base in self.flat if base is not None]

@@ -164,6 +164,7 @@ class Executor:
         return local_part(x, border.layout, sizes, border.view, coordinate).contiguous()
 
     def _graph(self, phase: str, absent: frozenset[int] = frozenset()) -> Boxed:
+        assert not self.program.orders, "graphs are written in their order before they run"
         key = f"{phase} without {sorted(absent)}" if absent else phase
         if key not in self._graphs:
             bound = bind(self._source(phase, absent), self.groups, self.device.type)

@@ -99,9 +99,14 @@ class NodePeak:
 def node_peaks(program: Program, *, batch: Batch = "global", outputs: Outputs = "full") -> tuple[NodePeak, ...]:
     """The peak while each node of a step runs, in order, without optimizer state. Counted as `trace_peak` does, whose peak is
     the largest of these but for what is sliced before the graphs run and gathered after."""
+    return all_peaks(program, batch=batch, outputs=outputs)[1]
+
+
+def all_peaks(program: Program, *, batch: Batch = "global", outputs: Outputs = "full") -> tuple[PeakMemory, tuple[NodePeak, ...]]:
+    """What `trace_peak` and `node_peaks` say, of one run."""
     found: list[NodePeak] = []
-    _run(program, LiveBytes(), batch, outputs, seen=lambda *each: found.append(NodePeak(*each)))
-    return tuple(found)
+    whole = _run(program, LiveBytes(), batch, outputs, seen=lambda *each: found.append(NodePeak(*each)))
+    return whole, tuple(found)
 
 
 def _empty(tensor: ProgramTensor, program: Program, coordinate: tuple[int, ...]) -> Tensor:

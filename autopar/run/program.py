@@ -13,7 +13,7 @@ by index; `autopar.run` binds these to process groups, the lockstep interpreter 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,9 @@ from autopar.capture.trace import Input, ModuleAttribute, Output, OutsideValue, 
 from autopar.errors import RuntimeStateError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
+
+Action = tuple[str, fx.Node]
+"""``run``, ``start`` or ``finish``, and which node of a graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class Program:
         accumulates: whether gradients accumulate over the microbatches of a step. Then:
         begin: from parameters as they rest to what forward takes. end: from sums to gradients as parameters rest.
         sums: per parameter that has a gradient what it is added to.
+        orders: by phase, in which other order a graph is to run, as long as it is not written so (`autopar.run.reordered`).
     """
 
     mesh: Mesh
@@ -93,6 +97,7 @@ class Program:
     begin: fx.GraphModule | None = None
     end: fx.GraphModule | None = None
     sums: tuple[ProgramTensor, ...] = ()
+    orders: Mapping[str, Sequence[Action]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> Program:
         return self  # nothing changes it; torch warns of specs of calls that are copied

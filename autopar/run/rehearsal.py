@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
@@ -21,10 +21,11 @@ from autopar.kernels.host import is_on_host
 from autopar.run.effects import Effect, Operands, Place, Storage, Value, lie_of, lying, tried_out
 from autopar.run.executor import Batch, Executor, Outputs, without_saved
 from autopar.run.live import LiveBytes
-from autopar.run.program import Program
+from autopar.run.program import Action, Program
+from autopar.run.reordered import called, order_of, reads
 
 Seen = Callable[[str, fx.Node, int], None]
-"""Called with phase, node, and the peak of live bytes while it ran."""
+"""Called with phase, node, and the peak of live bytes while it ran; of a step that is started early once more as it starts."""
 _MOST_KINDS = 50_000  # remembered; programs of one session have a few hundred each
 _effects: dict[Any, Effect] = {}
 
@@ -52,9 +53,11 @@ class Rehearsal(Executor):
         if phase not in self._graphs:
             graph = self._source(phase).graph
             if phase == "inference":
+                assert not self.program.orders, "an order keeps what backward needs"
                 graph = without_saved(graph, self.program.num_saved)
+            order = order_of(self.program, phase) if phase in self.program.orders else [("run", node) for node in graph.nodes]
             num_unread = self._num_unread(phase, graph)
-            self._graphs[phase] = _Run(graph, phase, self.groups, self._memory, self._seen, num_unread, self._last_queries)
+            self._graphs[phase] = _Run(order, phase, self.groups, self._memory, self._seen, num_unread, self._last_queries)
         return self._graphs[phase]
 
     def _num_unread(self, phase: str, graph: fx.Graph) -> int:
@@ -65,10 +68,10 @@ class Rehearsal(Executor):
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One graph, as a function of one list, which it empties. The last `num_unread` of its results stay values: another graph takes
-    them over, or nothing does."""
+    """One graph in an order, as a function of one list, which it empties. The last `num_unread` of its results stay values: another graph
+    takes them over, or nothing does. Between its start and its finish a step's value is what was started."""
 
-    graph: fx.Graph
+    order: Sequence[Action]
     phase: str
     groups: Groups
     memory: LiveBytes
@@ -78,20 +81,20 @@ class _Run:
 
     def __call__(self, operands: list[Any]) -> list[Any]:
         env: dict[fx.Node, Any] = {}
-        nodes = list(self.graph.nodes)
-        given = (node for node in nodes if node.op == "placeholder")
+        given = (node for _, node in self.order if node.op == "placeholder")
         env.update(zip(given, _taken_over(operands, self.memory), strict=True))
-        last_use = _last_uses(self.graph)
+        last_use = _last_uses(self.order)
         with use_groups(self.groups):
-            for node in nodes:
+            for place, (action, node) in enumerate(self.order):
                 if node.op == "call_function":
                     before = self.memory.live_bytes
-                    env[node], rise_bytes = self._called(node, env)
+                    env[node], rise_bytes = self._called(node if action == "run" else _Part.of(action, node), env)
                     self._tell(node, before + rise_bytes)
-                    for dead in last_use.get(node, ()):
+                    for dead in last_use.get(place, ()):
                         del env[dead]
-        self._tell(nodes[-1], self.memory.live_bytes)
-        values = [env[r] if isinstance(r, fx.Node) else r for r in nodes[-1].args[0]]
+        last = self.order[-1][1]
+        self._tell(last, self.memory.live_bytes)
+        values = [env[r] if isinstance(r, fx.Node) else r for r in last.args[0]]  # type: ignore[union-attr]
         env.clear()
         unread = [_copied(values.pop()) for _ in range(self.num_unread)]
         return [*_handed_over(values), *reversed(unread)]
@@ -101,7 +104,7 @@ class _Run:
         if self.seen is not None:
             self.seen(self.phase, node, peak_bytes)
 
-    def _called(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Any, int]:
+    def _called(self, node: fx.Node | _Part, env: Mapping[fx.Node, Any]) -> tuple[Any, int]:
         """The node's value, and how far live bytes rise while it runs."""
         if node.target in PARTS and node.args[1] not in ("halo", *HOST_KINDS) and self.groups[node.args[-1]].size == 1:  # type: ignore[index]
             return _copied(env[node.args[0]]), 0  # type: ignore[index]
@@ -123,6 +126,21 @@ class _Run:
             for started in call.started:
                 started.clear()
         return value, effect.rise_bytes
+
+
+class _Part(NamedTuple):
+    """The start or the finish of a step, as what it calls; the latter reads the step itself."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    users: Mapping[fx.Node, None]
+
+    @staticmethod
+    def of(action: str, step: fx.Node) -> _Part:
+        target, settings = called(action, step)
+        first = step if action == "finish" else reads(action, step)[0]
+        return _Part(target, (first, *settings), step.kwargs, step.users)
 
 
 def _sees_most_at_last(reader: fx.Node, start: fx.Node) -> bool:
@@ -164,15 +182,16 @@ def _handed_over(values: list[Any]) -> list[Any]:
     return results
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Node → the nodes whose values nothing reads after it, as generated code lets go of them."""
+def _last_uses(order: Sequence[Action]) -> dict[int, list[fx.Node]]:
+    """Place in the order → the nodes whose values nothing reads after it, as generated code lets go of them."""
     seen: set[fx.Node] = set()
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for node in reversed(graph.nodes):
-        for operand in node.all_input_nodes:
+    found: dict[int, list[fx.Node]] = {}
+    for place in range(len(order) - 1, -1, -1):
+        action, node = order[place]
+        for operand in reads(action, node):
             if operand not in seen:
                 seen.add(operand)
-                found.setdefault(node, []).append(operand)
-        if not node.users and node.op == "call_function":
-            found.setdefault(node, []).append(node)
+                found.setdefault(place, []).append(operand)
+        if action != "start" and not node.users and node.op == "call_function":
+            found.setdefault(place, []).append(node)
     return found

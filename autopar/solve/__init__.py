@@ -1,5 +1,6 @@
 """Problem → Choices: the only package that imports pulp and highspy."""
 
+from autopar.solve.common import Common
 from autopar.solve.evaluate import Evaluation, evaluate, evaluated, fits
 from autopar.solve.least import Least, Lightest, least_budget
 from autopar.solve.moves import variant_load
@@ -9,6 +10,6 @@ from autopar.solve.solver import REMEDY, choices_or_least, solve
 from autopar.solve.taken import Taken, within
 
 __all__ = [
-    "REMEDY", "Evaluation", "Least", "Lightest", "Taken", "choices_or_least", "evaluate", "evaluated", "fits", "is_early", "least_budget",
-    "op_load", "quickest", "routed_load", "solve", "variant_load", "within",
+    "REMEDY", "Common", "Evaluation", "Least", "Lightest", "Taken", "choices_or_least", "evaluate", "evaluated", "fits", "is_early",
+    "least_budget", "op_load", "quickest", "routed_load", "solve", "variant_load", "within",
 ]  # fmt: skip

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +41,15 @@ from autopar.streams import ON_COMPUTE, Balance, Load
 
 Turn = tuple[Reader, bool]
 """A reader whose potentials are to be raised, or else lowered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Potentials:
+    """An ascent's, as they were: by decision its prices and costs, by group what it says of itself."""
+
+    num_sweeps: int
+    decisions: list[tuple[Floats, Floats]]
+    groups: list[Any]
 
 
 class Ascent:
@@ -88,6 +99,20 @@ class Ascent:
             decision.reprice(self.worth.of_again.get(n, 0.0) - before.of_again.get(n, np.zeros(len(decision.prices))))
         for group in self.groups:
             group.reprice(float(self.worth.of_kept[group.variant] - before.of_kept[group.variant]))
+
+    def potentials(self) -> Potentials:
+        """As they are now."""
+        decisions = [(decision.prices, decision.costs.copy()) for decision in self.order]
+        return Potentials(self.num_sweeps, decisions, [group.state() for group in self.groups])
+
+    def go_back(self, problem: Problem, potentials: Potentials) -> None:
+        """To potentials from before memory had a price, for a problem that differs in its moments alone."""
+        self.problem = at_best(problem)
+        self.worth, self.num_sweeps = Worth(self.problem), potentials.num_sweeps
+        for decision, (prices, costs) in zip(self.order, potentials.decisions, strict=True):
+            decision.prices, decision.costs = prices, costs.copy()
+        for group, state in zip(self.groups, potentials.groups, strict=True):
+            group.go_back(state)
 
     def sweep(self) -> None:
         """Once over all decisions, and back."""

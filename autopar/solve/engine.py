@@ -11,6 +11,7 @@ d ≤ δ proves that whatever it leaves out costs at least bound + δ.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
@@ -86,6 +87,14 @@ class Engine:
         self.timed_out = self.waits = False
         self.basis: highspy.HighsBasis | None = None  # of the last vertex of the relaxation without further rows, and the steps to it
         self.num_iterations = 0
+
+    def again(self, time_limit_s: float = math.inf) -> Engine:
+        """Another on the same program, with the costs and the vertex that there are now."""
+        found = copy.copy(self)
+        found.cost = self.cost.copy()
+        found.time_limit_s, found._end = time_limit_s, time.monotonic() + time_limit_s
+        found.timed_out = found.waits = False
+        return found
 
     def left_s(self) -> float:
         """Seconds that the next run may take."""

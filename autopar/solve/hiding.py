@@ -11,7 +11,7 @@ plan takes that is known then: what has a larger excess is slower anyway.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -34,10 +34,12 @@ class Excess:
     """
 
     program: Formulation
-    variables: tuple[Column, ...] = field(init=False)
+    variables: tuple[Column, ...] = ()
     unit: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.variables:  # of the same program, for another problem's moments
+            return
         self.variables = tuple(self.program.model.add_column(f"excess_{phase}") for phase in PHASES)
         for variable in self.variables:  # at any price: without a row it is 0
             self.program.model.costs[variable.number] = 1.0

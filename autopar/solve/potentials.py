@@ -134,6 +134,16 @@ class Group:
         for reader in self.readers:
             reader.worth, reader.risen = np.zeros(len(self.useful)), np.zeros(len(self.costs))
 
+    def state(self) -> tuple[Floats, Floats, Floats, list[tuple[Floats, Floats]]]:
+        """Prices, costs and potentials, as they are now."""
+        return self._priced, self.costs, self.rises.copy(), [(reader.worth, reader.risen) for reader in self.readers]
+
+    def go_back(self, state: tuple[Floats, Floats, Floats, list[tuple[Floats, Floats]]]) -> None:
+        """To what they were; costs of decisions are not changed by it."""
+        self._priced, self.costs, self.rises = state[0], state[1], state[2].copy()
+        for reader, (worth, risen) in zip(self.readers, state[3], strict=True):
+            reader.worth, reader.risen = worth, risen
+
     def spread(self, least: Floats, costs: Floats) -> Floats:
         """The least of what is at hand anywhere plus what leads from there: by Bellman and Ford, all collectives at once."""
         to, starts = self._to

@@ -25,6 +25,7 @@ from autopar.problem import Problem
 from autopar.solve.ascent import Ascent
 from autopar.solve.beginning import Beginning
 from autopar.solve.climbing import LARGE, SMALL, Climb
+from autopar.solve.common import Common, Free
 from autopar.solve.engine import Engine, Relaxation
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.hiding import Excess
@@ -53,7 +54,7 @@ class Search:
     """One search: the program, which rows are in it, the best plan (`plans`) and what is proven.
 
     Attributes:
-        whole, likely, only_plan, waits: as in `autopar.solve.choices_or_least`. known: before the search.
+        whole, likely, only_plan, waits, common: as in `autopar.solve.choices_or_least`. known: before the search.
         free: the columns of the relaxation without budget rows. extra: the rows that came in beside the formulation's.
         infeasible: proven so. least: what is then needed at least, where known. apart: where that is the answer.
     """
@@ -67,6 +68,7 @@ class Search:
     known: Quick | None = None
     only_plan: bool = False
     waits: bool = False
+    common: Common = field(default_factory=Common)
     program: Formulation = field(init=False)
     engine: Engine = field(init=False)
     excess: Excess = field(init=False)
@@ -83,9 +85,8 @@ class Search:
     apart: Apart | None = None
 
     def __post_init__(self) -> None:
-        self.program = Formulation(self.problem)
-        self.excess = Excess(self.program)
-        self.engine = Engine(self.program.model, self.time_limit_s)
+        self.common = Common() if self.known is not None else self.common  # it has an ascent of its own
+        self.program, self.excess, self.engine = self.common.begun(self.problem, self.time_limit_s)
         self.engine.waits = self.waits
         self.extra = Incoming(self.program, self.engine, self.excess)
         self.proven = Proven(self.program, self.engine, self.extra)
@@ -149,14 +150,19 @@ class Search:
 
     def _relax(self) -> Relaxation | None:
         """The relaxation without budget rows."""
+        before = self.common.of(self.problem)
+        ascent = self.known.ascent if self.known is not None else before.ascent_of(self.problem) if before is not None else None
         if len(self.engine.names) > SMALL:
-            ascent = self.known.ascent if self.known is not None else None
             self.beginning = Beginning(self.program, self.engine, ascent or Ascent(self.problem))
+        if before is None and self.beginning is not None:
             self.engine.begin(self.beginning.free())
-        relaxation = self.engine.relax()
+        relaxation = self.engine.relax() if before is None else before.relaxation
         if relaxation is not None:
             self.proven.begin(relaxation)
             self.free = relaxation.values
+            if before is None and not self.engine.timed_out:
+                ascent = None if self.beginning is None else self.beginning.ascent
+                self.common.keep(Free.of(self.program, self.excess, self.engine, relaxation, ascent))
         return relaxation
 
     def _within(self, broken: list[int]) -> Point | None:

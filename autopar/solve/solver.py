@@ -10,6 +10,7 @@ from autopar.choices import Apart, Choices
 from autopar.errors import InfeasibleError, size_text
 from autopar.problem import Problem
 from autopar.solve.cbc import solve_with_cbc
+from autopar.solve.common import Common
 from autopar.solve.idle import without_idle
 from autopar.solve.illegal import refusal
 from autopar.solve.least import Least, least_budget
@@ -44,20 +45,20 @@ REMEDY = "use more devices, a smaller batch or shorter sequence, or pass a large
 @overload
 def choices_or_least(
     problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False,
-    whole: Literal[True] = True, likely: Balance = ON_COMPUTE, only_plan: bool = False, waits: bool = False,
+    whole: Literal[True] = True, likely: Balance = ON_COMPUTE, only_plan: bool = False, waits: bool = False, common: Common | None = None,
 ) -> Choices | Least: ...  # fmt: skip
 
 
 @overload
 def choices_or_least(
     problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False, whole: bool,
-    likely: Balance = ON_COMPUTE, only_plan: bool = False, waits: bool = False,
+    likely: Balance = ON_COMPUTE, only_plan: bool = False, waits: bool = False, common: Common | None = None,
 ) -> Choices | Least | Apart: ...  # fmt: skip
 
 
 def choices_or_least(
     problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False, whole: bool = True,
-    likely: Balance = ON_COMPUTE, only_plan: bool = False, waits: bool = False,
+    likely: Balance = ON_COMPUTE, only_plan: bool = False, waits: bool = False, common: Common | None = None,
 ) -> Choices | Least | Apart:  # fmt: skip
     """As `solve`, but where no plan fits, how much memory would do.
 
@@ -68,6 +69,7 @@ def choices_or_least(
         likely: at which balance the bound of a problem like this one was best; a search that begins there is sooner done.
         waits: let the search go on past the time limit as long as it has no plan.
         only_plan: where memory binds in a large problem, end with a plan, however far its bound (`Choices.unfinished`).
+        common: what searches for the same problem with other moments have found, and this one adds to.
 
     Raises:
         InfeasibleError: where no assignment of layouts is legal, whatever the memory; naming the op that refuses where that is known.
@@ -81,7 +83,7 @@ def choices_or_least(
         known = quick(problem, gap)
         if known is not None and known.close and known.answer is not None:
             return without_idle(problem, known.answer)
-        search = Search(problem, gap, max_nodes, time_limit_s, whole, likely, known, only_plan, waits)
+        search = Search(problem, gap, max_nodes, time_limit_s, whole, likely, known, only_plan, waits, common or Common())
         choices, bound_s, proven = search.run(), search.proven.bound_s, search.infeasible
         proven_by = search.proven.multipliers() if choices is None and not proven else None
         if search.least is not None and bound_only:

@@ -37,6 +37,7 @@ from autopar.run.executor import Outputs
 from autopar.run.memory import NodePeak, node_peaks, trace_peak
 from autopar.run.module import ParallelModule
 from autopar.run.program import Program
+from autopar.run.reordered import written
 from autopar.strategies import Forced, Starts, apart, classes_of
 from benchmarks.rivals.measuring import Variant
 from benchmarks.searching import searched
@@ -198,6 +199,7 @@ def _lineage(node: Any, written: Callable[[fx.Node], int | None]) -> Iterator[fx
 
 def activation_peaks(program: Program, outputs: Outputs) -> tuple[NodePeak, ...]:
     """The peak while each node of a step on one device runs, without the storages that end as gradients."""
+    program = written(program)
     made: dict[fx.Node, int] = {}
     gradients = next(iter(reversed(program.backward.graph.nodes))).args[0]
     saved = next(iter(reversed(program.forward.graph.nodes))).args[0]

@@ -17,7 +17,7 @@ import pytest
 from torch import fx
 
 from autopar.capture import Trace
-from autopar.emit import emit, least_overlap, overlapped, places
+from autopar.emit import Orders, emit, least_overlap, overlapped, places, simulated
 from autopar.emit.rooms import Room, follows
 from autopar.errors import AutoparError
 from autopar.hardware import HardwareProfile
@@ -27,8 +27,9 @@ from autopar.mesh import Mesh
 from autopar.planning.timeline import beside as timed_beside
 from autopar.plans import Overlap, Piece, Plan, load_of
 from autopar.run.lockstep import run_lockstep
-from autopar.run.memory import trace_peak
+from autopar.run.memory import node_peaks, trace_peak
 from autopar.run.program import Program
+from autopar.run.reordered import written
 from autopar.verification import verify_program
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -157,6 +158,27 @@ def test_where_nothing_can_be_hidden_or_held_the_program_is_the_same() -> None:
         assert [str(graph) for graph in graphs(emit(ready.trace, other))] == text
     assert [str(graph) for graph in graphs(emit(ready.trace, beside(plan)))] != text
     assert Plan.loads(beside(plan).dumps()) == beside(plan)
+
+
+@pytest.mark.parametrize(("model", "mesh", "seed"), CASES)
+def test_an_order_is_said_to_take_and_to_hold_what_its_graphs_do(model: str, mesh: str, seed: int) -> None:
+    ready, _, _ = prepared(model, mesh)
+    plan, serial = random_plan(ready, seed)
+    orders, begun = Orders(serial, plan), 0
+    for limit in (AMPLE, 20_000, AMPLE):
+        wanted = Overlap(0.4, limit, limit)
+        found, held = orders.within(wanted)
+        early, plainly_held = overlapped(serial, replace(plan, overlap=wanted))
+        assert not early.orders and [str(g) for g in graphs(written(found))] == [str(g) for g in graphs(early)]
+        assert held == plainly_held and orders.least(wanted) == least_overlap(serial, replace(plan, overlap=wanted))
+        begun += len(starts(early))
+        priced = replace(plan, overlap=held)
+        for ordered, phase in zip(simulated(found, priced), simulated(early, priced), strict=True):
+            assert (ordered.time_s, ordered.hidden_s, ordered.spans) == (phase.time_s, phase.hidden_s, phase.spans)
+            assert ordered.missing_s == pytest.approx(phase.missing_s, rel=1e-6)
+        assert trace_peak(found) == trace_peak(early)
+        assert [(p.phase, p.peak_bytes) for p in node_peaks(found)] == [(p.phase, p.peak_bytes) for p in node_peaks(early)]
+    assert begun > 0
 
 
 def with_least(program: Program, plan: Plan) -> tuple[Program, Overlap]:

@@ -73,9 +73,10 @@ class _Rows:
         return self.step(aten.neg.default, (self.step(aten.squeeze.dim, (found, 1)),))
 
     def factor(self) -> fx.Node:
-        """w[label], 0 where the label is ignored."""
+        """w[label], 0 where the label is ignored; without weights it is only added up, in the dtype for that."""
         if self.weight is None:
-            return self.step(aten._to_copy.default, (self.seen,), kwargs={"dtype": dtype_of(self.x)})
+            wide = torch.promote_types(dtype_of(self.x), torch.float32)
+            return self.step(aten._to_copy.default, (self.seen,), dtype=wide, kwargs={"dtype": wide})
         return self._masked(self.step(aten.index.Tensor, (self.weight, [self.labels])))
 
     def weighed(self, rows: fx.Node) -> fx.Node:

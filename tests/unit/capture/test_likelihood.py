@@ -70,3 +70,12 @@ def test_an_ignored_row_may_hold_an_impossible_class() -> None:
 
 def test_no_label_at_all_gives_torchs_nan_and_gradient() -> None:
     check((2, 5, 2, 3), torch.full((2, 2, 3), -100), F.cross_entropy)
+
+
+def test_labels_that_count_are_counted_in_the_dtype_of_the_sum_at_once() -> None:
+    """In bfloat16 there may be more of them than it has numbers, and a second cast would be a kernel for nothing."""
+    model = Model((2, 5, 2, 3), lambda x, y, _: F.cross_entropy(x.to(torch.bfloat16), y), None)
+    nodes = [node for node in capture(model, (PIXELS,), {}).graph.nodes if node.target is aten._to_copy.default]
+    counted = [node for node in nodes if node.args[0].meta["val"].dtype == torch.bool]
+    assert [node.meta["val"].dtype for node in counted] == [torch.float32]
+    assert not any(node.target is aten._to_copy.default for cast in counted for node in cast.users)

@@ -12,27 +12,28 @@ from hypothesis import strategies as st
 from autopar.api.planning import plan_model
 from autopar.capture import capture
 from autopar.constraints import fsdp, megatron
-from autopar.emit import overlapped
+from autopar.emit import Orders, overlapped
 from autopar.emit.rooms import Room
 from autopar.hardware import HardwareProfile
 from autopar.kernels import collectives as steps
 from autopar.kernels.bucketed import into_bucket
 from autopar.mesh import Mesh
 from autopar.planning import PlanOptions, make_plan
-from autopar.planning.ordering import Ordering, _beside
+from autopar.planning.ordering import Ordering, _Plain
 from autopar.planning.peaks import Peaks
 from autopar.planning.rooms import _WINDOWS, _pieces
 from autopar.planning.tried import Tried
 from autopar.plans import Overlap
 from autopar.run.program import Program
+from autopar.run.reordered import order_of
 
 PROFILE = HardwareProfile.load("h100-sxm")
 
 
 def starts(program: Program) -> int:
-    """Early steps."""
-    graphs = program.forward.graph, program.backward.graph
-    return sum(node.target is steps.start for graph in graphs for node in graph.nodes)
+    """Early steps, of an order or in the graphs."""
+    actions = (each for phase in ("forward", "backward") for each in order_of(program, phase))
+    return sum(action == "start" or node.target is steps.start for action, node in actions)
 
 
 def test_where_nothing_early_fits_the_plan_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,12 +64,13 @@ def test_early_steps_get_the_room_that_the_step_leaves_where_they_are(monkeypatc
     trace, wish = capture(model, (), batch), PlanOptions(constraints=(fsdp(),))
     make_plan(trace, Mesh(2), PROFILE, wish)
     ((free, plain),) = ordering
-    roomy = _beside(plain, free._all_room(plain))
+    orders = _Plain(plain, Orders(plain.program, plain.plan))
+    roomy = orders.beside(free._all_room(plain))
     most = free.peak_bytes(roomy.program) + plain.plan.prediction.beside_bytes
     assert plain.peak_bytes < most, "else nothing is shown"
     numbers = []
     for budget in (plain.peak_bytes - 1, plain.peak_bytes, (plain.peak_bytes + most) // 2, most):
-        found = replace(free, budget=budget)._within_budget(plain, roomy)
+        found = replace(free, budget=budget)._within_budget(orders, roomy)
         numbers.append(-1 if found is None else starts(found.program))
         if found is not None:
             assert found.peak_bytes <= budget
