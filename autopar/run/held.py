@@ -82,9 +82,7 @@ class HeldTensor(DTensor):
         return _as_dtensor(self, lambda: DTensor.__reduce_ex__(self, protocol))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        copied = _as_dtensor(self, lambda: DTensor.__deepcopy__(self, memo))
-        vars(copied).pop(_ORIGIN, None)
-        return held(copied)
+        return held(_as_dtensor(self, lambda: DTensor.__deepcopy__(self, memo)))
 
 
 for _supported in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
@@ -206,8 +204,11 @@ def _refuse_one_stage(name: str, leaves: list[Tensor]) -> None:
 
 
 def _as_dtensor(value: HeldTensor, do: Any) -> Any:
+    origin = value.__dict__.pop(_ORIGIN, None)
     value.__class__ = DTensor
     try:
         return do()
     finally:
         value.__class__ = HeldTensor
+        if origin is not None:
+            setattr(value, _ORIGIN, origin)

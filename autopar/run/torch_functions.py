@@ -37,6 +37,7 @@ _ELEMENTWISE = _names(
     logical_and logical_or logical_not logical_xor maximum minimum zeros_like ones_like full_like empty_like to type double float half
     bfloat16 cpu contiguous bool and or xor invert"""
 )
+_TURNS = _names("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_")  # what a tensor is seen as, not its elements
 _REDUCTIONS = _names("sum norm vector_norm mean max min amax amin")
 _OPERATORS = _names("__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__")
 _NO_WRITE = _names("requires_grad_ share_memory_")
@@ -50,7 +51,7 @@ def draws(func: Any) -> bool:
 def computes_in_place(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether DTensor computes it where elements lie, so that writes reach their target, and parts may be in any order."""
     name = func.__name__
-    if name.startswith(("_foreach_", "_fused_")):
+    if name.startswith(("_foreach_", "_fused_")) or name in _TURNS:
         return True
     if name in _REDUCTIONS:  # of all elements
         return len(args) == 1 and "dim" not in kwargs and "axis" not in kwargs

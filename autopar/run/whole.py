@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils import swap_tensors
 from torch.utils._pytree import tree_map
 
 from autopar.errors import RuntimeStateError
@@ -109,6 +110,10 @@ def compute(
 def put(target: DTensor, value: Tensor, *, drawn: bool = False) -> None:
     """Write the whole `value` into a tensor, of which each rank has its part; with `drawn` the mesh's first rank's."""
     value = _replicated(value.to(target.dtype), target.device_mesh, drawn)
+    if value.shape != target.shape:  # it was turned in place (`t_`)
+        value.__class__ = type(target)
+        swap_tensors(target, value)
+        return
     with DisableTorchFunctionSubclass():
         if any(p.is_partial() for p in target.placements):
             target._local_tensor, target._spec = value._local_tensor, value._spec
