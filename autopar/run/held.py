@@ -112,14 +112,15 @@ def _computed(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
     leaves = tensors_in((args, kwargs))
     written = written_by(func, args, kwargs)
     origins = [x for x in written if _ORIGIN in vars(x)]
-    mesh = whole.mesh_of(written or leaves)
+    mesh = whole.mesh_of((*written, *leaves))
     if mesh is None:  # plain tensors alone, of a list that was taken apart
-        return func(*args, **kwargs)
+        return _disabled(func, types, args, kwargs)
     _beside.check(func.__name__, [x for x in leaves if not isinstance(x, DTensor)], mesh)
     if origins:
         return _written_through(func, args, kwargs, origins[0])
     in_any_order = not any(isinstance(p, _StridedShard) for x in leaves if isinstance(x, DTensor) for p in x.placements)
-    if draws(func) or ((written or not in_any_order) and not computes_in_place(func, args, kwargs)):
+    into_plain = any(not isinstance(x, DTensor) for x in written)  # it takes in whole tensors, and gradients go through it
+    if into_plain or draws(func) or ((written or not in_any_order) and not computes_in_place(func, args, kwargs)):
         return _known(_shown(whole.compute(func, args, kwargs, mesh), leaves), func, args, kwargs)
     before = [x._local_tensor._version for x in written if isinstance(x, DTensor)]
     taken, named = whole.beside(args, kwargs, mesh)
@@ -131,8 +132,6 @@ def _computed(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
         if before != [x._local_tensor._version for x in written if isinstance(x, DTensor)]:
             raise  # it is written in part
         found = whole.compute(func, args, kwargs, mesh, refusal)
-    if written and not isinstance(args[0], DTensor) and isinstance(args[0], Tensor):
-        found = args[0]
     return _known(_shown(found, leaves), func, args, kwargs)
 
 

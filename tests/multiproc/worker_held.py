@@ -84,6 +84,8 @@ WRITES: dict[str, Case] = {
     "clipped one by one": lambda m, p: nn.utils.clip_grad_norm_(m.parameters(), 0.01, foreach=False),
     "clipped by value": lambda m, p: nn.utils.clip_grad_value_(m.parameters(), 1e-3),
     "clipped beside a head": lambda m, p: clip_beside(m, p),
+    "an average that is plain": lambda m, p: p.add_(averaged(p)),
+    "a sum that is plain": lambda m, p: p.mul_(summed(m)),
     "a branch": lambda m, p: p.mul_(2.0 if p.norm() > 1 else 3.0),
 }
 READS: dict[str, Case] = {
@@ -104,6 +106,21 @@ READS: dict[str, Case] = {
     "ranks": lambda m, p: p.flatten().sort().values[7].item(),
     "equal": lambda m, p: float(torch.equal(p, p.clone())),
 }
+
+
+def averaged(p: Tensor) -> Tensor:
+    """A plain tensor that takes in the weight, with it and through its method."""
+    average = ones_of(p)
+    assert average.lerp_(p, 0.1) is average and type(average) is Tensor
+    average += p.grad
+    return average.copy_(average * 2)
+
+
+def summed(module: nn.Module) -> Tensor:
+    total = torch.tensor(0.0, dtype=torch.float64)
+    for q in module.parameters():
+        total += q.norm()
+    return total
 
 
 def clip_beside(module: nn.Module, p: Tensor) -> float:
@@ -195,8 +212,9 @@ def train(rank: int) -> dict[str, float]:
         optimizers = [torch.optim.AdamW([*m.parameters(), *h.parameters()], 1e-2, **options) for m, h in pairs]
         for _ in range(2):
             for model, head, optimizer in zip((made, plain), heads, optimizers, strict=True):
-                loss = F.cross_entropy(head(model(x)), y) + 1e-2 * sum(p.pow(2).sum() for p in model.parameters())
+                loss = F.cross_entropy(head(model(x)), y)
                 loss += 1e-3 * model.up.weight.abs().sum()
+                loss = loss + 1e-2 * sum(p.pow(2).sum() for p in model.parameters())
                 loss.backward()
                 nn.utils.clip_grad_norm_([*model.parameters(), *head.parameters()], 0.1)
                 optimizer.step()
