@@ -73,6 +73,8 @@ class HeldTensor(DTensor):
             _refuse_one_stage(name, leaves)
         if func in READS or name == "__format__":
             return whole.read(func, args, kwargs)
+        if name.startswith("_amp_foreach_"):  # DTensor's own, which tells all ranks of what is not finite
+            return whole.by_mesh(func, args, kwargs, lambda a, k: _disabled(func, types, a, k))
         if name.startswith(("_foreach_", "_fused_")):
             return whole.by_mesh(func, args, kwargs, lambda a, k: _computed(func, types, a, k))
         return _computed(func, types, args, kwargs)

@@ -220,6 +220,19 @@ def train(rank: int) -> dict[str, float]:
                 optimizer.step()
                 optimizer.zero_grad()
         found[f"a head and penalties {options}"] = max(apart(made, plain), (heads[0].weight - heads[1].weight).abs().max().item())
+    scales = []
+    for model, head in zip((made, plain), heads, strict=True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], 1e-2)
+        for factor in (1.0, float("inf"), 2.0):
+            scaler.scale(F.cross_entropy(head(model(x)), y) * factor).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    of_heads = (heads[0].weight - heads[1].weight).abs().max().item()
+    found["scaled losses"] = max(apart(made, plain), of_heads, *(abs(scale - 32.0) for scale in scales))
     optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (made, plain)]
     for step in range(3):
         if step == 1:  # a plain run that goes on compiled
