@@ -120,6 +120,7 @@ def _computed(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
     _beside.check(func.__name__, [x for x in leaves if not isinstance(x, DTensor)], mesh)
     if origins:
         return _written_through(func, args, kwargs, origins[0])
+    # of parts that are not one box DTensor computes some functions silently wrong (LBFGS's flattened vectors among them)
     in_any_order = not any(isinstance(p, _StridedShard) for x in leaves if isinstance(x, DTensor) for p in x.placements)
     into_plain = any(not isinstance(x, DTensor) for x in written)  # it takes in whole tensors, and gradients go through it
     if into_plain or draws(func) or ((written or not in_any_order) and not computes_in_place(func, args, kwargs)):
