@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from autopar.api.arguments import MeshLike, as_mesh, is_shape_of, kind_of
-from autopar.api.further import Structure, asked_of, beside_the_optimizer, shapes_of, storage_of
+from autopar.api.further import Structure, asked_of, beside_the_optimizer, shapes_of, storage_of, told_trained
 from autopar.api.hardware import planned_for
 from autopar.api.planning import check_fits, plan_told
 from autopar.api.tracing import program_of, refuse_own_losses, settled, traced_for
@@ -102,11 +102,13 @@ def _variant(
     module: ParallelModule | StagedModule, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> ParallelModule | StagedModule:  # fmt: skip
     """A program for another mode or a batch of other shapes, over the module's parameters."""
-    agree(f"{'train' if training else 'eval'} mode, {shapes_of(args, kwargs)}", "batch or mode", devices)
+    alike = torch.is_grad_enabled() and isinstance(module, ParallelModule)  # stages hold other parameters on other ranks
+    trained = {name: p.requires_grad for name, p in module.named_parameters()} if alike else {}
+    agree(f"{'train' if training else 'eval'} mode, {shapes_of(args, kwargs)}{told_trained(trained)}", "batch or mode", devices)
     plan: Plan = module.plan
     hardware = planned_for(plan) if asked is None else asked  # read where it is planned, on one rank
     only_forward = not torch.is_grad_enabled()
-    asks = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
+    asks = any(trained.values()) or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
     asked_again, otherwise = (
         replace(options, outputs=build["outputs"], inference=options.inference and not asks)  # of a frozen model by itself
         for options in asked_of(plan, storage_of(module))
@@ -115,7 +117,8 @@ def _variant(
     if only_forward:
         further = _Further(*(beside_the_optimizer(plan, options) for options in (asked_again, otherwise)))
     with torch.enable_grad():
-        made = parallel_module(Order(structure.in_mode(training), devices, None, hardware, build, {}, further), args, kwargs, module)
+        model = structure.as_called(training, trained)
+        made = parallel_module(Order(model, devices, None, hardware, build, {}, further), args, kwargs, module)
     made.train(training)
     made.only_forward = only_forward and made.plan.options["inference"] and not plan.options.get("inference", False)
     return made

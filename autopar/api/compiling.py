@@ -18,7 +18,7 @@ from autopar.errors import AutoparError, PlanError, RuntimeStateError
 from autopar.keywords import named
 from autopar.planning import PlanOptions
 from autopar.plans import Plan
-from autopar.run.derivatives import refuse_transforms
+from autopar.run.derivatives import refuse_tracing, refuse_transforms
 from autopar.run.executor import Backend, Batch, Outputs
 from autopar.run.module import ParallelModule
 from autopar.run.part import is_plain
@@ -112,6 +112,7 @@ class Deferred(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Plan at the first call, then run."""
+        refuse_tracing(args)
         if self._waiting is not None:
             refuse_transforms()
             if not self._mode_is_set:  # nothing was captured in the mode that the model had

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,8 +49,11 @@ class Structure:
         except Exception as error:  # whatever a module's attributes raise: it is said where a copy would be needed
             return Structure(None, modes, f"{type(error).__name__}: {error}")
 
-    def in_mode(self, training: bool) -> nn.Module:
+    def as_called(self, training: bool, trained: Mapping[str, bool]) -> nn.Module:
         """The model in a mode; in that in which it was compiled every module as it was then.
+
+        Args:
+            trained: name → whether a parameter is now to be trained; of others that is as it was.
 
         Raises:
             RuntimeStateError: where there is no copy.
@@ -57,6 +61,8 @@ class Structure:
         if self.model is None:
             what = f"the model cannot be copied ({self.refusal}), so that another mode, or a batch of other shapes, is not planned for"
             raise RuntimeStateError(what, remedy="compile the model for that call, and load_state_dict into it; or pad the batch")
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(trained.get(name, parameter.requires_grad))
         self.model.train(training)
         if training == self.modes[""]:
             for path, module in self.model.named_modules():
@@ -113,6 +119,13 @@ def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """A call in words: what all ranks are to agree on."""
     leaves, spec = tree_flatten(tree_map(_shape, (args, dict(kwargs))))
     return f"{leaves} {spec}"
+
+
+def told_trained(trained: Mapping[str, bool]) -> str:
+    """Which parameters are trained, in a few words: what all ranks are to agree on."""
+    names = sorted(name for name, trains in trained.items() if trains)
+    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=4).hexdigest()
+    return f", {len(names)} parameters trained ({digest})" if trained else ""
 
 
 def _shape(leaf: Any) -> str:

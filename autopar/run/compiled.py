@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -13,12 +14,12 @@ from autopar.ambient import autocast_around
 from autopar.capture.trace import ModuleAttribute, OutsideValue
 from autopar.errors import RuntimeStateError
 from autopar.run.arguments import Arguments
-from autopar.run.derivatives import refuse_transforms
+from autopar.run.derivatives import refuse_tracing, refuse_transforms
 from autopar.run.frozen import Frozen
 from autopar.run.holder import Holder
 from autopar.run.plain_model import PlainModel
 from autopar.run.program import ProgramTensor
-from autopar.run.variants import AsksForGradient, Misfit, OtherMode, Variant
+from autopar.run.variants import AsksForGradient, Misfit, OtherMode, Unfrozen, Variant
 
 
 class Compiled(Holder):
@@ -56,6 +57,20 @@ class Compiled(Holder):
         self._frozen: Frozen | None = None
         self._left: PlainModel | None = None
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns; of stages for the whole batch, and with gradients enabled backward has run.
+
+        Raises:
+            RuntimeStateError: on arguments, a mode or parameters that neither the program nor another of `variants` is made for, and where
+                it is traced.
+        """
+        refuse_tracing(args)
+        return self._called(args, kwargs)
+
+    @abc.abstractmethod
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call returns."""
+
     def _stand_for_all(self, model: nn.Module, attributes: Iterable[ModuleAttribute | OutsideValue], shared: Compiled | None) -> None:
         """Show plain attributes of all modules, and watch what the user may do to the model; last, since what this module has of its
         own goes before."""
@@ -69,19 +84,26 @@ class Compiled(Holder):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """What torch's DistributedDataParallel asks of a module that it wraps.
+        """What torch's DistributedDataParallel asks of a module that it wraps, and torch.jit of each that it records.
 
         Raises:
             RuntimeStateError: always, where it would fail on distributed parameters without a word of why.
         """
-        what = "a compiled module is not wrapped in DistributedDataParallel: it shares out batches and adds up gradients itself"
+        what = (
+            "a compiled module is not wrapped in DistributedDataParallel, nor recorded by torch.jit: it shares out batches and adds up "
+            "gradients itself"
+        )
         remedy = "call it as it is; with accelerate use autopar.Accelerator, in the place of transformers' Trainer autopar.Trainer"
         raise RuntimeStateError(what, remedy=remedy)
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
         """Whether the program was made for such a call in that mode, and for a backward, where one may follow."""
         fits = self._captured_mode in (None, training) and self._arguments.fit(args, kwargs)
-        return fits and not (self.only_forward and torch.is_grad_enabled())
+        return fits and not (self.only_forward and torch.is_grad_enabled()) and not self._unfrozen()
+
+    def _unfrozen(self) -> str:
+        """The name of a parameter that trains now, and was frozen when the program was made, where another program could be; else empty."""
+        return ""
 
     def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: DeviceMesh) -> list[Tensor] | Misfit:
         """The program's inputs, or why it was not made for the call. Raises RuntimeStateError as `_check_call` and `Arguments.tensors`."""
@@ -137,6 +159,8 @@ class Compiled(Holder):
                 f"called under {now}, compiled under {self._made_under}: a program's casts are its own",
                 remedy="compile and call the model under the same torch.autocast, or use it inside the model's forward",
             )
+        if name := self._unfrozen():
+            raise Unfrozen(f"parameter {name!r} was frozen when the program was made and is not now")
 
     def _trains(self, parameters: Iterable[Tensor], tensors: Iterable[ProgramTensor]) -> bool:
         """Whether one of these parameters gets a gradient.

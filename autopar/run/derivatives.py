@@ -1,4 +1,4 @@
-"""Backward of what programs compute: once, and of first derivatives only; and no other way to derive it."""
+"""Backward of what programs compute: once, and of first derivatives only; and no other way to derive, trace or export it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,20 @@ def refuse_transforms() -> None:
             "differentiate by backward: torch.autograd.grad(pm(x), list(pm.parameters())), also of what functional_call passes; other "
             "derivatives, and those of each sample, are the plain model's to compute"
         )
+        raise RuntimeStateError(what, remedy=remedy)
+
+
+def refuse_tracing(args: object) -> None:
+    """Raises RuntimeStateError under torch.jit.trace, torch.export and torch.fx, which would record one rank's share, without collectives.
+
+    Args:
+        args: the call's positional arguments, in the place of which torch.fx passes a proxy.
+    """
+    is_fx = not isinstance(args, tuple)
+    if is_fx or torch.jit.is_tracing() or torch.compiler.is_exporting():
+        tracer = "torch.fx" if is_fx else "torch.jit" if torch.jit.is_tracing() else "torch.export"
+        what = f"a compiled module is not traced by {tracer}: it is a program of several processes already"
+        remedy = "trace the plain model, with what was trained: autopar.save_weights(pm, folder) writes what it loads"
         raise RuntimeStateError(what, remedy=remedy)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -72,6 +73,30 @@ def check_batch(names: Sequence[str], values: Sequence[Tensor], devices: DeviceM
             remedy='pass every rank the same batch, of which it takes its part; or compile with batch="local" and pass each rank its part '
             "(pm.sampler and pm.input_layouts say which)",
         )
+
+
+class Beside:
+    """Plain tensors that scripts compute with beside parameters, which count as the same on all ranks.
+
+    Looked at as batches are, for each function and shapes in calls 1, 2, 4, 8 and so on.
+    """
+
+    def __init__(self) -> None:
+        self._num_calls: Counter[tuple[str, tuple[torch.Size, ...]]] = Counter()
+
+    def check(self, function: str, given: Sequence[Tensor], devices: DeviceMesh) -> None:
+        """Raises RuntimeStateError on every rank where they differ; a loss, which has a gradient, is `check_tangents`' to look at."""
+        given = [x for x in given if not x.requires_grad and not x.is_meta]
+        if not given or devices.size() == 1 or dist.get_world_size() != devices.size():
+            return
+        key = function, tuple(x.shape for x in given)
+        self._num_calls[key] += 1
+        if self._num_calls[key] & (self._num_calls[key] - 1):
+            return
+        every = _gathered(f"tensor beside parameters in {function}", [_digest(x) for x in given], devices)
+        if any(digests != every[0] for digests in every):
+            what = f"ranks give {function} different tensors beside a parameter or gradient, of which each has its part"
+            raise RuntimeStateError(what, remedy="compute with the same tensor on every rank: seed alike what draws it (torch.manual_seed)")
 
 
 def check_tangents(returned: Sequence[tuple[str, Tensor | None]], devices: DeviceMesh) -> None:

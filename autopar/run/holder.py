@@ -17,6 +17,7 @@ from autopar.run.checkpoints import checkpointable
 from autopar.run.drawing import Drawing
 from autopar.run.equal import share_weights
 from autopar.run.given_data import watch_data
+from autopar.run.held import held, of_one_stage
 from autopar.run.likeness import likeness
 from autopar.run.optimizers import watch_optimizers, watch_replaced
 from autopar.run.parameters import Storage
@@ -151,7 +152,10 @@ class Holder(Drawing):
             shared.check_same(name, storage)
             return shared.get_parameter(name), storage.tensor.name
         trains = full.requires_grad and (name not in known or known[name].requires_grad)
-        return nn.Parameter(storage.distribute(full.detach()), requires_grad=trains), storage.tensor.name
+        made = held(nn.Parameter(storage.distribute(full.detach()), requires_grad=trains))
+        if self._world.size() > self.device_mesh.size():
+            of_one_stage(made.device_mesh)
+        return made, storage.tensor.name
 
     def _buffer(self, name: str, full: Tensor, known: Mapping[str, ProgramTensor], shared: Holder | None) -> tuple[Tensor, str]:
         """A replicated buffer is a plain tensor, a sharded one a DTensor."""

@@ -26,6 +26,7 @@ from autopar.run.derivatives import as_given, first_derivatives_only, which_are_
 from autopar.run.device_mesh import agree, groups_of, mesh_of
 from autopar.run.equal import check_tangents
 from autopar.run.executor import Backend, Batch, Executor, Outputs
+from autopar.run.held import held
 from autopar.run.parameters import Storage
 from autopar.run.parted import parted
 from autopar.run.program import Program
@@ -81,7 +82,7 @@ class ParallelModule(Compiled):
         self._stand_for_all(model, program.attributes, shared)
 
     @torch.compiler.disable  # what runs is compiled already, and Dynamo cannot trace it
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns.
 
         Raises:
@@ -103,6 +104,12 @@ class ParallelModule(Compiled):
             shown = [refusing(t.name, x, shown[self._loss]) if t.requires_grad and not t.is_loss else x for t, x in pairs]
         watched.follow(zip(self._names_of("output"), shown, strict=True))
         return self._results.build([parted(x) for x in shown])
+
+    def _unfrozen(self) -> str:
+        if not torch.is_grad_enabled() or not self._may_train or self.is_for_inference:
+            return ""
+        frozen = (t.name for t in self.program.parameters if not t.requires_grad)
+        return next((name for name in frozen if self.get_parameter(name).requires_grad), "")
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns the norm before."""
@@ -163,7 +170,7 @@ class ParallelModule(Compiled):
             gradients = iter(self._executor.backward(saved, returning, absent=absent))
         found = [next(gradients) if t.has_gradient else None for t in self.program.parameters]
         named = zip(self.program.parameters, found, strict=True)
-        wrapped = [None if gradient is None else self._storages[t.name].wrap(gradient) for t, gradient in named]
+        wrapped = [None if gradient is None else held(self._storages[t.name].wrap(gradient)) for t, gradient in named]
         asking = (t for t in self.program.inputs if t.has_gradient)
         return (*(self._executor.as_given(gradient, t) for t, gradient in zip(asking, gradients, strict=True)), *wrapped)
 

@@ -5,7 +5,7 @@ The table was made by running two steps of each on sharded, strided and replicat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -17,14 +17,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import RuntimeStateError
 from autopar.run.checkpoints import checkpointable
+from autopar.run.held import parted_as
 
-SUPPORTED = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
-REFUSED = {
-    "Adafactor": "it takes norms of rows and columns in place, which DTensor cannot",
-    "LBFGS": "it flattens parameters into one vector, which DTensor cannot where a fused weight is sharded by heads",
-    "Rprop": "it writes through masks, which DTensor cannot",
-    "SparseAdam": "gradients are dense",
-}
+SUPPORTED = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+REFUSED = {"SparseAdam": "gradients are dense"}
 _FUSED = ("Adagrad", "SGD")  # whose fused step DTensor has no rule for
 _MARK = "_autopar_parameter"
 _REPLACED = WeakIdKeyDictionary()  # parameters of plain models that were compiled
@@ -74,16 +70,15 @@ def _check_replaced(optimizer: Optimizer) -> None:
         raise RuntimeStateError(what, remedy="build it after autopar.compile, of pm.parameters()")
 
 
-def _check_state(optimizer: Optimizer) -> None:
-    """Raises RuntimeStateError where whole tensors stand beside distributed parameters, as the state of a plain model's optimizer does."""
+def _share_state(optimizer: Optimizer) -> None:
+    """Whole tensors in its state, as that of a plain model's optimizer has them, become this rank's parts beside distributed parameters."""
     for parameter, state in optimizer.state.items():
-        if not isinstance(parameter, DTensor) or not isinstance(state, Mapping):
+        if not isinstance(parameter, DTensor) or not isinstance(state, dict):
             continue
         for name, value in state.items():
             alike = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
             if alike and not isinstance(value, DTensor):
-                what = f"the optimizer's state {name!r} is whole, and its parameter is distributed: it is of a plain model's optimizer"
-                raise RuntimeStateError(what, remedy="load state that autopar.Checkpoints saved, or begin without state")
+                state[name] = parted_as(parameter, value)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -92,6 +87,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _check_replaced(optimizer)
     if any(getattr(p, _MARK, False) for group in optimizer.param_groups for p in group["params"]):
         check_optimizer(optimizer)
-        _check_state(optimizer)
+        _share_state(optimizer)
+        optimizer.register_load_state_dict_post_hook(_share_state)
         optimizer.register_state_dict_post_hook(lambda _, state: {**state, "state": checkpointable(state["state"])})
         setattr(optimizer, _MARK, True)  # others may be given parameters later

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.errors import RuntimeStateError
 
-_READS = frozenset({
+READS = frozenset({
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.is_nonzero, Tensor.allclose, Tensor.__bool__, Tensor.__float__, Tensor.__int__,
-    Tensor.__index__, Tensor.__complex__, Tensor.__array__, Tensor.__contains__, torch.is_nonzero, torch.allclose,
+    Tensor.__index__, Tensor.__complex__, Tensor.__array__, Tensor.__contains__, Tensor.equal, torch.is_nonzero, torch.allclose,
+    torch.equal,
 })  # fmt: skip
 _MIXED = "mixed torch.Tensor and DTensor"  # of torch's refusal, 2.11 to 2.15
 _REMEDY = (
@@ -39,7 +40,7 @@ class PartedOutput(DTensor):
             RuntimeStateError: where a value is read of which this rank has a part, or a plain tensor stands beside it.
         """
         leaves = tree_leaves((args, kwargs))
-        read = func in _READS or (func is Tensor.__format__ and not args[0].dim())
+        read = func in READS or (func is Tensor.__format__ and not args[0].dim())
         if read and any(_in_parts(x) for x in leaves):
             what = f"{_name(func)} of an output, or of what was computed of it, would read this rank's part alone: it is a DTensor"
             raise RuntimeStateError(what, remedy=_REMEDY)

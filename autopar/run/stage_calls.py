@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.run.equal import check_tangents
 from autopar.run.forwards_first import ForwardsFirst
+from autopar.run.held import held
 from autopar.run.interleaving import Interleaving
 from autopar.run.parameters import Storage
 from autopar.run.program import Microbatches, ProgramTensor, StagedProgram
@@ -162,7 +163,7 @@ class StageCalls:
         named = zip((t.name for t in self.held if t.has_gradient), gradients, strict=True)
         found = {name: gradient for name, gradient in named if name not in without}
         shown = [(t.name, found.get(t.name)) for t in self.held]
-        return [None if gradient is None else self._storages[name].wrap(gradient) for name, gradient in shown]
+        return [None if gradient is None else held(self._storages[name].wrap(gradient)) for name, gradient in shown]
 
     def unused(self, absent: frozenset[str]) -> Unused:
         """What follows from these outputs alone, which have no part in the loss."""

@@ -118,7 +118,7 @@ class StagedModule(Compiled):
         self._stand_for_all(model, program.attributes, shared)
 
     @torch.compiler.disable  # what runs is compiled already, and Dynamo cannot trace it
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns for the whole batch; with gradients enabled, backward has run.
 
         Raises:

@@ -31,6 +31,10 @@ class AsksForGradient(Misfit):
     """A call with an input that requires a gradient, of what was made without."""
 
 
+class Unfrozen(Misfit):
+    """A call that trains a parameter, of what was made while that was frozen."""
+
+
 class Variant(Protocol):
     """A module with a program of its own."""
 

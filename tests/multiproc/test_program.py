@@ -78,7 +78,8 @@ def test_a_full_state_dict_loads_into_a_model_built_on_meta(facts: Facts) -> Non
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_a_supported_optimizer_computes_what_it_computes_on_the_plain_model(facts: Facts, name: str) -> None:
-    assert max(fact["optimizers"][name] for fact in facts) < 2e-6
+    tolerance = 2e-5 if name == "LBFGS" else 2e-6  # fp32, which its many evaluations round; in float64 see `test_held`
+    assert max(fact["optimizers"][name] for fact in facts) < tolerance
 
 
 @pytest.mark.parametrize("name", REFUSED)

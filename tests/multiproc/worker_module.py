@@ -156,8 +156,19 @@ def checkpoints(rank: int, folder: str) -> dict[str, Any]:
 
 
 def advance(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    call(model)["loss"].backward()
-    optimizer.step()
+    """One step, of several evaluations where the optimizer takes some."""
+
+    def evaluate() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = call(model)["loss"]
+        loss.backward()
+        return loss
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.step(evaluate)
+    else:
+        evaluate()
+        optimizer.step()
     optimizer.zero_grad()
 
 
@@ -187,8 +198,8 @@ def optimizers(rank: int) -> dict[str, Any]:
             result[name] = message(pair[1].step)
             continue
         for _ in range(2):
-            advance(plain, pair[0])
-            advance(parallel, pair[1])
+            for model, optimizer in zip((plain, parallel), pair, strict=True):
+                advance(model, optimizer)
         result[name] = worst(parallel, plain)
     return result
 

@@ -75,3 +75,17 @@ def test_first_ones_under_a_checkpoint_or_with_the_graph_kept_are_the_plain_mode
         way()
         for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+
+
+TRACERS: dict[str, Any] = {
+    "torch.export": lambda module, batch: torch.export.export(module, batch),
+    "torch.fx": lambda module, batch: torch.fx.symbolic_trace(module),
+    "torch.jit": lambda module, batch: torch.jit.trace(module, batch),
+}
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_a_compiled_module_is_not_traced_again(tracer: str) -> None:
+    _, module = pair(loss=True)
+    with pytest.raises(RuntimeStateError, match=rf"a compiled module is not [\s\S]*by {tracer.replace('.', '[.]')}"):
+        TRACERS[tracer](module, (X,))

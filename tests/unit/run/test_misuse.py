@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.errors import RuntimeStateError
@@ -77,16 +78,29 @@ def test_an_optimizer_that_was_built_before_is_refused_and_one_that_trains_the_p
     torch.optim.AdamW(module.parameters()).step()
 
 
-def test_whole_state_of_a_plain_models_optimizer_is_refused() -> None:
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_state_of_a_plain_models_optimizer_is_gone_on_with(begun: bool) -> None:
     plain, module = pair()
-    optimizers = [torch.optim.AdamW(m.parameters()) for m in (plain, module)]
-    for model, optimizer in zip((plain, module), optimizers, strict=True):
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, module)]
+
+    def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
         model(**BATCH)["loss"].backward()
-        if model is plain:
-            optimizer.step()
-    optimizers[1].load_state_dict(optimizers[0].state_dict())
-    with pytest.raises(RuntimeStateError, match=r"state 'exp_avg' is whole[\s\S]*Checkpoints"):
-        optimizers[1].step()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    step(plain, optimizers[0])
+    if begun:
+        step(module, optimizers[1])
+    module.load_state_dict(plain.state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for _ in range(2):
+        step(plain, optimizers[0])
+        step(module, optimizers[1])
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), plain.get_parameter(name))
+        state = optimizers[1].state[parameter]
+        assert all(isinstance(x, DTensor) for x in state.values() if x.dim())
+        assert bool(state) == (plain.get_parameter(name).grad is not None)
 
 
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])

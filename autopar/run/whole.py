@@ -1,0 +1,140 @@
+"""Functions of torch's computed of whole tensors, on every rank, of which each keeps its part: what `HeldTensor` falls back on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils import swap_tensors
+from torch.utils._pytree import tree_map
+
+from autopar.errors import RuntimeStateError
+from autopar.run.ranks import rank
+from autopar.run.torch_functions import draws, written_by
+
+log = logging.getLogger("autopar")
+
+_told: set[str] = set()
+
+
+def mesh_of(tensors: Iterable[Tensor]) -> DeviceMesh | None:
+    """That of the first of them that has one."""
+    return next((x.device_mesh for x in tensors if isinstance(x, DTensor)), None)
+
+
+def beside(args: Any, kwargs: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
+    """Arguments on one mesh: plain tensors as replicated ones, in the same memory, those of other meshes whole."""
+    return tree_map(lambda x: _on(x, mesh), args), tree_map(lambda x: _on(x, mesh), kwargs)
+
+
+def read(func: Any, args: Any, kwargs: Any) -> Any:
+    """A number, or whatever is no tensor, of whole tensors.
+
+    Raises:
+        RuntimeStateError: within `torch.tensor`, which reads numbers where no collective can run.
+    """
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
+        what = "torch.tensor of values that are computed of parameters or gradients, of which each rank has its part"
+        raise RuntimeStateError(what, remedy="torch.stack([...]) of them, or torch.tensor([float(x) for x in ...])")
+    return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+
+
+def by_mesh(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any], Any]) -> Any:
+    """A function of lists of tensors, one of which belongs to each place, run for the tensors of each mesh, and for plain ones."""
+    lists = [x for x in (*args, *kwargs.values()) if isinstance(x, tuple | list) and any(isinstance(y, Tensor) for y in x)]
+    keys = [x.device_mesh if isinstance(x, DTensor) else None for x in lists[0]] if lists else []
+    meshes = list(dict.fromkeys(keys))
+    if len(meshes) < 2:
+        return run(args, kwargs)
+    found: list[Any] = [None] * len(keys)
+    nothing = True
+    for mesh in meshes:
+        places = [place for place, key in enumerate(keys) if key == mesh]
+
+        def of(x: Any, mesh: Any = mesh, places: list[int] = places) -> Any:
+            if isinstance(x, tuple | list) and len(x) == len(keys):
+                return [x[place] for place in places]
+            return _whole(x) if mesh is None else x
+
+        part = run(tuple(of(x) for x in args), {name: of(x) for name, x in kwargs.items()})
+        nothing = nothing and part is None
+        for place, value in zip(places, part or (), strict=False):
+            found[place] = value
+    return None if nothing else tuple(found)
+
+
+def compute(
+    func: Any, args: Any, kwargs: Any, mesh: DeviceMesh, refusal: Exception | None = None, into: Mapping[int, Tensor] | None = None
+) -> Any:
+    """What it gives for whole tensors, as replicated ones; what it writes into is written.
+
+    Args:
+        mesh: on which results lie. refusal: of DTensor's, which is why; the log says so.
+        into: by id of an argument the whole tensor that stands for it, to be written.
+    """
+    written = {id(x): x for x in written_by(func, args, kwargs)}
+    stands: dict[int, Tensor] = dict(into or {})
+
+    def stand(x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return x
+        if id(x) not in stands:
+            stands[id(x)] = _whole(x).clone() if id(x) in written else _whole(x)
+        return stands[id(x)]
+
+    whole_args, whole_kwargs = tree_map(stand, args), tree_map(stand, kwargs)
+    found = func(*whole_args, **whole_kwargs)
+    outside = torch.no_grad() if getattr(func, "__module__", "") == "torch.nn.init" else nullcontext()  # it writes so itself
+    if refusal is not None and func.__name__ not in _told:
+        _told.add(func.__name__)
+        if rank() == 0:
+            reason = str(refusal).strip().split("\n")[0]
+            log.warning("torch's %s of parameters or gradients gathers them whole on every rank: %s", func.__name__, reason)
+    drawn = draws(func)
+    for key, target in written.items():
+        if isinstance(target, DTensor) and not (into and key in into):
+            with outside:
+                put(target, stands[key], drawn=drawn)
+    if len(written) == 1 and found is not None:
+        return next(iter(written.values()))
+    return None if found is None else tree_map(lambda x: _replicated(x, mesh, drawn), found)
+
+
+def put(target: DTensor, value: Tensor, *, drawn: bool = False) -> None:
+    """Write the whole `value` into a tensor, of which each rank has its part; with `drawn` the mesh's first rank's."""
+    value = _replicated(value.to(target.dtype), target.device_mesh, drawn)
+    if value.shape != target.shape:  # it was turned in place (`t_`)
+        value.__class__ = type(target)
+        swap_tensors(target, value)
+        return
+    with DisableTorchFunctionSubclass():
+        if any(p.is_partial() for p in target.placements):
+            target._local_tensor, target._spec = value._local_tensor, value._spec
+        else:
+            DTensor.copy_(target, value.redistribute(target.device_mesh, target.placements))
+
+
+def _on(x: Any, mesh: DeviceMesh) -> Any:
+    if isinstance(x, DTensor):
+        return x if x.device_mesh == mesh else _replicated(_whole(x), mesh)
+    return _replicated(x, mesh) if isinstance(x, Tensor) else x
+
+
+def _whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _replicated(x: Any, mesh: DeviceMesh, drawn: bool = False) -> Any:
+    if not isinstance(x, Tensor) or isinstance(x, DTensor):
+        return x
+    everywhere = [Replicate()] * mesh.ndim
+    if drawn:
+        return distribute_tensor(x, mesh, everywhere)
+    return DTensor.from_local(x, mesh, everywhere, run_check=False)
