@@ -25,11 +25,13 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+from autopar.capture._torch.checks import checks_in_no_order
 from autopar.capture._torch.derivatives import gradients_within
 from autopar.capture._torch.fakes import faked, views_of_one_mode
 from autopar.capture._torch.inputs import refuse_changed_inputs
 from autopar.capture._torch.preparing import Prepared
 from autopar.capture._torch.tensor_attributes import computed_attributes
+from autopar.capture._torch.traced_modules import without_graph
 from autopar.capture._transformers import model_loggers
 from autopar.capture.activations import join_activations
 from autopar.capture.attributes import settled
@@ -90,6 +92,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         if hasattr(torch._functorch.config, "backward_pass_autocast"):  # outside of autocast, as users run backward; `verify` tells
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         stack.enter_context(gradients_within())
+        stack.enter_context(checks_in_no_order())
         stack.enter_context(_without_record())
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # a recurrent layer is no op of CPUs alone
         stack.enter_context(views_of_one_mode())
@@ -105,6 +108,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             out_leaves, out_spec, found = _others_detached(captured, (*call.args, *call.kwargs.values()))
             joint = aot_export_joint_with_descriptors(stack, captured, call.args, call.kwargs)
             refuse_changed_inputs(joint.graph_module.graph, call.in_leaves, model)
+            drop_checks(joint.graph_module.graph)
         except CaptureError:
             raise
         except Exception as error:  # torch raises many unrelated classes here; every one is a refusal to capture
@@ -134,7 +138,7 @@ def _captured(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
     """Dynamo's graph, and what it noted of the model's attributes."""
     notes: list[Notes] = []
     with computed_attributes(), mock.patch.object(OutputGraph, "cleanup", noting(OutputGraph.cleanup, notes)):
-        captured = dynamo_graph_capture_for_export(model)(*call.args, **call.kwargs)
+        captured = dynamo_graph_capture_for_export(without_graph(model))(*call.args, **call.kwargs)
     if notes[-1].draws:
         raise draws_of_python("random", notes[-1].draws[0])
     return captured, notes[-1]
@@ -251,8 +255,7 @@ def _placeholder_kind(desc: Any) -> tuple[str, Any]:
             return "tangent", getattr(desc.output, "idx", None)
     if "Token" in type(desc).__name__:
         raise CaptureError(
-            "the model has an op that checks its result while it runs, as torch.linalg.inv, cholesky and solve do",
-            remedy="call the form that checks nothing: torch.linalg.inv_ex, cholesky_ex, solve_ex, lu_factor_ex",
+            "the model has an op that torch runs for its effect, not its result", remedy="leave out of forward what writes or prints"
         )
     raise CaptureError(f"the captured graph has an argument of an unknown kind: {desc}", remedy="report the model")
 
