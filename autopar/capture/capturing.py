@@ -26,7 +26,8 @@ from autopar.capture.notes import of_the_model
 from autopar.capture.passes import PASSES
 from autopar.capture.passes.clean import inline_constants
 from autopar.capture.passes.random import number_draws, replace_random
-from autopar.capture.refusals import of_modules, refuse_float8, refuse_random, refuse_sparse, refuse_unseen
+from autopar.capture.refusals import of_modules, refuse_unseen
+from autopar.capture.refused_ops import refuse_float8, refuse_random, refuse_sparse
 from autopar.capture.ties import refuse_overlaps
 from autopar.capture.trace import Folding, Trace
 from autopar.errors import CaptureError, Where

@@ -40,14 +40,20 @@ from autopar.capture.gpu_autocast import gpu_autocast, tell_of_disabled
 from autopar.capture.norms import join_norms
 from autopar.capture.notes import Notes, noting
 from autopar.capture.outputs import Differentiated, differentiated
+from autopar.capture.picked import settle_rows
 from autopar.capture.raw_graphs import drop_checks, plain_copy
-from autopar.capture.refusals import as_capture_error, changes_parameter, draws_of_python, quiet, refuse_miscompiled
+from autopar.capture.refusals import as_capture_error, changes_parameter, draws_of_python, quiet
+from autopar.capture.refused_ops import refuse_branches, refuse_miscompiled
 from autopar.capture.trace import ModuleAttribute, OutsideValue
 from autopar.capture.trees import flatten_with_paths, leaves_of
 from autopar.errors import CaptureError, Where
 
 # A number that differs from an earlier capture would otherwise become symbolic: captures must not depend on each other.
-_STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "specialize_int": True, "specialize_float": True}
+# Sizes that depend on values are symbols; `autopar.capture.picked` settles them.
+_STATIC = {
+    "capture_dynamic_output_shape_ops": True, "automatic_dynamic_shapes": False, "assume_static_by_default": True, "specialize_int": True,
+    "specialize_float": True, "use_numpy_random_stream": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +107,10 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             captured, notes = _captured(model, call)
             unkept = settled(notes, lambda: _captured_again(model, call), lambda tensor: faked(tensor, call.mode, None))
             refuse_miscompiled(captured.graph)
+            refuse_branches(captured.graph)
             tell_of_disabled(captured.graph)
             drop_checks(captured.graph)
+            settle_rows(captured.graph)
             join_activations(captured.graph)
             join_norms(captured.graph)
             out_leaves, out_spec, found = _others_detached(captured, (*call.args, *call.kwargs.values()))

@@ -6,8 +6,6 @@ the same forward, which is no GraphModule, and holds all but that.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx, nn
 
 _OF_GRAPH_MODULES = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(vars(nn.Module()))
@@ -18,6 +16,6 @@ def without_graph(model: nn.Module) -> nn.Module:
     if not isinstance(model, fx.GraphModule):
         return model
     kind = type(type(model).__name__, (nn.Module,), {"forward": type(model).forward})
-    plain: Any = kind.__new__(kind)
+    plain: nn.Module = kind()
     vars(plain).update({name: value for name, value in vars(model).items() if name not in _OF_GRAPH_MODULES})
-    return plain  # type: ignore[no-any-return]
+    return plain
