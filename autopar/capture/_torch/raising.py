@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._dynamo import symbolic_convert
 from torch._dynamo.variables import LazyVariableTracker, SymNodeVariable, TensorVariable
+from torch.nn import functional
+
+from autopar.capture.refusals import is_torchs
 
 _JUMPS = ("POP_JUMP_IF_FALSE", "POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE")
 _LEAVING = ("RETURN", "YIELD", "STORE", "DELETE", "FOR_ITER", "IMPORT")
+_TORCHS_OWN = ("gaussian_nll_loss",)  # of torch.nn.functional, which look at values so
 _Handler = Callable[[Any, Any], None]
 
 
@@ -22,18 +28,30 @@ _Handler = Callable[[Any, Any], None]
 def raises_left_out() -> Iterator[list[str]]:
     """Dynamo goes on behind such a branch; gives a list of the lines of those that it met."""
     lines: list[str] = []
-    changed: list[tuple[list[Any], int, _Handler]] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in _TORCHS_OWN:
+            stack.enter_context(mock.patch.object(functional, name, _copied(getattr(functional, name))))
         for kind in _translators(symbolic_convert.InstructionTranslatorBase):
             for code in {symbolic_convert.dis.opmap[name] for name in _JUMPS if name in symbolic_convert.dis.opmap}:
-                table = kind.dispatch_table
-                if table[code] is not None:
-                    changed.append((table, code, table[code]))
-                    table[code] = _leaving_out(table[code], lines)
+                stack.enter_context(_handled(kind.dispatch_table, code, lines))
         yield lines
+
+
+@contextlib.contextmanager
+def _handled(table: list[Any], code: int, lines: list[str]) -> Iterator[None]:
+    before = table[code]
+    table[code] = _leaving_out(before, lines)
+    try:
+        yield
     finally:
-        for table, code, handler in reversed(changed):
-            table[code] = handler
+        table[code] = before
+
+
+def _copied(function: Any) -> Any:
+    """The same function as another object: Dynamo reads what it does not know as one of torch's."""
+    copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 def _translators(kind: Any) -> Iterator[Any]:
@@ -47,7 +65,10 @@ def _leaving_out(handler: _Handler, lines: list[str]) -> _Handler:
         if not (_is_of_values(translator.stack[-1]) and _only_raises(translator, instruction)):
             handler(translator, instruction)
             return
-        line = f"{translator.f_code.co_filename}:{translator.lineno}"
+        user = translator
+        while is_torchs(user.f_code.co_filename) and getattr(user, "parent", None) is not None:
+            user = user.parent
+        line = f"{user.f_code.co_filename}:{user.lineno}"
         if line not in lines:
             lines.append(line)
         translator.pop()

@@ -44,7 +44,12 @@ def several(net: Any, x: Tensor) -> Tensor:
     return net.linear(x).sum()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("check", "num"), [(largest, 1), (item, 1), (several, 2)])
+def likelihood(net: Any, x: Tensor) -> Tensor:
+    made = net.linear(x)
+    return nn.GaussianNLLLoss()(made, x, made.detach().exp())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("check", "num"), [(largest, 1), (item, 1), (several, 2), (likelihood, 1)])
 def test_what_only_raises_is_left_out_and_named(check: Any, num: int, caplog: pytest.LogCaptureFixture) -> None:
     net, x = Net(check), torch.randn(2, 4)
     with caplog.at_level(logging.WARNING, logger="autopar"):
