@@ -141,6 +141,18 @@ def _multinomial(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs
     return rates.argmax(-1) if replaced else rates.argsort(dim=-1, descending=True, stable=True)[..., :num]
 
 
+def _gamma(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    alpha = args[0].to(torch.promote_types(args[0].dtype, torch.float32))
+    tries, settings = (*alpha.shape, random_ops.GAMMA_TRIES), (0.0, 1.0, alpha.dtype)
+    normals, uniforms = (mode.draw(kind, tries, *settings) for kind in (random_ops.normal, random_ops.uniform))
+    return random_ops.gamma(alpha, normals, uniforms, mode.draw(random_ops.uniform, alpha.shape, *settings)).to(args[0].dtype)
+
+
+def _dirichlet(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    made = _gamma(mode, func, args, kwargs)
+    return made / made.sum(-1, keepdim=True)
+
+
 def _permutation(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     like = func(*args, **kwargs)
     return mode.draw(random_ops.randint, like.shape, 0, random_ops.LARGEST_RANGE, torch.int64).argsort(stable=True).to(like.dtype)
@@ -166,4 +178,6 @@ _DRAWN: Mapping[Any, Drawn] = {
     aten.exponential_.default: _exponential,
     aten.randperm.default: _permutation,
     aten.multinomial.default: _multinomial,
+    aten._standard_gamma.default: _gamma,
+    aten._sample_dirichlet.default: _dirichlet,
 }

@@ -196,6 +196,27 @@ def _multinomial(node: fx.Node, state: fx.Node) -> fx.Node:
     return emit(node, aten.slice.Tensor, (order, len(shape) - 1, 0, num), result, dtype=torch.int64)
 
 
+def _gamma(node: fx.Node, state: fx.Node) -> fx.Node:
+    """Computed in at least float32."""
+    alpha, shape, dtype = node.args[0], shape_of(node), torch.promote_types(dtype_of(node), torch.float32)
+    if dtype_of(alpha) != dtype:
+        alpha = emit(node, aten._to_copy.default, (alpha,), shape, dtype=dtype, kwargs={"dtype": dtype})
+    tries = (*shape, random_ops.GAMMA_TRIES)
+    normals = _draw(node, state, random_ops.normal, (tries, 0.0, 1.0, dtype), tries, dtype)
+    uniforms = _draw(node, state, random_ops.uniform, (tries, 0.0, 1.0, dtype), tries, dtype)
+    last = _draw(node, state, random_ops.uniform, (shape, 0.0, 1.0, dtype), shape, dtype)
+    made = emit(node, random_ops.gamma, (alpha, normals, uniforms, last), shape, dtype=dtype)
+    return emit(node, aten._to_copy.default, (made,), shape, dtype=dtype_of(node), kwargs={"dtype": dtype_of(node)})
+
+
+def _dirichlet(node: fx.Node, state: fx.Node) -> fx.Node:
+    """Gamma numbers as shares of their sum."""
+    shape = shape_of(node)
+    made = _gamma(node, state)
+    total = emit(node, aten.sum.dim_IntList, (made, [-1], True), (*shape[:-1], 1))
+    return emit(node, aten.div.Tensor, (made, total), shape)
+
+
 def _permutation(node: fx.Node, state: fx.Node) -> fx.Node:
     """The order of as many random numbers."""
     shape = shape_of(node)
@@ -218,4 +239,6 @@ _REPLACEMENTS: dict[Callable[..., Any], _Replacement] = {
     aten.exponential.default: _exponential,
     aten.randperm.default: _permutation,
     aten.multinomial.default: _multinomial,
+    aten._standard_gamma.default: _gamma,
+    aten._sample_dirichlet.default: _dirichlet,
 }
