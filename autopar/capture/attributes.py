@@ -59,9 +59,10 @@ def settled(first: Notes, again: Callable[[], Notes], like: Callable[[torch.Tens
     Raises:
         CaptureError: a later forward may compute something else.
     """
-    telling = [write for write in first.writes if write.read or not write.attribute]
+    moving = [write for write in first.writes if write.value is UNKNOWN or _goes_on(write)]  # others are as they were found
+    telling = [write for write in moving if write.read or not write.attribute]
     if not telling:
-        return tuple(sorted(write.text for write in first.writes))
+        return tuple(sorted(write.text for write in moving))
     for write in telling:
         if write.value is UNKNOWN and (write.read or _is_read_elsewhere(write, first.code)):
             raise _refusal(write)

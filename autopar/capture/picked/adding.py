@@ -190,16 +190,35 @@ def put_back(node: fx.Node, masks: Masks, write: Writer) -> bool:
 
 
 def _masked_scatter(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
-    """Of a tensor, a mask and what the same mask picked."""
+    """Of a tensor, a mask and what the same mask picked, or one that it is repeated from."""
     held, flags, rows = node.args[:3]
     mask, factor = _mask_of(rows, masks)
-    tensor, given = tensor_of(held), tensor_of(rows)
-    if flags is not mask.node or factor != 1 or tensor is None or given is None or given.dim() != 1 or mask.shape != tuple(tensor.shape):
+    tensor, given, where = tensor_of(held), tensor_of(rows), tensor_of(flags)
+    if tensor is None or given is None or where is None or factor != 1 or _picks(flags) != _picks(mask.node):
         return None
-    made = write.call(torch.where, flags, write.method("view", rows, *mask.shape), held)
+    rest = tuple(tensor.shape[len(mask.shape) :])
+    fits = tuple(tensor.shape) == (*mask.shape, *rest) and tuple(given.shape[1:]) == rest
+    if not fits or tuple(where.shape) not in ((*mask.shape, *[1] * len(rest)), tuple(tensor.shape)):
+        return None
+    flags = write.method("view", mask.flat, *mask.shape, *[1] * len(rest))
+    made = write.call(torch.where, flags, write.method("view", rows, *mask.shape, *rest), held)
     return write.method("copy_", held, made) if str(node.target).endswith("_") else made
 
 
+def _picks(flags: Any) -> tuple[int, Any]:
+    """How often a mask is negated, modulo 2, and what of, whatever dims of length 1 it got."""
+    negated = 0
+    while isinstance(flags, fx.Node):
+        name = name_of(flags)
+        if name in ("invert", "logical_not"):
+            negated ^= 1
+        elif name not in _SAME_FLAGS and not (name == "getitem" and flags.args[1] == (Ellipsis, None)):
+            break
+        flags = flags.args[0]
+    return negated, flags
+
+
+_SAME_FLAGS = ("unsqueeze", "expand", "expand_as", "to", "bool")
 _ENDINGS: Mapping[str, _Ending] = {
     "sum": _sum, "mean": _mean, "max": _extreme(-1), "amax": _extreme(-1), "min": _extreme(1), "amin": _extreme(1),
     "any": _whether(False), "all": _whether(True), "index_add": _index_add, "index_put": _index_put, "masked_scatter": _masked_scatter,

@@ -69,6 +69,14 @@ def scattered(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
     return hidden.masked_scatter(flags, hidden.masked_select(flags).tanh()).square().mean()
 
 
+def normed_apart(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    """What a mask picks goes one way, all else another, as tokens of sounds and of texts do."""
+    hidden = net.up(x)
+    hidden = hidden.masked_scatter(mask.unsqueeze(-1), net.norm(hidden[mask]).to(hidden.device))
+    hidden = hidden.masked_scatter(~mask.unsqueeze(-1), net.up(x[~mask]).tanh())
+    return hidden.square().mean()
+
+
 WAYS: dict[str, Callable[..., Tensor]] = {
     "cross entropy": lambda net, x, m, y: F.cross_entropy(net.up(x)[m], y[m]),
     "cross entropy, smoothed and weighted": lambda net, x, m, y: F.cross_entropy(
@@ -102,6 +110,7 @@ WAYS: dict[str, Callable[..., Tensor]] = {
     "put back by numbers": put_numbers,
     "experts": routed,
     "scattered": scattered,
+    "apart": normed_apart,
 }  # fmt: skip
 
 
@@ -186,6 +195,7 @@ def test_the_log_says_where_and_how_many_rows_are_computed(caplog: pytest.LogCap
         (lambda net, x, m, y: net.up(x[m])[net.up(x[m])[:, 0].argsort()][:, 1].mean(), "op argsort"),
         (lambda net, x, m, y: net.up(x[m]).mean() * torch.unique(y).numel(), "op unique"),
         (lambda net, x, m, y: net.up(x)[m], "op getitem"),
+        (lambda net, x, m, y: net.up(x).masked_scatter(~m[..., None], net.up(x)[m]).mean(), "op masked_scatter"),
     ],
 )
 def test_what_does_not_treat_rows_apart_is_refused_with_op_and_line(loss: Callable[..., Tensor], op: str) -> None:
