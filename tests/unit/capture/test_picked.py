@@ -105,6 +105,7 @@ WAYS: dict[str, Callable[..., Tensor]] = {
     "some columns": lambda net, x, m, y: net.up(x)[m, 1:3].square().mean() + net.up(x)[m][..., :2].square().mean(),
     "joined": lambda net, x, m, y: net.up(torch.cat([x[m][:, :3], x[m][:, 3:]], -1)).square().mean(),
     "logarithms of what is positive": lambda net, x, m, y: (lambda h: h[h > 0].log().mean())(net.up(x)),
+    "a linear of logarithms": lambda net, x, m, y: net.up(x.masked_fill(~m[..., None], 0).abs()[m].log()).square().mean(),
     "roots of what is positive": lambda net, x, m, y: (lambda h: (h[h > 0.5] - 0.5).sqrt().sum())(net.up(x)),
     "put back": put,
     "put back by numbers": put_numbers,
@@ -132,11 +133,13 @@ NUMBERS: dict[str, Callable[..., Tensor]] = {
     "a count": lambda net, x, m, y: (net.up(x) * m[..., None]).sum() / m.sum().item(),
     "a share": lambda net, x, m, y: net.up(x).square().mean() * (m.sum().item() / 3 + 1),
     "a scale": lambda net, x, m, y: net.up(x).square().mean() * float(net.up(x).detach().abs().max()),
+    "a scale with a gradient": lambda net, x, m, y: net.up(x).square().mean() * float(net.up(x).abs().max()),
     "an int": lambda net, x, m, y: net.up(x).square().mean() * (2 - int(m.sum())),
     "a threshold": lambda net, x, m, y: (net.up(x) * (x.sum(-1, keepdim=True) > x.mean().item())).square().mean(),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
 @pytest.mark.parametrize("way", NUMBERS)
 def test_a_number_that_is_read_from_a_tensor_is_the_tensor_without_a_gradient(way: str) -> None:
     compared(NUMBERS[way], batch())

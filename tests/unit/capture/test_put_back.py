@@ -47,9 +47,9 @@ class Busy(nn.Module):
         self.linear, self.busy = nn.Linear(4, 4), False
 
     def forward(self, x: Tensor) -> Tensor:
-        self.busy = True
+        before, self.busy = self.busy, True
         made = self.scaled(self.linear(x)).sum()
-        self.busy = False
+        self.busy = before
         return made
 
     def scaled(self, y: Tensor) -> Tensor:
