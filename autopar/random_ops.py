@@ -23,6 +23,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 LARGEST_RANGE = 2**31  # of `randint`
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8}  # more would round up to the range's end
 LEAST_EXPONENTIAL = 2.0**-25  # half a step of `uniform`: 0 is drawn by no exponential distribution, though by `uniform`
+GAMMA_TRIES = 12  # all are refused less often than once in 10¹⁵
 _INNER = 2**31  # inner dims together have at most as many elements
 # What one element costs in eager mode: passes over 32-bit numbers, each of which reads and writes four bytes.
 NUM_PASSES = 25
@@ -103,6 +104,26 @@ def randint(
 def masked_scale(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     """``x · mask · scale``: dropout's forward and, of its gradient, backward."""
     return (x * mask).mul_(scale)
+
+
+def gamma(alpha: Tensor, normals: Tensor, uniforms: Tensor, last: Tensor) -> Tensor:
+    """Gamma numbers of shape parameter `alpha` and rate 1 (Marsaglia and Tsang, "A Simple Method for Generating Gamma Variables", 2000).
+
+    The first of `GAMMA_TRIES` tries that is accepted is taken; each is with probability 0.95 and more.
+
+    Args:
+        alpha: [...], above 0. normals, uniforms: [..., `GAMMA_TRIES`], normal, and from [0, 1). last: [...], from [0, 1), of which numbers
+            below 1 for `alpha` are made.
+    """
+    d = (torch.where(alpha < 1, alpha + 1, alpha) - 1 / 3).unsqueeze(-1)
+    cubed = (1 + normals * (9 * d).rsqrt()) ** 3
+    known = cubed.clamp_min(torch.finfo(alpha.dtype).tiny)
+    fits = (cubed > 0) & ((-uniforms).log1p() < 0.5 * normals**2 + d * (1 - known + known.log()))
+    tries = torch.arange(GAMMA_TRIES, device=alpha.device)
+    first = torch.where(fits, tries, GAMMA_TRIES - 1).amin(-1, keepdim=True)
+    made = (d * known.gather(-1, first)).squeeze(-1)
+    made = torch.where(alpha < 1, made * (-last).log1p().div(alpha).exp(), made)
+    return made.clamp_min(torch.finfo(alpha.dtype).tiny)
 
 
 def _bits(

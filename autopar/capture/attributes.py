@@ -43,6 +43,13 @@ def tell_of_unkept(names: tuple[str, ...]) -> None:
         log.warning("%s%s, which forward sets, %s not updated by a compiled call", shown, more, "is" if len(names) == 1 else "are")
 
 
+def tell_of_raises(lines: Sequence[str]) -> None:
+    """Say once, on one rank of a job, at which lines forward raises where values are not as it wants them, and a program does not look."""
+    if lines and os.environ.get("RANK", "0") == "0":
+        more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        log.warning("forward looks at values to raise an error (%s%s), which a compiled call does not", ", ".join(lines[:_SHOWN]), more)
+
+
 def settled(first: Notes, again: Callable[[], Notes], like: Callable[[torch.Tensor], torch.Tensor]) -> tuple[str, ...]:
     """The names of what forward writes and a program does not keep, since no forward depends on it.
 
@@ -52,9 +59,10 @@ def settled(first: Notes, again: Callable[[], Notes], like: Callable[[torch.Tens
     Raises:
         CaptureError: a later forward may compute something else.
     """
-    telling = [write for write in first.writes if write.read or not write.attribute]
+    moving = [write for write in first.writes if write.value is UNKNOWN or _goes_on(write)]  # others are as they were found
+    telling = [write for write in moving if write.read or not write.attribute]
     if not telling:
-        return tuple(sorted(write.text for write in first.writes))
+        return tuple(sorted(write.text for write in moving))
     for write in telling:
         if write.value is UNKNOWN and (write.read or _is_read_elsewhere(write, first.code)):
             raise _refusal(write)

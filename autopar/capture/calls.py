@@ -18,7 +18,7 @@ from autopar.errors import CallError, CaptureError, Where
 
 # Torch's own subclasses are of fakes.
 _KINDS = (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError, NotImplementedError)
-_OF_FAKES = ("fake", "meta tensor", "'meta' backend", "data pointer", "not allocated", "subclass", "unbacked", "symint", "item()")
+_OF_FAKES = ("swap", "fake", "meta tensor", "'meta' backend", "data pointer", "not allocated", "subclass", "unbacked", "symint", "item()")
 _LINE = re.compile(r"(?P<file>.*?):(?P<line>\d+): ")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 

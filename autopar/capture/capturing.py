@@ -13,8 +13,9 @@ from torch import nn
 
 from autopar.capture._torch.joint import RawJoint, raw_joint
 from autopar.capture._torch.preparing import Prepared, prepared
+from autopar.capture._torch.raising import raises_left_out
 from autopar.capture._transformers import branches_of_eager
-from autopar.capture.attributes import tell_of_unkept
+from autopar.capture.attributes import tell_of_raises, tell_of_unkept
 from autopar.capture.border import Border
 from autopar.capture.calls import called, check_call
 from autopar.capture.execute import propagate
@@ -26,7 +27,8 @@ from autopar.capture.notes import of_the_model
 from autopar.capture.passes import PASSES
 from autopar.capture.passes.clean import inline_constants
 from autopar.capture.passes.random import number_draws, replace_random
-from autopar.capture.refusals import of_modules, refuse_float8, refuse_random, refuse_sparse, refuse_unseen
+from autopar.capture.refusals import of_modules, refuse_unseen
+from autopar.capture.refused_ops import refuse_float8, refuse_random, refuse_sparse
 from autopar.capture.ties import refuse_overlaps
 from autopar.capture.trace import Folding, Trace
 from autopar.errors import CaptureError, Where
@@ -61,7 +63,9 @@ def capture(
     check_call(inspect.signature(model.forward), args, kwargs or {})
     with collected_seldom(), prepared(model, args, dict(kwargs or {}), precision, inference=inference) as call:
         _refuse_called(model, call)
-        trace = _captured_somehow(model, call, fold)
+        with raises_left_out() as lines:
+            trace = _captured_somehow(model, call, fold)
+    tell_of_raises(lines)
     return replace(trace, attributes=of_the_model(trace.attributes, model))
 
 

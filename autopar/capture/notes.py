@@ -155,7 +155,7 @@ def _place(source: str, scope: dict[str, Any]) -> Place | None:
             if attribute and isinstance(getattr(type(found), attribute, None), property):
                 return None  # what it makes of others, which have places of their own
             found = getattr(found, attribute) if attribute else found[ast.literal_eval(key)]
-        except (AttributeError, LookupError, TypeError, ValueError, SyntaxError):
+        except Exception:  # whatever a class of the model's own raises of being asked so
             return None
         name += step[0]
         if isinstance(found, nn.Module):

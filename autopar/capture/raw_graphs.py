@@ -6,7 +6,12 @@ import torch
 from torch import fx
 
 _ATEN = torch.ops.aten
-_CHECKS = frozenset((_ATEN._assert_scalar.default, _ATEN._assert_async.default, _ATEN._assert_async.msg, torch._assert_async, torch._check))
+_CHECKS = frozenset(
+    (
+        _ATEN._assert_scalar.default, _ATEN._assert_async.default, _ATEN._assert_async.msg, _ATEN._linalg_check_errors.default,
+        torch._assert_async, torch._check,
+    )
+)  # fmt: skip
 
 
 def drop_checks(graph: fx.Graph) -> None:

@@ -21,6 +21,8 @@ _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n?(?P<code>[^\n]*)')
 _RAISED = re.compile(r"Developer debug context: raised exception (.+)|with fake tensors: .*: got (\w+\(.+\))")
 _CALLED = re.compile(r"(?:trace (?:the )?builtin(?: operator)?|that the function) `(?:<unknown module>\.)?(?P<name>[\w.]+?)\.?`")
+_NUMPY = re.compile(r"numpy function: <(?:bound method RandomState\.(\w+)|cyfunction (default_rng|\w*Generator\w*))")
+_RESHAPED = re.compile(r"calling `L\['(?P<input>\w+)'\][^`]*\.(?P<method>\w+)`\. Reason: Getting an inplace view on a graph input")
 _REMEDIES = {
     "data-dependent": "the value of a tensor decides the control flow: use torch.where, or pass the choice as a Python value",
     "logging": "remove the log call from forward, or guard it with `if not torch.compiler.is_compiling()`",
@@ -32,13 +34,10 @@ _REMEDIES = {
     "torch.func.grad",
     "autograd.grad consumed": "pass create_graph=True, or retain_graph=True, to torch.autograd.grad: backward goes through the graph again",
     "using `torch.autograd.grad`": "take the gradient by torch.func.grad",
-    "item()": "do not read a tensor's value in forward (`.item()`, `int(x)`): compute it before and pass it as a Python value",
+    "item()": "do not read a tensor's value in forward (`.item()`, `int(x)`) but to compute with it: where it decides a shape or a branch, "
+    "compute it before and pass it as a Python value",
 }
-_OUTSIDE = (
-    "compute the loss outside of the model: let forward return the log-probabilities, and go on with `loss = F.ctc_loss(pm(x), ...)` and "
-    "`loss.backward()`"
-)
-_MISCOMPILED = ("multilabel_margin_loss",)
+_OUTSIDE = "compute the loss outside of the model: let forward return the log-probabilities, and go on with `loss = F.ctc_loss(pm(x), ...)`"
 _SHAPES = (
     "keep shapes fixed: compute for all rows and multiply by a mask (`y + expert(x) * picked.unsqueeze(-1)`, torch.where(mask, x, 0)), "
     "or take a fixed number of rows (`scores.topk(capacity)` and `x[index]`)"
@@ -71,11 +70,13 @@ def as_capture_error(error: BaseException) -> CaptureError:
         said = "torch gives F.ctc_loss a result whose shape depends on the values of the lengths"
         return CaptureError(said, where=Where(source=source), remedy=_OUTSIDE)
     if kind == "DynamicOutputShapeException" or "dynamic shape operator" in text.lower():
-        op = what if kind == "DynamicOutputShapeException" else ""
-        said = "the shape of a result depends on the values of a tensor, and a program has fixed shapes"
-        return CaptureError(said, where=Where(op=op, source=source), remedy=_SHAPES)
+        return of_changing_shapes(Where(op=what if kind == "DynamicOutputShapeException" else "", source=source))
     if isinstance(error, AssertionError) and "backend_input" in traceback.format_tb(error.__traceback__)[-1]:  # Dynamo made no graph
         return CaptureError("forward computes nothing with tensors", remedy="pass the batch as tensors, and return what is computed of it")
+    if drawn := _NUMPY.search(text):
+        return draws_of_numpy(drawn[1] or drawn[2], source)
+    if reshaped := _RESHAPED.search(text):
+        return _reshapes(reshaped["input"], reshaped["method"], source)
     if called := _CALLED.search(text):
         return _cannot_call(called["name"], source)
     raised = _RAISED.search(text)
@@ -83,9 +84,20 @@ def as_capture_error(error: BaseException) -> CaptureError:
     default = _DEFAULT_REMEDY if type(error).__module__.startswith("torch._dynamo") else _BEHIND_DYNAMO
     remedy = next((remedy for mark, remedy in _REMEDIES.items() if mark.lower() in text.lower()), default)
     if kind == "DataDependentOutputException":
-        what = f"forward reads the value of a tensor ({what})"
-        remedy = _REMEDIES["item()"]
+        return reads_a_value(Where(op=what, source=source))
     return CaptureError(f"the model cannot be captured as one graph: {what}", where=Where(source=source), remedy=remedy)
+
+
+def reads_a_value(where: Where) -> CaptureError:
+    """The refusal of a number that is read from a tensor, and decides a shape or what else no tensor can."""
+    what = "the model cannot be captured as one graph: forward reads the value of a tensor"
+    return CaptureError(what, where=where, remedy=_REMEDIES["item()"])
+
+
+def of_changing_shapes(where: Where) -> CaptureError:
+    """The refusal of an op whose result has a shape that depends on values."""
+    said = "the shape of a result depends on the values of a tensor, and a program has fixed shapes"
+    return CaptureError(said, where=where, remedy=_SHAPES)
 
 
 def _cannot_call(name: str, source: str) -> CaptureError:
@@ -99,10 +111,26 @@ def _cannot_call(name: str, source: str) -> CaptureError:
     return CaptureError(said, where=Where(source=source), remedy=remedy)
 
 
+def _reshapes(name: str, method: str, source: str) -> CaptureError:
+    """The refusal of a view that takes the place of the tensor it is of, where that is the caller's."""
+    said = f"forward gives its input {name!r} another shape in place ({name}.{method}()): the caller's tensor, which no program changes"
+    remedy = f"take the view as a new tensor: `{name} = {name}.{method.removesuffix('_')}(...)`"
+    return CaptureError(said, where=Where(source=source), remedy=remedy)
+
+
 def draws_of_python(name: str, source: str = "") -> CaptureError:
     """The refusal of numbers that Python's generator draws: in a graph they would be constants."""
+    return _draws_elsewhere(f"Python's generator ({name})", source)
+
+
+def draws_of_numpy(name: str, source: str) -> CaptureError:
+    """The refusal of numbers that numpy draws: Dynamo would let torch draw others."""
+    return _draws_elsewhere(f"numpy's (numpy.random.{name})", source)
+
+
+def _draws_elsewhere(generator: str, source: str) -> CaptureError:
     return CaptureError(
-        f"forward draws of Python's generator ({name}), which a program does not do",
+        f"forward draws of {generator}, which a program does not do",
         where=Where(source=source),
         remedy="draw with torch.rand, randn, randint or bernoulli, which follow torch.manual_seed and are the same on every layout; or "
         "draw outside of the model, and pass the number in as a tensor",
@@ -217,67 +245,6 @@ def changes_parameter(name: str, node: fx.Node) -> CaptureError:
         remedy="change it between steps, under torch.no_grad() after optimizer.step(), or compute with what forward makes of it "
         "(`self.weight.clamp(...)`) and leave it as it is",
     )
-
-
-def refuse_miscompiled(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first call that torch's own decomposition computes otherwise than the call itself."""
-    for node in graph.nodes:
-        if getattr(node.target, "__name__", "") in _MISCOMPILED:
-            raise CaptureError(
-                f"torch decomposes {node.target.__name__} into ops that compute another loss",
-                where=Where(op=node.target.__name__, source=user_line(node.meta.get("stack_trace") or "")),
-                remedy="write the loss out, or use multilabel_soft_margin_loss",
-            )
-
-
-def refuse_random(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first op that draws random numbers otherwise than by position (`autopar.random_ops`).
-
-    Its numbers would depend on how the tensor is cut, and a distributed run would differ from the plain one silently.
-    """
-    for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and _draws(node):
-            raise CaptureError(
-                f"{node.target} draws random numbers, and has no counterpart that draws the same under every layout",
-                where=Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"]),
-                remedy="draw with torch.rand, randn, randint, bernoulli or dropout, whose numbers follow from the element's place",
-            )
-
-
-def refuse_float8(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first value in a floating dtype of 8 bits: torch promotes none of these, and no rule knows their sums."""
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize < 2:
-            raise CaptureError(
-                f"a tensor of {value.dtype}, which programs do not compute with",
-                where=Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"]),
-                remedy="compute in torch.bfloat16 or float16 instead",
-            )
-
-
-def refuse_sparse(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first sparse value: programs compute with dense tensors, and gradients are parts of such."""
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            raise CaptureError(
-                "a tensor that is sparse, as the gradient of an embedding with sparse=True is: programs compute with dense ones",
-                where=Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"]),
-                remedy="pass sparse=False to the embedding, and an optimizer of dense gradients (AdamW in place of SparseAdam)",
-            )
-
-
-def _draws(node: fx.Node) -> bool:
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    # Attention ops carry the tag for their dropout, which is an argument.
-    names = [argument.name for argument in node.target._schema.arguments]
-    if "dropout_p" not in names:
-        return True
-    position = names.index("dropout_p")
-    probability = node.kwargs.get("dropout_p", node.args[position] if len(node.args) > position else 0.0)
-    return probability != 0.0
 
 
 @contextlib.contextmanager

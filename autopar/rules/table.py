@@ -230,6 +230,9 @@ POINTWISE_LINEAR: Mapping[Any, f.Family] = {
 RANDOM: Mapping[Any, f.Family] = {
     **{op: f.drawn for op in (random_ops.keep_mask, random_ops.uniform, random_ops.normal, random_ops.randint)},
     random_ops.masked_scale: f.pointwise(FIRST),
+    random_ops.gamma: Row("..., ... _, ... _, ... -> ..."),
+    aten._standard_gamma_grad.default: f.pointwise(),
+    aten._dirichlet_grad.default: Row("... _, ... _, ... _ -> ... _"),
 }
 
 POINTWISE_UNTAGGED = (

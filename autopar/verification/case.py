@@ -34,6 +34,7 @@ from autopar.run.program import Program, StagedProgram
 from autopar.verification.comparison import Results
 from autopar.verification.drawing import PositionalDraws, draws_by_sample
 from autopar.verification.own_eps import OwnEps
+from autopar.verification.widened import Widened
 
 # Making numbers in a small dtype, or moving them, loses nothing that a run in a larger one could keep.
 _NO_COMPUTING = ("zeros", "ones", "full", "empty", "arange", "scalar_tensor", "lift_fresh", "view", "reshape", "expand", "detach", "alias")
@@ -50,6 +51,7 @@ class Case:
     Attributes:
         tensors: parameters and buffers by every name. inputs: the trace's inputs, in order.
         dtype: what floating tensors are converted to, or None. computed: the dtype that is computed in. own: the model's own.
+        widened: whether the plain model computes in `computed` what it would compute in a smaller dtype (`autopar.verification.widened`).
     """
 
     trace: Trace
@@ -62,6 +64,7 @@ class Case:
     dtype: torch.dtype | None
     computed: torch.dtype
     own: torch.dtype
+    widened: bool = False
 
     @staticmethod
     def of(
@@ -179,7 +182,7 @@ class Case:
         trained = bool(self.trace.differentiable)
         with without_caches(plain), torch.set_grad_enabled(trained), self._refused_by_kernels():
             drawn = draws if self.num_draws else nullcontext()
-            with self._autocast() as outside:
+            with self._autocast() as outside, Widened(self.computed) if self.widened else nullcontext():
                 with drawn, watch, own_eps:  # the draws themselves are not watched
                     returned = plain(*args, **kwargs)
                 outputs = dict(flatten_with_paths(returned)[0])

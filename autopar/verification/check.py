@@ -2,8 +2,9 @@
 
 It must equal the plain model in loss, outputs, mutated buffers and every gradient. Where the model itself computes a part in a
 smaller dtype than asked for (``logits.float()`` in a float64 run), the plain result is only that precise; then the program
-is also held against the traced graph, which computes everything in the dtype asked for, with that dtype's own tolerance. Where
-no dtype is asked for, nothing is more precise than the smallest dtype that the model computes in (under autocast a 16-bit one).
+is also held against the traced graph, which computes everything in the dtype asked for, with that dtype's own tolerance. Where the model
+magnifies what it rounds so, it is run once more with these parts in the dtype asked for, too, and the program held against that, strictly.
+Where no dtype is asked for, nothing is more precise than the smallest dtype that the model computes in (under autocast a 16-bit one).
 Where the plain model cannot be run in the dtype asked for (an op of it has no such kernel, a constant of it overflows), or magnifies what
 it computes in a smaller one (the sine of a large float32 number) while the program is its traced graph's equal, the comparison is in the
 model's own, and says so; so it is where in its own dtype only the program's sums round too far (`_exactly`).
@@ -134,6 +135,8 @@ def _compared(case: Case, plain: Results, lower: Mapping[str, torch.dtype], tole
         diagnose(case, str(error))
         raise
     result = _judge(case, ran, plain, lower, tolerance)
+    if not result.ok and (widened := _widened(case, ran, result, lower, tolerance)) is not None:
+        return widened
     if not result.ok and (magnified := _magnified(case, result, tolerance)) is not None:
         return magnified
     if not result.ok:
@@ -143,6 +146,24 @@ def _compared(case: Case, plain: Results, lower: Mapping[str, torch.dtype], tole
             remedy="report the model: it was captured wrongly, or it computes differently from call to call",
         )
     return result
+
+
+def _widened(
+    case: Case, ran: Lockstep, result: Verification, lower: Mapping[str, torch.dtype], tolerance: float | None
+) -> Verification | None:
+    """The comparison with the model whose parts in a smaller dtype are computed in the one asked for.
+
+    None where it differs or cannot be run so, or where `result` is farther off than a model that is all in that smaller dtype may be.
+    """
+    off = result.traced is None or result.traced > result.traced_tolerance
+    if off or tolerance is not None or result.max_error > max(tolerance_of(d) for d in lower.values()):
+        return None
+    try:
+        plain, _ = _plain(replace(case, widened=True))
+    except VerificationError:
+        return None
+    strict = _judge(case, ran, plain, {}, tolerance)
+    return replace(strict, lower_parts=result.lower_parts, apart=result.max_error) if strict.ok else None
 
 
 def _magnified(case: Case, result: Verification, tolerance: float | None) -> Verification | None:

@@ -124,9 +124,33 @@ def _bernoulli_of(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwarg
 
 def _exponential(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     rate = args[1] if len(args) > 1 else kwargs.get("lambd", 1.0)
-    wide = torch.promote_types(args[0].dtype, torch.float32)
-    logarithm = mode.draw(random_ops.uniform, args[0].shape, 0.0, 1.0, wide).neg_().log1p_()
-    return args[0].copy_(logarithm.clamp_(max=-random_ops.LEAST_EXPONENTIAL).div_(-rate))
+    return args[0].copy_(_exponentials(mode, args[0].shape, torch.promote_types(args[0].dtype, torch.float32)).div_(rate))
+
+
+def _exponentials(mode: PositionalDraws, shape: Any, dtype: torch.dtype) -> Tensor:
+    logarithm = mode.draw(random_ops.uniform, shape, 0.0, 1.0, dtype).neg_().log1p_()
+    return logarithm.clamp_(max=-random_ops.LEAST_EXPONENTIAL).neg_()
+
+
+def _multinomial(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    weights, num = args[:2]
+    replaced = (args[2] if len(args) > 2 else kwargs.get("replacement", False)) and num > 1
+    wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    wide = wide.unsqueeze(-2) if replaced else wide
+    rates = wide / _exponentials(mode, (*weights.shape[:-1], num, weights.shape[-1]) if replaced else weights.shape, wide.dtype)
+    return rates.argmax(-1) if replaced else rates.argsort(dim=-1, descending=True, stable=True)[..., :num]
+
+
+def _gamma(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    alpha = args[0].to(torch.promote_types(args[0].dtype, torch.float32))
+    tries, settings = (*alpha.shape, random_ops.GAMMA_TRIES), (0.0, 1.0, alpha.dtype)
+    normals, uniforms = (mode.draw(kind, tries, *settings) for kind in (random_ops.normal, random_ops.uniform))
+    return random_ops.gamma(alpha, normals, uniforms, mode.draw(random_ops.uniform, alpha.shape, *settings)).to(args[0].dtype)
+
+
+def _dirichlet(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    made = _gamma(mode, func, args, kwargs)
+    return made / made.sum(-1, keepdim=True)
 
 
 def _permutation(mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -153,4 +177,7 @@ _DRAWN: Mapping[Any, Drawn] = {
     aten.normal_.default: _written(random_ops.normal, lambda x, mean=0.0, std=1.0: (mean, std)),
     aten.exponential_.default: _exponential,
     aten.randperm.default: _permutation,
+    aten.multinomial.default: _multinomial,
+    aten._standard_gamma.default: _gamma,
+    aten._sample_dirichlet.default: _dirichlet,
 }

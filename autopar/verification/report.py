@@ -19,6 +19,7 @@ class Verification:
         traced: largest error against the traced graph where there are lower parts, else None.
         traced_tolerance: the limit of `traced`.
         num_collectives: communication steps that ran on each rank, local slices not counted.
+        apart: its largest error as it is, where the model magnifies what these ops round, and was compared with them in `dtype`.
         instead_of: the dtype that was asked for and why the plain model cannot be compared in it, or ``""``.
     """
 
@@ -34,6 +35,7 @@ class Verification:
     traced_tolerance: float
     num_collectives: int
     instead_of: str = ""
+    apart: float | None = None
 
     @property
     def rows(self) -> tuple[tuple[str, str, float], ...]:
@@ -67,6 +69,8 @@ class Verification:
             lines.append(f"  the model cannot be compared in {self.instead_of}")
         if self.lower_parts:
             lines.append(f"  the model itself computes in a smaller dtype: {', '.join(self.lower_parts[:4])}")
+        if self.apart is not None:
+            lines.append(f"  which was compared with these ops in {self.dtype}, too; as it is, what they round makes {self.apart:.2e}")
         if self.traced is not None:
             lines.append(f"  against the traced graph, all in {self.dtype}: {self.traced:.2e}, tolerance {self.traced_tolerance:.0e}")
         return "\n".join(lines)

@@ -53,6 +53,17 @@ def experts(s: Any, parts: int = 2, act: str = "silu", gradient: bool = False) -
     return on(*((real(s.a, s.d),) if gradient else ()), x, picked, gates, *weights, act, s.b)
 
 
+def gammas(s: Any) -> Built:
+    tries = (s.a, s.b, random_ops.GAMMA_TRIES)
+    return on(ids(8, s.a, s.b).double() / 4 + 0.25, real(*tries), ids(8, *tries).double() / 8, ids(8, s.a, s.b).double() / 8)
+
+
+def shares(s: Any) -> Built:
+    """Of numbers of s.a rows of 3, with their parameters and the sums of these."""
+    numbers, alpha = (ids(8, s.a, s.b, 3).double() + 1 for _ in range(2))
+    return on(numbers / numbers.sum(-1, keepdim=True), alpha, alpha.sum(-1, keepdim=True).expand_as(alpha))
+
+
 def softmaxed(s: Any) -> Built:
     x = real(s.a, s.b, s.c)
     m, total = x.amax(-1), (x - x.amax(-1, keepdim=True)).exp().sum(-1)
@@ -356,6 +367,9 @@ CASES: Mapping[Any, Case | list[Case]] = {
     random_ops.normal: lambda s: on(torch.tensor(7), [s.a, s.b], 0.0, 1.0, torch.float64, draw=0),
     random_ops.randint: lambda s: on(torch.tensor(7), [s.a, s.b], 0, 9, torch.int64, draw=2),
     random_ops.masked_scale: lambda s: on(real(s.a, s.b), ids(2, s.a, s.b).bool(), 2.0),
+    random_ops.gamma: gammas,
+    aten._standard_gamma_grad.default: lambda s: on(ids(4, s.a, s.b).double() + 0.5, ids(8, s.a, s.b).double() + 0.5),
+    aten._dirichlet_grad.default: shares,
     aten.argsort.stable: lambda s: on(real(s.a, s.b, s.c), stable=True, dim=1),
     operator.getitem: None,  # below: it takes a result, not a tensor
     aten.index.Tensor: [

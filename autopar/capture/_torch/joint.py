@@ -25,11 +25,13 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+from autopar.capture._torch.checks import checks_in_no_order
 from autopar.capture._torch.derivatives import gradients_within
 from autopar.capture._torch.fakes import faked, views_of_one_mode
 from autopar.capture._torch.inputs import refuse_changed_inputs
 from autopar.capture._torch.preparing import Prepared
 from autopar.capture._torch.tensor_attributes import computed_attributes
+from autopar.capture._torch.traced_modules import without_graph
 from autopar.capture._transformers import model_loggers
 from autopar.capture.activations import join_activations
 from autopar.capture.attributes import settled
@@ -38,14 +40,20 @@ from autopar.capture.gpu_autocast import gpu_autocast, tell_of_disabled
 from autopar.capture.norms import join_norms
 from autopar.capture.notes import Notes, noting
 from autopar.capture.outputs import Differentiated, differentiated
+from autopar.capture.picked import settle_rows
 from autopar.capture.raw_graphs import drop_checks, plain_copy
-from autopar.capture.refusals import as_capture_error, changes_parameter, draws_of_python, quiet, refuse_miscompiled
+from autopar.capture.refusals import as_capture_error, changes_parameter, draws_of_python, quiet
+from autopar.capture.refused_ops import refuse_branches, refuse_miscompiled
 from autopar.capture.trace import ModuleAttribute, OutsideValue
 from autopar.capture.trees import flatten_with_paths, leaves_of
 from autopar.errors import CaptureError, Where
 
 # A number that differs from an earlier capture would otherwise become symbolic: captures must not depend on each other.
-_STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "specialize_int": True, "specialize_float": True}
+# Sizes that depend on values are symbols; `autopar.capture.picked` settles them.
+_STATIC = {
+    "capture_dynamic_output_shape_ops": True, "automatic_dynamic_shapes": False, "assume_static_by_default": True, "specialize_int": True,
+    "specialize_float": True, "use_numpy_random_stream": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +98,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         if hasattr(torch._functorch.config, "backward_pass_autocast"):  # outside of autocast, as users run backward; `verify` tells
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         stack.enter_context(gradients_within())
+        stack.enter_context(checks_in_no_order())
         stack.enter_context(_without_record())
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # a recurrent layer is no op of CPUs alone
         stack.enter_context(views_of_one_mode())
@@ -98,13 +107,16 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             captured, notes = _captured(model, call)
             unkept = settled(notes, lambda: _captured_again(model, call), lambda tensor: faked(tensor, call.mode, None))
             refuse_miscompiled(captured.graph)
+            refuse_branches(captured.graph)
             tell_of_disabled(captured.graph)
             drop_checks(captured.graph)
+            settle_rows(captured.graph)
             join_activations(captured.graph)
             join_norms(captured.graph)
             out_leaves, out_spec, found = _others_detached(captured, (*call.args, *call.kwargs.values()))
             joint = aot_export_joint_with_descriptors(stack, captured, call.args, call.kwargs)
             refuse_changed_inputs(joint.graph_module.graph, call.in_leaves, model)
+            drop_checks(joint.graph_module.graph)
         except CaptureError:
             raise
         except Exception as error:  # torch raises many unrelated classes here; every one is a refusal to capture
@@ -134,7 +146,7 @@ def _captured(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
     """Dynamo's graph, and what it noted of the model's attributes."""
     notes: list[Notes] = []
     with computed_attributes(), mock.patch.object(OutputGraph, "cleanup", noting(OutputGraph.cleanup, notes)):
-        captured = dynamo_graph_capture_for_export(model)(*call.args, **call.kwargs)
+        captured = dynamo_graph_capture_for_export(without_graph(model))(*call.args, **call.kwargs)
     if notes[-1].draws:
         raise draws_of_python("random", notes[-1].draws[0])
     return captured, notes[-1]
@@ -251,8 +263,7 @@ def _placeholder_kind(desc: Any) -> tuple[str, Any]:
             return "tangent", getattr(desc.output, "idx", None)
     if "Token" in type(desc).__name__:
         raise CaptureError(
-            "the model has an op that checks its result while it runs, as torch.linalg.inv, cholesky and solve do",
-            remedy="call the form that checks nothing: torch.linalg.inv_ex, cholesky_ex, solve_ex, lu_factor_ex",
+            "the model has an op that torch runs for its effect, not its result", remedy="leave out of forward what writes or prints"
         )
     raise CaptureError(f"the captured graph has an argument of an unknown kind: {desc}", remedy="report the model")
 

@@ -162,15 +162,59 @@ def _bernoulli(node: fx.Node, state: fx.Node) -> fx.Node:
 
 
 def _exponential(node: fx.Node, state: fx.Node) -> fx.Node:
+    rate, dtype = _argument(node, 1, "lambd", 1.0), dtype_of(node)
+    result = _exponentials(node, state, shape_of(node), torch.promote_types(dtype, torch.float32), float(rate))
+    return emit(node, aten._to_copy.default, (result,), shape_of(node), dtype=dtype, kwargs={"dtype": dtype})
+
+
+def _exponentials(node: fx.Node, state: fx.Node, shape: Sequence[int], dtype: torch.dtype, rate: float = 1.0) -> fx.Node:
     """By inversion: −log(1 − u) / rate, in at least float32, whose digits reach into the tail, and never 0."""
-    rate, shape = _argument(node, 1, "lambd", 1.0), shape_of(node)
-    dtype = torch.promote_types(dtype_of(node), torch.float32)
     drawn = _draw(node, state, random_ops.uniform, (shape, 0.0, 1.0, dtype), shape, dtype)
     negative = emit(node, aten.neg.default, (drawn,), shape, dtype=dtype)
     logarithm = emit(node, aten.log1p.default, (negative,), shape, dtype=dtype)
     below = emit(node, aten.clamp_max.default, (logarithm, -random_ops.LEAST_EXPONENTIAL), shape, dtype=dtype)
-    result = emit(node, aten.div.Tensor, (below, -float(rate)), shape, dtype=dtype)
-    return emit(node, aten._to_copy.default, (result,), shape, dtype=dtype_of(node), kwargs={"dtype": dtype_of(node)})
+    return emit(node, aten.div.Tensor, (below, -rate), shape, dtype=dtype)
+
+
+def _multinomial(node: fx.Node, state: fx.Node) -> fx.Node:
+    """The categories that come first, where each waits for an exponential time whose rate is its weight; of several draws with replacement
+    each has times of its own."""
+    weights, num = node.args[:2]
+    replaced, dtype = _argument(node, 2, "replacement", False) and num > 1, torch.promote_types(dtype_of(weights), torch.float32)
+    shape, result = shape_of(weights), shape_of(node)
+    if dtype_of(weights) != dtype:
+        weights = emit(node, aten._to_copy.default, (weights,), shape, dtype=dtype, kwargs={"dtype": dtype})
+    if replaced:
+        weights = emit(node, aten.unsqueeze.default, (weights, -2), (*shape[:-1], 1, shape[-1]), dtype=dtype)
+        shape = (*shape[:-1], num, shape[-1])
+    times = _exponentials(node, state, shape, dtype)
+    rates = emit(node, aten.div.Tensor, (weights, times), shape, dtype=dtype)
+    if replaced or num == 1:
+        return emit(node, aten.argmax.default, (rates, -1, not replaced), result, dtype=torch.int64)
+    how = {"stable": True, "dim": -1, "descending": True}
+    order = emit(node, aten.argsort.stable, (rates,), shape, dtype=torch.int64, kwargs=how)
+    return emit(node, aten.slice.Tensor, (order, len(shape) - 1, 0, num), result, dtype=torch.int64)
+
+
+def _gamma(node: fx.Node, state: fx.Node) -> fx.Node:
+    """Computed in at least float32."""
+    alpha, shape, dtype = node.args[0], shape_of(node), torch.promote_types(dtype_of(node), torch.float32)
+    if dtype_of(alpha) != dtype:
+        alpha = emit(node, aten._to_copy.default, (alpha,), shape, dtype=dtype, kwargs={"dtype": dtype})
+    tries = (*shape, random_ops.GAMMA_TRIES)
+    normals = _draw(node, state, random_ops.normal, (tries, 0.0, 1.0, dtype), tries, dtype)
+    uniforms = _draw(node, state, random_ops.uniform, (tries, 0.0, 1.0, dtype), tries, dtype)
+    last = _draw(node, state, random_ops.uniform, (shape, 0.0, 1.0, dtype), shape, dtype)
+    made = emit(node, random_ops.gamma, (alpha, normals, uniforms, last), shape, dtype=dtype)
+    return emit(node, aten._to_copy.default, (made,), shape, dtype=dtype_of(node), kwargs={"dtype": dtype_of(node)})
+
+
+def _dirichlet(node: fx.Node, state: fx.Node) -> fx.Node:
+    """Gamma numbers as shares of their sum."""
+    shape = shape_of(node)
+    made = _gamma(node, state)
+    total = emit(node, aten.sum.dim_IntList, (made, [-1], True), (*shape[:-1], 1))
+    return emit(node, aten.div.Tensor, (made, total), shape)
 
 
 def _permutation(node: fx.Node, state: fx.Node) -> fx.Node:
@@ -194,4 +238,7 @@ _REPLACEMENTS: dict[Callable[..., Any], _Replacement] = {
     aten.bernoulli.p: _bernoulli_p,
     aten.exponential.default: _exponential,
     aten.randperm.default: _permutation,
+    aten.multinomial.default: _multinomial,
+    aten._standard_gamma.default: _gamma,
+    aten._sample_dirichlet.default: _dirichlet,
 }

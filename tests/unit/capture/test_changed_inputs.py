@@ -81,3 +81,14 @@ def test_the_remedy_does() -> None:
     model = Net(_of_a_copy).double()
     report = autopar.verify(autopar.plan(model, autopar.Mesh({"a": 2}), example_inputs=(x.double(), labels)), model, (x.double(), labels))
     assert report.ok, report
+
+
+@pytest.mark.parametrize(("method", "args"), [("t_", ()), ("unsqueeze_", (0,))])
+def test_an_input_that_forward_reshapes_in_place_is_refused_by_name(method: str, args: tuple[int, ...]) -> None:
+    def reshaped(net: Any, x: Tensor, labels: Any) -> Tensor:
+        getattr(x, method)(*args)
+        return net.layer(x).sum()  # type: ignore[no-any-return]
+
+    with pytest.raises(CaptureError, match=f"gives its input 'x' another shape in place \\(x.{method}\\(\\)\\)") as refused:
+        capture(Net(reshaped), _batch())
+    assert f"x = x.{method[:-1]}(...)" in refused.value.remedy and "test_changed_inputs.py" in str(refused.value)

@@ -1,0 +1,86 @@
+"""Ops of a captured graph that no program has, refused in the user's words."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopar.capture.refusals import user_line
+from autopar.errors import CaptureError, Where
+
+_MISCOMPILED = ("multilabel_margin_loss",)
+# Graphs within a graph, of which one is run, or one many times; others that torch makes (checkpointing, autograd functions) are inlined.
+_BRANCHES = ("cond", "while_loop", "switch", "map_impl", "scan", "associative_scan")
+
+
+def refuse_branches(graph: fx.Graph) -> None:
+    """Raise CaptureError at the first op that has graphs of its own: torch.cond, while_loop, map and scan."""
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and name in _BRANCHES:
+            raise CaptureError(
+                f"forward calls torch's {name.removesuffix('_impl')}, of which values decide what is run, and how often",
+                where=Where(op=name, source=user_line(node.meta.get("stack_trace") or "")),
+                remedy="compute what each branch gives and choose by torch.where, or write a loop of a fixed number of steps in Python",
+            )
+
+
+def refuse_miscompiled(graph: fx.Graph) -> None:
+    """Raise CaptureError at the first call that torch's own decomposition computes otherwise than the call itself."""
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", "") in _MISCOMPILED:
+            raise CaptureError(
+                f"torch decomposes {node.target.__name__} into ops that compute another loss",
+                where=Where(op=node.target.__name__, source=user_line(node.meta.get("stack_trace") or "")),
+                remedy="write the loss out, or use multilabel_soft_margin_loss",
+            )
+
+
+def refuse_random(graph: fx.Graph) -> None:
+    """Raise CaptureError at the first op that draws random numbers otherwise than by position (`autopar.random_ops`).
+
+    Its numbers would depend on how the tensor is cut, and a distributed run would differ from the plain one silently.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and _draws(node):
+            raise CaptureError(
+                f"{node.target} draws random numbers, and has no counterpart that draws the same under every layout",
+                where=Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"]),
+                remedy="draw with torch.rand, randn, randint, bernoulli or dropout, whose numbers follow from the element's place",
+            )
+
+
+def refuse_float8(graph: fx.Graph) -> None:
+    """Raise CaptureError at the first value in a floating dtype of 8 bits: torch promotes none of these, and no rule knows their sums."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize < 2:
+            raise CaptureError(
+                f"a tensor of {value.dtype}, which programs do not compute with",
+                where=Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"]),
+                remedy="compute in torch.bfloat16 or float16 instead",
+            )
+
+
+def refuse_sparse(graph: fx.Graph) -> None:
+    """Raise CaptureError at the first sparse value: programs compute with dense tensors, and gradients are parts of such."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise CaptureError(
+                "a tensor that is sparse, as the gradient of an embedding with sparse=True is: programs compute with dense ones",
+                where=Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"]),
+                remedy="pass sparse=False to the embedding, and an optimizer of dense gradients (AdamW in place of SparseAdam)",
+            )
+
+
+def _draws(node: fx.Node) -> bool:
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    # Attention ops carry the tag for their dropout, which is an argument.
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    position = names.index("dropout_p")
+    probability = node.kwargs.get("dropout_p", node.args[position] if len(node.args) > position else 0.0)
+    return probability != 0.0

@@ -1,0 +1,67 @@
+"""Attributes that forward leaves as it found them, and settings whose class does not give all away, as those of layers that differ do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.capture._torch import joint
+from autopar.capture.execute import execute
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.width = 3.0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "width":
+            raise RuntimeError("ask a layer")
+        return super().__getattribute__(name)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.settings = nn.Linear(4, 4), Settings()
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = (self.linear(x) * self.settings.__dict__["width"]).sum()
+        return loss
+
+
+def test_what_their_class_raises_stops_no_capture() -> None:
+    net, x = Net(), torch.randn(2, 4)
+    (made,), *_ = execute(capture(net, (x,)), dict(net.named_parameters()), {}, (x,))
+    torch.testing.assert_close(made, net(x).detach())
+
+
+class Busy(nn.Module):
+    """Says of itself while it runs that it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.busy = nn.Linear(4, 4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, self.busy = self.busy, True
+        made = self.scaled(self.linear(x)).sum()
+        self.busy = before
+        return made
+
+    def scaled(self, y: Tensor) -> Tensor:
+        return y * 2 if self.busy else y
+
+
+def test_what_forward_puts_back_is_not_looked_at_twice(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def again(*_: Any) -> None:
+        raise AssertionError("captured once more")
+
+    monkeypatch.setattr(joint, "_captured_again", again)
+    net, x = Busy(), torch.randn(2, 4)
+    (made,), *_ = execute(capture(net, (x,)), dict(net.named_parameters()), {}, (x,))
+    torch.testing.assert_close(made, net(x).detach())
+    assert not caplog.records

@@ -1,0 +1,61 @@
+"""Models that magnify what they round to float32 themselves: what they are compared with, and how closely."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture import capture
+from autopar.errors import VerificationError
+from autopar.hardware import HardwareProfile
+from autopar.mesh import Mesh
+from autopar.planning import PlanOptions, make_plan
+from autopar.verification import verify_program
+
+MESH, H100 = Mesh({"gpu": 2}), HardwareProfile.load("h100-sxm")
+
+
+class Phases(nn.Module):
+    """Sines of float32 numbers up to `largest`: of a large one the last digit counts, 1e4 is known to 5e-4."""
+
+    def __init__(self, largest: float) -> None:
+        super().__init__()
+        self.linear, self.largest, self.scale = nn.Linear(8, 8), largest, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        waves = (torch.linspace(0.0, 1.0, 8, dtype=torch.float32) / 3 * self.largest).sin()
+        return (self.linear(x) * waves).square().mean() * self.scale
+
+
+def test_what_a_model_magnifies_of_its_float32_parts_is_compared_in_its_own_dtype() -> None:
+    torch.manual_seed(0)
+    model, batch = Phases(4e4), (torch.randn(8, 8),)
+    trace = capture(model, batch)
+    found = verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {})
+    assert found.ok and found.dtype == "float32" and found.max_error < 1e-6
+    assert "cannot be compared in float64: what it computes in" in str(found)
+
+
+def test_what_it_magnifies_less_is_compared_with_these_parts_in_float64_and_as_strictly_as_all_else() -> None:
+    torch.manual_seed(0)
+    model, batch = Phases(400.0), (torch.randn(8, 8),)
+    trace = capture(model, batch)
+    program = make_plan(trace, MESH, H100, PlanOptions()).program
+    found = verify_program(trace, program, model, batch, {})
+    assert found.ok and (found.dtype, found.tolerance) == ("float64", 1e-9) and found.max_error < 1e-12
+    assert found.lower_parts and found.apart is not None and 2e-6 < found.apart < 1e-4
+    assert f"what they round makes {found.apart:.2e}" in str(found)
+    model.scale = 1 + 1e-5  # of the same size as what is rounded, and not what was captured
+    with pytest.raises(VerificationError, match="the plain model computes something else"):
+        verify_program(trace, program, model, batch, {})
+
+
+def test_what_is_as_far_away_in_its_own_dtype_is_no_rounding() -> None:
+    torch.manual_seed(0)
+    model, batch = Phases(1.0), (torch.randn(8, 8),)
+    trace = capture(model, batch)
+    program = make_plan(trace, MESH, H100, PlanOptions()).program
+    model.scale = 1.00009  # within what float32 is given, and not what was captured
+    with pytest.raises(VerificationError, match="the plain model computes something else"):
+        verify_program(trace, program, model, batch, {})
