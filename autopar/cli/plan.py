@@ -55,9 +55,7 @@ def plan_command(
     outputs: Annotated[
         str, typer.Option(help="loss, if a step needs no other: a language model's logits need never be there at once. Or full, dtensor.")
     ] = "auto",
-    inference: Annotated[
-        bool, typer.Option("--inference", help="Forward alone, without labels: no gradients, no optimizer state.")
-    ] = False,
+    inference: Annotated[bool, typer.Option("--inference", help="Forward alone, no labels: no gradients, no optimizer state.")] = False,
     precision: Annotated[
         str | None, typer.Option(help="bf16: what wider parameters, which rest as they are, are gathered and computed with in.")
     ] = None,
