@@ -40,6 +40,7 @@ from autopar.run.torch_functions import (
     VIEWS,
     computes_in_place,
     draws,
+    is_of_elements,
     tensors_in,
     written_by,
 )  # fmt: skip
@@ -64,6 +65,12 @@ class HeldTensor(DTensor):
         kwargs, name = kwargs or {}, func.__name__
         if name in ACCESS:
             return _accessed(func, args, kwargs)
+        if func in READS or name == "__format__":
+            return whole.read(func, args, kwargs)
+        if is_of_elements(name) and not (_stages and name in OF_SEVERAL) and _are_alike(args, kwargs):  # most of an optimizer's step
+            found = _of_parts(func, types, args, kwargs)
+            if found is not NotImplemented:
+                return found
         if name == "__iter__":
             return iter(args[0].unbind(0))
         leaves = tensors_in((args, kwargs))
@@ -71,8 +78,6 @@ class HeldTensor(DTensor):
             return _shown(_disabled(func, types, args, kwargs), leaves)
         if name in OF_SEVERAL:
             _refuse_one_stage(name, leaves)
-        if func in READS or name == "__format__":
-            return whole.read(func, args, kwargs)
         if name.startswith("_amp_foreach_"):  # DTensor's own, which tells all ranks of what is not finite
             return whole.by_mesh(func, args, kwargs, lambda a, k: _disabled(func, types, a, k))
         if name.startswith(("_foreach_", "_fused_")):
@@ -108,6 +113,39 @@ def parted_as(like: DTensor, value: Tensor) -> Any:
     made = torch.empty_like(like.detach(), dtype=value.dtype)
     whole.put(made, value.detach())
     return held(made)
+
+
+def _are_alike(args: Any, kwargs: Any) -> bool:
+    """Whether all tensors are of this class, on one mesh, and none of them is a copy of a part."""
+    mesh = None
+    for given in (*args, *kwargs.values()):
+        for x in given if isinstance(given, tuple | list) else (given,):
+            if type(x) is HeldTensor:
+                own = x._spec.mesh
+                if _ORIGIN in vars(x) or (mesh is not None and own is not mesh and own != mesh):
+                    return False
+                mesh = own
+            elif isinstance(x, Tensor):
+                return False
+    return mesh is not None and "out" not in kwargs
+
+
+def _of_parts(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
+    """What DTensor computes of elements where they lie; NotImplemented where it refuses and nothing was written."""
+    first = args[0] if args and isinstance(args[0], tuple | list) else args[:1]
+    written = [x for x in first if type(x) is HeldTensor]
+    before = [x._local_tensor._version for x in written]
+    try:
+        found = _disabled(func, types, args, kwargs)
+    except (torch.OutOfMemoryError, RuntimeStateError):
+        raise
+    except (RuntimeError, ValueError, AssertionError):
+        if before != [x._local_tensor._version for x in written]:
+            raise
+        return NotImplemented
+    for x in found if isinstance(found, tuple | list) else (found,):
+        held(x)
+    return found
 
 
 def _computed(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:

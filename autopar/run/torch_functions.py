@@ -41,6 +41,12 @@ _TURNS = _names("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_")  # what
 _REDUCTIONS = _names("sum norm vector_norm mean max min amax amin")
 _OPERATORS = _names("__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__")
 _NO_WRITE = _names("requires_grad_ share_memory_")
+_ALONE = _ELEMENTWISE | {f"{name}_" for name in _ELEMENTWISE} | _OPERATORS | {f"__{name}__" for name in _ELEMENTWISE}
+
+
+def is_of_elements(name: str) -> bool:
+    """Whether DTensor alone is right wherever all tensors are DTensors of one mesh."""
+    return name in _ALONE or name.startswith(("_foreach_", "_fused_"))
 
 
 def draws(func: Any) -> bool:
