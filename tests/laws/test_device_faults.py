@@ -82,7 +82,7 @@ def put(folder: Path, name: str = "", there: str = "", fault: str = "") -> None:
         (folder / name).write_text(text.replace(there, fault), encoding="utf-8")
 
 
-def tested(folder: Path, which: str, *, with_addresses: bool) -> subprocess.CompletedProcess[str]:
+def emulated(folder: Path, which: str, *, with_addresses: bool) -> subprocess.CompletedProcess[str]:
     """The tests of the emulated code, of kernels in `folder`; with AddressSanitizer and UndefinedBehaviorSanitizer where asked."""
     environment = {**os.environ, "PLANTED_KERNELS": str(folder), "PYTHONPATH": os.pathsep.join(["tests/support", *sys.path])}
     if with_addresses:
@@ -103,7 +103,7 @@ def tested(folder: Path, which: str, *, with_addresses: bool) -> subprocess.Comp
 
 def test_no_access_is_out_of_bounds(planted: Path) -> None:
     put(planted)
-    done = tested(planted, "", with_addresses=True)
+    done = emulated(planted, "", with_addresses=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
 
@@ -111,7 +111,7 @@ def test_no_access_is_out_of_bounds(planted: Path) -> None:
 @pytest.mark.parametrize(("name", "there", "fault", "which"), cases(OUTSIDE))
 def test_an_access_out_of_bounds_is_found(planted: Path, name: str, there: str, fault: str, which: str) -> None:
     put(planted, name, there, fault)
-    done = tested(planted, which, with_addresses=True)
+    done = emulated(planted, which, with_addresses=True)
     assert done.returncode != 0 and BEYOND in done.stderr, done.stdout + done.stderr
 
 
@@ -131,7 +131,7 @@ def test_a_race_in_shared_memory_is_found(planted: Path, name: str, there: str, 
 @pytest.mark.parametrize(("name", "there", "fault", "which"), cases(DIVERGENT))
 def test_a_barrier_that_not_all_threads_reach_is_found(planted: Path, name: str, there: str, fault: str, which: str) -> None:
     put(planted, name, there, fault)
-    done = tested(planted, which, with_addresses=False)
+    done = emulated(planted, which, with_addresses=False)
     assert done.returncode == 1 and PARTED in done.stderr, done.stdout + done.stderr
     assert "the launch failed" in done.stdout
 
@@ -139,5 +139,5 @@ def test_a_barrier_that_not_all_threads_reach_is_found(planted: Path, name: str,
 @pytest.mark.parametrize(("name", "there", "fault", "which"), cases(UNWRITTEN))
 def test_what_nothing_writes_is_found(planted: Path, name: str, there: str, fault: str, which: str) -> None:
     put(planted, name, there, fault)
-    done = tested(planted, which, with_addresses=False)
+    done = emulated(planted, which, with_addresses=False)
     assert done.returncode == 1 and "failed" in done.stdout, done.stdout + done.stderr
