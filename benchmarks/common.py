@@ -171,7 +171,16 @@ def run_case(name: str, case: Mapping[str, Any], limit_s: float) -> list[Row]:
 
 def _write(path: str, rows: Sequence[Row]) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps({"env": environment(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps({"env": environment(), "rows": rows}, indent=1)
+    Path(path).write_text(_portable(text) + "\n", encoding="utf-8")
+
+
+def _portable(text: str) -> str:
+    """Files as Python's import path names them, without the folders of this machine."""
+    roots = {os.path.join(os.path.abspath(root), "") for root in (*sys.path, str(ROOT))} - {os.sep}
+    for root in sorted(roots, key=len, reverse=True):  # packages lie within others' folders
+        text = text.replace(root, "")
+    return text
 
 
 def _table(name: str, rows: Sequence[Row], columns: Sequence[str]) -> Table:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import fx
 
@@ -20,7 +22,7 @@ def refuse_branches(graph: fx.Graph) -> None:
         if isinstance(node.target, torch._ops.HigherOrderOperator) and name in _BRANCHES:
             raise CaptureError(
                 f"forward calls torch's {name.removesuffix('_impl')}, of which values decide what is run, and how often",
-                where=Where(op=name, source=user_line(node.meta.get("stack_trace") or "")),
+                where=_of_call(node),
                 remedy="compute what each branch gives and choose by torch.where, or write a loop of a fixed number of steps in Python",
             )
 
@@ -31,7 +33,7 @@ def refuse_miscompiled(graph: fx.Graph) -> None:
         if getattr(node.target, "__name__", "") in _MISCOMPILED:
             raise CaptureError(
                 f"torch decomposes {node.target.__name__} into ops that compute another loss",
-                where=Where(op=node.target.__name__, source=user_line(node.meta.get("stack_trace") or "")),
+                where=_of_call(node),
                 remedy="write the loss out, or use multilabel_soft_margin_loss",
             )
 
@@ -45,33 +47,48 @@ def refuse_random(graph: fx.Graph) -> None:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and _draws(node):
             raise CaptureError(
                 f"{node.target} draws random numbers, and has no counterpart that draws the same under every layout",
-                where=Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"]),
+                where=_of_op(node),
                 remedy="draw with torch.rand, randn, randint, bernoulli or dropout, whose numbers follow from the element's place",
             )
 
 
 def refuse_float8(graph: fx.Graph) -> None:
     """Raise CaptureError at the first value in a floating dtype of 8 bits: torch promotes none of these, and no rule knows their sums."""
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize < 2:
+    for node, value in _tensors(graph):
+        if value.is_floating_point() and value.dtype.itemsize < 2:
             raise CaptureError(
                 f"a tensor of {value.dtype}, which programs do not compute with",
-                where=Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"]),
+                where=_of_op(node),
                 remedy="compute in torch.bfloat16 or float16 instead",
             )
 
 
 def refuse_sparse(graph: fx.Graph) -> None:
     """Raise CaptureError at the first sparse value: programs compute with dense tensors, and gradients are parts of such."""
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+    for node, value in _tensors(graph):
+        if value.layout is not torch.strided:
             raise CaptureError(
                 "a tensor that is sparse, as the gradient of an embedding with sparse=True is: programs compute with dense ones",
-                where=Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"]),
+                where=_of_op(node),
                 remedy="pass sparse=False to the embedding, and an optimizer of dense gradients (AdamW in place of SparseAdam)",
             )
+
+
+def _of_call(node: fx.Node) -> Where:
+    """In a graph of torch functions."""
+    return Where(op=getattr(node.target, "__name__", ""), source=user_line(node.meta.get("stack_trace") or ""))
+
+
+def _of_op(node: fx.Node) -> Where:
+    """In a graph of ATen's ops."""
+    return Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"])
+
+
+def _tensors(graph: fx.Graph) -> Iterator[tuple[fx.Node, torch.Tensor]]:
+    """Every node that gives one, and it."""
+    for node in graph.nodes:
+        if isinstance(value := node.meta.get("val"), torch.Tensor):
+            yield node, value
 
 
 def _draws(node: fx.Node) -> bool:

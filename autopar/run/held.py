@@ -16,7 +16,7 @@ Each of these is collective: every rank has to do it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -68,8 +68,11 @@ class HeldTensor(DTensor):
         if func in READS or name == "__format__":
             return whole.read(func, args, kwargs)
         if is_of_elements(name) and not (_stages and name in OF_SEVERAL) and _are_alike(args, kwargs):  # most of an optimizer's step
-            found = _of_parts(func, types, args, kwargs)
-            if found is not NotImplemented:
+            first = args[0] if args and isinstance(args[0], tuple | list) else args[:1]
+            found, refusal = _by_dtensor(func, types, args, kwargs, first)
+            if refusal is None:
+                for x in found if isinstance(found, tuple | list) else (found,):
+                    held(x)
                 return found
         if name == "__iter__":
             return iter(args[0].unbind(0))
@@ -130,22 +133,22 @@ def _are_alike(args: Any, kwargs: Any) -> bool:
     return mesh is not None and "out" not in kwargs
 
 
-def _of_parts(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
-    """What DTensor computes of elements where they lie; NotImplemented where it refuses and nothing was written."""
-    first = args[0] if args and isinstance(args[0], tuple | list) else args[:1]
-    written = [x for x in first if type(x) is HeldTensor]
-    before = [x._local_tensor._version for x in written]
+def _by_dtensor(func: Any, types: Iterable[type], args: Any, kwargs: Any, written: Sequence[Any]) -> tuple[Any, Exception | None]:
+    """What DTensor computes, or why it does not.
+
+    Args:
+        written: what it may write into. Where something of that is written, a refusal is raised: nothing else may try again.
+    """
+    targets = [x for x in written if isinstance(x, DTensor)]
+    before = [x._local_tensor._version for x in targets]
     try:
-        found = _disabled(func, types, args, kwargs)
+        return _disabled(func, types, args, kwargs), None
     except (torch.OutOfMemoryError, RuntimeStateError):
         raise
-    except (RuntimeError, ValueError, AssertionError):
-        if before != [x._local_tensor._version for x in written]:
+    except (RuntimeError, ValueError, AssertionError) as refusal:
+        if before != [x._local_tensor._version for x in targets]:
             raise
-        return NotImplemented
-    for x in found if isinstance(found, tuple | list) else (found,):
-        held(x)
-    return found
+        return None, refusal
 
 
 def _computed(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
@@ -163,15 +166,9 @@ def _computed(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
     into_plain = any(not isinstance(x, DTensor) for x in written)  # it takes in whole tensors, and gradients go through it
     if into_plain or draws(func) or ((written or not in_any_order) and not computes_in_place(func, args, kwargs)):
         return _known(_shown(whole.compute(func, args, kwargs, mesh), leaves), func, args, kwargs)
-    before = [x._local_tensor._version for x in written if isinstance(x, DTensor)]
     taken, named = whole.beside(args, kwargs, mesh)
-    try:
-        found = _disabled(func, types, taken, named)
-    except (torch.OutOfMemoryError, RuntimeStateError):
-        raise
-    except (RuntimeError, ValueError, AssertionError) as refusal:
-        if before != [x._local_tensor._version for x in written if isinstance(x, DTensor)]:
-            raise  # it is written in part
+    found, refusal = _by_dtensor(func, types, taken, named, written)
+    if refusal is not None:
         found = whole.compute(func, args, kwargs, mesh, refusal)
     return _known(_shown(found, leaves), func, args, kwargs)
 

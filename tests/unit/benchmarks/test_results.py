@@ -1,0 +1,29 @@
+"""Files of results are of no one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import common
+
+RESULTS = Path(common.ROOT) / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
+def test_results_name_no_folder_of_a_machine(path: Path) -> None:
+    assert not re.search(r"(/home|/work|/root|/tmp|/Users)/", path.read_text(encoding="utf-8"))
+
+
+def test_an_error_names_files_as_they_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = str(tmp_path / "lib" / "packages")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), packages, *sys.path])
+    row = {"error": f"at {os.path.join(packages, 'models', 'yoso.py')}:3: x, {tmp_path / 'train.py'}:1: y, {common.ROOT / 'a.py'}:2: z"}
+    common._write(str(tmp_path / "out.json"), [row])
+    (read,) = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
+    assert read["error"] == f"at {os.path.join('models', 'yoso.py')}:3: x, train.py:1: y, a.py:2: z"
