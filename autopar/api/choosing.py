@@ -42,14 +42,14 @@ class Chooser(CapturedCall):
         """The plan.
 
         Args:
-            limit_s: a plan that is no faster is not wanted.
+            limit_s: a plan that is no faster, by the gap, is not wanted.
 
         Raises:
             CaptureError: where the loss is to go by rows and cannot.
             ConstraintError, InfeasibleError: of the last that was tried, where none has a plan.
             TooSlow: where bounds show that no plan beats the limit.
         """
-        asked = self.options.loss_rows
+        asked, limit_s = self.options.loss_rows, self.options.worth_s(limit_s)
         if asked != "auto":
             return replace(self, rows=asked)._with_parts(limit_s)
         heads, refusals = heads_of(self.trace)
@@ -65,7 +65,7 @@ class Chooser(CapturedCall):
                 break
             here = replace(self, rows=rows)
             try:
-                found = here._pipelines(limit_s if best is None else best.plan.prediction.step_s)
+                found = here._pipelines(self._beating(best, limit_s))
             except (TooSlow, InfeasibleError, ConstraintError) as error:
                 log.info("no better plan with a loss by %d rows: %s", rows, error)
                 continue
@@ -137,7 +137,7 @@ class Chooser(CapturedCall):
             if best is not None and (self.options.is_late or _run_again(best.plan) < _AGAIN):
                 return
             try:
-                limit = limit_s if best is None else best.plan.prediction.step_s
+                limit = self._beating(best, limit_s)
                 tries.add("", num, self.in_stages(replace(ONE_STAGE, microbatches=num), num, limit))
             except TooSlow as error:
                 tries.too_slow("", num, error)
@@ -158,7 +158,7 @@ class Chooser(CapturedCall):
             if tries.best is not None and self.options.is_late:
                 log.warning("the time was over before %d microbatches along %r were tried", num, axis)
                 break
-            limit = limit_s if tries.best is None else tries.best.plan.prediction.step_s
+            limit = self._beating(tries.best, limit_s)
             if alone_s >= limit and num > min(found_s):
                 log.info("more microbatches along %r are not tried: with nothing to wait for they take %.4g s", axis, alone_s)
                 continue
@@ -175,6 +175,10 @@ class Chooser(CapturedCall):
                 refusal, found_s[num] = error, tries.refused(axis, num)
                 self.coupled.extend([error] if isinstance(error, CoupledError) else [])
         return refusal
+
+    def _beating(self, best: Planned | None, limit_s: float) -> float:
+        """What a plan is to take at most that is looked for beside the best, if there is one."""
+        return limit_s if best is None else self.options.worth_s(best.plan.prediction.step_s)
 
     def _of_one(self, found: Planned) -> Planned:
         """The plan says why its stages work on the whole batch, and wait for each other."""

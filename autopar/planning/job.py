@@ -166,7 +166,7 @@ class Job:
             return best  # no bound of a problem is above its answer
         self.whole = True
         self.learnt = Learnt.nothing(self.learnt.liveness)
-        found = self._solved(to_the_end=True)
+        found = self._solved(to_the_end=True, met=replace(best.draft.choices, bound_s=0.0))
         if isinstance(found, Least) or found.bound_s <= self.bound_s:
             return best
         self.bound_s, self.multipliers = found.bound_s, found.multipliers
@@ -203,18 +203,18 @@ class Job:
         if isinstance(found, Least) or (isinstance(found, Choices) and (not found.mixed or self.options.is_late)):
             return found  # it is close enough, or was searched for to the end, or to that of the time
         self.whole = True
-        starts = starts_of(self.priced, found)
+        starts, met = starts_of(self.priced, found), found if isinstance(found, Choices) else None
         if not starts:
-            return self._solved()
+            return self._solved(met=met)
         before = self._known()
         self._cut(starts)
         finer = self._solved()
-        if isinstance(finer, Choices) and (finer.gap <= self.options.gap if isinstance(found, Apart) else _is_faster(finer, found)):
+        if isinstance(finer, Choices) and (finer.gap <= self.options.gap if met is None else finer.objective_s < met.objective_s):
             return finer
         groups, free = self._known(), self._free
         self._know(before)
-        alike = self._solved()
-        if not isinstance(finer, Choices) or (isinstance(alike, Choices) and not _is_faster(finer, alike)):
+        alike = self._solved(met=met)
+        if not isinstance(finer, Choices) or (isinstance(alike, Choices) and alike.objective_s <= finer.objective_s):
             return alike
         self._know(groups)
         self._free = free
@@ -247,13 +247,14 @@ class Job:
         self.priced, self.learnt, self._starts = known.priced, known.learnt, known.starts
         self.bound_s, self.multipliers = known.bound_s, known.multipliers
 
-    def _solved(self, *, to_the_end: bool = False) -> Choices | Least:
+    def _solved(self, *, to_the_end: bool = False, met: Choices | None = None) -> Choices | Least:
         """The solver's answer for layers as they are, or what it said of a stage that is alike.
 
         Args:
             to_the_end: until plan and bound are near, or limits are reached; else until there is a plan where that would take long.
+            met: an answer that is known.
         """
-        found = self._solution(Effort.END if to_the_end else Effort.WHOLE)
+        found = self._solution(Effort.END if to_the_end else Effort.WHOLE, met)
         assert not isinstance(found, Apart), "only a search for what decides apart ends with that"
         return found
 
@@ -261,10 +262,10 @@ class Job:
         """Which equal layers would decide apart; a plan, where one is met on the way."""
         return self._solution(Effort.MIXED)
 
-    def _solution(self, effort: Effort) -> Choices | Least | Apart:
+    def _solution(self, effort: Effort, met: Choices | None = None) -> Choices | Least | Apart:
         with self.clock.phase("solve"):
             problem = replace(self.priced.problem, moments=self.learnt.moments)
-            found = self._solving.answer(problem, effort, learnt=bool(self.learnt), regions=self.regions)
+            found = self._solving.answer(problem, effort, learnt=bool(self.learnt), regions=self.regions, met=met)
         if isinstance(found, Choices) and not self.learnt:
             self._free = self.priced, found
         return found
@@ -294,7 +295,3 @@ class Job:
             if self.schedule is not None:  # what the schedule holds beside the microbatch that runs
                 beside = tried.peak_bytes - max(peak.peak_bytes for peak in peaks)
             self.learnt = self.learnt.further(tried.draft.choices, peaks, beside, self.budget)
-
-
-def _is_faster(choices: Choices, others: Choices) -> bool:
-    return choices.objective_s < others.objective_s

@@ -94,6 +94,10 @@ class PlanOptions:
         """These, of a planning that begins now, if none with them has begun."""
         return self if math.isfinite(self.ends) else replace(self, ends=time.monotonic() + self.time_limit_s)
 
+    def worth_s(self, step_s: float) -> float:
+        """What another plan is to take at most, beside one of this step: the less that it saves, the gap may cost, too."""
+        return step_s * (1.0 - self.gap)
+
     @property
     def solve_s(self) -> float:
         """Seconds that a solve may take which begins now."""

@@ -7,7 +7,7 @@ beyond some thousands each node of a search tree takes seconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from autopar.solve.rows import Columns, Floats
 
 _RUNGS = (2000, 4000, 8000)  # columns
 SMALL = 4000  # columns: below, one program over all is cheaper than several
-LARGE = 50_000  # columns: from here on a program is large, and its vertex is known sooner than a point within
+LARGE = 20_000  # columns: from here on a program is large, and its vertex is known sooner than a point within
 _NODES = 20
 _SHARES = (1e-6, 1e-5, 1e-4)  # of the bound: reduced costs in those that begin from a vertex
 _WIDE_SHARE = 1e-3  # the same, of a program that is not large
@@ -38,6 +38,7 @@ class Climb:
     proven: Proven
     gap: float
     plans: Incumbent
+    _seen: set[tuple[bytes, tuple[int, ...]]] = field(default_factory=set)  # columns and rows
 
     def up(self, point: Point | None, free: Floats, rungs: Sequence[int] = ()) -> list[int]:
         """From small to large, until the gap is closed.
@@ -73,7 +74,11 @@ class Climb:
         return [] if soon or self.plans.is_close() or not self._has_plan else self._among(free, point)
 
     def over(self, columns: Columns) -> list[int]:
-        """A quick search for a plan over some columns."""
+        """A quick search for a plan over some columns, if these were not searched before."""
+        seen = np.packbits(columns).tobytes(), tuple(self.extra.active)
+        if seen in self._seen:
+            return []
+        self._seen.add(seen)
         found = self.engine.restricted(
             columns, self.extra.matrix(self.extra.active), gap=min(self.gap / 10, 1e-3), target=self.proven.bound / (1 - self.gap),
             max_nodes=_NODES, start=self._start(columns), quick=True,

@@ -16,6 +16,7 @@ from autopar.solve.ascent import Ascent, Potentials
 from autopar.solve.engine import Engine, Relaxation
 from autopar.solve.formulation import Formulation
 from autopar.solve.hiding import Excess
+from autopar.solve.work import Work
 
 _LAST = 2  # problems: of layers in groups, and in none
 
@@ -57,8 +58,13 @@ class Free:
 
 @dataclass
 class Common:
-    """Those of the last problems of one job."""
+    """Those of the last problems of one job.
 
+    Attributes:
+        work: of all its searches.
+    """
+
+    work: Work = field(default_factory=Work)
     _found: deque[Free] = field(default_factory=lambda: deque(maxlen=_LAST))
 
     def of(self, problem: Problem) -> Free | None:
@@ -72,7 +78,7 @@ class Common:
             return free.begun(problem, time_limit_s)
         program = Formulation(problem)
         excess = Excess(program)
-        return program, excess, Engine(program.model, time_limit_s)
+        return program, excess, Engine(program.model, time_limit_s, self.work)
 
     def keep(self, free: Free) -> None:
         """Remember what was found."""

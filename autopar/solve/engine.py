@@ -24,11 +24,13 @@ import numpy as np
 from autopar.solve.begun import Begun
 from autopar.solve.model import Costs, Model
 from autopar.solve.rows import Columns, Floats, Rows
+from autopar.solve.work import Work
 
 log = logging.getLogger("autopar")
 
 Options = Mapping[str, bool | int | float | str]
 _INF = highspy.kHighsInf
+_INTERIOR_STEP = 200  # in simplex steps
 _FEASIBLE = 2  # HiGHS' code of a feasible primal solution
 _SIMPLEX: Options = {"solver": "simplex"}
 _LARGE = 50_000  # columns: from here on presolve takes longer than what it removes (a fifth of a U-Net's and of T5's relaxation)
@@ -66,13 +68,13 @@ class Engine:
     """HiGHS, one thread, on one program.
 
     Args:
-        model: without budget rows; its columns come by name. time_limit_s: for all runs together.
+        model: without budget rows; its columns come by name. time_limit_s: for all runs together. work: where runs are counted.
 
     Attributes:
         waits: whether runs go on when that is over, since there is nothing yet to end with.
     """
 
-    def __init__(self, model: Model, time_limit_s: float = math.inf) -> None:
+    def __init__(self, model: Model, time_limit_s: float = math.inf, work: Work | None = None) -> None:
         columns = sorted(model.columns, key=lambda c: c.name)
         self.names = [c.name for c in columns]
         self.column = {name: i for i, name in enumerate(self.names)}
@@ -85,6 +87,7 @@ class Engine:
         self.begun = Begun(self.rows)
         self.time_limit_s, self._end = time_limit_s, time.monotonic() + time_limit_s
         self.timed_out = self.waits = False
+        self.work = work or Work()
         self.basis: highspy.HighsBasis | None = None  # of the last vertex of the relaxation without further rows, and the steps to it
         self.num_iterations = 0
 
@@ -195,6 +198,8 @@ class Engine:
             highs.setSolution(solution)
         highs.run()
         self.note(highs.getModelStatus())
+        info = highs.getInfo()
+        self.work.add(lp.num_col_, max(info.simplex_iteration_count, 0) + _INTERIOR_STEP * max(info.ipm_iteration_count, 0))
         return highs
 
 

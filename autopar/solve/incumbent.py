@@ -60,6 +60,15 @@ class Incumbent:
         except LayoutError:  # rounded strategies may make nothing that a reader can use
             return []
 
+    def meet(self, choices: Choices) -> None:
+        """Begin with a plan that is known."""
+        evaluation = evaluate(self.program.problem, choices.strategies, choices.recomputed, choices.kept, choices.regions)
+        if evaluation.objective_s < self.best_s and fits(self.program.problem, evaluation):
+            self.best = Choices(
+                choices.strategies, choices.recomputed, evaluation.kept, evaluation.objective_s, 0.0, regions=choices.regions
+            )
+            self.engine.waits = False
+
     def _named(self, values: Floats) -> dict[str, float]:
         return dict(zip(self.engine.names, values.tolist(), strict=True))
 

@@ -55,9 +55,9 @@ class Live:
             self.add(extra)
 
     @property
-    def timed_out(self) -> bool:
-        """Whether the engine's time ran out."""
-        return self._engine.timed_out
+    def is_over(self) -> bool:
+        """Whether the engine's time ran out, or its work is done."""
+        return self._engine.timed_out or self._engine.work.is_over
 
     def add(self, rows: Rows) -> None:
         """Further rows."""
@@ -74,7 +74,8 @@ class Live:
         """Solve within bounds of the columns.
 
         Args:
-            most: simplex steps. Bounds between which next to nothing is left can lead round in circles.
+            most: simplex steps, if the work that is left allows for as many. Bounds between which next to nothing is left can lead round
+                in circles.
 
         Returns:
             None where nothing is within these bounds. Where the time or the steps ran out, what the duals of the moment prove, and after
@@ -83,11 +84,13 @@ class Live:
         changed = self._numbers[(lower != self._bounds[0]) | (upper != self._bounds[1])]
         self._highs.changeColsBounds(len(changed), changed, lower[changed], upper[changed])
         self._bounds = lower.copy(), upper.copy()
-        self._highs.setOptionValue("simplex_iteration_limit", most)
+        self._highs.setOptionValue("simplex_iteration_limit", min(most, self._engine.work.steps_left(len(self.cost))))
         self._highs.setOptionValue("time_limit", self._highs.getRunTime() + self._engine.left_s())
         self._highs.run()
         status, solution = self._highs.getModelStatus(), self._highs.getSolution()
-        self.num_iterations += max(self._highs.getInfo().simplex_iteration_count, 0)
+        steps = max(self._highs.getInfo().simplex_iteration_count, 0)
+        self.num_iterations += steps
+        self._engine.work.add(len(self.cost), steps)
         self._engine.note(status)
         if status == _STATUS.kInfeasible:
             return None

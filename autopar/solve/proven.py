@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.choices import Multipliers
+from autopar.choices import Choices, Multipliers
 from autopar.solve.engine import Engine, Relaxation
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.incoming import Incoming
@@ -54,6 +54,12 @@ class Proven:
         """By what was known before the search."""
         self.first = known.multipliers
         self.rise(known.bound_s * SCALE)
+
+    def take(self, choices: Choices) -> None:
+        """By what is known of an answer to this problem."""
+        if choices.bound_s > 0.0:
+            self.first = choices.multipliers
+            self.rise(choices.bound_s * SCALE)
 
     def begin(self, relaxation: Relaxation) -> None:
         """By the relaxation without further rows."""

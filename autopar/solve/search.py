@@ -54,7 +54,7 @@ class Search:
     """One search: the program, which rows are in it, the best plan (`plans`) and what is proven.
 
     Attributes:
-        whole, likely, only_plan, waits, common: as in `autopar.solve.choices_or_least`. known: before the search.
+        whole, likely, only_plan, waits, common, met: as in `autopar.solve.choices_or_least`. known: before the search.
         free: the columns of the relaxation without budget rows. extra: the rows that came in beside the formulation's.
         infeasible: proven so. least: what is then needed at least, where known. apart: where that is the answer.
     """
@@ -69,6 +69,7 @@ class Search:
     only_plan: bool = False
     waits: bool = False
     common: Common = field(default_factory=Common)
+    met: Choices | None = None
     program: Formulation = field(init=False)
     engine: Engine = field(init=False)
     excess: Excess = field(init=False)
@@ -103,6 +104,9 @@ class Search:
             self.plans.best = self.known.best
             self.engine.waits = self.waits and self.plans.best is None
             self.proven.know(self.known)
+        if self.met is not None:
+            self.plans.meet(self.met)
+            self.proven.take(self.met)
         relaxation = self._relax()
         if relaxation is None:
             raise refusal(self.problem)
@@ -116,7 +120,7 @@ class Search:
                 broken = self._climb()
             if not broken and not self.infeasible and not self.plans.is_close():
                 broken = self.climb.prove(self.max_nodes, self.point if self._is_large and self.plans.best is not None else None)
-            if not broken:
+            if not broken or self._is_over():
                 break
             if self._fits_nowhere(broken) or self._within(broken) is None:
                 self.infeasible = self.plans.best is None
@@ -210,7 +214,7 @@ class Search:
             )
             if not self.plans.is_close():
                 self.climb.over(self.extra.with_excess(at.columns))
-            if self.plans.is_close() and len(self.engine.names) >= _HUGE:
+            if self._is_over() or (self.plans.is_close() and len(self.engine.names) >= _HUGE):
                 break
         if found is not None:
             self.point = found.point
@@ -234,7 +238,7 @@ class Search:
         def best() -> float:
             return self.plans.best_s * SCALE
 
-        if self._is_large and self._asks_only_for_a_plan():
+        if self._is_large and self.point is not None and self._asks_only_for_a_plan():
             broken = self._climb()
             if broken or self.plans.is_close() or self._will_do():
                 return broken
@@ -267,10 +271,14 @@ class Search:
         """Of a large program, few columns: rows over all columns make a tree slow, and these do not."""
         return self._climb(*_FEW) if SMALL < len(self.engine.names) < LARGE else []
 
+    def _is_over(self) -> bool:
+        """Whether a search that has a plan has done what it may."""
+        return self.plans.best is not None and self.engine.work.is_over
+
     def _asks_only_for_a_plan(self) -> bool:
         """Of a large program with budget rows a long tree mostly raises the bound: dives, restricted programs and a short one have found
         the plan before."""
-        return self.only_plan and bool(self.extra.budget) and len(self.engine.names) > SMALL
+        return self.only_plan and len(self.engine.names) > SMALL and (bool(self.extra.budget) or self._is_large)
 
     def _will_do(self) -> bool:
         return self._asks_only_for_a_plan() and self.plans.best is not None

@@ -46,6 +46,7 @@ REMEDY = "use more devices, a smaller batch or shorter sequence, or pass a large
 def choices_or_least(
     problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False,
     whole: Literal[True] = True, likely: Balance = ON_COMPUTE, only_plan: bool = False, waits: bool = False, common: Common | None = None,
+    met: Choices | None = None,
 ) -> Choices | Least: ...  # fmt: skip
 
 
@@ -53,12 +54,14 @@ def choices_or_least(
 def choices_or_least(
     problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False, whole: bool,
     likely: Balance = ON_COMPUTE, only_plan: bool = False, waits: bool = False, common: Common | None = None,
+    met: Choices | None = None,
 ) -> Choices | Least | Apart: ...  # fmt: skip
 
 
 def choices_or_least(
     problem: Problem, *, gap: float, max_nodes: int = 200, time_limit_s: float, solver: str, bound_only: bool = False, whole: bool = True,
     likely: Balance = ON_COMPUTE, only_plan: bool = False, waits: bool = False, common: Common | None = None,
+    met: Choices | None = None,
 ) -> Choices | Least | Apart:  # fmt: skip
     """As `solve`, but where no plan fits, how much memory would do.
 
@@ -70,6 +73,7 @@ def choices_or_least(
         waits: let the search go on past the time limit as long as it has no plan.
         only_plan: where memory binds in a large problem, end with a plan, however far its bound (`Choices.unfinished`).
         common: what searches for the same problem with other moments have found, and this one adds to.
+        met: an answer that is known already, and its bound, if any; none that is worse is the answer.
 
     Raises:
         InfeasibleError: where no assignment of layouts is legal, whatever the memory; naming the op that refuses where that is known.
@@ -83,7 +87,7 @@ def choices_or_least(
         known = quick(problem, gap)
         if known is not None and known.close and known.answer is not None:
             return without_idle(problem, known.answer)
-        search = Search(problem, gap, max_nodes, time_limit_s, whole, likely, known, only_plan, waits, common or Common())
+        search = Search(problem, gap, max_nodes, time_limit_s, whole, likely, known, only_plan, waits, common or Common(), met)
         choices, bound_s, proven = search.run(), search.proven.bound_s, search.infeasible
         proven_by = search.proven.multipliers() if choices is None and not proven else None
         if search.least is not None and bound_only:

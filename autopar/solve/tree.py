@@ -163,7 +163,7 @@ class Tree:
         return bool(np.isfinite(self.best())) and least >= self._closed
 
     def _spent(self) -> bool:
-        return self._num >= self.max_relaxations or self.live.num_iterations >= self._last or self.live.timed_out
+        return self._num >= self.max_relaxations or self.live.num_iterations >= self._last or self.live.is_over
 
     def _at(self, lower: Floats, upper: Floats, around: float | None = None) -> _Node | None:
         """The node of a box, offered as a plan; None where the box is empty.

@@ -19,7 +19,7 @@ def grown(best: float, monkeypatch: pytest.MonkeyPatch) -> tuple[float, list[flo
     """The bound that a tree of these boxes proves, and the boxes that it looks into."""
     program: Any = SimpleNamespace(x=[], again={}, keep={}, regions={})
     engine: Any = SimpleNamespace(column={}, cost=np.zeros(1), rows=SimpleNamespace(lower=np.zeros(1)))
-    live: Any = SimpleNamespace(num_iterations=0, timed_out=False)
+    live: Any = SimpleNamespace(num_iterations=0, is_over=False)
     looked_into: list[float] = []
 
     def node(bound: float) -> _Node:
