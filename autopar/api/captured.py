@@ -19,10 +19,14 @@ from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions, make_plan, make_staged_plan
 from autopar.planning.clock import Progress
 from autopar.planning.staged import check_order
+from autopar.planning.tried import Elsewhere
 from autopar.planning.units import check_parts
+from autopar.schedules import AUTO
 from autopar.stages.points import cut_points
 
 ONE_STAGE = Pipelined("", None, "1f1b", None, independent=False)
+WITHOUT_ASKING = Pipelined(None, None, AUTO, None, independent=False)
+"""Stages that nobody asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +54,19 @@ class CapturedCall:
         samples = batch_size(self.args, self.kwargs) if self.options.batch == "global" else 1
         return tuple(n for n in range(2, samples + 1) if samples % n == 0)
 
-    def in_one_piece(self, limit_s: float = math.inf) -> Planned:
-        """The plan of all at once. Raises InfeasibleError and ConstraintError where there is none, TooSlow where none beats the limit."""
+    def in_one_piece(self, limit_s: float = math.inf, elsewhere: Elsewhere | None = None) -> Planned:
+        """The plan of all at once. Raises InfeasibleError and ConstraintError where there is none, TooSlow where none beats the limit.
+
+        Args:
+            elsewhere: as of `autopar.planning.tried.Elsewhere`.
+        """
         options = self.unpiped()
         name = type(self.model).__name__
         trace = by_rows(self.trace, self.rows)
-        return self.marked(make_plan(trace, self.mesh, self.hardware, options, model_name=name, progress=self.progress, limit_s=limit_s))
+        found = make_plan(
+            trace, self.mesh, self.hardware, options, model_name=name, progress=self.progress, limit_s=limit_s, elsewhere=elsewhere
+        )
+        return self.marked(found)
 
     def unpiped(self) -> PlanOptions:
         """The options of a plan without stages."""

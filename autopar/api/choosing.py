@@ -5,37 +5,30 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from autopar.api.captured import ONE_STAGE, CapturedCall
-from autopar.api.tracing import batch_size
-from autopar.api.tries import Tries, covering, numbers_of, walk
+from autopar.api.captured import ONE_STAGE, WITHOUT_ASKING
+from autopar.api.staging import Staging
+from autopar.api.tries import Tries, covering
 from autopar.capture.loss_head import heads_of
 from autopar.constraints import Pipelined, check, pipeline_in
-from autopar.errors import AutoparError, ConstraintError, CoupledError, InfeasibleError
+from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.garbage import collected_seldom
+from autopar.hardware import slowest
 from autopar.planning import Planned, TooSlow
 from autopar.plans import Plan
-from autopar.run.orders import num_rounds
-from autopar.schedules import AUTO, INTERLEAVED
 
 log = logging.getLogger("autopar")
 _PARTS = (4, 16)  # into which a device's rows of logits are cut
 _LEAST_ROWS = 64  # below, a product no longer fills a device
 _AGAIN = 0.05  # share of a step that is spent on running ops again: from there on microbatches without stages may be worth it
-_WORTH = 0.01  # share of a step: a further stage per device is to save as much
+_IDLE = 0.1  # share of a step without computing, below which stages, which wait for each other, would save nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Chooser(CapturedCall):
-    """A captured call that is to be planned; `plan` finds the fastest plan among those tried.
-
-    Attributes:
-        coupled: why the batch is not cut, once that is known: then stages work on one microbatch, unless more are asked for.
-    """
-
-    coupled: list[CoupledError] = field(default_factory=list)
+class Chooser(Staging):
+    """A captured call that is to be planned; `plan` finds the fastest plan among those tried."""
 
     @collected_seldom()
     def plan(self, limit_s: float = math.inf) -> Planned:
@@ -65,7 +58,7 @@ class Chooser(CapturedCall):
                 break
             here = replace(self, rows=rows)
             try:
-                found = here._pipelines(self._beating(best, limit_s))
+                found = here._pipelines(self.beating(best, limit_s))
             except (TooSlow, InfeasibleError, ConstraintError) as error:
                 log.info("no better plan with a loss by %d rows: %s", rows, error)
                 continue
@@ -96,39 +89,89 @@ class Chooser(CapturedCall):
         """The fastest of the plans with and without stages that are asked for."""
         asked = pipeline_in(self.options.constraints, self.mesh)
         if asked is None and self.options.num_microbatches in (1, "auto"):
-            return self._whole_or_cut(limit_s)
+            return self._without_asking(limit_s) if self._may_have_stages else self._whole_or_cut(limit_s)
         if asked is not None and asked.axis:
             check(asked, self.mesh)
         wish, tries = asked or ONE_STAGE, Tries()
-        refusal: AutoparError | TooSlow | None = None
-        if wish.axis is None and self._number(wish) is None:
-            try:
-                tries.add("", 0, self.in_one_piece(limit_s))
-            except TooSlow as error:
-                tries.too_slow("", 0, error)
-                refusal = error
-            except (InfeasibleError, ConstraintError) as error:
-                log.info("no plan without stages: %s", error.what)
-                tries.refused("", 0)
-                refusal = error
-            if not isinstance(refusal, TooSlow):
-                self._one_after_another(limit_s, tries)
-        for axis in self._axes(wish):
-            refusal = self._along(replace(wish, axis=axis), limit_s, tries) or refusal
+        if wish.axis is None and self.number(wish) is None:
+            refusal = self._with_or_without(wish, limit_s, tries)
+        else:
+            refusal = self._along_all(wish, limit_s, tries)
         if tries.best is None:
             assert refusal is not None, "there is something to try"
             raise refusal
         return self._of_one(tries.fastest()) if self.coupled else tries.fastest()
 
+    def _without_asking(self, limit_s: float) -> Planned:
+        """The fastest plan with or without stages, of which nothing was said."""
+        tries = Tries()
+        refusal = self._with_or_without(WITHOUT_ASKING, limit_s, tries)
+        if tries.best is None:
+            assert refusal is not None, "there is something to try"
+            raise refusal
+        return tries.fastest()
+
+    @property
+    def _may_have_stages(self) -> bool:
+        """Whether stages may be tried that nobody asked for: in training on GPUs, of a model that returns its loss, where nothing is
+        forced. On CPUs whose processes share cores a stage that waits leaves its core to another, which no price counts."""
+        options, trace = self.options, self.trace
+        free = not options.constraints and options.num_microbatches == "auto" and options.batch == "global"
+        return free and not options.inference and trace.loss is not None and not trace.given_back and slowest(self.hardware).is_gpu
+
+    def _with_or_without(self, wish: Pipelined, limit_s: float, tries: Tries) -> AutoparError | TooSlow | None:
+        """Plans without stages, and along every axis: these before a search for the one without that would go on for long, since what they
+        take may end it. Stages that nobody asked for, where a plan without them does something else than to compute for long enough."""
+        looked: list[AutoparError | TooSlow | None] = []
+
+        def stages(step_s: float, compute_s: float, limit_s: float) -> None:
+            if not looked and (wish is not WITHOUT_ASKING or step_s - compute_s >= _IDLE * step_s):
+                looked.append(None)
+                looked[0] = self._along_all(wish, limit_s, tries)
+
+        def elsewhere(step_s: float, compute_s: float) -> float:
+            stages(step_s, compute_s, min(limit_s, self.options.worth_s(step_s)))
+            return self.beating(tries.best, limit_s)
+
+        refusal: AutoparError | TooSlow | None = None
+        try:
+            tries.add("", 0, self.in_one_piece(limit_s, elsewhere))
+        except TooSlow as error:
+            tries.too_slow("", 0, error)
+            refusal = error
+        except (InfeasibleError, ConstraintError) as error:
+            log.info("no plan without stages: %s", error.what)
+            tries.refused("", 0)
+            refusal = error
+        if not isinstance(refusal, TooSlow) and (wish is not WITHOUT_ASKING or self._may_be_cut(tries)):
+            self._one_after_another(limit_s, tries)
+        best = tries.best
+        step_s, compute_s = (math.inf, 0.0) if best is None else (best.plan.prediction.step_s, _computing_s(best.plan))
+        stages(step_s, compute_s, limit_s)
+        last = looked[0] if looked else None
+        return refusal or last if wish is WITHOUT_ASKING else last or refusal
+
+    def _along_all(self, wish: Pipelined, limit_s: float, tries: Tries) -> AutoparError | TooSlow | None:
+        """Stages along every axis that is asked for; why one has no plan that is faster than what was found."""
+        refusal: AutoparError | TooSlow | None = None
+        for axis in self.axes(wish):
+            if wish is WITHOUT_ASKING and self.coupled:
+                break
+            refusal = self.along(replace(wish, axis=axis), limit_s, tries) or refusal
+        return refusal
+
+    def _may_be_cut(self, tries: Tries) -> bool:
+        """Whether microbatches that nobody asked for may be tried: the call returns the same of them."""
+        return tries.best is not None and self.options.outputs in ("loss", "full") and _run_again(tries.best.plan) >= _AGAIN
+
     def _whole_or_cut(self, limit_s: float) -> Planned:
         """The plan of one microbatch; or of several, one after another, where these are faster and the call returns the same of them: the
         loss, or what can be put together."""
-        whole, tries = self.in_one_piece(limit_s), Tries()
-        if self.options.num_microbatches == "auto" and self.options.outputs in ("loss", "full") and _run_again(whole.plan) >= _AGAIN:
-            tries.add("", 0, whole)
+        tries = Tries()
+        tries.add("", 0, self.in_one_piece(limit_s))
+        if self.options.num_microbatches == "auto" and self._may_be_cut(tries):
             self._one_after_another(limit_s, tries)
-            return tries.fastest()
-        return whole
+        return tries.fastest()
 
     def _one_after_another(self, limit_s: float, tries: Tries) -> None:
         """Try microbatches without stages, as long as much is run again for lack of memory, and more of them make the step faster."""
@@ -137,7 +180,7 @@ class Chooser(CapturedCall):
             if best is not None and (self.options.is_late or _run_again(best.plan) < _AGAIN):
                 return
             try:
-                limit = self._beating(best, limit_s)
+                limit = self.beating(best, limit_s)
                 tries.add("", num, self.in_stages(replace(ONE_STAGE, microbatches=num), num, limit))
             except TooSlow as error:
                 tries.too_slow("", num, error)
@@ -149,36 +192,6 @@ class Chooser(CapturedCall):
                 return
             if best is not None and tries.best is best:
                 return
-
-    def _along(self, wish: Pipelined, limit_s: float, tries: Tries) -> AutoparError | TooSlow | None:
-        """Try numbers of microbatches along one axis; why one has no plan that is faster than what was found."""
-        axis, found_s, alone_s = wish.axis or "", dict[int, float](), 0.0  # what they take at least if no stage waits, however many
-        refusal: AutoparError | TooSlow | None = None
-        for num in self.numbers(wish, found_s):
-            if tries.best is not None and self.options.is_late:
-                log.warning("the time was over before %d microbatches along %r were tried", num, axis)
-                break
-            limit = self._beating(tries.best, limit_s)
-            if alone_s >= limit and num > min(found_s):
-                log.info("more microbatches along %r are not tried: with nothing to wait for they take %.4g s", axis, alone_s)
-                continue
-            try:
-                found_s[num] = tries.add(axis, num, self._scheduled(wish, num, limit))
-            except TooSlow as error:
-                refusal = refusal or error
-                found_s[num], bound_s = math.inf, tries.too_slow(axis, num, error)
-                log.info("no plan of %d microbatches along %r is faster: at least %.4g s", num, axis, bound_s)
-                if axis:  # a smaller microbatch takes no smaller share of its time: launches and latencies stay as they are
-                    alone_s = max(alone_s, bound_s * num / (num + self.num_ranks(wish) - 1))
-            except (InfeasibleError, ConstraintError) as error:
-                log.info("no plan of %d microbatches along %r: %s", num, axis, error.what)
-                refusal, found_s[num] = error, tries.refused(axis, num)
-                self.coupled.extend([error] if isinstance(error, CoupledError) else [])
-        return refusal
-
-    def _beating(self, best: Planned | None, limit_s: float) -> float:
-        """What a plan is to take at most that is looked for beside the best, if there is one."""
-        return limit_s if best is None else self.options.worth_s(best.plan.prediction.step_s)
 
     def _of_one(self, found: Planned) -> Planned:
         """The plan says why its stages work on the whole batch, and wait for each other."""
@@ -207,68 +220,6 @@ class Chooser(CapturedCall):
                 return found
         raise refusal
 
-    def _scheduled(self, wish: Pipelined, num: int, limit_s: float) -> Planned:
-        """The plan of the schedule that is asked for, or of the fastest: 1F1B, then more and more stages a device.
-
-        A step of 1F1B is M microbatches on each of P devices and P − 1 that these wait for; with v stages a device they wait for the
-        v-th part. So interleaving is tried where 1F1B, or what bounds it, would be fast enough with so much less to wait for.
-        """
-        if wish.schedule != AUTO:
-            return self.in_stages(wish, num, limit_s)
-        ranks = self.num_ranks(wish)
-        best: Planned | None = None
-        refusal: TooSlow | None = None
-        try:
-            best = self.in_stages(replace(wish, schedule="1f1b"), num, limit_s)
-            plain_s = best.plan.prediction.step_s
-        except TooSlow as error:
-            refusal, plain_s = error, error.args[0]
-        chunks = 2
-        while ranks > 1 and num_rounds(ranks, num):
-            fast_enough = limit_s if best is None else min(limit_s, best.plan.prediction.step_s * (1.0 - _WORTH))
-            if plain_s * (num + (ranks - 1) / chunks) / (num + ranks - 1) >= fast_enough:
-                break
-            try:
-                found = self.in_stages(replace(wish, schedule=INTERLEAVED, chunks=chunks), num, fast_enough)
-            except (TooSlow, InfeasibleError, ConstraintError) as error:
-                log.info("no plan of %d stages a device along %r: %s", chunks, wish.axis, error)
-                break
-            if found.plan.prediction.step_s >= fast_enough:
-                break
-            best, chunks = found, chunks * 2
-        if best is None:
-            assert refusal is not None, "1F1B was found, or is too slow"
-            raise refusal
-        return best
-
-    def candidates(self, wish: Pipelined) -> Iterator[tuple[str, int]]:
-        """(axis, number of microbatches) of what is tried at first; 0 for no pipeline at all."""
-        if wish.axis is None and self._number(wish) is None:
-            yield "", 0
-        for axis in self._axes(wish):
-            for num in self.numbers(replace(wish, axis=axis), {}):
-                yield axis, num
-
-    def numbers(self, wish: Pipelined, found_s: Mapping[int, float]) -> Iterator[int]:
-        """Of microbatches along an axis, as `walk` has them. More than one no longer come once samples are known to be coupled."""
-        asked, samples, stages = self._number(wish), batch_size(self.args, self.kwargs), self.num_ranks(wish)
-        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
-        divisors = [n for n in divisors if num_rounds(stages, n)] if wish.chunks > 1 else divisors
-        free = numbers_of(divisors or [samples], stages) if wish.axis else (1,)
-        for num in walk((asked,) if asked is not None else free, found_s):
-            if asked is not None or not self.coupled:
-                yield num
-        if self.coupled and asked is None and wish.chunks == 1 and 1 not in found_s:
-            yield 1
-
-    def _axes(self, wish: Pipelined) -> tuple[str, ...]:
-        return tuple(axis.name for axis in self.mesh.axes if axis.size > 1) if wish.axis is None else (wish.axis,)
-
-    def _number(self, wish: Pipelined) -> int | None:
-        """Of microbatches, where one is asked for."""
-        return wish.microbatches or (self.options.num_microbatches if isinstance(self.options.num_microbatches, int) else None)
-
-
 def _is_bound_by_memory(plan: Plan) -> bool:
     """Whether more memory would make it faster, as far as its duals and its recomputation tell."""
     plans = plan.pipeline.stages if plan.pipeline else (plan,)
@@ -280,6 +231,13 @@ def _run_again(plan: Plan) -> float:
     plans, num = (plan.pipeline.stages, plan.pipeline.num_microbatches) if plan.pipeline else ((plan,), 1)
     again_s = sum(entry.again_s * len(entry.instances) for each in plans for entry in each.entries)
     return num * again_s / plan.prediction.step_s
+
+
+def _computing_s(plan: Plan) -> float:
+    """What of a step without stages computes, all but what runs again."""
+    num = plan.pipeline.num_microbatches if plan.pipeline else 1
+    plans = plan.pipeline.stages if plan.pipeline else (plan,)
+    return num * sum(each.prediction.compute_s for each in plans) - _run_again(plan) * plan.prediction.step_s
 
 
 def _with_hint(error: InfeasibleError, refusals: Sequence[str]) -> InfeasibleError:

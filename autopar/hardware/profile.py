@@ -81,9 +81,14 @@ class HardwareProfile:
         return hash(self.hash)
 
     @property
-    def has_row_kernels(self) -> bool:
-        """Whether norms run by kernels (`autopar.kernels.rows`): on a GPU, where the file says that it is one."""
+    def is_gpu(self) -> bool:
+        """Whether the file says that it is one."""
         return self.device_type == "cuda"
+
+    @property
+    def has_row_kernels(self) -> bool:
+        """Whether norms run by kernels (`autopar.kernels.rows`)."""
+        return self.is_gpu
 
     @staticmethod
     def names() -> tuple[str, ...]:

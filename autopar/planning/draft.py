@@ -12,7 +12,7 @@ from autopar.cost.priced import Priced
 from autopar.emit.choices import placeholder_keys
 from autopar.mesh import Mesh
 from autopar.plans import RunnerUp
-from autopar.solve import Evaluation
+from autopar.solve import Evaluation, evaluated
 from autopar.strategies import Ref, pattern_of
 
 FIELD = re.compile(r"\{\d+\}")
@@ -29,6 +29,11 @@ class Draft:
     choices: Choices
     evaluation: Evaluation
     runner_ups: Mapping[int, RunnerUp]
+
+    @staticmethod
+    def of(trace: Trace, mesh: Mesh, priced: Priced, choices: Choices) -> Draft:
+        """Of choices as they are, without what would come next."""
+        return Draft(trace, mesh, priced, choices, evaluated(priced.problem, choices), {})
 
 
 def tensor_patterns(refs: Sequence[Ref], keys: Mapping[str, str]) -> Iterable[tuple[str, int, tuple[tuple[int, ...], ...]]]:

@@ -38,9 +38,9 @@ from autopar.planning.ordering import Ordering
 from autopar.planning.peaks import Peaks, Schedule
 from autopar.planning.smallest import Need, light, preferred, refusal
 from autopar.planning.solving import Solving
-from autopar.planning.tried import TooSlow, Tried
+from autopar.planning.tried import Elsewhere, TooSlow, Tried, beside
 from autopar.plans import Fingerprint
-from autopar.solve import Least, evaluated, quickest
+from autopar.solve import Least, quickest
 from autopar.strategies import Starts
 
 _ROUNDS = 12  # each either fits or adds moments at which the plan before did not
@@ -54,6 +54,7 @@ class Job:
     Attributes:
         pricing: gives the problem where layers decide in these groups. whole: equal layers decide alike, or are in groups already.
         regions: what kernels may share with their peers (`autopar.problem.Choices`).
+        elsewhere: asked once, before a search goes on for long.
     """
 
     trace: Trace
@@ -68,6 +69,7 @@ class Job:
     bound_s: float = 0.0
     multipliers: Multipliers | None = None
     limit_s: float = math.inf
+    elsewhere: Elsewhere | None = None
     alike: Alike = field(default_factory=Alike)
     priced: Priced = field(init=False)
     learnt: Learnt = field(init=False)
@@ -202,6 +204,11 @@ class Job:
             return found
         if isinstance(found, Least) or (isinstance(found, Choices) and (not found.mixed or self.options.is_late)):
             return found  # it is close enough, or was searched for to the end, or to that of the time
+        if self.elsewhere is not None:
+            look, self.elsewhere = self.elsewhere, None
+            self.limit_s = min(self.limit_s, beside(look, self.priced.problem, found))
+        if found.bound_s >= self.limit_s:
+            raise TooSlow(found.bound_s)
         self.whole = True
         starts, met = starts_of(self.priced, found), found if isinstance(found, Choices) else None
         if not starts:
@@ -273,8 +280,7 @@ class Job:
     def tried(self, choices: Choices) -> Tried:
         """A plan of these choices, emitted."""
         with self.clock.phase("assemble"):
-            evaluation = evaluated(self.priced.problem, choices)
-            draft = Draft(self.trace, self.mesh, self.priced, choices, evaluation, {})
+            draft = Draft.of(self.trace, self.mesh, self.priced, choices)
             plan = assemble(draft, self.mark, self.recorded, self.bound_s)
             plan = replace(plan, proof=certified(plan.proof, draft, self.multipliers))
         with self.clock.phase("emit"):

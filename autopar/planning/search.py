@@ -21,7 +21,7 @@ from autopar.planning.options import PlanOptions
 from autopar.planning.runner_up import runner_ups
 from autopar.planning.smallest import Need
 from autopar.planning.timeline import beside
-from autopar.planning.tried import Tried
+from autopar.planning.tried import Elsewhere, Tried
 from autopar.plans import Plan
 from autopar.run.program import Program, StagedProgram
 from autopar.strategies import ClusterClass, Forced, Starts, apart, classes_of, frozen_starts, resolve, together
@@ -63,12 +63,13 @@ class Planned:
 
 def make_plan(
     trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions, *, model_name: str = "", progress: Progress = lambda _: None,
-    limit_s: float = math.inf,
+    limit_s: float = math.inf, elsewhere: Elsewhere | None = None,
 ) -> Planned:  # fmt: skip
     """Plan a captured model for a mesh.
 
     Args:
-        hardware: of unequal devices the slowest sets the pace of all. limit_s: a plan that is no faster is not wanted.
+        hardware: of unequal devices the slowest sets the pace of all. limit_s: a plan that is no faster is not wanted. elsewhere:
+            as of `autopar.planning.tried.Elsewhere`.
 
     Raises:
         ConstraintError: where a constraint matches nothing or no strategy meets it.
@@ -76,12 +77,13 @@ def make_plan(
         TooSlow: where the bound shows that no plan beats the limit.
     """
     clock, options = Clock(progress), options.begun()
-    return finished(whole_job(trace, mesh, hardware, options, clock, model_name=model_name, limit_s=limit_s).best_tried(), clock, options)
+    job = whole_job(trace, mesh, hardware, options, clock, model_name=model_name, limit_s=limit_s, elsewhere=elsewhere)
+    return finished(job.best_tried(), clock, options)
 
 
 def whole_job(
     trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions, clock: Clock, *, model_name: str = "",
-    limit_s: float = math.inf,
+    limit_s: float = math.inf, elsewhere: Elsewhere | None = None,
 ) -> Job:  # fmt: skip
     """The search of `make_plan`, about to begin.
 
@@ -113,7 +115,7 @@ def whole_job(
         )
 
     mark = fingerprint(trace, model_name, hardware, VERSION)
-    return Job(trace, mesh, pricing, options, clock, mark, options.to_json(profile), budget, limit_s=limit_s)
+    return Job(trace, mesh, pricing, options, clock, mark, options.to_json(profile), budget, limit_s=limit_s, elsewhere=elsewhere)
 
 
 def finished(tried: Tried, clock: Clock, options: PlanOptions) -> Planned:

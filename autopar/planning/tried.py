@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from autopar.choices import Apart, Choices
 from autopar.planning.draft import Draft
 from autopar.plans import Plan
+from autopar.problem import Problem
 from autopar.run.program import Program
+from autopar.solve import evaluated
 
 
 class TooSlow(Exception):
     """No plan is as fast as is asked for; its argument is the bound in seconds."""
+
+
+Elsewhere = Callable[[float, float], float]
+"""Plans of another kind, given the seconds of a step that was found and what of it computes; what one of this kind may take beside them."""
+
+
+def beside(look: Elsewhere, problem: Problem, found: Choices | Apart) -> float:
+    """Seconds that a plan may take beside those of another kind, which are looked for now."""
+    return look(math.inf, 0.0) if isinstance(found, Apart) else look(found.objective_s, evaluated(problem, found).compute_s)
 
 
 @dataclass(frozen=True, slots=True)
