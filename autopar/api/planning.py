@@ -40,6 +40,7 @@ from autopar.keywords import named
 from autopar.mesh import Mesh
 from autopar.planning import Planned, PlanOptions
 from autopar.plans import Plan
+from autopar.report import card as card  # with it, notebooks show plans
 from autopar.run.executor import Batch, Outputs
 from autopar.terminal import PHASES, progress_of_long
 from autopar.verification import Verification, verify_program
