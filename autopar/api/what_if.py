@@ -32,7 +32,7 @@ from autopar.planning.axes import notes, without_stages
 from autopar.planning.carrying import Carried, carried
 from autopar.planning.flips import all_flips
 from autopar.planning.repricing import repriced
-from autopar.plans import Flip, Plan
+from autopar.plans import Flips, Plan
 from autopar.run.returned import Returned
 from autopar.units import seconds, share, size
 
@@ -45,7 +45,7 @@ class WhatIf:
         plan: the plan. hardware: name of the other profile. step_s, peak_bytes: of the plan's decisions there.
         best: the plan made there, with the same options and constraints. budget_bytes: per device there; where stages' devices have other
             budgets, peak and budget are those of the device that has least left.
-        flips: the choices of `best` that the least change of the hardware would turn, where they were asked for.
+        flips: the choices of `best` that the least change of the hardware would turn, where they were asked for, or why there are none.
         notes: what is to be known of axes that only one of the meshes has.
         change: which of the plan's constraints `best` need not obey, and which it obeys beside the others.
     """
@@ -56,7 +56,7 @@ class WhatIf:
     peak_bytes: int
     best: Plan
     budget_bytes: int
-    flips: tuple[Flip, ...] = ()
+    flips: Flips = Flips()  # noqa: RUF009 - immutable
     notes: tuple[str, ...] = ()
     change: str = ""
 
@@ -90,7 +90,7 @@ class WhatIf:
                 f"the plan made for {where}{under} takes {seconds(made.step_s)} with a peak of {size(made.peak_bytes)}",
                 f"regret {share(self.regret, signed=True)}; against the proven bound at most {share(self.most_regret, signed=True)}",
                 *self.notes,
-                *map(str, self.flips),
+                *filter(None, (str(self.flips),)),
             )
         )
 
@@ -149,7 +149,7 @@ def what_if(
     options = change.options if there.axes == plan.mesh.axes else _elsewhere(plan, there, change.options)
     options = replace(options, constraints=(*options.constraints, *change.more))
     best = plan_told(model, there, args, kwargs, devices, options)[1].plan
-    turning: tuple[Flip, ...] = ()
+    turning = Flips()
     if num_flips:
         turning = all_flips(best, _part(best, model, trace, args, kwargs), there, devices, options, most=num_flips)
     return WhatIf(plan, devices.name, found.step_s, peak_bytes, best, budget_bytes, turning, notes(plan, there), str(change))
@@ -158,8 +158,9 @@ def what_if(
 @collected_seldom()
 def flips(
     plan: Plan, model: nn.Module, batch: Example, *, most: int = 5, hardware: HardwareLike | None = None
-) -> tuple[Flip, ...]:
-    """At which change of the hardware close choices of a plan turn, the least change first; `autopar.explain` shows them.
+) -> Flips:
+    """At which change of the hardware close choices of a plan turn, the least change first; `autopar.explain` shows them. A tuple, which
+    where it is empty says why, as `why` and when it is printed.
 
     The chosen strategy of an op and its runner-up are priced again where a link, or compute, is faster or slower, all else as in the
     plan. A plan made for that hardware may change other choices sooner.

@@ -80,7 +80,7 @@ def explain_command(
     turning = turning_of(loaded, flips, hf, model, module or function, batch, seq, dtype)
     found = explain(loaded, module=only, flips=turning)
     show(found)
-    say_if_none(flips, turning)
+    say_if_none(turning)
     if turning and not found.flips:
         say(f"of the {len(turning)} choices that would turn none is in {only!r}: leave --only out to see them")
 
@@ -172,7 +172,7 @@ def what_if_command(
     check_there(plan, hardware)
     there = None if mesh is None else read_mesh(mesh, devices_per_node)
     from autopar.api import what_if
-    from autopar.cli.models import asked, built, say_if_none
+    from autopar.cli.models import asked, built
     from autopar.constraints.written import parse_constraint
     from autopar.plans import Plan
 
@@ -185,7 +185,6 @@ def what_if_command(
             loaded, network, example, hardware=hardware, mesh=there, constraints=more, without=without or (), num_flips=flips
         )
     say(str(found))
-    say_if_none(flips, found.flips)
 
 
 @app.command("profile")
@@ -226,7 +225,7 @@ def report_command(
     loaded = Plan.load(plan)
     turning = turning_of(loaded, flips, hf, model, module, batch, seq, dtype)
     say(f"written to {report(loaded, out_file, flips=turning)}")
-    say_if_none(flips, turning)
+    say_if_none(turning)
 
 
 @app.command("export")
