@@ -58,7 +58,10 @@ def idle(plan: Plan) -> Iterator[str]:
     """Along which axes nothing is shared, if so."""
     if names := idle_axes(plan):
         costs = f"on {plan.fingerprint.profile} communication would cost more than it saves"
-        yield f"not parallelized over {' and '.join(names)}: {costs}. To force it: constraints=[autopar.constraints.fsdp()]"
+        named = "" if len(names) == sum(axis.size > 1 for axis in plan.mesh.axes) else repr(names[0] if len(names) == 1 else list(names))
+        stages = f" beside stages along {plan.pipeline.axis}" if plan.pipeline and plan.pipeline.axis else ""
+        force = f"To force it{stages}: constraints=[autopar.constraints.fsdp({named})]"
+        yield f"not parallelized over {' and '.join(names)}: {costs}. {force}"
 
 
 def num_kernels(plan: Plan) -> int:
