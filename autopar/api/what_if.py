@@ -14,8 +14,9 @@ from torch import nn
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_constraints, as_mesh
 from autopar.api.changing import changed, obeyed_by
+from autopar.api.fitting import check_fits
 from autopar.api.hardware import as_hardware, of_plan, planned_for
-from autopar.api.planning import check_fits, plan_told
+from autopar.api.planning import plan_told
 from autopar.api.recorded import options_of, recorded
 from autopar.api.tracing import as_planned, planned_part, traced_for
 from autopar.capture import Trace
